@@ -1,0 +1,7 @@
+"""TowerStrategy: data-parallel training for TensorFlow and Keras, with one copy of each weight."""
+
+from towerstrategy._version import __version__
+from towerstrategy.devices import split_cpu
+from towerstrategy.strategy import TowerStrategy
+
+__all__ = ["TowerStrategy", "__version__", "split_cpu"]

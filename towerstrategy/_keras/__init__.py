@@ -1,0 +1,62 @@
+"""What we hook in Keras 3 and tf_keras.
+
+Goes in: the Keras modules that the process has imported (none is imported from here until a user
+has).  Comes out: the same modules with hooks that act inside towers and models of a
+``TowerStrategy`` and hand everybody else on to Keras' own code.
+
+:mod:`keras3` and :mod:`tf_keras` hold the hooks, each with its why and its place upstream;
+:mod:`common` holds what both say the same way.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import tensorflow as tf
+
+_installed: set[str] = set()
+
+
+def install_hooks() -> None:
+    """Hooks each Keras that has been imported, once."""
+    if "keras" not in _installed and _imported("keras", "keras.src.backend.tensorflow.trainer"):
+        from towerstrategy._keras import keras3
+
+        keras3.install()
+        _installed.add("keras")
+    if "tf_keras" not in _installed and _imported("tf_keras", "tf_keras.src.engine.training"):
+        from towerstrategy._keras import tf_keras
+
+        tf_keras.install()
+        _installed.add("tf_keras")
+
+
+def adopt(strategy: tf.distribute.Strategy, model: Any) -> str:
+    """Makes ``model`` the strategy's, see ``TowerStrategy.adopt``.
+
+    Raises:
+      TypeError: ``model`` is no Keras model.
+      ValueError: it belongs to another strategy.
+    """
+    install_hooks()
+    if "keras" in _installed:
+        from towerstrategy._keras import keras3
+
+        if keras3.is_model(model):
+            return keras3.adopt(strategy, model)
+    if "tf_keras" in _installed:
+        from towerstrategy._keras import tf_keras
+
+        if tf_keras.is_model(model):
+            return tf_keras.adopt(strategy, model)
+    raise TypeError("model must be a Keras or tf_keras model, but got "
+                    f"{model!r} of type {type(model).__name__}.")
+
+
+def _imported(package: str, last_module: str) -> bool:
+    """Whether ``package`` is imported to the end, TensorFlow backend included."""
+    module = sys.modules.get(package)
+    spec = getattr(module, "__spec__", None)
+    return (module is not None and last_module in sys.modules
+            and not getattr(spec, "_initializing", False))

@@ -1,0 +1,156 @@
+"""What the hooks into Keras 3 and into tf_keras say the same way.
+
+Goes in: a tower's context and Keras' own functions.  Comes out: wrappers that are installed once and
+act in towers of a ``TowerStrategy`` only, the merge-first rule for optimizers, and the loss scaling
+by share.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Iterable, Sequence
+
+import tensorflow as tf
+
+from towerstrategy import merge, split, towers, variables
+from towerstrategy import _tensorflow as _tf
+
+_MARK = "_towerstrategy_original"
+
+
+def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces ``owner.name`` by ``make(owner.name)``, once.
+
+    Raises:
+      RuntimeError: there is no such name: this Keras release has moved it.
+    """
+    original = owner.__dict__.get(name)
+    if original is None:
+        raise RuntimeError(
+            f"towerstrategy hooks {getattr(owner, '__name__', owner)}.{name}, which this Keras "
+            "release does not have. Use a release that towerstrategy supports (see its README).")
+    if hasattr(original, _MARK):
+        return
+    hooked = functools.wraps(original)(make(original))
+    setattr(hooked, _MARK, original)
+    setattr(owner, name, hooked)
+
+
+def splitting_tower() -> towers.TowerContext | None:
+    """The current tower where there are several of them; None otherwise.
+
+    With one tower Keras' own single-device code is right as it is.
+    """
+    tower = towers.current_tower()
+    return tower if tower is not None and tower.num_replicas_in_sync > 1 else None
+
+
+def scaled_by_share(tower: towers.TowerContext, value: tf.Tensor) -> tf.Tensor:
+    """A tower's mean -> its part of the whole batch's mean."""
+    share = tower.weight if tower.weight is not None else tower.share
+    return value * tf.cast(share, value.dtype)
+
+
+def unscaled_by_share(tower: towers.TowerContext, value: tf.Tensor) -> tf.Tensor:
+    """The inverse; 0 in a tower without rows."""
+    return tf.math.divide_no_nan(value, tf.cast(tower.share, value.dtype))
+
+
+def whole_batch_mask(tower: towers.TowerContext, weights: tf.Tensor, mask: Any) -> tf.Tensor:
+    """Sample weights that hold a tower's ``total / valid`` factor -> those of the whole batch.
+
+    Keras gives the unmasked entries of a batch the weight ``total / valid`` so that the mean over
+    all entries is the mean over the unmasked ones; on R towers both counts are the whole batch's.
+
+    Args:
+      tower: where this runs.
+      weights: what Keras made from this tower's mask.
+      mask: this tower's mask, 1 or True for valid entries.
+    """
+    kept = tf.cast(mask, tf.float64)
+    valid, count = tf.reduce_sum(kept), tf.cast(tf.size(kept), tf.float64)
+    all_valid, all_count = tower.all_reduce(_tf.ReduceOp.SUM, [valid, count])
+    factor = tf.math.divide_no_nan(all_count * valid, all_valid * count)
+    return tf.where(valid > 0, weights * tf.cast(factor, weights.dtype), tf.zeros_like(weights))
+
+
+def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_: Sequence[Any],
+               apply: Callable[[list[Any]], Any]) -> Any:
+    """Merges the towers' gradients, then runs the optimizer's own single-device code once.
+
+    Args:
+      tower: where the optimizer was called.
+      gradients: this tower's, one a variable: tensors, ``tf.IndexedSlices`` or None.
+      variables_: the resource variables they belong to.
+      apply: takes the merged gradients; runs in a :class:`towers.MergedContext`.
+    """
+    count = tower.num_replicas_in_sync
+    homes = [variables.home_of(variable) for variable in variables_]
+
+    def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
+        per_variable = [None if value is None else towers.all_values(value, count)
+                        for value in grouped]
+        summed = merge.gradients(per_variable, homes, tower.shares)
+        with towers.MergedContext(strategy), tf.device(strategy.extended.merge_device):
+            return apply(summed)
+
+    return tower.merge_call(merged, args=tuple(gradients))
+
+
+def split_plain(strategy: tf.distribute.Strategy, data: Any) -> Any:
+    """A step's data, split unless it is already."""
+    leaves = tf.nest.flatten(data)
+    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
+        return data
+    return split.split_batch(data, strategy.num_replicas_in_sync, stand_ins=True)
+
+
+def rows_only(values: Any) -> list[Any]:
+    """The towers' outputs without what came of stand-ins."""
+    parts = list(values.values)
+    shares = getattr(values, "shares", None)
+    if shares is None or not shares.stand_ins:
+        return parts
+    return [_first_rows(part, shares.filled(number)) if part.shape.rank != 0 else part
+            for number, part in enumerate(parts)]
+
+
+def _first_rows(part: Any, filled: Any) -> Any:
+    if isinstance(part, tf.SparseTensor):
+        size = tf.where(filled, part.dense_shape, tf.zeros_like(part.dense_shape))
+        return tf.sparse.slice(part, tf.zeros_like(size), size)
+    return part[:tf.where(filled, tf.cast(split.rows_in(part), tf.int64), 0)]
+
+
+def check_owner(strategy: tf.distribute.Strategy, model: Any,
+                owner: tf.distribute.Strategy | None) -> None:
+    """Raises ``ValueError`` where ``model`` belongs to a strategy other than ``strategy``."""
+    if owner is None or owner is strategy or not _is_distributing(owner):
+        return
+    raise ValueError(
+        f"model {getattr(model, 'name', model)!r} belongs to another strategy: it was built or "
+        f"adopted in the scope of {owner!r} and cannot be adopted by {strategy!r}. Save it and load "
+        "it again, or use the strategy that it has.")
+
+
+def adopted_sentence(strategy: tf.distribute.Strategy, model: Any, resident: Iterable[Any],
+                     local: Iterable[Any]) -> str:
+    """What ``adopt`` says."""
+    count, homes = 0, {}
+    for variable in resident:
+        count += 1
+        home = variables.home_of(variable)
+        homes[home] = homes.get(home, 0) + variables.size_of(variable)
+    from towerstrategy import devices as devices_lib
+
+    where = ", ".join(f"{size:,} bytes on {devices_lib.short_name(home) if home else 'no device'}"
+                      for home, size in homes.items()) or "none built yet"
+    number = strategy.num_replicas_in_sync
+    return (f"adopted model {model.name!r} for {number} tower{'s' if number > 1 else ''}: "
+            f"{count} variables with one copy ({where}), "
+            f"{sum(1 for _ in local)} tower-local ones.")
+
+
+def _is_distributing(strategy: tf.distribute.Strategy) -> bool:
+    """False for TensorFlow's default strategy, which is no strategy."""
+    return type(strategy).__name__ != "_DefaultDistributionStrategy"

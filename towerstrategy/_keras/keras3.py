@@ -1,0 +1,429 @@
+"""The hooks into Keras 3 (``tf.keras`` of TensorFlow 2.16 and later).
+
+Goes in: the imported ``keras``.  Comes out: the same, with the hooks of :func:`install`.  Upstream
+places are those of Keras 3.15; ``tests/keras3_hooks_test.py`` fails where one has moved.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.common import variables as keras_variables
+from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.losses import loss as loss_module
+from keras.src.metrics import metric as metric_module
+from keras.src.metrics import reduction_metrics
+from keras.src.optimizers import base_optimizer, loss_scale_optimizer
+from keras.src.random import seed_generator
+from keras.src.trainers import trainer as base_trainer
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy import merge, split, variables
+from towerstrategy._keras import common
+from towerstrategy._keras.common import splitting_tower
+
+# What is hooked and why; the test of upstream names reads this.
+HOOKS: dict[tuple[Any, str], str] = {
+    (loss_module, "scale_loss_for_distribution"):
+        "scales a replica's mean by 1/R; a tower's counts by its share of the rows",
+    (loss_module, "unscale_loss_for_distribution"): "the inverse, for the logged loss",
+    (loss_module, "apply_mask"): "the mean over unmasked entries is the whole batch's",
+    (loss_module, "reduce_values"):
+        "mean_with_sample_weight divides by the whole batch's weights",
+    (base_optimizer.BaseOptimizer, "apply"): "merge first, then Keras' own code once",
+    (base_optimizer.BaseOptimizer, "apply_gradients"): "the same, for optimizers that override apply",
+    (loss_scale_optimizer.LossScaleOptimizer, "apply"): "one look for overflows, at merged gradients",
+    (metric_module.Metric, "__init__"): "a metric's result inside a tower is the whole batch's",
+    (reduction_metrics.Mean, "update_state"): "a scalar counts by its tower's share",
+    (seed_generator.SeedGenerator, "next"): "random layers draw differently on every tower",
+    (base_trainer.Trainer, "compile"): "compiling in the scope adopts; jit_compile is refused early",
+    (base_trainer.Trainer, "compute_loss"): "knows a loss that is scaled by share already",
+    (base_trainer.Trainer, "get_metrics_result"): "all results in one meeting of the towers",
+    (tf_trainer, "reduce_per_replica"):
+        "means over replicas count each by its share; outputs of stand-ins are cut off",
+    (tf_trainer.TFEpochIterator, "__init__"): "towers without rows get stand-ins",
+    (tf_trainer.TensorFlowTrainer, "make_train_function"): "train_on_batch hands over unsplit data",
+    (tf_trainer.TensorFlowTrainer, "make_test_function"): "so does test_on_batch",
+    (tf_trainer.TensorFlowTrainer, "make_predict_function"): "and predict_on_batch",
+    (tf_trainer.TensorFlowTrainer, "_maybe_symbolic_build"):
+        "takes a batch out of the data and means over it, which uneven sub-batches do not allow",
+}
+
+
+def install() -> None:
+    """Installs every hook of :data:`HOOKS`."""
+    makers: dict[Any, Any] = {
+        (metric_module.Metric, "__init__"): _metric_init,
+        (tf_trainer.TFEpochIterator, "__init__"): _epoch_iterator_init,
+        "reduce_per_replica": _reduce_per_replica,
+        "scale_loss_for_distribution": _scale,
+        "unscale_loss_for_distribution": _unscale,
+        "apply_mask": _apply_mask,
+        "reduce_values": _reduce_values,
+        "apply": _apply,
+        "apply_gradients": _apply_gradients,
+        "update_state": _mean_update_state,
+        "next": _next_seed,
+        "compile": _compile,
+        "compute_loss": _compute_loss,
+        "get_metrics_result": _get_metrics_result,
+        "make_train_function": _make_function("train_function"),
+        "make_test_function": _make_function("test_function"),
+        "make_predict_function": _make_predict_function,
+        "_maybe_symbolic_build": _symbolic_build,
+    }
+    for owner, name in HOOKS:
+        common.wrap(owner, name, makers.get((owner, name)) or makers[name])
+
+
+def is_model(model: Any) -> bool:
+    """Whether ``model`` is a Keras 3 model."""
+    return isinstance(model, tf_trainer.TensorFlowTrainer)
+
+
+def adopt(strategy: tf.distribute.Strategy, model: Any) -> str:
+    """See ``TowerStrategy.adopt``."""
+    common.check_owner(strategy, model, model._distribute_strategy)
+    model._distribute_strategy = strategy
+    resident, local = [], []
+    for variable in model.variables:
+        _adopt_variable(strategy, variable, resident)
+    for metric in getattr(model, "metrics", ()):
+        _wrap_result(type(metric))
+        for variable in metric.variables:
+            _adopt_metric_variable(strategy, variable, local)
+    if getattr(model, "optimizer", None) is not None:
+        _adopt_optimizer(strategy, model.optimizer, resident)
+    # Functions traced before know nothing of towers.
+    model.train_function = model.test_function = model.predict_function = None
+    return common.adopted_sentence(strategy, model, resident, local)
+
+
+def _adopt_variable(strategy: tf.distribute.Strategy, variable: Any, resident: list[Any]) -> None:
+    value = variable._value if isinstance(variable, keras_variables.Variable) else variable
+    if isinstance(value, variables.TowerVariable):
+        common.check_owner(strategy, variable, value.distribute_strategy)
+    elif isinstance(value, _tf.ResourceVariable):
+        variables.into_tower_variable(value, strategy)
+    else:
+        return
+    resident.append(value)
+
+
+def _adopt_metric_variable(strategy: tf.distribute.Strategy, variable: Any,
+                           local: list[Any]) -> None:
+    value = variable._value
+    if isinstance(value, _tf.ResourceVariable) and strategy.num_replicas_in_sync > 1:
+        variable._value = variables.make_tower_local(strategy, value)
+    local.append(variable._value)
+
+
+def _adopt_optimizer(strategy: tf.distribute.Strategy, optimizer: Any, resident: list[Any]) -> None:
+    optimizer._distribution_strategy = strategy
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        inner._distribution_strategy = strategy
+    for variable in optimizer.variables:
+        _adopt_variable(strategy, variable, resident)
+
+
+def _is_tower_strategy(strategy: Any) -> bool:
+    from towerstrategy.strategy import TowerStrategy
+
+    return isinstance(strategy, TowerStrategy)
+
+
+def _strategy_of(model: Any) -> Any:
+    """The model's TowerStrategy, or None."""
+    strategy = getattr(model, "_distribute_strategy", None)
+    return strategy if _is_tower_strategy(strategy) else None
+
+
+# Losses.
+
+
+def _scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale_loss_for_distribution(value: Any) -> Any:
+        tower = splitting_tower()
+        if tower is None:
+            return original(value)
+        return tower.mark_scaled(common.scaled_by_share(tower, value))
+
+    return scale_loss_for_distribution
+
+
+def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:
+    def unscale_loss_for_distribution(value: Any) -> Any:
+        tower = splitting_tower()
+        return original(value) if tower is None else common.unscaled_by_share(tower, value)
+
+    return unscale_loss_for_distribution
+
+
+def _apply_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+        weights = original(sample_weight, mask, dtype, reduction)
+        tower = splitting_tower()
+        if tower is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+            return weights
+        return common.whole_batch_mask(tower, weights, mask)
+
+    return apply_mask
+
+
+def _reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_values(values: Any, sample_weight: Any = None,
+                      reduction: Any = "sum_over_batch_size") -> Any:
+        tower = splitting_tower()
+        if tower is None or reduction != "mean_with_sample_weight" or sample_weight is None:
+            return original(values, sample_weight, reduction)
+        weight = tf.reduce_sum(tf.cast(sample_weight, tf.float64))
+        all_weight = tower.all_reduce(_tf.ReduceOp.SUM, weight)
+        with tower.weighted(tf.math.divide_no_nan(weight, all_weight)):
+            return original(values, sample_weight, reduction)
+
+    return reduce_values
+
+
+def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = original(self, *args, **kwargs)
+        tower = splitting_tower()
+        return loss if tower is None or loss is None else tower.mark_scaled(loss)
+
+    return compute_loss
+
+
+# Optimizers.
+
+
+def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        tower = splitting_tower()
+        if tower is None:
+            return original(self, grads, trainable_variables)
+        grads = list(grads)
+        targets = list(self._trainable_variables if trainable_variables is None
+                       else trainable_variables)
+        return common.merge_then(tower, grads, [_tf_variable(target) for target in targets],
+                                 lambda merged: original(self, merged, trainable_variables))
+
+    return apply
+
+
+def _apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_gradients(self: Any, grads_and_vars: Any) -> Any:
+        tower = splitting_tower()
+        if tower is None:
+            return original(self, grads_and_vars)
+        grads, targets = zip(*grads_and_vars)
+        return common.merge_then(tower, grads, [_tf_variable(target) for target in targets],
+                                 lambda merged: original(self, zip(merged, targets)))
+
+    return apply_gradients
+
+
+def _tf_variable(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras_variables.Variable) else variable
+
+
+# Metrics.
+
+
+def _metric_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _wrap_result(type(self))
+
+    return __init__
+
+
+def _wrap_result(cls: type) -> None:
+    """Hooks ``result`` in ``cls`` and its bases."""
+    for base in cls.__mro__:
+        if "result" in base.__dict__ and base is not metric_module.Metric:
+            common.wrap(base, "result", _result)
+
+
+def _result(original: Callable[..., Any]) -> Callable[..., Any]:
+    def result(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _once(lambda: original(self, *args, **kwargs))
+
+    return result
+
+
+def _get_metrics_result(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_metrics_result(self: Any) -> Any:
+        return _once(lambda: original(self))
+
+    return get_metrics_result
+
+
+def _once(result: Callable[[], Any]) -> Any:
+    """``result`` computed once for all towers, from the tower-local variables' sums."""
+    tower = splitting_tower()
+    if tower is None or not tower.can_merge:
+        return result()
+    return tower.merge_call(lambda _: result())
+
+
+def _mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        tower = splitting_tower()
+        if tower is None or sample_weight is not None or tf.convert_to_tensor(values).shape.rank != 0:
+            return original(self, values, sample_weight)
+        value = tf.convert_to_tensor(values)
+        if tower.is_scaled(values):
+            value = common.unscaled_by_share(tower, value)
+        return original(self, value, sample_weight=tf.cast(tower.share, self.dtype))
+
+    return update_state
+
+
+# Random numbers.
+
+
+def _next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def next(self: Any, ordered: bool = True) -> Any:  # noqa: A001
+        seed = original(self, ordered)
+        tower = splitting_tower()
+        return seed if tower is None else tower.own_seed(seed)
+
+    return next
+
+
+# Training.
+
+
+def _compile(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compile(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: A001
+        scope = tf.distribute.get_strategy()
+        strategy = scope if _is_tower_strategy(scope) else _strategy_of(self)
+        if strategy is None:
+            return original(self, *args, **kwargs)
+        with strategy.scope():
+            common.check_owner(strategy, self, self._distribute_strategy)
+            original(self, *args, **kwargs)
+            if self.jit_compile and strategy.num_replicas_in_sync > 1:
+                raise ValueError(
+                    "jit_compile=True is not supported with several towers: XLA compiles a step for "
+                    "one device and cannot hold towers on several and their merge. Compile the "
+                    'model with jit_compile=False or leave it at "auto".')
+            adopt(strategy, self)
+
+    return compile
+
+
+def _epoch_iterator_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if isinstance(self._distributed_dataset, split.TowerDataset):
+            self._distributed_dataset = self._distributed_dataset.with_stand_ins()
+
+    return __init__
+
+
+def _reduce_per_replica(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+        if not _is_tower_strategy(strategy) or strategy.num_replicas_in_sync == 1:
+            return original(values, strategy, reduction)
+        with tf.device(strategy.extended.merge_device):
+            return tree.map_structure(lambda value: _reduce(value, reduction), values)
+
+    return reduce_per_replica
+
+
+def _reduce(value: Any, reduction: str) -> Any:
+    if not isinstance(value, _tf.PerReplica):
+        return value
+    if reduction == "first":
+        return value.values[0]
+    if reduction == "concat":
+        return tf_trainer.concat(common.rows_only(value))
+    if reduction == "sum":
+        return merge.total_of_filled(list(value.values), value.shares)
+    mean = merge.weighted_mean if value.values[0].dtype.is_floating else merge.mean_of_filled
+    return mean(list(value.values), value.shares)
+
+
+def _make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``*_on_batch`` gives the step function plain data: split it."""
+
+    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make_function(self: Any, force: bool = False) -> Any:
+            before = getattr(self, attribute)
+            result = original(self, force)
+            strategy, step = _strategy_of(self), getattr(self, attribute)
+            if strategy is None or step is before:
+                return result
+
+            def function(iterator: Any) -> Any:
+                if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+                    iterator = (common.split_plain(strategy, data) for data in iterator)
+                return step(iterator)
+
+            setattr(self, attribute, function)
+            return function
+
+        return make_function
+
+    return hook
+
+
+def _make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make_predict_function(self: Any, force: bool = False) -> Any:
+        before = self.predict_function
+        result = original(self, force)
+        strategy, step = _strategy_of(self), self.predict_function
+        if strategy is None or step is before:
+            return result
+
+        def function(steps: Any) -> Any:
+            return step([common.split_plain(strategy, data) for data in steps])
+
+        self.predict_function = function
+        return function
+
+    return make_predict_function
+
+
+def _symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        strategy = _strategy_of(self)
+        if strategy is None:
+            return original(self, iterator, data_batch)
+        if iterator is not None:
+            data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
+        try:
+            with strategy.scope():
+                self._symbolic_build(data_batch=data_batch)
+        except RuntimeError as error:
+            if "Unable to automatically build the model" not in str(error):
+                raise
+            # A model that cannot be called symbolically is built while its step is traced, as on
+            # one device.
+
+    return _maybe_symbolic_build
+
+
+def _batch_spec(element_spec: Any) -> Any:
+    """Shapes and dtypes of a global batch, from the spec of its sub-batches."""
+
+    def whole(spec: Any) -> Any:
+        if isinstance(spec, (tf.NoneTensorSpec, tf.OptionalSpec)):
+            return None
+        if isinstance(spec, split.SubBatchesSpec):
+            spec = spec._component_specs[0]
+        return _Symbol(tf.TensorShape([None]).concatenate(spec.shape[1:]), spec.dtype)
+
+    return tree.map_structure(whole, element_spec)
+
+
+class _Symbol:
+    """Shape and dtype, as Keras' symbolic build asks for them."""
+
+    def __init__(self, shape: tf.TensorShape, dtype: tf.DType) -> None:
+        self.shape = tuple(shape.as_list())
+        self.dtype = dtype

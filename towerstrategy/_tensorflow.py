@@ -1,0 +1,203 @@
+"""Every private TensorFlow name the package uses, in one place.
+
+Goes in: the installed TensorFlow.  Comes out: the names below, for the rest of the package.
+Nothing else in ``towerstrategy`` imports ``tensorflow.python``; ``tests/tensorflow_names_test.py``
+checks each name, so that a TensorFlow release that moves one fails loudly and here.
+
+Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterator
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph_api
+from tensorflow.python.data.ops import iterator_ops
+from tensorflow.python.distribute import distribute_lib, distribute_utils, shared_variable_creator
+from tensorflow.python.distribute import reduce_util
+from tensorflow.python.distribute import values as values_lib
+from tensorflow.python.distribute import values_util
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.framework import ops as framework_ops
+from tensorflow.python.ops import resource_variable_ops, summary_ops_v2, variable_scope
+from tensorflow.python.util import nest as private_nest
+
+PRIVATE_NAMES: dict[str, str] = {
+    "tensorflow.python.distribute.distribute_lib:UpdateContext":
+        "tells TensorFlow's variables that StrategyExtended.update runs; no public counterpart",
+    "tensorflow.python.distribute.distribute_lib:_CrossReplicaThreadMode":
+        "the cross-replica context that merge_call enters; only scope() is public",
+    "tensorflow.python.distribute.distribute_lib:_push_per_thread_mode":
+        "enters that context on the current graph",
+    "tensorflow.python.distribute.distribute_lib:_pop_per_thread_mode": "leaves it",
+    "tensorflow.python.distribute.distribute_lib:StrategyExtendedV1":
+        "has read_var, update_non_slot and call_for_each_replica; tf.distribute.StrategyExtended "
+        "(V2) lacks them although MirroredStrategy offers them",
+    "tensorflow.python.distribute.distribute_utils:regroup":
+        "groups per-tower results exactly as TensorFlow groups them",
+    "tensorflow.python.distribute.distribute_utils:select_replica": "its inverse",
+    "tensorflow.python.distribute.distribute_utils:update_regroup": "what extended.update returns",
+    "tensorflow.python.distribute.distribute_utils:value_container": "extended.value_container",
+    "tensorflow.python.distribute.shared_variable_creator:make_fn":
+        "lets towers 1.. find the variables that tower 0 made",
+    "tensorflow.python.distribute.values:PerReplica":
+        "the concrete class behind tf.types.experimental.distributed.PerReplica",
+    "tensorflow.python.distribute.values:PerReplicaSpec": "its type spec",
+    "tensorflow.python.distribute.values:Mirrored": "a value that is the same on several devices",
+    "tensorflow.python.distribute.values:DistributedVariable": "base of SyncOnReadVariable",
+    "tensorflow.python.distribute.values:DistributedVariableTraceType":
+        "makes tf.function take a variable by identity instead of copying its spec",
+    "tensorflow.python.distribute.values:SyncOnReadVariable":
+        "TensorFlow's own tower-local variable; checkpoints and SavedModel know it",
+    "tensorflow.python.distribute.values_util:is_saving_non_distributed":
+        "asks whether a SavedModel is being written",
+    "tensorflow.python.data.ops.iterator_ops:OwnedIterator": "what iter(dataset) makes",
+    "tensorflow.python.autograph.impl.api:tf_convert": "keeps autograph on in the replica function",
+    "tensorflow.python.autograph.core.ag_ctx:control_status_ctx": "its argument",
+    "tensorflow.python.eager.context:context": "per-thread eager state handed to tower threads",
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function":
+        "the class of what tf.function returns",
+    "tensorflow.python.framework.ops:inside_function": "asks whether a function is being traced",
+    "tensorflow.python.ops.resource_variable_ops:ResourceVariable":
+        "the class of tf.Variable's instances",
+    "tensorflow.python.ops.summary_ops_v2:_summary_state": "per-thread summary state",
+    "tensorflow.python.ops.variable_scope:variable_creator_scope":
+        "tf.variable_creator_scope without its deprecation of stacked graphs",
+    "tensorflow.python.util.nest:flatten_with_joined_string_paths": "names components in errors",
+}
+
+ResourceVariable = resource_variable_ops.ResourceVariable
+SyncOnReadVariable = values_lib.SyncOnReadVariable
+DistributedVariable = values_lib.DistributedVariable
+DistributedVariableTraceType = values_lib.DistributedVariableTraceType
+PerReplica = values_lib.PerReplica
+PerReplicaSpec = values_lib.PerReplicaSpec
+Mirrored = values_lib.Mirrored
+StrategyExtended = distribute_lib.StrategyExtendedV1
+UpdateContext = distribute_lib.UpdateContext
+OwnedIterator = iterator_ops.OwnedIterator
+Function = polymorphic_function.Function
+ReduceOp = reduce_util.ReduceOp
+
+regroup = distribute_utils.regroup
+select_replica = distribute_utils.select_replica
+update_regroup = distribute_utils.update_regroup
+value_container = distribute_utils.value_container
+shared_variable_creator_for = shared_variable_creator.make_fn
+is_saving_one_copy = values_util.is_saving_non_distributed
+inside_function = framework_ops.inside_function
+flatten_with_paths = private_nest.flatten_with_joined_string_paths
+
+
+@contextlib.contextmanager
+def cross_replica_context(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Enters the cross-replica context of ``strategy`` on the current graph and thread."""
+    distribute_lib._push_per_thread_mode(distribute_lib._CrossReplicaThreadMode(strategy))
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+def autograph_convert(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` as autograph would call it from here (unchanged outside converted code)."""
+    return autograph_api.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)
+
+
+def clone_function(function: Function, python_function: Callable[..., Any]) -> Function:
+    """A ``tf.function`` with the options of ``function`` around another Python function."""
+    return function._clone(python_function=python_function)
+
+
+def is_jit_compiled(function: Any) -> bool:
+    """Whether ``function`` is a ``tf.function`` made with ``jit_compile=True``."""
+    return isinstance(function, Function) and bool(function._jit_compile)
+
+
+class ThreadState:
+    """What a tower's thread takes over from the thread that starts it.
+
+    TensorFlow keeps the default graph, eager mode, the variable creators, the summary writer and
+    the op callbacks per thread (``tensorflow/python/framework/ops.py``,
+    ``eager/context.py``, ``ops/summary_ops_v2.py``).  Make it in the starting thread, then
+    ``with state.entered(scope):`` in the tower's.
+    """
+
+    def __init__(self) -> None:
+        self._eager = tf.executing_eagerly()
+        if not self._eager:
+            # From here on the graph keeps device, name and control scopes per thread.
+            tf.compat.v1.get_default_graph().switch_to_thread_local()
+        eager_context.ensure_initialized()
+        self._graph = tf.compat.v1.get_default_graph()
+        with tf.init_scope():
+            self._init_eager = tf.executing_eagerly()
+            self._init_graph = tf.compat.v1.get_default_graph()
+        self._creators = self._graph._variable_creator_stack[:]
+        self._variable_scope = variable_scope.get_variable_scope()
+        self._name_scope = self._graph.get_name_scope()
+        self._op_callbacks = eager_context.context()._thread_local_data.op_callbacks
+        summary = summary_ops_v2._summary_state
+        self._summary = {
+            name: getattr(summary, name)
+            for name in ("step", "writer", "is_recording", "is_recording_distribution_strategy")
+        }
+        self._filters_tracebacks = tf.debugging.is_traceback_filtering_enabled()
+
+    @property
+    def graph(self) -> tf.Graph:
+        """The graph in which the towers run (the eager one outside functions)."""
+        return self._graph
+
+    @property
+    def name_scope(self) -> str:
+        """The name scope of the starting thread, without a trailing slash."""
+        return self._name_scope
+
+    @contextlib.contextmanager
+    def entered(self, reuse: bool) -> Iterator[None]:
+        """Takes the state over; ``reuse`` is the v1 variable scope's."""
+        for name, value in self._summary.items():
+            setattr(summary_ops_v2._summary_state, name, value)
+        eager_context.context()._thread_local_data.op_callbacks = self._op_callbacks
+        if self._filters_tracebacks:
+            tf.debugging.enable_traceback_filtering()
+        else:
+            tf.debugging.disable_traceback_filtering()
+        with _graph_entered(self._init_graph, self._init_eager), \
+                _graph_entered(self._graph, self._eager), \
+                variable_scope.variable_scope(self._variable_scope, reuse=reuse):
+            self._graph._variable_creator_stack = list(self._creators)
+            yield
+
+
+@contextlib.contextmanager
+def _graph_entered(graph: tf.Graph, eager: bool) -> Iterator[None]:
+    with graph.as_default():
+        if not eager:
+            yield
+            return
+        with eager_context.eager_mode():
+            yield
+
+
+variable_creator_scope = variable_scope.variable_creator_scope
+
+
+def control_dependencies_of(graph: tf.Graph) -> list[Any]:
+    """The control inputs that an operation made now in ``graph`` would get."""
+    return list(graph._current_control_dependencies())
+
+
+@contextlib.contextmanager
+def eager_if(eager: bool) -> Iterator[None]:
+    """Eager mode where ``eager``, nothing otherwise (``tf.init_scope`` inside a tower)."""
+    if not eager:
+        yield
+        return
+    with eager_context.eager_mode():
+        yield

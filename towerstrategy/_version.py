@@ -1,0 +1,3 @@
+"""The version, for the package and for setup.cfg."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,285 @@
+"""``tf.distribute``'s extension points, each handing to one verb.
+
+Goes in: what TensorFlow's ``Strategy`` and libraries ask of a strategy's ``extended``.  Comes out:
+whatever :mod:`split`, :mod:`towers`, :mod:`merge` and :mod:`variables` make of it.  Nothing is
+decided here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Callable, Iterator
+
+import tensorflow as tf
+
+from towerstrategy import _keras, merge, split, towers, variables
+from towerstrategy import _tensorflow as _tf
+from towerstrategy import devices as devices_lib
+
+
+class TowerExtended(_tf.StrategyExtended):
+    """What ``strategy.extended`` is for a ``TowerStrategy``."""
+
+    def __init__(self, container_strategy: tf.distribute.Strategy,
+                 placement: devices_lib.Placement) -> None:
+        super().__init__(container_strategy)
+        self._placement = placement
+        homes = placement.towers if placement.balanced else (placement.merge,)
+        self._homes = variables.Homes(homes, placement.balanced)
+        self._tracked: dict[int, weakref.ref[Any]] = {}
+        # tf.function -> the same function with the towers inside.
+        self.functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # A nested tf.function may read tower-local variables, so each device has its own trace.
+        self._retrace_functions_for_each_device = len(placement.towers) > 1
+        self.experimental_enable_get_next_as_optional = True
+
+    # Where things are.
+
+    @property
+    def placement(self) -> devices_lib.Placement:
+        return self._placement
+
+    @property
+    def merge_device(self) -> str:
+        """The device where results meet that belong to no variable."""
+        return self._placement.merge
+
+    @property
+    def host_device(self) -> str:
+        """The CPU that feeds the towers."""
+        spec = tf.DeviceSpec.from_string(self._placement.towers[0])
+        return spec.replace(device_type="CPU", device_index=0).to_string()
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        return self._placement.towers
+
+    @property
+    def worker_devices_by_replica(self) -> list[list[str]]:
+        return [[device] for device in self._placement.towers]
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        return self._placement.towers if self._placement.balanced else (self._placement.merge,)
+
+    def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
+        del var_list
+        return (self._placement.merge,)
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return len(self._placement.towers)
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
+        return replica_id_in_sync_group
+
+    def _get_replica_id_in_sync_group(self, replica_id: Any) -> Any:
+        return replica_id
+
+    # What kind of strategy this is.
+
+    def _use_merge_call(self) -> bool:
+        # Where the gradients are merged already, libraries are to take their single-device way.
+        return not towers.in_merged_context()
+
+    @property
+    def enable_partial_batch_handling(self) -> bool:
+        """Tells tf_keras layers that a tower may get no rows."""
+        return len(self._placement.towers) > 1
+
+    @property
+    def _global_batch_size(self) -> bool:
+        return True
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        return False
+
+    @property
+    def experimental_should_init(self) -> bool:
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        return True
+
+    @property
+    def should_save_summary(self) -> bool:
+        return True
+
+    def _in_multi_worker_mode(self) -> bool:
+        return False
+
+    # Scope and variables.
+
+    def _scope(self, strategy: tf.distribute.Strategy) -> Any:
+        _keras.install_hooks()
+        return super()._scope(strategy)
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        _keras.install_hooks()
+        return variables.create(self._container_strategy(), self._homes, next_creator, **kwargs)
+
+    def track(self, variable: Any) -> None:
+        """Remembers a variable for :meth:`variables`, without keeping it alive."""
+        key = id(variable)
+        self._tracked[key] = weakref.ref(variable, lambda _: self._tracked.pop(key, None))
+
+    def variables(self) -> Iterator[Any]:
+        """The living variables of this strategy."""
+        for reference in list(self._tracked.values()):
+            variable = reference()
+            if variable is not None:
+                yield variable
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        owner = getattr(colocate_with_variable, "_distribute_strategy", None)
+        if owner is None or owner is not self._container_strategy():
+            raise ValueError(
+                "`colocate_vars_with` must only be passed a variable created in this "
+                f"tf.distribute.Strategy.scope(), not {colocate_with_variable!r} created in scope: "
+                f"{owner!r}")
+
+    def read_var(self, v: Any) -> tf.Tensor:
+        if isinstance(v, variables.TowerLocalVariable):
+            return v._get_cross_replica()
+        return tf.identity(v)
+
+    def value_container(self, value: Any) -> Any:
+        return _tf.value_container(value)
+
+    # The verbs.
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return towers.call_each(self._container_strategy(), fn, args, kwargs)
+
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset,
+                                         options: Any) -> split.TowerDataset:
+        _keras.install_hooks()
+        if _per_replica(options):
+            raise NotImplementedError(
+                "InputOptions: experimental_replication_mode=PER_REPLICA is only supported in "
+                "`distribute_datasets_from_function`.")
+        return split.split_dataset(dataset, len(self.worker_devices))
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
+                                           options: Any) -> split.TowerDataset:
+        count = len(self.worker_devices)
+        context = tf.distribute.InputContext(num_input_pipelines=1, input_pipeline_id=0,
+                                             num_replicas_in_sync=count)
+        if not _per_replica(options):
+            return split.group_dataset(dataset_fn(context), count)
+        return split.zip_datasets([dataset_fn(context) for _ in range(count)])
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
+        count = len(self.worker_devices)
+        values = [value_fn(tf.distribute.experimental.ValueContext(tower, count))
+                  for tower in range(count)]
+        return _tf.regroup(values, always_wrap=True)
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        del options
+        return _reduce_one(reduce_op, value, destinations, len(self.worker_devices))
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+        return [self._reduce_to(reduce_op, value, destinations, options)
+                for value, destinations in value_destination_pairs]
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int,
+                                  options: Any) -> Any:
+        del options
+        if not isinstance(value, tf.distribute.DistributedValues):
+            return value
+        return _onto(destinations, lambda: merge.concat(list(value.values), axis))
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        if isinstance(tensor, (float, int)):
+            return tensor
+        return _onto(destinations or self.worker_devices, lambda: tf.identity(tensor))
+
+    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        parts = var._values if isinstance(var, variables.TowerLocalVariable) else (var,)
+        several = len(parts) > 1
+        results = []
+        for number, part in enumerate(parts):
+            pick = _tf.select_replica if several else _the_one
+            with tf.device(variables.home_of(part)), _tf.UpdateContext(number), \
+                    tf.name_scope(f"update_{number}"):
+                results.append(fn(part, *pick(number, args), **pick(number, kwargs)))
+        return _tf.update_regroup(self, results, group)
+
+    def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any,
+                         group: bool) -> Any:
+        device = colocate_with[0] if isinstance(colocate_with, tuple) else colocate_with
+        device = device if isinstance(device, str) else variables.home_of(device)
+        with tf.device(device), _tf.UpdateContext(0), tf.name_scope("update_0"):
+            result = fn(*_the_one(0, args), **_the_one(0, kwargs))
+        return _tf.update_regroup(self, [result], group)
+
+
+def _per_replica(options: Any) -> bool:
+    if options is None:
+        return False
+    if not isinstance(options, tf.distribute.InputOptions):
+        raise TypeError("options must be None or a tf.distribute.InputOptions, but got "
+                        f"{options!r} of type {type(options).__name__}.")
+    return (options.experimental_replication_mode
+            == tf.distribute.InputReplicationMode.PER_REPLICA)
+
+
+def _the_one(number: int, structured: Any) -> Any:
+    """Arguments for a variable with one copy: a value that differs between towers has no place."""
+    for leaf in tf.nest.flatten(structured):
+        if isinstance(leaf, _tf.PerReplica):
+            raise ValueError(
+                "an update of a variable that has one copy got a value that differs between the "
+                f"towers: {leaf!r}. Reduce it first, with strategy.extended.reduce_to.")
+    return _tf.select_replica(number, structured)
+
+
+def _reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any:
+    if isinstance(value, variables.TowerLocalVariable):
+        value = _tf.PerReplica([part.value() for part in value._values])
+    if isinstance(value, _tf.Mirrored):
+        if reduce_op == _tf.ReduceOp.MEAN:
+            return value
+        raise ValueError(f"A mirrored value {value} cannot be reduced with the given reduce op "
+                         f"{reduce_op}.")
+    if isinstance(value, tf.distribute.DistributedValues):
+        parts = list(value.values)
+        return _onto(destinations, lambda: merge.reduce(reduce_op, parts))
+    if tf.nest.is_nested(value) and not isinstance(value, tf.IndexedSlices):
+        return tf.nest.map_structure(
+            lambda part: _reduce_one(reduce_op, part, destinations, count), value)
+    if reduce_op == _tf.ReduceOp.MEAN or count == 1:
+        return value
+    if not tf.is_tensor(value) and value == 0:
+        return value
+    raise ValueError(f"A non-DistributedValues value {value} cannot be reduced with the given "
+                     f"reduce op {reduce_op}.")
+
+
+def _onto(destinations: Any, make: Callable[[], Any]) -> Any:
+    """What ``make`` makes, on each device that ``destinations`` names."""
+    where = _devices_of(destinations)
+    with tf.device(where[0]):
+        made = make()
+    if len(where) == 1:
+        return made
+    copies = [made]
+    for device in where[1:]:
+        with tf.device(device):
+            copies.append(tf.nest.map_structure(tf.identity, made, expand_composites=True))
+    return _tf.Mirrored(copies)
+
+
+def _devices_of(destinations: Any) -> list[str]:
+    if isinstance(destinations, str):
+        return [destinations]
+    if isinstance(destinations, tuple) and all(isinstance(item, str) for item in destinations):
+        return list(destinations)
+    if isinstance(destinations, tf.distribute.DistributedValues):
+        return [value.device for value in destinations.values]
+    if isinstance(destinations, tf.Variable):
+        return [variables.home_of(destinations)]
+    return [destinations.device]

@@ -1,0 +1,231 @@
+"""R results -> one, on the merge device: sum, mean and concatenation, dense and sparse.
+
+Goes in: what the towers computed, one tensor or ``tf.IndexedSlices`` a tower, and the towers'
+:class:`Shares`.  Comes out: one tensor or ``tf.IndexedSlices`` on the device asked for.  Sparse
+gradients stay sparse: rows of the towers are put behind one another in the towers' order, which is
+the order a single device would have produced.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Sequence
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy import split
+
+Value = Any  # tf.Tensor or tf.IndexedSlices
+
+
+class Shares:
+    """How much of the global batch each tower has.
+
+    A tower's share is its rows over all rows, a float64 scalar (a Python float where the row counts
+    are known while tracing).  The shares of a batch sum to 1; a batch without any rows gives 0 to all.
+    """
+
+    def __init__(self, rows: Sequence[split.Rows], stand_ins: bool = False) -> None:
+        self._rows = list(rows)
+        self._stand_ins = stand_ins
+        self._known = all(isinstance(count, int) for count in self._rows)
+
+    @classmethod
+    def equal(cls, towers: int) -> "Shares":
+        """The shares when no rows are known: every tower counts the same."""
+        return cls([1] * towers)
+
+    @classmethod
+    def of_batch(cls, batches: split.SubBatches) -> "Shares":
+        """The shares of a batch that was split."""
+        return cls(split.row_counts(batches), isinstance(batches, split.StandInSubBatches))
+
+    @property
+    def stand_ins(self) -> bool:
+        """Whether a tower without rows works on a stand-in, which must not count."""
+        return self._stand_ins and self.may_be_empty
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether some tower has, or may turn out to have, no rows."""
+        return not self._known or min(self._rows) == 0
+
+    @functools.cached_property
+    def _total(self) -> Any:
+        if self._known:
+            return sum(self._rows)
+        return tf.add_n([tf.cast(count, tf.int64) for count in self._rows])
+
+    @functools.cached_property
+    def _shares(self) -> list[Any]:
+        if self._known:
+            return [count / max(self._total, 1) for count in self._rows]
+        total = tf.cast(tf.maximum(self._total, 1), tf.float64)
+        return [tf.cast(count, tf.float64) / total for count in self._rows]
+
+    @functools.cached_property
+    def _filled(self) -> list[Any]:
+        return [count > 0 for count in self._rows]
+
+    @functools.cached_property
+    def _all_filled(self) -> Any:
+        # Rows are dealt in order, so the last tower is the first to run out; groups may differ.
+        return tf.reduce_all(tf.stack(self._filled))
+
+    def prepare(self) -> "Shares":
+        """Makes the tensors now, in the current graph and on the current device."""
+        if not self._known:
+            self._shares, self._filled, self._all_filled  # noqa: B018
+        return self
+
+    def of(self, tower: int) -> Any:
+        """The share of ``tower``."""
+        return self._shares[tower]
+
+    def rows(self, tower: int) -> split.Rows:
+        """The rows of ``tower``."""
+        return self._rows[tower]
+
+    def filled(self, tower: int) -> Any:
+        """Whether ``tower`` has rows: a bool or a scalar bool tensor."""
+        return self._filled[tower]
+
+    @property
+    def all_filled(self) -> Any:
+        """Whether every tower has rows: a bool or a scalar bool tensor."""
+        return min(self._rows) > 0 if self._known else self._all_filled
+
+
+def values_of(value: Any) -> list[Value]:
+    """The towers' values of a per-replica value."""
+    return list(value.values)
+
+
+def total(values: Sequence[Value]) -> Value:
+    """The sum of the towers' values, on the current device."""
+    if len(values) == 1:
+        return values[0]
+    if any(isinstance(value, tf.IndexedSlices) for value in values):
+        return _behind_one_another(values)
+    if values[0].dtype == tf.bool:
+        raise TypeError("a sum of bool values is not defined: cast them to an integer first.")
+    if values[0].dtype == tf.string:
+        raise TypeError("a sum of string values is not defined.")
+    return tf.add_n(list(values))
+
+
+def mean(values: Sequence[Value]) -> Value:
+    """The plain mean of the towers' values, on the current device."""
+    summed = total(values)
+    if isinstance(summed, tf.IndexedSlices):
+        return tf.IndexedSlices(summed.values / len(values), summed.indices, summed.dense_shape)
+    return summed / tf.cast(len(values), summed.dtype) if summed.dtype.is_floating \
+        or summed.dtype.is_complex else tf.cast(summed / len(values), summed.dtype)
+
+
+def weighted_mean(values: Sequence[Value], shares: Shares) -> Value:
+    """The mean of the towers' values, each counted by its tower's share; empty towers count for
+    nothing, whatever they computed."""
+    return total([_times(_without_empty(value, tower, shares), shares.of(tower))
+                  for tower, value in enumerate(values)])
+
+
+def mean_of_filled(values: Sequence[Value], shares: Shares) -> Value:
+    """The plain mean of the values of the towers that have rows."""
+    filled = tf.add_n([tf.cast(shares.filled(tower), tf.int32) for tower in range(len(values))])
+    summed = total_of_filled(values, shares)
+    return summed / tf.cast(tf.maximum(filled, 1), summed.dtype)
+
+
+def total_of_filled(values: Sequence[Value], shares: Shares) -> Value:
+    """The sum of the values of the towers that have rows."""
+    return total([_without_empty(value, tower, shares) for tower, value in enumerate(values)])
+
+
+def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[str],
+              shares: Shares) -> list[Value | None]:
+    """Sums each variable's gradients where the variable lives.
+
+    A tower without rows adds nothing, even where its gradient is NaN.  The usual case, every tower
+    with rows, pays one predicate a step for that.
+
+    Args:
+      per_variable: for each variable its gradients, one a tower, or None (no gradient).
+      devices: for each variable the device to sum on.
+      shares: the shares of this step's batch.
+
+    Returns:
+      One gradient or None a variable.
+    """
+    present = [index for index, values in enumerate(per_variable) if values is not None]
+
+    def summed(keep_empty: bool) -> list[Value]:
+        results = []
+        for index in present:
+            with tf.device(devices[index]):
+                values = per_variable[index]
+                results.append(total(values) if keep_empty else total_of_filled(values, shares))
+        return results
+
+    if not shares.may_be_empty:
+        merged = summed(keep_empty=True)
+    elif isinstance(shares.all_filled, bool) or tf.executing_eagerly():
+        merged = summed(keep_empty=bool(shares.all_filled))
+    else:
+        merged = tf.cond(shares.all_filled, lambda: summed(True), lambda: summed(False))
+        merged = list(merged) if isinstance(merged, (list, tuple)) else [merged]
+    result: list[Value | None] = [None] * len(per_variable)
+    for index, value in zip(present, merged):
+        result[index] = value
+    return result
+
+
+def concat(values: Sequence[Value], axis: int) -> Any:
+    """The towers' values put behind one another along ``axis``, on the current device.
+
+    Raises:
+      ValueError: ``axis`` is out of range, or the values are scalars.
+    """
+    rank = values[0].shape.rank
+    if rank == 0:
+        raise ValueError("values of rank 0 cannot be gathered: there is no axis to put them behind "
+                         f"one another along (axis={axis}).")
+    if rank is not None and not -rank <= axis < rank:
+        raise ValueError(f"axis={axis} is out of range for values of rank {rank}.")
+    if isinstance(values[0], tf.SparseTensor):
+        return tf.sparse.concat(axis=axis, sp_inputs=list(values))
+    return tf.concat(list(values), axis=axis)
+
+
+def reduce(op: Any, values: Sequence[Value]) -> Value:
+    """``tf.distribute.ReduceOp`` SUM or MEAN over the towers' values, on the current device."""
+    return mean(values) if op == _tf.ReduceOp.MEAN else total(values)
+
+
+def _times(value: Value, share: Any) -> Value:
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(_times(value.values, share), value.indices, value.dense_shape)
+    return value * tf.cast(share, value.dtype)
+
+
+def _without_empty(value: Value, tower: int, shares: Shares) -> Value:
+    """``value``, or zeros where ``tower`` has no rows."""
+    if not shares.may_be_empty:
+        return value
+    if isinstance(value, tf.IndexedSlices):
+        kept = _without_empty(value.values, tower, shares)
+        return tf.IndexedSlices(kept, value.indices, value.dense_shape)
+    return tf.where(shares.filled(tower), value, tf.zeros_like(value))
+
+
+def _behind_one_another(values: Sequence[Value]) -> tf.IndexedSlices:
+    sparse = [value if isinstance(value, tf.IndexedSlices) else _as_slices(value)
+              for value in values]
+    return tf.IndexedSlices(tf.concat([value.values for value in sparse], 0),
+                            tf.concat([value.indices for value in sparse], 0),
+                            sparse[0].dense_shape)
+
+
+def _as_slices(value: tf.Tensor) -> tf.IndexedSlices:
+    return tf.IndexedSlices(value, tf.range(tf.shape(value)[0]), tf.shape(value))

@@ -1,0 +1,407 @@
+"""Global batch -> sub-batches: how rows are dealt to the towers, in eager code and in pipelines.
+
+Goes in: a batch (any nest of dense, ragged, sparse and string tensors or arrays) or a
+``tf.data.Dataset`` of batches.  Comes out: the same nest with one :class:`SubBatches` a component,
+or a :class:`TowerDataset` of such nests.  Rows are dealt in order and as evenly as they go: with N
+rows and R towers the first ``N mod R`` towers get ``N // R + 1`` rows, the others ``N // R``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+
+Nest = Any
+Rows = Any  # an int, or a scalar int64 tensor
+
+
+class SubBatchesSpec(_tf.PerReplicaSpec):
+    """The type spec of :class:`SubBatches`."""
+
+    value_type = property(lambda self: SubBatches)
+
+    def _from_components(self, components: Sequence[Any]) -> "SubBatches":
+        return SubBatches(components)
+
+
+class SubBatches(_tf.PerReplica):
+    """One component of a batch, dealt to the towers: ``values[r]`` holds the rows of tower r.
+
+    It is the ``PerReplica`` that ``tf.distribute`` uses, with one thing more to it: whoever gets it
+    knows that the first dimension counts rows, so that each tower's share of the batch is known.
+    """
+
+    @property
+    def _type_spec(self) -> SubBatchesSpec:
+        return SubBatchesSpec(*(tf.type_spec_from_value(value) for value in self._values))
+
+
+class StandInSpec(SubBatchesSpec):
+    """The type spec of :class:`StandInSubBatches`: one spec a tower, then that of the row counts."""
+
+    value_type = property(lambda self: StandInSubBatches)
+
+    def _to_components(self, value: "StandInSubBatches") -> tuple[Any, ...]:
+        return (*super()._to_components(value), value.rows)
+
+    def _from_components(self, components: Sequence[Any]) -> "StandInSubBatches":
+        return StandInSubBatches(components[:-1], components[-1])
+
+
+class StandInSubBatches(SubBatches):
+    """Sub-batches in which a tower without rows gets a copy of a row that belongs to another.
+
+    Kernels are not reliable on empty tensors (oneDNN's convolutions fail on them), so Keras' steps
+    never see one.  ``rows``, an int64 vector, holds the true row counts; whatever a tower with a
+    count of 0 computes from its stand-in is left out where the towers meet.
+    """
+
+    def __init__(self, values: Sequence[Any], rows: tf.Tensor) -> None:
+        super().__init__(values)
+        self.rows = rows
+
+    @property
+    def _type_spec(self) -> StandInSpec:
+        return StandInSpec(*(tf.type_spec_from_value(value) for value in self._values),
+                           tf.TensorSpec([len(self._values)], tf.int64))
+
+
+def deal(rows: Rows, towers: int) -> tuple[list[Rows], list[Rows]]:
+    """Where each tower's rows start and how many they are.
+
+    Args:
+      rows: rows of the batch, an int or a scalar integer tensor.
+      towers: how many towers, at least 1.
+
+    Returns:
+      ``(starts, sizes)``, ``towers`` items each, ints or scalar tensors as ``rows`` is.
+
+    >>> deal(10, 4)
+    ([0, 3, 6, 8], [3, 3, 2, 2])
+    >>> deal(2, 4)
+    ([0, 1, 2, 2], [1, 1, 0, 0])
+    """
+    base, extra = rows // towers, rows % towers
+    if isinstance(rows, int):
+        starts = [tower * base + min(tower, extra) for tower in range(towers)]
+        return starts, [base + int(tower < extra) for tower in range(towers)]
+    starts = [tower * base + tf.minimum(tf.constant(tower, rows.dtype), extra)
+              for tower in range(towers)]
+    sizes = [base + tf.cast(tower < extra, rows.dtype) for tower in range(towers)]
+    return starts, sizes
+
+
+def split_batch(batch: Nest, towers: int, stand_ins: bool = False) -> Nest:
+    """Deals the rows of ``batch`` to the towers.
+
+    Args:
+      batch: a nest whose leaves are tensors or arrays with one row an example in the first
+        dimension, of any dtype: dense, ``tf.RaggedTensor``, ``tf.SparseTensor``, strings.  ``None``
+        leaves stay ``None``.
+      towers: how many sub-batches.
+      stand_ins: whether a tower without rows gets a stand-in, see :class:`StandInSubBatches`.
+
+    Returns:
+      The same nest with a :class:`SubBatches` for each leaf; with one tower the batch itself, its
+      leaves as tensors.
+
+    Raises:
+      ValueError: a leaf without rows (a scalar), or leaves whose row counts differ; where they are
+        only known while the pipeline runs, ``tf.errors.InvalidArgumentError`` says the same.
+    """
+    paths, leaves = _named_leaves(batch)
+    tensors = [_as_batch(path, leaf) for path, leaf in zip(paths, leaves)]
+    counted = [(path, tensor) for path, tensor in zip(paths, tensors) if _has_rows(tensor)]
+    if not counted:
+        if any(leaf is not None for leaf in leaves):
+            return batch
+        raise ValueError("batch has no component with rows to split: got "
+                         f"{tf.nest.map_structure(type, batch)!r}.")
+    rows = _rows_of_all(counted)
+    if towers == 1:
+        return tf.nest.pack_sequence_as(batch, tensors)
+    starts, sizes = deal(rows, towers)
+    pack: Callable[[list[Any]], SubBatches] = SubBatches
+    if stand_ins and not (isinstance(rows, int) and rows >= towers):
+        counts = tf.cast(tf.stack(sizes), tf.int64)
+        starts, sizes = _with_stand_ins(rows, starts, sizes)
+        pack = functools.partial(StandInSubBatches, rows=counts)
+    dealt = [pack([_rows_between(tensor, start, size) for start, size in zip(starts, sizes)])
+             if _has_rows(tensor) else tensor for tensor in tensors]
+    return tf.nest.pack_sequence_as(batch, dealt)
+
+
+def row_counts(batches: SubBatches) -> list[Rows]:
+    """The true number of rows of each tower: ints where known, else int64 scalars."""
+    if not isinstance(batches, StandInSubBatches):
+        return [rows_in(part) for part in batches.values]
+    if tf.executing_eagerly():
+        return batches.rows.numpy().tolist()
+    return tf.unstack(batches.rows)
+
+
+def rows_in(component: Any) -> Rows:
+    """The rows of a dense, ragged or sparse component: an int where known, else an int64 scalar."""
+    if isinstance(component, tf.SparseTensor):
+        static = component.shape[0] if component.shape.rank else None
+        return static if static is not None else component.dense_shape[0]
+    if isinstance(component, tf.RaggedTensor):
+        static = component.shape[0]
+        return static if static is not None else component.nrows(out_type=tf.int64)
+    static = component.shape[0] if component.shape.rank else None
+    return static if static is not None else tf.shape(component, out_type=tf.int64)[0]
+
+
+def split_dataset(dataset: tf.data.Dataset, towers: int,
+                  stand_ins: bool = False) -> "TowerDataset":
+    """A dataset of global batches, split in the input pipeline.
+
+    Args:
+      dataset: elements are batches, see :func:`split_batch`.
+      towers: how many sub-batches each element becomes.
+      stand_ins: see :func:`split_batch`.
+
+    Raises:
+      TypeError: ``dataset`` is no ``tf.data.Dataset``.
+      ValueError: its elements are not batched.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError("dataset must be a tf.data.Dataset, but got "
+                        f"{dataset!r} of type {type(dataset).__name__}.")
+    _check_batched(dataset.element_spec)
+    again = functools.partial(split_dataset, dataset, towers, True)
+    if towers > 1:
+        split = _on_elements(dataset.element_spec,
+                             lambda element: split_batch(element, towers, stand_ins))
+        dataset = dataset.map(split).prefetch(2)
+    return TowerDataset(dataset, again)
+
+
+def group_dataset(dataset: tf.data.Dataset, towers: int,
+                  stand_ins: bool = False) -> "TowerDataset":
+    """A dataset of per-tower batches: R elements in a row make one step, one a tower.
+
+    An incomplete last group gives its missing towers batches with no rows.
+
+    Args:
+      dataset: elements are the batches of one tower.
+      towers: how many elements make a step.
+      stand_ins: see :func:`split_batch`.
+
+    Raises:
+      TypeError: ``dataset`` is no ``tf.data.Dataset``.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError("dataset_fn must return a tf.data.Dataset, but got "
+                        f"{dataset!r} of type {type(dataset).__name__}.")
+    if towers == 1:
+        return TowerDataset(dataset)
+    spec = dataset.element_spec
+    batched = _is_batched(spec)
+    # window() makes a dataset of each leaf; a flat tuple is the one structure it gives back plainly.
+    flat = dataset.map(_on_elements(spec, lambda element: tuple(tf.nest.flatten(element))))
+    windows = flat.window(towers, drop_remainder=not batched)
+
+    def group(*leaves: tf.data.Dataset) -> Nest:
+        window = tf.data.Dataset.zip(leaves)
+        first = window.take(1).get_single_element()
+        missing = first if stand_ins else tuple(_no_rows(leaf) for leaf in tf.nest.flatten(spec))
+        padded = window if not batched else window.concatenate(
+            tf.data.Dataset.from_tensors(missing).repeat(towers))
+        parts = [tf.nest.pack_sequence_as(spec, padded.skip(tower).take(1).get_single_element())
+                 for tower in range(towers)]
+        pack: Callable[[tuple[Any, ...]], SubBatches] = SubBatches
+        if stand_ins and batched:
+            there = tf.range(towers, dtype=tf.int64) < window.reduce(
+                tf.constant(0, tf.int64), lambda count, *_: count + 1)
+            rows = [tf.cast(rows_in(tf.nest.flatten(part)[0]), tf.int64) for part in parts]
+            pack = functools.partial(StandInSubBatches,
+                                     rows=tf.where(there, tf.stack(rows), tf.zeros([towers], tf.int64)))
+        return tf.nest.map_structure(lambda *values: pack(values), *parts)
+
+    return TowerDataset(windows.map(group).prefetch(2),
+                        functools.partial(group_dataset, dataset, towers, True))
+
+
+def zip_datasets(datasets: Sequence[tf.data.Dataset]) -> "TowerDataset":
+    """One dataset of per-tower batches a tower, put side by side; ends with the shortest."""
+    if len(datasets) == 1:
+        return TowerDataset(datasets[0])
+    zipped = tf.data.Dataset.zip(tuple(datasets))
+    return TowerDataset(zipped.map(
+        lambda *elements: tf.nest.map_structure(lambda *leaves: SubBatches(leaves), *elements)))
+
+
+class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
+    """Iterates over a :class:`TowerDataset`; a ``tf.data`` iterator, so it can be checkpointed."""
+
+
+class TowerDataset(tf.distribute.DistributedDataset):
+    """A dataset whose elements are split for the towers: what Keras and loops iterate over.
+
+    Attributes:
+      element_spec: nest of type specs, a :class:`SubBatchesSpec` for each split component.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset,
+                 with_stand_ins: Callable[[], "TowerDataset"] | None = None) -> None:
+        self._dataset = dataset
+        self._with_stand_ins = with_stand_ins
+
+    def with_stand_ins(self) -> "TowerDataset":
+        """The same dataset with stand-ins for towers without rows."""
+        return self._with_stand_ins() if self._with_stand_ins is not None else self
+
+    @property
+    def element_spec(self) -> Nest:
+        return self._dataset.element_spec
+
+    @property
+    def cardinality(self) -> int:
+        """Steps in one pass, as ``tf.data`` counts them."""
+        return self._dataset.cardinality()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> TowerIterator:
+        iterator = iter(self._dataset)
+        iterator.__class__ = TowerIterator
+        return iterator
+
+    def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
+        """Folds ``reduce_func(state, element)`` over the elements (autograph's ``for``).
+
+        The body runs in the caller's graph, where towers have their devices, and not inside the
+        input pipeline.
+        """
+        iterator = iter(self)
+
+        def body(element: tf.experimental.Optional, state: Nest) -> tuple[Any, Nest]:
+            state = reduce_func(state, element.get_value())
+            return iterator.get_next_as_optional(), state
+
+        _, state = tf.while_loop(lambda element, state: element.has_value(), body,
+                                 (iterator.get_next_as_optional(), initial_state),
+                                 parallel_iterations=1)
+        return state
+
+
+def _on_elements(spec: Nest, fn: Callable[[Nest], Nest]) -> Callable[..., Nest]:
+    """``fn`` as ``Dataset.map`` calls it: tf.data opens plain tuples up, and those alone."""
+    if type(spec) is tuple:
+        return lambda *element: fn(element)
+    return fn
+
+
+def _named_leaves(batch: Nest) -> tuple[list[str], list[Any]]:
+    pairs = _tf.flatten_with_paths(batch, expand_composites=False)
+    return [path or "the batch" for path, _ in pairs], [leaf for _, leaf in pairs]
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
+
+
+def _as_batch(path: str, leaf: Any) -> Any:
+    """``leaf`` as a tensor with rows; None and optionals (absent components) as they are."""
+    if leaf is None or isinstance(leaf, tf.experimental.Optional):
+        return leaf
+    if isinstance(leaf, tf.distribute.DistributedValues):
+        raise ValueError(f"component {path} is split already: got {type(leaf).__name__}.")
+    if not _has_rows(leaf):
+        leaf = tf.convert_to_tensor(leaf)
+    if leaf.shape.rank == 0:
+        raise ValueError(f"component {path} is a scalar of dtype {leaf.dtype.name}, but it needs "
+                         "rows in a first (batch) dimension to be split over the towers.")
+    if leaf.shape.rank is None:
+        message = f"component {path} has no first (batch) dimension to be split over the towers."
+        with tf.control_dependencies([tf.debugging.assert_rank_at_least(leaf, 1, message=message)]):
+            leaf = tf.identity(leaf)
+    return leaf
+
+
+def _rows_of_all(counted: Sequence[tuple[str, Any]]) -> Rows:
+    """The row count that all components share."""
+    first_path, first = counted[0]
+    rows = [rows_in(tensor) for _, tensor in counted]
+    known = {path: count for (path, _), count in zip(counted, rows) if isinstance(count, int)}
+    if len(set(known.values())) > 1:
+        sizes = ", ".join(f"{path} has {count}" for path, count in known.items())
+        raise ValueError(f"the components of a batch must have the same number of rows, but {sizes}.")
+    checks = [
+        tf.debugging.assert_equal(
+            tf.cast(count, tf.int64), tf.cast(rows[0], tf.int64),
+            message="the components of a batch must have the same number of rows, but "
+                    f"{path} (x) and {first_path} (y) differ.")
+        for (path, _), count in zip(counted[1:], rows[1:])
+        if not (isinstance(count, int) and isinstance(rows[0], int))]
+    if isinstance(rows[0], int):
+        return rows[0]
+    checks = [check for check in checks if check is not None]
+    if not checks:
+        return rows[0]
+    with tf.control_dependencies(checks):
+        return tf.identity(rows[0])
+
+
+def _with_stand_ins(rows: Rows, starts: list[Rows],
+                    sizes: list[Rows]) -> tuple[list[Rows], list[Rows]]:
+    """Starts and sizes that give a tower without rows the batch's last row (if there is any)."""
+    if isinstance(rows, int):
+        return [min(start, max(rows - 1, 0)) for start in starts], [max(size, 1) for size in sizes]
+    one = tf.constant(1, rows.dtype)
+    last = tf.maximum(rows - one, 0)
+    return [tf.minimum(start, last) for start in starts], [tf.maximum(size, one) for size in sizes]
+
+
+def _rows_between(tensor: Any, start: Rows, size: Rows) -> Any:
+    """``size`` rows of ``tensor`` from ``start``."""
+    if isinstance(tensor, tf.SparseTensor):
+        rest = tensor.dense_shape[1:]
+        begin = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(rest)], 0)
+        part = tf.sparse.slice(tensor, begin, tf.concat([[tf.cast(size, tf.int64)], rest], 0))
+        shape = [size if isinstance(size, int) else None, *tensor.shape.as_list()[1:]]
+        return tf.SparseTensor(part.indices, part.values,
+                               tf.ensure_shape(part.dense_shape, [len(shape)]))
+    return tensor[start:start + size]
+
+
+def _is_batched(spec: Nest) -> bool:
+    shapes = [leaf.shape for leaf in tf.nest.flatten(spec) if hasattr(leaf, "shape")]
+    return all(shape.rank != 0 for shape in shapes)
+
+
+def _check_batched(spec: Nest) -> None:
+    for path, leaf in zip(*_named_leaves(spec)):
+        shape = getattr(leaf, "shape", None)
+        if shape is not None and shape.rank == 0:
+            raise ValueError(
+                f"the dataset is not batched: component {path} of its elements is a scalar "
+                f"({leaf!r}), so there are no rows to split over the towers. Call "
+                "dataset.batch(global_batch_size) first.")
+
+
+def _no_rows(spec: tf.TypeSpec) -> Any:
+    """A value of ``spec`` with no rows."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        inner = [size or 0 for size in spec.shape.as_list()[1:]]
+        flat = tf.zeros([0] + inner[spec.ragged_rank:], spec.dtype)
+        rt: Any = flat
+        for _ in range(spec.ragged_rank):
+            rt = tf.RaggedTensor.from_row_splits(rt, tf.zeros([1], spec.row_splits_dtype))
+        return rt
+    if isinstance(spec, tf.SparseTensorSpec):
+        shape = [0] + [size or 0 for size in spec.shape.as_list()[1:]]
+        return tf.SparseTensor(np.zeros([0, len(shape)], np.int64), tf.zeros([0], spec.dtype), shape)
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+        return tf.zeros([], getattr(spec, "dtype", tf.float32))
+    shape = [0] + [size or 0 for size in spec.shape.as_list()[1:]]
+    if spec.dtype == tf.string:
+        return tf.fill(shape, "")
+    return tf.zeros(shape, spec.dtype)

@@ -1,0 +1,145 @@
+"""TowerStrategy: the constructor and what a user calls.
+
+Goes in: devices, a merge device, batches, models.  Comes out: a ``tf.distribute.Strategy`` that
+trains on several devices and keeps every weight once.  The work is done by the other modules, a
+verb each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _keras, report, split
+from towerstrategy import devices as devices_lib
+from towerstrategy.extended import TowerExtended
+
+
+class TowerStrategy(tf.distribute.Strategy):
+    """Data-parallel training on the devices of one machine, with one copy of each weight.
+
+    A global batch is split into sub-batches, each runs through the model on a device of its own (a
+    *tower*), the gradients meet on the merge device, and the optimizer runs there once.  It is used
+    like ``tf.distribute.MirroredStrategy``.  Towers can be GPUs, or logical CPU devices on a machine
+    without any:
+
+    >>> strategy = TowerStrategy(split_cpu(4))
+    >>> strategy.num_replicas_in_sync
+    4
+
+    A batch is dealt in order, as evenly as it goes, and the towers know their shares of it:
+
+    >>> batch = tf.range(10.)
+    >>> parts = strategy.split(batch)
+    >>> [part.numpy().tolist() for part in strategy.experimental_local_results(parts)]
+    [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]
+
+    Variables made in the strategy's scope exist once.  A write from inside the towers is merged,
+    then done once:
+
+    >>> with strategy.scope():
+    ...   total = tf.Variable(0., aggregation=tf.VariableAggregation.SUM)
+    >>> @tf.function
+    ... def add_up(x):
+    ...   total.assign_add(tf.reduce_sum(x))
+    >>> strategy.run(add_up, args=(parts,))
+    >>> total.numpy()
+    45.0
+
+    A Keras model compiled in the scope trains on the towers, and gets the weights that one device
+    would have given it:
+
+    >>> with strategy.scope():
+    ...   model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
+    ...   model.compile("sgd", "mse")
+    >>> history = model.fit(np.ones([10, 3]), np.ones([10, 1]), batch_size=4, verbose=0)
+    >>> model.predict(np.ones([10, 3]), verbose=0).shape
+    (10, 1)
+
+    Args:
+      devices: the towers: None (every GPU, or one CPU tower where there is none), a count, or a list
+        of GPU ids or device strings such as ``"GPU:0"`` or ``"/device:CPU:1"``.
+      merge_device: where variables live, gradients meet and the optimizer runs: ``"cpu"`` (the
+        default with several towers), a device string such as ``"GPU:0"``, or ``"balanced"``: each
+        variable has one of the towers as its home, chosen by bytes, and lives, merges and updates
+        there.
+      cross_device_ops: taken so that a ``MirroredStrategy`` can be swapped for this one, and not
+        used: how and where results are merged is what ``merge_device`` says.
+
+    Raises:
+      TypeError: an argument of the wrong type.
+      ValueError: a device that does not exist, named twice, or of another kind than the others.
+      RuntimeError: made in TensorFlow 1 graph mode.
+    """
+
+    def __init__(self, devices: devices_lib.DevicesArgument = None,
+                 merge_device: str | None = None, *,
+                 cross_device_ops: tf.distribute.CrossDeviceOps | None = None) -> None:
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is "
+                               "off (a tf.compat.v1 graph or tf.compat.v1.disable_eager_execution).")
+        if not isinstance(cross_device_ops, (type(None), tf.distribute.CrossDeviceOps)):
+            raise TypeError("cross_device_ops must be None or a tf.distribute.CrossDeviceOps, but "
+                            f"got {cross_device_ops!r} of type {type(cross_device_ops).__name__}.")
+        placement = devices_lib.place(devices, merge_device)
+        super().__init__(TowerExtended(self, placement))
+        _keras.install_hooks()
+
+    def split(self, batch: Any) -> Any:
+        """Deals the rows of ``batch`` to the towers: the per-replica values that ``run`` takes.
+
+        Args:
+          batch: any nest of tensors or arrays with one row an example in the first dimension:
+            dense, ragged, sparse, any dtype.  ``None`` leaves stay ``None``.
+
+        Returns:
+          The same nest of per-replica values; with one tower, of tensors.
+
+        Raises:
+          ValueError: a component without rows, or components whose row counts differ.
+
+        >>> strategy = TowerStrategy(split_cpu(4)[:3])
+        >>> x, y = strategy.split((np.arange(8).reshape([4, 2]), np.arange(4)))
+        >>> [part.shape.as_list() for part in strategy.experimental_local_results(x)]
+        [[2, 2], [1, 2], [1, 2]]
+        """
+        return split.split_batch(batch, self.num_replicas_in_sync)
+
+    def adopt(self, model: Any) -> str:
+        """Makes ``model``, built outside this strategy's scope, train on its towers.
+
+        The weights keep their values, their identity and their device; an optimizer and metrics that
+        the model has already come along, state and all.  Compiling a model inside the scope does this
+        by itself.
+
+        Args:
+          model: a Keras or tf_keras model, built or not, compiled or not.
+
+        Returns:
+          One sentence that says what was adopted.
+
+        Raises:
+          TypeError: ``model`` is no Keras model.
+          ValueError: ``model`` belongs to another strategy.
+        """
+        return _keras.adopt(self, model)
+
+    def describe(self) -> str:
+        """Where everything sits: towers, merge device, variables and bytes per device, as a table.
+
+        >>> print(TowerStrategy(split_cpu(4)).describe())
+        TowerStrategy: 4 towers, merge device CPU:0
+        device  role               variables  bytes
+        ------  -----------------  ---------  -----
+        CPU:0   tower 0 and merge          0      0
+        CPU:1   tower 1                    0      0
+        CPU:2   tower 2                    0      0
+        CPU:3   tower 3                    0      0
+        """
+        return report.describe(self)
+
+    def __repr__(self) -> str:
+        placement = self.extended.placement
+        towers = ", ".join(devices_lib.short_name(device) for device in placement.towers)
+        return f"<TowerStrategy towers=[{towers}] merge_device={report.merge_name(placement)}>"

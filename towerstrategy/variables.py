@@ -1,0 +1,428 @@
+"""The one copy, and tower-local variables.
+
+Goes in: what TensorFlow's variable creators pass on, and the strategy's placement.  Comes out: for a
+variable that is not tower-local a :class:`TowerVariable`, one real resource variable at its home; for
+a tower-local one (``synchronization=ON_READ``, metrics) a :class:`TowerLocalVariable` with a part on
+every tower.
+
+A write to a :class:`TowerVariable` inside a tower is merged with the other towers' and done once:
+
+=====================  ===================================================================
+aggregation            what is written
+=====================  ===================================================================
+NONE, MEAN (floats)    the mean over the towers, each counted by its share of the batch
+NONE (other dtypes)    tower 0's value
+SUM                    the sum over the towers that have rows
+ONLY_FIRST_REPLICA     tower 0's value
+=====================  ===================================================================
+
+Scatter writes with aggregation NONE or SUM are done for all rows of all towers, in order, as one
+device would have done them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Callable, Iterable
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy import merge, towers
+
+Aggregation = tf.VariableAggregation
+
+
+class Homes:
+    """Chooses the device on which each variable lives.
+
+    With a fixed merge device that is the home of all.  ``balanced`` gives a new variable to the
+    tower that holds the fewest bytes.
+    """
+
+    def __init__(self, devices: Iterable[str], balanced: bool) -> None:
+        self._bytes = dict.fromkeys(devices, 0)
+        self._balanced = balanced
+
+    @property
+    def balanced(self) -> bool:
+        return self._balanced
+
+    def choose(self, size: int) -> str:
+        """The home of a new variable of ``size`` bytes."""
+        home = min(self._bytes, key=self._bytes.__getitem__)
+        self._bytes[home] += size
+        return home
+
+    def add(self, device: str, size: int) -> None:
+        """Counts a variable that lives on ``device`` for another reason."""
+        if device in self._bytes:
+            self._bytes[device] += size
+
+
+class TowerVariable(_tf.ResourceVariable):
+    """A variable of which there is one copy, at its home, whatever the number of towers.
+
+    It is a real ``tf.Variable``: reads, gradients, checkpoints and SavedModel are TensorFlow's own.
+    Only the writes differ, see the module.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("a TowerVariable is made by tf.Variable in the scope of a TowerStrategy.")
+
+    def assign(self, value: Any, use_locking: Any = None, name: Any = None,
+               read_value: bool = True) -> Any:
+        return self._write(_tf.ResourceVariable.assign, value, use_locking, name, read_value)
+
+    def assign_add(self, delta: Any, use_locking: Any = None, name: Any = None,
+                   read_value: bool = True) -> Any:
+        return self._write(_tf.ResourceVariable.assign_add, delta, use_locking, name, read_value)
+
+    def assign_sub(self, delta: Any, use_locking: Any = None, name: Any = None,
+                   read_value: bool = True) -> Any:
+        return self._write(_tf.ResourceVariable.assign_sub, delta, use_locking, name, read_value)
+
+    def scatter_add(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
+        return self._scatter("scatter_add", sparse_delta, use_locking, name)
+
+    def scatter_sub(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
+        return self._scatter("scatter_sub", sparse_delta, use_locking, name)
+
+    def scatter_mul(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
+        return self._scatter("scatter_mul", sparse_delta, use_locking, name)
+
+    def scatter_div(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
+        return self._scatter("scatter_div", sparse_delta, use_locking, name)
+
+    def scatter_min(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
+        return self._scatter("scatter_min", sparse_delta, use_locking, name)
+
+    def scatter_max(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
+        return self._scatter("scatter_max", sparse_delta, use_locking, name)
+
+    def scatter_update(self, sparse_delta: Any, use_locking: bool = False,
+                       name: Any = None) -> Any:
+        return self._scatter("scatter_update", sparse_delta, use_locking, name)
+
+    @property
+    def distribute_strategy(self) -> tf.distribute.Strategy:
+        """The strategy whose variable this is."""
+        return self._distribute_strategy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TowerVariable":
+        with tf.device(self.device):
+            copied = super().__deepcopy__(memo)
+        memo[id(self)] = copied
+        return into_tower_variable(copied, self._distribute_strategy)
+
+    def __tf_tracing_type__(self, _: Any) -> Any:
+        # By identity, so that writes inside the function stay this class's.
+        return _tf.DistributedVariableTraceType(self)
+
+    def __repr__(self) -> str:
+        value = ""
+        if tf.executing_eagerly() and not self._in_graph_mode:
+            value = f", numpy={self.read_value().numpy()!r}"
+        return (f"<TowerVariable {self.name!r} shape={self.shape} dtype={self.dtype.name}, one copy "
+                f"on {self.device or 'its home'}{value}>")
+
+    def _write(self, method: Callable[..., Any], value: Any, use_locking: Any, name: Any,
+               read_value: bool) -> Any:
+        plain = functools.partial(method, self, use_locking=use_locking, name=name,
+                                  read_value=read_value)
+        tower = _tower_of(self)
+        if tower is None:
+            return plain(self._one(value))
+        value = tf.convert_to_tensor(value, dtype=self.dtype)
+        if not tower.can_merge:
+            return self._write_alone(tower, method, plain, value)
+
+        def merged(_: Any, values: Any) -> Any:
+            return plain(self._aggregate(towers.all_values(values, tower.num_replicas_in_sync), tower.shares))
+
+        return tower.merge_call(merged, args=(value,))
+
+    def _scatter(self, method_name: str, slices: tf.IndexedSlices, use_locking: bool,
+                 name: Any) -> Any:
+        plain = functools.partial(getattr(_tf.ResourceVariable, method_name), self,
+                                  use_locking=use_locking, name=name)
+        tower = _tower_of(self)
+        if tower is None:
+            return plain(self._one(slices))
+        linear = method_name in ("scatter_add", "scatter_sub")
+        if not linear and self.aggregation in (Aggregation.SUM, Aggregation.MEAN):
+            raise NotImplementedError(
+                f"{method_name} is only supported with aggregation NONE or ONLY_FIRST_REPLICA, "
+                f"got: {self.aggregation}.")
+        if not tower.can_merge and self.aggregation is not Aggregation.NONE:
+            raise RuntimeError(towers.NESTED_MERGE)
+        if not tower.can_merge:
+            return plain(slices)
+
+        def merged(_: Any, values: Any) -> Any:
+            parts = towers.all_values(values, tower.num_replicas_in_sync)
+            if self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
+                return plain(parts[0])
+            if self.aggregation is Aggregation.MEAN:
+                return plain(merge.weighted_mean(parts, tower.shares))
+            return plain(merge.total(parts))
+
+        return tower.merge_call(merged, args=(slices,))
+
+    def _aggregate(self, values: list[Any], shares: merge.Shares) -> Any:
+        """The one value to write from one a tower, on this variable's home."""
+        if len(values) == 1 or self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
+            return values[0]
+        floating = self.dtype.is_floating or self.dtype.is_complex
+        if self.aggregation is Aggregation.MEAN and not floating:
+            raise ValueError(
+                "Cannot update non-float variables with tf.VariableAggregation.MEAN aggregation in "
+                "replica context. Either change the variable dtype to float or update it in "
+                "cross-replica context.")
+        with tf.device(home_of(self)):
+            if self.aggregation is Aggregation.SUM:
+                return merge.total_of_filled(values, shares)
+            return merge.weighted_mean(values, shares) if floating else values[0]
+
+    def _one(self, value: Any) -> Any:
+        """A value written in cross-replica context, per-replica values among them merged."""
+        if not isinstance(value, tf.distribute.DistributedValues) or _is_variable(value):
+            return value
+        values = list(value.values)
+        if isinstance(value, _tf.Mirrored):
+            return values[0]
+        return self._aggregate(values, merge.Shares.equal(len(values)))
+
+    def _write_alone(self, tower: towers.TowerContext, method: Callable[..., Any],
+                     plain: Callable[..., Any], value: tf.Tensor) -> Any:
+        """A write inside control flow, where the towers cannot meet.
+
+        Where the rule is tower 0's value, tower 0 writes it.  Other rules need all the towers.
+        """
+        floating = self.dtype.is_floating or self.dtype.is_complex
+        first = self.aggregation is Aggregation.ONLY_FIRST_REPLICA or (
+            self.aggregation is Aggregation.NONE and not floating)
+        if len(tower.strategy.extended.worker_devices) == 1:
+            return plain(value)
+        if first:
+            return plain(value) if tower.tower == 0 else self
+        if self.aggregation is Aggregation.NONE:
+            # Tower after tower: each moves the variable by its share of the way it wants to go.
+            share = tf.cast(tower.share, self.dtype)
+            filled = tower.shares.filled(tower.tower)
+            wanted = value - self.read_value() if method is _tf.ResourceVariable.assign else value
+            step = tf.where(filled, wanted * share, tf.zeros_like(wanted))
+            write = (_tf.ResourceVariable.assign_sub
+                     if method is _tf.ResourceVariable.assign_sub
+                     else _tf.ResourceVariable.assign_add)
+            return write(self, step, read_value=plain.keywords["read_value"])
+        raise RuntimeError(towers.NESTED_MERGE)
+
+
+class TowerLocalVariable(_tf.SyncOnReadVariable):
+    """A variable with a part on every tower, aggregated when it is read outside of them.
+
+    Differs from TensorFlow's ``SyncOnReadVariable`` in two things: a tower without rows leaves its
+    part as it is, and a value given to a SUM variable from outside goes to tower 0's part whole (not
+    1/R to each), so that counts stay exact.
+    """
+
+    def assign(self, value: Any, use_locking: bool = False, name: Any = None,
+               read_value: bool = True) -> Any:
+        if not self._assigned_from_outside():
+            kept = self._kept_if_empty(value, lambda: self._get().read_value())
+            return super().assign(kept, use_locking, name, read_value)
+        value = tf.cast(tf.convert_to_tensor(value), self.dtype)
+        for number, part in enumerate(self._values):
+            with tf.device(part.device):
+                part.assign(value if number == 0 else tf.zeros_like(value))
+        return self if read_value else None
+
+    def assign_add(self, value: Any, use_locking: bool = False, name: Any = None,
+                   read_value: bool = True) -> Any:
+        kept = self._kept_if_empty(value, lambda: tf.zeros([], self.dtype))
+        return super().assign_add(kept, use_locking, name, read_value)
+
+    def assign_sub(self, value: Any, use_locking: bool = False, name: Any = None,
+                   read_value: bool = True) -> Any:
+        kept = self._kept_if_empty(value, lambda: tf.zeros([], self.dtype))
+        return super().assign_sub(kept, use_locking, name, read_value)
+
+    def _kept_if_empty(self, value: Any, neutral: Callable[[], tf.Tensor]) -> Any:
+        """``value``, or what changes nothing in a tower that has no rows."""
+        tower = towers.current_tower()
+        if tower is None or not tower.shares.may_be_empty:
+            return value
+        value = tf.convert_to_tensor(value, dtype=self.dtype)
+        return tf.where(tower.shares.filled(tower.tower), value, neutral())
+
+    def _assigned_from_outside(self) -> bool:
+        if _tf.is_saving_one_copy() or self.aggregation is not Aggregation.SUM:
+            return False
+        context = tf.distribute.get_replica_context()
+        return context is None or context.strategy is not self._distribute_strategy
+
+    def __repr__(self) -> str:
+        parts = ", ".join(part.device for part in self._values)
+        return (f"<TowerLocalVariable {self.name!r} shape={self.shape} dtype={self.dtype.name} "
+                f"aggregation={self.aggregation.name}, a part on each of {parts}>")
+
+    __str__ = __repr__
+
+
+def create(strategy: tf.distribute.Strategy, homes: Homes, next_creator: Callable[..., Any],
+           **kwargs: Any) -> Any:
+    """Makes a variable of ``strategy``; the arguments are those of a variable creator.
+
+    Raises:
+      ValueError: ``synchronization=NONE``, which no strategy can honour, or an unknown value.
+    """
+    kwargs.pop("experimental_batch_initialization", None)
+    kwargs.pop("caching_device", None)
+    colocate_with = kwargs.pop("colocate_with", None)
+    on_read = _check_modes(kwargs)
+    devices = strategy.extended.worker_devices
+    if on_read and len(devices) > 1:
+        return _create_tower_local(strategy, devices, next_creator, kwargs)
+    home = _home_for(homes, colocate_with, kwargs)
+    with tf.device(home), _outside_tower_scope():
+        variable = next_creator(**kwargs)
+    if not isinstance(variable, _tf.ResourceVariable):
+        return variable
+    return into_tower_variable(variable, strategy, home)
+
+
+def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,
+                        home: str | None = None) -> TowerVariable:
+    """Turns a resource variable into ``strategy``'s own, in place: same object, value and place."""
+    variable.__class__ = TowerVariable
+    variable._distribute_strategy = strategy
+    variable._home = home or variable.device
+    strategy.extended.track(variable)
+    return variable
+
+
+def make_tower_local(strategy: tf.distribute.Strategy,
+                     variable: tf.Variable) -> TowerLocalVariable:
+    """A tower-local variable around an existing one, which becomes tower 0's part, state and all."""
+    parts = [variable]
+    for number, device in enumerate(strategy.extended.worker_devices[1:], start=1):
+        zero = variable.aggregation is Aggregation.SUM
+        value = tf.zeros_like(variable) if zero else tf.identity(variable)
+        with tf.device(device), tf.init_scope():
+            parts.append(tf.Variable(value, trainable=variable.trainable, dtype=variable.dtype,
+                                     name=f"{variable.name.split(':')[0]}/tower_{number}"))
+    return _tower_local(strategy, parts, variable.aggregation)
+
+
+def home_of(variable: tf.Variable) -> str:
+    """The device on which ``variable`` lives."""
+    return getattr(variable, "_home", None) or variable.device
+
+
+def size_of(variable: tf.Variable) -> int:
+    """Bytes of ``variable``; 0 where its shape or item size is not known."""
+    count = variable.shape.num_elements()
+    try:
+        return int(count or 0) * variable.dtype.size
+    except TypeError:  # strings and variants have no item size
+        return 0
+
+
+def _tower_of(variable: TowerVariable) -> towers.TowerContext | None:
+    """The tower that writes to ``variable``, or None where the write is a plain one."""
+    tower = towers.current_tower()
+    if tower is None:
+        return None
+    if tower.strategy is not variable._distribute_strategy:
+        raise ValueError(
+            f"variable {variable.name!r} belongs to another strategy: it was made in the scope of "
+            f"{variable._distribute_strategy!r}, but is written in a tower of {tower.strategy!r}.")
+    return tower
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, (tf.Variable, _tf.DistributedVariable))
+
+
+def _check_modes(kwargs: dict[str, Any]) -> bool:
+    """Checks and completes synchronization and aggregation; True for a tower-local variable."""
+    name = kwargs.get("name")
+    synchronization = kwargs.get("synchronization") or tf.VariableSynchronization.AUTO
+    if synchronization is tf.VariableSynchronization.NONE:
+        raise ValueError("`NONE` variable synchronization mode is not supported with a strategy. "
+                         f"Please change the `synchronization` for variable: {name}")
+    if not isinstance(synchronization, tf.VariableSynchronization):
+        raise ValueError(f"Invalid variable synchronization mode: {synchronization} for variable: "
+                         f"{name}")
+    aggregation = kwargs.get("aggregation") or Aggregation.NONE
+    if not isinstance(aggregation, (Aggregation, tf.compat.v1.VariableAggregation)):
+        raise ValueError(f"Invalid variable aggregation mode: {aggregation} for variable: {name}")
+    if synchronization is tf.VariableSynchronization.AUTO:
+        synchronization = tf.VariableSynchronization.ON_WRITE
+    kwargs["synchronization"] = synchronization
+    kwargs["aggregation"] = Aggregation(aggregation.value)
+    return synchronization is tf.VariableSynchronization.ON_READ
+
+
+def _create_tower_local(strategy: tf.distribute.Strategy, devices: tuple[str, ...],
+                        next_creator: Callable[..., Any],
+                        kwargs: dict[str, Any]) -> TowerLocalVariable:
+    parts: list[tf.Variable] = []
+    name = kwargs.get("name")
+    for number, device in enumerate(devices):
+        if parts:
+            kwargs["initial_value"] = functools.partial(_value_of, parts[0])
+            kwargs["name"] = f"{(parts[0].name or name or 'Variable').split(':')[0]}/tower_{number}/"
+        with tf.device(device), _outside_tower_scope():
+            parts.append(next_creator(**kwargs))
+    return _tower_local(strategy, parts, kwargs["aggregation"])
+
+
+def _value_of(variable: tf.Variable) -> tf.Tensor:
+    return tf.identity(variable.value())
+
+
+def _tower_local(strategy: tf.distribute.Strategy, parts: list[tf.Variable],
+                 aggregation: Aggregation) -> TowerLocalVariable:
+    variable = TowerLocalVariable(strategy, parts, aggregation)
+    strategy.extended.track(variable)
+    return variable
+
+
+def _outside_tower_scope() -> Any:
+    """The name scope without the strategy's parts, so that names are those of a single device."""
+    parts = tf.get_current_name_scope().split("/")
+    kept = "/".join(part for part in parts if part and not towers.OWN_SCOPE.fullmatch(part))
+    return tf.name_scope(f"{kept}/" if kept else "")
+
+
+def _home_for(homes: Homes, colocate_with: Any, kwargs: dict[str, Any]) -> str:
+    size = _bytes_of(kwargs) if homes.balanced else 0
+    if colocate_with is not None:
+        if isinstance(colocate_with, _tf.DistributedVariable):
+            colocate_with = colocate_with._primary
+        home = home_of(colocate_with)
+        homes.add(home, size)
+        return home
+    return homes.choose(size)
+
+
+def _bytes_of(kwargs: dict[str, Any]) -> int:
+    """Bytes of a variable to be made; an initializer whose result is not known is run for it."""
+    shape, dtype = kwargs.get("shape"), kwargs.get("dtype")
+    value = kwargs.get("initial_value")
+    if shape is None or not tf.TensorShape(shape).is_fully_defined() or dtype is None:
+        if callable(value) and not tf.is_tensor(value):
+            if tf.executing_eagerly():
+                value = kwargs["initial_value"] = value()
+            else:
+                with tf.__internal__.FuncGraph("initial_value").as_default():
+                    value = tf.convert_to_tensor(value())
+        value = tf.convert_to_tensor(value, dtype=dtype) if value is not None else None
+        shape = value.shape if value is not None else ()
+        dtype = value.dtype if value is not None else tf.float32
+    dtype = tf.as_dtype(dtype)
+    elements = tf.TensorShape(shape).num_elements() or 0
+    return 0 if dtype in (tf.string, tf.variant, tf.resource) else int(math.prod([elements])) * dtype.size
