@@ -7,6 +7,8 @@ decided here.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from typing import Any, Callable, Iterator
 
@@ -32,6 +34,9 @@ class TowerExtended(_tf.StrategyExtended):
         # A nested tf.function may read tower-local variables, so each device has its own trace.
         self._retrace_functions_for_each_device = len(placement.towers) > 1
         self.experimental_enable_get_next_as_optional = True
+        self._with_stand_ins = False
+        self._one_copy_of_means = False
+        self._counted_as = threading.local()
 
     # Where things are.
 
@@ -67,8 +72,35 @@ class TowerExtended(_tf.StrategyExtended):
         return (self._placement.merge,)
 
     @property
-    def _num_replicas_in_sync(self) -> int:
-        return len(self._placement.towers)
+    def _num_replicas_in_sync(self) -> Any:
+        return getattr(self._counted_as, "value", None) or len(self._placement.towers)
+
+    @contextlib.contextmanager
+    def counted_as(self, number: Any) -> Iterator[None]:
+        """Within, and in this thread, the strategy says that it has ``number`` replicas."""
+        self._counted_as.value = number
+        try:
+            yield
+        finally:
+            self._counted_as.value = None
+
+    @contextlib.contextmanager
+    def one_copy_of_means(self) -> Iterator[None]:
+        """Within, a new ON_READ variable with aggregation MEAN is one copy, not tower-local."""
+        self._one_copy_of_means = True
+        try:
+            yield
+        finally:
+            self._one_copy_of_means = False
+
+    @contextlib.contextmanager
+    def stand_ins(self) -> Iterator[None]:
+        """Within, datasets are distributed with stand-ins for towers without rows."""
+        self._with_stand_ins = True
+        try:
+            yield
+        finally:
+            self._with_stand_ins = False
 
     def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
         return replica_id_in_sync_group
@@ -81,11 +113,6 @@ class TowerExtended(_tf.StrategyExtended):
     def _use_merge_call(self) -> bool:
         # Where the gradients are merged already, libraries are to take their single-device way.
         return not towers.in_merged_context()
-
-    @property
-    def enable_partial_batch_handling(self) -> bool:
-        """Tells tf_keras layers that a tower may get no rows."""
-        return len(self._placement.towers) > 1
 
     @property
     def _global_batch_size(self) -> bool:
@@ -118,6 +145,8 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         _keras.install_hooks()
+        if self._one_copy_of_means and kwargs.get("aggregation") == tf.VariableAggregation.MEAN:
+            kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE
         return variables.create(self._container_strategy(), self._homes, next_creator, **kwargs)
 
     def track(self, variable: Any) -> None:
@@ -160,7 +189,7 @@ class TowerExtended(_tf.StrategyExtended):
             raise NotImplementedError(
                 "InputOptions: experimental_replication_mode=PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
-        return split.split_dataset(dataset, len(self.worker_devices))
+        return split.split_dataset(dataset, len(self.worker_devices), self._with_stand_ins)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> split.TowerDataset:

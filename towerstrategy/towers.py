@@ -67,6 +67,11 @@ class TowerContext(tf.distribute.ReplicaContext):
         return self._tower
 
     @property
+    def count(self) -> int:
+        """How many towers there are."""
+        return len(self._strategy.extended.worker_devices)
+
+    @property
     def share(self) -> Any:
         return self.shares.of(self._tower)
 

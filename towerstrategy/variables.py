@@ -139,7 +139,7 @@ class TowerVariable(_tf.ResourceVariable):
             return self._write_alone(tower, method, plain, value)
 
         def merged(_: Any, values: Any) -> Any:
-            return plain(self._aggregate(towers.all_values(values, tower.num_replicas_in_sync), tower.shares))
+            return plain(self._aggregate(towers.all_values(values, tower.count), tower.shares))
 
         return tower.merge_call(merged, args=(value,))
 
@@ -161,7 +161,7 @@ class TowerVariable(_tf.ResourceVariable):
             return plain(slices)
 
         def merged(_: Any, values: Any) -> Any:
-            parts = towers.all_values(values, tower.num_replicas_in_sync)
+            parts = towers.all_values(values, tower.count)
             if self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
                 return plain(parts[0])
             if self.aggregation is Aggregation.MEAN:

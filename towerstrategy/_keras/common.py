@@ -42,7 +42,7 @@ def splitting_tower() -> towers.TowerContext | None:
     With one tower Keras' own single-device code is right as it is.
     """
     tower = towers.current_tower()
-    return tower if tower is not None and tower.num_replicas_in_sync > 1 else None
+    return tower if tower is not None and tower.count > 1 else None
 
 
 def scaled_by_share(tower: towers.TowerContext, value: tf.Tensor) -> tf.Tensor:
@@ -84,7 +84,7 @@ def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_:
       variables_: the resource variables they belong to.
       apply: takes the merged gradients; runs in a :class:`towers.MergedContext`.
     """
-    count = tower.num_replicas_in_sync
+    count = tower.count
     homes = [variables.home_of(variable) for variable in variables_]
 
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:

@@ -1,0 +1,303 @@
+"""The hooks into tf_keras (``TF_USE_LEGACY_KERAS=1``).
+
+Goes in: the imported ``tf_keras``.  Comes out: the same, with the hooks of :func:`install`.  Upstream
+places are those of tf_keras 2.21; ``tests/tf_keras_hooks_test.py`` fails where one has moved.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import tensorflow as tf
+from tf_keras.src.engine import compile_utils, data_adapter, training
+from tf_keras.src.layers.normalization import batch_normalization
+from tf_keras.src.metrics import base_metric
+from tf_keras.src.mixed_precision import loss_scale_optimizer
+from tf_keras.src.optimizers import optimizer as new_optimizer
+from tf_keras.src.optimizers.legacy import optimizer_v2
+from tf_keras.src.utils import losses_utils, metrics_utils
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy import merge, split, variables
+from towerstrategy._keras import common
+from towerstrategy._keras.common import splitting_tower
+
+_OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
+               loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
+
+# What is hooked and why; the test of upstream names reads this.
+HOOKS: dict[tuple[Any, str], str] = {
+    (losses_utils, "scale_loss_for_distribution"):
+        "scales a replica's mean by 1/R; a tower's counts by its share of the rows",
+    (losses_utils, "apply_valid_mask"): "the mean over unmasked entries is the whole batch's",
+    (compile_utils.LossesContainer, "__call__"):
+        "multiplies a summed loss by R for the log; it is divided by the tower's share",
+    **{(cls, "apply_gradients"): "merge first, then Keras' own code once" for cls in _OPTIMIZERS},
+    (base_metric.Reduce, "update_state"): "a scalar counts by its tower's share",
+    (batch_normalization.BatchNormalizationBase, "build"):
+        "keeps moving statistics per replica and averages them plainly; they are one copy, moved by "
+        "each tower's share, as in Keras 3",
+    (data_adapter.DataHandler, "_configure_dataset_and_inferred_steps"):
+        "towers without rows get stand-ins",
+    (data_adapter, "single_batch_iterator"): "the same for *_on_batch",
+    (training, "reduce_per_replica"): "outputs of stand-ins are cut off",
+    (training.Model, "compile"): "compiling in the scope adopts; jit_compile is refused early",
+}
+
+
+def install() -> None:
+    """Installs every hook of :data:`HOOKS`."""
+    makers: dict[str, Callable[..., Any]] = {
+        "scale_loss_for_distribution": _scale,
+        "apply_valid_mask": _apply_valid_mask,
+        "__call__": _losses_call,
+        "apply_gradients": _apply_gradients,
+        "update_state": _mean_update_state,
+        "build": _batch_norm_build,
+        "_configure_dataset_and_inferred_steps": _configure_dataset,
+        "single_batch_iterator": _single_batch_iterator,
+        "reduce_per_replica": _reduce_per_replica,
+        "compile": _compile,
+    }
+    for owner, name in HOOKS:
+        common.wrap(owner, name, makers[name])
+
+
+def is_model(model: Any) -> bool:
+    """Whether ``model`` is a tf_keras model."""
+    return isinstance(model, training.Model)
+
+
+def adopt(strategy: tf.distribute.Strategy, model: Any) -> str:
+    """See ``TowerStrategy.adopt``."""
+    common.check_owner(strategy, model, model._distribution_strategy)
+    model._distribution_strategy = strategy
+    resident, local = [], []
+    metrics = list(model.metrics) if model._is_compiled else []
+    own = {id(variable) for metric in metrics for variable in metric.variables}
+    for variable in model.variables:
+        if id(variable) not in own:
+            _adopt_variable(strategy, variable, resident)
+    for metric in metrics:
+        _adopt_metric(strategy, metric, local)
+    for optimizer in tf.nest.flatten(getattr(model, "optimizer", None) or []):
+        _adopt_optimizer(strategy, optimizer, resident)
+    # Functions traced before know nothing of towers.
+    model.train_function = model.test_function = model.predict_function = None
+    model.train_tf_function = None
+    return common.adopted_sentence(strategy, model, resident, local)
+
+
+def _adopt_variable(strategy: tf.distribute.Strategy, variable: Any, resident: list[Any]) -> None:
+    inner = getattr(variable, "_variable", variable)  # AutoCastVariable holds one
+    if isinstance(inner, variables.TowerVariable):
+        common.check_owner(strategy, inner, inner.distribute_strategy)
+    elif isinstance(inner, _tf.ResourceVariable):
+        variables.into_tower_variable(inner, strategy)
+    else:
+        return
+    resident.append(inner)
+
+
+def _adopt_metric(strategy: tf.distribute.Strategy, metric: Any, local: list[Any]) -> None:
+    for layer in metric._flatten_layers():
+        for variable in list(layer._trainable_weights) + list(layer._non_trainable_weights):
+            if isinstance(variable, _tf.ResourceVariable) and strategy.num_replicas_in_sync > 1:
+                parts = variables.make_tower_local(strategy, variable)
+                _replace(layer, variable, parts)
+                variable = parts
+            local.append(variable)
+
+
+def _replace(layer: Any, old: Any, new: Any) -> None:
+    """Puts ``new`` wherever ``layer`` holds ``old``, checkpoint dependencies included."""
+    for weights in (layer._trainable_weights, layer._non_trainable_weights):
+        weights[:] = [new if weight is old else weight for weight in weights]
+    for name, value in list(vars(layer).items()):
+        if value is old:
+            layer.__dict__[name] = new
+    for reference in list(layer._trackable_children().items()):
+        name, child = reference
+        if child is old:
+            layer._track_trackable(new, name, overwrite=True)
+
+
+def _adopt_optimizer(strategy: tf.distribute.Strategy, optimizer: Any, resident: list[Any]) -> None:
+    for part in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        if part is None:
+            continue
+        if hasattr(part, "_distribution_strategy"):
+            part._distribution_strategy = strategy
+        if hasattr(part, "_distribution_strategy_scope") or isinstance(part, optimizer_v2.OptimizerV2):
+            part._distribution_strategy = strategy
+    held = optimizer.variables
+    for variable in held() if callable(held) and not isinstance(held, list) else held:
+        _adopt_variable(strategy, variable, resident)
+
+
+def _is_tower_strategy(strategy: Any) -> bool:
+    from towerstrategy.strategy import TowerStrategy
+
+    return isinstance(strategy, TowerStrategy)
+
+
+# Losses.
+
+
+def _scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale_loss_for_distribution(loss_value: Any) -> Any:
+        tower = splitting_tower()
+        if tower is None:
+            return original(loss_value)
+        return tower.mark_scaled(common.scaled_by_share(tower, loss_value))
+
+    return scale_loss_for_distribution
+
+
+def _apply_valid_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    means = (losses_utils.ReductionV2.AUTO, losses_utils.ReductionV2.SUM_OVER_BATCH_SIZE)
+
+    def apply_valid_mask(losses: Any, sw: Any, mask: Any, reduction: Any) -> Any:
+        weights = original(losses, sw, mask, reduction)
+        tower = splitting_tower()
+        if tower is None or mask is None or reduction not in means:
+            return weights
+        return common.whole_batch_mask(tower, weights, mask)
+
+    return apply_valid_mask
+
+
+class _OneOverShare:
+    """What a tower's summed loss is multiplied with, so that the log's mean over rows is the sum."""
+
+    def __init__(self, tower: Any) -> None:
+        self._tower = tower
+
+    def __rmul__(self, loss: tf.Tensor) -> tf.Tensor:
+        return common.unscaled_by_share(self._tower, loss)
+
+
+def _losses_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tower = splitting_tower()
+        if tower is None:
+            return original(self, *args, **kwargs)
+        with tower.strategy.extended.counted_as(_OneOverShare(tower)):
+            loss = original(self, *args, **kwargs)
+        return loss if loss is None else tower.mark_scaled(loss)
+
+    return __call__
+
+
+# Optimizers and metrics.
+
+
+def _apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        tower = splitting_tower()
+        if tower is None:
+            return original(self, grads_and_vars, *args, **kwargs)
+        grads, targets = zip(*grads_and_vars)
+        homes = [getattr(target, "_variable", target) for target in targets]
+        return common.merge_then(
+            tower, grads, homes,
+            lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs))
+
+    return apply_gradients
+
+
+def _mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        tower = splitting_tower()
+        mean = self.reduction == metrics_utils.Reduction.WEIGHTED_MEAN
+        if (tower is None or not mean or sample_weight is not None
+                or tf.convert_to_tensor(values).shape.rank != 0):
+            return original(self, values, sample_weight=sample_weight)
+        value = tf.convert_to_tensor(values)
+        if tower.is_scaled(values):
+            value = common.unscaled_by_share(tower, value)
+        return original(self, value, sample_weight=tf.cast(tower.share, self.dtype))
+
+    return update_state
+
+
+def _batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
+    def build(self: Any, input_shape: Any) -> Any:
+        strategy = tf.distribute.get_strategy()
+        if not _is_tower_strategy(strategy):
+            return original(self, input_shape)
+        with strategy.extended.one_copy_of_means():
+            return original(self, input_shape)
+
+    return build
+
+
+# Training.
+
+
+def _configure_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _configure_dataset_and_inferred_steps(self: Any, strategy: Any, x: Any, *args: Any,
+                                              **kwargs: Any) -> Any:
+        if not _is_tower_strategy(strategy):
+            return original(self, strategy, x, *args, **kwargs)
+        with strategy.extended.stand_ins():
+            result = original(self, strategy, x, *args, **kwargs)
+        if isinstance(self._dataset, split.TowerDataset):
+            self._dataset = self._dataset.with_stand_ins()
+        return result
+
+    return _configure_dataset_and_inferred_steps
+
+
+def _single_batch_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
+    def single_batch_iterator(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_tower_strategy(strategy):
+            return original(strategy, *args, **kwargs)
+        with strategy.extended.stand_ins():
+            return original(strategy, *args, **kwargs)
+
+    return single_batch_iterator
+
+
+def _reduce_per_replica(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+        if not _is_tower_strategy(strategy) or strategy.num_replicas_in_sync == 1:
+            return original(values, strategy, reduction)
+        with tf.device(strategy.extended.merge_device):
+            return tf.nest.map_structure(lambda value: _reduce(value, reduction), values)
+
+    return reduce_per_replica
+
+
+def _reduce(value: Any, reduction: str) -> Any:
+    if not isinstance(value, _tf.PerReplica):
+        return value
+    if reduction == "first":
+        return value.values[0]
+    if reduction == "concat":
+        return training.concat(common.rows_only(value))
+    return merge.total_of_filled(list(value.values), value.shares)
+
+
+def _compile(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compile(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: A001
+        scope = tf.distribute.get_strategy()
+        strategy = scope if _is_tower_strategy(scope) else self._distribution_strategy
+        if not _is_tower_strategy(strategy):
+            return original(self, *args, **kwargs)
+        if kwargs.get("jit_compile") and strategy.num_replicas_in_sync > 1:
+            raise ValueError(
+                "jit_compile=True is not supported with several towers: XLA compiles a step for one "
+                "device and cannot hold towers on several and their merge. Compile the model with "
+                "jit_compile=False or leave it out.")
+        with strategy.scope():
+            # tf_keras checks in compile that all variables are the strategy's.
+            adopt(strategy, self)
+            for part in tf.nest.flatten((args, kwargs)):
+                if isinstance(part, base_metric.Metric):
+                    _adopt_metric(strategy, part, [])
+                elif isinstance(part, _OPTIMIZERS):
+                    _adopt_optimizer(strategy, part, [])
+            original(self, *args, **kwargs)
+
+    return compile
