@@ -200,6 +200,14 @@ class TowerExtended(_tf.StrategyExtended):
             return split.group_dataset(dataset_fn(context), count)
         return split.zip_datasets([dataset_fn(context) for _ in range(count)])
 
+    def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> split.RestartableIterator:
+        return split.RestartableIterator(self._experimental_distribute_dataset(dataset, None))
+
+    def _make_input_fn_iterator(self, input_fn: Callable[..., Any],
+                                replication_mode: Any) -> split.RestartableIterator:
+        del replication_mode  # make_input_fn_iterator takes one mode only
+        return split.RestartableIterator(self._distribute_datasets_from_function(input_fn, None))
+
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
         count = len(self.worker_devices)
         values = [value_fn(tf.distribute.experimental.ValueContext(tower, count))

@@ -186,7 +186,9 @@ def group_dataset(dataset: tf.data.Dataset, towers: int,
                   stand_ins: bool = False) -> "TowerDataset":
     """A dataset of per-tower batches: R elements in a row make one step, one a tower.
 
-    An incomplete last group gives its missing towers batches with no rows.
+    An incomplete last group gives its missing towers batches with no rows.  Where a component is a
+    scalar, so that elements are single values and not batches, such a group is left out, as
+    ``MirroredStrategy`` leaves it out.
 
     Args:
       dataset: elements are the batches of one tower.
@@ -196,9 +198,7 @@ def group_dataset(dataset: tf.data.Dataset, towers: int,
     Raises:
       TypeError: ``dataset`` is no ``tf.data.Dataset``.
     """
-    if not isinstance(dataset, tf.data.Dataset):
-        raise TypeError("dataset_fn must return a tf.data.Dataset, but got "
-                        f"{dataset!r} of type {type(dataset).__name__}.")
+    _check_made(dataset)
     if towers == 1:
         return TowerDataset(dataset)
     spec = dataset.element_spec
@@ -215,7 +215,7 @@ def group_dataset(dataset: tf.data.Dataset, towers: int,
             tf.data.Dataset.from_tensors(missing).repeat(towers))
         parts = [tf.nest.pack_sequence_as(spec, padded.skip(tower).take(1).get_single_element())
                  for tower in range(towers)]
-        pack: Callable[[tuple[Any, ...]], SubBatches] = SubBatches
+        pack: Callable[[tuple[Any, ...]], Any] = SubBatches if batched else _tf.PerReplica
         if stand_ins and batched:
             there = tf.range(towers, dtype=tf.int64) < window.reduce(
                 tf.constant(0, tf.int64), lambda count, *_: count + 1)
@@ -229,12 +229,39 @@ def group_dataset(dataset: tf.data.Dataset, towers: int,
 
 
 def zip_datasets(datasets: Sequence[tf.data.Dataset]) -> "TowerDataset":
-    """One dataset of per-tower batches a tower, put side by side; ends with the shortest."""
+    """One dataset of per-tower batches a tower, put side by side.
+
+    A tower whose dataset has ended gets batches with no rows until all have ended; with elements
+    that are single values and not batches, the shortest ends all.
+
+    Args:
+      datasets: one a tower, all with the same element spec.
+
+    Raises:
+      TypeError: one of them is no ``tf.data.Dataset``.
+    """
+    for dataset in datasets:
+        _check_made(dataset)
     if len(datasets) == 1:
         return TowerDataset(datasets[0])
-    zipped = tf.data.Dataset.zip(tuple(datasets))
-    return TowerDataset(zipped.map(
-        lambda *elements: tf.nest.map_structure(lambda *leaves: SubBatches(leaves), *elements)))
+    spec = datasets[0].element_spec
+    batched = _is_batched(spec)
+    pack = SubBatches if batched else _tf.PerReplica
+
+    def group(*elements: Nest) -> Nest:
+        parts = [tf.nest.pack_sequence_as(spec, element) for element in elements]
+        return tf.nest.map_structure(lambda *leaves: pack(leaves), *parts)
+
+    flat = [dataset.map(_on_elements(spec, lambda element: tuple(tf.nest.flatten(element))))
+            for dataset in datasets]
+    if not batched:
+        return TowerDataset(tf.data.Dataset.zip(tuple(flat)).map(group))
+    nothing = tf.data.Dataset.from_tensors(
+        (False, tuple(_no_rows(leaf) for leaf in tf.nest.flatten(spec)))).repeat()
+    flagged = [dataset.map(lambda *leaves: (True, leaves)).concatenate(nothing) for dataset in flat]
+    zipped = tf.data.Dataset.zip(tuple(flagged)).take_while(
+        lambda *pairs: tf.reduce_any([there for there, _ in pairs]))
+    return TowerDataset(zipped.map(lambda *pairs: group(*(leaves for _, leaves in pairs))))
 
 
 class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
@@ -290,6 +317,37 @@ class TowerDataset(tf.distribute.DistributedDataset):
                                  (iterator.get_next_as_optional(), initial_state),
                                  parallel_iterations=1)
         return state
+
+
+class RestartableIterator:
+    """What ``make_dataset_iterator`` and ``make_input_fn_iterator`` of tf.distribute's first API give.
+
+    It reads from the start again after :meth:`initialize`.
+    """
+
+    def __init__(self, dataset: TowerDataset) -> None:
+        self._dataset = dataset
+        self._iterator = iter(dataset)
+
+    def initialize(self) -> list[tf.Operation]:
+        """Starts again; there is no operation to run, as in all eager programs."""
+        self._iterator = iter(self._dataset)
+        return []
+
+    @property
+    def initializer(self) -> list[tf.Operation]:
+        return self.initialize()
+
+    @property
+    def element_spec(self) -> Nest:
+        return self._dataset.element_spec
+
+    def get_next(self) -> Nest:
+        """The next element; ``tf.errors.OutOfRangeError`` at the end."""
+        return self._iterator.get_next()
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        return self._iterator.get_next_as_optional()
 
 
 def _on_elements(spec: Nest, fn: Callable[[Nest], Nest]) -> Callable[..., Nest]:
@@ -385,6 +443,12 @@ def _check_batched(spec: Nest) -> None:
                 f"the dataset is not batched: component {path} of its elements is a scalar "
                 f"({leaf!r}), so there are no rows to split over the towers. Call "
                 "dataset.batch(global_batch_size) first.")
+
+
+def _check_made(dataset: Any) -> None:
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError("dataset_fn must return a tf.data.Dataset, but got "
+                        f"{dataset!r} of type {type(dataset).__name__}.")
 
 
 def _no_rows(spec: tf.TypeSpec) -> Any:
