@@ -14,6 +14,7 @@ from typing import Any, Callable, Iterator
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.impl import api as autograph_api
 from tensorflow.python.data.ops import iterator_ops
 from tensorflow.python.distribute import distribute_lib, distribute_utils, shared_variable_creator
@@ -24,6 +25,7 @@ from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import resource_variable_ops, summary_ops_v2, variable_scope
+from tensorflow.python.trackable import base as trackable_base
 from tensorflow.python.util import nest as private_nest
 
 PRIVATE_NAMES: dict[str, str] = {
@@ -58,19 +60,27 @@ PRIVATE_NAMES: dict[str, str] = {
     "tensorflow.python.data.ops.iterator_ops:OwnedIterator": "what iter(dataset) makes",
     "tensorflow.python.autograph.impl.api:tf_convert": "keeps autograph on in the replica function",
     "tensorflow.python.autograph.core.ag_ctx:control_status_ctx": "its argument",
+    "tensorflow.python.autograph.core.config:CONVERSION_RULES":
+        "autograph's list of packages (Keras among them) whose own code it leaves alone",
+    "tensorflow.python.autograph.core.config:DoNotConvert": "an entry of that list",
     "tensorflow.python.eager.context:context": "per-thread eager state handed to tower threads",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function":
         "the class of what tf.function returns",
     "tensorflow.python.framework.ops:inside_function": "asks whether a function is being traced",
     "tensorflow.python.ops.resource_variable_ops:ResourceVariable":
         "the class of tf.Variable's instances",
+    "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable":
+        "its base, and that of variables made while a tf.function is traced",
     "tensorflow.python.ops.summary_ops_v2:_summary_state": "per-thread summary state",
     "tensorflow.python.ops.variable_scope:variable_creator_scope":
         "tf.variable_creator_scope without its deprecation of stacked graphs",
+    "tensorflow.python.trackable.base:Trackable._maybe_initialize_trackable":
+        "gives a second handle on a model checkpoint dependencies of its own",
     "tensorflow.python.util.nest:flatten_with_joined_string_paths": "names components in errors",
 }
 
 ResourceVariable = resource_variable_ops.ResourceVariable
+BaseResourceVariable = resource_variable_ops.BaseResourceVariable
 SyncOnReadVariable = values_lib.SyncOnReadVariable
 DistributedVariable = values_lib.DistributedVariable
 DistributedVariableTraceType = values_lib.DistributedVariableTraceType
@@ -91,6 +101,11 @@ shared_variable_creator_for = shared_variable_creator.make_fn
 is_saving_one_copy = values_util.is_saving_non_distributed
 inside_function = framework_ops.inside_function
 flatten_with_paths = private_nest.flatten_with_joined_string_paths
+
+# Converting the package's own functions would cost most of the time that tracing takes, and put them
+# into the tracebacks of users' errors.  The functions that users hand over are converted as ever.
+autograph_config.CONVERSION_RULES = (
+    autograph_config.DoNotConvert("towerstrategy"), *autograph_config.CONVERSION_RULES)
 
 
 @contextlib.contextmanager
@@ -201,3 +216,21 @@ def eager_if(eager: bool) -> Iterator[None]:
         return
     with eager_context.eager_mode():
         yield
+
+
+def replace_resource(variable: Any, other: Any) -> None:
+    """Puts the resource of ``other`` behind ``variable``, whose identity and name stay."""
+    variable._handle = other._handle
+
+
+def share_dependencies(copied: Any, original: Any, but: Collection[str]) -> None:
+    """Gives ``copied`` the checkpoint dependencies of ``original`` in containers of its own.
+
+    Args:
+      copied: a shallow copy of ``original``; what it depends on already stays.
+      original: a ``Trackable``.
+      but: names that are not taken over.
+    """
+    for reference in list(original._trackable_references()):
+        if reference.name not in but:
+            copied._track_trackable(reference.ref, reference.name, overwrite=True)

@@ -116,12 +116,11 @@ def total(values: Sequence[Value]) -> Value:
 
 
 def mean(values: Sequence[Value]) -> Value:
-    """The plain mean of the towers' values, on the current device."""
+    """The plain mean of the towers' values, on the current device; of integers, as float64."""
     summed = total(values)
     if isinstance(summed, tf.IndexedSlices):
         return tf.IndexedSlices(summed.values / len(values), summed.indices, summed.dense_shape)
-    return summed / tf.cast(len(values), summed.dtype) if summed.dtype.is_floating \
-        or summed.dtype.is_complex else tf.cast(summed / len(values), summed.dtype)
+    return summed / len(values)
 
 
 def weighted_mean(values: Sequence[Value], shares: Shares) -> Value:
