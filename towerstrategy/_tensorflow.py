@@ -10,7 +10,7 @@ Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Collection, Iterator
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
@@ -25,7 +25,6 @@ from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import resource_variable_ops, summary_ops_v2, variable_scope
-from tensorflow.python.trackable import base as trackable_base
 from tensorflow.python.util import nest as private_nest
 
 PRIVATE_NAMES: dict[str, str] = {
@@ -74,7 +73,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "tensorflow.python.ops.summary_ops_v2:_summary_state": "per-thread summary state",
     "tensorflow.python.ops.variable_scope:variable_creator_scope":
         "tf.variable_creator_scope without its deprecation of stacked graphs",
-    "tensorflow.python.trackable.base:Trackable._maybe_initialize_trackable":
+    "tensorflow.python.trackable.base:Trackable._unconditional_checkpoint_dependencies":
         "gives a second handle on a model checkpoint dependencies of its own",
     "tensorflow.python.util.nest:flatten_with_joined_string_paths": "names components in errors",
 }
@@ -227,10 +226,16 @@ def share_dependencies(copied: Any, original: Any, but: Collection[str]) -> None
     """Gives ``copied`` the checkpoint dependencies of ``original`` in containers of its own.
 
     Args:
-      copied: a shallow copy of ``original``; what it depends on already stays.
+      copied: a shallow copy of ``original``; dependencies under the names in ``but`` are its own
+        and stay as they are.
       original: a ``Trackable``.
       but: names that are not taken over.
     """
-    for reference in list(original._trackable_references()):
-        if reference.name not in but:
-            copied._track_trackable(reference.ref, reference.name, overwrite=True)
+    own = [reference for reference in copied._unconditional_checkpoint_dependencies
+           if reference.name in but]
+    taken = [reference for reference in original._unconditional_checkpoint_dependencies
+             if reference.name not in but]
+    vars(copied).update(
+        _self_unconditional_checkpoint_dependencies=taken + own,
+        _self_unconditional_dependency_names={name: ref for name, ref in taken + own},
+        _self_unconditional_deferred_dependencies={})

@@ -16,8 +16,13 @@ SUM                    the sum over the towers that have rows
 ONLY_FIRST_REPLICA     tower 0's value
 =====================  ===================================================================
 
-Scatter writes with aggregation NONE or SUM are done for all rows of all towers, in order, as one
-device would have done them.
+Scatter writes follow the same rules, slice by slice: SUM writes the slices of all towers, in order, as
+one device would have done; NONE of ``scatter_update``, ``_min`` and ``_max`` does so too (doing it
+twice changes nothing), and of ``scatter_mul`` and ``_div`` takes tower 0's.
+
+A per-replica value that is written from outside the towers is what ``strategy.run`` returned, so it
+is merged by the rule of NONE, unless the aggregation is ONLY_FIRST_REPLICA: towers that agree write
+what they agree on.
 """
 
 from __future__ import annotations
@@ -32,6 +37,9 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy import merge, towers
 
 Aggregation = tf.VariableAggregation
+
+_REPLACING = ("scatter_update", "scatter_min", "scatter_max")
+_STEPPING = ("scatter_add", "scatter_sub")
 
 
 class Homes:
@@ -149,50 +157,83 @@ class TowerVariable(_tf.ResourceVariable):
                                   use_locking=use_locking, name=name)
         tower = _tower_of(self)
         if tower is None:
-            return plain(self._one(slices))
-        linear = method_name in ("scatter_add", "scatter_sub")
-        if not linear and self.aggregation in (Aggregation.SUM, Aggregation.MEAN):
-            raise NotImplementedError(
-                f"{method_name} is only supported with aggregation NONE or ONLY_FIRST_REPLICA, "
-                f"got: {self.aggregation}.")
-        if not tower.can_merge and self.aggregation is not Aggregation.NONE:
-            raise RuntimeError(towers.NESTED_MERGE)
+            return plain(self._one_of_slices(method_name, slices))
         if not tower.can_merge:
-            return plain(slices)
+            return self._scatter_alone(tower, method_name, plain, slices)
 
         def merged(_: Any, values: Any) -> Any:
             parts = towers.all_values(values, tower.count)
-            if self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
-                return plain(parts[0])
-            if self.aggregation is Aggregation.MEAN:
-                return plain(merge.weighted_mean(parts, tower.shares))
-            return plain(merge.total(parts))
+            return plain(self._aggregate_slices(method_name, parts, tower.shares))
 
         return tower.merge_call(merged, args=(slices,))
+
+    def _aggregate_slices(self, method_name: str, parts: list[tf.IndexedSlices],
+                          shares: merge.Shares) -> tf.IndexedSlices:
+        """The slices to write from those of the towers, on this variable's home."""
+        replaces = method_name in _REPLACING
+        if replaces and self.aggregation in (Aggregation.SUM, Aggregation.MEAN):
+            raise NotImplementedError(
+                f"{method_name} is only supported for mirrored variable (variable created within "
+                "certain `tf.distribute.Strategy` scope) with NONE or `ONLY_FIRST_REPLICA` "
+                f"aggregation, got: {self.aggregation}.")
+        if self.aggregation is Aggregation.ONLY_FIRST_REPLICA or len(parts) == 1:
+            return parts[0]
+        with tf.device(home_of(self)):
+            kept = [merge.filled_slices(part, tower, shares) for tower, part in enumerate(parts)]
+            if replaces or self.aggregation is Aggregation.SUM:
+                return merge.total(kept)
+            steps = method_name in _STEPPING and self._is_floating()
+            if steps or self.aggregation is Aggregation.MEAN:
+                return merge.weighted_mean(kept, shares)
+            return kept[0]
 
     def _aggregate(self, values: list[Any], shares: merge.Shares) -> Any:
         """The one value to write from one a tower, on this variable's home."""
         if len(values) == 1 or self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
             return values[0]
-        floating = self.dtype.is_floating or self.dtype.is_complex
-        if self.aggregation is Aggregation.MEAN and not floating:
-            raise ValueError(
-                "Cannot update non-float variables with tf.VariableAggregation.MEAN aggregation in "
-                "replica context. Either change the variable dtype to float or update it in "
-                "cross-replica context.")
         with tf.device(home_of(self)):
             if self.aggregation is Aggregation.SUM:
                 return merge.total_of_filled(values, shares)
-            return merge.weighted_mean(values, shares) if floating else values[0]
+            return merge.weighted_mean(values, shares) if self._is_floating() else values[0]
 
     def _one(self, value: Any) -> Any:
-        """A value written in cross-replica context, per-replica values among them merged."""
+        """A value written from outside the towers; per-replica values merged into one."""
         if not isinstance(value, tf.distribute.DistributedValues) or _is_variable(value):
             return value
-        values = list(value.values)
-        if isinstance(value, _tf.Mirrored):
-            return values[0]
-        return self._aggregate(values, merge.Shares.equal(len(values)))
+        first = self.aggregation is Aggregation.ONLY_FIRST_REPLICA or not self._is_floating()
+        if first or isinstance(value, _tf.Mirrored):
+            return value.values[0]
+        parts = [tf.convert_to_tensor(part, dtype=self.dtype) for part in value.values]
+        with tf.device(home_of(self)):
+            return merge.weighted_mean(parts, _shares_of(value))
+
+    def _one_of_slices(self, method_name: str, slices: Any) -> Any:
+        if not isinstance(slices, tf.distribute.DistributedValues):
+            return slices
+        parts = list(slices.values)
+        if isinstance(slices, _tf.Mirrored) or self.aggregation is Aggregation.SUM:
+            return parts[0]
+        return self._aggregate_slices(method_name, parts, _shares_of(slices))
+
+    def _is_floating(self) -> bool:
+        return self.dtype.is_floating or self.dtype.is_complex
+
+    def _scatter_alone(self, tower: towers.TowerContext, method_name: str,
+                       plain: Callable[..., Any], slices: tf.IndexedSlices) -> Any:
+        """A scatter inside control flow, where the towers cannot meet: each writes its part."""
+        if len(tower.strategy.extended.worker_devices) == 1:
+            return plain(slices)
+        if self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
+            return plain(slices) if tower.tower == 0 else self
+        if self.aggregation is not Aggregation.NONE:
+            raise RuntimeError(towers.NESTED_MERGE)
+        kept = merge.filled_slices(slices, tower.tower, tower.shares)
+        if method_name in _REPLACING:
+            return plain(kept)
+        if method_name in _STEPPING and self._is_floating():
+            share = tf.cast(tower.share, self.dtype)
+            return plain(tf.IndexedSlices(kept.values * share, kept.indices, kept.dense_shape))
+        return plain(slices) if tower.tower == 0 else self
 
     def _write_alone(self, tower: towers.TowerContext, method: Callable[..., Any],
                      plain: Callable[..., Any], value: tf.Tensor) -> Any:
@@ -200,7 +241,7 @@ class TowerVariable(_tf.ResourceVariable):
 
         Where the rule is tower 0's value, tower 0 writes it.  Other rules need all the towers.
         """
-        floating = self.dtype.is_floating or self.dtype.is_complex
+        floating = self._is_floating()
         first = self.aggregation is Aggregation.ONLY_FIRST_REPLICA or (
             self.aggregation is Aggregation.NONE and not floating)
         if len(tower.strategy.extended.worker_devices) == 1:
@@ -241,13 +282,24 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def assign_add(self, value: Any, use_locking: bool = False, name: Any = None,
                    read_value: bool = True) -> Any:
+        if self._assigned_from_outside():
+            return self._first(_tf.ResourceVariable.assign_add, value, read_value)
         kept = self._kept_if_empty(value, lambda: tf.zeros([], self.dtype))
         return super().assign_add(kept, use_locking, name, read_value)
 
     def assign_sub(self, value: Any, use_locking: bool = False, name: Any = None,
                    read_value: bool = True) -> Any:
+        if self._assigned_from_outside():
+            return self._first(_tf.ResourceVariable.assign_sub, value, read_value)
         kept = self._kept_if_empty(value, lambda: tf.zeros([], self.dtype))
         return super().assign_sub(kept, use_locking, name, read_value)
+
+    def _first(self, method: Callable[..., Any], value: Any, read_value: bool) -> Any:
+        """A step of a sum from outside the towers: tower 0's part takes it."""
+        part = self._values[0]
+        with tf.device(part.device):
+            method(part, tf.cast(value, self.dtype), read_value=False)
+        return self if read_value else None
 
     def _kept_if_empty(self, value: Any, neutral: Callable[[], tf.Tensor]) -> Any:
         """``value``, or what changes nothing in a tower that has no rows."""
@@ -288,8 +340,9 @@ def create(strategy: tf.distribute.Strategy, homes: Homes, next_creator: Callabl
     home = _home_for(homes, colocate_with, kwargs)
     with tf.device(home), _outside_tower_scope():
         variable = next_creator(**kwargs)
-    if not isinstance(variable, _tf.ResourceVariable):
+    if not isinstance(variable, _tf.BaseResourceVariable):
         return variable
+    _check_mean(kwargs["aggregation"], variable.dtype)
     return into_tower_variable(variable, strategy, home)
 
 
@@ -314,6 +367,26 @@ def make_tower_local(strategy: tf.distribute.Strategy,
             parts.append(tf.Variable(value, trainable=variable.trainable, dtype=variable.dtype,
                                      name=f"{variable.name.split(':')[0]}/tower_{number}"))
     return _tower_local(strategy, parts, variable.aggregation)
+
+
+def move(variable: tf.Variable, device: str) -> None:
+    """Moves a resource variable to ``device``: same object, name and value.
+
+    A ``tf.function`` traced before holds the resource that the variable had; trace it anew.
+
+    Raises:
+      TypeError: ``variable`` is no resource variable, or tower-local.
+    """
+    if not isinstance(variable, _tf.BaseResourceVariable):
+        raise TypeError("only a variable with one copy can be moved, but got "
+                        f"{variable!r} of type {type(variable).__name__}.")
+    with tf.init_scope(), tf.device(device):
+        # Not tf.Variable: a strategy whose scope is entered would choose another device.
+        moved = _tf.ResourceVariable(variable.read_value(), trainable=False, dtype=variable.dtype,
+                                     shape=variable.shape, name=variable.name.split(":")[0])
+    _tf.replace_resource(variable, moved)
+    if isinstance(variable, TowerVariable):
+        variable._home = variable.device
 
 
 def home_of(variable: tf.Variable) -> str:
@@ -342,6 +415,11 @@ def _tower_of(variable: TowerVariable) -> towers.TowerContext | None:
     return tower
 
 
+def _shares_of(value: Any) -> merge.Shares:
+    """The shares with which ``strategy.run`` computed a per-replica value; else equal ones."""
+    return getattr(value, "shares", None) or merge.Shares.equal(len(value.values))
+
+
 def _is_variable(value: Any) -> bool:
     return isinstance(value, (tf.Variable, _tf.DistributedVariable))
 
@@ -364,6 +442,14 @@ def _check_modes(kwargs: dict[str, Any]) -> bool:
     kwargs["synchronization"] = synchronization
     kwargs["aggregation"] = Aggregation(aggregation.value)
     return synchronization is tf.VariableSynchronization.ON_READ
+
+
+def _check_mean(aggregation: Aggregation, dtype: tf.DType) -> None:
+    """Raises ``ValueError`` for a mean of values that have none, as TensorFlow does."""
+    if aggregation is Aggregation.MEAN and not (dtype.is_floating or dtype.is_complex):
+        raise ValueError(
+            "creating distributed tf.Variable with aggregation=MEAN and a non-floating dtype is not "
+            f"supported, please use a different aggregation or dtype (got {dtype.name})")
 
 
 def _create_tower_local(strategy: tf.distribute.Strategy, devices: tuple[str, ...],

@@ -122,19 +122,46 @@ def _first_rows(part: Any, filled: Any) -> Any:
     return part[:tf.where(filled, tf.cast(split.rows_in(part), tf.int64), 0)]
 
 
-def check_owner(strategy: tf.distribute.Strategy, model: Any,
+def check_owner(strategy: tf.distribute.Strategy, what: str,
                 owner: tf.distribute.Strategy | None) -> None:
-    """Raises ``ValueError`` where ``model`` belongs to a strategy other than ``strategy``."""
+    """Raises ``ValueError`` where ``what`` belongs to a strategy other than ``strategy``."""
     if owner is None or owner is strategy or not _is_distributing(owner):
         return
     raise ValueError(
-        f"model {getattr(model, 'name', model)!r} belongs to another strategy: it was built or "
-        f"adopted in the scope of {owner!r} and cannot be adopted by {strategy!r}. Save it and load "
-        "it again, or use the strategy that it has.")
+        f"{what} belongs to another strategy: it was made or adopted in the scope of {owner!r} and "
+        f"cannot be adopted by {strategy!r}. Save the model and load it again, or use the strategy "
+        "that it has.")
+
+
+def check_variables(strategy: tf.distribute.Strategy, model: Any, held: Iterable[Any]) -> None:
+    """Raises ``ValueError`` where a TensorFlow variable of ``model`` is another strategy's."""
+    for variable in held:
+        check_owner(strategy, f"variable {getattr(variable, 'name', variable)!r} of model "
+                              f"{model.name!r}", getattr(variable, "_distribute_strategy", None))
+
+
+def adopt_variables(strategy: tf.distribute.Strategy, held: Iterable[Any]) -> list[Any]:
+    """Makes resource variables the strategy's own, in place; returns those with one copy."""
+    resident = [variable for variable in held if isinstance(variable, _tf.BaseResourceVariable)]
+    for variable in resident:
+        if not isinstance(variable, variables.TowerVariable):
+            variables.into_tower_variable(variable, strategy)
+    return resident
+
+
+def check_trains_on_towers(model: Any, scope: tf.distribute.Strategy) -> None:
+    """Raises ``ValueError`` where a model that is not adopted trains in the scope of towers."""
+    from towerstrategy.strategy import TowerStrategy
+
+    if isinstance(scope, TowerStrategy):
+        raise ValueError(
+            f"model {model.name!r} is used inside the scope of {scope!r}, but was built and compiled "
+            "outside of it and is not adopted. Compile it inside the scope, or call "
+            "strategy.adopt(model), which keeps its optimizer and metrics, state and all.")
 
 
 def adopted_sentence(strategy: tf.distribute.Strategy, model: Any, resident: Iterable[Any],
-                     local: Iterable[Any]) -> str:
+                     local: Iterable[Any], without_xla: bool) -> str:
     """What ``adopt`` says."""
     count, homes = 0, {}
     for variable in resident:
@@ -148,7 +175,8 @@ def adopted_sentence(strategy: tf.distribute.Strategy, model: Any, resident: Ite
     number = strategy.num_replicas_in_sync
     return (f"adopted model {model.name!r} for {number} tower{'s' if number > 1 else ''}: "
             f"{count} variables with one copy ({where}), "
-            f"{sum(1 for _ in local)} tower-local ones.")
+            f"{sum(1 for _ in local)} tower-local ones."
+            + (" jit_compile was turned off: XLA compiles for one device." if without_xla else ""))
 
 
 def _is_distributing(strategy: tf.distribute.Strategy) -> bool:

@@ -85,48 +85,63 @@ def is_model(model: Any) -> bool:
 
 def adopt(strategy: tf.distribute.Strategy, model: Any) -> str:
     """See ``TowerStrategy.adopt``."""
-    common.check_owner(strategy, model, model._distribute_strategy)
+    common.check_owner(strategy, f"model {model.name!r}", model._distribute_strategy)
+    resident, local = _adopt_state(strategy, model)
     model._distribute_strategy = strategy
-    resident, local = [], []
-    for variable in model.variables:
-        _adopt_variable(strategy, variable, resident)
-    for metric in getattr(model, "metrics", ()):
-        _wrap_result(type(metric))
-        for variable in metric.variables:
-            _adopt_metric_variable(strategy, variable, local)
-    if getattr(model, "optimizer", None) is not None:
-        _adopt_optimizer(strategy, model.optimizer, resident)
+    without_xla = bool(model._jit_compile) and strategy.num_replicas_in_sync > 1
+    if without_xla:
+        model.jit_compile = False
     # Functions traced before know nothing of towers.
     model.train_function = model.test_function = model.predict_function = None
-    return common.adopted_sentence(strategy, model, resident, local)
+    return common.adopted_sentence(strategy, model, resident, local, without_xla)
 
 
-def _adopt_variable(strategy: tf.distribute.Strategy, variable: Any, resident: list[Any]) -> None:
-    value = variable._value if isinstance(variable, keras_variables.Variable) else variable
-    if isinstance(value, variables.TowerVariable):
-        common.check_owner(strategy, variable, value.distribute_strategy)
-    elif isinstance(value, _tf.ResourceVariable):
-        variables.into_tower_variable(value, strategy)
-    else:
-        return
-    resident.append(value)
+def _adopt_state(strategy: tf.distribute.Strategy, model: Any) -> tuple[list[Any], list[Any]]:
+    """Adopts all variables that there are; returns those with one copy and the tower-local ones."""
+    metrics, optimizers = _metrics_of(model), _optimizers_of(model)
+    local = {id(variable): variable for metric in metrics for variable in metric.variables}
+    held = [_held(variable)
+            for part in (model, *optimizers) for variable in part.variables
+            if id(variable) not in local]
+    common.check_variables(strategy, model, held)
+    common.check_variables(strategy, model, map(_held, local.values()))
+    for optimizer in optimizers:
+        common.check_owner(strategy, f"optimizer {optimizer.name!r} of model {model.name!r}",
+                           optimizer._distribution_strategy)
+    for optimizer in optimizers:
+        optimizer._distribution_strategy = strategy
+    for metric in metrics:
+        _wrap_result(type(metric))
+    for variable in local.values():
+        _adopt_metric_variable(strategy, variable)
+    return common.adopt_variables(strategy, held), list(local.values())
 
 
-def _adopt_metric_variable(strategy: tf.distribute.Strategy, variable: Any,
-                           local: list[Any]) -> None:
+def _held(variable: Any) -> Any:
+    """The TensorFlow variable that a Keras variable holds."""
+    return variable._value if isinstance(variable, keras_variables.Variable) else variable
+
+
+def _metrics_of(model: Any) -> list[Any]:
+    """The model's metrics, those given to ``compile`` and not built yet among them."""
+    compiled = model._compile_metrics
+    given = [] if compiled is None else tree.flatten(
+        (compiled._user_metrics, compiled._user_weighted_metrics))
+    return [*model.metrics, *(part for part in given if isinstance(part, metric_module.Metric))]
+
+
+def _optimizers_of(model: Any) -> list[Any]:
+    """The optimizers that the model holds, a GAN's several among them, and those inside them."""
+    held = [part for part in vars(model).values()
+            if isinstance(part, base_optimizer.BaseOptimizer)]
+    inner = [part.inner_optimizer for part in held if hasattr(part, "inner_optimizer")]
+    return [*held, *inner]
+
+
+def _adopt_metric_variable(strategy: tf.distribute.Strategy, variable: Any) -> None:
     value = variable._value
-    if isinstance(value, _tf.ResourceVariable) and strategy.num_replicas_in_sync > 1:
+    if isinstance(value, _tf.BaseResourceVariable) and strategy.num_replicas_in_sync > 1:
         variable._value = variables.make_tower_local(strategy, value)
-    local.append(variable._value)
-
-
-def _adopt_optimizer(strategy: tf.distribute.Strategy, optimizer: Any, resident: list[Any]) -> None:
-    optimizer._distribution_strategy = strategy
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is not None:
-        inner._distribution_strategy = strategy
-    for variable in optimizer.variables:
-        _adopt_variable(strategy, variable, resident)
 
 
 def _is_tower_strategy(strategy: Any) -> bool:
@@ -303,9 +318,16 @@ def _compile(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = scope if _is_tower_strategy(scope) else _strategy_of(self)
         if strategy is None:
             return original(self, *args, **kwargs)
+        owner = self._distribute_strategy
+        common.check_owner(strategy, f"model {self.name!r}", owner)
         with strategy.scope():
-            common.check_owner(strategy, self, self._distribute_strategy)
-            original(self, *args, **kwargs)
+            # From here on "auto" means no XLA, as for any model of a strategy.
+            self._distribute_strategy = strategy
+            try:
+                original(self, *args, **kwargs)
+            except Exception:
+                self._distribute_strategy = owner
+                raise
             if self.jit_compile and strategy.num_replicas_in_sync > 1:
                 raise ValueError(
                     "jit_compile=True is not supported with several towers: XLA compiles a step for "
@@ -354,10 +376,14 @@ def _make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[..
     def hook(original: Callable[..., Any]) -> Callable[..., Any]:
         def make_function(self: Any, force: bool = False) -> Any:
             before = getattr(self, attribute)
-            result = original(self, force)
-            strategy, step = _strategy_of(self), getattr(self, attribute)
+            strategy = _strategy_of(self)
+            if strategy is None:
+                common.check_trains_on_towers(self, tf.distribute.get_strategy())
+            result, step = original(self, force), getattr(self, attribute)
             if strategy is None or step is before:
                 return result
+            # What was built after compile, outside of the scope.
+            _adopt_state(strategy, self)
 
             def function(iterator: Any) -> Any:
                 if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
@@ -375,12 +401,15 @@ def _make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[..
 def _make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_predict_function(self: Any, force: bool = False) -> Any:
         before = self.predict_function
-        result = original(self, force)
-        strategy, step = _strategy_of(self), self.predict_function
-        if strategy is None or step is before:
+        result, step = original(self, force), self.predict_function
+        if step is before or not _is_tower_strategy(self.distribute_strategy):
             return result
 
         def function(steps: Any) -> Any:
+            # A model that is not adopted predicts on the towers in whose scope it is called.
+            strategy = self.distribute_strategy
+            if not _is_tower_strategy(strategy):
+                return step(steps)
             return step([common.split_plain(strategy, data) for data in steps])
 
         self.predict_function = function

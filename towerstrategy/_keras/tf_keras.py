@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Callable
 
 import tensorflow as tf
+from tf_keras.src import callbacks
 from tf_keras.src.engine import compile_utils, data_adapter, training
 from tf_keras.src.layers.normalization import batch_normalization
 from tf_keras.src.metrics import base_metric
@@ -42,6 +43,10 @@ HOOKS: dict[tuple[Any, str], str] = {
     (data_adapter, "single_batch_iterator"): "the same for *_on_batch",
     (training, "reduce_per_replica"): "outputs of stand-ins are cut off",
     (training.Model, "compile"): "compiling in the scope adopts; jit_compile is refused early",
+    (training.Model, "make_train_function"):
+        "adopts what was built since compile; refuses a model in the scope that is not adopted",
+    (training.Model, "make_test_function"): "the same for evaluate",
+    (callbacks.BackupAndRestore, "__init__"): "lists the strategies that it works with",
 }
 
 
@@ -58,6 +63,9 @@ def install() -> None:
         "single_batch_iterator": _single_batch_iterator,
         "reduce_per_replica": _reduce_per_replica,
         "compile": _compile,
+        "make_train_function": _make_function("train_function"),
+        "make_test_function": _make_function("test_function"),
+        "__init__": _backup_init,
     }
     for owner, name in HOOKS:
         common.wrap(owner, name, makers[name])
@@ -70,39 +78,76 @@ def is_model(model: Any) -> bool:
 
 def adopt(strategy: tf.distribute.Strategy, model: Any) -> str:
     """See ``TowerStrategy.adopt``."""
-    common.check_owner(strategy, model, model._distribution_strategy)
+    common.check_owner(strategy, f"model {model.name!r}", model._distribution_strategy)
+    resident, local = _adopt_state(strategy, model)
     model._distribution_strategy = strategy
-    resident, local = [], []
-    metrics = list(model.metrics) if model._is_compiled else []
-    own = {id(variable) for metric in metrics for variable in metric.variables}
-    for variable in model.variables:
-        if id(variable) not in own:
-            _adopt_variable(strategy, variable, resident)
-    for metric in metrics:
-        _adopt_metric(strategy, metric, local)
-    for optimizer in tf.nest.flatten(getattr(model, "optimizer", None) or []):
-        _adopt_optimizer(strategy, optimizer, resident)
+    without_xla = bool(model._jit_compile) and strategy.num_replicas_in_sync > 1
+    if without_xla:
+        model._jit_compile = False
     # Functions traced before know nothing of towers.
     model.train_function = model.test_function = model.predict_function = None
     model.train_tf_function = None
-    return common.adopted_sentence(strategy, model, resident, local)
+    return common.adopted_sentence(strategy, model, resident, local, without_xla)
 
 
-def _adopt_variable(strategy: tf.distribute.Strategy, variable: Any, resident: list[Any]) -> None:
-    inner = getattr(variable, "_variable", variable)  # AutoCastVariable holds one
-    if isinstance(inner, variables.TowerVariable):
-        common.check_owner(strategy, inner, inner.distribute_strategy)
-    elif isinstance(inner, _tf.ResourceVariable):
-        variables.into_tower_variable(inner, strategy)
-    else:
-        return
-    resident.append(inner)
+def _adopt_state(strategy: tf.distribute.Strategy, model: Any) -> tuple[list[Any], list[Any]]:
+    """Adopts all variables that there are; returns those with one copy and the tower-local ones."""
+    metrics, optimizers = _metrics_of(model), _optimizers_of(model)
+    own = {id(variable) for metric in metrics for variable in _variables_of(metric)}
+    held = [getattr(variable, "_variable", variable)  # AutoCastVariable holds one
+            for variable in _variables_of(model) if id(variable) not in own]
+    slots = [variable for optimizer in optimizers for variable in _optimizer_variables(optimizer)]
+    counters = [model._train_counter, model._test_counter, model._predict_counter]
+    common.check_variables(strategy, model, [*held, *slots])
+    for metric in metrics:
+        common.check_variables(strategy, model, _variables_of(metric))
+    local: list[Any] = []
+    for metric in metrics:
+        _adopt_metric(strategy, metric, local)
+    for optimizer in optimizers:
+        _adopt_optimizer(strategy, optimizer)
+    resident = common.adopt_variables(strategy, [*held, *slots])
+    common.adopt_variables(strategy, counters)
+    return resident, local
+
+
+def _metrics_of(model: Any) -> list[Any]:
+    """The model's metrics, those given to ``compile`` and not built yet among them."""
+    given: list[Any] = []
+    if isinstance(model.compiled_metrics, compile_utils.MetricsContainer):
+        given += tf.nest.flatten((model.compiled_metrics._user_metrics,
+                                  model.compiled_metrics._user_weighted_metrics))
+    if isinstance(model.compiled_loss, compile_utils.LossesContainer):
+        given.append(model.compiled_loss._total_loss_mean)
+    given = [part for part in given if isinstance(part, base_metric.Metric)]
+    return list({id(metric): metric for metric in [*model.metrics, *given]}.values())
+
+
+def _optimizers_of(model: Any) -> list[Any]:
+    """The optimizers that the model holds, a GAN's several among them, and those inside them."""
+    values = vars(model).values()
+    held = [part for value in values for part in (value if isinstance(value, list) else [value])
+            if isinstance(part, _OPTIMIZERS)]
+    inner = [part.inner_optimizer for part in held if hasattr(part, "inner_optimizer")]
+    return [*held, *inner]
+
+
+def _optimizer_variables(optimizer: Any) -> list[Any]:
+    held = optimizer.variables
+    return list(held() if callable(held) and not isinstance(held, list) else held)
+
+
+def _variables_of(layer: Any) -> list[Any]:
+    """All variables of a layer, also of a model that is not built to the end."""
+    return [variable for part in layer._flatten_layers()
+            for variable in (*part._trainable_weights, *part._non_trainable_weights)]
 
 
 def _adopt_metric(strategy: tf.distribute.Strategy, metric: Any, local: list[Any]) -> None:
     for layer in metric._flatten_layers():
         for variable in list(layer._trainable_weights) + list(layer._non_trainable_weights):
-            if isinstance(variable, _tf.ResourceVariable) and strategy.num_replicas_in_sync > 1:
+            if (isinstance(variable, _tf.BaseResourceVariable)
+                    and strategy.num_replicas_in_sync > 1):
                 parts = variables.make_tower_local(strategy, variable)
                 _replace(layer, variable, parts)
                 variable = parts
@@ -122,17 +167,10 @@ def _replace(layer: Any, old: Any, new: Any) -> None:
             layer._track_trackable(new, name, overwrite=True)
 
 
-def _adopt_optimizer(strategy: tf.distribute.Strategy, optimizer: Any, resident: list[Any]) -> None:
-    for part in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        if part is None:
-            continue
-        if hasattr(part, "_distribution_strategy"):
-            part._distribution_strategy = strategy
-        if hasattr(part, "_distribution_strategy_scope") or isinstance(part, optimizer_v2.OptimizerV2):
-            part._distribution_strategy = strategy
-    held = optimizer.variables
-    for variable in held() if callable(held) and not isinstance(held, list) else held:
-        _adopt_variable(strategy, variable, resident)
+def _adopt_optimizer(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
+    # A LossScaleOptimizer has none of its own and asks the one inside.
+    if "_distribution_strategy" in vars(optimizer):
+        optimizer._distribution_strategy = strategy
 
 
 def _is_tower_strategy(strategy: Any) -> bool:
@@ -295,9 +333,38 @@ def _compile(original: Callable[..., Any]) -> Callable[..., Any]:
             adopt(strategy, self)
             for part in tf.nest.flatten((args, kwargs)):
                 if isinstance(part, base_metric.Metric):
+                    common.check_variables(strategy, self, _variables_of(part))
                     _adopt_metric(strategy, part, [])
                 elif isinstance(part, _OPTIMIZERS):
-                    _adopt_optimizer(strategy, part, [])
+                    common.check_variables(strategy, self, _optimizer_variables(part))
+                    _adopt_optimizer(strategy, part)
+                    common.adopt_variables(strategy, _optimizer_variables(part))
             original(self, *args, **kwargs)
 
     return compile
+
+
+def _make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make_function(self: Any, force: bool = False) -> Any:
+            strategy = self._distribution_strategy
+            if strategy is None:
+                common.check_trains_on_towers(self, tf.distribute.get_strategy())
+            if _is_tower_strategy(strategy) and (force or getattr(self, attribute) is None):
+                # What was built after compile, outside of the scope.
+                _adopt_state(strategy, self)
+            return original(self, force)
+
+        return make_function
+
+    return hook
+
+
+def _backup_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from towerstrategy.strategy import TowerStrategy
+
+        original(self, *args, **kwargs)
+        self._supported_strategies += (TowerStrategy,)
+
+    return __init__
