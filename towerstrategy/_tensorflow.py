@@ -50,8 +50,6 @@ PRIVATE_NAMES: dict[str, str] = {
     "tensorflow.python.distribute.values:PerReplicaSpec": "its type spec",
     "tensorflow.python.distribute.values:Mirrored": "a value that is the same on several devices",
     "tensorflow.python.distribute.values:DistributedVariable": "base of SyncOnReadVariable",
-    "tensorflow.python.distribute.values:DistributedVariableTraceType":
-        "makes tf.function take a variable by identity instead of copying its spec",
     "tensorflow.python.distribute.values:SyncOnReadVariable":
         "TensorFlow's own tower-local variable; checkpoints and SavedModel know it",
     "tensorflow.python.distribute.values_util:is_saving_non_distributed":
@@ -73,8 +71,8 @@ PRIVATE_NAMES: dict[str, str] = {
     "tensorflow.python.ops.summary_ops_v2:_summary_state": "per-thread summary state",
     "tensorflow.python.ops.variable_scope:variable_creator_scope":
         "tf.variable_creator_scope without its deprecation of stacked graphs",
-    "tensorflow.python.trackable.base:Trackable._unconditional_checkpoint_dependencies":
-        "gives a second handle on a model checkpoint dependencies of its own",
+    "tensorflow.python.trackable.base:Trackable._maybe_initialize_trackable":
+        "sets the attributes that share_dependencies gives a second handle on a model",
     "tensorflow.python.util.nest:flatten_with_joined_string_paths": "names components in errors",
 }
 
@@ -82,7 +80,6 @@ ResourceVariable = resource_variable_ops.ResourceVariable
 BaseResourceVariable = resource_variable_ops.BaseResourceVariable
 SyncOnReadVariable = values_lib.SyncOnReadVariable
 DistributedVariable = values_lib.DistributedVariable
-DistributedVariableTraceType = values_lib.DistributedVariableTraceType
 PerReplica = values_lib.PerReplica
 PerReplicaSpec = values_lib.PerReplicaSpec
 Mirrored = values_lib.Mirrored
@@ -231,11 +228,12 @@ def share_dependencies(copied: Any, original: Any, but: Collection[str]) -> None
       original: a ``Trackable``.
       but: names that are not taken over.
     """
-    own = [reference for reference in copied._unconditional_checkpoint_dependencies
-           if reference.name in but]
-    taken = [reference for reference in original._unconditional_checkpoint_dependencies
-             if reference.name not in but]
+    name = "_self_unconditional_checkpoint_dependencies"
+    theirs, ours = vars(original).get(name, []), vars(copied).get(name, [])
+    taken = [reference for reference in theirs if reference.name not in but]
+    own = [] if ours is theirs else [reference for reference in ours if reference.name in but]
     vars(copied).update(
         _self_unconditional_checkpoint_dependencies=taken + own,
-        _self_unconditional_dependency_names={name: ref for name, ref in taken + own},
-        _self_unconditional_deferred_dependencies={})
+        _self_unconditional_dependency_names=dict(taken + own),
+        _self_unconditional_deferred_dependencies={},
+        _self_update_uid=-1, _self_name_based_restores=set(), _self_saveable_object_factories={})

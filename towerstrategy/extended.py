@@ -38,6 +38,11 @@ class TowerExtended(_tf.StrategyExtended):
         self._one_copy_of_means = False
         self._counted_as = threading.local()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
+        """A strategy of the same towers with no variables yet; its owner is put in by the caller."""
+        copied = memo[id(self)] = TowerExtended(self._container_strategy(), self._placement)
+        return copied
+
     # Where things are.
 
     @property

@@ -142,6 +142,14 @@ def total_of_filled(values: Sequence[Value], shares: Shares) -> Value:
     return total([_without_empty(value, tower, shares) for tower, value in enumerate(values)])
 
 
+def filled_slices(value: tf.IndexedSlices, tower: int, shares: Shares) -> tf.IndexedSlices:
+    """``value``, or no slices at all where ``tower`` has no rows."""
+    if not shares.may_be_empty:
+        return value
+    count = tf.where(shares.filled(tower), tf.shape(value.indices)[0], 0)
+    return tf.IndexedSlices(value.values[:count], value.indices[:count], value.dense_shape)
+
+
 def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[str],
               shares: Shares) -> list[Value | None]:
     """Sums each variable's gradients where the variable lives.

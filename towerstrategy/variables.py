@@ -124,10 +124,6 @@ class TowerVariable(_tf.ResourceVariable):
         memo[id(self)] = copied
         return into_tower_variable(copied, self._distribute_strategy)
 
-    def __tf_tracing_type__(self, _: Any) -> Any:
-        # By identity, so that writes inside the function stay this class's.
-        return _tf.DistributedVariableTraceType(self)
-
     def __repr__(self) -> str:
         value = ""
         if tf.executing_eagerly() and not self._in_graph_mode:
@@ -163,27 +159,28 @@ class TowerVariable(_tf.ResourceVariable):
 
         def merged(_: Any, values: Any) -> Any:
             parts = towers.all_values(values, tower.count)
-            return plain(self._aggregate_slices(method_name, parts, tower.shares))
+            return plain(self._aggregate_slices(method_name, self.aggregation, parts, tower.shares))
 
         return tower.merge_call(merged, args=(slices,))
 
-    def _aggregate_slices(self, method_name: str, parts: list[tf.IndexedSlices],
+    def _aggregate_slices(self, method_name: str, aggregation: Aggregation,
+                          parts: list[tf.IndexedSlices],
                           shares: merge.Shares) -> tf.IndexedSlices:
         """The slices to write from those of the towers, on this variable's home."""
         replaces = method_name in _REPLACING
-        if replaces and self.aggregation in (Aggregation.SUM, Aggregation.MEAN):
+        if replaces and aggregation in (Aggregation.SUM, Aggregation.MEAN):
             raise NotImplementedError(
                 f"{method_name} is only supported for mirrored variable (variable created within "
                 "certain `tf.distribute.Strategy` scope) with NONE or `ONLY_FIRST_REPLICA` "
-                f"aggregation, got: {self.aggregation}.")
-        if self.aggregation is Aggregation.ONLY_FIRST_REPLICA or len(parts) == 1:
+                f"aggregation, got: {aggregation}.")
+        if aggregation is Aggregation.ONLY_FIRST_REPLICA or len(parts) == 1:
             return parts[0]
         with tf.device(home_of(self)):
             kept = [merge.filled_slices(part, tower, shares) for tower, part in enumerate(parts)]
-            if replaces or self.aggregation is Aggregation.SUM:
+            if replaces or aggregation is Aggregation.SUM:
                 return merge.total(kept)
             steps = method_name in _STEPPING and self._is_floating()
-            if steps or self.aggregation is Aggregation.MEAN:
+            if steps or aggregation is Aggregation.MEAN:
                 return merge.weighted_mean(kept, shares)
             return kept[0]
 
@@ -211,9 +208,9 @@ class TowerVariable(_tf.ResourceVariable):
         if not isinstance(slices, tf.distribute.DistributedValues):
             return slices
         parts = list(slices.values)
-        if isinstance(slices, _tf.Mirrored) or self.aggregation is Aggregation.SUM:
+        if isinstance(slices, _tf.Mirrored) or self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
             return parts[0]
-        return self._aggregate_slices(method_name, parts, _shares_of(slices))
+        return self._aggregate_slices(method_name, Aggregation.NONE, parts, _shares_of(slices))
 
     def _is_floating(self) -> bool:
         return self.dtype.is_floating or self.dtype.is_complex
