@@ -2,6 +2,7 @@
 
 from towerstrategy._version import __version__
 from towerstrategy.devices import split_cpu
+from towerstrategy.multi_gpu import multi_gpu_model
 from towerstrategy.strategy import TowerStrategy
 
-__all__ = ["TowerStrategy", "__version__", "split_cpu"]
+__all__ = ["TowerStrategy", "__version__", "multi_gpu_model", "split_cpu"]

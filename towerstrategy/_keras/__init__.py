@@ -5,7 +5,7 @@ has).  Comes out: the same modules with hooks that act inside towers and models 
 ``TowerStrategy`` and hand everybody else on to Keras' own code.
 
 :mod:`keras3` and :mod:`tf_keras` hold the hooks, each with its why and its place upstream;
-:mod:`common` holds what both say the same way.
+:mod:`common` holds what both say the same way, :mod:`twin` the second handle on a model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 from typing import Any
 
 import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
 
 _installed: set[str] = set()
 
@@ -39,17 +41,47 @@ def adopt(strategy: tf.distribute.Strategy, model: Any) -> str:
       TypeError: ``model`` is no Keras model.
       ValueError: it belongs to another strategy.
     """
+    return _module_of(model).adopt(strategy, model)
+
+
+def make_twin(strategy: tf.distribute.Strategy, model: Any) -> Any:
+    """A second handle on ``model`` that trains on the strategy's towers, see :mod:`twin`.
+
+    Raises:
+      TypeError: ``model`` is no Keras model.
+      ValueError: it belongs to another strategy.
+    """
+    return _module_of(model).make_twin(strategy, model)
+
+
+def one_copy_variables(model: Any) -> list[Any]:
+    """The TensorFlow variables of ``model`` that exist once, so far as it is built.
+
+    Raises:
+      TypeError: ``model`` is no Keras model.
+    """
+    return [variable for variable in _module_of(model).held_variables(model)
+            if isinstance(variable, _tf.BaseResourceVariable)]
+
+
+def forget_functions(model: Any) -> None:
+    """Drops the functions that ``model`` has traced."""
+    _module_of(model).forget_functions(model)
+
+
+def _module_of(model: Any) -> Any:
+    """:mod:`keras3` or :mod:`tf_keras`, whichever ``model`` is of."""
     install_hooks()
     if "keras" in _installed:
         from towerstrategy._keras import keras3
 
         if keras3.is_model(model):
-            return keras3.adopt(strategy, model)
+            return keras3
     if "tf_keras" in _installed:
         from towerstrategy._keras import tf_keras
 
         if tf_keras.is_model(model):
-            return tf_keras.adopt(strategy, model)
+            return tf_keras
     raise TypeError("model must be a Keras or tf_keras model, but got "
                     f"{model!r} of type {type(model).__name__}.")
 

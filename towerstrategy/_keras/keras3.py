@@ -22,6 +22,7 @@ from keras.src.trainers import trainer as base_trainer
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import merge, split, variables
 from towerstrategy._keras import common
+from towerstrategy._keras import twin
 from towerstrategy._keras.common import splitting_tower
 
 # What is hooked and why; the test of upstream names reads this.
@@ -92,8 +93,37 @@ def adopt(strategy: tf.distribute.Strategy, model: Any) -> str:
     if without_xla:
         model.jit_compile = False
     # Functions traced before know nothing of towers.
-    model.train_function = model.test_function = model.predict_function = None
+    forget_functions(model)
     return common.adopted_sentence(strategy, model, resident, local, without_xla)
+
+
+# The attributes that Keras' Trainer sets in __init__ and compile: a model's training state.
+_TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), "optimizer", "history",
+                             "stop_training", "stop_evaluating", "stop_predicting",
+                             "_compile_config", "_compiled_trainable_state",
+                             "_eval_epoch_iterator"} - {"_lock"})
+
+
+def make_twin(strategy: tf.distribute.Strategy, model: Any) -> Any:
+    """A second handle on ``model``, the strategy's."""
+    common.check_owner(strategy, f"model {model.name!r}", model._distribute_strategy)
+    common.check_variables(strategy, model, held_variables(model))
+    state = {name: value for name, value in vars(tf_trainer.TensorFlowTrainer()).items()
+             if name in _TRAINING_STATE}
+    made = twin.make(model, _TRAINING_STATE, state, {"build": lambda: not model.built})
+    adopt(strategy, made)
+    return made
+
+
+def held_variables(model: Any) -> list[Any]:
+    """The TensorFlow variables of ``model``, those of its metrics and optimizers left out."""
+    own = {id(variable) for metric in model.metrics for variable in metric.variables}
+    return [_held(variable) for variable in model.variables if id(variable) not in own]
+
+
+def forget_functions(model: Any) -> None:
+    """Drops the functions that ``model`` has traced."""
+    model.train_function = model.test_function = model.predict_function = None
 
 
 def _adopt_state(strategy: tf.distribute.Strategy, model: Any) -> tuple[list[Any], list[Any]]:
@@ -172,7 +202,11 @@ def _scale(original: Callable[..., Any]) -> Callable[..., Any]:
 def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     def unscale_loss_for_distribution(value: Any) -> Any:
         tower = splitting_tower()
-        return original(value) if tower is None else common.unscaled_by_share(tower, value)
+        if tower is None:
+            return original(value)
+        if value.shape.rank != 0:  # not reduced, so not scaled
+            return value
+        return common.unscaled_by_share(tower, value)
 
     return unscale_loss_for_distribution
 

@@ -6,6 +6,7 @@ places are those of tf_keras 2.21; ``tests/tf_keras_hooks_test.py`` fails where 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Callable
 
 import tensorflow as tf
@@ -21,6 +22,7 @@ from tf_keras.src.utils import losses_utils, metrics_utils
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import merge, split, variables
 from towerstrategy._keras import common
+from towerstrategy._keras import twin
 from towerstrategy._keras.common import splitting_tower
 
 _OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
@@ -85,17 +87,52 @@ def adopt(strategy: tf.distribute.Strategy, model: Any) -> str:
     if without_xla:
         model._jit_compile = False
     # Functions traced before know nothing of towers.
+    forget_functions(model)
+    return common.adopted_sentence(strategy, model, resident, local, without_xla)
+
+
+# The attributes that Model sets in __init__ and compile for training.
+_TRAINING_STATE = frozenset({
+    "_autotune_steps_per_execution", "_checkpoint", "_cluster_coordinator", "_compile_config",
+    "_compiled_trainable_state", "_distribute_reduction_method", "_distribution_strategy",
+    "_is_compiled", "_jit_compile", "_predict_counter", "_pss_evaluation_shards", "_run_eagerly",
+    "_steps_per_execution", "_steps_per_execution_tuner", "_test_counter", "_train_counter",
+    "_training_state", "compiled_loss", "compiled_metrics", "history", "loss", "optimizer",
+    "predict_function", "stop_training", "test_function", "train_function", "train_tf_function"})
+
+
+def make_twin(strategy: tf.distribute.Strategy, model: Any) -> Any:
+    """A second handle on ``model``, the strategy's."""
+    common.check_owner(strategy, f"model {model.name!r}", model._distribution_strategy)
+    common.check_variables(strategy, model, held_variables(model))
+    state = {name: value for name, value in vars(training.Model()).items()
+             if name in _TRAINING_STATE}
+    built = {name: lambda: True for name in (
+        "build", "_maybe_build", "_set_save_spec", "_build_graph_network_for_inferred_shape")
+        if hasattr(model, name)}
+    made = twin.make(model, _TRAINING_STATE, state, built)
+    vars(made)["_checkpoint"] = tf.train.Checkpoint(root=weakref.ref(made))
+    adopt(strategy, made)
+    return made
+
+
+def held_variables(model: Any) -> list[Any]:
+    """The TensorFlow variables of ``model``, those of its metrics and optimizers left out."""
+    own = {id(variable) for metric in model.metrics for variable in _variables_of(metric)}
+    return [getattr(variable, "_variable", variable)  # AutoCastVariable holds one
+            for variable in _variables_of(model) if id(variable) not in own]
+
+
+def forget_functions(model: Any) -> None:
+    """Drops the functions that ``model`` has traced."""
     model.train_function = model.test_function = model.predict_function = None
     model.train_tf_function = None
-    return common.adopted_sentence(strategy, model, resident, local, without_xla)
 
 
 def _adopt_state(strategy: tf.distribute.Strategy, model: Any) -> tuple[list[Any], list[Any]]:
     """Adopts all variables that there are; returns those with one copy and the tower-local ones."""
     metrics, optimizers = _metrics_of(model), _optimizers_of(model)
-    own = {id(variable) for metric in metrics for variable in _variables_of(metric)}
-    held = [getattr(variable, "_variable", variable)  # AutoCastVariable holds one
-            for variable in _variables_of(model) if id(variable) not in own]
+    held = held_variables(model)
     slots = [variable for optimizer in optimizers for variable in _optimizer_variables(optimizer)]
     counters = [model._train_counter, model._test_counter, model._predict_counter]
     common.check_variables(strategy, model, [*held, *slots])
@@ -247,11 +284,15 @@ def _apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
 def _mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         tower = splitting_tower()
-        mean = self.reduction == metrics_utils.Reduction.WEIGHTED_MEAN
-        if (tower is None or not mean or sample_weight is not None
-                or tf.convert_to_tensor(values).shape.rank != 0):
+        if tower is None or self.reduction != metrics_utils.Reduction.WEIGHTED_MEAN:
             return original(self, values, sample_weight=sample_weight)
         value = tf.convert_to_tensor(values)
+        unreduced_loss = (value.shape.rank != 0 and sample_weight is not None
+                          and isinstance(tower.num_replicas_in_sync, _OneOverShare))
+        if unreduced_loss:  # each value counts with the rows of the whole batch
+            sample_weight = common.unscaled_by_share(tower, tf.cast(sample_weight, value.dtype))
+        if sample_weight is not None or value.shape.rank != 0:
+            return original(self, values, sample_weight=sample_weight)
         if tower.is_scaled(values):
             value = common.unscaled_by_share(tower, value)
         return original(self, value, sample_weight=tf.cast(tower.share, self.dtype))

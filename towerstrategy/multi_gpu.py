@@ -1,0 +1,127 @@
+"""``multi_gpu_model``: Keras' old function for data-parallel training, on a ``TowerStrategy``.
+
+Goes in: a Keras model and the GPUs to train it on.  Comes out: a model with the same layers and the
+same variables that trains on several towers; the one that went in stays as it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Sequence, Union
+
+import numpy as np
+import tensorflow as tf
+
+from towerstrategy import _keras, variables
+from towerstrategy import devices as devices_lib
+from towerstrategy.strategy import TowerStrategy
+
+GpusArgument = Union[None, int, Sequence[Union[int, str]]]
+
+_EXPECTED = ("gpus must be None (all GPUs), a count of at least 2, or a list of GPU ids or device "
+             'strings such as [0, 2] or ["CPU:1", "CPU:2"]')
+
+
+def multi_gpu_model(model: Any, gpus: GpusArgument = None, cpu_merge: bool = True,
+                    cpu_relocation: bool = False) -> Any:
+    """A model like ``model``, with the same weights, that trains on several GPUs.
+
+    Each batch is split over the GPUs, each runs its part of it through the model, the gradients are
+    merged and the weights, of which there is one copy, are updated once: the result is that of
+    training on one device.  What comes back is an uncompiled model of the same class with the same
+    layers and the same variables: train one of the two, and the other has it; save either, and the
+    files are those of ``model``.  ``model`` itself can still be compiled and trained on one device.
+
+    Args:
+      model: a Keras or tf_keras model: functional, sequential or subclassed, built or not, compiled
+        or not.
+      gpus: None (all GPUs there are), a count of at least 2, or a list of GPU ids or device
+        strings, of any length.
+      cpu_merge: whether gradients are merged, and the optimizer runs, on the CPU; otherwise that
+        is done on the first of the GPUs.
+      cpu_relocation: whether the weights move to the CPU, for models that were built on a GPU.
+        They stay the same variables with the same values.
+
+    Returns:
+      The new model; ``model`` itself where ``gpus`` is None and there is one GPU or none.
+
+    Raises:
+      TypeError: ``model`` is no Keras model.
+      ValueError: ``gpus`` is 0, 1, negative, a bool, a fraction or empty, or names a device that
+        does not exist or a device twice; ``model`` belongs to another strategy.
+
+    >>> model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
+    >>> parallel_model = multi_gpu_model(model, gpus=["CPU:1", "CPU:2"])
+    >>> parallel_model.compile("sgd", "mse")
+    >>> history = parallel_model.fit(np.ones([10, 3]), np.ones([10, 1]), batch_size=5, verbose=0)
+    >>> bool(np.all(model.predict(np.ones([2, 3]), verbose=0)
+    ...             == parallel_model.predict(np.ones([2, 3]), verbose=0)))
+    True
+    """
+    held = _keras.one_copy_variables(model)
+    towers = _towers(gpus)
+    if cpu_relocation:
+        _relocate(model, held)
+    if not towers:
+        return model
+    strategy = TowerStrategy(towers, "cpu" if cpu_merge else towers[0])
+    return _keras.make_twin(_same_placement(held, strategy), model)
+
+
+def _towers(gpus: GpusArgument) -> list[str]:
+    """The full names of the towers' devices; none where ``gpus`` leaves one device."""
+    if gpus is None:
+        count = devices_lib.gpu_count()
+        asked: Any = list(range(count)) if count > 1 else []
+    elif isinstance(gpus, (list, tuple, range, np.ndarray)):
+        asked = list(gpus)
+        if not asked:
+            raise _wrong(gpus, _EXPECTED)
+    else:
+        asked = _counted(gpus)
+    try:
+        return list(devices_lib.place(asked, None).towers) if asked else []
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"gpus={gpus!r} cannot be used: {error}") from None
+
+
+def _counted(gpus: Any) -> list[int]:
+    try:
+        count = devices_lib.whole_number("gpus", gpus)
+    except (TypeError, ValueError, OverflowError):
+        raise _wrong(gpus, _EXPECTED) from None
+    if count < 2:
+        raise _wrong(gpus, _EXPECTED)
+    return list(range(count))
+
+
+def _wrong(gpus: Any, expected: str) -> ValueError:
+    there = [devices_lib.short_name(device.name) for device in tf.config.list_logical_devices()
+             if device.device_type in ("CPU", "GPU")]
+    return ValueError(f"{expected}, but got {gpus!r}. The devices here: {', '.join(there)}.")
+
+
+def _relocate(model: Any, held: list[tf.Variable]) -> None:
+    """Moves the weights to the CPU."""
+    cpu = devices_lib.place(["CPU:0"], None).towers[0]
+    elsewhere = [variable for variable in held if variable.device != cpu]
+    for variable in elsewhere:
+        if isinstance(variable, variables.TowerVariable):
+            raise ValueError(
+                f"cpu_relocation=True comes too late: variable {variable.name!r} of model "
+                f"{model.name!r} is on {devices_lib.short_name(variable.device)} and already trained "
+                f"by {variable.distribute_strategy!r}. Ask for it in the first call of "
+                "multi_gpu_model for this model.")
+    for variable in elsewhere:
+        variables.move(variable, cpu)
+    if elsewhere:
+        _keras.forget_functions(model)
+
+
+def _same_placement(held: list[tf.Variable], strategy: TowerStrategy) -> TowerStrategy:
+    """The strategy that the variables have already, where it is the same as ``strategy``."""
+    for variable in held:
+        if isinstance(variable, variables.TowerVariable):
+            there = variable.distribute_strategy
+            if there.extended.placement == strategy.extended.placement:
+                return there
+    return strategy
