@@ -5,6 +5,6 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
-import towerstrategy  # noqa: E402
+import towerstrategy
 
 towerstrategy.split_cpu(8)

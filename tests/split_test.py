@@ -1,6 +1,5 @@
 """split: every row reaches one tower, in order, evenly, in eager code and in pipelines."""
 
-import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 

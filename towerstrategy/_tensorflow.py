@@ -10,17 +10,22 @@ Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.impl import api as autograph_api
 from tensorflow.python.data.ops import iterator_ops
-from tensorflow.python.distribute import distribute_lib, distribute_utils, shared_variable_creator
-from tensorflow.python.distribute import reduce_util
+from tensorflow.python.distribute import (
+    distribute_lib,
+    distribute_utils,
+    reduce_util,
+    shared_variable_creator,
+    values_util,
+)
 from tensorflow.python.distribute import values as values_lib
-from tensorflow.python.distribute import values_util
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import ops as framework_ops
@@ -98,8 +103,8 @@ is_saving_one_copy = values_util.is_saving_non_distributed
 inside_function = framework_ops.inside_function
 flatten_with_paths = private_nest.flatten_with_joined_string_paths
 
-# Converting the package's own functions would cost most of the time that tracing takes, and put them
-# into the tracebacks of users' errors.  The functions that users hand over are converted as ever.
+# Converting the package's own functions would cost most of the time that tracing takes, and put
+# them into the tracebacks of users' errors.  Functions that users hand over are converted as ever.
 autograph_config.CONVERSION_RULES = (
     autograph_config.DoNotConvert("towerstrategy"), *autograph_config.CONVERSION_RULES)
 

@@ -1,15 +1,16 @@
 """What the user asked for -> the tower devices and the merge device.
 
-Goes in: ``devices`` and ``merge_device`` as given to ``TowerStrategy``, and the logical devices that
-TensorFlow shows.  Comes out: a :class:`Placement`, with full device names.  Every complaint about a
-device is raised here; each names the argument, what was given and which devices there are.
+Goes in: ``devices`` and ``merge_device`` as given to ``TowerStrategy``, and the logical devices
+that TensorFlow shows.  Comes out: a :class:`Placement`, with full device names.  Every complaint
+about a device is raised here; each names the argument, what was given and which devices there are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import numbers
-from typing import Any, Sequence, Union
+from collections.abc import Sequence
+from typing import Any, Union
 
 import tensorflow as tf
 
@@ -132,7 +133,7 @@ def _towers(devices: DevicesArgument) -> tuple[str, ...]:
         asked: list[Any] = [f"GPU:{index}" for index in range(gpu_count())] or ["CPU:0"]
     elif isinstance(devices, str):
         asked = [devices]
-    elif isinstance(devices, bool) or isinstance(devices, numbers.Number):
+    elif isinstance(devices, (bool, numbers.Number)):
         asked = _counted(devices)
     elif isinstance(devices, (list, tuple)):
         asked = list(devices)
@@ -149,8 +150,8 @@ def _towers(devices: DevicesArgument) -> tuple[str, ...]:
                              f"device of its own: got {devices!r}. {_there()}")
     kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in names})
     if len(kinds) > 1:
-        raise ValueError(f"devices mixes {' and '.join(kinds)}, but the towers of one strategy must "
-                         f"be of one kind: got {devices!r}. {_there()}")
+        raise ValueError(f"devices mixes {' and '.join(kinds)}, but the towers of one strategy "
+                         f"must be of one kind: got {devices!r}. {_there()}")
     return names
 
 
@@ -201,7 +202,8 @@ def _full_name(name: str, argument: str, given: Any = None) -> str:
         if local.device_index == index and same_machine:
             return local.to_string()
     place_word = "on another machine" if remote else "not there"
-    raise ValueError(f"{argument} names {given!r} ({kind}:{index}), which is {place_word}. {_there()}")
+    raise ValueError(f"{argument} names {given!r} ({kind}:{index}), which is {place_word}. "
+                     f"{_there()}")
 
 
 def _there() -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -39,7 +40,7 @@ class TowerExtended(_tf.StrategyExtended):
         self._counted_as = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
-        """A strategy of the same towers with no variables yet; its owner is put in by the caller."""
+        """A strategy of the same towers with no variables yet; the caller puts its owner in."""
         copied = memo[id(self)] = TowerExtended(self._container_strategy(), self._placement)
         return copied
 

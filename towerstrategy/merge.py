@@ -9,7 +9,8 @@ the order a single device would have produced.
 from __future__ import annotations
 
 import functools
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -23,7 +24,7 @@ class Shares:
     """How much of the global batch each tower has.
 
     A tower's share is its rows over all rows, a float64 scalar (a Python float where the row counts
-    are known while tracing).  The shares of a batch sum to 1; a batch without any rows gives 0 to all.
+    are known while tracing).  The shares of a batch sum to 1; without any rows all are 0.
     """
 
     def __init__(self, rows: Sequence[split.Rows], stand_ins: bool = False) -> None:
@@ -32,12 +33,12 @@ class Shares:
         self._known = all(isinstance(count, int) for count in self._rows)
 
     @classmethod
-    def equal(cls, towers: int) -> "Shares":
+    def equal(cls, towers: int) -> Shares:
         """The shares when no rows are known: every tower counts the same."""
         return cls([1] * towers)
 
     @classmethod
-    def of_batch(cls, batches: split.SubBatches) -> "Shares":
+    def of_batch(cls, batches: split.SubBatches) -> Shares:
         """The shares of a batch that was split."""
         return cls(split.row_counts(batches), isinstance(batches, split.StandInSubBatches))
 
@@ -73,7 +74,7 @@ class Shares:
         # Rows are dealt in order, so the last tower is the first to run out; groups may differ.
         return tf.reduce_all(tf.stack(self._filled))
 
-    def prepare(self) -> "Shares":
+    def prepare(self) -> Shares:
         """Makes the tensors now, in the current graph and on the current device."""
         if not self._known:
             self._shares, self._filled, self._all_filled  # noqa: B018

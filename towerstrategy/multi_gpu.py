@@ -6,7 +6,8 @@ same variables that trains on several towers; the one that went in stays as it w
 
 from __future__ import annotations
 
-from typing import Any, Sequence, Union
+from collections.abc import Sequence
+from typing import Any, Union
 
 import numpy as np
 import tensorflow as tf
@@ -108,8 +109,8 @@ def _relocate(model: Any, held: list[tf.Variable]) -> None:
         if isinstance(variable, variables.TowerVariable):
             raise ValueError(
                 f"cpu_relocation=True comes too late: variable {variable.name!r} of model "
-                f"{model.name!r} is on {devices_lib.short_name(variable.device)} and already trained "
-                f"by {variable.distribute_strategy!r}. Ask for it in the first call of "
+                f"{model.name!r} is on {devices_lib.short_name(variable.device)} and already "
+                f"trained by {variable.distribute_strategy!r}. Ask for it in the first call of "
                 "multi_gpu_model for this model.")
     for variable in elsewhere:
         variables.move(variable, cpu)

@@ -5,7 +5,8 @@ Goes in: a strategy.  Comes out: text.
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 

@@ -9,7 +9,8 @@ rows and R towers the first ``N mod R`` towers get ``N // R + 1`` rows, the othe
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -23,9 +24,9 @@ Rows = Any  # an int, or a scalar int64 tensor
 class SubBatchesSpec(_tf.PerReplicaSpec):
     """The type spec of :class:`SubBatches`."""
 
-    value_type = property(lambda self: SubBatches)
+    value_type = property(lambda _: SubBatches)
 
-    def _from_components(self, components: Sequence[Any]) -> "SubBatches":
+    def _from_components(self, components: Sequence[Any]) -> SubBatches:
         return SubBatches(components)
 
 
@@ -42,14 +43,14 @@ class SubBatches(_tf.PerReplica):
 
 
 class StandInSpec(SubBatchesSpec):
-    """The type spec of :class:`StandInSubBatches`: one spec a tower, then that of the row counts."""
+    """The type spec of :class:`StandInSubBatches`: one spec a tower, then the row counts'."""
 
-    value_type = property(lambda self: StandInSubBatches)
+    value_type = property(lambda _: StandInSubBatches)
 
-    def _to_components(self, value: "StandInSubBatches") -> tuple[Any, ...]:
+    def _to_components(self, value: StandInSubBatches) -> tuple[Any, ...]:
         return (*super()._to_components(value), value.rows)
 
-    def _from_components(self, components: Sequence[Any]) -> "StandInSubBatches":
+    def _from_components(self, components: Sequence[Any]) -> StandInSubBatches:
         return StandInSubBatches(components[:-1], components[-1])
 
 
@@ -158,7 +159,7 @@ def rows_in(component: Any) -> Rows:
 
 
 def split_dataset(dataset: tf.data.Dataset, towers: int,
-                  stand_ins: bool = False) -> "TowerDataset":
+                  stand_ins: bool = False) -> TowerDataset:
     """A dataset of global batches, split in the input pipeline.
 
     Args:
@@ -183,7 +184,7 @@ def split_dataset(dataset: tf.data.Dataset, towers: int,
 
 
 def group_dataset(dataset: tf.data.Dataset, towers: int,
-                  stand_ins: bool = False) -> "TowerDataset":
+                  stand_ins: bool = False) -> TowerDataset:
     """A dataset of per-tower batches: R elements in a row make one step, one a tower.
 
     An incomplete last group gives its missing towers batches with no rows.  Where a component is a
@@ -203,7 +204,7 @@ def group_dataset(dataset: tf.data.Dataset, towers: int,
         return TowerDataset(dataset)
     spec = dataset.element_spec
     batched = _is_batched(spec)
-    # window() makes a dataset of each leaf; a flat tuple is the one structure it gives back plainly.
+    # window() makes a dataset of each leaf; only a flat tuple does it give back plainly.
     flat = dataset.map(_on_elements(spec, lambda element: tuple(tf.nest.flatten(element))))
     windows = flat.window(towers, drop_remainder=not batched)
 
@@ -220,15 +221,15 @@ def group_dataset(dataset: tf.data.Dataset, towers: int,
             there = tf.range(towers, dtype=tf.int64) < window.reduce(
                 tf.constant(0, tf.int64), lambda count, *_: count + 1)
             rows = [tf.cast(rows_in(tf.nest.flatten(part)[0]), tf.int64) for part in parts]
-            pack = functools.partial(StandInSubBatches,
-                                     rows=tf.where(there, tf.stack(rows), tf.zeros([towers], tf.int64)))
+            counts = tf.where(there, tf.stack(rows), tf.zeros([towers], tf.int64))
+            pack = functools.partial(StandInSubBatches, rows=counts)
         return tf.nest.map_structure(lambda *values: pack(values), *parts)
 
     return TowerDataset(windows.map(group).prefetch(2),
                         functools.partial(group_dataset, dataset, towers, True))
 
 
-def zip_datasets(datasets: Sequence[tf.data.Dataset]) -> "TowerDataset":
+def zip_datasets(datasets: Sequence[tf.data.Dataset]) -> TowerDataset:
     """One dataset of per-tower batches a tower, put side by side.
 
     A tower whose dataset has ended gets batches with no rows until all have ended; with elements
@@ -276,11 +277,11 @@ class TowerDataset(tf.distribute.DistributedDataset):
     """
 
     def __init__(self, dataset: tf.data.Dataset,
-                 with_stand_ins: Callable[[], "TowerDataset"] | None = None) -> None:
+                 with_stand_ins: Callable[[], TowerDataset] | None = None) -> None:
         self._dataset = dataset
         self._with_stand_ins = with_stand_ins
 
-    def with_stand_ins(self) -> "TowerDataset":
+    def with_stand_ins(self) -> TowerDataset:
         """The same dataset with stand-ins for towers without rows."""
         return self._with_stand_ins() if self._with_stand_ins is not None else self
 
@@ -313,14 +314,14 @@ class TowerDataset(tf.distribute.DistributedDataset):
             state = reduce_func(state, element.get_value())
             return iterator.get_next_as_optional(), state
 
-        _, state = tf.while_loop(lambda element, state: element.has_value(), body,
+        _, state = tf.while_loop(lambda element, _: element.has_value(), body,
                                  (iterator.get_next_as_optional(), initial_state),
                                  parallel_iterations=1)
         return state
 
 
 class RestartableIterator:
-    """What ``make_dataset_iterator`` and ``make_input_fn_iterator`` of tf.distribute's first API give.
+    """What tf.distribute's first API has: ``make_dataset_iterator``, ``make_input_fn_iterator``.
 
     It reads from the start again after :meth:`initialize`.
     """
@@ -391,7 +392,8 @@ def _rows_of_all(counted: Sequence[tuple[str, Any]]) -> Rows:
     known = {path: count for (path, _), count in zip(counted, rows) if isinstance(count, int)}
     if len(set(known.values())) > 1:
         sizes = ", ".join(f"{path} has {count}" for path, count in known.items())
-        raise ValueError(f"the components of a batch must have the same number of rows, but {sizes}.")
+        raise ValueError(f"the components of a batch must have the same number of rows, "
+                         f"but {sizes}.")
     checks = [
         tf.debugging.assert_equal(
             tf.cast(count, tf.int64), tf.cast(rows[0], tf.int64),
@@ -462,7 +464,8 @@ def _no_rows(spec: tf.TypeSpec) -> Any:
         return rt
     if isinstance(spec, tf.SparseTensorSpec):
         shape = [0] + [size or 0 for size in spec.shape.as_list()[1:]]
-        return tf.SparseTensor(np.zeros([0, len(shape)], np.int64), tf.zeros([0], spec.dtype), shape)
+        nowhere = np.zeros([0, len(shape)], np.int64)
+        return tf.SparseTensor(nowhere, tf.zeros([0], spec.dtype), shape)
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
         return tf.zeros([], getattr(spec, "dtype", tf.float32))
     shape = [0] + [size or 0 for size in spec.shape.as_list()[1:]]

@@ -21,8 +21,8 @@ class TowerStrategy(tf.distribute.Strategy):
 
     A global batch is split into sub-batches, each runs through the model on a device of its own (a
     *tower*), the gradients meet on the merge device, and the optimizer runs there once.  It is used
-    like ``tf.distribute.MirroredStrategy``.  Towers can be GPUs, or logical CPU devices on a machine
-    without any:
+    like ``tf.distribute.MirroredStrategy``.  Towers can be GPUs, or logical CPU devices on a
+    machine without any:
 
     >>> strategy = TowerStrategy(split_cpu(4))
     >>> strategy.num_replicas_in_sync
@@ -58,8 +58,8 @@ class TowerStrategy(tf.distribute.Strategy):
     (10, 1)
 
     Args:
-      devices: the towers: None (every GPU, or one CPU tower where there is none), a count, or a list
-        of GPU ids or device strings such as ``"GPU:0"`` or ``"/device:CPU:1"``.
+      devices: the towers: None (every GPU, or one CPU tower where there is none), a count, or a
+        list of GPU ids or device strings such as ``"GPU:0"`` or ``"/device:CPU:1"``.
       merge_device: where variables live, gradients meet and the optimizer runs: ``"cpu"`` (the
         default with several towers), a device string such as ``"GPU:0"``, or ``"balanced"``: each
         variable has one of the towers as its home, chosen by bytes, and lives, merges and updates
@@ -78,7 +78,8 @@ class TowerStrategy(tf.distribute.Strategy):
                  cross_device_ops: tf.distribute.CrossDeviceOps | None = None) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is "
-                               "off (a tf.compat.v1 graph or tf.compat.v1.disable_eager_execution).")
+                               "off (a tf.compat.v1 graph, or "
+                               "tf.compat.v1.disable_eager_execution).")
         if not isinstance(cross_device_ops, (type(None), tf.distribute.CrossDeviceOps)):
             raise TypeError("cross_device_ops must be None or a tf.distribute.CrossDeviceOps, but "
                             f"got {cross_device_ops!r} of type {type(cross_device_ops).__name__}.")
@@ -109,9 +110,9 @@ class TowerStrategy(tf.distribute.Strategy):
     def adopt(self, model: Any) -> str:
         """Makes ``model``, built outside this strategy's scope, train on its towers.
 
-        The weights keep their values, their identity and their device; an optimizer and metrics that
-        the model has already come along, state and all.  Compiling a model inside the scope does this
-        by itself.
+        The weights keep their values, their identity and their device; an optimizer and metrics
+        that the model has already come along, state and all.  Compiling a model inside the scope
+        does this by itself.
 
         Args:
           model: a Keras or tf_keras model, built or not, compiled or not.

@@ -16,7 +16,8 @@ import contextlib
 import functools
 import re
 import threading
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -43,12 +44,12 @@ class TowerContext(tf.distribute.ReplicaContext):
     """The replica context of one tower.
 
     Attributes:
-      share: the tower's rows over all rows of the global batch: a float, or a scalar float64 tensor.
+      share: the tower's rows over all rows of the global batch: a float or a scalar float64 tensor.
       shares: the shares of all towers.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, tower: int, shares: merge.Shares,
-                 call: "_Call | None" = None) -> None:
+                 call: _Call | None = None) -> None:
         super().__init__(strategy, tower)
         self._tower = tower
         self._call = call
@@ -77,7 +78,7 @@ class TowerContext(tf.distribute.ReplicaContext):
 
     @contextlib.contextmanager
     def weighted(self, weight: Any) -> Iterator[None]:
-        """Within, losses are scaled by ``weight`` (a scalar tensor) and not by the share of rows."""
+        """Within, losses are scaled by ``weight`` (a scalar tensor), not by the share of rows."""
         before, self.weight = self.weight, weight
         try:
             yield
@@ -381,7 +382,7 @@ class _TowerThread(threading.Thread):
                 self._call()
         except _Stop:
             pass
-        except BaseException as error:  # noqa: BLE001  (handed to the caller's thread)
+        except BaseException as error:  # (handed to the caller's thread)
             error.add_note(f"This happened in {self._label()}.")
             self.error = error
         finally:

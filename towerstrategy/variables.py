@@ -1,9 +1,9 @@
 """The one copy, and tower-local variables.
 
-Goes in: what TensorFlow's variable creators pass on, and the strategy's placement.  Comes out: for a
-variable that is not tower-local a :class:`TowerVariable`, one real resource variable at its home; for
-a tower-local one (``synchronization=ON_READ``, metrics) a :class:`TowerLocalVariable` with a part on
-every tower.
+Goes in: what TensorFlow's variable creators pass on, and the strategy's placement.  Comes out: for
+a variable that is not tower-local a :class:`TowerVariable`, one real resource variable at its home;
+for a tower-local one (``synchronization=ON_READ``, metrics) a :class:`TowerLocalVariable` with a
+part on every tower.
 
 A write to a :class:`TowerVariable` inside a tower is merged with the other towers' and done once:
 
@@ -16,9 +16,9 @@ SUM                    the sum over the towers that have rows
 ONLY_FIRST_REPLICA     tower 0's value
 =====================  ===================================================================
 
-Scatter writes follow the same rules, slice by slice: SUM writes the slices of all towers, in order, as
-one device would have done; NONE of ``scatter_update``, ``_min`` and ``_max`` does so too (doing it
-twice changes nothing), and of ``scatter_mul`` and ``_div`` takes tower 0's.
+Scatter writes follow the same rules, slice by slice: SUM writes the slices of all towers, in order,
+as one device would have done; NONE of ``scatter_update``, ``_min`` and ``_max`` does so too (doing
+it twice changes nothing), and of ``scatter_mul`` and ``_div`` takes tower 0's.
 
 A per-replica value that is written from outside the towers is what ``strategy.run`` returned, so it
 is merged by the rule of NONE, unless the aggregation is ONLY_FIRST_REPLICA: towers that agree write
@@ -28,8 +28,8 @@ what they agree on.
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any, Callable, Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import tensorflow as tf
 
@@ -76,7 +76,7 @@ class TowerVariable(_tf.ResourceVariable):
     Only the writes differ, see the module.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("a TowerVariable is made by tf.Variable in the scope of a TowerStrategy.")
 
     def assign(self, value: Any, use_locking: Any = None, name: Any = None,
@@ -118,7 +118,7 @@ class TowerVariable(_tf.ResourceVariable):
         """The strategy whose variable this is."""
         return self._distribute_strategy
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TowerVariable":
+    def __deepcopy__(self, memo: dict[int, Any]) -> TowerVariable:
         with tf.device(self.device):
             copied = super().__deepcopy__(memo)
         memo[id(self)] = copied
@@ -128,8 +128,8 @@ class TowerVariable(_tf.ResourceVariable):
         value = ""
         if tf.executing_eagerly() and not self._in_graph_mode:
             value = f", numpy={self.read_value().numpy()!r}"
-        return (f"<TowerVariable {self.name!r} shape={self.shape} dtype={self.dtype.name}, one copy "
-                f"on {self.device or 'its home'}{value}>")
+        return (f"<TowerVariable {self.name!r} shape={self.shape} dtype={self.dtype.name}, one "
+                f"copy on {self.device or 'its home'}{value}>")
 
     def _write(self, method: Callable[..., Any], value: Any, use_locking: Any, name: Any,
                read_value: bool) -> Any:
@@ -262,8 +262,8 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     """A variable with a part on every tower, aggregated when it is read outside of them.
 
     Differs from TensorFlow's ``SyncOnReadVariable`` in two things: a tower without rows leaves its
-    part as it is, and a value given to a SUM variable from outside goes to tower 0's part whole (not
-    1/R to each), so that counts stay exact.
+    part as it is, and a value given to a SUM variable from outside goes to tower 0's part whole
+    (not 1/R to each), so that counts stay exact.
     """
 
     def assign(self, value: Any, use_locking: bool = False, name: Any = None,
@@ -355,7 +355,7 @@ def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,
 
 def make_tower_local(strategy: tf.distribute.Strategy,
                      variable: tf.Variable) -> TowerLocalVariable:
-    """A tower-local variable around an existing one, which becomes tower 0's part, state and all."""
+    """A tower-local variable around an existing one: that becomes tower 0's part, state and all."""
     parts = [variable]
     for number, device in enumerate(strategy.extended.worker_devices[1:], start=1):
         zero = variable.aggregation is Aggregation.SUM
@@ -445,8 +445,8 @@ def _check_mean(aggregation: Aggregation, dtype: tf.DType) -> None:
     """Raises ``ValueError`` for a mean of values that have none, as TensorFlow does."""
     if aggregation is Aggregation.MEAN and not (dtype.is_floating or dtype.is_complex):
         raise ValueError(
-            "creating distributed tf.Variable with aggregation=MEAN and a non-floating dtype is not "
-            f"supported, please use a different aggregation or dtype (got {dtype.name})")
+            "creating distributed tf.Variable with aggregation=MEAN and a non-floating dtype is "
+            f"not supported, please use a different aggregation or dtype (got {dtype.name})")
 
 
 def _create_tower_local(strategy: tf.distribute.Strategy, devices: tuple[str, ...],
@@ -457,7 +457,8 @@ def _create_tower_local(strategy: tf.distribute.Strategy, devices: tuple[str, ..
     for number, device in enumerate(devices):
         if parts:
             kwargs["initial_value"] = functools.partial(_value_of, parts[0])
-            kwargs["name"] = f"{(parts[0].name or name or 'Variable').split(':')[0]}/tower_{number}/"
+            first = (parts[0].name or name or "Variable").split(":")[0]
+            kwargs["name"] = f"{first}/tower_{number}/"
         with tf.device(device), _outside_tower_scope():
             parts.append(next_creator(**kwargs))
     return _tower_local(strategy, parts, kwargs["aggregation"])
@@ -508,4 +509,4 @@ def _bytes_of(kwargs: dict[str, Any]) -> int:
         dtype = value.dtype if value is not None else tf.float32
     dtype = tf.as_dtype(dtype)
     elements = tf.TensorShape(shape).num_elements() or 0
-    return 0 if dtype in (tf.string, tf.variant, tf.resource) else int(math.prod([elements])) * dtype.size
+    return 0 if dtype in (tf.string, tf.variant, tf.resource) else elements * dtype.size

@@ -1,19 +1,20 @@
 """What the hooks into Keras 3 and into tf_keras say the same way.
 
-Goes in: a tower's context and Keras' own functions.  Comes out: wrappers that are installed once and
-act in towers of a ``TowerStrategy`` only, the merge-first rule for optimizers, and the loss scaling
-by share.
+Goes in: a tower's context and Keras' own functions.  Comes out: wrappers that are installed once
+and act in towers of a ``TowerStrategy`` only, the merge-first rule for optimizers, and the loss
+scaling by share.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import merge, split, towers, variables
 from towerstrategy import _tensorflow as _tf
+from towerstrategy import merge, split, towers, variables
 
 _MARK = "_towerstrategy_original"
 
@@ -155,8 +156,8 @@ def check_trains_on_towers(model: Any, scope: tf.distribute.Strategy) -> None:
 
     if isinstance(scope, TowerStrategy):
         raise ValueError(
-            f"model {model.name!r} is used inside the scope of {scope!r}, but was built and compiled "
-            "outside of it and is not adopted. Compile it inside the scope, or call "
+            f"model {model.name!r} is used inside the scope of {scope!r}, but was built and "
+            "compiled outside of it and is not adopted. Compile it inside the scope, or call "
             "strategy.adopt(model), which keeps its optimizer and metrics, state and all.")
 
 

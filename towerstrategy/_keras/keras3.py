@@ -6,7 +6,8 @@ places are those of Keras 3.15; ``tests/keras3_hooks_test.py`` fails where one h
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 from keras.src import tree
@@ -21,8 +22,7 @@ from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import merge, split, variables
-from towerstrategy._keras import common
-from towerstrategy._keras import twin
+from towerstrategy._keras import common, twin
 from towerstrategy._keras.common import splitting_tower
 
 # What is hooked and why; the test of upstream names reads this.
@@ -34,12 +34,15 @@ HOOKS: dict[tuple[Any, str], str] = {
     (loss_module, "reduce_values"):
         "mean_with_sample_weight divides by the whole batch's weights",
     (base_optimizer.BaseOptimizer, "apply"): "merge first, then Keras' own code once",
-    (base_optimizer.BaseOptimizer, "apply_gradients"): "the same, for optimizers that override apply",
-    (loss_scale_optimizer.LossScaleOptimizer, "apply"): "one look for overflows, at merged gradients",
+    (base_optimizer.BaseOptimizer, "apply_gradients"):
+        "the same, for optimizers that override apply",
+    (loss_scale_optimizer.LossScaleOptimizer, "apply"):
+        "one look for overflows, at merged gradients",
     (metric_module.Metric, "__init__"): "a metric's result inside a tower is the whole batch's",
     (reduction_metrics.Mean, "update_state"): "a scalar counts by its tower's share",
     (seed_generator.SeedGenerator, "next"): "random layers draw differently on every tower",
-    (base_trainer.Trainer, "compile"): "compiling in the scope adopts; jit_compile is refused early",
+    (base_trainer.Trainer, "compile"):
+        "compiling in the scope adopts; jit_compile is refused early",
     (base_trainer.Trainer, "compute_loss"): "knows a loss that is scaled by share already",
     (base_trainer.Trainer, "get_metrics_result"): "all results in one meeting of the towers",
     (tf_trainer, "reduce_per_replica"):
@@ -321,9 +324,11 @@ def _once(result: Callable[[], Any]) -> Any:
 def _mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         tower = splitting_tower()
-        if tower is None or sample_weight is not None or tf.convert_to_tensor(values).shape.rank != 0:
+        if tower is None or sample_weight is not None:
             return original(self, values, sample_weight)
         value = tf.convert_to_tensor(values)
+        if value.shape.rank != 0:
+            return original(self, values, sample_weight)
         if tower.is_scaled(values):
             value = common.unscaled_by_share(tower, value)
         return original(self, value, sample_weight=tf.cast(tower.share, self.dtype))
@@ -335,7 +340,7 @@ def _mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
-    def next(self: Any, ordered: bool = True) -> Any:  # noqa: A001
+    def next(self: Any, ordered: bool = True) -> Any:
         seed = original(self, ordered)
         tower = splitting_tower()
         return seed if tower is None else tower.own_seed(seed)
@@ -347,7 +352,7 @@ def _next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compile(original: Callable[..., Any]) -> Callable[..., Any]:
-    def compile(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: A001
+    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         scope = tf.distribute.get_strategy()
         strategy = scope if _is_tower_strategy(scope) else _strategy_of(self)
         if strategy is None:
@@ -364,8 +369,8 @@ def _compile(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             if self.jit_compile and strategy.num_replicas_in_sync > 1:
                 raise ValueError(
-                    "jit_compile=True is not supported with several towers: XLA compiles a step for "
-                    "one device and cannot hold towers on several and their merge. Compile the "
+                    "jit_compile=True is not supported with several towers: XLA compiles a step "
+                    "for one device and cannot hold towers on several and their merge. Compile the "
                     'model with jit_compile=False or leave it at "auto".')
             adopt(strategy, self)
 

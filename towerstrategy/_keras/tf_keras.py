@@ -1,13 +1,15 @@
 """The hooks into tf_keras (``TF_USE_LEGACY_KERAS=1``).
 
-Goes in: the imported ``tf_keras``.  Comes out: the same, with the hooks of :func:`install`.  Upstream
-places are those of tf_keras 2.21; ``tests/tf_keras_hooks_test.py`` fails where one has moved.
+Goes in: the imported ``tf_keras``.  Comes out: the same, with the hooks of :func:`install`.
+Upstream places are those of tf_keras 2.21; ``tests/tf_keras_hooks_test.py`` fails where one
+has moved.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 from tf_keras.src import callbacks
@@ -21,8 +23,7 @@ from tf_keras.src.utils import losses_utils, metrics_utils
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import merge, split, variables
-from towerstrategy._keras import common
-from towerstrategy._keras import twin
+from towerstrategy._keras import common, twin
 from towerstrategy._keras.common import splitting_tower
 
 _OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
@@ -38,8 +39,8 @@ HOOKS: dict[tuple[Any, str], str] = {
     **{(cls, "apply_gradients"): "merge first, then Keras' own code once" for cls in _OPTIMIZERS},
     (base_metric.Reduce, "update_state"): "a scalar counts by its tower's share",
     (batch_normalization.BatchNormalizationBase, "build"):
-        "keeps moving statistics per replica and averages them plainly; they are one copy, moved by "
-        "each tower's share, as in Keras 3",
+        "keeps moving statistics per replica and averages them plainly; they are one copy, moved "
+        "by each tower's share, as in Keras 3",
     (data_adapter.DataHandler, "_configure_dataset_and_inferred_steps"):
         "towers without rows get stand-ins",
     (data_adapter, "single_batch_iterator"): "the same for *_on_batch",
@@ -243,7 +244,7 @@ def _apply_valid_mask(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _OneOverShare:
-    """What a tower's summed loss is multiplied with, so that the log's mean over rows is the sum."""
+    """What a tower's summed loss is multiplied with: the log's mean over rows is then the sum."""
 
     def __init__(self, tower: Any) -> None:
         self._tower = tower
@@ -359,16 +360,16 @@ def _reduce(value: Any, reduction: str) -> Any:
 
 
 def _compile(original: Callable[..., Any]) -> Callable[..., Any]:
-    def compile(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: A001
+    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         scope = tf.distribute.get_strategy()
         strategy = scope if _is_tower_strategy(scope) else self._distribution_strategy
         if not _is_tower_strategy(strategy):
             return original(self, *args, **kwargs)
         if kwargs.get("jit_compile") and strategy.num_replicas_in_sync > 1:
             raise ValueError(
-                "jit_compile=True is not supported with several towers: XLA compiles a step for one "
-                "device and cannot hold towers on several and their merge. Compile the model with "
-                "jit_compile=False or leave it out.")
+                "jit_compile=True is not supported with several towers: XLA compiles a step for "
+                "one device and cannot hold towers on several and their merge. Compile the model "
+                "with jit_compile=False or leave it out.")
         with strategy.scope():
             # tf_keras checks in compile that all variables are the strategy's.
             adopt(strategy, self)

@@ -9,7 +9,8 @@ the two trains in its own way.
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 from towerstrategy import _tensorflow as _tf
 
