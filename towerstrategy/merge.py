@@ -12,6 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
@@ -23,8 +24,8 @@ Value = Any  # tf.Tensor or tf.IndexedSlices
 class Shares:
     """How much of the global batch each tower has.
 
-    A tower's share is its rows over all rows, a float64 scalar (a Python float where the row counts
-    are known while tracing).  The shares of a batch sum to 1; without any rows all are 0.
+    A tower's share is its rows over all rows, a float64 scalar (NumPy's where the row counts are
+    known while tracing).  The shares of a batch sum to 1; without any rows all are 0.
     """
 
     def __init__(self, rows: Sequence[split.Rows], stand_ins: bool = False) -> None:
@@ -61,7 +62,8 @@ class Shares:
     @functools.cached_property
     def _shares(self) -> list[Any]:
         if self._known:
-            return [count / max(self._total, 1) for count in self._rows]
+            # NumPy's float64: tf.cast makes a float32 of a Python float first.
+            return [np.float64(count / max(self._total, 1)) for count in self._rows]
         total = tf.cast(tf.maximum(self._total, 1), tf.float64)
         return [tf.cast(count, tf.float64) / total for count in self._rows]
 
