@@ -1,0 +1,936 @@
+"""The cases: what is trained, on what, with which settings.
+
+Goes in: a Keras module, ``keras`` (Keras 3) or ``tf_keras``.  Comes out: a :class:`Run`, a model
+with its data, ``compile`` and ``fit`` arguments, made by a function that :func:`case` has named.
+
+All models are smooth where they are trained.  A kink (ReLU, max pooling) or a gradient that is zero
+in theory (a bias right before batch normalization, an attention's key bias) turns rounding of 1e-8
+into a step of the learning rate under optimizers that divide by the gradient's size; that is no
+property of a strategy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+KERAS_3, TF_KERAS = "keras", "tf_keras"
+
+
+@dataclasses.dataclass
+class Run:
+    """One training: everything that ``compile`` and ``fit`` get.
+
+    Attributes:
+      model: not compiled, unless ``compile`` is None.
+      x: what ``fit``, ``evaluate`` and (without labels) ``predict`` get.
+      y: labels; None where ``x`` is a dataset.
+      compile: arguments of ``compile``, over ``optimizer=SGD(0.1, momentum=0.9), loss="mse"``.
+      fit: arguments of ``fit``, over ``batch_size=8, epochs=2``.
+      fits: several ``fit`` calls instead: the arguments of each, over ``fit``.
+      weights: ``sample_weight`` for ``fit`` and ``evaluate``.
+      callbacks: makes the callbacks of one ``fit``.
+      seen: called with the model when all is done; more arrays to compare, by name.
+    """
+
+    model: Any
+    x: Any
+    y: Any = None
+    compile: dict[str, Any] | None = dataclasses.field(default_factory=dict)
+    fit: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fits: Sequence[dict[str, Any]] = ({},)
+    weights: Any = None
+    callbacks: Callable[[], list[Any]] = list
+    seen: Callable[[Any], dict[str, Any]] = lambda model: {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A named :class:`Run`, where it applies and how exact it has to be.
+
+    Attributes:
+      name: the group and what it covers, as ``"losses/sum"``.
+      make: builds the run for a Keras module.
+      keras: the Keras versions it applies to.
+      bound: the largest relative difference allowed.
+      reason: why the bound is larger than 1e-5, or why a Keras version is left out.
+      policy: the global dtype policy.
+      moves: whether training changes the weights (some cases are there to see that it does not).
+    """
+
+    name: str
+    make: Callable[[Any], Run]
+    keras: tuple[str, ...] = (KERAS_3, TF_KERAS)
+    bound: float = 1e-5
+    reason: str = ""
+    policy: str = "float32"
+    moves: bool = True
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(name: str, **options: Any) -> Callable[[Callable[[Any], Run]], Callable[[Any], Run]]:
+    """Names a function that makes a :class:`Run`; ``options`` are those of :class:`Case`."""
+
+    def add(make: Callable[[Any], Run]) -> Callable[[Any], Run]:
+        if name in CASES:
+            raise ValueError(f"two cases are named {name!r}")
+        CASES[name] = Case(name, make, **options)
+        return make
+
+    return add
+
+
+def is_keras_3(keras: Any) -> bool:
+    """Whether ``keras`` is Keras 3."""
+    return keras.__name__ == KERAS_3
+
+
+# Data.  19 rows in batches of 8 are 8, 8 and 3: rows that most numbers of towers do not divide, and
+# from four towers on a last batch with fewer rows than towers.
+
+ROWS = 19
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal float32 numbers."""
+    return np.random.RandomState(seed).randn(*shape).astype("float32")
+
+
+def regression(rows: int = ROWS) -> dict[str, Any]:
+    """Five features, three targets."""
+    x = numbers(rows, 5)
+    return {"x": x, "y": np.tanh(x[:, :3]) + 0.3 * numbers(rows, 3, seed=1)}
+
+
+def labelled(rows: int = ROWS, classes: int = 3) -> dict[str, Any]:
+    """Five features, one label."""
+    return {"x": numbers(rows, 5), "y": np.random.RandomState(2).randint(0, classes, rows)}
+
+
+def binary() -> dict[str, Any]:
+    """Five features, yes or no."""
+    data = labelled(classes=2)
+    return {"x": data["x"], "y": data["y"][:, None].astype("float32")}
+
+
+def images(rows: int = ROWS, channels: int = 2) -> dict[str, Any]:
+    """Images of 6 x 6 and one of three labels."""
+    return {"x": numbers(rows, 6, 6, channels), "y": np.random.RandomState(3).randint(0, 3, rows)}
+
+
+def words(rows: int = ROWS, steps: int = 5, vocabulary: int = 11) -> dict[str, Any]:
+    """Sentences of ids that end in zeros, each with a label a step."""
+    state = np.random.RandomState(4)
+    ids = state.randint(1, vocabulary, (rows, steps))
+    lengths = state.randint(1, steps + 1, rows)
+    ids[np.arange(steps)[None] >= lengths[:, None]] = 0
+    return {"x": ids, "y": state.randint(0, 3, (rows, steps))}
+
+
+def row_weights(rows: int = ROWS) -> np.ndarray:
+    """Sample weights, some of them 0."""
+    weights = np.random.RandomState(5).uniform(0.2, 2.0, rows).astype("float32")
+    weights[::5] = 0.0
+    return weights
+
+
+# Models.
+
+
+def dense(keras: Any, outputs: int = 3, activation: str | None = None,
+          **options: Any) -> Any:
+    """Two dense layers; ``options`` go to the first."""
+    layers = keras.layers
+    return keras.Sequential([keras.Input((5,)), layers.Dense(6, activation="tanh", **options),
+                             layers.Dense(outputs, activation=activation)])
+
+
+def classifier(keras: Any, *inner: Any, shape: tuple[int, ...] = (6, 6, 2),
+               classes: int = 3) -> Any:
+    """``inner`` layers, then a softmax."""
+    layers = keras.layers
+    return keras.Sequential([keras.Input(shape), *inner, layers.Flatten(),
+                             layers.Dense(classes, activation="softmax")])
+
+
+def tagger(keras: Any, *inner: Any, mask_zero: bool = True) -> Any:
+    """A label for each word of a sentence."""
+    layers = keras.layers
+    return keras.Sequential([
+        keras.Input((5,), dtype="int32"), layers.Embedding(11, 4, mask_zero=mask_zero), *inner,
+        layers.Dense(3, activation="softmax")])
+
+
+LABELS = {"loss": "sparse_categorical_crossentropy"}
+
+
+def sgd(keras: Any, rate: float = 0.1, **options: Any) -> Any:
+    """SGD with momentum."""
+    return keras.optimizers.SGD(rate, momentum=0.9, **options)
+
+
+def adam(keras: Any, rate: float = 0.02, **options: Any) -> Any:
+    """Adam."""
+    return keras.optimizers.Adam(rate, **options)
+
+
+# Batches.
+
+
+def _batches(name: str, rows: int, size: int) -> None:
+    @case(f"batches/{name}")
+    def make(keras: Any) -> Run:
+        return Run(dense(keras), **regression(rows), fit={"batch_size": size})
+
+
+_batches("even", 240, 120)
+_batches("a remainder", 22, 8)
+_batches("fewer rows than towers", 18, 8)
+_batches("a single row", 17, 8)
+_batches("a size that R does not divide", 21, 7)
+_batches("a dataset smaller than one batch", 5, 16)
+_batches("batches of one row", 4, 1)
+
+
+@case("batches/a tf.data dataset")
+def _(keras: Any) -> Run:
+    data = regression()
+    return Run(dense(keras), tf.data.Dataset.from_tensor_slices((data["x"], data["y"])).batch(8),
+               fit={"batch_size": None})
+
+
+@case("batches/a dataset whose batch sizes change")
+def _(keras: Any) -> Run:
+    data = regression(20)
+    rows = tf.data.Dataset.from_tensor_slices((data["x"], data["y"]))
+    ragged = rows.take(8).batch(8).concatenate(rows.skip(8).take(3).batch(3)).concatenate(
+        rows.skip(11).batch(9))
+    return Run(dense(keras), ragged, fit={"batch_size": None})
+
+
+@case("batches/a generator")
+def _(keras: Any) -> Run:
+    data = regression()
+
+    class Batches(keras.utils.Sequence):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Any:
+            rows = slice(8 * index, 8 * index + 8)
+            return data["x"][rows], data["y"][rows]
+
+    return Run(dense(keras), Batches(), fit={"batch_size": None})
+
+
+@case("batches/shuffled")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(), fit={"shuffle": True})
+
+
+@case("batches/steps_per_epoch")
+def _(keras: Any) -> Run:
+    data = regression()
+    endless = tf.data.Dataset.from_tensor_slices((data["x"], data["y"])).batch(8).repeat()
+    return Run(dense(keras), endless,
+               fit={"batch_size": None, "steps_per_epoch": 4, "validation_data": (
+                   data["x"], data["y"]), "validation_batch_size": 7})
+
+
+# Losses.
+
+
+@case("losses/sum_over_batch_size")
+def _(keras: Any) -> Run:
+    return Run(dense(keras, activation="softmax"), **labelled(), compile={
+        "loss": keras.losses.SparseCategoricalCrossentropy()})
+
+
+@case("losses/sum")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(), compile={
+        "loss": keras.losses.MeanSquaredError(reduction="sum"), "optimizer": sgd(keras, 0.01)})
+
+
+@case("losses/mean_with_sample_weight", keras=(KERAS_3,), reason="tf_keras has no such reduction")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(), weights=row_weights(), compile={
+        "loss": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")})
+
+
+@case("losses/a function")
+def _(keras: Any) -> Run:
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        return tf.reduce_mean(tf.math.log(tf.math.cosh(y_pred - y_true)), axis=-1)
+
+    return Run(dense(keras), **regression(), weights=row_weights(), compile={"loss": loss})
+
+
+@case("losses/no reduction")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(), compile={
+        "loss": keras.losses.MeanSquaredError(reduction="none"), "optimizer": sgd(keras, 0.01)})
+
+
+def _two_outputs(keras: Any) -> Any:
+    x = keras.Input((5,))
+    hidden = keras.layers.Dense(6, activation="tanh")(x)
+    return keras.Model(x, {"a": keras.layers.Dense(3, name="a")(hidden),
+                           "b": keras.layers.Dense(1, name="b")(hidden)})
+
+
+def _two_targets() -> dict[str, Any]:
+    data = regression()
+    return {"x": data["x"], "y": {"a": data["y"], "b": data["y"][:, :1] ** 2}}
+
+
+@case("losses/several outputs")
+def _(keras: Any) -> Run:
+    return Run(_two_outputs(keras), **_two_targets(), compile={
+        "loss": {"a": "mse", "b": "mae"}, "loss_weights": {"a": 0.7, "b": 0.2},
+        "metrics": {"a": ["mae"], "b": ["mse"]}, "optimizer": sgd(keras, 0.02)})
+
+
+@case("losses/several outputs, eagerly")
+def _(keras: Any) -> Run:
+    return Run(_two_outputs(keras), **_two_targets(), compile={
+        "loss": {"a": "mse", "b": "mae"}, "run_eagerly": True, "optimizer": sgd(keras, 0.02)})
+
+
+@case("losses/several outputs, one summed")
+def _(keras: Any) -> Run:
+    return Run(_two_outputs(keras), **_two_targets(), compile={
+        "loss": {"a": keras.losses.MeanSquaredError(reduction="sum"), "b": "mse"},
+        "loss_weights": {"a": 0.1, "b": 0.5}, "optimizer": sgd(keras, 0.02)})
+
+
+@case("losses/several outputs, one without a loss")
+def _(keras: Any) -> Run:
+    data = _two_targets()
+    return Run(_two_outputs(keras), data["x"], data["y"],
+               compile={"loss": {"a": "mse", "b": None}})
+
+
+@case("losses/add_loss")
+def _(keras: Any) -> Run:
+    class Penalty(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            self.add_loss(0.1 * tf.reduce_mean(tf.square(x)))
+            return x
+
+    layers = keras.layers
+    return Run(keras.Sequential([keras.Input((5,)), layers.Dense(6, activation="tanh"), Penalty(),
+                                 layers.Dense(3)]), **regression())
+
+
+@case("losses/add_loss alone")
+def _(keras: Any) -> Run:
+    class Reconstruct(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = keras.layers.Dense(5, activation="tanh")
+
+        def call(self, x: Any) -> Any:
+            y = self.inner(x)
+            self.add_loss(tf.reduce_mean(tf.square(x - y)))
+            return y
+
+    return Run(Reconstruct(), regression()["x"], compile={"loss": None})
+
+
+@case("losses/regularizers")
+def _(keras: Any) -> Run:
+    return Run(dense(keras, kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02),
+                     bias_regularizer="l2"), **regression())
+
+
+@case("losses/activity regularizer")
+def _(keras: Any) -> Run:
+    return Run(dense(keras, activity_regularizer=keras.regularizers.L2(0.01)), **regression())
+
+
+@case("losses/a mask")
+def _(keras: Any) -> Run:
+    return Run(tagger(keras, keras.layers.LSTM(4, return_sequences=True)), **words(),
+               compile={**LABELS, "metrics": ["accuracy"]})
+
+
+@case("losses/a mask and sample weights")
+def _(keras: Any) -> Run:
+    return Run(tagger(keras), **words(), weights=row_weights()[:, None],
+               compile={**LABELS, "metrics": ["accuracy"]})
+
+
+@case("losses/a mask and a sum")
+def _(keras: Any) -> Run:
+    return Run(tagger(keras), **words(), compile={
+        "loss": keras.losses.SparseCategoricalCrossentropy(reduction="sum"),
+        "optimizer": sgd(keras, 0.01)})
+
+
+@case("losses/a mask that leaves a tower nothing")
+def _(keras: Any) -> Run:
+    data = words()
+    data["x"][:3] = 0
+    data["x"][17:] = 0
+    return Run(tagger(keras), **data, compile=LABELS)
+
+
+# Weights.
+
+
+@case("weights/sample_weight")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(), weights=row_weights(), compile={
+        "metrics": ["mae"], "weighted_metrics": ["mse"]})
+
+
+@case("weights/class_weight")
+def _(keras: Any) -> Run:
+    return Run(dense(keras, activation="softmax"), **labelled(), compile=LABELS,
+               fit={"class_weight": {0: 0.5, 1: 2.0, 2: 0.0}})
+
+
+@case("weights/temporal")
+def _(keras: Any) -> Run:
+    weights = np.random.RandomState(6).uniform(0, 2, (ROWS, 5)).astype("float32")
+    return Run(tagger(keras, mask_zero=False), **words(), weights=weights,
+               compile={**LABELS, "weighted_metrics": ["accuracy"]})
+
+
+@case("weights/temporal, with a mask")
+def _(keras: Any) -> Run:
+    weights = np.random.RandomState(6).uniform(0, 2, (ROWS, 5)).astype("float32")
+    return Run(tagger(keras), **words(), weights=weights,
+               compile={**LABELS, "weighted_metrics": ["accuracy"]})
+
+
+@case("weights/one an output")
+def _(keras: Any) -> Run:
+    return Run(_two_outputs(keras), **_two_targets(),
+               weights={"a": row_weights(), "b": row_weights()[::-1].copy()},
+               compile={"loss": {"a": "mse", "b": "mse"}, "optimizer": sgd(keras, 0.02)})
+
+
+# Metrics and validation.
+
+
+@case("metrics/binary")
+def _(keras: Any) -> Run:
+    metrics = keras.metrics
+    return Run(dense(keras, 1, "sigmoid"), **binary(), compile={
+        "loss": "binary_crossentropy", "metrics": [
+            "accuracy", metrics.AUC(num_thresholds=20, name="auc"),
+            metrics.Precision(thresholds=0.4, name="precision"), metrics.Recall(name="recall"),
+            metrics.F1Score(threshold=0.5, name="f1"),
+            metrics.TruePositives(name="hits"), metrics.PrecisionAtRecall(0.5, name="par")]})
+
+
+@case("metrics/classes")
+def _(keras: Any) -> Run:
+    metrics = keras.metrics
+    data = labelled()
+    return Run(dense(keras, 3, "softmax"), data["x"], np.eye(3, dtype="float32")[data["y"]],
+               compile={"loss": "categorical_crossentropy", "metrics": [
+                   metrics.F1Score(average="macro", name="f1"),
+                   metrics.MeanIoU(3, sparse_y_true=False, sparse_y_pred=False, name="iou"),
+                   metrics.TopKCategoricalAccuracy(2, name="top2"),
+                   metrics.CategoricalCrossentropy(name="cross")]})
+
+
+@case("metrics/regression")
+def _(keras: Any) -> Run:
+    metrics = keras.metrics
+    return Run(dense(keras), **regression(), compile={"metrics": [
+        metrics.RootMeanSquaredError(name="rmse"), metrics.R2Score(name="r2"),
+        metrics.CosineSimilarity(name="cosine"), metrics.LogCoshError(name="logcosh")]})
+
+
+@case("metrics/weighted")
+def _(keras: Any) -> Run:
+    metrics = keras.metrics
+    return Run(dense(keras, 1, "sigmoid"), **binary(), weights=row_weights(), compile={
+        "loss": "binary_crossentropy", "metrics": ["accuracy"], "weighted_metrics": [
+            "accuracy", metrics.AUC(num_thresholds=20, name="auc"),
+            metrics.Precision(thresholds=0.5, name="precision")]})
+
+
+@case("metrics/own, with state")
+def _(keras: Any) -> Run:
+    class Largest(keras.metrics.Metric):
+        """Counts rows, and sums their squares, by hand."""
+
+        def __init__(self) -> None:
+            super().__init__(name="own")
+            self.rows = self.add_weight(name="rows", shape=(), initializer="zeros")
+            self.squares = self.add_weight(name="squares", shape=(), initializer="zeros")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.rows.assign_add(tf.cast(tf.shape(y_pred)[0], tf.float32))
+            self.squares.assign_add(tf.reduce_sum(tf.square(y_pred)))
+
+        def result(self) -> Any:
+            return self.squares / self.rows
+
+    return Run(dense(keras), **regression(), compile={"metrics": [Largest()]})
+
+
+@case("metrics/validation_split")
+def _(keras: Any) -> Run:
+    return Run(dense(keras, activation="softmax"), **labelled(),
+               compile={**LABELS, "metrics": ["accuracy"]}, fit={"validation_split": 0.4})
+
+
+@case("metrics/validation_data")
+def _(keras: Any) -> Run:
+    other = labelled(13)
+    return Run(dense(keras, activation="softmax"), **labelled(),
+               compile={**LABELS, "metrics": ["accuracy"], "weighted_metrics": ["accuracy"]},
+               fit={"validation_data": (other["x"], other["y"], row_weights(13)),
+                    "validation_batch_size": 5})
+
+
+# Optimizers.
+
+
+def _optimizer(name: str, make_optimizer: Callable[[Any], Any], **options: Any) -> None:
+    @case(f"optimizers/{name}", **options)
+    def make(keras: Any) -> Run:
+        return Run(dense(keras), **regression(), compile={"optimizer": make_optimizer(keras)})
+
+
+_optimizer("SGD with momentum", lambda keras: sgd(keras, nesterov=True))
+_optimizer("Adam", adam)
+_optimizer("Adam, amsgrad", lambda keras: adam(keras, amsgrad=True))
+_optimizer("AdamW", lambda keras: keras.optimizers.AdamW(0.02, weight_decay=0.05))
+_optimizer("RMSprop", lambda keras: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True))
+_optimizer("Adagrad", lambda keras: keras.optimizers.Adagrad(0.05))
+_optimizer("Adadelta", lambda keras: keras.optimizers.Adadelta(1.0))
+_optimizer("Adamax", lambda keras: keras.optimizers.Adamax(0.02))
+_optimizer("Nadam", lambda keras: keras.optimizers.Nadam(0.02))
+_optimizer("Adafactor", lambda keras: keras.optimizers.Adafactor(0.02))
+_optimizer("Ftrl", lambda keras: keras.optimizers.Ftrl(
+    0.05, l1_regularization_strength=0.001, l2_regularization_strength=0.01))
+_optimizer("Lion", lambda keras: keras.optimizers.Lion(0.01))
+_optimizer("Lamb", lambda keras: keras.optimizers.Lamb(0.02), keras=(KERAS_3,),
+           reason="tf_keras has no Lamb")
+_optimizer("Muon", lambda keras: keras.optimizers.Muon(0.02), keras=(KERAS_3,),
+           reason="tf_keras has no Muon")
+_optimizer("legacy SGD", lambda keras: keras.optimizers.legacy.SGD(0.1, momentum=0.9, clipnorm=0.3),
+           keras=(TF_KERAS,), reason="Keras 3 has no legacy optimizers")
+_optimizer("legacy Adam", lambda keras: keras.optimizers.legacy.Adam(0.02, global_clipnorm=0.3),
+           keras=(TF_KERAS,), reason="Keras 3 has no legacy optimizers")
+_optimizer("clipnorm", lambda keras: sgd(keras, clipnorm=0.2))
+_optimizer("clipvalue", lambda keras: sgd(keras, clipvalue=0.05))
+_optimizer("global_clipnorm", lambda keras: adam(keras, global_clipnorm=0.2))
+_optimizer("weight decay", lambda keras: sgd(keras, weight_decay=0.03))
+_optimizer("EMA with overwriting", lambda keras: sgd(
+    keras, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3))
+_optimizer("EMA", lambda keras: adam(keras, use_ema=True, ema_momentum=0.8))
+_optimizer("a learning rate schedule", lambda keras: sgd(
+    keras, keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.5)))
+for _steps in (3, 4):
+    _optimizer(f"gradient_accumulation_steps={_steps}",
+               lambda keras, steps=_steps: adam(keras, gradient_accumulation_steps=steps),
+               keras=(KERAS_3,), reason="tf_keras does not accumulate gradients")
+_optimizer("gradient accumulation, clipping, decay and EMA", lambda keras: sgd(
+    keras, gradient_accumulation_steps=2, global_clipnorm=0.3, weight_decay=0.02, use_ema=True,
+    ema_overwrite_frequency=2), keras=(KERAS_3,), reason="tf_keras does not accumulate gradients")
+
+
+def _loss_scaled(keras: Any, inner: Any, scale: float = 1024.0) -> Any:
+    optimizers = keras.optimizers if is_keras_3(keras) else keras.mixed_precision
+    options = {"dynamic_growth_steps": 4, "initial_scale": scale}
+    return optimizers.LossScaleOptimizer(inner, **options)
+
+
+_optimizer("LossScaleOptimizer", lambda keras: _loss_scaled(keras, adam(keras)))
+
+
+@case("optimizers/LossScaleOptimizer, a row overflows")
+def _(keras: Any) -> Run:
+    data = regression(32)
+    # One row of the second batch: a finite loss whose scaled gradient is not.
+    data["y"][9] = 1e17
+    optimizer = _loss_scaled(keras, sgd(keras), scale=2.0**75)
+
+    def seen(model: Any) -> dict[str, Any]:
+        scale = getattr(optimizer, "dynamic_scale", None)
+        scale = optimizer.loss_scale if scale is None else scale
+        return {"log2 of the scale": np.log2(np.array(scale, "float64")),
+                "iterations": np.array(optimizer.iterations)}
+
+    return Run(dense(keras), **data, compile={"optimizer": optimizer}, fit={"epochs": 1}, seen=seen)
+
+
+@case("optimizers/constraints")
+def _(keras: Any) -> Run:
+    constraints = keras.constraints
+    return Run(dense(keras, kernel_constraint=constraints.MaxNorm(0.5),
+                     bias_constraint=constraints.NonNeg()), **regression())
+
+
+@case("optimizers/a frozen layer")
+def _(keras: Any) -> Run:
+    model = dense(keras)
+    model.layers[0].trainable = False
+    return Run(model, **regression(), compile={"optimizer": adam(keras)})
+
+
+@case("optimizers/a gradient that is None")
+def _(keras: Any) -> Run:
+    class Partly(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = keras.layers.Dense(3)
+            self.unused = keras.layers.Dense(4)
+
+        def build(self, input_shape: Any) -> None:
+            self.used.build((None, 5))
+            self.unused.build((None, 5))
+            super().build(input_shape) if not is_keras_3(keras) else None
+            self.built = True
+
+        def call(self, x: Any) -> Any:
+            return self.used(x)
+
+    return Run(Partly(), **regression())
+
+
+@case("optimizers/a variable used twice")
+def _(keras: Any) -> Run:
+    x = keras.Input((5,))
+    shared = keras.layers.Dense(5, activation="tanh")
+    return Run(keras.Model(x, keras.layers.Dense(3)(shared(shared(x)))), **regression(),
+               compile={"optimizer": adam(keras)})
+
+
+@case("optimizers/sparse gradients, SGD")
+def _(keras: Any) -> Run:
+    return Run(_bag(keras), **_bags(), compile={"optimizer": sgd(keras)})
+
+
+@case("optimizers/sparse gradients, Adam and clipping")
+def _(keras: Any) -> Run:
+    return Run(_bag(keras), **_bags(), compile={"optimizer": adam(keras, global_clipnorm=0.1)})
+
+
+@case("optimizers/sparse gradients, Adagrad and weights")
+def _(keras: Any) -> Run:
+    return Run(_bag(keras), **_bags(), weights=row_weights(),
+               compile={"optimizer": keras.optimizers.Adagrad(0.1)})
+
+
+@case("optimizers/sparse gradients, a table used twice")
+def _(keras: Any) -> Run:
+    a, b = keras.Input((4,), dtype="int32"), keras.Input((4,), dtype="int32")
+    table = keras.layers.Embedding(9, 3)
+    joined = keras.layers.Concatenate()([keras.layers.Flatten()(table(part)) for part in (a, b)])
+    data = _bags()
+    return Run(keras.Model([a, b], keras.layers.Dense(1)(joined)), [data["x"], data["x"][::-1]],
+               data["y"], compile={"optimizer": sgd(keras)})
+
+
+@case("optimizers/sparse gradients, accumulated", keras=(KERAS_3,),
+      reason="tf_keras does not accumulate gradients")
+def _(keras: Any) -> Run:
+    return Run(_bag(keras), **_bags(),
+               compile={"optimizer": adam(keras, gradient_accumulation_steps=2)})
+
+
+def _bag(keras: Any) -> Any:
+    layers = keras.layers
+    return keras.Sequential([keras.Input((4,), dtype="int32"), layers.Embedding(9, 3),
+                             layers.GlobalAveragePooling1D(), layers.Dense(1)])
+
+
+def _bags() -> dict[str, Any]:
+    """Few ids, so that each batch repeats them within and across towers; some never come."""
+    return {"x": np.random.RandomState(7).randint(0, 6, (ROWS, 4)), "y": numbers(ROWS, 1, seed=8)}
+
+
+# Models.
+
+
+@case("models/conv")
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    return Run(classifier(keras, layers.Conv2D(4, 3, activation="tanh", padding="same"),
+                          layers.AveragePooling2D(2), layers.Conv2D(3, 2, activation="tanh")),
+               **images(), compile=LABELS)
+
+
+@case("models/depthwise")
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    return Run(classifier(keras, layers.DepthwiseConv2D(3, activation="tanh"),
+                          layers.SeparableConv2D(3, 2, activation="tanh")),
+               **images(), compile={**LABELS, "optimizer": adam(keras)})
+
+
+@case("models/LSTM")
+def _(keras: Any) -> Run:
+    return Run(classifier(keras, keras.layers.LSTM(4), shape=(4, 3)), numbers(ROWS, 4, 3),
+               images()["y"], compile={**LABELS, "optimizer": adam(keras)})
+
+
+@case("models/GRU, bidirectional")
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    return Run(classifier(keras, layers.Bidirectional(layers.GRU(3, return_sequences=True)),
+                          shape=(4, 3)), numbers(ROWS, 4, 3), images()["y"], compile=LABELS)
+
+
+@case("models/attention")
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    x = keras.Input((4, 6))
+    attended = layers.MultiHeadAttention(2, 3, use_bias=False)(x, x)
+    y = layers.LayerNormalization()(layers.Add()([x, attended]))
+    y = layers.Dense(3, activation="softmax")(layers.Flatten()(y))
+    return Run(keras.Model(x, y), numbers(ROWS, 4, 6), images()["y"], compile=LABELS)
+
+
+@case("models/GroupNormalization")
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False),
+                          layers.GroupNormalization(2), layers.Activation("tanh")),
+               **images(), compile={**LABELS, "optimizer": adam(keras)})
+
+
+@case("models/BatchNormalization, synchronized")
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False),
+                          layers.BatchNormalization(synchronized=True), layers.Activation("tanh")),
+               **images(), compile=LABELS, fit={"validation_split": 0.2})
+
+
+@case("models/BatchNormalization, synchronized, with a mask", keras=(KERAS_3,),
+      reason="tf_keras' synchronized batch normalization takes no mask")
+def _(keras: Any) -> Run:
+    return Run(tagger(keras, keras.layers.BatchNormalization(synchronized=True)), **words(),
+               compile=LABELS)
+
+
+@case("models/BatchNormalization, synchronized, batches of one row")
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False),
+                          layers.BatchNormalization(synchronized=True), layers.Activation("tanh")),
+               **images(4), compile=LABELS, fit={"batch_size": 1})
+
+
+@case("models/BatchNormalization, frozen")
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    model = classifier(keras, layers.Conv2D(4, 3), layers.BatchNormalization(),
+                       layers.Activation("tanh"))
+    model.layers[1].trainable = False
+    return Run(model, **images(), compile=LABELS)
+
+
+@case("models/nested")
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    inner = keras.Sequential([keras.Input((5,)), layers.Dense(4, activation="tanh"),
+                              dense_block(keras)])
+    return Run(keras.Sequential([keras.Input((5,)), inner, layers.Dense(3)]), **regression())
+
+
+def dense_block(keras: Any) -> Any:
+    """A model to nest."""
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, activation="tanh")])
+
+
+@case("models/subclassed, built by fit")
+def _(keras: Any) -> Run:
+    class Residual(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = keras.layers.Dense(5, activation="tanh")
+            self.last = keras.layers.Dense(3)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.last(self.first(x) + x)
+
+    return Run(Residual(), **regression(), compile={"optimizer": adam(keras)})
+
+
+@case("models/several inputs")
+def _(keras: Any) -> Run:
+    a, b = keras.Input((5,), name="a"), keras.Input((3,), name="b")
+    layers = keras.layers
+    y = layers.Dense(1)(layers.Concatenate()([layers.Dense(4, activation="tanh")(a), b]))
+    data = regression()
+    return Run(keras.Model({"a": a, "b": b}, y), {"a": data["x"], "b": data["y"]},
+               numbers(ROWS, 1, seed=3))
+
+
+def _own_step(keras: Any, step: Callable[[Any, Any], dict[str, Any]]) -> Any:
+    class Own(keras.Model):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            return step(self, data)
+
+    x = keras.Input((5,))
+    hidden = keras.layers.Dense(6, activation="tanh")(x)
+    return Own(x, keras.layers.Dense(3)(hidden))
+
+
+@case("models/own train_step, Keras' loss")
+def _(keras: Any) -> Run:
+    def step(model: Any, data: Any) -> dict[str, Any]:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = model(x, training=True)
+            loss = model.compute_loss(x, y, y_pred, weights)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        for metric in model.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in model.metrics}
+
+    return Run(_own_step(keras, step), **regression(), compile={"metrics": ["mae"]},
+               weights=row_weights())
+
+
+@case("models/own train_step, a loss object")
+def _(keras: Any) -> Run:
+    loss_object = keras.losses.MeanSquaredError()
+    tracker = keras.metrics.Mean(name="own_loss")
+
+    def step(model: Any, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = model.loss(y, model(x, training=True)) if is_keras_3(keras) \
+                else model.compiled_loss(y, model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        tracker.update_state(loss)
+        return {"own_loss": tracker.result()}
+
+    model = _own_step(keras, step)
+    return Run(model, **regression(), compile={"loss": loss_object})
+
+
+@case("models/own train_step, two optimizers")
+def _(keras: Any) -> Run:
+    class Two(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = keras.layers.Dense(5, activation="tanh")
+            self.b = keras.layers.Dense(3)
+
+        def call(self, x: Any) -> Any:
+            return self.b(self.a(x))
+
+        def compile(self, first: Any, second: Any, **options: Any) -> None:
+            super().compile(**options)
+            self.first, self.second = first, second
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            ours, theirs = self.a.trainable_variables, self.b.trainable_variables
+            gradients = tape.gradient(loss, ours + theirs)
+            self.first.apply_gradients(zip(gradients[:len(ours)], ours))
+            self.second.apply_gradients(zip(gradients[len(ours):], theirs))
+            return {"loss": loss}
+
+    return Run(Two(), **regression(), compile={
+        "first": sgd(keras, clipnorm=0.1), "second": adam(keras), "optimizer": sgd(keras)})
+
+
+# How fit is called.
+
+
+@case("fit/steps_per_execution=4, a partial last batch")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(), compile={"steps_per_execution": 4, "metrics": ["mae"]},
+               fit={"validation_split": 0.3, "batch_size": 4})
+
+
+@case("fit/steps_per_execution=4, gradient accumulation and Adam", keras=(KERAS_3,),
+      reason="tf_keras does not accumulate gradients")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(33), compile={
+        "steps_per_execution": 4, "optimizer": adam(keras, gradient_accumulation_steps=3)})
+
+
+@case("fit/run_eagerly")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(), weights=row_weights(), compile={
+        "run_eagerly": True, "metrics": ["mae"], "optimizer": adam(keras, clipnorm=0.1)})
+
+
+@case("fit/run_eagerly, synchronized batch normalization")
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False),
+                          layers.BatchNormalization(synchronized=True), layers.Activation("tanh")),
+               **images(), compile={**LABELS, "run_eagerly": True}, fit={"epochs": 1})
+
+
+@case("fit/resumed with initial_epoch")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(), compile={"optimizer": adam(keras)},
+               fits=({"epochs": 1}, {"initial_epoch": 1, "epochs": 3}))
+
+
+@case("fit/several calls")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(), compile={"metrics": ["mae"]},
+               fits=({"epochs": 1}, {"epochs": 1, "batch_size": 5}, {"epochs": 1, "batch_size": 1}))
+
+
+@case("fit/learning rate changed between epochs")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(), callbacks=lambda: [
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.3)],
+        fit={"epochs": 3})
+
+
+@case("fit/ReduceLROnPlateau and EarlyStopping")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(), callbacks=lambda: [
+        keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.2, patience=0, min_delta=0.05),
+        keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.02,
+                                      restore_best_weights=True)],
+        fit={"epochs": 5, "validation_split": 0.3})
+
+
+# Data types.
+
+
+@case("dtypes/float64", policy="float64", bound=1e-12)
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    data = images()
+    return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False),
+                          layers.BatchNormalization(synchronized=True), layers.Activation("tanh")),
+               data["x"].astype("float64"), data["y"],
+               compile={**LABELS, "optimizer": adam(keras, clipnorm=0.1), "metrics": ["accuracy"]},
+               weights=row_weights().astype("float64"))
+
+
+@case("dtypes/mixed_bfloat16", policy="mixed_bfloat16", bound=2e-2,
+      reason="bfloat16 has 8 bits: sums of a batch in another order round to another neighbour")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(), compile={"metrics": ["mae"]})
+
+
+@case("dtypes/mixed_float16", policy="mixed_float16", bound=5e-3,
+      reason="float16 has 11 bits: sums of a batch in another order round to another neighbour")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(), compile={"metrics": ["mae"]})

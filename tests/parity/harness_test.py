@@ -1,0 +1,56 @@
+"""The harness itself: it sees differences where there are some."""
+
+from unittest import mock
+
+import keras
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from towerstrategy._keras import common
+
+from . import cases, runner
+
+
+class HarnessTest(parameterized.TestCase):
+
+    @parameterized.parameters(
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.0], [1.0, 2.2], 0.2 / 2.2),
+        ([2e-7], [1e-7], 1e-7 / runner.FLOOR),
+        ([1.0], [1.0, 1.0], float("inf")),
+        ([float("nan")], [float("nan")], float("inf")),
+        ([1], [1.0], float("inf")))
+    def test_difference(self, got, wanted, difference):
+        """Else the table shows agreement that is none."""
+        self.assertAlmostEqual(runner.difference([np.array(got)], [np.array(wanted)]), difference)
+
+    def test_a_missing_log_is_a_difference(self):
+        """Else a metric that the towers do not report goes unnoticed."""
+        self.assertEqual(runner.difference({"loss": 1.0}, {"loss": 1.0, "mae": 2.0}), float("inf"))
+
+    @parameterized.parameters(
+        ("batches/a remainder", "scaled_by_share", lambda tower, value: value / tower.count),
+        ("losses/a mask and sample weights", "whole_batch_mask",
+         lambda tower, weights, mask: weights),
+        ("weights/sample_weight", "unscaled_by_share", lambda tower, value: value))
+    def test_a_wrong_rule_is_found_out(self, name, function, wrong):
+        """Else all the other tests may pass whatever a strategy does."""
+        with mock.patch.object(common, function, wrong):
+            found = runner.compare(cases.CASES[name], keras, runner.Towers(3))
+        self.assertGreater(found.worst, 1e-3)
+
+    def test_every_exception_has_a_reason(self):
+        """Else a case that cannot be exact is dropped in silence."""
+        for case in cases.CASES.values():
+            if case.bound > 1e-5 or len(case.keras) < 2:
+                self.assertNotEmpty(case.reason, case.name)
+
+    def test_the_core_has_all_cases_and_towers(self):
+        """Else a case is never run by ``make test``."""
+        core = runner.core()
+        self.assertEqual({case.name for case, _, _ in core}, set(cases.CASES))
+        self.assertEqual({towers for _, _, towers in core}, set(runner.CORE_TOWERS))
+
+
+if __name__ == "__main__":
+    absltest.main()

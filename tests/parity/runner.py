@@ -1,0 +1,230 @@
+"""Trains a case with no strategy and on towers, and says how far apart the results are.
+
+Goes in: a :class:`cases.Case`, a Keras module, towers and a merge device.  Comes out: a
+:class:`Difference`, the worst relative difference of each kind of result.
+
+Two arrays differ by ``max|a - b| / max(max|b|, FLOOR)``, where b is the single device's: relative
+to the array's own size, be it a weight, an optimizer slot or a log, not to 1.  A shape, a name or a
+NaN that only one of them has is an infinite difference, and so is a NaN that both have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import towerstrategy
+
+from . import cases
+
+FLOOR = 1e-6
+MERGES = ("cpu", "tower 0", "balanced")
+SEED = 7
+
+# What is called after ``fit``, by the case's group; each call costs traces of its own.
+AFTER = {"batches": ("predict",), "losses": ("evaluate",),
+         "weights": ("evaluate", "on batch"), "metrics": ("evaluate",), "models": ("predict",),
+         "dtypes": ("evaluate", "predict")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Towers:
+    """How many towers, and where they merge: one of :data:`MERGES`."""
+
+    count: int
+    merge: str = "cpu"
+
+    def strategy(self) -> towerstrategy.TowerStrategy:
+        """The strategy, on logical CPU devices; the merge device ``cpu`` is none of the towers'."""
+        first = 1 if self.merge == "cpu" and self.count < 8 else 0
+        devices = [f"CPU:{first + number}" for number in range(self.count)]
+        merge = devices[0] if self.merge == "tower 0" else self.merge
+        return towerstrategy.TowerStrategy(devices, merge)
+
+    def __str__(self) -> str:
+        return f"R={self.count} merge={self.merge}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The worst relative difference of each kind of result, by its name."""
+
+    by_kind: Mapping[str, float]
+
+    @property
+    def worst(self) -> float:
+        return max(self.by_kind.values())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{kind} {value:.1e}" for kind, value in sorted(
+            self.by_kind.items(), key=lambda item: -item[1]))
+
+
+ALL_TOWERS = [Towers(count, merge) for count in (1, 2, 3, 4, 5, 8) for merge in MERGES]
+# One of these a case, in turn, is what ``make test`` runs.
+CORE_TOWERS = [Towers(3, "cpu"), Towers(4, "tower 0"), Towers(3, "balanced"), Towers(4, "cpu"),
+               Towers(1, "cpu"), Towers(4, "balanced"), Towers(3, "tower 0")]
+
+
+def core() -> list[tuple[cases.Case, str, Towers]]:
+    """The core: every case in every Keras version, on towers that take turns."""
+    applicable = [(case, keras) for case in cases.CASES.values() for keras in case.keras]
+    return [(case, keras, CORE_TOWERS[index % len(CORE_TOWERS)])
+            for index, (case, keras) in enumerate(applicable)]
+
+
+def keras_module(name: str) -> Any:
+    """``keras`` or ``tf_keras``."""
+    return importlib.import_module(name)
+
+
+def compare(case: cases.Case, keras: Any, towers: Towers) -> Difference:
+    """Trains ``case`` on one device (once a process) and on ``towers``."""
+    wanted = _single(case.name, keras.__name__)
+    got = train(case, keras, towers.strategy())
+    return Difference({kind: difference(got[kind], wanted[kind]) for kind in wanted})
+
+
+@functools.cache
+def _single(case_name: str, keras_name: str) -> dict[str, Any]:
+    case = cases.CASES[case_name]
+    results = train(case, keras_module(keras_name), None)
+    if case.moves:
+        moved = difference(results["weights"], results["initial weights"])
+        if moved < 1e-3:
+            raise AssertionError(f"{case.name} trains nothing: its weights moved by {moved}")
+    return results
+
+
+def train(case: cases.Case, keras: Any,
+          strategy: tf.distribute.Strategy | None) -> dict[str, Any]:
+    """Trains ``case`` from a fixed seed.
+
+    Returns:
+      Nests of arrays: ``initial weights``, ``weights``, ``optimizer`` (its variables), ``epoch
+      logs`` (validation's included), ``batch logs`` (what a callback saw in
+      ``on_train_batch_end``), what the run's ``seen`` gave, and what :data:`AFTER` asks for:
+      ``evaluate``, ``predict``, ``on batch`` (``test_on_batch``, ``train_on_batch``,
+      ``predict_on_batch``, then the weights).
+    """
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(SEED)
+    with _policy(keras, case.policy):
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            run = case.make(keras)
+            optimizer = {"optimizer": cases.sgd(keras), "loss": "mse"}
+            run.model.compile(**{**optimizer, **run.compile})
+        return _results(keras, run, AFTER.get(case.name.split("/")[0], ()))
+
+
+def _results(keras: Any, run: cases.Run, after: Sequence[str]) -> dict[str, Any]:
+    model, seen, epochs = run.model, _batch_logs(keras), []
+    results: dict[str, Any] = {"initial weights": _arrays(model.get_weights())}
+    labels = {} if run.y is None else {"y": run.y}
+    weights = {} if run.weights is None else {"sample_weight": run.weights}
+    for fit in run.fits:
+        arguments = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0,
+                     **run.fit, **fit, **labels, **weights}
+        history = model.fit(run.x, callbacks=[seen, *run.callbacks()], **arguments)
+        epochs.append(_without_time(history.history))
+    results["weights"] = _arrays(model.get_weights())
+    if not results["initial weights"]:
+        results["initial weights"] = [np.zeros_like(array) for array in results["weights"]]
+    results["optimizer"] = _arrays(_variables(model.optimizer))
+    results["epoch logs"], results["batch logs"] = epochs, seen.logs
+    results.update(run.seen(model))
+    size = run.fit.get("batch_size", 8)
+    finite = {} if run.fit.get("steps_per_epoch") is None else {"steps": 3}
+    if "evaluate" in after:
+        results["evaluate"] = model.evaluate(run.x, batch_size=size, return_dict=True, verbose=0,
+                                             **labels, **weights, **finite)
+    if "predict" in after:
+        results["predict"] = model.predict(_features(run.x), batch_size=size, verbose=0, **finite)
+    if "on batch" in after and run.y is not None:
+        results["on batch"] = _on_batch(run, labels, weights)
+    return results
+
+
+def _on_batch(run: cases.Run, labels: Any, weights: Any) -> list[Any]:
+    """The ``*_on_batch`` methods, with the first 7 rows."""
+    x, labels, weights = tf.nest.map_structure(lambda array: array[:7], (run.x, labels, weights))
+    model = run.model
+    return [model.test_on_batch(x, **labels, **weights, return_dict=True),
+            model.train_on_batch(x, **labels, **weights, return_dict=True),
+            model.predict_on_batch(x), _arrays(model.get_weights())]
+
+
+def difference(got: Any, wanted: Any) -> float:
+    """The worst relative difference between two nests of arrays."""
+    try:
+        tf.nest.assert_same_structure(got, wanted)
+    except (TypeError, ValueError):
+        return float("inf")
+    return max((_relative(np.asarray(a), np.asarray(b))
+                for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(wanted))), default=0.0)
+
+
+def _relative(got: np.ndarray, wanted: np.ndarray) -> float:
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return float("inf")
+    if got.size == 0 or np.array_equal(got, wanted):
+        return 0.0
+    if wanted.dtype.kind not in "fiu" and wanted.dtype.name != "bfloat16":
+        return float("inf")
+    got, wanted = got.astype("float64"), wanted.astype("float64")
+    if not (np.isfinite(got).all() and np.isfinite(wanted).all()):
+        return float("inf")
+    return float(np.max(np.abs(got - wanted)) / max(np.max(np.abs(wanted)), FLOOR))
+
+
+def _arrays(values: Any) -> list[np.ndarray]:
+    return [np.array(value) for value in values]
+
+
+def _variables(optimizer: Any) -> list[Any]:
+    held = optimizer.variables
+    return list(held() if callable(held) and not isinstance(held, list) else held)
+
+
+def _features(x: Any) -> Any:
+    return x.map(lambda features, *_: features) if isinstance(x, tf.data.Dataset) else x
+
+
+def _without_time(logs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: [np.asarray(value, "float64") for value in values]
+            for name, values in logs.items()}
+
+
+def _batch_logs(keras: Any) -> Any:
+    class BatchLogs(keras.callbacks.Callback):
+        """Keeps what ``on_train_batch_end`` gets."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.logs: list[dict[str, np.ndarray]] = []
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.logs.append({name: np.asarray(value, "float64")
+                              for name, value in (logs or {}).items()})
+
+    return BatchLogs()
+
+
+@contextlib.contextmanager
+def _policy(keras: Any, policy: str) -> Iterator[None]:
+    floatx = "float64" if policy == "float64" else "float32"
+    set_policy = keras.mixed_precision.set_global_policy
+    keras.backend.set_floatx(floatx)
+    set_policy(policy)
+    try:
+        yield
+    finally:
+        keras.backend.set_floatx("float32")
+        set_policy("float32")
