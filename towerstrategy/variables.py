@@ -248,7 +248,7 @@ class TowerVariable(_tf.ResourceVariable):
         if self.aggregation is Aggregation.NONE:
             # Tower after tower: each moves the variable by its share of the way it wants to go.
             share = tf.cast(tower.share, self.dtype)
-            filled = tower.shares.filled(tower.tower)
+            filled = tower.filled
             wanted = value - self.read_value() if method is _tf.ResourceVariable.assign else value
             step = tf.where(filled, wanted * share, tf.zeros_like(wanted))
             write = (_tf.ResourceVariable.assign_sub
@@ -265,6 +265,16 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     part as it is, and a value given to a SUM variable from outside goes to tower 0's part whole
     (not 1/R to each), so that counts stay exact.
     """
+
+    def _get(self) -> Any:
+        tower = towers.current_tower()
+        return tower.part_of(self._values) if tower is not None else super()._get()
+
+    def _get_on_device_or_primary(self) -> Any:
+        tower = towers.current_tower()
+        if tower is not None:
+            return tower.part_of(self._values)
+        return super()._get_on_device_or_primary()
 
     def assign(self, value: Any, use_locking: bool = False, name: Any = None,
                read_value: bool = True) -> Any:
@@ -304,7 +314,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         if tower is None or not tower.shares.may_be_empty:
             return value
         value = tf.convert_to_tensor(value, dtype=self.dtype)
-        return tf.where(tower.shares.filled(tower.tower), value, neutral())
+        return tf.where(tower.filled, value, neutral())
 
     def _assigned_from_outside(self) -> bool:
         if _tf.is_saving_one_copy() or self.aggregation is not Aggregation.SUM:
@@ -361,8 +371,10 @@ def make_tower_local(strategy: tf.distribute.Strategy,
         zero = variable.aggregation is Aggregation.SUM
         value = tf.zeros_like(variable) if zero else tf.identity(variable)
         with tf.device(device), tf.init_scope():
-            parts.append(tf.Variable(value, trainable=variable.trainable, dtype=variable.dtype,
-                                     name=f"{variable.name.split(':')[0]}/tower_{number}"))
+            # Not tf.Variable: in the scope it would become one with a copy of its own.
+            parts.append(_tf.ResourceVariable(
+                value, trainable=variable.trainable, dtype=variable.dtype,
+                name=f"{variable.name.split(':')[0]}/tower_{number}"))
     return _tower_local(strategy, parts, variable.aggregation)
 
 

@@ -462,6 +462,9 @@ def _symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = _strategy_of(self)
         if strategy is None:
             return original(self, iterator, data_batch)
+        if self.train_function is None:
+            # The optimizer is built here, around weights that may have been built outside.
+            _adopt_state(strategy, self)
         if iterator is not None:
             data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
         try:
