@@ -103,6 +103,11 @@ def _single(case_name: str, keras_name: str) -> dict[str, Any]:
     return results
 
 
+def forget() -> None:
+    """Lets go of the single-device results that :func:`compare` has kept."""
+    _single.cache_clear()
+
+
 def train(case: cases.Case, keras: Any,
           strategy: tf.distribute.Strategy | None) -> dict[str, Any]:
     """Trains ``case`` from a fixed seed.
