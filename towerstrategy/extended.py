@@ -30,6 +30,9 @@ class TowerExtended(_tf.StrategyExtended):
         homes = placement.towers if placement.balanced else (placement.merge,)
         self._homes = variables.Homes(homes, placement.balanced)
         self._tracked: dict[int, weakref.ref[Any]] = {}
+        # Whether functions are traced for tower 0 alone, and why some were not.
+        self.trace_once = True
+        self.own_trace_reasons: list[str] = []
         # tf.function -> the same function with the towers inside.
         self.functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # A nested tf.function may read tower-local variables, so each device has its own trace.
@@ -167,6 +170,12 @@ class TowerExtended(_tf.StrategyExtended):
             if variable is not None:
                 yield variable
 
+    def tower_local_parts(self) -> Iterator[Any]:
+        """The parts of each living tower-local variable."""
+        for variable in self.variables():
+            if isinstance(variable, variables.TowerLocalVariable):
+                yield variable._values
+
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         owner = getattr(colocate_with_variable, "_distribute_strategy", None)
         if owner is None or owner is not self._container_strategy():
@@ -191,20 +200,42 @@ class TowerExtended(_tf.StrategyExtended):
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset,
                                          options: Any) -> split.TowerDataset:
         _keras.install_hooks()
-        if _per_replica(options):
+        per_replica, fetched_to, ready = self._input_options(options)
+        if per_replica:
             raise NotImplementedError(
-                "InputOptions: experimental_replication_mode=PER_REPLICA is only supported in "
+                "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
-        return split.split_dataset(dataset, len(self.worker_devices), self._with_stand_ins)
+        return split.split_dataset(dataset, len(self.worker_devices), self._with_stand_ins,
+                                   ready).fetched_to(fetched_to)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> split.TowerDataset:
+        per_replica, fetched_to, ready = self._input_options(options)
         count = len(self.worker_devices)
-        context = tf.distribute.InputContext(num_input_pipelines=1, input_pipeline_id=0,
-                                             num_replicas_in_sync=count)
-        if not _per_replica(options):
-            return split.group_dataset(dataset_fn(context), count)
-        return split.zip_datasets([dataset_fn(context) for _ in range(count)])
+        pipelines = count if per_replica else 1
+        datasets = [dataset_fn(tf.distribute.InputContext(
+            num_input_pipelines=pipelines, input_pipeline_id=pipeline, num_replicas_in_sync=count))
+            for pipeline in range(pipelines)]
+        made = (split.zip_datasets(datasets, ready) if per_replica
+                else split.group_dataset(datasets[0], count, ready=ready))
+        return made.fetched_to(fetched_to)
+
+    def _input_options(self, options: Any) -> tuple[bool, tuple[str, ...], int]:
+        """Whether each tower has a pipeline, where parts are fetched to, elements held ready."""
+        if options is None:
+            return False, (), split.READY
+        if not isinstance(options, tf.distribute.InputOptions):
+            raise TypeError("options must be None or a tf.distribute.InputOptions, but got "
+                            f"{options!r} of type {type(options).__name__}.")
+        if options.experimental_place_dataset_on_device:
+            raise ValueError(
+                "InputOptions: experimental_place_dataset_on_device=True is not supported, because "
+                "batches are split by a pipeline on the CPU. Leave it False; "
+                "experimental_fetch_to_device=True puts each tower's part on its device.")
+        mode = options.experimental_replication_mode
+        return (mode == tf.distribute.InputReplicationMode.PER_REPLICA,
+                self.worker_devices if options.experimental_fetch_to_device else (),
+                max(split.READY, options.experimental_per_replica_buffer_size))
 
     def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> split.RestartableIterator:
         return split.RestartableIterator(self._experimental_distribute_dataset(dataset, None))
@@ -258,16 +289,6 @@ class TowerExtended(_tf.StrategyExtended):
         with tf.device(device), _tf.UpdateContext(0), tf.name_scope("update_0"):
             result = fn(*_the_one(0, args), **_the_one(0, kwargs))
         return _tf.update_regroup(self, [result], group)
-
-
-def _per_replica(options: Any) -> bool:
-    if options is None:
-        return False
-    if not isinstance(options, tf.distribute.InputOptions):
-        raise TypeError("options must be None or a tf.distribute.InputOptions, but got "
-                        f"{options!r} of type {type(options).__name__}.")
-    return (options.experimental_replication_mode
-            == tf.distribute.InputReplicationMode.PER_REPLICA)
 
 
 def _the_one(number: int, structured: Any) -> Any:

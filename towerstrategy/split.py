@@ -17,6 +17,12 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 
+# How many elements lie ready behind the split.
+READY = 2
+
+# Nobody unrolls so many steps into one graph on purpose.
+_MOST_STEPS_IN_GRAPH = 1000
+
 Nest = Any
 Rows = Any  # an int, or a scalar int64 tensor
 
@@ -158,14 +164,15 @@ def rows_in(component: Any) -> Rows:
     return static if static is not None else tf.shape(component, out_type=tf.int64)[0]
 
 
-def split_dataset(dataset: tf.data.Dataset, towers: int,
-                  stand_ins: bool = False) -> TowerDataset:
+def split_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False,
+                  ready: int = READY) -> TowerDataset:
     """A dataset of global batches, split in the input pipeline.
 
     Args:
       dataset: elements are batches, see :func:`split_batch`.
       towers: how many sub-batches each element becomes.
       stand_ins: see :func:`split_batch`.
+      ready: how many split elements the pipeline holds ready.
 
     Raises:
       TypeError: ``dataset`` is no ``tf.data.Dataset``.
@@ -175,16 +182,16 @@ def split_dataset(dataset: tf.data.Dataset, towers: int,
         raise TypeError("dataset must be a tf.data.Dataset, but got "
                         f"{dataset!r} of type {type(dataset).__name__}.")
     _check_batched(dataset.element_spec)
-    again = functools.partial(split_dataset, dataset, towers, True)
+    again = functools.partial(split_dataset, dataset, towers, True, ready)
     if towers > 1:
         split = _on_elements(dataset.element_spec,
                              lambda element: split_batch(element, towers, stand_ins))
-        dataset = dataset.map(split).prefetch(2)
+        dataset = dataset.map(split).prefetch(ready)
     return TowerDataset(dataset, again)
 
 
-def group_dataset(dataset: tf.data.Dataset, towers: int,
-                  stand_ins: bool = False) -> TowerDataset:
+def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False,
+                  ready: int = READY) -> TowerDataset:
     """A dataset of per-tower batches: R elements in a row make one step, one a tower.
 
     An incomplete last group gives its missing towers batches with no rows.  Where a component is a
@@ -195,6 +202,7 @@ def group_dataset(dataset: tf.data.Dataset, towers: int,
       dataset: elements are the batches of one tower.
       towers: how many elements make a step.
       stand_ins: see :func:`split_batch`.
+      ready: how many grouped elements the pipeline holds ready.
 
     Raises:
       TypeError: ``dataset`` is no ``tf.data.Dataset``.
@@ -225,11 +233,11 @@ def group_dataset(dataset: tf.data.Dataset, towers: int,
             pack = functools.partial(StandInSubBatches, rows=counts)
         return tf.nest.map_structure(lambda *values: pack(values), *parts)
 
-    return TowerDataset(windows.map(group).prefetch(2),
-                        functools.partial(group_dataset, dataset, towers, True))
+    return TowerDataset(windows.map(group).prefetch(ready),
+                        functools.partial(group_dataset, dataset, towers, True, ready))
 
 
-def zip_datasets(datasets: Sequence[tf.data.Dataset]) -> TowerDataset:
+def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> TowerDataset:
     """One dataset of per-tower batches a tower, put side by side.
 
     A tower whose dataset has ended gets batches with no rows until all have ended; with elements
@@ -237,6 +245,7 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset]) -> TowerDataset:
 
     Args:
       datasets: one a tower, all with the same element spec.
+      ready: how many elements the pipeline holds ready.
 
     Raises:
       TypeError: one of them is no ``tf.data.Dataset``.
@@ -256,17 +265,40 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset]) -> TowerDataset:
     flat = [dataset.map(_on_elements(spec, lambda element: tuple(tf.nest.flatten(element))))
             for dataset in datasets]
     if not batched:
-        return TowerDataset(tf.data.Dataset.zip(tuple(flat)).map(group))
+        return TowerDataset(tf.data.Dataset.zip(tuple(flat)).map(group).prefetch(ready))
     nothing = tf.data.Dataset.from_tensors(
         (False, tuple(_no_rows(leaf) for leaf in tf.nest.flatten(spec)))).repeat()
     flagged = [dataset.map(lambda *leaves: (True, leaves)).concatenate(nothing) for dataset in flat]
     zipped = tf.data.Dataset.zip(tuple(flagged)).take_while(
         lambda *pairs: tf.reduce_any([there for there, _ in pairs]))
-    return TowerDataset(zipped.map(lambda *pairs: group(*(leaves for _, leaves in pairs))))
+    grouped = zipped.map(lambda *pairs: group(*(leaves for _, leaves in pairs)))
+    return TowerDataset(grouped.prefetch(ready))
 
 
 class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
     """Iterates over a :class:`TowerDataset`; a ``tf.data`` iterator, so it can be checkpointed."""
+
+    _devices: Sequence[str] = ()
+    _steps_in_graph = 0
+
+    def get_next(self) -> Nest:
+        return _onto_devices(super().get_next(), self._devices)
+
+    def __next__(self) -> Nest:
+        self._check_ends()
+        return _onto_devices(super().__next__(), self._devices)
+
+    def _check_ends(self) -> None:
+        """Python's own loops know no end while a function is traced; stop them with a reason."""
+        if tf.executing_eagerly():
+            return
+        self._steps_in_graph += 1
+        if self._steps_in_graph > _MOST_STEPS_IN_GRAPH:
+            raise RuntimeError(
+                f"more than {_MOST_STEPS_IN_GRAPH} batches were taken from a distributed dataset "
+                "while one tf.function was traced. Python's enumerate, zip and comprehensions do "
+                "not see where a dataset ends there. Write a plain `for batch in dataset:` loop, "
+                "which autograph converts, and count in it.")
 
 
 class TowerDataset(tf.distribute.DistributedDataset):
@@ -280,10 +312,18 @@ class TowerDataset(tf.distribute.DistributedDataset):
                  with_stand_ins: Callable[[], TowerDataset] | None = None) -> None:
         self._dataset = dataset
         self._with_stand_ins = with_stand_ins
+        self._devices: Sequence[str] = ()
 
     def with_stand_ins(self) -> TowerDataset:
         """The same dataset with stand-ins for towers without rows."""
-        return self._with_stand_ins() if self._with_stand_ins is not None else self
+        if self._with_stand_ins is None:
+            return self
+        return self._with_stand_ins().fetched_to(self._devices)
+
+    def fetched_to(self, devices: Sequence[str]) -> TowerDataset:
+        """This dataset, each tower's part of an element put on its device when it is taken."""
+        self._devices = devices
+        return self
 
     @property
     def element_spec(self) -> Nest:
@@ -300,6 +340,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
     def __iter__(self) -> TowerIterator:
         iterator = iter(self._dataset)
         iterator.__class__ = TowerIterator
+        iterator._devices = self._devices
         return iterator
 
     def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
@@ -349,6 +390,26 @@ class RestartableIterator:
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
         return self._iterator.get_next_as_optional()
+
+
+def _onto_devices(element: Nest, devices: Sequence[str]) -> Nest:
+    """``element`` with each tower's part on its device; as it is where no devices are given."""
+    if not devices:
+        return element
+
+    def moved(part: Any, device: str) -> Any:
+        with tf.device(device):
+            return tf.nest.map_structure(tf.identity, part, expand_composites=True)
+
+    def each(leaf: Any) -> Any:
+        if not isinstance(leaf, _tf.PerReplica):
+            return moved(leaf, devices[0]) if len(devices) == 1 else leaf
+        parts = [moved(part, device) for part, device in zip(leaf.values, devices)]
+        if isinstance(leaf, StandInSubBatches):
+            return StandInSubBatches(parts, leaf.rows)
+        return type(leaf)(parts)
+
+    return tf.nest.map_structure(each, element)
 
 
 def _on_elements(spec: Nest, fn: Callable[[Nest], Nest]) -> Callable[..., Nest]:
