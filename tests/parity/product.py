@@ -1,0 +1,143 @@
+"""The whole product of cases, Keras versions, towers and merge devices, in several processes.
+
+Goes in: the command line of ``python -m tests.parity``.  Comes out: progress, and a table of the
+worst difference of each case in each Keras version, as text or (``--markdown FILE``) for BUILD.md.
+The exit status is 1 where a case is not within its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import os
+import pathlib
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import towerstrategy
+
+from . import cases, runner
+
+
+class Found(NamedTuple):
+    """The worst of a case in a Keras version: how far, on which towers, and what is to be said."""
+
+    case: str
+    keras: str
+    worst: float
+    towers: str
+    details: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what the command line asks for; the exit status."""
+    options = _options(argv)
+    work = _work(options)
+    runs = sum(len(towers) for _, _, towers in work)
+    print(f"{len(work)} pairs of case and Keras version, {runs} runs on towers, "
+          f"{options.jobs} process(es)", flush=True)
+    started = time.time()
+    found: dict[tuple[str, str], Found] = {}
+    for done, result in enumerate(_each(work, options.jobs), start=1):
+        found[result.case, result.keras] = result
+        print(f"[{done}/{len(work)}, {time.time() - started:.0f} s] {_line(result)}", flush=True)
+    table = _table(found)
+    print(f"\n{table}")
+    if options.markdown:
+        options.markdown.write_text(f"{table}\n")
+    failed = [result for result in found.values() if not _within(result)]
+    for result in failed:
+        print(f"NOT WITHIN ITS BOUND: {_line(result)}\n{result.details}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
+    parser.add_argument("--quick", action="store_true",
+                        help="each case on one choice of towers, as in `make test`")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has TEXT")
+    parser.add_argument("--keras", choices=[cases.KERAS_3, cases.TF_KERAS], help="one version")
+    parser.add_argument("--towers", type=int, nargs="+", metavar="R", help="only these numbers")
+    parser.add_argument("--merge", choices=runner.MERGES, help="one merge device")
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8),
+                        help="processes side by side (default %(default)s)")
+    parser.add_argument("--markdown", type=pathlib.Path, metavar="FILE",
+                        help="where to write the table")
+    return parser.parse_args(argv)
+
+
+def _work(options: argparse.Namespace) -> list[tuple[str, str, list[runner.Towers]]]:
+    """Case, Keras version and the towers to compare on, for all that is asked for."""
+    work = []
+    for case, keras, turn in runner.core():
+        towers = [turn] if options.quick else [
+            towers for towers in runner.ALL_TOWERS
+            if options.towers is None or towers.count in options.towers]
+        towers = [one for one in towers if options.merge in (None, one.merge)]
+        if options.only in case.name and options.keras in (None, keras) and towers:
+            work.append((case.name, keras, towers))
+    return work
+
+
+def _each(work: Sequence[tuple[str, str, list[runner.Towers]]], jobs: int):
+    """The results, as they come."""
+    if jobs == 1:
+        _start()
+        yield from (_worst(item) for item in work)
+        return
+    # A few cases a process: TensorFlow keeps what it has traced, and the memory for it.
+    with concurrent.futures.ProcessPoolExecutor(
+            jobs, multiprocessing.get_context("spawn"), _start, max_tasks_per_child=20) as pool:
+        tasks = [pool.submit(_worst, item) for item in work]
+        for task in concurrent.futures.as_completed(tasks):
+            yield task.result()
+
+
+def _start() -> None:
+    towerstrategy.split_cpu(8)
+    warnings.filterwarnings("ignore")
+
+
+def _worst(item: tuple[str, str, list[runner.Towers]]) -> Found:
+    name, keras, choices = item
+    worst = Found(name, keras, -1.0, "", "")
+    for towers in choices:
+        try:
+            found = runner.compare(cases.CASES[name], runner.keras_module(keras), towers)
+            this = Found(name, keras, found.worst, str(towers), str(found))
+        except Exception:  # a case that fails is a line of the table, and the others go on
+            this = Found(name, keras, float("inf"), str(towers), traceback.format_exc())
+        worst = max(worst, this, key=lambda result: result.worst)
+    runner.forget()
+    return worst
+
+
+def _within(result: Found) -> bool:
+    return result.worst <= cases.CASES[result.case].bound
+
+
+def _line(result: Found) -> str:
+    verdict = "" if _within(result) else "  <-- NOT WITHIN ITS BOUND"
+    return f"{result.worst:.1e}  {result.case} ({result.keras}, {result.towers}){verdict}"
+
+
+def _table(found: dict[tuple[str, str], Found]) -> str:
+    """Cases x Keras versions, in Markdown."""
+    versions = (cases.KERAS_3, cases.TF_KERAS)
+    rows = [("case", *versions, "bound", "remark"), ("---", *("---:",) * 3, "---")]
+    for case in cases.CASES.values():
+        if any((case.name, keras) in found for keras in versions):
+            rows.append((case.name, *(_cell(found.get((case.name, keras))) for keras in versions),
+                         f"{case.bound:.0e}", case.reason))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return "\n".join(f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths))} |"
+                     for row in rows)
+
+
+def _cell(result: Found | None) -> str:
+    return "-" if result is None else f"{result.worst:.1e}"
