@@ -25,7 +25,7 @@ lint: $(VENV)/test.installed
 test-parity: $(VENV)/test.installed
 	$(RUN) -m tests.parity
 
-test-slow: $(VENV)/test.installed
+test-slow: $(VENV)/test.installed $(VENV)/release.installed
 	$(RUN) -m pytest tests/slow
 
 bench: $(VENV)/test.installed

@@ -44,7 +44,7 @@ class TowerStrategy(tf.distribute.Strategy):
     ... def add_up(x):
     ...   total.assign_add(tf.reduce_sum(x))
     >>> strategy.run(add_up, args=(parts,))
-    >>> total.numpy()
+    >>> float(total)
     45.0
 
     A Keras model compiled in the scope trains on the towers, and gets the weights that one device
@@ -123,6 +123,12 @@ class TowerStrategy(tf.distribute.Strategy):
         Raises:
           TypeError: ``model`` is no Keras model.
           ValueError: ``model`` belongs to another strategy.
+
+        >>> model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)],
+        ...                             name="small")
+        >>> model.compile("sgd", "mse")
+        >>> TowerStrategy(split_cpu(4)).adopt(model)
+        "adopted model 'small' for 4 towers: ..."
         """
         return _keras.adopt(self, model)
 

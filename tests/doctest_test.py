@@ -1,0 +1,67 @@
+"""The examples in the docstrings run, and everything public has one."""
+
+import functools
+import importlib
+import inspect
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from absl.testing import absltest, parameterized
+
+import doctests
+import towerstrategy
+
+HERE = pathlib.Path(__file__).parent
+
+
+@functools.cache
+def outcome() -> subprocess.CompletedProcess[str]:
+    """What ``doctests.py`` prints; its process has as many devices as the examples show."""
+    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run([sys.executable, str(HERE / "doctests.py")], capture_output=True,
+                          text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
+
+
+class DoctestTest(parameterized.TestCase):
+
+    @parameterized.parameters(doctests.modules())
+    def test_examples_give_what_they_show(self, module):
+        """Else a newcomer who types a docstring's example in gets something else."""
+        done = outcome()
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        _, failed = json.loads(done.stdout.splitlines()[-1])[module]
+        self.assertEqual(failed, 0, done.stdout)
+
+    @parameterized.parameters("towerstrategy.devices", "towerstrategy.split",
+                              "towerstrategy.strategy", "towerstrategy.multi_gpu")
+    def test_examples_are_found(self, module):
+        """Else the test above passes because it runs nothing."""
+        attempted, _ = json.loads(outcome().stdout.splitlines()[-1])[module]
+        self.assertGreater(attempted, 0)
+
+    def test_everything_public_has_an_example(self):
+        """Else a public name comes without a line to try it with."""
+        strategy = towerstrategy.TowerStrategy
+        own = [value for name, value in vars(strategy).items()
+               if inspect.isfunction(value) and not name.startswith("_")]
+        named = [getattr(towerstrategy, name) for name in towerstrategy.__all__]
+        for thing in [*own, *filter(callable, named)]:
+            self.assertIn(">>>", inspect.getdoc(thing) or "", thing)
+
+    def test_public_functions_are_typed(self):
+        """Else a type checker, told by py.typed to believe us, finds nothing to check."""
+        for module in doctests.modules():
+            for name, value in vars(importlib.import_module(module)).items():
+                ours = getattr(value, "__module__", None) == module and not name.startswith("_")
+                for part in vars(value).values() if ours and inspect.isclass(value) else [value]:
+                    if ours and inspect.isfunction(part):
+                        hints = inspect.get_annotations(part)
+                        wanted = set(inspect.signature(part).parameters) - {"self", "cls"}
+                        self.assertEqual(wanted | {"return"}, set(hints), f"{module}: {part}")
+
+
+if __name__ == "__main__":
+    absltest.main()

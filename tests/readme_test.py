@@ -1,0 +1,55 @@
+"""What the documents say: their code runs, their links lead somewhere."""
+
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+from absl.testing import absltest, parameterized
+
+import code_blocks
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCUMENTS = [str(path.relative_to(ROOT))
+             for path in [ROOT / "README.md", ROOT / "BUILD.md", *sorted(ROOT.glob("docs/*.md"))]]
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+@functools.cache
+def outcome() -> subprocess.CompletedProcess[str]:
+    """All documents' blocks, run in one process from an empty folder."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as empty:
+        return subprocess.run(
+            [sys.executable, str(ROOT / "tests" / "code_blocks.py"),
+             *(str(ROOT / name) for name in DOCUMENTS)],
+            cwd=empty, capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": path})
+
+
+class DocumentsTest(parameterized.TestCase):
+
+    @parameterized.parameters(DOCUMENTS)
+    def test_code_runs(self, document):
+        """Else what a user copies from the documents fails."""
+        done = outcome()
+        count = len(code_blocks.blocks((ROOT / document).read_text()))
+        self.assertIn(f"{document}: ran {count} blocks", done.stdout, done.stderr)
+
+    @parameterized.parameters(DOCUMENTS)
+    def test_links_lead_to_files(self, document):
+        """Else a reader who follows a link stands before nothing."""
+        for target in LINK.findall((ROOT / document).read_text()):
+            if "://" not in target:
+                self.assertTrue((ROOT / document).parent.joinpath(target).exists(), target)
+
+    def test_readme_has_the_examples_that_it_promises(self):
+        """Else the test above passes with nothing to run."""
+        self.assertGreaterEqual(len(code_blocks.blocks((ROOT / "README.md").read_text())), 3)
+
+
+if __name__ == "__main__":
+    absltest.main()

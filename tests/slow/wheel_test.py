@@ -1,0 +1,80 @@
+"""The wheel, as someone gets it who has none of this repository.
+
+Takes some minutes: TensorFlow is installed into an empty environment.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+import zipfile
+
+from absl.testing import absltest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+class WheelTest(absltest.TestCase):
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        source = cls.folder / "source"
+        shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(
+            ".venv", ".git", "build", "dist", "out", "*.egg-info", "*_cache", "__pycache__"))
+        cls.output = cls.run_in(source, [sys.executable, "-m", "build", "--outdir",
+                                         str(cls.folder / "dist"), str(source)])
+        cls.sdist, = (cls.folder / "dist").glob("*.tar.gz")
+        cls.wheel, = (cls.folder / "dist").glob("*.whl")
+
+    @classmethod
+    def run_in(cls, folder: pathlib.Path, command: list[str]) -> str:
+        """Runs a command that must succeed; what it printed."""
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False,
+                              env={**environment, "TF_CPP_MIN_LOG_LEVEL": "2"})
+        if done.returncode:
+            raise AssertionError(f"{command} failed:\n{done.stdout[-5000:]}\n{done.stderr[-5000:]}")
+        return done.stdout
+
+    def test_package_index_would_take_it(self):
+        """Else a release is refused on upload."""
+        self.run_in(self.folder, [sys.executable, "-m", "twine", "check", "--strict",
+                                  str(self.sdist), str(self.wheel)])
+
+    def test_holds_the_package_and_nothing_else(self):
+        """Else users get our tests as a top-level package, or no type hints."""
+        with zipfile.ZipFile(self.wheel) as wheel:
+            names = wheel.namelist()
+        package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("towerstrategy/**/*.py")}
+        self.assertContainsSubset(package | {"towerstrategy/py.typed"}, names)
+        tops = {name.split("/")[0] for name in names}
+        self.assertEqual({top for top in tops if not top.endswith(".dist-info")}, {"towerstrategy"})
+        with tarfile.open(self.sdist) as sdist:
+            inside = {name.partition("/")[2] for name in sdist.getnames()}
+        self.assertContainsSubset({"README.md", "LICENSE", "setup.cfg", "setup.py"}, inside)
+
+    def test_readme_runs_in_an_empty_environment(self):
+        """Else what works in this repository fails for whoever installs the package."""
+        home = self.folder / "venv"
+        venv.create(home, with_pip=True)
+        python = str(home / "bin" / "python")
+        self.run_in(self.folder, [python, "-m", "pip", "install", "--quiet", str(self.wheel)])
+        elsewhere = self.folder / "elsewhere"
+        elsewhere.mkdir()
+        for path in (ROOT / "README.md", ROOT / "tests" / "code_blocks.py"):
+            shutil.copy(path, elsewhere)
+        printed = self.run_in(elsewhere, [python, "code_blocks.py", "README.md"])
+        self.assertIn("README.md: ran", printed)
+        where = self.run_in(elsewhere, [python, "-c",
+                                        "import towerstrategy; print(towerstrategy.__file__)"])
+        self.assertStartsWith(where, str(home))
+
+
+if __name__ == "__main__":
+    absltest.main()
