@@ -27,9 +27,11 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.distribute import values as values_lib
 from tensorflow.python.eager import context as eager_context
+from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.framework import composite_tensor
 from tensorflow.python.framework import ops as framework_ops
-from tensorflow.python.ops import resource_variable_ops, summary_ops_v2, variable_scope
+from tensorflow.python.ops import handle_data_util, resource_variable_ops, summary_ops_v2, variable_scope
 from tensorflow.python.util import nest as private_nest
 
 PRIVATE_NAMES: dict[str, str] = {
@@ -65,6 +67,8 @@ PRIVATE_NAMES: dict[str, str] = {
     "tensorflow.python.autograph.core.config:CONVERSION_RULES":
         "autograph's list of packages (Keras among them) whose own code it leaves alone",
     "tensorflow.python.autograph.core.config:DoNotConvert": "an entry of that list",
+    "tensorflow.python.autograph.pyct.error_utils:ErrorMetadataBase":
+        "an error's ag_error_metadata, from which autograph makes the error that users see",
     "tensorflow.python.eager.context:context": "per-thread eager state handed to tower threads",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function":
         "the class of what tf.function returns",
@@ -93,6 +97,14 @@ UpdateContext = distribute_lib.UpdateContext
 OwnedIterator = iterator_ops.OwnedIterator
 Function = polymorphic_function.Function
 ReduceOp = reduce_util.ReduceOp
+CompositeTensor = composite_tensor.CompositeTensor
+
+# An odd number, so that no two towers get the same multiple of it modulo 2**31.
+SEED_STEP = 0x1E3779B1
+
+_CALLERS = frozenset({
+    "Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf",
+    "StatelessWhile", "While", "RemoteCall", "SymbolicGradient", "MapDefun"})
 
 regroup = distribute_utils.regroup
 select_replica = distribute_utils.select_replica
@@ -117,6 +129,14 @@ def cross_replica_context(strategy: tf.distribute.Strategy) -> Iterator[None]:
         yield
     finally:
         distribute_lib._pop_per_thread_mode()
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds ``note`` to ``error``, and to the error that autograph will raise in its place."""
+    error.add_note(note)
+    metadata = getattr(error, "ag_error_metadata", None)
+    if metadata is not None:
+        metadata.cause_message += f"\n{note}"
 
 
 def autograph_convert(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,3 +262,70 @@ def share_dependencies(copied: Any, original: Any, but: Collection[str]) -> None
         _self_unconditional_dependency_names=dict(taken + own),
         _self_unconditional_deferred_dependencies={},
         _self_update_uid=-1, _self_name_based_restores=set(), _self_saveable_object_factories={})
+
+
+def is_eager(tensor: tf.Tensor) -> bool:
+    """Whether ``tensor`` holds a value now."""
+    return isinstance(tensor, framework_ops.EagerTensor)
+
+
+def is_unread_variable(value: Any) -> bool:
+    """Whether ``value`` is what a write to a plain variable returns inside a function."""
+    return isinstance(value, resource_variable_ops._UnreadVariable)
+
+
+def not_recorded() -> Any:
+    """Within, no gradient tape of this thread records."""
+    return record.stop_recording()
+
+
+def operation_count(graph: tf.Graph) -> int:
+    """How many operations ``graph`` has."""
+    return len(graph.get_operations())
+
+
+def captures_of(graph: tf.Graph) -> list[tuple[Any, tf.Tensor]]:
+    """Pairs of a tensor outside of ``graph`` and what stands for it inside."""
+    return list(graph.captures)
+
+
+def capture(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
+    """What stands for ``tensor`` in ``graph``: itself, or a placeholder where it is from outside."""
+    return graph.capture(tensor)
+
+
+def copy_handle_data(source: tf.Tensor, target: tf.Tensor) -> None:
+    """Hands on what is known of the variable or list behind a resource or variant tensor."""
+    if source.dtype in (tf.resource, tf.variant):
+        handle_data_util.copy_handle_data(source, target)
+
+
+def add_control_input(operation: tf.Operation, control: tf.Operation) -> None:
+    """Makes ``operation`` wait for ``control``."""
+    operation._add_control_input(control)
+
+
+def functions_of(operation: tf.Operation) -> list[str]:
+    """The names of the functions that ``operation`` calls."""
+    return functions_in_attributes(operation.node_def) if operation.type in _CALLERS else []
+
+
+def functions_in_attributes(node: Any) -> list[str]:
+    """The names of the functions in a node's attributes."""
+    names = []
+    for value in node.attr.values():
+        if value.HasField("func"):
+            names.append(value.func.name)
+        names.extend(func.name for func in value.list.func)
+    return names
+
+
+def function_definition(graph: tf.Graph, name: str) -> Any:
+    """The FunctionDef of a function of ``graph``, or None."""
+    function = graph._get_function(name)
+    return None if function is None else function.cached_definition
+
+
+def function_graph(graph: tf.Graph, name: str) -> tf.Graph:
+    """The traced body of a function of ``graph``."""
+    return graph._get_function(name).graph
