@@ -229,6 +229,9 @@ def _reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce_values(values: Any, sample_weight: Any = None,
                       reduction: Any = "sum_over_batch_size") -> Any:
         tower = splitting_tower()
+        if tower is not None and reduction not in (None, "none") and values.shape == (0,):
+            # Keras gives no rows back as they are, and the towers' losses would differ in shape.
+            values = tf.reduce_sum(values, keepdims=True)
         if tower is None or reduction != "mean_with_sample_weight" or sample_weight is None:
             return original(values, sample_weight, reduction)
         weight = tf.reduce_sum(tf.cast(sample_weight, tf.float64))
