@@ -142,6 +142,9 @@ class TowerVariable(_tf.ResourceVariable):
         if not tower.can_merge:
             return self._write_alone(tower, method, plain, value)
 
+        # A given name may hold the tower's name scope, and the write is on the merge device.
+        plain.keywords["name"] = None
+
         def merged(_: Any, values: Any) -> Any:
             return plain(self._aggregate(towers.all_values(values, tower.count), tower.shares))
 
@@ -258,12 +261,21 @@ class TowerVariable(_tf.ResourceVariable):
         raise RuntimeError(towers.NESTED_MERGE)
 
 
+class _TowerLocalSaveable(_tf.SyncOnReadSaveable):
+    """A tower-local variable in a checkpoint: one value, as of a variable on one device."""
+
+    def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
+        value, = restored_tensors
+        writes = self._sync_on_read_variable.spread(value)
+        return tf.group(*(write for write in writes if write is not None))
+
+
 class TowerLocalVariable(_tf.SyncOnReadVariable):
     """A variable with a part on every tower, aggregated when it is read outside of them.
 
     Differs from TensorFlow's ``SyncOnReadVariable`` in two things: a tower without rows leaves its
-    part as it is, and a value given to a SUM variable from outside goes to tower 0's part whole
-    (not 1/R to each), so that counts stay exact.
+    part as it is, and a value given to a SUM variable from outside, or restored, goes to tower
+    0's part whole (not 1/R to each), so that counts stay exact.
     """
 
     def _get(self) -> Any:
@@ -281,11 +293,24 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         if not self._assigned_from_outside():
             kept = self._kept_if_empty(value, lambda: self._get().read_value())
             return super().assign(kept, use_locking, name, read_value)
-        value = tf.cast(tf.convert_to_tensor(value), self.dtype)
+        self.spread(tf.cast(tf.convert_to_tensor(value), self.dtype))
+        return self if read_value else None
+
+    def spread(self, value: tf.Tensor) -> list[Any]:
+        """Writes the parts so that reading them together gives ``value``; returns the writes."""
+        whole = self.aggregation is Aggregation.SUM
+        writes = []
         for number, part in enumerate(self._values):
             with tf.device(part.device):
-                part.assign(value if number == 0 else tf.zeros_like(value))
-        return self if read_value else None
+                kept = value if number == 0 or not whole else tf.zeros_like(value)
+                writes.append(part.assign(kept, read_value=False))
+        return writes
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        return dict.fromkeys(super()._gather_saveables_for_checkpoint(), self._saveable)
+
+    def _saveable(self, name: str | None = None) -> _TowerLocalSaveable:
+        return _TowerLocalSaveable(self, name or self._common_name)
 
     def assign_add(self, value: Any, use_locking: bool = False, name: Any = None,
                    read_value: bool = True) -> Any:
