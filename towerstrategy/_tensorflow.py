@@ -59,6 +59,8 @@ PRIVATE_NAMES: dict[str, str] = {
     "tensorflow.python.distribute.values:DistributedVariable": "base of SyncOnReadVariable",
     "tensorflow.python.distribute.values:SyncOnReadVariable":
         "TensorFlow's own tower-local variable; checkpoints and SavedModel know it",
+    "tensorflow.python.distribute.values:_SyncOnReadSaveable":
+        "how it is written to a checkpoint and read again",
     "tensorflow.python.distribute.values_util:is_saving_non_distributed":
         "asks whether a SavedModel is being written",
     "tensorflow.python.data.ops.iterator_ops:OwnedIterator": "what iter(dataset) makes",
@@ -88,6 +90,7 @@ PRIVATE_NAMES: dict[str, str] = {
 ResourceVariable = resource_variable_ops.ResourceVariable
 BaseResourceVariable = resource_variable_ops.BaseResourceVariable
 SyncOnReadVariable = values_lib.SyncOnReadVariable
+SyncOnReadSaveable = values_lib._SyncOnReadSaveable
 DistributedVariable = values_lib.DistributedVariable
 PerReplica = values_lib.PerReplica
 PerReplicaSpec = values_lib.PerReplicaSpec

@@ -5,17 +5,15 @@ function's results, grouped as ``tf.distribute`` groups them.  Each tower runs i
 that knows its id, its device, its share of the batch and its strategy; where the towers meet
 (``merge_call``) the function given there runs once, in cross-replica context, on the merge device.
 
-With one tower nothing is added: the function runs in the calling thread.  With several, each tower
-has a thread for as long as the call lasts, and only one of them runs at a time; the threads exist
-because a Python function can only be paused in the middle by pausing its thread.
+With one tower nothing is added: the function runs in the calling thread.  With several, eager code
+runs in :mod:`threads`, a thread a tower in turn; inside a ``tf.function`` :mod:`once` traces tower 0
+and copies its operations for the others, and hands over to :mod:`threads` where that cannot be right.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,9 +32,6 @@ NESTED_MERGE = (
     "`strategy.run` inside the tf.function or the control flow.")
 
 
-# An odd number, so that no two towers get the same multiple of it modulo 2**31.
-_SEED_STEP = 0x1E3779B1
-
 OWN_SCOPE = re.compile(r"tower_\d+_[A-Z]+_\d+|merge")
 
 
@@ -49,7 +44,7 @@ class TowerContext(tf.distribute.ReplicaContext):
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, tower: int, shares: merge.Shares,
-                 call: _Call | None = None) -> None:
+                 call: Any = None) -> None:
         super().__init__(strategy, tower)
         self._tower = tower
         self._call = call
@@ -64,8 +59,19 @@ class TowerContext(tf.distribute.ReplicaContext):
 
     @property
     def tower(self) -> int:
-        """This tower's number, a Python int."""
+        """This tower's number, a Python int; a function that asks is traced for each tower."""
+        self._ask()
         return self._tower
+
+    @property
+    def _replica_id(self) -> int:
+        # TensorFlow picks a replica's part of a distributed value by it.
+        return self.tower
+
+    @property
+    def replica_id_in_sync_group(self) -> tf.Tensor:
+        """This tower's number, a scalar int32 tensor."""
+        return self._own([tf.constant(tower, tf.int32) for tower in range(self.count)])
 
     @property
     def count(self) -> int:
@@ -74,7 +80,31 @@ class TowerContext(tf.distribute.ReplicaContext):
 
     @property
     def share(self) -> Any:
-        return self.shares.of(self._tower)
+        shares = [self.shares.of(tower) for tower in range(self.count)]
+        if isinstance(shares[0], float) and len(set(shares)) == 1:
+            return shares[0]
+        return self._own([tf.convert_to_tensor(share, tf.float64) for share in shares]) \
+            if not tf.executing_eagerly() else shares[self._tower]
+
+    @property
+    def filled(self) -> Any:
+        """Whether this tower has rows: a bool, or a scalar bool tensor."""
+        filled = [self.shares.filled(tower) for tower in range(self.count)]
+        if tf.executing_eagerly() or not self.shares.may_be_empty:
+            return filled[self._tower]
+        return self._own([tf.convert_to_tensor(there) for there in filled])
+
+    def part_of(self, values: Any) -> Any:
+        """This tower's part of one part a tower, for callers that treat all towers alike."""
+        return values[self._tower]
+
+    def _own(self, values: Any) -> Any:
+        """What this tower has of one value a tower."""
+        return values[self._tower] if self._call is None else self._call.own(self._tower, values)
+
+    def _ask(self) -> None:
+        if self._call is not None:
+            self._call.ask()
 
     @contextlib.contextmanager
     def weighted(self, weight: Any) -> Iterator[None]:
@@ -96,14 +126,14 @@ class TowerContext(tf.distribute.ReplicaContext):
 
     def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
         """``seed`` (integers) made this tower's own; tower 0's is what one device would use."""
-        if self._tower == 0:
-            return seed
-        step = tf.constant(self._tower * _SEED_STEP % 2**31, tf.int64)
+        step = self._own([tf.constant(tower * _tf.SEED_STEP % 2**31, tf.int64)
+                          for tower in range(self.count)])
         return tf.bitwise.bitwise_xor(seed, tf.cast(step, seed.dtype))
 
     @property
     def device(self) -> str:
         """The full name of this tower's device."""
+        self._ask()
         return self._strategy.extended.worker_devices[self._tower]
 
     @property
@@ -120,7 +150,7 @@ class TowerContext(tf.distribute.ReplicaContext):
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """As ``tf.distribute.ReplicaContext.all_reduce``; a stand-in counts for nothing."""
         if self.shares.stand_ins:
-            filled = self.shares.filled(self._tower)
+            filled = self.filled
             value = tf.nest.map_structure(lambda part: _kept(filled, part), value)
         return super().all_reduce(reduce_op, value, options)
 
@@ -216,7 +246,15 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
         shares = _shares(args, kwargs, len(devices))
     if len(devices) == 1:
         return _call_one(strategy, fn, args, kwargs, shares)
-    return _Call(strategy, fn, args, kwargs, shares).run()
+    # Here and not above: both modules are built on this one.
+    from towerstrategy import once, threads
+
+    if not tf.executing_eagerly() and strategy.extended.trace_once:
+        try:
+            return once.call(strategy, fn, args, kwargs, shares)
+        except once.NeedsOwnTrace as reason:
+            strategy.extended.own_trace_reasons.append(str(reason))
+    return threads.call(strategy, fn, args, kwargs, shares)
 
 
 def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:
@@ -253,155 +291,6 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
     with context, tf.device(device):
         result = fn(*args, **kwargs)
     return _tf.regroup((result,))
-
-
-class _Stop(Exception):
-    """Ends a tower's thread after another tower has failed."""
-
-
-class _Call:
-    """One call of the replica function on all towers."""
-
-    def __init__(self, strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
-                 kwargs: Any, shares: merge.Shares) -> None:
-        self._strategy = strategy
-        self._shares = shares
-        state = _tf.ThreadState()
-        self._merge_scope = f"{state.name_scope}/merge/" if state.name_scope else "merge/"
-        made: dict[str, list[tf.Variable]] = {}
-        self._towers = [
-            _TowerThread(TowerContext(strategy, tower, shares, self), state, made, fn,
-                         _tf.select_replica(tower, args), _tf.select_replica(tower, kwargs))
-            for tower in range(len(strategy.extended.worker_devices))]
-
-    def run(self) -> Any:
-        try:
-            while not self._advance():
-                self._merge()
-        finally:
-            for tower in self._towers:
-                tower.stop()
-        results = tuple(tower.result for tower in self._towers)
-        return _tf.regroup(results, functools.partial(TowerResults, shares=self._shares))
-
-    def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """``merge_call`` from the thread of a tower."""
-        thread = threading.current_thread()
-        if not isinstance(thread, _TowerThread):
-            raise RuntimeError("`merge_call` was called in a thread other than its tower's.")
-        return thread.pause(_Meeting(merge_fn, args, kwargs))
-
-    def _advance(self) -> bool:
-        """Runs each tower to its next meeting or its end; True when all have ended."""
-        for tower in self._towers:
-            tower.proceed()
-            if tower.error is not None:
-                raise tower.error
-        ended = [tower.ended for tower in self._towers]
-        if any(ended) and not all(ended):
-            at = [tower.number for tower in self._towers if not tower.ended]
-            raise RuntimeError(
-                "Some replicas made a different number of replica_context().merge_call() calls: "
-                f"tower(s) {at} are at a merge_call, the others have returned.")
-        return all(ended)
-
-    def _merge(self) -> None:
-        meetings = [tower.meeting for tower in self._towers]
-        first = meetings[0]
-        args = _tf.regroup(tuple(meeting.args for meeting in meetings))
-        kwargs = _tf.regroup(tuple(meeting.kwargs for meeting in meetings))
-        controls = {id(op): op for meeting in meetings for op in meeting.controls}
-        with _tf.eager_if(first.eager), tf.name_scope(self._merge_scope), \
-                tf.control_dependencies(list(controls.values())), \
-                tf.device(self._strategy.extended.merge_device):
-            result = first.merge_fn(self._strategy, *args, **kwargs)
-        for tower in self._towers:
-            tower.answer = _tf.select_replica(tower.number, result)
-
-
-class _Meeting:
-    """What a tower brings to a ``merge_call``."""
-
-    def __init__(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        graph = tf.compat.v1.get_default_graph()
-        self.merge_fn = merge_fn
-        self.args = args
-        self.kwargs = kwargs
-        self.eager = tf.executing_eagerly()
-        self.controls = [] if self.eager else _tf.control_dependencies_of(graph)
-
-
-class _TowerThread(threading.Thread):
-    """Runs one tower, in turn with the others."""
-
-    def __init__(self, context: TowerContext, state: _tf.ThreadState, made: dict[str, Any],
-                 fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        super().__init__(name=f"tower-{context.tower}", daemon=True)
-        self._context = context
-        self._state = state
-        self._creator = _tf.shared_variable_creator_for(made, context.tower)
-        self._fn, self._args, self._kwargs = fn, args, kwargs
-        self._go = threading.Semaphore(0)
-        self._paused = threading.Semaphore(0)
-        self._stopping = False
-        self.number = context.tower
-        self.meeting: _Meeting | None = None
-        self.answer: Any = None
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.ended = False
-
-    def proceed(self) -> None:
-        """Lets the tower run until it meets the others or ends (called by the caller's thread)."""
-        if self.ident is None:
-            self.start()
-        self._go.release()
-        self._paused.acquire()
-
-    def pause(self, meeting: _Meeting) -> Any:
-        """Waits for the others (called by the tower's thread)."""
-        self.meeting = meeting
-        self._paused.release()
-        self._go.acquire()
-        if self._stopping:
-            raise _Stop()
-        return self.answer
-
-    def stop(self) -> None:
-        """Ends the thread and waits for it."""
-        if self.ident is None:
-            return
-        self._stopping = True
-        self._go.release()
-        self.join()
-
-    def run(self) -> None:
-        self._go.acquire()
-        try:
-            if not self._stopping:
-                self._call()
-        except _Stop:
-            pass
-        except BaseException as error:  # (handed to the caller's thread)
-            error.add_note(f"This happened in {self._label()}.")
-            self.error = error
-        finally:
-            self.ended = True
-            self._fn = self._args = self._kwargs = None
-            self._paused.release()
-
-    def _call(self) -> None:
-        with self._state.entered(reuse=self.number > 0), self._context, \
-                tf.device(self._context.device), tf.name_scope(self._scope()), \
-                _tf.variable_creator_scope(self._creator):
-            self.result = self._fn(*self._args, **self._kwargs)
-
-    def _scope(self) -> str:
-        outer = f"{self._state.name_scope}/" if self._state.name_scope else ""
-        return f"{outer}{scope_name(self.number, self._context.device)}/"
-
-    def _label(self) -> str:
-        return f"tower {self.number} on {devices_lib.short_name(self._context.device)}"
 
 
 def scope_name(tower: int, device: str) -> str:

@@ -1,0 +1,222 @@
+"""Trace once: tower 0 is traced, and its operations are copied for the other towers.
+
+Goes in: the replica function and its arguments, inside a ``tf.function`` that is being traced.  Comes
+out: what :mod:`towers` would have made by tracing every tower, for the price of one trace.
+
+Between two meetings (``merge_call``) of the towers, tower 0's operations form a stretch of the graph.
+At the next meeting the stretch is copied for each other tower: the same operations, on that tower's
+device, with that tower's inputs, tower-local variables, share and random seeds put in.  The tensor
+that another tower has in place of one of tower 0's is looked up in a table; a tensor that stands in
+no table is the same for all.
+
+A function that cannot be copied is traced for every tower; :class:`NeedsOwnTrace` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+
+
+class NeedsOwnTrace(BaseException):
+    """The function must be traced for each tower; the message says why.
+
+    Not an ``Exception``, so that the traced code's own handlers do not take it for one of theirs.
+    """
+
+
+class Table:
+    """What the other towers have in place of tower 0's tensors and operations."""
+
+    def __init__(self, towers: int) -> None:
+        self._others = range(1, towers)
+        self._tensors: dict[str, list[tf.Tensor]] = {}
+        self._operations: dict[str, list[tf.Operation]] = {}
+
+    def put(self, first: tf.Tensor, others: Sequence[tf.Tensor]) -> None:
+        """Says what towers 1.. have in place of ``first``."""
+        self._tensors[first.name] = list(others)
+
+    def put_operation(self, first: tf.Operation, others: Sequence[tf.Operation]) -> None:
+        """The same for an operation and its outputs."""
+        self._operations[first.name] = list(others)
+        for index, output in enumerate(first.outputs):
+            self.put(output, [other.outputs[index] for other in others])
+
+    def tensor(self, first: tf.Tensor, tower: int) -> tf.Tensor:
+        """``tower``'s counterpart of tower 0's ``first``."""
+        others = self._tensors.get(first.name)
+        if others is None:
+            return first
+        other = others[tower - 1]
+        other.set_shape(first.shape)
+        return other
+
+    def operation(self, first: tf.Operation, tower: int) -> tf.Operation:
+        others = self._operations.get(first.name)
+        return first if others is None else others[tower - 1]
+
+    def value(self, first: Any, tower: int) -> Any:
+        """``tower``'s counterpart of any value: tensors in it are looked up."""
+        if tower == 0:
+            return first
+        return tf.nest.map_structure(lambda leaf: self._leaf(leaf, tower), first)
+
+    def _leaf(self, leaf: Any, tower: int) -> Any:
+        if isinstance(leaf, tf.Tensor):
+            return self.tensor(leaf, tower) if not _tf.is_eager(leaf) else leaf
+        if isinstance(leaf, tf.Operation):
+            return self.operation(leaf, tower)
+        if isinstance(leaf, tf.TensorArray) or _tf.is_unread_variable(leaf):
+            raise NeedsOwnTrace(f"it hands on a {type(leaf).__name__}, which cannot be looked up")
+        if isinstance(leaf, _tf.CompositeTensor) and not isinstance(leaf, _VARIABLES):
+            return tf.nest.map_structure(lambda part: self._leaf(part, tower), leaf,
+                                         expand_composites=True)
+        return leaf
+
+
+_VARIABLES = (tf.Variable, _tf.DistributedVariable)
+
+
+class Copier:
+    """Copies stretches of a graph from tower 0 to the other towers.
+
+    Args:
+      graph: the graph that is being traced.
+      devices: the towers' devices.
+      scopes: the name scopes of the towers' operations.
+      local_variables: gives the tower-local variables that exist, each a list of its parts.
+    """
+
+    def __init__(self, graph: tf.Graph, devices: Sequence[str], scopes: Sequence[str],
+                 local_variables: Callable[[], Iterator[Sequence[tf.Variable]]]) -> None:
+        self.table = Table(len(devices))
+        self._graph = graph
+        self._devices = [tf.DeviceSpec.from_string(device).to_string() for device in devices]
+        self._scopes = scopes
+        self._local_variables = local_variables
+        self._done = 0
+        self._kept: set[str] = set()
+        self._safe_functions: set[str] = set()
+
+    def skip(self) -> None:
+        """Leaves out of the copies what has been added to the graph up to here."""
+        self._done = _tf.operation_count(self._graph)
+
+    def copy(self) -> None:
+        """Copies tower 0's operations since the last :meth:`copy` or :meth:`skip`."""
+        stretch = [operation for operation in self._graph.get_operations()[self._done:]
+                   if operation.type != "Placeholder" and operation.name not in self._kept]
+        if stretch:
+            self._check(stretch)
+            self._put_local_variables()
+            self._import(stretch)
+        self.skip()
+
+    def keep(self, since: int) -> None:
+        """Leaves out of the copies the operations since operation number ``since``."""
+        self._kept.update(operation.name for operation in self._graph.get_operations()[since:])
+
+    def _check(self, stretch: Sequence[tf.Operation]) -> None:
+        for operation in stretch:
+            for name in _tf.functions_of(operation):
+                self._check_function(name)
+
+    def _check_function(self, name: str) -> None:
+        """A function draws the same numbers wherever it is called, so it must draw none."""
+        if name in self._safe_functions:
+            return
+        self._safe_functions.add(name)
+        definition = _tf.function_definition(self._graph, name)
+        for node in definition.node_def if definition is not None else ():
+            if "seed2" in node.attr:
+                raise NeedsOwnTrace(f"{node.op} inside a nested function would draw the same "
+                                    "numbers on every tower")
+            for called in _tf.functions_in_attributes(node):
+                self._check_function(called)
+
+    def _put_local_variables(self) -> None:
+        """Tower-local variables: another tower's handle in place of tower 0's."""
+        captured = {id(outer): inner for outer, inner in _tf.captures_of(self._graph)}
+        for parts in self._local_variables():
+            first = captured.get(id(parts[0].handle))
+            if first is not None and first.name not in self.table._tensors:
+                self.table.put(first, [_tf.capture(self._graph, part.handle) for part in parts[1:]])
+
+    def _import(self, stretch: Sequence[tf.Operation]) -> None:
+        names = {operation.name for operation in stretch}
+        graph_def = tf.compat.v1.GraphDef()
+        graph_def.versions.producer = self._graph.graph_def_versions.producer
+        inputs: dict[str, tf.Tensor] = {}
+        controls: list[tuple[str, tf.Operation]] = []
+        wanted: list[str] = []
+        nodes = [(operation, operation.node_def) for operation in stretch]
+        for tower in range(1, len(self._devices)):
+            renamed = {name: self._name(name, tower) for name in names}
+            for operation, node in nodes:
+                copied = graph_def.node.add()
+                copied.CopyFrom(node)
+                copied.name = renamed[operation.name]
+                wanted.append(copied.name)
+                self._set_device(copied, tower)
+                self._set_seed(copied, tower)
+                _set_colocation(copied, renamed)
+                del copied.input[:]
+                for tensor in operation.inputs:
+                    copied.input.append(self._input(tensor, tower, renamed, inputs))
+                for control in operation.control_inputs:
+                    if control.name in renamed:
+                        copied.input.append(f"^{renamed[control.name]}")
+                    else:
+                        controls.append((copied.name, self.table.operation(control, tower)))
+        with tf.device(None), tf.control_dependencies(None):
+            made = tf.graph_util.import_graph_def(graph_def, input_map=inputs,
+                                                  return_elements=wanted, name="")
+        by_name = dict(zip(wanted, made))
+        for name, control in controls:
+            _tf.add_control_input(by_name[name], control)
+        count = len(stretch)
+        for position, operation in enumerate(stretch):
+            self.table.put_operation(operation, made[position::count])
+
+    def _input(self, tensor: tf.Tensor, tower: int, renamed: dict[str, str],
+               inputs: dict[str, tf.Tensor]) -> str:
+        """How a copy names its input; one from outside of the stretch is put into ``inputs``."""
+        name, index = tensor.op.name, tensor.value_index
+        if name in renamed:
+            return f"{renamed[name]}:{index}"
+        key = f"outside_{tower}_{index}/{name}"
+        inputs[f"{key}:0"] = self.table.tensor(tensor, tower)
+        return f"{key}:0"
+
+    def _name(self, name: str, tower: int) -> str:
+        if self._scopes[0] in name:
+            return name.replace(self._scopes[0], self._scopes[tower], 1)
+        return f"{name}_{self._scopes[tower]}"
+
+    def _set_device(self, node: Any, tower: int) -> None:
+        if node.device and tf.DeviceSpec.from_string(node.device).to_string() == self._devices[0]:
+            node.device = self._devices[tower]
+
+    def _set_seed(self, node: Any, tower: int) -> None:
+        """Gives a stateful random operation other numbers than tower 0's."""
+        if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
+            node.attr["seed2"].i = (node.attr["seed2"].i + tower * _tf.SEED_STEP) % 2**31
+
+
+def _set_colocation(node: Any, renamed: dict[str, str]) -> None:
+    """Keeps a colocation within the stretch; one with outside is TensorFlow's placer's to find."""
+    if "_class" not in node.attr:
+        return
+    kept = []
+    for value in node.attr["_class"].list.s:
+        name = value.decode().removeprefix("loc:@")
+        if name in renamed:
+            kept.append(f"loc:@{renamed[name]}".encode())
+    del node.attr["_class"]
+    if kept:
+        node.attr["_class"].list.s.extend(kept)

@@ -1,0 +1,200 @@
+"""Trace tower 0 once, and have the other towers copied.
+
+Goes in: the replica function and its arguments, while a ``tf.function`` is traced.  Comes out: its
+results, grouped.  Tower 0 runs in the calling thread; where it meets the others, :mod:`copies` makes
+their operations and the function given to ``merge_call`` runs at once.
+
+All of it happens in a function of its own, so that nothing is left behind when the function turns out
+to need a trace for each tower (:class:`NeedsOwnTrace`): its towers' inputs have different static
+shapes, or are no tensors; it looks at its replica id as a Python number; it makes a variable in the
+graph; it meets the others in ``tf.init_scope``; it draws random numbers in a nested function; it hands
+on something that holds tensors and cannot be looked up.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy import copies, merge, towers
+from towerstrategy.copies import NeedsOwnTrace
+
+__all__ = ["NeedsOwnTrace", "call"]
+
+
+def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
+         shares: merge.Shares) -> Any:
+    """Calls ``fn`` on every tower, see ``towers.call_each``.
+
+    Raises:
+      NeedsOwnTrace: it must be traced for each tower.
+    """
+    _check_alike((args, kwargs))
+    holder: list[Any] = []
+
+    @tf.function(autograph=False)
+    def run_towers() -> list[tf.Tensor]:
+        result = _Once(strategy, shares).run(fn, args, kwargs)
+        tensors: list[tf.Tensor] = []
+        holder[:] = [tf.nest.map_structure(lambda leaf: _take_out(leaf, tensors), result)]
+        return tensors
+
+    tensors = list(run_towers())
+    operation = tensors[0].op if tensors else None
+    return tf.nest.map_structure(lambda leaf: _put_back(leaf, tensors, operation), holder[0])
+
+
+class _Once:
+    """One call of the replica function: tower 0 is traced, the others are copied."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, shares: merge.Shares) -> None:
+        self._strategy = strategy
+        self._shares = shares
+        self._devices = strategy.extended.worker_devices
+        self._graph = tf.compat.v1.get_default_graph()
+        scopes = [towers.scope_name(tower, device) for tower, device in enumerate(self._devices)]
+        self._scope = f"{scopes[0]}/"
+        self._copier = copies.Copier(self._graph, self._devices, scopes,
+                                     strategy.extended.tower_local_parts)
+
+    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        context = towers.TowerContext(self._strategy, 0, self._shares, self)
+        with context, tf.device(self._devices[0]), tf.name_scope(self._scope), \
+                _tf.variable_creator_scope(_refuse_variable):
+            args, kwargs = tf.nest.map_structure(self._enter, (args, kwargs))
+            self._copier.skip()
+            result = fn(*args, **kwargs)
+            self._copier.copy()
+        grouped = self._group(result)
+        return _tf.regroup(grouped, functools.partial(towers.TowerResults, shares=self._shares))
+
+    def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``merge_call`` of tower 0: the others get there at once."""
+        if tf.executing_eagerly():
+            raise NeedsOwnTrace("it meets the other towers in tf.init_scope")
+        self._copier.copy()
+        args, kwargs = _tf.regroup(self._group(args)), _tf.regroup(self._group(kwargs))
+        controls = self._controls()
+        with _tf.not_recorded(), _tf.cross_replica_context(self._strategy), \
+                tf.control_dependencies(None), tf.control_dependencies(controls), \
+                tf.name_scope("merge/"), tf.device(None), \
+                tf.device(self._strategy.extended.merge_device):
+            result = merge_fn(self._strategy, *args, **kwargs)
+        with _tf.not_recorded():
+            answer = tf.nest.map_structure(self._enter, result)
+        self._copier.skip()
+        return answer
+
+    def own(self, tower: int, values: Any) -> tf.Tensor:
+        """Tower 0's of one tensor a tower; the others' are put into the copies."""
+        del tower
+        before = _tf.operation_count(self._graph)
+        first = self._stand_for([tf.convert_to_tensor(value) for value in values])
+        self._copier.keep(before)
+        return first
+
+    def ask(self) -> None:
+        raise NeedsOwnTrace("it looks at its replica id as a Python number")
+
+    def _group(self, value: Any) -> tuple[Any, ...]:
+        return tuple(self._copier.table.value(value, tower) for tower in range(len(self._devices)))
+
+    def _controls(self) -> list[tf.Operation]:
+        controls = _tf.control_dependencies_of(self._graph)
+        return [self._copier.table.operation(control, tower)
+                for control in controls for tower in range(len(self._devices))]
+
+    def _enter(self, leaf: Any) -> Any:
+        """Tower 0's part of a per-replica value, the other parts put into the table."""
+        if not isinstance(leaf, tf.distribute.DistributedValues) or _is_variable(leaf):
+            return leaf
+        parts = [tf.nest.flatten(part, expand_composites=True) for part in leaf.values]
+        own = [self._stand_for(list(components)) for components in zip(*parts)]
+        return tf.nest.pack_sequence_as(leaf.values[0], own, expand_composites=True)
+
+    def _stand_for(self, values: list[Any]) -> Any:
+        """A tensor of tower 0's own that has ``values[r]`` in its place on tower r."""
+        if all(value is values[0] for value in values):
+            return values[0]
+        if not all(isinstance(value, tf.Tensor) for value in values):
+            raise NeedsOwnTrace("a value that differs between the towers is no tensor: "
+                                f"{values[0]!r}")
+        # Not an identity: its value must not be known while tracing, as it is tower 0's alone.
+        first = tf.compat.v1.placeholder_with_default(values[0], values[0].shape)
+        _tf.copy_handle_data(values[0], first)
+        self._copier.table.put(first, [_tf.capture(self._graph, value) for value in values[1:]])
+        return first
+
+
+def _check_alike(arguments: Any) -> None:
+    """The towers' arguments must look the same, as tower 0's trace serves all."""
+    for leaf in tf.nest.flatten(arguments):
+        if not isinstance(leaf, tf.distribute.DistributedValues) or _is_variable(leaf):
+            continue
+        try:
+            specs = [tf.type_spec_from_value(part) for part in leaf.values]
+        except TypeError:
+            if all(part is leaf.values[0] for part in leaf.values):
+                continue
+            raise NeedsOwnTrace("an argument that differs between the towers is no tensor") from None
+        if any(spec != specs[0] for spec in specs):
+            raise NeedsOwnTrace(f"an argument's static shape differs between the towers: {specs}")
+
+
+def _refuse_variable(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    del next_creator
+    raise NeedsOwnTrace(f"it makes the variable {kwargs.get('name')!r} in the graph")
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, (tf.Variable, _tf.DistributedVariable))
+
+
+class _Slot:
+    """Stands for a tensor that the towers' function returns."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Slots:
+    """Stands for a distributed or composite value whose tensors the function returns."""
+
+    def __init__(self, original: Any, parts: list[Any]) -> None:
+        self.original = original
+        self.parts = parts
+
+
+def _take_out(leaf: Any, tensors: list[tf.Tensor]) -> Any:
+    """Moves the tensors of ``leaf`` to ``tensors``."""
+    if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf):
+        tensors.append(leaf)
+        return _Slot(len(tensors) - 1)
+    if _is_variable(leaf):
+        return leaf
+    if isinstance(leaf, (_tf.PerReplica, _tf.Mirrored)):
+        return _Slots(leaf, [_take_out(part, tensors) for part in leaf.values])
+    if isinstance(leaf, _tf.CompositeTensor):
+        flat = tf.nest.flatten(leaf, expand_composites=True)
+        return _Slots(leaf, [_take_out(part, tensors) for part in flat])
+    return leaf
+
+
+def _put_back(leaf: Any, tensors: list[tf.Tensor], operation: tf.Operation | None) -> Any:
+    """The inverse of :func:`_take_out`, with the tensors of the caller's graph."""
+    if isinstance(leaf, _Slot):
+        return tensors[leaf.index]
+    if isinstance(leaf, tf.Operation):
+        return operation
+    if not isinstance(leaf, _Slots):
+        return leaf
+    parts = [_put_back(part, tensors, operation) for part in leaf.parts]
+    if isinstance(leaf.original, towers.TowerResults):
+        return towers.TowerResults(parts, leaf.original.shares)
+    if isinstance(leaf.original, (_tf.PerReplica, _tf.Mirrored)):
+        return type(leaf.original)(parts)
+    return tf.nest.pack_sequence_as(leaf.original, parts, expand_composites=True)

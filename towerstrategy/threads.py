@@ -1,0 +1,182 @@
+"""Trace every tower: a thread a tower, in turn.
+
+Goes in: the replica function and each tower's arguments.  Comes out: its results, grouped.  Each tower
+has a thread for as long as the call lasts, and only one of them runs at a time; the threads exist
+because a Python function can only be paused in the middle, at a ``merge_call``, by pausing its thread.
+Eager code always runs this way; functions do where :mod:`once` cannot copy tower 0's trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy import devices as devices_lib
+from towerstrategy import merge, towers
+
+
+def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
+         shares: merge.Shares) -> Any:
+    """Calls ``fn`` on every tower, see ``towers.call_each``."""
+    return _Call(strategy, fn, args, kwargs, shares).run()
+
+
+class _Stop(Exception):
+    """Ends a tower's thread after another tower has failed."""
+
+
+class _Call:
+    """One call of the replica function on all towers."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
+                 kwargs: Any, shares: merge.Shares) -> None:
+        self._strategy = strategy
+        self._shares = shares
+        state = _tf.ThreadState()
+        self._merge_scope = f"{state.name_scope}/merge/" if state.name_scope else "merge/"
+        made: dict[str, list[tf.Variable]] = {}
+        self._towers = [
+            _TowerThread(towers.TowerContext(strategy, tower, shares, self), state, made, fn,
+                         _tf.select_replica(tower, args), _tf.select_replica(tower, kwargs))
+            for tower in range(len(strategy.extended.worker_devices))]
+
+    def run(self) -> Any:
+        try:
+            while not self._advance():
+                self._merge()
+        finally:
+            for tower in self._towers:
+                tower.stop()
+        results = tuple(tower.result for tower in self._towers)
+        return _tf.regroup(results, functools.partial(towers.TowerResults, shares=self._shares))
+
+    def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``merge_call`` from the thread of a tower."""
+        thread = threading.current_thread()
+        if not isinstance(thread, _TowerThread):
+            raise RuntimeError("`merge_call` was called in a thread other than its tower's.")
+        return thread.pause(_Meeting(merge_fn, args, kwargs))
+
+    def own(self, tower: int, values: Any) -> Any:
+        """What ``tower`` has of one value a tower."""
+        return values[tower]
+
+    def ask(self) -> None:
+        """A tower looked at its number; nothing to do, each has a trace of its own."""
+
+    def _advance(self) -> bool:
+        """Runs each tower to its next meeting or its end; True when all have ended."""
+        for tower in self._towers:
+            tower.proceed()
+            if tower.error is not None:
+                raise tower.error
+        ended = [tower.ended for tower in self._towers]
+        if any(ended) and not all(ended):
+            at = [tower.number for tower in self._towers if not tower.ended]
+            raise RuntimeError(
+                "Some replicas made a different number of replica_context().merge_call() calls: "
+                f"tower(s) {at} are at a merge_call, the others have returned.")
+        return all(ended)
+
+    def _merge(self) -> None:
+        meetings = [tower.meeting for tower in self._towers]
+        first = meetings[0]
+        args = _tf.regroup(tuple(meeting.args for meeting in meetings))
+        kwargs = _tf.regroup(tuple(meeting.kwargs for meeting in meetings))
+        controls = {id(op): op for meeting in meetings for op in meeting.controls}
+        with _tf.eager_if(first.eager), tf.name_scope(self._merge_scope), \
+                tf.control_dependencies(list(controls.values())), \
+                tf.device(self._strategy.extended.merge_device):
+            result = first.merge_fn(self._strategy, *args, **kwargs)
+        for tower in self._towers:
+            tower.answer = _tf.select_replica(tower.number, result)
+
+
+class _Meeting:
+    """What a tower brings to a ``merge_call``."""
+
+    def __init__(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        graph = tf.compat.v1.get_default_graph()
+        self.merge_fn = merge_fn
+        self.args = args
+        self.kwargs = kwargs
+        self.eager = tf.executing_eagerly()
+        self.controls = [] if self.eager else _tf.control_dependencies_of(graph)
+
+
+class _TowerThread(threading.Thread):
+    """Runs one tower, in turn with the others."""
+
+    def __init__(self, context: towers.TowerContext, state: _tf.ThreadState, made: dict[str, Any],
+                 fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        super().__init__(name=f"tower-{context.tower}", daemon=True)
+        self._context = context
+        self._state = state
+        self._creator = _tf.shared_variable_creator_for(made, context.tower)
+        self._fn, self._args, self._kwargs = fn, args, kwargs
+        self._go = threading.Semaphore(0)
+        self._paused = threading.Semaphore(0)
+        self._stopping = False
+        self.number = context.tower
+        self.meeting: _Meeting | None = None
+        self.answer: Any = None
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.ended = False
+
+    def proceed(self) -> None:
+        """Lets the tower run until it meets the others or ends (called by the caller's thread)."""
+        if self.ident is None:
+            self.start()
+        self._go.release()
+        self._paused.acquire()
+
+    def pause(self, meeting: _Meeting) -> Any:
+        """Waits for the others (called by the tower's thread)."""
+        self.meeting = meeting
+        self._paused.release()
+        self._go.acquire()
+        if self._stopping:
+            raise _Stop()
+        return self.answer
+
+    def stop(self) -> None:
+        """Ends the thread and waits for it."""
+        if self.ident is None:
+            return
+        self._stopping = True
+        self._go.release()
+        self.join()
+
+    def run(self) -> None:
+        self._go.acquire()
+        try:
+            if not self._stopping:
+                self._call()
+        except _Stop:
+            pass
+        except BaseException as error:  # handed to the caller's thread
+            _tf.add_note(error, f"This happened in {self._label()}.")
+            self.error = error
+        finally:
+            self.ended = True
+            self._fn = self._args = self._kwargs = None
+            self._paused.release()
+
+    def _call(self) -> None:
+        with self._state.entered(reuse=self.number > 0), self._context, \
+                tf.device(self._context.device), tf.name_scope(self._scope()), \
+                _tf.variable_creator_scope(self._creator):
+            self.result = self._fn(*self._args, **self._kwargs)
+
+    def _scope(self) -> str:
+        outer = f"{self._state.name_scope}/" if self._state.name_scope else ""
+        return f"{outer}{towers.scope_name(self.number, self._context.device)}/"
+
+    def _label(self) -> str:
+        return f"tower {self.number} on {devices_lib.short_name(self._context.device)}"
