@@ -1,0 +1,172 @@
+"""Measures TowerStrategy beside its peers, each strategy in a process of its own.
+
+Goes in: flags.  Comes out: progress, a table, the targets with pass or MISS, and in the output
+folder ``benchmarks.json`` and ``benchmarks.png``.
+
+    python -m benchmarks                                  # everything; takes hours on two cores
+    python -m benchmarks --cases=mlp,deep --rounds=1
+    python -m benchmarks --quick                          # does the benchmark itself work?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import tensorflow as tf
+from absl import app, flags
+
+from benchmarks import cases, chart, results, strategies, table
+
+_CASES = flags.DEFINE_list("cases", [*cases.CASES, "scaling"], "what to measure")
+_STRATEGIES = flags.DEFINE_list("strategies", list(strategies.STRATEGIES), "who to measure")
+_TOWERS = flags.DEFINE_integer("towers", 4, "how many towers", lower_bound=1)
+_SCALING_TOWERS = flags.DEFINE_list("scaling_towers", ["1", "2", "4", "8", "16"],
+                                    "the numbers of towers of the case `scaling`")
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "how often to measure each; medians count",
+                               lower_bound=1)
+_MERGE = flags.DEFINE_string("merge_device", None, "TowerStrategy's merge device")
+_DEVICE = flags.DEFINE_enum("device", "auto", ["auto", "cpu", "gpu"],
+                            "what the towers are; auto: GPUs where there are enough")
+_SECONDS = flags.DEFINE_float("seconds", 6, "how long to measure each steady step")
+_LIMIT = flags.DEFINE_float("limit", 900, "seconds after which a process counts as hung")
+_LEGACY = flags.DEFINE_bool("legacy", False, "tf_keras, not Keras 3")
+_QUICK = flags.DEFINE_bool("quick", False, "small models, one round, half a second each")
+_OUT = flags.DEFINE_string("out", "out/benchmarks", "the folder for the JSON file and the picture")
+
+_SCALING_STRATEGIES = ("tower", "mirrored")
+
+
+def jobs() -> list[results.Job]:
+    """What to measure in a round: for each case the strategies in turn."""
+    found = [results.Job(case, who, _TOWERS.value) for case in _CASES.value if case != "scaling"
+             for who in _STRATEGIES.value]
+    if "scaling" in _CASES.value:
+        found += [results.Job(case, who, int(count)) for case in cases.SCALING
+                  for count in _SCALING_TOWERS.value
+                  for who in _STRATEGIES.value if who in _SCALING_STRATEGIES]
+    return list(dict.fromkeys(found))
+
+
+def measure(job: results.Job, number: int, device: str) -> results.Run:
+    """Measures ``job`` in a process of its own; the first round counts the traffic, too."""
+    small = _QUICK.value
+    with tempfile.TemporaryDirectory() as folder:
+        output = pathlib.Path(folder) / "figures.json"
+        options = {"case": job.case, "strategy": job.strategy, "towers": job.towers,
+                   "device": device, "seconds": 0.5 if small else _SECONDS.value, "output": output}
+        if _MERGE.value is not None:
+            options["merge_device"] = _MERGE.value
+        command = [sys.executable, "-m", "benchmarks.measure",
+                   *(f"--{name}={value}" for name, value in options.items()),
+                   *(["--small"] if small else []), *(["--traffic"] if number == 0 else [])]
+        environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1" if _LEGACY.value else "0",
+                       "TF_CPP_MIN_LOG_LEVEL": "3"}
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True,
+                                  timeout=_LIMIT.value, check=False)
+        except subprocess.TimeoutExpired:
+            return results.Run(job, number, {"error": f"no end after {_LIMIT.value:.0f} s"})
+        if output.exists():
+            return results.Run(job, number, json.loads(output.read_text()))
+    last = (done.stderr.strip() or "no message").splitlines()[-1][:300]
+    return results.Run(job, number, {"error": f"exit status {done.returncode}: {last}"})
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what this was measured."""
+    keras = "tf_keras" if _LEGACY.value else "keras"
+    gpus = [tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name)
+            for gpu in tf.config.list_physical_devices("GPU")]
+    return {
+        "cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus,
+        "versions": {name: importlib.metadata.version(name)
+                     for name in ("tensorflow", keras, "numpy")},
+        "python": platform.python_version()}
+
+
+def _cpu_name() -> str:
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _device() -> str:
+    if _DEVICE.value != "auto":
+        return _DEVICE.value
+    most = max(job.towers for job in jobs())
+    return "gpu" if len(tf.config.list_physical_devices("GPU")) >= most else "cpu"
+
+
+def _check_flags() -> None:
+    known = {"cases": [*cases.CASES, "scaling"], "strategies": list(strategies.STRATEGIES)}
+    for flag in (_CASES, _STRATEGIES):
+        wrong = [name for name in flag.value if name not in known[flag.name]]
+        if wrong or not flag.value:
+            raise app.UsageError(f"--{flag.name} takes {', '.join(known[flag.name])}, but got "
+                                 f"{', '.join(wrong) or 'none'}.")
+    if not jobs():
+        raise app.UsageError("--cases=scaling needs one of --strategies=" +
+                             ",".join(_SCALING_STRATEGIES) + ".")
+
+
+def main(argv: list[str]) -> None:
+    """Measures, prints, writes."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    _check_flags()
+    out = pathlib.Path(_OUT.value)
+    out.mkdir(parents=True, exist_ok=True)
+    where, device = machine(), _device()
+    rounds = 1 if _QUICK.value else _ROUNDS.value
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    title = (f"{where['cpu']}, {where['cores']} cores, {len(where['gpus'])} GPUs; "
+             f"Python {where['python']}, {versions}; {device} towers, "
+             f"merge device {_MERGE.value or 'by default'}")
+    print(title)
+    runs: list[results.Run] = []
+    todo = [(number, job) for number in range(rounds) for job in jobs()]
+    for position, (number, job) in enumerate(todo, start=1):
+        start = time.perf_counter()
+        runs.append(measure(job, number, device))
+        print(f"[{position}/{len(todo)}] round {number + 1}/{rounds} {job.case} {job.strategy} "
+              f"R={job.towers}: {table.one_line(runs[-1].figures)} "
+              f"[{time.perf_counter() - start:.0f} s]", flush=True)
+        _write(out / "benchmarks.json", where, device, runs)
+
+    figures = results.medians(runs)
+    verdicts = results.verdicts(figures, _TOWERS.value, _MERGE.value == "balanced")
+    print(f"\n{table.measured(figures)}\n\n{table.by_device(figures)}\n\n{table.targets(verdicts)}")
+    picture = out / "benchmarks.png"
+    chart.draw(picture, figures, _TOWERS.value, title)
+    print(f"\n{out / 'benchmarks.json'}\n{picture}")
+
+
+def _write(path: pathlib.Path, where: dict[str, Any], device: str,
+           runs: list[results.Run]) -> None:
+    """Writes everything measured so far, so that a broken run is not lost."""
+    figures = results.medians(runs)
+    verdicts = results.verdicts(figures, _TOWERS.value, _MERGE.value == "balanced")
+    path.write_text(json.dumps({
+        "machine": where, "device": device,
+        "flags": {flag.name: flag.value for flag in (
+            _CASES, _STRATEGIES, _TOWERS, _SCALING_TOWERS, _ROUNDS, _MERGE, _SECONDS, _LEGACY,
+            _QUICK)},
+        "runs": [dataclasses.asdict(run) for run in runs],
+        "medians": [{**dataclasses.asdict(job), **mine} for job, mine in figures.items()],
+        "targets": [{**dataclasses.asdict(verdict), "holds": verdict.holds}
+                    for verdict in verdicts]}, indent=1))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,110 @@
+"""What is trained: a model, its random data and its batch.
+
+Goes in: the name of a case and a Keras.  Comes out: a :class:`Case`, which builds the model and
+its ``tf.data`` pipeline.  All train with Adam on cross-entropy; the global batch stays the same
+whatever the number of towers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+CLASSES = 10
+_BATCHES = 4  # of data; they repeat
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    Attributes:
+      what: what it measures, in a few words.
+      batch: rows of the global batch.
+      build: makes the model, uncompiled: takes a Keras and whether to make it small.
+      rows: makes the inputs: takes a random generator and how many rows.
+    """
+
+    what: str
+    batch: int
+    build: Callable[[Any, bool], Any]
+    rows: Callable[[np.random.Generator, int], np.ndarray]
+
+
+def dataset(case: Case, drop_remainder: bool = False) -> tf.data.Dataset:
+    """The case's endless pipeline of random batches (``drop_remainder``: of known shape)."""
+    random = np.random.default_rng(0)
+    count = case.batch * _BATCHES
+    labels = random.integers(0, CLASSES, count).astype("int32")
+    rows = tf.data.Dataset.from_tensor_slices((case.rows(random, count), labels))
+    return rows.repeat().batch(case.batch, drop_remainder).prefetch(tf.data.AUTOTUNE)
+
+
+def compiled(case: Case, keras: Any, small: bool = False) -> Any:
+    """The case's model, ready for ``fit``; call it in the scope of a strategy."""
+    model = case.build(keras, small)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(), loss)
+    return model
+
+
+def _dense(widths: list[int], features: int) -> Callable[[Any, bool], Any]:
+    def build(keras: Any, small: bool) -> Any:
+        kept = [min(width, 32) for width in widths[:4]] if small else widths
+        layers = [keras.layers.Dense(width, activation="relu") for width in kept]
+        return keras.Sequential([keras.Input([features]), *layers, keras.layers.Dense(CLASSES)])
+
+    return build
+
+
+def _embedding(keras: Any, small: bool) -> Any:
+    return keras.Sequential([
+        keras.Input([32], dtype="int32"),
+        keras.layers.Embedding(1_000 if small else 500_000, 32),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(CLASSES)])
+
+
+def _resnet(keras: Any, small: bool) -> Any:
+    """A CIFAR ResNet: three stages of three blocks (one of one where ``small``)."""
+    layers = keras.layers
+
+    def convolved(x: Any, filters: int, size: int, strides: int) -> Any:
+        x = layers.Conv2D(filters, size, strides, padding="same", use_bias=False)(x)
+        return layers.BatchNormalization()(x)
+
+    inputs = keras.Input([32, 32, 3])
+    x = layers.Activation("relu")(convolved(inputs, 16, 3, 1))
+    for filters in (16,) if small else (16, 32, 64):
+        for block in range(1 if small else 3):
+            strides = 2 if block == 0 and filters > 16 else 1
+            shortcut = convolved(x, filters, 1, strides) if strides > 1 else x
+            inner = layers.Activation("relu")(convolved(x, filters, 3, strides))
+            x = layers.Add()([convolved(inner, filters, 3, 1), shortcut])
+            x = layers.Activation("relu")(x)
+    return keras.Model(inputs, layers.Dense(CLASSES)(layers.GlobalAveragePooling2D()(x)))
+
+
+def _floats(*shape: int) -> Callable[[np.random.Generator, int], np.ndarray]:
+    return lambda random, count: random.standard_normal((count, *shape)).astype("float32")
+
+
+def _ids(random: np.random.Generator, count: int) -> np.ndarray:
+    return random.integers(0, 1_000, (count, 32)).astype("int32") * 499 % 500_000
+
+
+CASES: dict[str, Case] = {
+    "mlp": Case("merging and updating 20 M parameters", 64,
+                _dense([3072, 3072, 2048], 1024), _floats(1024)),
+    "embedding": Case("sparse gradients of a 500,000 x 32 table", 256, _embedding, _ids),
+    "conv": Case("a ResNet of 9 blocks with batch norm", 64, _resnet, _floats(32, 32, 3)),
+    "deep": Case("302 variables", 64, _dense([64] * 150, 64), _floats(64)),
+    "input": Case("splitting and Python", 64, _dense([], 256), _floats(256)),
+}
+
+# The case `scaling` is these two for a rising number of towers.
+SCALING = ("conv", "deep")

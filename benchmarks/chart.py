@@ -1,0 +1,115 @@
+"""What was measured, as a picture.
+
+Goes in: medians by job.  Comes out: one PNG: bars for the cases, lines for the scaling.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+from benchmarks import cases, results, strategies
+
+_COLORS = {"none": "#9aa5b1", "tower": "#d9730d", "mirrored": "#1f6fb2",
+           "mirrored_reduce": "#7fb0db", "central": "#5f9e6e"}
+_LABELS = {"none": "no strategy", "tower": "TowerStrategy", "mirrored": "MirroredStrategy",
+           "mirrored_reduce": "Mirrored, ReductionToOneDevice", "central": "CentralStorageStrategy"}
+_INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
+_PANELS = (("step_ms", "steady step, ms"), ("first_step_s", "first step, s"),
+           ("peak_mb", "peak memory, MB"), ("crossing_mb", "bytes across devices in a step, MB"))
+
+
+def draw(path: pathlib.Path, figures: results.Medians, towers: int, title: str) -> None:
+    """Writes the picture to ``path``.
+
+    Args:
+      path: a PNG file.
+      figures: medians by job; failed jobs are left out.
+      towers: the number of towers of the bars.
+      title: machine and versions.
+    """
+    good = {job: mine for job, mine in figures.items() if "error" not in mine}
+    scaled = [case for case in cases.SCALING if len(_counts(good, case)) > 1]
+    style = {"font.size": 10, "axes.edgecolor": _MUTED, "text.color": _INK, "axes.labelcolor": _INK,
+             "xtick.color": _MUTED, "ytick.color": _INK, "axes.spines.top": False,
+             "axes.spines.right": False}
+    with plt.rc_context(style):
+        rows = 2 + len(scaled)
+        figure = plt.figure(figsize=(13, 4.6 * rows), layout="constrained")
+        figure.get_layout_engine().set(hspace=0.06, wspace=0.04)
+        grid = figure.add_gridspec(rows, 6)
+        for number, (name, label) in enumerate(_PANELS):
+            row, column = divmod(number, 2)
+            axes = figure.add_subplot(grid[row, 3 * column:3 * column + 3])
+            _bars(axes, good, towers, name, label)
+        for number, case in enumerate(scaled):
+            for column, (name, label) in enumerate(_PANELS[:3]):
+                axes = figure.add_subplot(grid[2 + number, 2 * column:2 * column + 2])
+                _lines(axes, good, case, name, label)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=5, frameon=False)
+        figure.suptitle(title, fontsize=9.5, color=_MUTED, y=0.0, va="bottom")
+        figure.savefig(path, dpi=110, facecolor="white")
+        plt.close(figure)
+
+
+def _value(figures: dict[str, Any], name: str) -> float | None:
+    if name != "crossing_mb":
+        return figures.get(name)
+    crossing = figures.get("traffic")
+    return crossing["total"] / 1e6 if crossing else None
+
+
+def _bars(axes: plt.Axes, good: results.Medians, towers: int, name: str, label: str) -> None:
+    shown = [case for case in cases.CASES if any(
+        job.case == case and job.towers == towers for job in good)]
+    present = [who for who in strategies.STRATEGIES if any(job.strategy == who for job in good)]
+    high = 0.8 / max(len(present), 1)
+    for number, who in enumerate(present):
+        for place, case in enumerate(shown):
+            mine = good.get(results.Job(case, who, towers))
+            value = _value(mine, name) if mine else None
+            at = place - 0.4 + high * (number + 0.5)
+            label_once = _LABELS[who] if place == 0 else None
+            axes.barh(at, value or 0, height=high * 0.9, color=_COLORS[who], label=label_once)
+            text = "not there" if value is None else f"{value:,.4g}" if value else "0"
+            axes.annotate(text, (value or 0, at), xytext=(4, 0), textcoords="offset points",
+                          va="center", fontsize=8, color=_MUTED)
+    axes.set_yticks(range(len(shown)), shown)
+    axes.invert_yaxis()
+    values = [_value(mine, name) for job, mine in good.items() if job.towers == towers]
+    present_values = [value for value in values if value]
+    if present_values:
+        axes.set_xscale("log")
+        axes.set_xlim(min(present_values) / 2, max(present_values) * 4)
+    axes.set_title(f"{label} ({towers} towers)", loc="left", fontweight="bold")
+    axes.grid(axis="x", color=_GRID)
+    axes.set_axisbelow(True)
+
+
+def _counts(good: results.Medians, case: str) -> list[int]:
+    return sorted({job.towers for job in good if job.case == case})
+
+
+def _lines(axes: plt.Axes, good: results.Medians, case: str, name: str, label: str) -> None:
+    counts = _counts(good, case)
+    for who, color in _COLORS.items():
+        points = [(count, good[job][name]) for count in counts
+                  if (job := results.Job(case, who, count)) in good]
+        if points and len(points) > 1:
+            axes.plot(*zip(*points), color=color, marker="o", markersize=4)
+        elif points and who == "none":
+            axes.axhline(points[0][1], color=color, linestyle="--")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("towers")
+    axes.set_title(f"{case}: {label}", loc="left", fontweight="bold")
+    axes.grid(axis="y", color=_GRID)
+    axes.set_axisbelow(True)

@@ -1,0 +1,145 @@
+"""Measures one strategy on one case, in a process of its own.
+
+Goes in: flags.  Comes out: a JSON file with the figures, or with the ``error`` that came instead.
+
+    python -m benchmarks.measure --case=mlp --strategy=tower --towers=4 --output=out/one.json
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import resource
+import statistics
+import time
+import traceback
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import app, flags
+
+from benchmarks import cases, strategies, traffic
+
+_CASE = flags.DEFINE_enum("case", None, list(cases.CASES), "what to train", required=True)
+_STRATEGY = flags.DEFINE_enum("strategy", None, list(strategies.STRATEGIES), "who trains it",
+                              required=True)
+_TOWERS = flags.DEFINE_integer("towers", 4, "how many towers", lower_bound=1)
+_MERGE = flags.DEFINE_string("merge_device", None, "TowerStrategy's merge device")
+_DEVICE = flags.DEFINE_enum("device", "cpu", ["cpu", "gpu"], "what the towers are")
+_SECONDS = flags.DEFINE_float("seconds", 6, "how long to measure the steady step")
+_SMALL = flags.DEFINE_bool("small", False, "small models, to try the benchmark itself")
+_TRAFFIC = flags.DEFINE_bool("traffic", False, "count the bytes that cross devices, too")
+_OUTPUT = flags.DEFINE_string("output", None, "the JSON file to write", required=True)
+
+_WARM_UP, _LEAST, _MOST = 5, 10, 2000  # steps
+_ENDLESS = 10**6
+
+
+def measure(keras: Any, case: cases.Case, strategy: tf.distribute.Strategy, seconds: float,
+            small: bool = False, with_traffic: bool = False) -> dict[str, Any]:
+    """Trains ``case`` with ``fit`` until the time is up.
+
+    Args:
+      keras: the Keras to train with.
+      case: what to train.
+      strategy: who trains it.
+      seconds: how long, after the first steps.
+      small: whether to make a small model.
+      with_traffic: whether to count the bytes that cross devices, which traces the step once more.
+
+    Returns:
+      ``first_step_s`` (from the call of ``fit`` to the end of its first step: building, tracing and
+      running it), ``step_ms`` (the median), ``steps``, ``peak_mb`` (resident, of the process),
+      ``gpu_peak_mb`` (the sum over GPUs), ``parameter_bytes``, ``state_bytes`` (weights and
+      optimizer by device) and ``traffic`` (None unless asked for).
+    """
+    with strategy.scope():
+        model = cases.compiled(case, keras, small)
+    clock = _clock(keras, seconds)
+    start = time.perf_counter()
+    model.fit(cases.dataset(case), steps_per_epoch=_ENDLESS, shuffle=False, verbose=0,
+              callbacks=[clock])
+    steady = np.diff(clock.ends)[_WARM_UP:]
+    result = {
+        "first_step_s": clock.ends[0] - start,
+        "step_ms": 1e3 * statistics.median(steady),
+        "steps": len(steady),
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "gpu_peak_mb": _gpu_peak() / 2**20,
+        "parameter_bytes": sum(_size(variable) for variable in model.trainable_variables),
+        "state_bytes": _state_bytes(model),
+        "traffic": None,
+    }
+    if with_traffic:
+        result["traffic"] = step_traffic(model, case, strategy).as_dict()
+    return result
+
+
+def step_traffic(model: Any, case: cases.Case,
+                 strategy: tf.distribute.Strategy) -> traffic.Traffic:
+    """What crosses devices in a training step of ``model`` on a batch of known shape."""
+    batches = strategy.experimental_distribute_dataset(cases.dataset(case, drop_remainder=True))
+    batch = next(iter(batches))
+    step = tf.function(lambda data: strategy.run(model.train_step, args=(data,)), autograph=False)
+    replicas = strategy.num_replicas_in_sync
+    return traffic.count(step.get_concrete_function(batch), replicas,
+                         unknown_dimension=case.batch // replicas)
+
+
+def _clock(keras: Any, seconds: float) -> Any:
+    """A callback that notes when steps end and stops the training when it has seen enough."""
+
+    class Clock(keras.callbacks.Callback):
+        ends: list[float] = []
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            float(logs["loss"])  # as a progress bar does; the step has ended when it is known
+            self.ends.append(time.perf_counter())
+            steps = batch + 1 - _WARM_UP
+            spent = self.ends[-1] - self.ends[min(batch, _WARM_UP)]
+            if steps > _MOST or (steps > _LEAST and spent > seconds):
+                self.model.stop_training = True
+
+    return Clock()
+
+
+def _size(variable: Any) -> int:
+    return int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
+
+
+def _state_bytes(model: Any) -> dict[str, int]:
+    """Bytes of weights and optimizer by device, every copy of a mirrored variable counted."""
+    held: dict[str, int] = {}
+    slots = model.optimizer.variables
+    for variable in [*model.variables, *(slots() if callable(slots) else slots)]:
+        one = getattr(variable, "value", variable)
+        one = variable if callable(one) else one
+        for part in getattr(one, "values", None) or (one,):
+            device = traffic.short(part.device)
+            held[device] = held.get(device, 0) + _size(variable)
+    return held
+
+
+def _gpu_peak() -> int:
+    return sum(tf.config.experimental.get_memory_info(device.name.split("device:")[-1])["peak"]
+               for device in tf.config.list_logical_devices("GPU"))
+
+
+def main(argv: list[str]) -> None:
+    """Measures and writes the file."""
+    del argv
+    case = cases.CASES[_CASE.value]
+    try:
+        alone = _STRATEGY.value == "none"
+        devices = strategies.devices(_DEVICE.value, 1 if alone else _TOWERS.value)
+        strategy = strategies.STRATEGIES[_STRATEGY.value](devices, _MERGE.value)
+        result = measure(tf.keras, case, strategy, _SECONDS.value, _SMALL.value, _TRAFFIC.value)
+    except Exception as error:  # the parent shows it in the table
+        traceback.print_exc()
+        result = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]}
+    pathlib.Path(_OUTPUT.value).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    app.run(main)

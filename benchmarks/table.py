@@ -1,0 +1,85 @@
+"""What was measured, as text.
+
+Goes in: medians by job and verdicts.  Comes out: tables to print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import results
+
+_HEADER = ("case", "R", "strategy", "step ms", "/ none", "/ mirrored", "first step s", "peak MB",
+           "crossing MB")
+
+
+def measured(figures: results.Medians) -> str:
+    """A line for each job: its medians, and its step over those of no strategy and Mirrored."""
+    failed = [f"{job.case} {job.strategy} R={job.towers} failed: {mine['error']}"
+              for job, mine in figures.items() if "error" in mine]
+    return "\n".join([_table(_HEADER, [_row(figures, job) for job in figures]), *failed])
+
+
+def _row(figures: results.Medians, job: results.Job) -> list[str]:
+    mine = figures[job]
+    start = [job.case, str(job.towers), job.strategy]
+    if "error" in mine:
+        return [*start, *["-"] * (len(_HEADER) - len(start))]
+    over = [results.ratio(figures, "step_ms", job, results.Job(job.case, peer, job.towers))
+            for peer in ("none", "mirrored")]
+    crossing = mine.get("traffic")
+    return [*start, f"{mine['step_ms']:,.2f}",
+            *("-" if value is None else f"{value:.2f}" for value in over),
+            f"{mine['first_step_s']:.2f}", f"{mine['peak_mb']:,.0f}",
+            "-" if not crossing else f"{crossing['total'] / 1e6:,.2f}"]
+
+
+def by_device(figures: results.Medians) -> str:
+    """A line for each device of each TowerStrategy job: what it holds, sends and receives."""
+    rows = []
+    for job, mine in figures.items():
+        if job.strategy != "tower" or not mine.get("traffic"):
+            continue
+        crossing, held = mine["traffic"], mine["state_bytes"]
+        for device in sorted({*held, *crossing["sent"], *crossing["received"]}):
+            counts = (held.get(device, 0), crossing["sent"].get(device, 0),
+                      crossing["received"].get(device, 0))
+            rows.append([job.case, str(job.towers), device, *(f"{count:,}" for count in counts)])
+    return _table(
+        ("case", "R", "device", "weights and slots, bytes", "sent a step", "received"), rows)
+
+
+def targets(verdicts: Sequence[results.Verdict]) -> str:
+    """A line for each target."""
+    return _table(("target", "measured", "limit", ""), [
+        [verdict.what, f"{verdict.measured:.2f}", f"{verdict.limit:.2f}",
+         "pass" if verdict.holds else "MISS"] for verdict in verdicts])
+
+
+def one_line(figures: dict[str, Any]) -> str:
+    """What a process measured, for the progress."""
+    if "error" in figures:
+        return f"failed: {figures['error']}"
+    return (f"step {figures['step_ms']:,.2f} ms ({figures['steps']} steps), first "
+            f"{figures['first_step_s']:.2f} s, peak {figures['peak_mb']:,.0f} MB")
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text; numbers align right."""
+    lines = [list(header), *map(list, rows)]
+    columns = range(len(header))
+    widths = [max(len(line[column]) for line in lines) for column in columns]
+    right = [bool(rows) and all(_is_number(row[column]) for row in rows) for column in columns]
+
+    def text(line: Sequence[str]) -> str:
+        cells = [line[column].rjust(widths[column]) if right[column]
+                 else line[column].ljust(widths[column]) for column in columns]
+        return "  ".join(cells).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([text(lines[0]), rule, *map(text, lines[1:])])
+
+
+def _is_number(cell: str) -> bool:
+    return cell == "-" or cell.replace(",", "").replace(".", "", 1).isdigit()

@@ -1,0 +1,206 @@
+"""How many bytes cross devices in a step, counted on its traced graph.
+
+Goes in: a ``ConcreteFunction``.  Comes out: a :class:`Traffic`.  The rule:
+
+- An operation sits where its resource lives if it takes one (TensorFlow moves such operations),
+  else on the device that it asks for, else on that of the function call it is in, else with its
+  first input.  ``Shape`` and its like always sit with their input.
+- A tensor made on one device and taken on another crosses once for each device that takes it,
+  however many operations there do: static shape times item size.  So a read of a variable on the
+  merge device crosses once for each tower that uses it.  Handles, variants and strings count 0.
+- Called functions are walked with the caller's tensors put in.  Of a conditional's branches the one
+  that moves more is counted, of a loop one turn.
+- A collective all-reduce is a ring's: each device sends and receives 2 (R-1)/R times the tensor;
+  an all-gather (R-1) times.
+- What is an argument of the function is the batch, which starts on the host.  It is counted apart.
+- A dimension that is not known counts as ``unknown_dimension``; ``unknown`` says for how many
+  tensors that crossed this was needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+
+_WITH_INPUT = {"Shape", "ShapeN", "Size", "Rank"}
+_PASSED_ON = {"Identity", "IdentityN", "Cast", "Reshape", "ExpandDims"}
+_NO_BYTES = {tf.resource, tf.variant, tf.string}
+
+
+@dataclasses.dataclass
+class Traffic:
+    """Bytes a step.
+
+    Attributes:
+      sent: by device, what leaves it, without the batch.
+      received: by device, what comes to it, without the batch.
+      batch: bytes of the batch that cross.
+      unknown: how many tensors had an unknown dimension.
+    """
+
+    sent: dict[str, int] = dataclasses.field(default_factory=dict)
+    received: dict[str, int] = dataclasses.field(default_factory=dict)
+    batch: int = 0
+    unknown: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes that cross, the batch's included."""
+        return sum(self.sent.values()) + self.batch
+
+    @property
+    def busiest(self) -> int:
+        """Bytes over the busiest link: the most that one device sends or receives."""
+        return max([*self.sent.values(), *self.received.values(), 0])
+
+    def copy(self) -> Traffic:
+        return Traffic(dict(self.sent), dict(self.received), self.batch, self.unknown)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"total": self.total, "busiest": self.busiest, "batch": self.batch,
+                "sent": self.sent, "received": self.received, "unknown": self.unknown}
+
+
+@dataclasses.dataclass
+class _Value:
+    """A tensor on its way: where it is, and where it has been taken to already."""
+
+    device: str
+    size: int
+    known: bool = True
+    from_batch: bool = False
+    taken_to: set[str] = dataclasses.field(default_factory=set)
+
+
+def count(function: Any, replicas: int, host: str = "CPU:0", unknown_dimension: int = 1) -> Traffic:
+    """Counts the bytes that cross devices when ``function`` runs.
+
+    Args:
+      function: a ``ConcreteFunction``.
+      replicas: how many take part in a collective operation.
+      host: where arguments start, and operations that nothing places.
+      unknown_dimension: the size of a dimension that is not known.
+    """
+    walk = _Walk(replicas, host, unknown_dimension)
+    graph = function.graph
+    values: dict[str, _Value] = {}
+    captured = {inner.name: outer for outer, inner in graph.captures}
+    for tensor in graph.inputs:
+        outer = captured.get(tensor.name)
+        place = host if outer is None else short(outer.device) or host
+        values[tensor.name] = walk.made(tensor, place, from_batch=outer is None)
+    walk.graph(graph, values, "")
+    return walk.traffic
+
+
+def short(device: str) -> str:
+    """``CPU:1`` for ``/job:localhost/replica:0/task:0/device:CPU:1``; "" for no device."""
+    spec = tf.DeviceSpec.from_string(device or "")
+    if spec.device_type is None:
+        return ""
+    return f"{spec.device_type}:{spec.device_index or 0}"
+
+
+class _Walk:
+    """Goes through a graph and the functions that it calls."""
+
+    def __init__(self, replicas: int, host: str, unknown_dimension: int) -> None:
+        self.traffic = Traffic()
+        self._replicas = replicas
+        self._host = host
+        self._unknown_dimension = unknown_dimension
+
+    def made(self, tensor: tf.Tensor, device: str, from_batch: bool = False) -> _Value:
+        """A value made on ``device``."""
+        if tensor.dtype in _NO_BYTES:
+            return _Value(device, 0, from_batch=from_batch)
+        shape = tensor.shape
+        sizes = [size or 0 if size is not None else self._unknown_dimension
+                 for size in shape.as_list()] if shape.rank is not None else []
+        elements = 1
+        for size in sizes:
+            elements *= size
+        return _Value(device, elements * tensor.dtype.size, shape.is_fully_defined(), from_batch)
+
+    def graph(self, graph: tf.Graph, values: dict[str, _Value], caller: str) -> None:
+        """Walks ``graph``, whose inputs are in ``values``, called from device ``caller``."""
+        for op in graph.get_operations():
+            if op.outputs and op.outputs[0].name in values:
+                continue  # an argument
+            inputs = [values[tensor.name] for tensor in op.inputs]
+            if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
+                outputs = self._called(op, "f", inputs, caller)
+            elif op.type in ("If", "StatelessIf"):
+                outputs = self._branched(op, inputs, caller)
+            elif op.type in ("While", "StatelessWhile"):
+                self._called(op, "cond", inputs, caller)
+                outputs = self._called(op, "body", inputs, caller)
+            else:
+                outputs = self._plain(op, inputs, caller)
+            for tensor, value in zip(op.outputs, outputs):
+                values[tensor.name] = value
+
+    def _called(self, op: tf.Operation, attribute: str, inputs: list[_Value],
+                caller: str) -> list[_Value]:
+        body = _tf.function_graph(op.graph, op.get_attr(attribute).name)
+        values = {inner.name: value for inner, value in zip(body.inputs, inputs)}
+        self.graph(body, values, short(op.device) or caller)
+        return [values[tensor.name] for tensor in body.outputs]
+
+    def _branched(self, op: tf.Operation, inputs: list[_Value], caller: str) -> list[_Value]:
+        before, taken = self.traffic, [set(value.taken_to) for value in inputs]
+        results = []
+        for branch in ("then_branch", "else_branch"):
+            self.traffic = before.copy()
+            for value, devices in zip(inputs, taken):
+                value.taken_to = set(devices)
+            outputs = self._called(op, branch, inputs[1:], caller)
+            results.append((self.traffic, outputs))
+        self.traffic, outputs = max(results, key=lambda result: result[0].total)
+        return outputs
+
+    def _plain(self, op: tf.Operation, inputs: list[_Value], caller: str) -> list[_Value]:
+        device = self._device(op, inputs, caller)
+        for value in inputs:
+            self._take(value, device)
+        if op.type.startswith(("CollectiveReduce", "NcclAllReduce")):
+            self._exchange(inputs[0], device, 2 * (self._replicas - 1) / self._replicas)
+        elif op.type.startswith("CollectiveGather"):
+            self._exchange(inputs[0], device, self._replicas - 1)
+        from_batch = (op.type in _PASSED_ON and bool(inputs) and inputs[0].from_batch)
+        return [self.made(tensor, device, from_batch) for tensor in op.outputs]
+
+    def _device(self, op: tf.Operation, inputs: list[_Value], caller: str) -> str:
+        for tensor, value in zip(op.inputs, inputs):
+            if tensor.dtype == tf.resource:
+                return value.device
+        if op.type in _WITH_INPUT:
+            return inputs[0].device
+        return short(op.device) or caller or (inputs[0].device if inputs else self._host)
+
+    def _take(self, value: _Value, device: str) -> None:
+        if value.device == device or device in value.taken_to or not value.size:
+            return
+        value.taken_to.add(device)
+        self.traffic.unknown += not value.known
+        if value.from_batch:
+            self.traffic.batch += value.size
+            return
+        _add(self.traffic.sent, value.device, value.size)
+        _add(self.traffic.received, device, value.size)
+
+    def _exchange(self, value: _Value, device: str, times: float) -> None:
+        size = round(value.size * times)
+        if size:
+            self.traffic.unknown += not value.known
+            _add(self.traffic.sent, device, size)
+            _add(self.traffic.received, device, size)
+
+
+def _add(counter: dict[str, int], device: str, size: int) -> None:
+    counter[device] = counter.get(device, 0) + size
