@@ -53,7 +53,7 @@ class _OwnWeight:
 def make(kit, kind):
     """A model that is not compiled."""
     if kind == "functional":
-        x = kit.Input([3])
+        x = kit.Input([3], name="x")
         return kit.Model(x, dense(kit, 1, "head")(dense(kit, 4, "hidden", "tanh")(x)))
     if kind in ("sequential", "unbuilt_sequential"):
         layers = [dense(kit, 4, "hidden", "tanh"), dense(kit, 1, "head")]
@@ -63,7 +63,7 @@ def make(kit, kind):
     if kind == "own_weight":
         return type("OwnWeight", (_OwnWeight, kit.Model), {})()
     left, right = kit.Input([3], name="left"), kit.Input([2], name="right")
-    both = kit.layers.Concatenate()([dense(kit, 4, "hidden", "tanh")(left), right])
+    both = kit.layers.Concatenate(name="both")([dense(kit, 4, "hidden", "tanh")(left), right])
     outputs = {"first": dense(kit, 1, "first")(both), "second": dense(kit, 2, "second")(both)}
     if kind == "several":
         return kit.Model([left, right], list(outputs.values()))

@@ -157,6 +157,8 @@ class TowerVariable(_tf.ResourceVariable):
         tower = _tower_of(self)
         if tower is None:
             return plain(self._one_of_slices(method_name, slices))
+        slices = tf.IndexedSlices(tf.convert_to_tensor(slices.values, dtype=self.dtype),
+                                  tf.convert_to_tensor(slices.indices), slices.dense_shape)
         if not tower.can_merge:
             return self._scatter_alone(tower, method_name, plain, slices)
 

@@ -1,0 +1,200 @@
+"""Files written under one strategy are read under another, and training goes on as if nothing was."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from absl.testing import parameterized
+
+import small_models
+from towerstrategy import TowerStrategy
+
+ROWS = 8
+STEPS = 2
+
+
+class Anywhere:
+    """Stands for no strategy."""
+
+    def scope(self):
+        return contextlib.nullcontext()
+
+
+STRATEGIES = {
+    "towers": lambda: TowerStrategy(["CPU:1", "CPU:2"]),
+    "mirrored": lambda: tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()),
+    "one": Anywhere,
+}
+MOVES = (("towers", "mirrored"), ("towers", "one"), ("mirrored", "towers"), ("one", "towers"))
+
+
+def compiled(kit):
+    model = small_models.make(kit, "functional")
+    # Not "mse": Keras 3 cannot load that from .h5.
+    model.compile(kit.optimizers.Adam(0.05), kit.losses.MeanSquaredError(),
+                  metrics=[kit.metrics.MeanAbsoluteError()])
+    return model
+
+
+def fit(model, steps=STEPS):
+    """Batches that divide evenly: for the others MirroredStrategy computes something else."""
+    x, y = small_models.data("functional", rows=ROWS)
+    model.fit(x, y, batch_size=4, epochs=steps, shuffle=False, verbose=0)
+
+
+def optimizer_values(model):
+    found = model.optimizer.variables
+    return [tf.convert_to_tensor(variable).numpy() for variable in found]
+
+
+class InterchangeTest(parameterized.TestCase):
+
+    @parameterized.product(kit=[keras, tf_keras], move=MOVES)
+    def test_training_goes_on(self, kit, move):
+        """Lost otherwise: training moved between machines; optimizer slots start from zero."""
+        writer, reader = (STRATEGIES[name]() for name in move)
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        with writer.scope():
+            model = compiled(kit)
+        fit(model)
+        model.save(f"{folder}/model.keras")
+        model.save(f"{folder}/model.h5")
+        model.save_weights(f"{folder}/model.weights.h5")
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        checkpoint.save(f"{folder}/checkpoint")
+        slots, weights = optimizer_values(model), small_models.weights(model)
+        uninterrupted = compiled(kit)
+        fit(uninterrupted, 2 * STEPS)
+        expected = small_models.weights(uninterrupted)
+
+        for how in ("checkpoint", "model.weights.h5", "model.keras", "model.h5"):
+            with self.subTest(how), reader.scope():
+                if how in ("model.keras", "model.h5"):
+                    restored = kit.models.load_model(f"{folder}/{how}")
+                else:
+                    restored = compiled(kit)
+                    restored.optimizer.build(restored.trainable_variables)
+                if how == "checkpoint":
+                    again = tf.train.Checkpoint(model=restored, optimizer=restored.optimizer)
+                    status = again.restore(f"{folder}/checkpoint-1")
+                    status.assert_existing_objects_matched()
+                elif how == "model.weights.h5":
+                    restored.load_weights(f"{folder}/{how}")
+                for got, wanted in zip(small_models.weights(restored), weights, strict=True):
+                    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+                if kit is keras and how == "model.h5":
+                    continue  # Keras 3 itself does not read the optimizer back from .h5.
+                for got, wanted in zip(optimizer_values(restored), slots, strict=True):
+                    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+                fit(restored)
+                for got, wanted in zip(small_models.weights(restored), expected, strict=True):
+                    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+    @parameterized.product(kit=[keras, tf_keras], move=MOVES)
+    def test_metrics(self, kit, move):
+        """Lost otherwise: counts of metrics that are checkpointed in the middle of an evaluation."""
+        writer, reader = (STRATEGIES[name]() for name in move)
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+
+        def update(strategy, metric, value):
+            if isinstance(strategy, Anywhere):
+                metric.update_state([value])
+                metric.update_state([2 * value])
+            else:
+                strategy.run(lambda: metric.update_state([value * (1. + tf.cast(
+                    tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32))]))
+
+        def checkpoint(metric):
+            # A Keras 3 metric is in no file that Keras writes, but its variables can be.
+            return tf.train.Checkpoint(**{str(number): variable for number, variable
+                                          in enumerate(metric.variables)})
+
+        with writer.scope():
+            metric = kit.metrics.Mean()
+            update(writer, metric, 3.)
+        checkpoint(metric).write(f"{folder}/metric")
+        with reader.scope():
+            restored = kit.metrics.Mean()
+            update(reader, restored, 100.)
+            checkpoint(restored).read(f"{folder}/metric").assert_existing_objects_matched()
+        np.testing.assert_allclose(restored.result(), 4.5)
+        with reader.scope():
+            update(reader, restored, 1.)
+        np.testing.assert_allclose(restored.result(), (3 + 6 + 1 + 2) / 4)
+
+    @parameterized.named_parameters(("two", 2), ("three", 3))
+    def test_whole_numbers_in_tower_local_variables(self, towers):
+        """Lost otherwise: a count of rows that comes back rounded."""
+        strategy = TowerStrategy(towers)
+        with strategy.scope():
+            count = tf.Variable(0, synchronization=tf.VariableSynchronization.ON_READ,
+                                aggregation=tf.VariableAggregation.SUM, dtype=tf.int64)
+        strategy.run(lambda: count.assign_add(1))
+        count.assign(7)
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        path = tf.train.Checkpoint(count=count).save(f"{folder}/count")
+        count.assign(0)
+        tf.train.Checkpoint(count=count).restore(path)
+        self.assertEqual(int(count.read_value()), 7)
+
+
+KILLED = textwrap.dedent("""
+    import os, sys
+    folder, how = sys.argv[1:]
+    import towerstrategy
+    towerstrategy.split_cpu(3)
+    import keras, numpy as np, tf_keras
+    import small_models
+
+    def train(kit, how):
+        strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2"])
+        with strategy.scope():
+            model = small_models.make(kit, "functional")
+            model.compile(kit.optimizers.Adam(0.05), "mse")
+        x, y = small_models.data("functional")
+        epochs = []
+
+        class Kill(kit.callbacks.Callback):
+            def on_epoch_begin(self, epoch, logs=None):
+                epochs.append(epoch)
+            def on_train_batch_end(self, batch, logs=None):
+                if how == kit.__name__ and epochs[-1] == 2 and batch == 1:
+                    os._exit(9)
+
+        backup = os.path.join(folder, kit.__name__)
+        callbacks = [Kill()]
+        if how != "uninterrupted":
+            callbacks.append(kit.callbacks.BackupAndRestore(backup))
+        model.fit(x, y, batch_size=4, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
+        return epochs, model.get_weights()
+
+    if how != "resumed":
+        train({"keras": keras, "tf_keras": tf_keras}[how], how)
+    for kit in (keras, tf_keras):
+        epochs, resumed = train(kit, "resumed")
+        assert epochs == [2, 3], epochs
+        for got, expected in zip(resumed, train(kit, "uninterrupted")[1], strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+""")
+
+
+class BackupTest(parameterized.TestCase):
+
+    def test_killed_in_the_middle_of_an_epoch(self):
+        """Lost otherwise: long trainings on machines that may be taken away."""
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        here = os.path.dirname(os.path.abspath(__file__))
+        path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+        for how, code in (("keras", 9), ("tf_keras", 9), ("resumed", 0)):
+            done = subprocess.run([sys.executable, "-c", KILLED, folder, how], timeout=300,
+                                  env={**os.environ, "PYTHONPATH": path}, capture_output=True,
+                                  text=True)
+            self.assertEqual(done.returncode, code, done.stderr[-3000:])
