@@ -12,6 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
+from matplotlib import patches
 from matplotlib import pyplot as plt
 
 from benchmarks import cases, results, strategies
@@ -40,21 +41,25 @@ def draw(path: pathlib.Path, figures: results.Medians, towers: int, title: str) 
              "xtick.color": _MUTED, "ytick.color": _INK, "axes.spines.top": False,
              "axes.spines.right": False}
     with plt.rc_context(style):
-        rows = 2 + len(scaled)
+        bars = [panel for panel in _PANELS if _reference(good, towers, panel[0])]
+        bar_rows = (len(bars) + 1) // 2
+        rows = max(1, bar_rows + len(scaled))
         figure = plt.figure(figsize=(13, 4.6 * rows), layout="constrained")
         figure.get_layout_engine().set(hspace=0.06, wspace=0.04)
         grid = figure.add_gridspec(rows, 6)
-        for number, (name, label) in enumerate(_PANELS):
+        for number, (name, label) in enumerate(bars):
             row, column = divmod(number, 2)
             axes = figure.add_subplot(grid[row, 3 * column:3 * column + 3])
             _bars(axes, good, towers, name, label)
         for number, case in enumerate(scaled):
             for column, (name, label) in enumerate(_PANELS[:3]):
-                axes = figure.add_subplot(grid[2 + number, 2 * column:2 * column + 2])
+                axes = figure.add_subplot(grid[bar_rows + number, 2 * column:2 * column + 2])
                 _lines(axes, good, case, name, label)
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=5, frameon=False)
-        figure.suptitle(title, fontsize=9.5, color=_MUTED, y=0.0, va="bottom")
+        shown = [who for who in strategies.STRATEGIES if any(job.strategy == who for job in good)]
+        figure.legend([patches.Patch(color=_COLORS[who]) for who in shown],
+                      [_LABELS[who] for who in shown], loc="outside upper center", ncols=5,
+                      frameon=False)
+        figure.supxlabel(title, fontsize=9.5, color=_MUTED)
         figure.savefig(path, dpi=110, facecolor="white")
         plt.close(figure)
 
@@ -67,30 +72,49 @@ def _value(figures: dict[str, Any], name: str) -> float | None:
 
 
 def _bars(axes: plt.Axes, good: results.Medians, towers: int, name: str, label: str) -> None:
-    shown = [case for case in cases.CASES if any(
-        job.case == case and job.towers == towers for job in good)]
-    present = [who for who in strategies.STRATEGIES if any(job.strategy == who for job in good)]
+    """Bars of ratios, so that the cases can stand side by side, with the figures behind them."""
+    value = _values(good, towers, name)
+    shown = [case for case in cases.CASES if any(job.case == case for job in value)]
+    present = [who for who in strategies.STRATEGIES if any(job.strategy == who for job in value)]
+    reference = _reference(good, towers, name)
     high = 0.8 / max(len(present), 1)
+    longest = 1.0
     for number, who in enumerate(present):
         for place, case in enumerate(shown):
-            mine = good.get(results.Job(case, who, towers))
-            value = _value(mine, name) if mine else None
             at = place - 0.4 + high * (number + 0.5)
-            label_once = _LABELS[who] if place == 0 else None
-            axes.barh(at, value or 0, height=high * 0.9, color=_COLORS[who], label=label_once)
-            text = "not there" if value is None else f"{value:,.4g}" if value else "0"
-            axes.annotate(text, (value or 0, at), xytext=(4, 0), textcoords="offset points",
+            mine = value.get(results.Job(case, who, towers))
+            over = (mine or 0) / value[results.Job(case, reference, towers)]
+            longest = max(longest, over)
+            axes.barh(at, over, height=high * 0.9, color=_COLORS[who])
+            axes.annotate(_text(mine), (over, at), xytext=(4, 0), textcoords="offset points",
                           va="center", fontsize=8, color=_MUTED)
+    axes.axvline(1, color=_INK, linewidth=0.8)
+    axes.set_xlim(0, longest * 1.15)
     axes.set_yticks(range(len(shown)), shown)
     axes.invert_yaxis()
-    values = [_value(mine, name) for job, mine in good.items() if job.towers == towers]
-    present_values = [value for value in values if value]
-    if present_values:
-        axes.set_xscale("log")
-        axes.set_xlim(min(present_values) / 2, max(present_values) * 4)
-    axes.set_title(f"{label} ({towers} towers)", loc="left", fontweight="bold")
+    axes.set_title(label, loc="left", fontweight="bold")
+    axes.set_xlabel(f"times {_LABELS[reference]}; {towers} towers")
     axes.grid(axis="x", color=_GRID)
     axes.set_axisbelow(True)
+
+
+def _text(figure: float | None) -> str:
+    if figure is None:
+        return "failed"
+    return f"{figure:,.0f}" if figure >= 1000 or not figure else f"{figure:,.3g}"
+
+
+def _values(good: results.Medians, towers: int, name: str) -> dict[results.Job, float]:
+    return {job: value for job, mine in good.items()
+            if job.towers == towers and (value := _value(mine, name)) is not None}
+
+
+def _reference(good: results.Medians, towers: int, name: str) -> str | None:
+    """The first strategy that has a figure, and not 0, for every case; None if there is none."""
+    values = _values(good, towers, name)
+    shown = {job.case for job in values}
+    return next((who for who in ("none", "mirrored", "tower", "mirrored_reduce") if shown and all(
+        values.get(results.Job(case, who, towers)) for case in shown)), None)
 
 
 def _counts(good: results.Medians, case: str) -> list[int]:
