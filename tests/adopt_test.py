@@ -1,11 +1,12 @@
 """Adopting a model that was built outside of the strategy's scope."""
 
+from unittest import mock
+
 import keras
 import numpy as np
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
-from unittest import mock
 
 import small_models
 from towerstrategy import TowerStrategy, variables
@@ -83,7 +84,8 @@ class AdoptTest(parameterized.TestCase):
         """Lost otherwise: momentum and counts of the training so far."""
         model, alone = (small_models.make(kit, "functional") for _ in range(2))
         for each in (model, alone):
-            each.compile(kit.optimizers.Adam(0.01), "mse", metrics=[kit.metrics.MeanAbsoluteError()])
+            each.compile(kit.optimizers.Adam(0.01), "mse",
+                         metrics=[kit.metrics.MeanAbsoluteError()])
             fit(each)
         before = slots(model.optimizer)
         values = [np.array(slot) for slot in before]
@@ -188,7 +190,7 @@ class AdoptTest(parameterized.TestCase):
 
     @parameterized.parameters("Adam", "SGD")
     def test_legacy_optimizer(self, name):
-        """Lost otherwise: tf_keras models saved with the optimizers of TensorFlow 2.10 and before."""
+        """Lost otherwise: tf_keras models saved with optimizers of TensorFlow 2.10 and before."""
         models = [small_models.make(tf_keras, "functional") for _ in range(2)]
         for model in models:
             model.compile(getattr(tf_keras.optimizers.legacy, name)(0.01), "mse")
@@ -248,7 +250,8 @@ class RefusedTest(parameterized.TestCase):
         expected = model.predict(x, verbose=0)
         model = small_models.make(kit, "functional")
         with self.strategy.scope():
-            np.testing.assert_allclose(model.predict(x, batch_size=4, verbose=0), expected, rtol=1e-5)
+            predicted = model.predict(x, batch_size=4, verbose=0)
+            np.testing.assert_allclose(predicted, expected, rtol=1e-5)
             np.testing.assert_allclose(model.predict_on_batch(x), expected, rtol=1e-5)
         np.testing.assert_allclose(model.predict_on_batch(x), expected, rtol=1e-5)
 
@@ -261,7 +264,8 @@ class RefusedTest(parameterized.TestCase):
             with owner.scope():
                 model = small_models.make(kit, "functional")
                 model.compile("sgd", "mse")
-            with self.assertRaisesRegex(ValueError, "belongs to another strategy.*cannot be adopted"):
+            with self.assertRaisesRegex(
+                    ValueError, "belongs to another strategy.*cannot be adopted"):
                 self.strategy.adopt(model)
             with self.strategy.scope(), self.assertRaisesRegex(ValueError, "another strategy"):
                 model.compile("sgd", "mse")

@@ -8,9 +8,9 @@ import threading
 
 import tensorflow as tf
 from absl.testing import parameterized
-from peers import mirrored, outcome, per_replica, plain, two_towers
 
 import towerstrategy
+from peers import mirrored, outcome, per_replica, plain, two_towers
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -115,7 +115,7 @@ class ReplicaFunctionTest(parameterized.TestCase):
 
     @everywhere
     def test_sum_of_mixed_dtypes(self, run):
-        """Else a metric's count and its sum cannot be reduced together (MirroredStrategy cannot)."""
+        """Else a metric's count and its sum cannot be reduced together, as in MirroredStrategy."""
         result = run(two_towers(), lambda: context().all_reduce(
             "SUM", [number(), tf.cast(number(), tf.int32)]))
         self.assertEqual(plain(result), [("per replica", [3., 3.]), ("per replica", [3, 3])])
@@ -155,8 +155,8 @@ class ReplicaFunctionTest(parameterized.TestCase):
             return len(args)
 
         def replica():
-            return context().merge_call(
-                merge, args=(number(), 3, None, {"a": number(), "b": "x"}), kwargs={"c": [number()]})
+            args = (number(), 3, None, {"a": number(), "b": "x"})
+            return context().merge_call(merge, args=args, kwargs={"c": [number()]})
 
         self.assertEqual(plain(run(two_towers(), replica)), 4)
         self.assertEqual(

@@ -31,7 +31,12 @@ from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import composite_tensor
 from tensorflow.python.framework import ops as framework_ops
-from tensorflow.python.ops import handle_data_util, resource_variable_ops, summary_ops_v2, variable_scope
+from tensorflow.python.ops import (
+    handle_data_util,
+    resource_variable_ops,
+    summary_ops_v2,
+    variable_scope,
+)
 from tensorflow.python.util import nest as private_nest
 
 PRIVATE_NAMES: dict[str, str] = {
@@ -293,7 +298,7 @@ def captures_of(graph: tf.Graph) -> list[tuple[Any, tf.Tensor]]:
 
 
 def capture(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
-    """What stands for ``tensor`` in ``graph``: itself, or a placeholder where it is from outside."""
+    """What stands for ``tensor`` in ``graph``: itself, or a placeholder if it is from outside."""
     return graph.capture(tensor)
 
 

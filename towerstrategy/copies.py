@@ -1,13 +1,13 @@
 """Trace once: tower 0 is traced, and its operations are copied for the other towers.
 
-Goes in: the replica function and its arguments, inside a ``tf.function`` that is being traced.  Comes
-out: what :mod:`towers` would have made by tracing every tower, for the price of one trace.
+Goes in: the replica function and its arguments, inside a ``tf.function`` that is being traced.
+Comes out: what :mod:`towers` would have made by tracing every tower, for the price of one trace.
 
-Between two meetings (``merge_call``) of the towers, tower 0's operations form a stretch of the graph.
-At the next meeting the stretch is copied for each other tower: the same operations, on that tower's
-device, with that tower's inputs, tower-local variables, share and random seeds put in.  The tensor
-that another tower has in place of one of tower 0's is looked up in a table; a tensor that stands in
-no table is the same for all.
+Between two meetings (``merge_call``) of the towers, tower 0's operations form a stretch of the
+graph. At the next meeting the stretch is copied for each other tower: the same operations, on that
+tower's device, with that tower's inputs, tower-local variables, share and random seeds put in.  The
+tensor that another tower has in place of one of tower 0's is looked up in a table; a tensor that
+stands in no table is the same for all.
 
 A function that cannot be copied is traced for every tower; :class:`NeedsOwnTrace` says why.
 """

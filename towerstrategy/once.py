@@ -1,14 +1,14 @@
 """Trace tower 0 once, and have the other towers copied.
 
 Goes in: the replica function and its arguments, while a ``tf.function`` is traced.  Comes out: its
-results, grouped.  Tower 0 runs in the calling thread; where it meets the others, :mod:`copies` makes
-their operations and the function given to ``merge_call`` runs at once.
+results, grouped.  Tower 0 runs in the calling thread; where it meets the others, :mod:`copies`
+makes their operations and the function given to ``merge_call`` runs at once.
 
-All of it happens in a function of its own, so that nothing is left behind when the function turns out
-to need a trace for each tower (:class:`NeedsOwnTrace`): its towers' inputs have different static
-shapes, or are no tensors; it looks at its replica id as a Python number; it makes a variable in the
-graph; it meets the others in ``tf.init_scope``; it draws random numbers in a nested function; it hands
-on something that holds tensors and cannot be looked up.
+All of it happens in a function of its own, so that nothing is left behind when the function turns
+out to need a trace for each tower (:class:`NeedsOwnTrace`): its towers' inputs have different
+static shapes, or are no tensors; it looks at its replica id as a Python number; it makes a variable
+in the graph; it meets the others in ``tf.init_scope``; it draws random numbers in a nested
+function; it hands on something that holds tensors and cannot be looked up.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def _check_alike(arguments: Any) -> None:
         except TypeError:
             if all(part is leaf.values[0] for part in leaf.values):
                 continue
-            raise NeedsOwnTrace("an argument that differs between the towers is no tensor") from None
+            raise NeedsOwnTrace(
+                "an argument that differs between the towers is no tensor") from None
         if any(spec != specs[0] for spec in specs):
             raise NeedsOwnTrace(f"an argument's static shape differs between the towers: {specs}")
 

@@ -6,8 +6,9 @@ that knows its id, its device, its share of the batch and its strategy; where th
 (``merge_call``) the function given there runs once, in cross-replica context, on the merge device.
 
 With one tower nothing is added: the function runs in the calling thread.  With several, eager code
-runs in :mod:`threads`, a thread a tower in turn; inside a ``tf.function`` :mod:`once` traces tower 0
-and copies its operations for the others, and hands over to :mod:`threads` where that cannot be right.
+runs in :mod:`threads`, a thread a tower in turn; inside a ``tf.function`` :mod:`once` traces tower
+0 and copies its operations for the others, and hands over to :mod:`threads` where that cannot be
+right.
 """
 
 from __future__ import annotations
