@@ -1,0 +1,164 @@
+"""benchmarks: what is counted and compared is what the tables say."""
+
+import pathlib
+import tempfile
+
+import keras
+import matplotlib.image
+import tensorflow as tf
+import tf_keras
+from absl.testing import parameterized
+
+import towerstrategy
+from benchmarks import cases, chart, measure, results, strategies, table, traffic
+
+
+def _counted(function, *args, replicas=2):
+    return traffic.count(tf.function(function).get_concrete_function(*args), replicas)
+
+
+class TrafficTest(parameterized.TestCase):
+
+    def test_counts_a_tensor_once_for_each_device_that_takes_it(self):
+        """Else a strategy that reads each weight once a tower looks as bad as any."""
+        with tf.device("CPU:0"):
+            weight = tf.Variable(tf.ones([10, 5]))  # 200 bytes
+
+        def step():
+            with tf.device("CPU:0"):
+                read = weight.read_value()
+            results_ = []
+            for tower in ("CPU:1", "CPU:2"):
+                with tf.device(tower):
+                    results_.append(tf.reduce_sum(read) + tf.reduce_max(read))
+            with tf.device("CPU:0"):
+                return results_[0] + results_[1]
+
+        found = _counted(step)
+        self.assertEqual(found.sent, {"CPU:0": 400, "CPU:1": 4, "CPU:2": 4})
+        self.assertEqual(found.received, {"CPU:1": 200, "CPU:2": 200, "CPU:0": 8})
+        self.assertEqual((found.total, found.busiest, found.unknown), (408, 400, 0))
+
+    def test_walks_into_functions_with_the_callers_tensors(self):
+        """Else what a traced-once step moves is not seen."""
+        inner = tf.function(lambda x: tf.reduce_sum(x))
+
+        def step(x):
+            with tf.device("CPU:1"):
+                x = x * 2.
+            parts = []
+            for tower in ("CPU:1", "CPU:2"):
+                with tf.device(tower):
+                    parts.append(inner(x))
+            with tf.device("CPU:0"):
+                return tf.add_n(parts)
+
+        found = _counted(step, tf.ones([25]))
+        self.assertEqual(found.batch, 100)
+        self.assertEqual(found.sent, {"CPU:1": 104, "CPU:2": 4})
+
+    def test_counts_the_branch_that_moves_more(self):
+        """Else a merge that stands inside a condition is counted double, or not at all."""
+
+        def step(x, use):
+            with tf.device("CPU:1"):
+                x = x * 2.
+            with tf.device("CPU:0"):
+                return tf.cond(use, lambda: tf.reduce_sum(x), lambda: tf.constant(0.))
+
+        found = _counted(step, tf.ones([25]), tf.constant(True))
+        self.assertEqual(found.sent, {"CPU:1": 100})
+
+    def test_what_reads_a_variable_sits_with_it(self):
+        """Else a gather on another device looks as if the whole table crossed."""
+        with tf.device("CPU:1"):
+            table_ = tf.Variable(tf.ones([1000, 4]))
+
+        def step(ids):
+            with tf.device("CPU:0"):
+                return tf.reduce_sum(tf.gather(table_, ids))
+
+        found = _counted(step, tf.constant([1, 2, 3]))
+        self.assertEqual(found.sent, {"CPU:1": 3 * 4 * 4})
+        self.assertEqual(found.batch, 12)
+
+    @parameterized.parameters(None, "balanced")
+    def test_towers_move_weights_out_and_gradients_back(self, merge_device):
+        """Else the target for the busiest link compares with nothing real."""
+        strategy = towerstrategy.TowerStrategy(["CPU:0", "CPU:1"], merge_device)
+        case = cases.CASES["mlp"]
+        with strategy.scope():
+            model = cases.compiled(case, keras, small=True)
+        model.fit(cases.dataset(case), steps_per_epoch=1, verbose=0)
+        found = measure.step_traffic(model, case, strategy)
+        weights = 4 * model.count_params()
+        # One of two towers is at home: every weight crosses once, and so does every gradient.
+        self.assertBetween(found.total - found.batch, 2 * weights, 2 * weights + 100)
+        self.assertEqual(found.unknown, 0)
+        self.assertEqual(found.batch, case.batch // 2 * (1024 * 4 + 4))  # tower 0 is the host
+
+
+class MeasureTest(parameterized.TestCase):
+
+    @parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
+    def test_measures_a_tiny_case(self, which):
+        """Else an afternoon of measuring ends in an exception, or in figures that are not there."""
+        strategy = strategies.STRATEGIES["tower"](["CPU:0", "CPU:1"], None)
+        found = measure.measure(which, cases.CASES["input"], strategy, seconds=0, with_traffic=True)
+        self.assertGreater(found["steps"], 5)
+        for name in ("first_step_s", "step_ms", "peak_mb"):
+            self.assertGreater(found[name], 0)
+        self.assertEqual(found["parameter_bytes"], 4 * (256 * 10 + 10))
+        self.assertEqual(list(found["state_bytes"]), ["CPU:0"])
+        self.assertGreater(found["state_bytes"]["CPU:0"], 3 * found["parameter_bytes"])
+        self.assertGreater(found["traffic"]["busiest"], found["parameter_bytes"])
+
+    @parameterized.parameters(*cases.CASES)
+    def test_cases_have_the_sizes_that_they_are_named_for(self, name):
+        """Else figures of one release cannot be compared with those of the next."""
+        wanted = {"mlp": 18_900_000, "embedding": 16_000_330, "deep": 150 * 64 * 65 + 650,
+                  "input": 2_570, "conv": 273_000}
+        if name == "embedding":  # 64 MB need not be made to be counted
+            count = sum(size for size in (500_000 * 32, 32 * 10 + 10))
+        else:
+            model = cases.CASES[name].build(keras, False)
+            count = model.count_params()
+            if name == "deep":
+                self.assertLen(model.trainable_variables, 302)
+        self.assertAlmostEqual(count / wanted[name], 1, delta=0.02)
+
+
+class ResultsTest(parameterized.TestCase):
+
+    def _runs(self):
+        steps = {"none": [10., 11., 30.], "tower": [12., 11., 13.], "mirrored": [50., 40., 41.]}
+        return [
+            results.Run(results.Job("mlp", who, 4), number, {
+                "step_ms": step, "first_step_s": 1., "peak_mb": 100., "gpu_peak_mb": 0., "steps": 9,
+                "parameter_bytes": 1000, "state_bytes": {"CPU:0": 3000},
+                "traffic": {"total": 6000, "batch": 0, "busiest": 3000, "sent": {"CPU:0": 3000},
+                            "received": {"CPU:0": 3000}, "unknown": 0} if number == 0 else None})
+            for who, values in steps.items() for number, step in enumerate(values)
+        ] + [results.Run(results.Job("mlp", "central", 4), 0, {"error": "ValueError: no"})]
+
+    def test_targets_compare_medians(self):
+        """Else a target is called reached that is not."""
+        figures = results.medians(self._runs())
+        found = {verdict.what: verdict for verdict in results.verdicts(figures, 4, True)}
+        self.assertAlmostEqual(found["mlp: step over none"].measured, 12 / 11)
+        self.assertTrue(found["mlp: step over none"].holds)
+        self.assertAlmostEqual(found["mlp: step over mirrored"].measured, 12 / 41)
+        self.assertFalse(found["mlp: peak memory over mirrored"].holds)
+        self.assertAlmostEqual(found["mlp: busiest link over the ring all-reduce"].measured, 2)
+        self.assertAlmostEqual(found["mlp: fullest tower over the mean"].measured, 4)
+
+    def test_shows_what_failed_beside_what_was_measured(self):
+        """Else a strategy that cannot train a case takes the whole report with it."""
+        figures = results.medians(self._runs())
+        text = table.measured(figures)
+        self.assertIn("mlp central R=4 failed: ValueError: no", text)
+        self.assertIn("12.00", text)
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "chart.png"
+            chart.draw(path, figures, 4, "a machine")
+            self.assertGreater(matplotlib.image.imread(path).shape[0], 300)
