@@ -588,14 +588,9 @@ def _(keras: Any) -> Run:
     class Partly(keras.Model):
         def __init__(self) -> None:
             super().__init__()
-            self.used = keras.layers.Dense(3)
-            self.unused = keras.layers.Dense(4)
-
-        def build(self, input_shape: Any) -> None:
+            self.used, self.unused = keras.layers.Dense(3), keras.layers.Dense(4)
             self.used.build((None, 5))
             self.unused.build((None, 5))
-            super().build(input_shape) if not is_keras_3(keras) else None
-            self.built = True
 
         def call(self, x: Any) -> Any:
             return self.used(x)
@@ -713,8 +708,7 @@ def _(keras: Any) -> Run:
                **images(), compile=LABELS, fit={"validation_split": 0.2})
 
 
-@case("models/BatchNormalization, synchronized, with a mask", keras=(KERAS_3,),
-      reason="tf_keras' synchronized batch normalization takes no mask")
+@case("models/BatchNormalization, synchronized, with a mask")
 def _(keras: Any) -> Run:
     return Run(tagger(keras, keras.layers.BatchNormalization(synchronized=True)), **words(),
                compile=LABELS)

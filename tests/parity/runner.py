@@ -3,9 +3,10 @@
 Goes in: a :class:`cases.Case`, a Keras module, towers and a merge device.  Comes out: a
 :class:`Difference`, the worst relative difference of each kind of result.
 
-Two arrays differ by ``max|a - b| / max(max|b|, FLOOR)``, where b is the single device's: relative
-to the array's own size, be it a weight, an optimizer slot or a log, not to 1.  A shape, a name or a
-NaN that only one of them has is an infinite difference, and so is a NaN that both have.
+Two arrays differ by ``max|a - b| / max(max|b|, floor)``, where b is the single device's: relative
+to the array's own size, be it a weight, an optimizer slot or a log, not to 1.  The floor is 1e-3
+for weights, whose parts of a size around 0.1 may cancel to less, and 1e-6 for everything else.  A
+shape, a name or a NaN that only one of them has is an infinite difference, and so is a NaN of both.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import towerstrategy
 from . import cases
 
 FLOOR = 1e-6
+WEIGHT_FLOOR = 1e-3
 MERGES = ("cpu", "tower 0", "balanced")
 SEED = 7
 
@@ -89,7 +91,9 @@ def compare(case: cases.Case, keras: Any, towers: Towers) -> Difference:
     """Trains ``case`` on one device (once a process) and on ``towers``."""
     wanted = _single(case.name, keras.__name__)
     got = train(case, keras, towers.strategy())
-    return Difference({kind: difference(got[kind], wanted[kind]) for kind in wanted})
+    return Difference({
+        kind: difference(got[kind], wanted[kind], WEIGHT_FLOOR if "weights" in kind else FLOOR)
+        for kind in wanted})
 
 
 @functools.cache
@@ -166,17 +170,17 @@ def _on_batch(run: cases.Run, labels: Any, weights: Any) -> list[Any]:
             model.predict_on_batch(x), _arrays(model.get_weights())]
 
 
-def difference(got: Any, wanted: Any) -> float:
+def difference(got: Any, wanted: Any, floor: float = FLOOR) -> float:
     """The worst relative difference between two nests of arrays."""
     try:
         tf.nest.assert_same_structure(got, wanted)
     except (TypeError, ValueError):
         return float("inf")
-    return max((_relative(np.asarray(a), np.asarray(b))
+    return max((_relative(np.asarray(a), np.asarray(b), floor)
                 for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(wanted))), default=0.0)
 
 
-def _relative(got: np.ndarray, wanted: np.ndarray) -> float:
+def _relative(got: np.ndarray, wanted: np.ndarray, floor: float) -> float:
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return float("inf")
     if got.size == 0 or np.array_equal(got, wanted):
@@ -186,7 +190,7 @@ def _relative(got: np.ndarray, wanted: np.ndarray) -> float:
     got, wanted = got.astype("float64"), wanted.astype("float64")
     if not (np.isfinite(got).all() and np.isfinite(wanted).all()):
         return float("inf")
-    return float(np.max(np.abs(got - wanted)) / max(np.max(np.abs(wanted)), FLOOR))
+    return float(np.max(np.abs(got - wanted)) / max(np.max(np.abs(wanted)), floor))
 
 
 def _arrays(values: Any) -> list[np.ndarray]:

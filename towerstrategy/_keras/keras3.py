@@ -11,8 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src import tree
+from keras.src.backend import config as keras_config
 from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.layers.normalization import batch_normalization
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import metric as metric_module
 from keras.src.metrics import reduction_metrics
@@ -33,6 +35,8 @@ HOOKS: dict[tuple[Any, str], str] = {
     (loss_module, "apply_mask"): "the mean over unmasked entries is the whole batch's",
     (loss_module, "reduce_values"):
         "mean_with_sample_weight divides by the whole batch's weights",
+    (batch_normalization.BatchNormalization, "_moments"):
+        "forgets synchronized=True where there is a mask",
     (base_optimizer.BaseOptimizer, "apply"): "merge first, then Keras' own code once",
     (base_optimizer.BaseOptimizer, "apply_gradients"):
         "the same, for optimizers that override apply",
@@ -66,6 +70,7 @@ def install() -> None:
         "unscale_loss_for_distribution": _unscale,
         "apply_mask": _apply_mask,
         "reduce_values": _reduce_values,
+        "_moments": _moments,
         "apply": _apply,
         "apply_gradients": _apply_gradients,
         "update_state": _mean_update_state,
@@ -249,6 +254,27 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         return loss if tower is None or loss is None else tower.mark_scaled(loss)
 
     return compute_loss
+
+
+# Layers.
+
+
+def _moments(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _moments(self: Any, inputs: Any, mask: Any) -> Any:
+        tower = splitting_tower()
+        if tower is None or mask is None or not self.synchronized:
+            return original(self, inputs, mask)
+        kept = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+
+        def total(values: Any) -> Any:
+            values = tf.where(kept, values, tf.zeros_like(values))
+            return tower.all_reduce(_tf.ReduceOp.SUM, tf.reduce_sum(values, self._reduction_axes))
+
+        count = total(tf.ones_like(inputs)) + keras_config.epsilon()
+        mean = total(inputs) / count
+        return mean, total(tf.square(inputs - mean)) / count
+
+    return _moments
 
 
 # Optimizers.

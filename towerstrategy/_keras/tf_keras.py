@@ -37,6 +37,9 @@ HOOKS: dict[tuple[Any, str], str] = {
     (compile_utils.LossesContainer, "__call__"):
         "multiplies a summed loss by R for the log; it is divided by the tower's share",
     **{(cls, "apply_gradients"): "merge first, then Keras' own code once" for cls in _OPTIMIZERS},
+    (loss_scale_optimizer, "strategy_supports_loss_scaling"):
+        "refuses strategies with one copy of a variable, which would unscale it once a replica; "
+        "merged gradients are checked and applied once",
     (base_metric.Reduce, "update_state"): "a scalar counts by its tower's share",
     (batch_normalization.BatchNormalizationBase, "build"):
         "keeps moving statistics per replica and averages them plainly; they are one copy, moved "
@@ -60,6 +63,7 @@ def install() -> None:
         "apply_valid_mask": _apply_valid_mask,
         "__call__": _losses_call,
         "apply_gradients": _apply_gradients,
+        "strategy_supports_loss_scaling": _supports_loss_scaling,
         "update_state": _mean_update_state,
         "build": _batch_norm_build,
         "_configure_dataset_and_inferred_steps": _configure_dataset,
@@ -280,6 +284,13 @@ def _apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
             lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs))
 
     return apply_gradients
+
+
+def _supports_loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
+    def strategy_supports_loss_scaling() -> bool:
+        return _is_tower_strategy(tf.distribute.get_strategy()) or original()
+
+    return strategy_supports_loss_scaling
 
 
 def _mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
