@@ -8,9 +8,9 @@ import copy
 
 import tensorflow as tf
 from absl.testing import parameterized
-from peers import mirrored, outcome, per_replica, plain, two_towers
 
 import towerstrategy
+from peers import mirrored, outcome, per_replica, plain, two_towers
 from towerstrategy import variables
 
 Sync = tf.VariableSynchronization
@@ -31,10 +31,10 @@ def made(strategy, value=1., **kwargs):
         return tf.Variable(value, **kwargs)
 
 
-def wrote(strategy, where, method, agree, dtype, **kwargs):
+def wrote(strategy, where, method, agree, dtype, modes):
     """What a variable holds after one write: (what the replicas saw, what outside reads)."""
     scatters = method.startswith("scatter")
-    v = made(strategy, tf.cast([4, 6, 8] if scatters else 4, dtype), trainable=False, **kwargs)
+    v = made(strategy, tf.cast([4, 6, 8] if scatters else 4, dtype), trainable=False, **modes)
 
     def argument(replica=None):
         value = tf.cast(3 if agree or replica is None else 2 + 2 * replica, dtype)
@@ -114,7 +114,7 @@ class WriteMatrixTest(parameterized.TestCase):
                 continue
             with self.subTest(where=where, method=method, agree=agree, dtype=dtype.name):
                 ours, theirs = (
-                    outcome(lambda: wrote(strategy, where, method, agree, dtype, **modes))
+                    outcome(wrote, strategy, where, method, agree, dtype, modes)
                     for strategy in (two_towers(), mirrored()))
                 self.assertEqual(ours, theirs)
 

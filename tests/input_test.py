@@ -1,0 +1,334 @@
+"""Datasets: what the towers get, and every way to iterate.
+
+Most checks do the same with ``MirroredStrategy`` and compare.
+"""
+
+import os
+import tempfile
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import towerstrategy
+from peers import mirrored, outcome, plain, two_towers
+
+Dataset = tf.data.Dataset
+InputOptions = tf.distribute.InputOptions
+PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
+
+
+def batches(rows, size, **kwargs):
+    return Dataset.range(rows).batch(size, **kwargs)
+
+
+def local(strategy, element):
+    return [plain(part) for part in strategy.experimental_local_results(element)]
+
+
+def read(strategy, dataset):
+    """All elements of a distributed dataset, each a list of the towers' parts."""
+    return [local(strategy, element) for element in dataset]
+
+
+def unknown_sizes():
+    def sizes():
+        yield np.arange(3, dtype=np.float32)
+        yield np.arange(4, dtype=np.float32)
+
+    return Dataset.from_generator(sizes, output_signature=tf.TensorSpec([None], tf.float32))
+
+
+DATASETS = {
+    "even": lambda: batches(8, 4),
+    "last_batch_of_one": lambda: batches(9, 4),
+    "odd_batches": lambda: batches(5, 3),
+    "drop_remainder": lambda: batches(9, 4, drop_remainder=True),
+    "empty": lambda: batches(0, 4),
+    "nest": lambda: Dataset.from_tensor_slices(
+        {"a": [1., 2., 3.], "b": ([[1, 2], [3, 4], [5, 6]],)}).batch(2),
+    "strings": lambda: Dataset.from_tensor_slices(["a", "b", "c"]).batch(2),
+    "ragged": lambda: Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3], [4]])).batch(2),
+    "unknown_sizes": unknown_sizes,
+}
+
+
+def total(strategy, element):
+    return strategy.reduce("SUM", strategy.run(tf.reduce_sum, (element,)), axis=None)
+
+
+class ElementTest(parameterized.TestCase):
+
+    @parameterized.parameters(*DATASETS)
+    def test_as_mirrored(self, name):
+        """Else towers get other rows than replicas did, or other specs."""
+        results = []
+        for strategy in (two_towers(), mirrored()):
+            distributed = strategy.experimental_distribute_dataset(DATASETS[name]())
+            specs = tf.nest.map_structure(lambda spec: [repr(part) for part in spec._value_specs],
+                                          distributed.element_spec)
+            results.append((read(strategy, distributed), specs))
+        self.assertEqual(*results)
+
+    def test_fewer_rows_than_towers(self):
+        """Else rows of a small batch are lost or doubled."""
+        strategy = towerstrategy.TowerStrategy(4)
+        distributed = strategy.experimental_distribute_dataset(batches(6, 4))
+        self.assertEqual(read(strategy, distributed), [[[0], [1], [2], [3]], [[4], [5], [], []]])
+
+    def test_a_generator_is_read_once(self):
+        """Else a pipeline with state feeds different data to each tower (as R rebatchers do)."""
+        count = iter(range(100))
+
+        def numbers():
+            while True:
+                yield next(count)
+
+        dataset = Dataset.from_generator(
+            numbers, output_signature=tf.TensorSpec([], tf.int32)).batch(4)
+        strategy = two_towers()
+        iterator = iter(strategy.experimental_distribute_dataset(dataset))
+        self.assertEqual(local(strategy, next(iterator)), [[0, 1], [2, 3]])
+
+    def test_unbatched(self):
+        """Else a forgotten batch() ends in an IndexError."""
+        strategy = two_towers()
+        for dataset, component in ((Dataset.range(4), "the batch"),
+                                   (Dataset.zip((batches(8, 4), Dataset.range(2))), "1")):
+            with self.assertRaisesRegex(
+                    ValueError, f"not batched: component {component}.*dataset.batch"):
+                strategy.experimental_distribute_dataset(dataset)
+
+    def test_unbatched_of_unknown_rank(self):
+        """Else scalars that only show while the pipeline runs end in a message about slices."""
+        dataset = Dataset.range(2).map(lambda x: tf.ensure_shape(
+            tf.numpy_function(lambda y: y, [x], tf.int64), None))
+        strategy = two_towers()
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "no first .batch. dimension"):
+            read(strategy, strategy.experimental_distribute_dataset(dataset))
+
+    def test_not_a_dataset(self):
+        """Else a list ends in an AttributeError."""
+        strategy = two_towers()
+        with self.assertRaisesRegex(TypeError, "must be a tf.data.Dataset, but got.*list"):
+            strategy.experimental_distribute_dataset([1, 2])
+        with self.assertRaisesRegex(TypeError, "dataset_fn must return a tf.data.Dataset"):
+            strategy.distribute_datasets_from_function(lambda context: [1, 2])
+
+    def test_one_trace_for_all_batches(self):
+        """Else the last, smaller batch traces the step again."""
+        strategy, traces = two_towers(), []
+
+        @tf.function
+        def step(iterator):
+            traces.append(iterator)
+            return total(strategy, next(iterator))
+
+        iterator = iter(strategy.experimental_distribute_dataset(batches(9, 4)))
+        self.assertEqual([plain(step(iterator)) for _ in range(3)], [6, 22, 8])
+        self.assertLen(traces, 1)
+
+
+class IterationTest(parameterized.TestCase):
+
+    @parameterized.named_parameters(("towers", two_towers), ("mirrored", mirrored))
+    def test_everywhere(self, make):
+        """Else one of the documented ways to iterate fails or gives other rows."""
+        strategy = make()
+        distributed = strategy.experimental_distribute_dataset(batches(5, 2))
+
+        @tf.function
+        def loop(dataset):
+            result = tf.constant(0, tf.int64)
+            for element in dataset:
+                result += total(strategy, element)
+            return result
+
+        @tf.function
+        def captured():
+            result = tf.constant(0, tf.int64)
+            for element in distributed:
+                result += total(strategy, element)
+            return result
+
+        @tf.function
+        def optionals(iterator):
+            result = tf.constant(0, tf.int64)
+            element = iterator.get_next_as_optional()
+            while element.has_value():
+                result += total(strategy, element.get_value())
+                element = iterator.get_next_as_optional()
+            return result
+
+        @tf.function
+        def two_steps(iterator):
+            result = tf.constant(0, tf.int64)
+            for _ in tf.range(2):
+                result += total(strategy, next(iterator))
+            return result
+
+        self.assertEqual(
+            [plain(f) for f in (loop(distributed), loop(iter(distributed)), captured(),
+                                captured(), optionals(iter(distributed)),
+                                two_steps(iter(distributed)))], [10] * 5 + [6])
+        self.assertEqual(sum(plain(total(strategy, element)) for element in distributed), 10)
+
+    def test_ends(self):
+        """Else loops do not end, or end with the wrong exception."""
+        strategy = two_towers()
+        iterator = iter(strategy.experimental_distribute_dataset(batches(2, 2)))
+        next(iterator)
+        with self.assertRaises(StopIteration):
+            next(iterator)
+        with self.assertRaises(tf.errors.OutOfRangeError):
+            iterator.get_next()
+        self.assertFalse(plain(iterator.get_next_as_optional().has_value()))
+
+    def test_infinite(self):
+        """Else a repeated dataset is read to its end before the first step."""
+        strategy = two_towers()
+        distributed = strategy.experimental_distribute_dataset(batches(4, 4).repeat())
+        iterator = iter(distributed)
+        for _ in range(3):
+            self.assertEqual(local(strategy, next(iterator)), [[0, 1], [2, 3]])
+        self.assertEqual(distributed.cardinality, tf.data.INFINITE_CARDINALITY)
+
+    def test_python_loops_in_functions_end(self):
+        """Else enumerate() over a distributed dataset in a tf.function traces for ever."""
+        strategy = two_towers()
+        distributed = strategy.experimental_distribute_dataset(batches(4, 4))
+        with self.assertRaisesRegex(RuntimeError, "Write a plain `for batch in dataset:`"):
+            tf.function(lambda: [None for _ in enumerate(distributed)])()
+        self.assertLen(list(enumerate(distributed)), 1)
+
+    def test_types(self):
+        """Else Keras and libraries do not see that the data is distributed already."""
+        strategy = two_towers()
+        distributed = strategy.experimental_distribute_dataset(batches(4, 4))
+        self.assertIsInstance(distributed, tf.distribute.DistributedDataset)
+        self.assertIsInstance(iter(distributed), tf.distribute.DistributedIterator)
+        self.assertEqual(iter(distributed).element_spec, distributed.element_spec)
+        self.assertLen(distributed, 1)
+
+    def test_specs_as_signatures(self):
+        """Else element_spec and the iterator's spec cannot be an input_signature."""
+        strategy = two_towers()
+        distributed = strategy.experimental_distribute_dataset(batches(4, 2))
+        iterator = iter(distributed)
+
+        def first(iterator):
+            return strategy.run(lambda x: x + 1, (next(iterator),))
+
+        def plus_one(element):
+            return strategy.run(lambda x: x + 1, (element,))
+
+        by_iterator = tf.function(first, input_signature=[iterator._type_spec])
+        by_element = tf.function(plus_one, input_signature=[distributed.element_spec])
+        self.assertEqual(local(strategy, by_iterator(iterator)), [[1], [2]])
+        self.assertEqual([local(strategy, by_element(element)) for element in distributed],
+                         [[[1], [2]], [[3], [4]]])
+
+    def test_checkpoint(self):
+        """Else training that is resumed reads its data from the start (MirroredStrategy cannot)."""
+        strategy = two_towers()
+        distributed = strategy.experimental_distribute_dataset(batches(8, 2))
+        iterator = iter(distributed)
+        next(iterator)
+        with tempfile.TemporaryDirectory() as folder:
+            path = tf.train.Checkpoint(iterator=iterator).save(os.path.join(folder, "c"))
+            other = iter(distributed)
+            tf.train.Checkpoint(iterator=other).restore(path)
+        self.assertEqual(local(strategy, next(other)), [[2], [3]])
+
+
+class OptionsTest(parameterized.TestCase):
+
+    @parameterized.parameters((None, ["CPU:0", "CPU:0"]), (True, ["CPU:1", "CPU:2"]),
+                              (False, ["CPU:0", "CPU:0"]))
+    def test_fetch_to_device(self, fetch, wanted):
+        """Else parts that were asked to be on the devices are not there when the step starts."""
+        strategy = two_towers()
+        options = None if fetch is None else InputOptions(experimental_fetch_to_device=fetch)
+        for distributed in (
+                strategy.experimental_distribute_dataset(batches(4, 4), options),
+                strategy.distribute_datasets_from_function(lambda _: batches(4, 2), options)):
+            for element in (next(iter(distributed)), iter(distributed).get_next()):
+                self.assertEqual([part.device[-5:] for part in element.values], wanted)
+                self.assertEqual(local(strategy, element), [[0, 1], [2, 3]])
+
+    def test_pipeline_a_tower(self):
+        """Else PER_REPLICA pipelines read the same rows, or drop some when lengths differ."""
+        strategy, seen = two_towers(), []
+
+        def make(context):
+            seen.append((context.num_input_pipelines, context.input_pipeline_id,
+                         context.num_replicas_in_sync))
+            return Dataset.range(6).shard(2, context.input_pipeline_id).take(
+                3 - context.input_pipeline_id).batch(1)
+
+        options = InputOptions(experimental_replication_mode=PER_REPLICA)
+        distributed = strategy.distribute_datasets_from_function(make, options)
+        self.assertEqual(seen, [(2, 0, 2), (2, 1, 2)])
+        self.assertEqual(read(strategy, distributed), [[[0], [1]], [[2], [3]], [[4], []]])
+        with self.assertRaisesRegex(NotImplementedError, "only supported in `distribute_datasets"):
+            strategy.experimental_distribute_dataset(batches(4, 4), options)
+
+    def test_buffer_size(self):
+        """Else the number of elements held ready cannot be chosen."""
+        strategy = two_towers()
+        options = InputOptions(experimental_per_replica_buffer_size=5)
+        distributed = strategy.experimental_distribute_dataset(batches(4, 4), options)
+        self.assertEqual(read(strategy, distributed), [[[0, 1], [2, 3]]])
+        self.assertEqual(plain(distributed._dataset._buffer_size), 5)
+
+    def test_refused(self):
+        """Else an option that has no effect is taken in silence."""
+        strategy = two_towers()
+        for options, error, message in (
+                (InputOptions(experimental_place_dataset_on_device=True), ValueError,
+                 "place_dataset_on_device=True is not supported.*Leave it False"),
+                ("x", TypeError, "must be None or a tf.distribute.InputOptions")):
+            with self.assertRaisesRegex(error, message):
+                strategy.experimental_distribute_dataset(batches(4, 4), options)
+            with self.assertRaisesRegex(error, message):
+                strategy.distribute_datasets_from_function(lambda _: batches(4, 4), options)
+
+
+class FromFunctionTest(parameterized.TestCase):
+
+    def test_as_mirrored(self):
+        """Else a dataset function gives towers other batches."""
+        def result(strategy):
+            distributed = strategy.distribute_datasets_from_function(
+                lambda context: batches(8, context.get_per_replica_batch_size(4)))
+            return read(strategy, distributed)
+
+        self.assertEqual(result(two_towers()), result(mirrored()))
+        self.assertEqual(
+            outcome(lambda: two_towers().distribute_datasets_from_function(
+                lambda context: batches(8, context.get_per_replica_batch_size(5)))), "ValueError")
+
+    def test_incomplete_last_group(self):
+        """Else the last batches are lost."""
+        strategy = two_towers()
+        distributed = strategy.distribute_datasets_from_function(lambda _: batches(5, 2))
+        self.assertEqual(read(strategy, distributed), [[[0, 1], [2, 3]], [[4], []]])
+        self.assertEqual(distributed.cardinality, 2)
+
+    def test_single_values_have_no_share(self):
+        """Else values that are no batches are counted by their first dimension."""
+        strategy = two_towers()
+        distributed = strategy.distribute_datasets_from_function(
+            lambda _: Dataset.from_tensor_slices(([1., 2.], [[1., 2., 3.], [4., 5., 6.]])))
+        (element,) = distributed
+        mean = strategy.run(lambda x, y: tf.distribute.get_replica_context().all_reduce("MEAN", x),
+                            element)
+        self.assertEqual(plain(mean), ("per replica", [1.5, 1.5]))
+
+    def test_one_tower(self):
+        """Else one tower gets wrapped values that plain code cannot use."""
+        strategy = towerstrategy.TowerStrategy(["CPU:1"])
+        for distributed in (
+                strategy.experimental_distribute_dataset(batches(3, 2)),
+                strategy.distribute_datasets_from_function(lambda _: batches(3, 2))):
+            self.assertEqual([plain(element) for element in distributed], [[0, 1], [2]])
