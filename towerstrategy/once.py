@@ -35,15 +35,20 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     """
     _check_alike((args, kwargs))
     holder: list[Any] = []
+    made: list[tuple[Any, Any]] = []
 
     @tf.function(autograph=False)
     def run_towers() -> list[tf.Tensor]:
-        result = _Once(strategy, shares).run(fn, args, kwargs)
+        result = _Once(strategy, shares, made).run(fn, args, kwargs)
         tensors: list[tf.Tensor] = []
         holder[:] = [tf.nest.map_structure(lambda leaf: _take_out(leaf, tensors), result)]
         return tensors
 
-    tensors = list(run_towers())
+    try:
+        tensors = list(run_towers())
+    except NeedsOwnTrace:
+        _initialize(made)
+        raise
     operation = tensors[0].op if tensors else None
     return tf.nest.map_structure(lambda leaf: _put_back(leaf, tensors, operation), holder[0])
 
@@ -51,9 +56,11 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
 class _Once:
     """One call of the replica function: tower 0 is traced, the others are copied."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, shares: merge.Shares) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, shares: merge.Shares,
+                 made: list[tuple[Any, Any]]) -> None:
         self._strategy = strategy
         self._shares = shares
+        self._made = made
         self._devices = strategy.extended.worker_devices
         self._graph = tf.compat.v1.get_default_graph()
         scopes = [towers.scope_name(tower, device) for tower, device in enumerate(self._devices)]
@@ -64,7 +71,7 @@ class _Once:
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = towers.TowerContext(self._strategy, 0, self._shares, self)
         with context, tf.device(self._devices[0]), tf.name_scope(self._scope), \
-                _tf.variable_creator_scope(_refuse_variable):
+                _tf.variable_creator_scope(self._note_variable):
             args, kwargs = tf.nest.map_structure(self._enter, (args, kwargs))
             self._copier.skip()
             result = fn(*args, **kwargs)
@@ -90,15 +97,21 @@ class _Once:
         return answer
 
     def own(self, tower: int, values: Any) -> tf.Tensor:
-        """Tower 0's of one tensor a tower; the others' are put into the copies."""
+        """Tower 0's of one value a tower; the others' are put into the copies."""
         del tower
         before = _tf.operation_count(self._graph)
-        first = self._stand_for([tf.convert_to_tensor(value) for value in values])
+        with self._graph.as_default():  # also where a branch or a loop is being traced
+            first = self._stand_for([tf.convert_to_tensor(value) for value in values])
         self._copier.keep(before)
         return first
 
     def ask(self) -> None:
         raise NeedsOwnTrace("it looks at its replica id as a Python number")
+
+    def _note_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = next_creator(**kwargs)
+        self._made.append((variable, kwargs["initial_value"]))
+        return variable
 
     def _group(self, value: Any) -> tuple[Any, ...]:
         return tuple(self._copier.table.value(value, tower) for tower in range(len(self._devices)))
@@ -146,9 +159,13 @@ def _check_alike(arguments: Any) -> None:
             raise NeedsOwnTrace(f"an argument's static shape differs between the towers: {specs}")
 
 
-def _refuse_variable(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-    del next_creator
-    raise NeedsOwnTrace(f"it makes the variable {kwargs.get('name')!r} in the graph")
+def _initialize(made: list[tuple[Any, Any]]) -> None:
+    """Initializes variables whose initial values were lost with the graph they were made in."""
+    with tf.init_scope():
+        for variable, initial_value in made:
+            value = initial_value() if callable(initial_value) else initial_value
+            for part in getattr(variable, "_values", (variable,)):
+                _tf.ResourceVariable.assign(part, tf.cast(value, part.dtype))
 
 
 def _is_variable(value: Any) -> bool:

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
@@ -72,7 +73,8 @@ class TowerContext(tf.distribute.ReplicaContext):
     @property
     def replica_id_in_sync_group(self) -> tf.Tensor:
         """This tower's number, a scalar int32 tensor."""
-        return self._own([tf.constant(tower, tf.int32) for tower in range(self.count)])
+        number = self._own([np.int32(tower) for tower in range(self.count)])
+        return tf.convert_to_tensor(number, name="replica_id_in_sync_group")
 
     @property
     def count(self) -> int:
@@ -84,16 +86,13 @@ class TowerContext(tf.distribute.ReplicaContext):
         shares = [self.shares.of(tower) for tower in range(self.count)]
         if isinstance(shares[0], float) and len(set(shares)) == 1:
             return shares[0]
-        return self._own([tf.convert_to_tensor(share, tf.float64) for share in shares]) \
-            if not tf.executing_eagerly() else shares[self._tower]
+        return self._own(shares)
 
     @property
     def filled(self) -> Any:
         """Whether this tower has rows: a bool, or a scalar bool tensor."""
         filled = [self.shares.filled(tower) for tower in range(self.count)]
-        if tf.executing_eagerly() or not self.shares.may_be_empty:
-            return filled[self._tower]
-        return self._own([tf.convert_to_tensor(there) for there in filled])
+        return filled[self._tower] if not self.shares.may_be_empty else self._own(filled)
 
     def part_of(self, values: Any) -> Any:
         """This tower's part of one part a tower, for callers that treat all towers alike."""
@@ -127,8 +126,7 @@ class TowerContext(tf.distribute.ReplicaContext):
 
     def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
         """``seed`` (integers) made this tower's own; tower 0's is what one device would use."""
-        step = self._own([tf.constant(tower * _tf.SEED_STEP % 2**31, tf.int64)
-                          for tower in range(self.count)])
+        step = self._own([np.int64(tower * _tf.SEED_STEP % 2**31) for tower in range(self.count)])
         return tf.bitwise.bitwise_xor(seed, tf.cast(step, seed.dtype))
 
     @property
