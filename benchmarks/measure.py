@@ -51,8 +51,9 @@ def measure(keras: Any, case: cases.Case, strategy: tf.distribute.Strategy, seco
     Returns:
       ``first_step_s`` (from the call of ``fit`` to the end of its first step: building, tracing and
       running it), ``step_ms`` (the median), ``steps``, ``peak_mb`` (resident, of the process),
-      ``gpu_peak_mb`` (the sum over GPUs), ``parameter_bytes``, ``state_bytes`` (weights and
-      optimizer by device) and ``traffic`` (None unless asked for).
+      ``gpu_peak_mb`` (the sum over GPUs), ``parameter_bytes``, ``largest_bytes`` (of the largest
+      parameter), ``state_bytes`` (weights and optimizer by device) and ``traffic`` (None unless
+      asked for).
     """
     with strategy.scope():
         model = cases.compiled(case, keras, small)
@@ -68,6 +69,7 @@ def measure(keras: Any, case: cases.Case, strategy: tf.distribute.Strategy, seco
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "gpu_peak_mb": _gpu_peak() / 2**20,
         "parameter_bytes": sum(_size(variable) for variable in model.trainable_variables),
+        "largest_bytes": max(_size(variable) for variable in model.trainable_variables),
         "state_bytes": _state_bytes(model),
         "traffic": None,
     }

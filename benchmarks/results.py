@@ -59,8 +59,6 @@ _FIRST_STEP_OVER = {"mirrored": {"conv": 0.35, "deep": 0.35}}
 _GROWTH, _FEW, _MANY = 1.3, 2, 8  # the first step with many towers over that with few
 _FULLEST_OVER_MEAN = 1.2
 _BUSIEST_OVER_RING = 1.1
-# One variable is nearly all of the embedding, and of a single layer: it has one home.
-_SPREADABLE = ("mlp", "conv", "deep")
 
 
 def medians(runs: Iterable[Run]) -> Medians:
@@ -106,8 +104,8 @@ def verdicts(figures: Medians, towers: int, balanced: bool) -> list[Verdict]:
             title = f"{case}: first step, R = {_MANY} over R = {_FEW}"
             found.append(Verdict(title, grown, _GROWTH))
     if balanced:
-        for case in _SPREADABLE:
-            found.extend(_balance(case, figures.get(Job(case, "tower", towers), {}), towers))
+        for job in [job for job in figures if (job.strategy, job.towers) == ("tower", towers)]:
+            found.extend(_balance(job.case, figures[job], towers))
     return found
 
 
@@ -121,7 +119,10 @@ def _compared(figures: Medians, towers: int, name: str, title: str,
 
 
 def _balance(case: str, measured: dict[str, Any], towers: int) -> Iterator[Verdict]:
-    held = measured.get("state_bytes")
+    """The targets of ``"balanced"``; none where one variable is more than a tower's part of all."""
+    if "error" in measured or measured["largest_bytes"] * towers > measured["parameter_bytes"]:
+        return
+    held = measured["state_bytes"]
     if held:
         fullest = max(held.values()) * towers / sum(held.values())
         yield Verdict(f"{case}: fullest tower over the mean", fullest, _FULLEST_OVER_MEAN)
