@@ -1,4 +1,4 @@
-"""Files written under one strategy are read under another, and training goes on as if nothing was."""
+"""Files written under one strategy are read under another, and training goes on."""
 
 import contextlib
 import os
@@ -100,7 +100,7 @@ class InterchangeTest(parameterized.TestCase):
 
     @parameterized.product(kit=[keras, tf_keras], move=MOVES)
     def test_metrics(self, kit, move):
-        """Lost otherwise: counts of metrics that are checkpointed in the middle of an evaluation."""
+        """Lost otherwise: counts of metrics, checkpointed in the middle of an evaluation."""
         writer, reader = (STRATEGIES[name]() for name in move)
         folder = self.enterContext(tempfile.TemporaryDirectory())
 

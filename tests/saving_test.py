@@ -20,8 +20,8 @@ import small_models
 from towerstrategy import TowerStrategy, multi_gpu_model
 
 TOWERS = ["CPU:1", "CPU:2"]
-# For each kind of model, which of them is saved: what multi_gpu_model returned, what it was given, or
-# one that was adopted.
+# For each kind of model, which of them is saved: what multi_gpu_model returned, what it was given,
+# or one that was adopted.
 CASES = {"functional": ("parallel", "template", "adopted"),
          "unbuilt_sequential": ("parallel", "template"),
          "subclassed": ("parallel", "template"), "dicts": ("parallel",)}
@@ -90,8 +90,8 @@ class SavingTest(parameterized.TestCase):
         for kit_name, kit in small_models.KERAS:
             for kind, whose in CASES.items():
                 for who in whose:
-                    cases += self._save_all(f"{folder}/{kit_name}_{kind}_{who}", kit_name, kit, kind,
-                                            who)
+                    path = f"{folder}/{kit_name}_{kind}_{who}"
+                    cases += self._save_all(path, kit_name, kit, kind, who)
         self.assertGreater(len(cases), 100)
         with open(f"{folder}/cases.json", "w") as file:
             json.dump(cases, file)

@@ -267,6 +267,7 @@ class _TowerLocalSaveable(_tf.SyncOnReadSaveable):
     """A tower-local variable in a checkpoint: one value, as of a variable on one device."""
 
     def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
+        del restored_shapes
         value, = restored_tensors
         writes = self._sync_on_read_variable.spread(value)
         return tf.group(*(write for write in writes if write is not None))
