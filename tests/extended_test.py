@@ -60,7 +60,8 @@ def update_tower_local(strategy):
 
 def update_non_slot(strategy):
     devices = strategy.extended.non_slot_devices([made(strategy)])
-    return first(strategy, strategy.extended.update_non_slot(devices, lambda x: x + 1., (tf.constant(2.),)))
+    updated = strategy.extended.update_non_slot(devices, lambda x: x + 1., (tf.constant(2.),))
+    return first(strategy, updated)
 
 
 CALLS = {

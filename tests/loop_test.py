@@ -59,8 +59,8 @@ class LoopTest(parameterized.TestCase):
     def test_trains_as_one_device(self, kit_and_loss, rows, optimizer):
         """Else a loop that is right on one device trains something else on towers.
 
-        Full batches divide evenly over the towers; the last of 19 rows is a single row, and two of the
-        towers have none.
+        Full batches divide evenly over the towers; the last of 19 rows is a single row, and two of
+        the towers have none.
         """
         kit, loss = kit_and_loss
         wanted = train(tf.distribute.get_strategy(), kit, loss(kit), rows, optimizer)
