@@ -817,6 +817,21 @@ def _(keras: Any) -> Run:
     return Run(model, **regression(), compile={"loss": loss_object})
 
 
+@case("models/own test_step and predict_step")
+def _(keras: Any) -> Run:
+    class Own(keras.Model):
+        def test_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            return {"own": self.compute_loss(x, y, self(x, training=False))}
+
+        def predict_step(self, data: Any) -> dict[str, Any]:
+            x = keras.utils.unpack_x_y_sample_weight(data)[0]
+            return {"y": self(x, training=False), "x": x}
+
+    x = keras.Input((5,))
+    return Run(Own(x, keras.layers.Dense(3)(x)), **regression(), fit={"validation_split": 0.4})
+
+
 @case("models/own train_step, two optimizers")
 def _(keras: Any) -> Run:
     class Two(keras.Model):
@@ -828,9 +843,9 @@ def _(keras: Any) -> Run:
         def call(self, x: Any) -> Any:
             return self.b(self.a(x))
 
-        def compile(self, first: Any, second: Any, **options: Any) -> None:
-            super().compile(**options)
-            self.first, self.second = first, second
+        def compile(self, optimizer: Any, second: Any, **options: Any) -> None:
+            super().compile(optimizer=optimizer, **options)
+            self.second = second
 
         def train_step(self, data: Any) -> dict[str, Any]:
             x, y = data
@@ -838,12 +853,12 @@ def _(keras: Any) -> Run:
                 loss = self.compute_loss(x, y, self(x, training=True))
             ours, theirs = self.a.trainable_variables, self.b.trainable_variables
             gradients = tape.gradient(loss, ours + theirs)
-            self.first.apply_gradients(zip(gradients[:len(ours)], ours))
+            self.optimizer.apply_gradients(zip(gradients[:len(ours)], ours))
             self.second.apply_gradients(zip(gradients[len(ours):], theirs))
             return {"loss": loss}
 
     return Run(Two(), **regression(), compile={
-        "first": sgd(keras, clipnorm=0.1), "second": adam(keras), "optimizer": sgd(keras)})
+        "optimizer": sgd(keras, clipnorm=0.1), "second": adam(keras)})
 
 
 # How fit is called.
@@ -853,6 +868,16 @@ def _(keras: Any) -> Run:
 def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(), compile={"steps_per_execution": 4, "metrics": ["mae"]},
                fit={"validation_split": 0.3, "batch_size": 4})
+
+
+@case("fit/steps_per_execution=3, predict")
+def _(keras: Any) -> Run:
+    data = regression()
+
+    def seen(model: Any) -> dict[str, Any]:
+        return {"predict": model.predict(data["x"], batch_size=3, verbose=0)}
+
+    return Run(dense(keras), **data, compile={"steps_per_execution": 3}, seen=seen)
 
 
 @case("fit/steps_per_execution=4, gradient accumulation and Adam", keras=(KERAS_3,),

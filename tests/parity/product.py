@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import towerstrategy
@@ -84,18 +84,20 @@ def _work(options: argparse.Namespace) -> list[tuple[str, str, list[runner.Tower
     return work
 
 
-def _each(work: Sequence[tuple[str, str, list[runner.Towers]]], jobs: int):
+def _each(work: Sequence[tuple[str, str, list[runner.Towers]]], jobs: int) -> Iterator[Found]:
     """The results, as they come."""
     if jobs == 1:
         _start()
         yield from (_worst(item) for item in work)
         return
     # A few cases a process: TensorFlow keeps what it has traced, and the memory for it.
-    with concurrent.futures.ProcessPoolExecutor(
-            jobs, multiprocessing.get_context("spawn"), _start, max_tasks_per_child=20) as pool:
-        tasks = [pool.submit(_worst, item) for item in work]
-        for task in concurrent.futures.as_completed(tasks):
-            yield task.result()
+    at_once = 10 * jobs
+    for start in range(0, len(work), at_once):
+        with concurrent.futures.ProcessPoolExecutor(
+                jobs, multiprocessing.get_context("spawn"), _start) as pool:
+            tasks = [pool.submit(_worst, item) for item in work[start:start + at_once]]
+            for task in concurrent.futures.as_completed(tasks):
+                yield task.result()
 
 
 def _start() -> None:

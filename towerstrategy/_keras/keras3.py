@@ -6,6 +6,7 @@ places are those of Keras 3.15; ``tests/keras3_hooks_test.py`` fails where one h
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,9 @@ HOOKS: dict[tuple[Any, str], str] = {
     (tf_trainer, "reduce_per_replica"):
         "means over replicas count each by its share; outputs of stand-ins are cut off",
     (tf_trainer.TFEpochIterator, "__init__"): "towers without rows get stand-ins",
+    (tf_trainer.TensorFlowTrainer, "_make_function"):
+        "a loss that an own train_step returns is a tower's part; the mean over towers is to be "
+        "the whole batch's loss",
     (tf_trainer.TensorFlowTrainer, "make_train_function"): "train_on_batch hands over unsplit data",
     (tf_trainer.TensorFlowTrainer, "make_test_function"): "so does test_on_batch",
     (tf_trainer.TensorFlowTrainer, "make_predict_function"): "and predict_on_batch",
@@ -78,6 +82,7 @@ def install() -> None:
         "compile": _compile,
         "compute_loss": _compute_loss,
         "get_metrics_result": _get_metrics_result,
+        "_make_function": _unscaled_outputs,
         "make_train_function": _make_function("train_function"),
         "make_test_function": _make_function("test_function"),
         "make_predict_function": _make_predict_function,
@@ -97,7 +102,7 @@ def adopt(strategy: tf.distribute.Strategy, model: Any) -> str:
     common.check_owner(strategy, f"model {model.name!r}", model._distribute_strategy)
     resident, local = _adopt_state(strategy, model)
     model._distribute_strategy = strategy
-    without_xla = bool(model._jit_compile) and strategy.num_replicas_in_sync > 1
+    without_xla = bool(model._jit_compile) and not strategy.extended.placement.compiles
     if without_xla:
         model.jit_compile = False
     # Functions traced before know nothing of towers.
@@ -396,11 +401,11 @@ def _compile(original: Callable[..., Any]) -> Callable[..., Any]:
             except Exception:
                 self._distribute_strategy = owner
                 raise
-            if self.jit_compile and strategy.num_replicas_in_sync > 1:
+            if self.jit_compile and not strategy.extended.placement.compiles:
                 raise ValueError(
-                    "jit_compile=True is not supported with several towers: XLA compiles a step "
-                    "for one device and cannot hold towers on several and their merge. Compile the "
-                    'model with jit_compile=False or leave it at "auto".')
+                    "jit_compile=True is not supported with several towers, nor away from "
+                    "TensorFlow's default device: XLA compiles a step for that one device. "
+                    'Compile the model with jit_compile=False or leave it at "auto".')
             adopt(strategy, self)
 
     return compile
@@ -438,6 +443,23 @@ def _reduce(value: Any, reduction: str) -> Any:
     return mean(list(value.values), value.shares)
 
 
+def _unscaled_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_function(self: Any, step_function: Any) -> Any:
+        @functools.wraps(step_function)
+        def step(data: Any) -> Any:
+            outputs = step_function(data)
+            tower = splitting_tower()
+            if tower is None:
+                return outputs
+            return tree.map_structure(
+                lambda output: common.unscaled_by_share(tower, output)
+                if tower.is_scaled(output) else output, outputs)
+
+        return original(self, step)
+
+    return _make_function
+
+
 def _make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """``*_on_batch`` gives the step function plain data: split it."""
 
@@ -456,7 +478,8 @@ def _make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[..
             def function(iterator: Any) -> Any:
                 if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
                     iterator = (common.split_plain(strategy, data) for data in iterator)
-                return step(iterator)
+                with strategy.extended.step():
+                    return step(iterator)
 
             setattr(self, attribute, function)
             return function
@@ -478,7 +501,8 @@ def _make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
             strategy = self.distribute_strategy
             if not _is_tower_strategy(strategy):
                 return step(steps)
-            return step([common.split_plain(strategy, data) for data in steps])
+            with strategy.extended.step():
+                return step([common.split_plain(strategy, data) for data in steps])
 
         self.predict_function = function
         return function
