@@ -10,6 +10,7 @@ Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -337,3 +338,23 @@ def function_definition(graph: tf.Graph, name: str) -> Any:
 def function_graph(graph: tf.Graph, name: str) -> tf.Graph:
     """The traced body of a function of ``graph``."""
     return graph._get_function(name).graph
+
+
+@contextlib.contextmanager
+def without_graph_optimizer() -> Iterator[None]:
+    """Within, functions called by this thread run as they were traced."""
+    context = eager_context.context()
+    before = context.function_call_options
+    context.function_call_options = _unoptimized(before.config_proto_serialized,
+                                                 before.executor_type)
+    try:
+        yield
+    finally:
+        context.function_call_options = before
+
+
+@functools.cache
+def _unoptimized(config: bytes, executor_type: str | None) -> Any:
+    proto = tf.compat.v1.ConfigProto.FromString(config)
+    proto.graph_options.rewrite_options.disable_meta_optimizer = True
+    return eager_context.FunctionCallOptions(executor_type, proto)

@@ -33,6 +33,7 @@ class TowerExtended(_tf.StrategyExtended):
         # Whether functions are traced for tower 0 alone, and why some were not.
         self.trace_once = True
         self.own_trace_reasons: list[str] = []
+        self.optimize_graph = False
         # tf.function -> the same function with the towers inside.
         self.functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # A nested tf.function may read tower-local variables, so each device has its own trace.
@@ -46,6 +47,18 @@ class TowerExtended(_tf.StrategyExtended):
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""
         copied = memo[id(self)] = TowerExtended(self._container_strategy(), self._placement)
         return copied
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """Entered around a Keras step that the strategy's towers run.
+
+        On CPU towers the step's graph goes without TensorFlow's graph optimizer: its work grows
+        with the towers and gains nothing that was measured (BUILD.md, "Speed").  GPU towers keep
+        it, for the memory layouts that it chooses there.
+        """
+        kind = tf.DeviceSpec.from_string(self._placement.towers[0]).device_type
+        if len(self._placement.towers) == 1 or kind != "CPU" or self.optimize_graph:
+            return contextlib.nullcontext()
+        return _tf.without_graph_optimizer()
 
     # Where things are.
 

@@ -88,7 +88,7 @@ def adopt(strategy: tf.distribute.Strategy, model: Any) -> str:
     common.check_owner(strategy, f"model {model.name!r}", model._distribution_strategy)
     resident, local = _adopt_state(strategy, model)
     model._distribution_strategy = strategy
-    without_xla = bool(model._jit_compile) and strategy.num_replicas_in_sync > 1
+    without_xla = bool(model._jit_compile) and not strategy.extended.placement.compiles
     if without_xla:
         model._jit_compile = False
     # Functions traced before know nothing of towers.
@@ -376,11 +376,11 @@ def _compile(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = scope if _is_tower_strategy(scope) else self._distribution_strategy
         if not _is_tower_strategy(strategy):
             return original(self, *args, **kwargs)
-        if kwargs.get("jit_compile") and strategy.num_replicas_in_sync > 1:
+        if kwargs.get("jit_compile") and not strategy.extended.placement.compiles:
             raise ValueError(
-                "jit_compile=True is not supported with several towers: XLA compiles a step for "
-                "one device and cannot hold towers on several and their merge. Compile the model "
-                "with jit_compile=False or leave it out.")
+                "jit_compile=True is not supported with several towers, nor away from "
+                "TensorFlow's default device: XLA compiles a step for that one device. Compile the "
+                "model with jit_compile=False or leave it out.")
         with strategy.scope():
             # tf_keras checks in compile that all variables are the strategy's.
             adopt(strategy, self)
@@ -406,11 +406,33 @@ def _make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[..
             if _is_tower_strategy(strategy) and (force or getattr(self, attribute) is None):
                 # What was built after compile, outside of the scope.
                 _adopt_state(strategy, self)
-            return original(self, force)
+                _build_optimizers(strategy, self)
+            before = getattr(self, attribute)
+            result, step = original(self, force), getattr(self, attribute)
+            if not _is_tower_strategy(strategy) or step is before:
+                return result
+
+            def function(iterator: Any) -> Any:
+                with strategy.extended.step():
+                    return step(iterator)
+
+            setattr(self, attribute, function)
+            return function
 
         return make_function
 
     return hook
+
+
+def _build_optimizers(strategy: tf.distribute.Strategy, model: Any) -> None:
+    """Makes the slots before the first step is traced: making them there would trace it twice."""
+    if not model._is_compiled or not model.built:
+        return
+    for optimizer in tf.nest.flatten(model.optimizer or []):
+        new = isinstance(optimizer, new_optimizer.Optimizer)
+        if new and not getattr(optimizer, "_built", True):
+            with strategy.scope():
+                optimizer.build(model.trainable_variables)
 
 
 def _backup_init(original: Callable[..., Any]) -> Callable[..., Any]:
