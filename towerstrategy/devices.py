@@ -34,6 +34,12 @@ class Placement:
     merge: str
     balanced: bool
 
+    @property
+    def compiles(self) -> bool:
+        """Whether XLA can compile a whole step: all of it is on TensorFlow's default device."""
+        default = _full_name("GPU:0" if gpu_count() else "CPU:0", "devices")
+        return {*self.towers, self.merge} == {default}
+
 
 def split_cpu(count: int) -> list[str]:
     """Makes ``count`` logical CPU devices, for a machine with no GPU.

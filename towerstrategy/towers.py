@@ -258,11 +258,11 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
 
 def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:
     """``fn`` as a ``tf.function`` whose body runs the towers; made once a function."""
-    if _tf.is_jit_compiled(fn) and len(strategy.extended.worker_devices) > 1:
+    if _tf.is_jit_compiled(fn) and not strategy.extended.placement.compiles:
         raise ValueError(
             "the function given to strategy.run was made with tf.function(jit_compile=True), but "
-            "XLA compiles a function for one device and cannot hold several towers and their "
-            "merge. Leave jit_compile out, or give jit_compile=True to a function of a single "
+            "XLA compiles a function for TensorFlow's default device alone, and this strategy's "
+            "towers and merge device are not all there. Leave jit_compile out, or give jit_compile=True to a function of a single "
             "tower's work that is called inside the replica function and does not synchronize.")
     wrapped = strategy.extended.functions.get(fn)
     if wrapped is None:
