@@ -53,7 +53,7 @@ def by_device(figures: results.Medians) -> str:
 def targets(verdicts: Sequence[results.Verdict]) -> str:
     """A line for each target."""
     return _table(("target", "measured", "limit", ""), [
-        [verdict.what, f"{verdict.measured:.2f}", f"{verdict.limit:.2f}",
+        [verdict.what, f"{verdict.measured:.3f}", f"{verdict.limit:.2f}",
          "pass" if verdict.holds else "MISS"] for verdict in verdicts])
 
 

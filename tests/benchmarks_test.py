@@ -100,18 +100,26 @@ class TrafficTest(parameterized.TestCase):
 
 class MeasureTest(parameterized.TestCase):
 
-    @parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
-    def test_measures_a_tiny_case(self, which):
+    @parameterized.named_parameters(("input_keras", keras, "input", 256 * 10 + 10),
+                                    ("input_tf_keras", tf_keras, "input", 256 * 10 + 10),
+                                    ("embedding_keras", keras, "embedding", 500_000 * 2 + 30))
+    def test_measures_a_small_case(self, which, name, parameters):
         """Else an afternoon of measuring ends in an exception, or in figures that are not there."""
         strategy = strategies.STRATEGIES["tower"](["CPU:0", "CPU:1"], None)
-        found = measure.measure(which, cases.CASES["input"], strategy, seconds=0, with_traffic=True)
+        found = measure.measure(which, cases.CASES[name], strategy, seconds=0, small=True,
+                                with_traffic=True)
         self.assertGreater(found["steps"], 5)
-        for name in ("first_step_s", "step_ms", "peak_mb"):
-            self.assertGreater(found[name], 0)
-        self.assertEqual(found["parameter_bytes"], 4 * (256 * 10 + 10))
+        for figure in ("first_step_s", "step_ms", "peak_mb"):
+            self.assertGreater(found[figure], 0)
+        self.assertEqual(found["parameter_bytes"], 4 * parameters)
         self.assertEqual(list(found["state_bytes"]), ["CPU:0"])
         self.assertGreater(found["state_bytes"]["CPU:0"], 3 * found["parameter_bytes"])
-        self.assertGreater(found["traffic"]["busiest"], found["parameter_bytes"])
+        gradients = found["traffic"]["sent"]["CPU:1"]
+        if name == "embedding":  # sparse ones: an index and a row for each id
+            ids = cases.CASES[name].batch // 2 * 32
+            self.assertBetween(gradients, ids * (4 + 2 * 4), ids * (8 + 2 * 4))
+        else:
+            self.assertGreater(gradients, found["parameter_bytes"])
 
     @parameterized.parameters(*cases.CASES)
     def test_cases_have_the_sizes_that_they_are_named_for(self, name):
