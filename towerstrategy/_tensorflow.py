@@ -90,6 +90,24 @@ PRIVATE_NAMES: dict[str, str] = {
         "tf.variable_creator_scope without its deprecation of stacked graphs",
     "tensorflow.python.trackable.base:Trackable._maybe_initialize_trackable":
         "sets the attributes that share_dependencies gives a second handle on a model",
+    "tensorflow.python.ops.variable_scope:variable_scope":
+        "the v1 variable scope, handed to tower threads",
+    "tensorflow.python.ops.variable_scope:get_variable_scope": "reads it",
+    "tensorflow.python.ops.handle_data_util:copy_handle_data":
+        "tells a resource's shape and dtype to its copy",
+    "tensorflow.python.eager.context:FunctionCallOptions":
+        "turns the graph optimizer off for a call",
+    "tensorflow.python.eager.context:eager_mode": "eager mode within a tower's thread",
+    "tensorflow.python.eager.context:ensure_initialized": "starts TensorFlow before threads do",
+    "tensorflow.python.framework.composite_tensor:CompositeTensor":
+        "base of ragged, sparse and other composite values",
+    "tensorflow.python.ops.resource_variable_ops:_UnreadVariable":
+        "what an assign in a function returns",
+    "tensorflow.python.distribute.reduce_util:ReduceOp":
+        "tf.distribute.ReduceOp, whose public name is an alias",
+    "tensorflow.python.eager.record:stop_recording":
+        "keeps tapes from seeing bookkeeping; no public name",
+    "tensorflow.python.framework.ops:EagerTensor": "the class of eager tensors",
     "tensorflow.python.util.nest:flatten_with_joined_string_paths": "names components in errors",
 }
 
@@ -358,3 +376,22 @@ def _unoptimized(config: bytes, executor_type: str | None) -> Any:
     proto = tf.compat.v1.ConfigProto.FromString(config)
     proto.graph_options.rewrite_options.disable_meta_optimizer = True
     return eager_context.FunctionCallOptions(executor_type, proto)
+
+
+def graph_seed() -> int | None:
+    """The seed of the graph that is being traced; None in eager code and where none is set."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph().seed
+
+
+@contextlib.contextmanager
+def graph_seeded(seed: int | None, tower: int) -> Iterator[None]:
+    """Within, stateful random operations that are traced get a seed of ``tower``'s own."""
+    if seed is None or tower == 0:
+        yield
+        return
+    graph = tf.compat.v1.get_default_graph()
+    graph.seed = (seed + tower * SEED_STEP) % 2**31
+    try:
+        yield
+    finally:
+        graph.seed = seed

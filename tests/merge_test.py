@@ -1,0 +1,141 @@
+"""merge: sums, means and concatenations of the towers' values, and the shares they count by."""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from peers import plain
+from towerstrategy import merge, split
+
+
+def slices(values, indices, rows=4):
+    return tf.IndexedSlices(tf.constant(values), tf.constant(indices),
+                            tf.constant([rows, len(values[0])]))
+
+
+def of_rows(*rows, known=True):
+    """Shares of towers with so many rows; ``known`` while tracing or not."""
+    return merge.Shares([count if known else tf.constant(count, tf.int64) for count in rows])
+
+
+class SharesTest(parameterized.TestCase):
+
+    @parameterized.product(known=[True, False])
+    def test_shares(self, known):
+        """Else a tower counts for more or less than its rows."""
+        shares = of_rows(2, 1, 1, 0, known=known)
+        self.assertEqual([float(shares.of(tower)) for tower in range(4)], [.5, .25, .25, 0.])
+        self.assertEqual([bool(shares.filled(tower)) for tower in range(4)],
+                         [True, True, True, False])
+        self.assertFalse(bool(shares.all_filled))
+        self.assertTrue(shares.may_be_empty)
+
+    @parameterized.product(known=[True, False])
+    def test_batch_without_rows(self, known):
+        """Else an empty batch divides by zero."""
+        shares = of_rows(0, 0, known=known)
+        self.assertEqual([float(shares.of(tower)) for tower in range(2)], [0., 0.])
+
+    def test_equal(self):
+        """Else values that are no batches count differently on the towers."""
+        shares = merge.Shares.equal(4)
+        self.assertEqual([float(shares.of(tower)) for tower in range(4)], [.25] * 4)
+        self.assertFalse(shares.may_be_empty)
+
+    def test_of_stand_ins(self):
+        """Else a tower that works on a stand-in is counted."""
+        batch = split.split_batch(tf.constant([7.]), 2, stand_ins=True)
+        shares = merge.Shares.of_batch(batch)
+        self.assertTrue(shares.stand_ins)
+        self.assertEqual([float(shares.of(tower)) for tower in range(2)], [1., 0.])
+
+    def test_shares_are_exact(self):
+        """Else thirds are rounded to float32 before they are used."""
+        shares = of_rows(1, 1, 1)
+        self.assertEqual(float(shares.of(0)), 1 / 3)
+        self.assertEqual(np.asarray(shares.of(0)).dtype, np.float64)
+
+
+class ReduceTest(parameterized.TestCase):
+
+    @parameterized.parameters(tf.float32, tf.float16, tf.float64, tf.complex64, tf.int32, tf.int64)
+    def test_total(self, dtype):
+        """Else a sum over towers is wrong for some dtype."""
+        values = [tf.cast([1, 2], dtype), tf.cast([3, 5], dtype)]
+        self.assertEqual(merge.total(values).dtype, dtype)
+        self.assertEqual(plain(merge.total(values)), [4, 7])
+
+    def test_mean_of_integers(self):
+        """Else a mean of 1 and 2 is 1."""
+        self.assertEqual(plain(merge.mean([tf.constant(1), tf.constant(2)])), 1.5)
+        self.assertEqual(plain(merge.mean([tf.constant(1.), tf.constant(2.)])), 1.5)
+
+    def test_weighted_mean(self):
+        """Else a mean over uneven sub-batches is the mean of means."""
+        value = merge.weighted_mean([tf.constant(1.), tf.constant(4.)], of_rows(2, 1))
+        self.assertEqual(plain(value), 2.)
+
+    @parameterized.product(known=[True, False])
+    def test_empty_towers_count_for_nothing(self, known):
+        """Else a NaN of a tower without rows reaches the weights."""
+        values = [tf.constant([2.]), tf.constant([float("nan")])]
+        shares = of_rows(3, 0, known=known)
+        self.assertEqual(plain(merge.weighted_mean(values, shares)), [2.])
+        self.assertEqual(plain(merge.total_of_filled(values, shares)), [2.])
+        self.assertEqual(plain(merge.mean_of_filled(values, shares)), [2.])
+        kept = [merge.filled_slices(slices([[1.]], [1]), tower, shares) for tower in range(2)]
+        self.assertEqual([part.values.shape[0] for part in kept], [1, 0])
+
+    def test_slices_stay_sparse_and_in_order(self):
+        """Else an embedding's gradient becomes as large as its table, or rows change places."""
+        parts = [slices([[1.], [2.]], [3, 0]), slices([[4.]], [3])]
+        merged = merge.total(parts)
+        self.assertIsInstance(merged, tf.IndexedSlices)
+        self.assertEqual((plain(merged.values), plain(merged.indices)),
+                         ([[1.], [2.], [4.]], [3, 0, 3]))
+        self.assertEqual(plain(merge.mean(parts).values), [[.5], [1.], [2.]])
+        self.assertEqual(plain(merge.weighted_mean(parts, of_rows(1, 3)).values),
+                         [[.25], [.5], [3.]])
+
+    def test_dense_beside_sparse(self):
+        """Else a table used both as embedding and as output layer cannot be trained."""
+        merged = merge.total([slices([[1.]], [1], rows=2), tf.constant([[10.], [20.]])])
+        self.assertEqual(plain(tf.convert_to_tensor(merged)), [[10.], [21.]])
+
+
+class GradientsTest(parameterized.TestCase):
+
+    @parameterized.product(rows=[(2, 2), (3, 0)], known=[True, False], traced=[True, False])
+    def test_sums_of_filled_towers(self, rows, known, traced):
+        """Else a step with an empty tower is wrong, or one without pays for it."""
+        def merged(empty):
+            shares = of_rows(*rows, known=known).prepare()
+            dense = [tf.constant([1., 2.]), empty]
+            sparse = [slices([[1.]], [1]), slices([[2.]], [0])]
+            result = merge.gradients([dense, None, sparse], ["CPU:0", "CPU:0", "CPU:1"], shares)
+            self.assertIsNone(result[1])
+            return result[0], tf.convert_to_tensor(result[2])
+
+        filled = rows[1] > 0
+        empty = tf.constant([10., 20.] if filled else [float("nan")] * 2)
+        dense, sparse = (tf.function(merged) if traced else merged)(empty)
+        self.assertEqual(plain(dense), [11., 22.] if filled else [1., 2.])
+        self.assertEqual(plain(sparse), [[2. if filled else 0.], [1.], [0.], [0.]])
+
+    def test_on_the_devices_asked_for(self):
+        """Else gradients meet on another device than their variable's."""
+        values = [tf.constant([1.]), tf.constant([2.])]
+        merged = merge.gradients([values, values], ["CPU:1", "CPU:2"], merge.Shares.equal(2))
+        self.assertEqual([value.device[-5:] for value in merged], ["CPU:1", "CPU:2"])
+
+
+class ConcatTest(parameterized.TestCase):
+
+    def test_kinds(self):
+        """Else outputs that are ragged or sparse cannot be gathered."""
+        dense = [tf.constant([[1], [2]]), tf.constant([[3]])]
+        ragged = [tf.ragged.constant([[1], [2, 3]]), tf.ragged.constant([[4]])]
+        self.assertEqual(plain(merge.concat(dense, 0)), [[1], [2], [3]])
+        self.assertEqual(plain(merge.concat(ragged, 0)), [[1], [2, 3], [4]])
+        sparse = merge.concat([tf.sparse.from_dense(part) for part in dense], 0)
+        self.assertEqual(plain(tf.sparse.to_dense(sparse)), [[1], [2], [3]])
