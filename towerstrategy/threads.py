@@ -38,6 +38,7 @@ class _Call:
                  kwargs: Any, shares: merge.Shares) -> None:
         self._strategy = strategy
         self._shares = shares
+        self._graph_seed = _tf.graph_seed()
         state = _tf.ThreadState()
         self._merge_scope = f"{state.name_scope}/merge/" if state.name_scope else "merge/"
         made: dict[str, list[tf.Variable]] = {}
@@ -73,7 +74,8 @@ class _Call:
     def _advance(self) -> bool:
         """Runs each tower to its next meeting or its end; True when all have ended."""
         for tower in self._towers:
-            tower.proceed()
+            with _tf.graph_seeded(self._graph_seed, tower.number):
+                tower.proceed()
             if tower.error is not None:
                 raise tower.error
         ended = [tower.ended for tower in self._towers]

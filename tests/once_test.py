@@ -1,0 +1,267 @@
+"""once and copies: one trace gives what tracing every tower gives, or steps aside."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from absl.testing import parameterized
+
+import towerstrategy
+
+DEVICES = ["CPU:1", "CPU:2", "CPU:3"]
+ROWS = tf.reshape(tf.range(12.), [6, 2])
+
+
+def context():
+    return tf.distribute.get_replica_context()
+
+
+def strategy_with(trace_once):
+    strategy = towerstrategy.TowerStrategy(DEVICES, merge_device="CPU:0")
+    strategy.extended.trace_once = trace_once
+    return strategy
+
+
+def results_of(strategy, fn, batch=ROWS):
+    """What ``fn`` returns on every tower, run in a tf.function on a split batch."""
+    parts = strategy.split(batch)
+    result = tf.function(lambda: strategy.run(fn, (parts,)), autograph=False)()
+    return tf.nest.map_structure(
+        lambda leaf: [np.asarray(value) for value in strategy.experimental_local_results(leaf)],
+        result)
+
+
+def with_nested_function(x):
+    doubled = tf.function(lambda: x * 2. + tf.cast(context().replica_id_in_sync_group, tf.float32))
+    return doubled()
+
+
+def with_gradient(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.reduce_sum(context().all_reduce("SUM", x * x))
+    return y, tape.gradient(y, x)
+
+
+def with_branch(x):
+    number = tf.cast(context().replica_id_in_sync_group, tf.float32)
+    return tf.cond(number > 1., lambda: x + number, lambda: x - number)
+
+
+def with_loop(x):
+    steps = context().replica_id_in_sync_group + 1
+    return tf.while_loop(lambda i, y: i < steps, lambda i, y: (i + 1, y * 2.), (0, x))
+
+
+def with_control(x):
+    with tf.control_dependencies([tf.debugging.assert_non_negative(x)]):
+        total = context().all_reduce("SUM", x)
+    with tf.control_dependencies([total]):
+        return tf.identity(x) + 1.
+
+
+FUNCTIONS = {
+    "plain": lambda x: {"sum": tf.reduce_sum(x), "same": 3, "none": None},
+    "number": lambda x: x + tf.cast(context().replica_id_in_sync_group, tf.float32),
+    "all_reduce": lambda x: context().all_reduce("SUM", x) + x,
+    "mean": lambda x: context().all_reduce("MEAN", [x, tf.reduce_sum(x)]),
+    "all_gather": lambda x: context().all_gather(x, 0),
+    "gradient": with_gradient,
+    "branch": with_branch,
+    "loop": with_loop,
+    "nested_function": with_nested_function,
+    "share": lambda x: tf.cast(context().share, tf.float32) * x,
+    "control": with_control,
+    "slices": lambda x: context().all_reduce(
+        "SUM", tf.IndexedSlices(x, tf.range(2), tf.constant([2, 2]))).values,
+}
+
+
+class SameResultsTest(parameterized.TestCase):
+
+    @parameterized.parameters(*FUNCTIONS)
+    def test_as_tracing_every_tower(self, name):
+        """Else a result depends on how the step was traced, which nobody can see."""
+        copied = strategy_with(True)
+        wanted = results_of(strategy_with(False), FUNCTIONS[name])
+        tf.nest.map_structure(np.testing.assert_array_equal, results_of(copied, FUNCTIONS[name]),
+                              wanted)
+        self.assertEmpty(copied.extended.own_trace_reasons)
+
+    @parameterized.product(mode=["SUM", "MEAN", "NONE", "ONLY_FIRST_REPLICA"],
+                           local=[False, True])
+    def test_variables(self, mode, local):
+        """Else a weight or a metric is written once too often, or to another tower's part."""
+        values = []
+        for trace_once in (True, False):
+            strategy = strategy_with(trace_once)
+            with strategy.scope():
+                variable = tf.Variable(
+                    [1., 2.], aggregation=tf.VariableAggregation[mode],
+                    synchronization=tf.VariableSynchronization.ON_READ if local
+                    else tf.VariableSynchronization.AUTO)
+
+            def write(x, variable=variable):
+                variable.assign_add(tf.reduce_sum(x, 0))
+                return variable.read_value()
+
+            read = results_of(strategy, write)
+            parts = variable.values if local else [variable]
+            values.append((read, [part.numpy() for part in parts]))
+        tf.nest.map_structure(np.testing.assert_array_equal, values[0], values[1])
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_keras_training(self, kit):
+        """Else the two ways of tracing train different models."""
+        weights = []
+        for trace_once in (True, False):
+            kit.utils.set_random_seed(5)
+            strategy = strategy_with(trace_once)
+            layers = kit.layers
+            with strategy.scope():
+                model = kit.Sequential([
+                    kit.Input([6, 6, 1]), layers.Conv2D(4, 3, use_bias=False),
+                    layers.BatchNormalization(), layers.ReLU(), layers.Flatten(), layers.Dense(3)])
+                model.compile(kit.optimizers.Adam(0.01), "mse")
+            x = np.random.RandomState(0).rand(17, 6, 6, 1)
+            model.fit(x, x[:, :3, 0, 0], batch_size=5, verbose=0, shuffle=False)
+            weights.append(model.get_weights())
+            if trace_once:
+                self.assertEmpty(strategy.extended.own_trace_reasons)
+        for copied, traced in zip(*weights):
+            np.testing.assert_allclose(copied, traced, rtol=1e-6, atol=1e-7)
+
+    def test_one_trace(self):
+        """Else start-up grows with the towers."""
+        calls = []
+
+        def fn(x):
+            calls.append(1)
+            return context().all_reduce("SUM", x)
+
+        results_of(strategy_with(True), fn)
+        self.assertLen(calls, 1)
+
+    def test_gradient_from_outside(self):
+        """Else a tape around strategy.run misses all towers but the first."""
+        strategy = strategy_with(True)
+        parts = strategy.split(ROWS)
+
+        @tf.function(autograph=False)
+        def outer():
+            weight = tf.constant(2.)
+            with tf.GradientTape() as tape:
+                tape.watch(weight)
+                losses = strategy.run(lambda x: tf.reduce_sum(x * weight), (parts,))
+                loss = strategy.reduce("SUM", losses, axis=None)
+            return tape.gradient(loss, weight)
+
+        self.assertEqual(float(outer()), 66.)
+
+
+class RandomTest(parameterized.TestCase):
+
+    @parameterized.named_parameters(
+        ("stateful", lambda x: tf.random.uniform([4], seed=3)),
+        ("in_function", lambda x: tf.function(lambda: tf.random.uniform([4], seed=3))()),
+        ("keras", lambda x, seeds=[]: keras.random.uniform([4], seed=_seeds(seeds))))
+    def test_towers_draw_differently(self, draw):
+        """Else dropout hides the same units on every tower."""
+        tf.random.set_seed(1)
+        strategy = strategy_with(True)
+        draws = results_of(strategy, draw)
+        self.assertLen({tuple(np.round(values, 6)) for values in draws}, len(DEVICES))
+
+
+def _seeds(kept):
+    """One seed generator, made outside of the trace."""
+    if not kept:
+        with tf.init_scope():
+            kept.append(keras.random.SeedGenerator(7))
+    return kept[0]
+
+
+class StepsAsideTest(parameterized.TestCase):
+    """A reason each for tracing every tower, with the right result all the same."""
+
+    @parameterized.named_parameters(
+        ("python_number", lambda x: x * context().tower, "Python number"),
+        ("python_device", lambda x: x + len(context().devices[0]), "Python number"),
+        ("random_in_function",
+         lambda x: tf.function(lambda: tf.shape(tf.random.uniform([2], seed=1)))(),
+         "nested function"),
+        ("tensor_array", lambda x: tf.TensorArray(tf.float32, 1).write(0, x[0]), "TensorArray"),
+    )
+    def test_reason(self, fn, reason):
+        """Else tower 0's answer is given for every tower."""
+        strategy = strategy_with(True)
+        run = tf.function(lambda parts: [
+            tf.identity(value.stack() if isinstance(value, tf.TensorArray) else value)
+            for value in strategy.experimental_local_results(strategy.run(fn, (parts,)))],
+            autograph=False)
+        wanted = [np.asarray(value) for value in self._traced(fn)]
+        for got, want in zip(run(strategy.split(ROWS)), wanted):
+            np.testing.assert_array_equal(got, want)
+        self.assertLen(strategy.extended.own_trace_reasons, 1)
+        self.assertIn(reason, strategy.extended.own_trace_reasons[0])
+
+    def _traced(self, fn):
+        strategy = strategy_with(False)
+        run = tf.function(lambda parts: [
+            tf.identity(value.stack() if isinstance(value, tf.TensorArray) else value)
+            for value in strategy.experimental_local_results(strategy.run(fn, (parts,)))],
+            autograph=False)
+        return run(strategy.split(ROWS))
+
+    def test_static_shapes_that_differ(self):
+        """Else a shape known for tower 0 alone is built into every tower."""
+        strategy = strategy_with(True)
+        sums = results_of(strategy, lambda x: tf.reduce_sum(x) / x.shape[0], tf.range(7.))
+        self.assertEqual([float(value) for value in sums], [1., 3.5, 5.5])
+        self.assertIn("static shape", strategy.extended.own_trace_reasons[0])
+
+    def test_values_that_are_no_tensors(self):
+        """Else a Python value of tower 0 stands in for everybody's."""
+        strategy = strategy_with(True)
+        names = strategy.experimental_distribute_values_from_function(
+            lambda value_context: f"tower {value_context.replica_id_in_sync_group}")
+        seen = []
+        tf.function(lambda: strategy.run(seen.append, (names,)), autograph=False)()
+        self.assertEqual(seen, ["tower 0", "tower 1", "tower 2"])
+        self.assertIn("no tensor", strategy.extended.own_trace_reasons[0])
+
+    def test_variables_made_in_a_trace_that_was_given_up(self):
+        """Else they stay uninitialized, and the first step fails."""
+        strategy = strategy_with(True)
+        made = []
+
+        def fn(x):
+            if not made:
+                made.append(tf.Variable(lambda: tf.fill([], 5.)))
+            return made[0] + context().tower
+
+        @tf.function(autograph=False)
+        def run(parts):
+            return strategy.experimental_local_results(strategy.run(fn, (parts,)))
+
+        self.assertEqual([float(value) for value in run(strategy.split(ROWS))], [5., 6., 7.])
+
+    def test_variables_made_while_tracing(self):
+        """Else a model built by its first step is left without its weights."""
+        strategy = strategy_with(True)
+        made = []
+
+        def fn(x):
+            if not made:
+                made.append(tf.Variable(lambda: tf.fill([], 5.)))
+                made.append(tf.Variable(1., synchronization=tf.VariableSynchronization.ON_READ,
+                                        aggregation=tf.VariableAggregation.SUM))
+            made[1].assign_add(1.)
+            return made[0] * tf.reduce_sum(x)
+
+        @tf.function(autograph=False)
+        def run(parts):
+            return strategy.experimental_local_results(strategy.run(fn, (parts,)))
+
+        self.assertEqual([float(value) for value in run(strategy.split(ROWS))], [30., 110., 190.])
+        self.assertEqual([float(part) for part in made[1].values], [2., 2., 2.])
