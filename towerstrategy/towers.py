@@ -262,8 +262,9 @@ def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:
         raise ValueError(
             "the function given to strategy.run was made with tf.function(jit_compile=True), but "
             "XLA compiles a function for TensorFlow's default device alone, and this strategy's "
-            "towers and merge device are not all there. Leave jit_compile out, or give jit_compile=True to a function of a single "
-            "tower's work that is called inside the replica function and does not synchronize.")
+            "towers and merge device are not all there. Leave jit_compile out, or give "
+            "jit_compile=True to a function of a single tower's work that is called inside the "
+            "replica function and does not synchronize.")
     wrapped = strategy.extended.functions.get(fn)
     if wrapped is None:
         def run_towers(*args: Any, **kwargs: Any) -> Any:
