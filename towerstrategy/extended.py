@@ -20,6 +20,23 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy import devices as devices_lib
 
 
+class _Modes(threading.local):
+    """What holds for a while, in one thread."""
+
+    counted_as: Any = None
+    one_copy_of_means = False
+    stand_ins = False
+
+    @contextlib.contextmanager
+    def within(self, **modes: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in modes}
+        vars(self).update(modes)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+
 class TowerExtended(_tf.StrategyExtended):
     """What ``strategy.extended`` is for a ``TowerStrategy``."""
 
@@ -39,9 +56,7 @@ class TowerExtended(_tf.StrategyExtended):
         # A nested tf.function may read tower-local variables, so each device has its own trace.
         self._retrace_functions_for_each_device = len(placement.towers) > 1
         self.experimental_enable_get_next_as_optional = True
-        self._with_stand_ins = False
-        self._one_copy_of_means = False
-        self._counted_as = threading.local()
+        self._modes = _Modes()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""
@@ -95,34 +110,25 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def _num_replicas_in_sync(self) -> Any:
-        return getattr(self._counted_as, "value", None) or len(self._placement.towers)
+        return self._modes.counted_as or len(self._placement.towers)
 
     @contextlib.contextmanager
     def counted_as(self, number: Any) -> Iterator[None]:
         """Within, and in this thread, the strategy says that it has ``number`` replicas."""
-        self._counted_as.value = number
-        try:
+        with self._modes.within(counted_as=number):
             yield
-        finally:
-            self._counted_as.value = None
 
     @contextlib.contextmanager
     def one_copy_of_means(self) -> Iterator[None]:
         """Within, a new ON_READ variable with aggregation MEAN is one copy, not tower-local."""
-        self._one_copy_of_means = True
-        try:
+        with self._modes.within(one_copy_of_means=True):
             yield
-        finally:
-            self._one_copy_of_means = False
 
     @contextlib.contextmanager
     def stand_ins(self) -> Iterator[None]:
         """Within, datasets are distributed with stand-ins for towers without rows."""
-        self._with_stand_ins = True
-        try:
+        with self._modes.within(stand_ins=True):
             yield
-        finally:
-            self._with_stand_ins = False
 
     def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
         return replica_id_in_sync_group
@@ -167,9 +173,13 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         _keras.install_hooks()
-        if self._one_copy_of_means and kwargs.get("aggregation") == tf.VariableAggregation.MEAN:
+        if self._modes.one_copy_of_means and kwargs.get("aggregation") == tf.VariableAggregation.MEAN:
             kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE
         return variables.create(self._container_strategy(), self._homes, next_creator, **kwargs)
+
+    def spread(self, model_variables: Any) -> None:
+        """Spreads a model's variables over the towers by bytes, where the placement is balanced."""
+        self._homes.spread(model_variables)
 
     def track(self, variable: Any) -> None:
         """Remembers a variable for :meth:`variables`, without keeping it alive."""
@@ -218,7 +228,7 @@ class TowerExtended(_tf.StrategyExtended):
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
-        return split.split_dataset(dataset, len(self.worker_devices), self._with_stand_ins,
+        return split.split_dataset(dataset, len(self.worker_devices), self._modes.stand_ins,
                                    ready).fetched_to(fetched_to)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
