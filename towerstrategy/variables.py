@@ -63,6 +63,21 @@ class Homes:
         self._bytes[home] += size
         return home
 
+    def spread(self, variables: Iterable[TowerVariable]) -> None:
+        """Chooses anew, the largest first, for variables that were made one by one.
+
+        A variable is moved once at the most, before it has slots or stands in a traced function.
+        """
+        movable = [variable for variable in variables
+                   if self._balanced and getattr(variable, "_home_may_change", False)]
+        for variable in movable:
+            self._bytes[home_of(variable)] -= size_of(variable)
+            variable._home_may_change = False
+        for variable in sorted(movable, key=size_of, reverse=True):
+            home = self.choose(size_of(variable))
+            if home != home_of(variable):
+                move(variable, home)
+
     def add(self, device: str, size: int) -> None:
         """Counts a variable that lives on ``device`` for another reason."""
         if device in self._bytes:
@@ -252,10 +267,17 @@ class TowerVariable(_tf.ResourceVariable):
             return plain(value) if tower.tower == 0 else self
         if self.aggregation is Aggregation.NONE:
             # Tower after tower: each moves the variable by its share of the way it wants to go.
-            share = tf.cast(tower.share, self.dtype)
-            filled = tower.filled
-            wanted = value - self.read_value() if method is _tf.ResourceVariable.assign else value
-            step = tf.where(filled, wanted * share, tf.zeros_like(wanted))
+            share = tower.share
+            wanted = value
+            if method is _tf.ResourceVariable.assign:
+                wanted = value - self.read_value()
+                if not _tf.depends_on(value, self.handle):
+                    # Nothing moves on from what was there: the mean of the towers so far.
+                    share = tf.math.divide_no_nan(tf.cast(share, tf.float64), tf.add_n(
+                        [tf.cast(tower.shares.of(number), tf.float64)
+                         for number in range(tower.tower + 1)]))
+            step = tf.where(tower.filled, wanted * tf.cast(share, self.dtype),
+                            tf.zeros_like(wanted))
             write = (_tf.ResourceVariable.assign_sub
                      if method is _tf.ResourceVariable.assign_sub
                      else _tf.ResourceVariable.assign_add)
@@ -378,6 +400,7 @@ def create(strategy: tf.distribute.Strategy, homes: Homes, next_creator: Callabl
     if not isinstance(variable, _tf.BaseResourceVariable):
         return variable
     _check_mean(kwargs["aggregation"], variable.dtype)
+    variable._home_may_change = colocate_with is None and tf.executing_eagerly()
     return into_tower_variable(variable, strategy, home)
 
 
@@ -528,6 +551,7 @@ def _home_for(homes: Homes, colocate_with: Any, kwargs: dict[str, Any]) -> str:
         if isinstance(colocate_with, _tf.DistributedVariable):
             colocate_with = colocate_with._primary
         home = home_of(colocate_with)
+        colocate_with._home_may_change = False
         homes.add(home, size)
         return home
     return homes.choose(size)

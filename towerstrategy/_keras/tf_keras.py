@@ -91,6 +91,7 @@ def adopt(strategy: tf.distribute.Strategy, model: Any) -> str:
     without_xla = bool(model._jit_compile) and not strategy.extended.placement.compiles
     if without_xla:
         model._jit_compile = False
+    strategy.extended.spread(resident)
     # Functions traced before know nothing of towers.
     forget_functions(model)
     return common.adopted_sentence(strategy, model, resident, local, without_xla)
