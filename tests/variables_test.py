@@ -250,6 +250,26 @@ class MergedWriteTest(parameterized.TestCase):
         tf.function(lambda: strategy.run(replica))()
         self.assertEqual((plain(v), plain(first)), (6 * step, 6 * step))
 
+    def test_agreed_values_in_cond(self):
+        """Else a flag or a table set inside a condition ends up between its old and new value."""
+        strategy = two_towers()
+        fixed, moving = made(strategy, 5.), made(strategy, 5.)
+
+        def replica(x):
+            def written():
+                fixed.assign(tf.reduce_mean(x))
+                moving.assign(moving + .01 * (tf.reduce_mean(x) - moving))
+                return 0
+
+            return tf.cond(tower() >= 0, written, lambda: 1)
+
+        step = tf.function(lambda rows: strategy.run(replica, (rows,)))
+        step(strategy.split(tf.constant([3., 3., 3.])))
+        self.assertEqual(plain(fixed), 3.)
+        self.assertAlmostEqual(plain(moving), 4.98, places=3)
+        step(strategy.split(tf.constant([1., 2., 6.])))
+        self.assertAlmostEqual(plain(fixed), 3., places=5)
+
     def test_scatters_in_cond(self):
         """Else rows added inside a condition count once a tower."""
         strategy = two_towers()

@@ -158,6 +158,22 @@ def cross_replica_context(strategy: tf.distribute.Strategy) -> Iterator[None]:
         distribute_lib._pop_per_thread_mode()
 
 
+def depends_on(value: tf.Tensor, source: tf.Tensor) -> bool:
+    """Whether ``value`` is computed from ``source``, in a traced function or in one around it."""
+    waiting, seen = [value], set()
+    while waiting:
+        tensor = waiting.pop()
+        if tensor is source:
+            return True
+        if is_eager(tensor) or (id(tensor.graph), tensor.name) in seen:
+            continue
+        seen.add((id(tensor.graph), tensor.name))
+        waiting.extend(tensor.op.inputs)
+        waiting.extend(outer for outer, inner in getattr(tensor.graph, "captures", ())
+                       if inner.name == tensor.name)
+    return False
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Adds ``note`` to ``error``, and to the error that autograph will raise in its place."""
     error.add_note(note)
