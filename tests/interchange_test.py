@@ -34,6 +34,8 @@ STRATEGIES = {
     "one": Anywhere,
 }
 MOVES = (("towers", "mirrored"), ("towers", "one"), ("mirrored", "towers"), ("one", "towers"))
+# tf_keras makes two of the moves; all four would say the same at twice the time.
+CASES = (*((keras, move) for move in MOVES), (tf_keras, MOVES[0]), (tf_keras, MOVES[3]))
 
 
 def compiled(kit):
@@ -57,7 +59,7 @@ def optimizer_values(model):
 
 class InterchangeTest(parameterized.TestCase):
 
-    @parameterized.product(kit=[keras, tf_keras], move=MOVES)
+    @parameterized.parameters(*CASES)
     def test_training_goes_on(self, kit, move):
         """Lost otherwise: training moved between machines; optimizer slots start from zero."""
         writer, reader = (STRATEGIES[name]() for name in move)
@@ -98,7 +100,7 @@ class InterchangeTest(parameterized.TestCase):
                 for got, wanted in zip(small_models.weights(restored), expected, strict=True):
                     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
-    @parameterized.product(kit=[keras, tf_keras], move=MOVES)
+    @parameterized.parameters(*CASES)
     def test_metrics(self, kit, move):
         """Lost otherwise: counts of metrics, checkpointed in the middle of an evaluation."""
         writer, reader = (STRATEGIES[name]() for name in move)

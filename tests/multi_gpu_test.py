@@ -36,7 +36,9 @@ class MultiGpuTest(parameterized.TestCase):
                                  strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
-    @parameterized.product(kit=[keras, tf_keras], kind=small_models.KINDS)
+    @parameterized.parameters(
+        *((keras, kind) for kind in small_models.KINDS),
+        *((tf_keras, kind) for kind in ("functional", "unbuilt_sequential", "own_weight", "dicts")))
     def test_trains_like_one_device_and_shares_its_weights(self, kit, kind):
         """Lost otherwise: that the two models are one, whichever of them is built and trained."""
         template, alone = small_models.make(kit, kind), small_models.make(kit, kind)

@@ -137,7 +137,8 @@ class SavingTest(parameterized.TestCase):
         return [{"kit": kit_name, "kind": kind, "path": file, "how": how, "layers": layers,
                  "expected": f"{path}.npy"} for file, how in files.items()]
 
-    @parameterized.product(kit=[keras, tf_keras], kind=["functional", "subclassed"])
+    @parameterized.parameters((keras, "functional"), (tf_keras, "functional"),
+                              (keras, "subclassed"))
     def test_no_nesting_over_rounds(self, kit, kind):
         """Lost otherwise: a model that grows by a layer of wrapping with each save and load."""
         folder = self.enterContext(tempfile.TemporaryDirectory())
