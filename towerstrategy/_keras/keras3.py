@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.backend import config as keras_config
 from keras.src.backend.common import variables as keras_variables
+from keras.src.backend.tensorflow import numpy as tf_numpy
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.layers.normalization import batch_normalization
 from keras.src.losses import loss as loss_module
@@ -45,6 +46,9 @@ HOOKS: dict[tuple[Any, str], str] = {
         "one look for overflows, at merged gradients",
     (metric_module.Metric, "__init__"): "a metric's result inside a tower is the whole batch's",
     (reduction_metrics.Mean, "update_state"): "a scalar counts by its tower's share",
+    (tf_numpy, "take"):
+        "reads a whole table to take rows of it; the rows are taken where the table lives, so that "
+        "they alone go to the tower",
     (seed_generator.SeedGenerator, "next"): "random layers draw differently on every tower",
     (base_trainer.Trainer, "compile"):
         "compiling in the scope adopts; jit_compile is refused early",
@@ -78,6 +82,7 @@ def install() -> None:
         "apply": _apply,
         "apply_gradients": _apply_gradients,
         "update_state": _mean_update_state,
+        "take": _take,
         "next": _next_seed,
         "compile": _compile,
         "compute_loss": _compute_loss,
@@ -369,6 +374,17 @@ def _mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, value, sample_weight=tf.cast(tower.share, self.dtype))
 
     return update_state
+
+
+def _take(original: Callable[..., Any]) -> Callable[..., Any]:
+    def take(x: Any, indices: Any, axis: int | None = None) -> Any:
+        table = _tf_variable(x)
+        if splitting_tower() is None or axis != 0 or not isinstance(table, variables.TowerVariable):
+            return original(x, indices, axis=axis)
+        with tf.device(variables.home_of(table)):
+            return original(x, indices, axis=axis)
+
+    return take
 
 
 # Random numbers.
