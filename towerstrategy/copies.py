@@ -51,8 +51,8 @@ class Table:
         """``tower``'s counterpart of tower 0's ``first``."""
         others = self._tensors.get(first.name)
         if others is None and first.op.name in self._operations:
-            raise NeedsOwnTrace(f"operation {first.op.name!r} got outputs after it was copied, as a "
-                                "loop or branch does when its gradient is taken")
+            raise NeedsOwnTrace(f"operation {first.op.name!r} got outputs after it was copied, as "
+                                "a loop or branch does when its gradient is taken")
         if others is None:
             return first
         other = others[tower - 1]
