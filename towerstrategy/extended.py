@@ -173,7 +173,8 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         _keras.install_hooks()
-        if self._modes.one_copy_of_means and kwargs.get("aggregation") == tf.VariableAggregation.MEAN:
+        mean = kwargs.get("aggregation") == tf.VariableAggregation.MEAN
+        if mean and self._modes.one_copy_of_means:
             kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE
         return variables.create(self._container_strategy(), self._homes, next_creator, **kwargs)
 
