@@ -256,6 +256,15 @@ class PlacementTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "belongs to another strategy"):
             multi_gpu_model(template, TOWERS[:2])
 
+    @BOTH
+    def test_of_a_parallel_model_that_is_not_built(self, kit):
+        """Lost otherwise: a helper function that makes parallel what is parallel already."""
+        first = multi_gpu_model(small_models.make(kit, "unbuilt_sequential"), TOWERS)
+        second = compile_(kit, multi_gpu_model(first, TOWERS))
+        fit(second, "unbuilt_sequential")
+        self.assertEqual([id(variable) for variable in tf_variables(first)],
+                         [id(variable) for variable in tf_variables(second)])
+
     def test_relocation_that_comes_too_late(self):
         """Lost otherwise: a first parallel model would train weights that nobody sees."""
         with tf.device("CPU:3"):

@@ -65,7 +65,7 @@ def multi_gpu_model(model: Any, gpus: GpusArgument = None, cpu_merge: bool = Tru
     if not towers:
         return model
     strategy = TowerStrategy(towers, "cpu" if cpu_merge else towers[0])
-    return _keras.make_twin(_same_placement(held, strategy), model)
+    return _keras.make_twin(_same_placement(model, held, strategy), model)
 
 
 def _towers(gpus: GpusArgument) -> list[str]:
@@ -118,11 +118,12 @@ def _relocate(model: Any, held: list[tf.Variable]) -> None:
         _keras.forget_functions(model)
 
 
-def _same_placement(held: list[tf.Variable], strategy: TowerStrategy) -> TowerStrategy:
-    """The strategy that the variables have already, where it is the same as ``strategy``."""
-    for variable in held:
-        if isinstance(variable, variables.TowerVariable):
-            there = variable.distribute_strategy
-            if there.extended.placement == strategy.extended.placement:
-                return there
+def _same_placement(model: Any, held: list[tf.Variable], strategy: TowerStrategy) -> TowerStrategy:
+    """The strategy that the model or its weights have, where it is the same as ``strategy``."""
+    owners = [variable.distribute_strategy for variable in held
+              if isinstance(variable, variables.TowerVariable)]
+    for there in (model.distribute_strategy, *owners):
+        if (isinstance(there, TowerStrategy)
+                and there.extended.placement == strategy.extended.placement):
+            return there
     return strategy

@@ -143,7 +143,8 @@ def check_variables(strategy: tf.distribute.Strategy, model: Any, held: Iterable
 
 def adopt_variables(strategy: tf.distribute.Strategy, held: Iterable[Any]) -> list[Any]:
     """Makes resource variables the strategy's own, in place; returns those with one copy."""
-    resident = [variable for variable in held if isinstance(variable, _tf.BaseResourceVariable)]
+    resident = list({id(variable): variable for variable in held
+                     if isinstance(variable, _tf.BaseResourceVariable)}.values())
     for variable in resident:
         if not isinstance(variable, variables.TowerVariable):
             variables.into_tower_variable(variable, strategy)
