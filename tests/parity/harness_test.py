@@ -50,6 +50,8 @@ class HarnessTest(parameterized.TestCase):
         core = runner.core()
         self.assertEqual({case.name for case, _, _ in core}, set(cases.CASES))
         self.assertEqual({towers for _, _, towers in core}, set(runner.CORE_TOWERS))
+        optimizers = {keras for case, keras, _ in core if case.name.startswith("optimizers/")}
+        self.assertEqual(optimizers, {cases.KERAS_3, cases.TF_KERAS})
 
 
 if __name__ == "__main__":

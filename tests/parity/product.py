@@ -73,12 +73,15 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _work(options: argparse.Namespace) -> list[tuple[str, str, list[runner.Towers]]]:
     """Case, Keras version and the towers to compare on, for all that is asked for."""
+    if options.quick:
+        pairs = [(case, keras, [towers]) for case, keras, towers in runner.core()]
+    else:
+        pairs = [(case, keras, runner.ALL_TOWERS)
+                 for case in cases.CASES.values() for keras in case.keras]
     work = []
-    for case, keras, turn in runner.core():
-        towers = [turn] if options.quick else [
-            towers for towers in runner.ALL_TOWERS
-            if options.towers is None or towers.count in options.towers]
-        towers = [one for one in towers if options.merge in (None, one.merge)]
+    for case, keras, choices in pairs:
+        towers = [one for one in choices if options.merge in (None, one.merge)
+                  and (options.towers is None or one.count in options.towers)]
         if options.only in case.name and options.keras in (None, keras) and towers:
             work.append((case.name, keras, towers))
     return work

@@ -75,11 +75,22 @@ CORE_TOWERS = [Towers(3, "cpu"), Towers(4, "tower 0"), Towers(3, "balanced"), To
                Towers(1, "cpu"), Towers(4, "balanced"), Towers(3, "tower 0")]
 
 
+# Groups in which the core takes the Keras versions in turn, and the whole product both.
+IN_TURN = ("batches", "optimizers", "fit")
+
+
 def core() -> list[tuple[cases.Case, str, Towers]]:
-    """The core: every case in every Keras version, on towers that take turns."""
-    applicable = [(case, keras) for case in cases.CASES.values() for keras in case.keras]
+    """The core: every case, on towers that take turns."""
+    pairs = [(case, keras) for number, case in enumerate(cases.CASES.values())
+             for keras in _core_versions(case, number)]
     return [(case, keras, CORE_TOWERS[index % len(CORE_TOWERS)])
-            for index, (case, keras) in enumerate(applicable)]
+            for index, (case, keras) in enumerate(pairs)]
+
+
+def _core_versions(case: cases.Case, number: int) -> Sequence[str]:
+    if case.name.split("/")[0] not in IN_TURN:
+        return case.keras
+    return (case.keras[number % len(case.keras)],)
 
 
 def keras_module(name: str) -> Any:
