@@ -223,10 +223,14 @@ def _without_empty(value: Value, tower: int, shares: Shares) -> Value:
     """``value``, or zeros where ``tower`` has no rows."""
     if not shares.may_be_empty:
         return value
+    return kept(shares.filled(tower), value)
+
+
+def kept(filled: Any, value: Value) -> Value:
+    """``value``, or zeros where not ``filled`` (a bool or a scalar bool tensor)."""
     if isinstance(value, tf.IndexedSlices):
-        kept = _without_empty(value.values, tower, shares)
-        return tf.IndexedSlices(kept, value.indices, value.dense_shape)
-    return tf.where(shares.filled(tower), value, tf.zeros_like(value))
+        return tf.IndexedSlices(kept(filled, value.values), value.indices, value.dense_shape)
+    return tf.where(filled, value, tf.zeros_like(value))
 
 
 def _behind_one_another(values: Sequence[Value]) -> tf.IndexedSlices:

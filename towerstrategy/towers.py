@@ -150,7 +150,7 @@ class TowerContext(tf.distribute.ReplicaContext):
         """As ``tf.distribute.ReplicaContext.all_reduce``; a stand-in counts for nothing."""
         if self.shares.stand_ins:
             filled = self.filled
-            value = tf.nest.map_structure(lambda part: _kept(filled, part), value)
+            value = tf.nest.map_structure(lambda part: merge.kept(filled, part), value)
         return super().all_reduce(reduce_op, value, options)
 
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -184,13 +184,6 @@ class MergedContext(tf.distribute.ReplicaContext):
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         del axis, options
         return value
-
-
-def _kept(filled: Any, value: Any) -> Any:
-    """``value``, or zeros where the tower has no rows."""
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(_kept(filled, value.values), value.indices, value.dense_shape)
-    return tf.where(filled, value, tf.zeros_like(value))
 
 
 class TowerResults(_tf.PerReplica):
