@@ -9,6 +9,7 @@ import copy
 import os
 import pathlib
 import tempfile
+import threading
 
 import keras
 import numpy as np
@@ -17,7 +18,7 @@ import tf_keras
 from absl.testing import parameterized
 
 from peers import mirrored, per_replica, plain, two_towers
-from towerstrategy import variables
+from towerstrategy import TowerStrategy, variables
 
 BOTH = parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
 Aggregation = tf.VariableAggregation
@@ -301,3 +302,31 @@ class ObserverTest(FolderTest):
             library.mixed_precision.set_global_policy("float32")
         self.assertFalse(np.allclose(ours, 1.))
         np.testing.assert_allclose(ours, alone, rtol=2e-3)  # float16 has 11 bits
+
+    @BOTH
+    def test_two_threads_train(self, library):
+        """Else two models cannot be trained at once, on one strategy or on two."""
+        x = np.random.default_rng(0).normal(size=[9, 4]).astype("float32")
+
+        def train(strategy, results):
+            with strategy.scope():
+                model = library.Sequential([
+                    library.layers.Input([4]), library.layers.Dense(3, kernel_initializer="ones"),
+                    library.layers.BatchNormalization(),
+                    library.layers.Dense(1, kernel_initializer="ones")])
+                model.compile("adam", "mse")
+            history = model.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0, shuffle=False)
+            results.append(history.history["loss"])
+
+        strategy, other = two_towers(), TowerStrategy(["CPU:3", "CPU:4"], "CPU:5")
+        results = []
+        threads = [threading.Thread(target=train, args=(one, results))
+                   for one in (strategy, strategy, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        train(strategy, results)
+        self.assertLen(results, 4)
+        for losses in results[:3]:
+            np.testing.assert_allclose(losses, results[3], rtol=1e-5)

@@ -256,6 +256,13 @@ class OptionsTest(parameterized.TestCase):
                 self.assertEqual([part.device[-5:] for part in element.values], wanted)
                 self.assertEqual(local(strategy, element), [[0, 1], [2, 3]])
 
+    def test_fetch_to_one_device(self):
+        """Else one tower's batches stay behind, or absent components (None) fail."""
+        strategy = towerstrategy.TowerStrategy(["CPU:1"])
+        dataset = batches(4, 4).map(lambda x: (x, None))
+        x, nothing = next(iter(strategy.experimental_distribute_dataset(dataset, InputOptions())))
+        self.assertEqual((plain(x), x.device[-5:], nothing), ([0, 1, 2, 3], "CPU:1", None))
+
     def test_pipeline_a_tower(self):
         """Else PER_REPLICA pipelines read the same rows, or drop some when lengths differ."""
         strategy, seen = two_towers(), []

@@ -403,7 +403,7 @@ def _onto_devices(element: Nest, devices: Sequence[str]) -> Nest:
 
     def each(leaf: Any) -> Any:
         if not isinstance(leaf, _tf.PerReplica):
-            return moved(leaf, devices[0]) if len(devices) == 1 else leaf
+            return moved(leaf, devices[0]) if len(devices) == 1 and _has_rows(leaf) else leaf
         parts = [moved(part, device) for part, device in zip(leaf.values, devices)]
         if isinstance(leaf, StandInSubBatches):
             return StandInSubBatches(parts, leaf.rows)
