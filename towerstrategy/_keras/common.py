@@ -7,6 +7,7 @@ scaling by share.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -73,6 +74,16 @@ def whole_batch_mask(tower: towers.TowerContext, weights: tf.Tensor, mask: Any) 
     all_valid, all_count = tower.all_reduce(_tf.ReduceOp.SUM, [valid, count])
     factor = tf.math.divide_no_nan(all_count * valid, all_valid * count)
     return tf.where(valid > 0, weights * tf.cast(factor, weights.dtype), tf.zeros_like(weights))
+
+
+def merged_if_alone() -> contextlib.AbstractContextManager[None]:
+    """For an optimizer in the only tower there is: its gradients are merged as they are.
+
+    Without it Keras would all-reduce them, which it does inside of ``tf.cond`` where it accumulates
+    gradients or scales the loss, and there the towers cannot meet.
+    """
+    tower = towers.current_tower()
+    return contextlib.nullcontext() if tower is None else towers.MergedContext(tower.strategy)
 
 
 def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_: Sequence[Any],

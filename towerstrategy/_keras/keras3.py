@@ -295,7 +295,8 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         tower = splitting_tower()
         if tower is None:
-            return original(self, grads, trainable_variables)
+            with common.merged_if_alone():
+                return original(self, grads, trainable_variables)
         grads = list(grads)
         targets = list(self._trainable_variables if trainable_variables is None
                        else trainable_variables)
