@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(BIN)/python
 
-.PHONY: demo test lint test-parity test-slow test-tf bench clean
+.PHONY: demo test lint test-parity test-slow bench clean
 
 $(VENV)/%.installed: setup.cfg setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,7 +17,7 @@ demo: $(VENV)/demo.installed
 	$(RUN) examples/digits.py
 
 test: $(VENV)/test.installed lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
