@@ -839,6 +839,8 @@ def _(keras: Any) -> Run:
             super().__init__()
             self.a = keras.layers.Dense(5, activation="tanh")
             self.b = keras.layers.Dense(3)
+            self.a.build((None, 5))
+            self.b.build((None, 5))
 
         def call(self, x: Any) -> Any:
             return self.b(self.a(x))
@@ -846,6 +848,9 @@ def _(keras: Any) -> Run:
         def compile(self, optimizer: Any, second: Any, **options: Any) -> None:
             super().compile(optimizer=optimizer, **options)
             self.second = second
+            # Under any strategy Keras 3 would build it for all variables, on one device for ours.
+            self.optimizer.build(self.a.trainable_variables)
+            self.second.build(self.b.trainable_variables)
 
         def train_step(self, data: Any) -> dict[str, Any]:
             x, y = data
