@@ -1,7 +1,7 @@
 """The hooks into Keras 3 (``tf.keras`` of TensorFlow 2.16 and later).
 
 Goes in: the imported ``keras``.  Comes out: the same, with the hooks of :func:`install`.  Upstream
-places are those of Keras 3.15; ``tests/keras3_hooks_test.py`` fails where one has moved.
+places are those of Keras 3.15; ``tests/keras_hooks_test.py`` fails where one has moved.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The hooks into tf_keras (``TF_USE_LEGACY_KERAS=1``).
 
 Goes in: the imported ``tf_keras``.  Comes out: the same, with the hooks of :func:`install`.
-Upstream places are those of tf_keras 2.21; ``tests/tf_keras_hooks_test.py`` fails where one
+Upstream places are those of tf_keras 2.21; ``tests/keras_hooks_test.py`` fails where one
 has moved.
 """
 

@@ -1,15 +1,23 @@
-"""The hooks into tf_keras: every name is still where we hook it, and others are left alone."""
+"""The hooks into Keras: every name is still where we hook it, and others are left alone."""
 
 import inspect
 
+import keras
 import numpy as np
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
-from towerstrategy._keras import common
-from towerstrategy._keras import tf_keras as hooks
+from towerstrategy._keras import common, keras3
+from towerstrategy._keras import tf_keras as legacy
+
+
+def hooked_names():
+    for package, hooks in (("keras", keras3.HOOKS), ("tf_keras", legacy.HOOKS)):
+        for (owner, name), why in hooks.items():
+            label = f"{package}_{owner.__name__}_{name}".replace(".", "_")
+            yield label, package, owner, name, why
 
 
 class HooksTest(parameterized.TestCase):
@@ -18,15 +26,12 @@ class HooksTest(parameterized.TestCase):
         super().setUp()
         towerstrategy.TowerStrategy(1)
 
-    @parameterized.named_parameters(
-        (f"{owner.__name__}_{name}".replace(".", "_"), owner, name, why)
-        for (owner, name), why in hooks.HOOKS.items())
-    def test_stands_where_we_hook_it(self, owner, name, why):
+    @parameterized.named_parameters(*hooked_names())
+    def test_stands_where_we_hook_it(self, package, owner, name, why):
         """Else a new release trains wrongly, because a hook of ours is never called."""
         hooked = owner.__dict__[name]
         original = getattr(hooked, common._MARK)
-        self.assertEqual(original.__module__.split(".")[0], "tf_keras")
-        self.assertTrue(callable(original))
+        self.assertEqual(original.__module__.split(".")[0], package)
         self.assertNotEmpty(why)
         self.assertIsNot(inspect.unwrap(hooked), hooked)
 
@@ -35,10 +40,11 @@ class HooksTest(parameterized.TestCase):
         with self.assertRaisesRegex(RuntimeError, "hooks .*moved_away"):
             common.wrap(type("Owner", (), {}), "moved_away", lambda original: original)
 
-    def test_without_a_strategy_nothing_changes(self):
+    @parameterized.parameters(keras, tf_keras)
+    def test_without_a_strategy_nothing_changes(self, kit):
         """Else importing towerstrategy changes training for people who do not use it."""
-        model = tf_keras.Sequential([tf_keras.Input([2]), tf_keras.layers.Dense(1, use_bias=False)])
-        model.compile(tf_keras.optimizers.SGD(0.5), "mse")
+        model = kit.Sequential([kit.Input([2]), kit.layers.Dense(1, use_bias=False)])
+        model.compile(kit.optimizers.SGD(0.5), "mse")
         model.set_weights([np.zeros([2, 1])])
         model.fit(np.ones([4, 2]), np.ones([4, 1]), batch_size=4, verbose=0)
         np.testing.assert_allclose(model.get_weights()[0], np.ones([2, 1]))
