@@ -38,6 +38,13 @@ def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..
     setattr(owner, name, hooked)
 
 
+def is_tower_strategy(strategy: Any) -> bool:
+    """Whether ``strategy`` is a ``TowerStrategy``."""
+    from towerstrategy.strategy import TowerStrategy  # which imports the hooks
+
+    return isinstance(strategy, TowerStrategy)
+
+
 def splitting_tower() -> towers.TowerContext | None:
     """The current tower where there are several of them; None otherwise.
 

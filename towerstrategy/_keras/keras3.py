@@ -27,7 +27,7 @@ from keras.src.trainers import trainer as base_trainer
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import merge, split, variables
 from towerstrategy._keras import common, twin
-from towerstrategy._keras.common import splitting_tower
+from towerstrategy._keras.common import is_tower_strategy, splitting_tower
 
 # What is hooked and why; the test of upstream names reads this.
 HOOKS: dict[tuple[Any, str], str] = {
@@ -193,16 +193,10 @@ def _adopt_metric_variable(strategy: tf.distribute.Strategy, variable: Any) -> N
         variable._value = variables.make_tower_local(strategy, value)
 
 
-def _is_tower_strategy(strategy: Any) -> bool:
-    from towerstrategy.strategy import TowerStrategy
-
-    return isinstance(strategy, TowerStrategy)
-
-
 def _strategy_of(model: Any) -> Any:
     """The model's TowerStrategy, or None."""
     strategy = getattr(model, "_distribute_strategy", None)
-    return strategy if _is_tower_strategy(strategy) else None
+    return strategy if is_tower_strategy(strategy) else None
 
 
 # Losses.
@@ -406,7 +400,7 @@ def _next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
 def _compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         scope = tf.distribute.get_strategy()
-        strategy = scope if _is_tower_strategy(scope) else _strategy_of(self)
+        strategy = scope if is_tower_strategy(scope) else _strategy_of(self)
         if strategy is None:
             return original(self, *args, **kwargs)
         owner = self._distribute_strategy
@@ -440,7 +434,7 @@ def _epoch_iterator_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reduce_per_replica(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
-        if not _is_tower_strategy(strategy) or strategy.num_replicas_in_sync == 1:
+        if not is_tower_strategy(strategy) or strategy.num_replicas_in_sync == 1:
             return original(values, strategy, reduction)
         with tf.device(strategy.extended.merge_device):
             return tree.map_structure(lambda value: _reduce(value, reduction), values)
@@ -511,13 +505,13 @@ def _make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_predict_function(self: Any, force: bool = False) -> Any:
         before = self.predict_function
         result, step = original(self, force), self.predict_function
-        if step is before or not _is_tower_strategy(self.distribute_strategy):
+        if step is before or not is_tower_strategy(self.distribute_strategy):
             return result
 
         def function(steps: Any) -> Any:
             # A model that is not adopted predicts on the towers in whose scope it is called.
             strategy = self.distribute_strategy
-            if not _is_tower_strategy(strategy):
+            if not is_tower_strategy(strategy):
                 return step(steps)
             with strategy.extended.step():
                 return step([common.split_plain(strategy, data) for data in steps])

@@ -24,7 +24,7 @@ from tf_keras.src.utils import losses_utils, metrics_utils
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import merge, split, variables
 from towerstrategy._keras import common, twin
-from towerstrategy._keras.common import splitting_tower
+from towerstrategy._keras.common import is_tower_strategy, splitting_tower
 
 _OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
                loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
@@ -216,12 +216,6 @@ def _adopt_optimizer(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
         optimizer._distribution_strategy = strategy
 
 
-def _is_tower_strategy(strategy: Any) -> bool:
-    from towerstrategy.strategy import TowerStrategy
-
-    return isinstance(strategy, TowerStrategy)
-
-
 # Losses.
 
 
@@ -289,7 +283,7 @@ def _apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _supports_loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
     def strategy_supports_loss_scaling() -> bool:
-        return _is_tower_strategy(tf.distribute.get_strategy()) or original()
+        return is_tower_strategy(tf.distribute.get_strategy()) or original()
 
     return strategy_supports_loss_scaling
 
@@ -316,7 +310,7 @@ def _mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
 def _batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
     def build(self: Any, input_shape: Any) -> Any:
         strategy = tf.distribute.get_strategy()
-        if not _is_tower_strategy(strategy):
+        if not is_tower_strategy(strategy):
             return original(self, input_shape)
         with strategy.extended.one_copy_of_means():
             return original(self, input_shape)
@@ -330,7 +324,7 @@ def _batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
 def _configure_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
     def _configure_dataset_and_inferred_steps(self: Any, strategy: Any, x: Any, *args: Any,
                                               **kwargs: Any) -> Any:
-        if not _is_tower_strategy(strategy):
+        if not is_tower_strategy(strategy):
             return original(self, strategy, x, *args, **kwargs)
         with strategy.extended.stand_ins():
             result = original(self, strategy, x, *args, **kwargs)
@@ -343,7 +337,7 @@ def _configure_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _single_batch_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
     def single_batch_iterator(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_tower_strategy(strategy):
+        if not is_tower_strategy(strategy):
             return original(strategy, *args, **kwargs)
         with strategy.extended.stand_ins():
             return original(strategy, *args, **kwargs)
@@ -353,7 +347,7 @@ def _single_batch_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reduce_per_replica(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
-        if not _is_tower_strategy(strategy) or strategy.num_replicas_in_sync == 1:
+        if not is_tower_strategy(strategy) or strategy.num_replicas_in_sync == 1:
             return original(values, strategy, reduction)
         with tf.device(strategy.extended.merge_device):
             return tf.nest.map_structure(lambda value: _reduce(value, reduction), values)
@@ -374,8 +368,8 @@ def _reduce(value: Any, reduction: str) -> Any:
 def _compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         scope = tf.distribute.get_strategy()
-        strategy = scope if _is_tower_strategy(scope) else self._distribution_strategy
-        if not _is_tower_strategy(strategy):
+        strategy = scope if is_tower_strategy(scope) else self._distribution_strategy
+        if not is_tower_strategy(strategy):
             return original(self, *args, **kwargs)
         if kwargs.get("jit_compile") and not strategy.extended.placement.compiles:
             raise ValueError(
@@ -404,13 +398,13 @@ def _make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[..
             strategy = self._distribution_strategy
             if strategy is None:
                 common.check_trains_on_towers(self, tf.distribute.get_strategy())
-            if _is_tower_strategy(strategy) and (force or getattr(self, attribute) is None):
+            if is_tower_strategy(strategy) and (force or getattr(self, attribute) is None):
                 # What was built after compile, outside of the scope.
                 _adopt_state(strategy, self)
                 _build_optimizers(strategy, self)
             before = getattr(self, attribute)
             result, step = original(self, force), getattr(self, attribute)
-            if not _is_tower_strategy(strategy) or step is before:
+            if not is_tower_strategy(strategy) or step is before:
                 return result
 
             def function(iterator: Any) -> Any:
