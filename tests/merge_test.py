@@ -99,8 +99,11 @@ class ReduceTest(parameterized.TestCase):
 
     def test_dense_beside_sparse(self):
         """Else a table used both as embedding and as output layer cannot be trained."""
-        merged = merge.total([slices([[1.]], [1], rows=2), tf.constant([[10.], [20.]])])
-        self.assertEqual(plain(tf.convert_to_tensor(merged)), [[10.], [21.]])
+        for dtype in (tf.int32, tf.int64):
+            rows = tf.IndexedSlices(tf.constant([[1.]]), tf.constant([1], dtype),
+                                    tf.constant([2, 1], dtype))
+            merged = merge.total([rows, tf.constant([[10.], [20.]])])
+            self.assertEqual(plain(tf.convert_to_tensor(merged)), [[10.], [21.]])
 
 
 class GradientsTest(parameterized.TestCase):

@@ -234,12 +234,14 @@ def kept(filled: Any, value: Value) -> Value:
 
 
 def _behind_one_another(values: Sequence[Value]) -> tf.IndexedSlices:
-    sparse = [value if isinstance(value, tf.IndexedSlices) else _as_slices(value)
+    dtype = next(value.indices.dtype for value in values if isinstance(value, tf.IndexedSlices))
+    sparse = [value if isinstance(value, tf.IndexedSlices) else _as_slices(value, dtype)
               for value in values]
     return tf.IndexedSlices(tf.concat([value.values for value in sparse], 0),
                             tf.concat([value.indices for value in sparse], 0),
                             sparse[0].dense_shape)
 
 
-def _as_slices(value: tf.Tensor) -> tf.IndexedSlices:
-    return tf.IndexedSlices(value, tf.range(tf.shape(value)[0]), tf.shape(value))
+def _as_slices(value: tf.Tensor, dtype: tf.DType) -> tf.IndexedSlices:
+    shape = tf.shape(value, out_type=dtype)
+    return tf.IndexedSlices(value, tf.range(shape[0]), shape)
