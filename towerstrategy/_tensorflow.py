@@ -30,7 +30,7 @@ from tensorflow.python.distribute import values as values_lib
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
-from tensorflow.python.framework import composite_tensor
+from tensorflow.python.framework import composite_tensor, none_tensor
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import (
     handle_data_util,
@@ -118,6 +118,8 @@ SyncOnReadSaveable = values_lib._SyncOnReadSaveable
 DistributedVariable = values_lib.DistributedVariable
 PerReplica = values_lib.PerReplica
 PerReplicaSpec = values_lib.PerReplicaSpec
+    "tensorflow.python.framework.none_tensor:NoneTensorSpec":
+        "the spec of an absent component; tf.NoneTensorSpec is not there in every release",
 Mirrored = values_lib.Mirrored
 StrategyExtended = distribute_lib.StrategyExtendedV1
 UpdateContext = distribute_lib.UpdateContext
@@ -142,6 +144,13 @@ is_saving_one_copy = values_util.is_saving_non_distributed
 inside_function = framework_ops.inside_function
 flatten_with_paths = private_nest.flatten_with_joined_string_paths
 
+NoneTensorSpec = none_tensor.NoneTensorSpec
+
+Options = collective_util.Options
+CollectiveLauncher = cross_device_utils.CollectiveReplicaLauncher
+
+# Of all strategies in this process; far from where MultiWorkerMirroredStrategy starts counting.
+_collective_keys = cross_device_utils.CollectiveKeys(group_key_start=7000)
 # Converting the package's own functions would cost most of the time that tracing takes, and put
 # them into the tracebacks of users' errors.  Functions that users hand over are converted as ever.
 autograph_config.CONVERSION_RULES = (

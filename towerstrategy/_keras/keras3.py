@@ -548,7 +548,7 @@ def _batch_spec(element_spec: Any) -> Any:
     """Shapes and dtypes of a global batch, from the spec of its sub-batches."""
 
     def whole(spec: Any) -> Any:
-        if isinstance(spec, (tf.NoneTensorSpec, tf.OptionalSpec)):
+        if isinstance(spec, (_tf.NoneTensorSpec, tf.OptionalSpec)):
             return None
         if isinstance(spec, split.SubBatchesSpec):
             spec = spec._component_specs[0]
