@@ -145,12 +145,6 @@ inside_function = framework_ops.inside_function
 flatten_with_paths = private_nest.flatten_with_joined_string_paths
 
 NoneTensorSpec = none_tensor.NoneTensorSpec
-
-Options = collective_util.Options
-CollectiveLauncher = cross_device_utils.CollectiveReplicaLauncher
-
-# Of all strategies in this process; far from where MultiWorkerMirroredStrategy starts counting.
-_collective_keys = cross_device_utils.CollectiveKeys(group_key_start=7000)
 # Converting the package's own functions would cost most of the time that tracing takes, and put
 # them into the tracebacks of users' errors.  Functions that users hand over are converted as ever.
 autograph_config.CONVERSION_RULES = (
