@@ -80,6 +80,8 @@ PRIVATE_NAMES: dict[str, str] = {
     "tensorflow.python.eager.context:context": "per-thread eager state handed to tower threads",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function":
         "the class of what tf.function returns",
+    "tensorflow.python.framework.ops:Operation._update_input":
+        "gives an operation another input; only whole graphs can be edited publicly",
     "tensorflow.python.framework.ops:inside_function": "asks whether a function is being traced",
     "tensorflow.python.ops.resource_variable_ops:ResourceVariable":
         "the class of tf.Variable's instances",
@@ -349,6 +351,14 @@ def copy_handle_data(source: tf.Tensor, target: tf.Tensor) -> None:
 def add_control_input(operation: tf.Operation, control: tf.Operation) -> None:
     """Makes ``operation`` wait for ``control``."""
     operation._add_control_input(control)
+
+
+def use_instead(before: tf.Tensor, now: tf.Tensor) -> None:
+    """Hands ``now`` to every operation of the graph that has ``before`` as an input."""
+    for consumer in before.consumers():
+        for index, tensor in enumerate(consumer.inputs):
+            if tensor is before:
+                consumer._update_input(index, now)
 
 
 def functions_of(operation: tf.Operation) -> list[str]:

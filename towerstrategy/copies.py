@@ -20,6 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy import operands
 
 
 class NeedsOwnTrace(BaseException):
@@ -112,13 +113,17 @@ class Copier:
 
     def copy(self) -> None:
         """Copies tower 0's operations since the last :meth:`copy` or :meth:`skip`."""
-        stretch = [operation for operation in self._graph.get_operations()[self._done:]
-                   if operation.type != "Placeholder" and operation.name not in self._kept]
+        operands.swap(self._graph, self._stretch())
+        stretch = self._stretch()
         if stretch:
             self._check(stretch)
             self._put_local_variables()
             self._import(stretch)
         self.skip()
+
+    def _stretch(self) -> list[tf.Operation]:
+        return [operation for operation in self._graph.get_operations()[self._done:]
+                if operation.type != "Placeholder" and operation.name not in self._kept]
 
     def keep(self, since: int) -> None:
         """Leaves out of the copies the operations since operation number ``since``."""

@@ -40,6 +40,12 @@ class Placement:
         default = _full_name("GPU:0" if gpu_count() else "CPU:0", "devices")
         return {*self.towers, self.merge} == {default}
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether towers and merge device are all CPU devices, which share the same cores."""
+        return all(tf.DeviceSpec.from_string(device).device_type == "CPU"
+                   for device in (*self.towers, self.merge))
+
 
 def split_cpu(count: int) -> list[str]:
     """Makes ``count`` logical CPU devices, for a machine with no GPU.

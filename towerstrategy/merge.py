@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import split
+from towerstrategy import factors, split
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
 
@@ -154,7 +154,7 @@ def filled_slices(value: tf.IndexedSlices, tower: int, shares: Shares) -> tf.Ind
 
 
 def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[str],
-              shares: Shares) -> list[Value | None]:
+              shares: Shares, from_factors: bool = False) -> list[Value | None]:
     """Sums each variable's gradients where the variable lives.
 
     A tower without rows adds nothing, even where its gradient is NaN.  The usual case, every tower
@@ -164,18 +164,26 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
       per_variable: for each variable its gradients, one a tower, or None (no gradient).
       devices: for each variable the device to sum on.
       shares: the shares of this step's batch.
+      from_factors: whether to make dense layers' gradients once, see :mod:`factors`.
 
     Returns:
       One gradient or None a variable.
     """
     present = [index for index, values in enumerate(per_variable) if values is not None]
 
+    def filled(value: Value, tower: int) -> Value:
+        return _without_empty(value, tower, shares)
+
     def summed(keep_empty: bool) -> list[Value]:
+        rows = {device: factors.Factors(None if keep_empty else filled) for device in set(devices)}
         results = []
         for index in present:
-            with tf.device(devices[index]):
-                values = per_variable[index]
-                results.append(total(values) if keep_empty else total_of_filled(values, shares))
+            values, device = per_variable[index], devices[index]
+            with tf.device(device):
+                made = rows[device].total(values) if from_factors else None
+                if made is None:
+                    made = total(values) if keep_empty else total_of_filled(values, shares)
+                results.append(made)
         return results
 
     if not shares.may_be_empty:

@@ -109,7 +109,8 @@ def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_:
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
         per_variable = [None if value is None else towers.all_values(value, count)
                         for value in grouped]
-        summed = merge.gradients(per_variable, homes, tower.shares)
+        summed = merge.gradients(per_variable, homes, tower.shares,
+                                 strategy.extended.placement.on_cpu)
         with towers.MergedContext(strategy), tf.device(strategy.extended.merge_device):
             return apply(summed)
 

@@ -1,0 +1,71 @@
+"""Gradients that are products over rows, made once from the rows of all towers.
+
+Goes in: one gradient a tower, symbolic tensors of the graph being traced.  Comes out: their sum, or
+None where it has no factors.
+
+The gradient of a dense layer's kernel is ``transpose(x) @ dy``, a product over rows, so the sum
+over towers is ``transpose(concat(x)) @ concat(dy)``: one product as on a single device, in place of
+R products and a sum of R arrays of the kernel's size.  A bias' gradient, the sum of ``dy`` over
+rows, likewise.  What crosses devices is rows, not kernels.  The towers' own products are never run:
+nothing needs them any more.  Known from distributed training as sufficient factors (Xie et al.,
+"Distributed Machine Learning via Sufficient Factor Broadcasting", 2016).
+
+The product is then made on the device of the variable and not by the towers, so this is for towers
+and merge devices that share the same cores: those on CPU (:attr:`devices.Placement.on_cpu`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+
+# Makes a tower's factor zero where that tower must not count: (tensor, tower) -> tensor.
+Mask = Callable[[tf.Tensor, int], tf.Tensor]
+
+
+class Factors:
+    """The rows of all towers, put behind one another once for all gradients that use them."""
+
+    def __init__(self, mask: Mask | None = None) -> None:
+        self._mask = mask
+        self._rows: dict[tuple[str, ...], tf.Tensor] = {}
+
+    def total(self, gradients: Sequence[Any]) -> tf.Tensor | None:
+        """The sum of the towers' ``gradients`` from their factors; None where they have none."""
+        if not all(_is_symbolic(gradient) for gradient in gradients):
+            return None
+        operations = [gradient.op for gradient in gradients]
+        if all(_is_product_over_rows(operation) for operation in operations):
+            left, right = (self._behind_one_another([operation.inputs[side]
+                                                     for operation in operations])
+                           for side in (0, 1))
+            return tf.matmul(left, right, transpose_a=True)
+        if all(_is_sum_over_rows(operation) for operation in operations):
+            return tf.reduce_sum(self._behind_one_another(
+                [operation.inputs[0] for operation in operations]), 0)
+        return None
+
+    def _behind_one_another(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+        key = tuple(part.name for part in parts)
+        if key not in self._rows:
+            if self._mask is not None:
+                parts = [self._mask(part, tower) for tower, part in enumerate(parts)]
+            self._rows[key] = tf.concat(parts, 0)
+        return self._rows[key]
+
+
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and not _tf.is_eager(value)
+
+
+def _is_product_over_rows(operation: tf.Operation) -> bool:
+    return (operation.type == "MatMul" and operation.get_attr("transpose_a")
+            and not operation.get_attr("transpose_b"))
+
+
+def _is_sum_over_rows(operation: tf.Operation) -> bool:
+    return operation.type == "BiasAddGrad" and operation.inputs[0].shape.rank == 2
