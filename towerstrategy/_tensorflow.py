@@ -103,6 +103,8 @@ PRIVATE_NAMES: dict[str, str] = {
     "tensorflow.python.eager.context:ensure_initialized": "starts TensorFlow before threads do",
     "tensorflow.python.framework.composite_tensor:CompositeTensor":
         "base of ragged, sparse and other composite values",
+    "tensorflow.python.framework.none_tensor:NoneTensorSpec":
+        "the spec of an absent component; tf.NoneTensorSpec is not there in every release",
     "tensorflow.python.ops.resource_variable_ops:_UnreadVariable":
         "what an assign in a function returns",
     "tensorflow.python.distribute.reduce_util:ReduceOp":
@@ -120,8 +122,6 @@ SyncOnReadSaveable = values_lib._SyncOnReadSaveable
 DistributedVariable = values_lib.DistributedVariable
 PerReplica = values_lib.PerReplica
 PerReplicaSpec = values_lib.PerReplicaSpec
-    "tensorflow.python.framework.none_tensor:NoneTensorSpec":
-        "the spec of an absent component; tf.NoneTensorSpec is not there in every release",
 Mirrored = values_lib.Mirrored
 StrategyExtended = distribute_lib.StrategyExtendedV1
 UpdateContext = distribute_lib.UpdateContext
@@ -129,6 +129,7 @@ OwnedIterator = iterator_ops.OwnedIterator
 Function = polymorphic_function.Function
 ReduceOp = reduce_util.ReduceOp
 CompositeTensor = composite_tensor.CompositeTensor
+NoneTensorSpec = none_tensor.NoneTensorSpec
 
 # An odd number, so that no two towers get the same multiple of it modulo 2**31.
 SEED_STEP = 0x1E3779B1
@@ -146,7 +147,6 @@ is_saving_one_copy = values_util.is_saving_non_distributed
 inside_function = framework_ops.inside_function
 flatten_with_paths = private_nest.flatten_with_joined_string_paths
 
-NoneTensorSpec = none_tensor.NoneTensorSpec
 # Converting the package's own functions would cost most of the time that tracing takes, and put
 # them into the tracebacks of users' errors.  Functions that users hand over are converted as ever.
 autograph_config.CONVERSION_RULES = (
