@@ -18,6 +18,9 @@ DevicesArgument = Union[None, int, str, Sequence[Union[int, str]]]
 
 BALANCED = "balanced"
 
+# TensorFlow makes as many as it is asked for, until memory ends.
+_MOST_LOGICAL_CPUS = 1024
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -54,22 +57,23 @@ def split_cpu(count: int) -> list[str]:
     there is one CPU.  Source: ``tf.config.set_logical_device_configuration``.
 
     Args:
-      count: how many, at least 1.
+      count: how many, from 1 to 1024.
 
     Returns:
       The device strings, ``["CPU:0", "CPU:1", ...]``, ready for ``TowerStrategy``.
 
     Raises:
       TypeError: ``count`` is not a whole number.
-      ValueError: ``count`` is below 1.
+      ValueError: ``count`` is below 1 or above 1024.
       RuntimeError: TensorFlow has started already, with another number of CPU devices.
 
     >>> split_cpu(4)
     ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
     """
     count = whole_number("count", count)
-    if count < 1:
-        raise ValueError(f"count must be at least 1, but got {count}: it is the number of logical "
+    if not 1 <= count <= _MOST_LOGICAL_CPUS:
+        bound = "at least 1" if count < 1 else f"at most {_MOST_LOGICAL_CPUS}"
+        raise ValueError(f"count must be {bound}, but got {count}: it is the number of logical "
                          "CPU devices to make.")
     cpus = tf.config.list_physical_devices("CPU")
     wanted = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
@@ -124,7 +128,7 @@ def whole_number(argument: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{argument} must be a whole number, but got {value!r} of type "
                         f"{type(value).__name__}.")
-    if value != int(value):
+    if not isinstance(value, numbers.Integral) and not float(value).is_integer():
         raise TypeError(f"{argument} must be a whole number, but got {value!r}.")
     return int(value)
 
@@ -185,9 +189,10 @@ def _tower_name(item: Any) -> str:
     if isinstance(item, str):
         return _full_name(item, "devices")
     try:
-        index = whole_number("an item of devices", item)
-    except TypeError as error:
-        raise TypeError(f"{error} A list holds GPU ids or device strings. {_there()}") from None
+        index = whole_number("devices", item)
+    except TypeError:
+        raise TypeError(f"devices has an item {item!r} of type {type(item).__name__}. A list holds "
+                        f"GPU ids or device strings. {_there()}") from None
     return _full_name(f"GPU:{index}", "devices", given=item)
 
 
@@ -199,18 +204,20 @@ def _full_name(name: str, argument: str, given: Any = None) -> str:
         spec = tf.DeviceSpec.from_string(text)
     except ValueError:
         spec = tf.DeviceSpec()
-    if spec.device_type is None:
+    if spec.device_type is None or "*" in text:
         raise ValueError(f'{argument} has {given!r}, which is no device string such as "GPU:0" or '
                          f'"/device:CPU:1". {_there()}')
     kind = spec.device_type.upper()
     index = 0 if spec.device_index is None else spec.device_index
-    remote = spec.job not in (None, "localhost") or spec.task not in (None, 0)
+    remote = (spec.job not in (None, "localhost") or spec.task not in (None, 0)
+              or spec.replica not in (None, 0))
     for device in tf.config.list_logical_devices(kind):
         there = tf.DeviceSpec.from_string(device.name)
         local = tf.DeviceSpec(job=there.job or "localhost", replica=there.replica or 0,
                               task=there.task or 0, device_type=kind,
                               device_index=there.device_index)
-        same_machine = not remote or (spec.job == local.job and (spec.task or 0) == local.task)
+        same_machine = not remote or (spec.job == local.job and (spec.task or 0) == local.task
+                                      and (spec.replica or 0) == local.replica)
         if local.device_index == index and same_machine:
             return local.to_string()
     place_word = "on another machine" if remote else "not there"
