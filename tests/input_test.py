@@ -93,10 +93,11 @@ class ElementTest(parameterized.TestCase):
     def test_unbatched(self):
         """Else a forgotten batch() ends in an IndexError."""
         strategy = two_towers()
-        for dataset, component in ((Dataset.range(4), "the batch"),
-                                   (Dataset.zip((batches(8, 4), Dataset.range(2))), "1")):
+        for dataset, component in ((Dataset.range(4), "its elements are scalars"),
+                                   (Dataset.zip((batches(8, 4), Dataset.range(2))),
+                                    "component 1 of its elements is a scalar")):
             with self.assertRaisesRegex(
-                    ValueError, f"not batched: component {component}.*dataset.batch"):
+                    ValueError, f"not batched: {component}.*dataset.batch"):
                 strategy.experimental_distribute_dataset(dataset)
 
     def test_unbatched_of_unknown_rank(self):

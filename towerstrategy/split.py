@@ -23,6 +23,9 @@ READY = 2
 # Nobody unrolls so many steps into one graph on purpose.
 _MOST_STEPS_IN_GRAPH = 1000
 
+_SAME_ROWS = "the components of a batch must have the same number of rows, but"
+_LIST_HINT = " (A list or tuple is a nest of components: make an array of a list of rows.)"
+
 Nest = Any
 Rows = Any  # an int, or a scalar int64 tensor
 
@@ -421,7 +424,12 @@ def _on_elements(spec: Nest, fn: Callable[[Nest], Nest]) -> Callable[..., Nest]:
 
 def _named_leaves(batch: Nest) -> tuple[list[str], list[Any]]:
     pairs = _tf.flatten_with_paths(batch, expand_composites=False)
-    return [path or "the batch" for path, _ in pairs], [leaf for _, leaf in pairs]
+    return [path for path, _ in pairs], [leaf for _, leaf in pairs]
+
+
+def _called(path: str) -> str:
+    """What errors call the component at ``path`` of a nest."""
+    return f"component {path}" if path else "the batch"
 
 
 def _has_rows(leaf: Any) -> bool:
@@ -433,42 +441,56 @@ def _as_batch(path: str, leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return leaf
     if isinstance(leaf, tf.distribute.DistributedValues):
-        raise ValueError(f"component {path} is split already: got {type(leaf).__name__}.")
+        raise ValueError(f"{_called(path)} is split already: got {type(leaf).__name__}.")
     if not _has_rows(leaf):
-        leaf = tf.convert_to_tensor(leaf)
+        leaf = _as_tensor(path, leaf)
     if leaf.shape.rank == 0:
-        raise ValueError(f"component {path} is a scalar of dtype {leaf.dtype.name}, but it needs "
-                         "rows in a first (batch) dimension to be split over the towers.")
+        raise ValueError(f"{_called(path)} is a scalar of dtype {leaf.dtype.name}, but it needs "
+                         "rows in a first (batch) dimension to be split over the towers."
+                         + _LIST_HINT * bool(path))
     if leaf.shape.rank is None:
-        message = f"component {path} has no first (batch) dimension to be split over the towers."
+        message = f"{_called(path)} has no first (batch) dimension to be split over the towers."
         with tf.control_dependencies([tf.debugging.assert_rank_at_least(leaf, 1, message=message)]):
             leaf = tf.identity(leaf)
     return leaf
 
 
+def _as_tensor(path: str, leaf: Any) -> tf.Tensor:
+    try:
+        tensor = tf.convert_to_tensor(leaf)
+    except (TypeError, ValueError) as error:
+        hint = (" Distribute it with strategy.experimental_distribute_dataset."
+                if isinstance(leaf, tf.data.Dataset) else "")
+        raise TypeError(f"{_called(path)} must be a tensor or array with rows, but got "
+                        f"{type(leaf).__name__}: {error}{hint}") from error
+    if not isinstance(tensor, tf.Tensor):
+        raise TypeError(f"{_called(path)} must be a tensor or array with rows, but got {leaf!r} of "
+                        f"type {type(leaf).__name__}.")
+    return tensor
+
+
 def _rows_of_all(counted: Sequence[tuple[str, Any]]) -> Rows:
     """The row count that all components share."""
-    first_path, first = counted[0]
     rows = [rows_in(tensor) for _, tensor in counted]
-    known = {path: count for (path, _), count in zip(counted, rows) if isinstance(count, int)}
-    if len(set(known.values())) > 1:
-        sizes = ", ".join(f"{path} has {count}" for path, count in known.items())
-        raise ValueError(f"the components of a batch must have the same number of rows, "
-                         f"but {sizes}.")
-    checks = [
-        tf.debugging.assert_equal(
-            tf.cast(count, tf.int64), tf.cast(rows[0], tf.int64),
-            message="the components of a batch must have the same number of rows, but "
-                    f"{path} (x) and {first_path} (y) differ.")
-        for (path, _), count in zip(counted[1:], rows[1:])
-        if not (isinstance(count, int) and isinstance(rows[0], int))]
-    if isinstance(rows[0], int):
+    _check_known({path: count for (path, _), count in zip(counted, rows)
+                  if isinstance(count, int)})
+    if len(rows) == 1 or all(isinstance(count, int) for count in rows):
         return rows[0]
-    checks = [check for check in checks if check is not None]
-    if not checks:
+    counts = [tf.cast(count, tf.int64) for count in rows]
+    told = [part for (path, _), count in zip(counted, counts) for part in (f"{path} has", count)]
+    check = tf.debugging.Assert(
+        tf.reduce_all([tf.equal(count, counts[0]) for count in counts[1:]]), [_SAME_ROWS, *told])
+    if isinstance(rows[0], int) or check is None:  # eager code has checked already
         return rows[0]
-    with tf.control_dependencies(checks):
+    with tf.control_dependencies([check]):
         return tf.identity(rows[0])
+
+
+def _check_known(rows: dict[str, int]) -> None:
+    """Raises where the row counts that are known differ."""
+    if len(set(rows.values())) > 1:
+        sizes = ", ".join(f"{path} has {count}" for path, count in rows.items())
+        raise ValueError(f"{_SAME_ROWS} {sizes}.")
 
 
 def _with_stand_ins(rows: Rows, starts: list[Rows],
@@ -502,10 +524,13 @@ def _check_batched(spec: Nest) -> None:
     for path, leaf in zip(*_named_leaves(spec)):
         shape = getattr(leaf, "shape", None)
         if shape is not None and shape.rank == 0:
+            what = f"{_called(path)} of its elements is a scalar" if path else (
+                "its elements are scalars")
             raise ValueError(
-                f"the dataset is not batched: component {path} of its elements is a scalar "
-                f"({leaf!r}), so there are no rows to split over the towers. Call "
-                "dataset.batch(global_batch_size) first.")
+                f"the dataset is not batched: {what} ({leaf!r}), so there are no rows to split over "
+                "the towers. Call dataset.batch(global_batch_size) first.")
+    _check_known({path: leaf.shape[0] for path, leaf in zip(*_named_leaves(dataset.element_spec))
+                  if getattr(leaf, "shape", None) and leaf.shape[0] is not None})
 
 
 def _check_made(dataset: Any) -> None:
