@@ -16,6 +16,7 @@ from keras.src.backend import config as keras_config
 from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import numpy as tf_numpy
 from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.callbacks import backup_and_restore
 from keras.src.layers.normalization import batch_normalization
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import metric as metric_module
@@ -26,7 +27,7 @@ from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import merge, split, variables
-from towerstrategy._keras import common, twin
+from towerstrategy._keras import backup, common, twin
 from towerstrategy._keras.common import is_tower_strategy, splitting_tower
 
 # What is hooked and why; the test of upstream names reads this.
@@ -65,6 +66,12 @@ HOOKS: dict[tuple[Any, str], str] = {
     (tf_trainer.TensorFlowTrainer, "make_predict_function"): "and predict_on_batch",
     (tf_trainer.TensorFlowTrainer, "_maybe_symbolic_build"):
         "takes a batch out of the data and means over it, which uneven sub-batches do not allow",
+    (backup_and_restore.BackupAndRestore, "_save_model"):
+        "writes over the last backup, which is lost to a run that is killed meanwhile",
+    (backup_and_restore.BackupAndRestore, "on_train_begin"):
+        "knows nothing of a backup that a killed run has not finished",
+    (backup_and_restore.BackupAndRestore, "on_train_end"):
+        "deletes the backup file by file",
 }
 
 
@@ -92,6 +99,9 @@ def install() -> None:
         "make_test_function": _make_function("test_function"),
         "make_predict_function": _make_predict_function,
         "_maybe_symbolic_build": _symbolic_build,
+        "_save_model": _backup_save,
+        "on_train_begin": _backup_begin,
+        "on_train_end": _backup_end,
     }
     for owner, name in HOOKS:
         common.wrap(owner, name, makers.get((owner, name)) or makers[name])
@@ -563,3 +573,35 @@ class _Symbol:
     def __init__(self, shape: tf.TensorShape, dtype: tf.DType) -> None:
         self.shape = tuple(shape.as_list())
         self.dtype = dtype
+
+
+# Callbacks.
+
+
+def _backup_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _save_model(self: Any) -> None:
+        if _strategy_of(self.model) is None:
+            original(self)
+        else:
+            backup.save(self, original)
+
+    return _save_model
+
+
+def _backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
+    def on_train_begin(self: Any, logs: Any = None) -> None:
+        if _strategy_of(self.model) is not None:
+            backup.clean(self)
+        original(self, logs)
+
+    return on_train_begin
+
+
+def _backup_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    def on_train_end(self: Any, logs: Any = None) -> None:
+        if _strategy_of(self.model) is None:
+            original(self, logs)
+        else:
+            backup.end(self, original, logs)
+
+    return on_train_end

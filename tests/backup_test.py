@@ -1,0 +1,114 @@
+"""_keras.backup: a run killed at any moment of a backup goes on as if it had not been."""
+
+import json
+import os
+import tempfile
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from peers import two_towers
+
+X = np.random.RandomState(0).rand(5, 3).astype("f")
+EPOCHS = 3
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+class BackupTest(parameterized.TestCase):
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        with two_towers().scope():
+            cls.model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+            cls.model.compile(keras.optimizers.Adam(0.1), "mse")
+            cls.model.optimizer.build(cls.model.trainable_variables)
+        cls.fresh = [variable.numpy() for variable in cls.variables()]
+        cls.wanted = cls.train(cls.enterClassContext(tempfile.TemporaryDirectory()))
+
+    @classmethod
+    def variables(cls):
+        return [*cls.model.variables, *cls.model.optimizer.variables]
+
+    @classmethod
+    def train(cls, folder):
+        """The weights that a new process ends with."""
+        for variable, value in zip(cls.variables(), cls.fresh):
+            variable.assign(value)
+        cls.model._initial_epoch = None
+        cls.model.fit(X, X.sum(1), batch_size=4, epochs=EPOCHS, shuffle=False, verbose=0,
+                      callbacks=[keras.callbacks.BackupAndRestore(os.path.join(folder, "backup"))])
+        return cls.model.get_weights()
+
+    def killed_at(self, owner, name, call, after, folder):
+        """Trains, and is killed at a call of ``owner.name``, before or after it has been done."""
+        original, calls = getattr(owner, name), []
+
+        def killing(*args, **kwargs):
+            calls.append(name)
+            if len(calls) == call and not after:
+                raise Killed
+            result = original(*args, **kwargs)
+            if len(calls) == call:
+                raise Killed
+            return result
+
+        with self.subTest(after=after), self.assertRaises(Killed):
+            setattr(owner, name, killing)
+            try:
+                self.train(folder)
+            finally:
+                setattr(owner, name, original)
+
+    @parameterized.parameters(
+        (keras.Model, "save_weights", 2), (json, "dumps", 2), (tf.io.gfile, "rename", 1),
+        (tf.io.gfile, "rename", 3), (tf.io.gfile, "rename", 4),
+        (tf.io.gfile, "rename", 2 * EPOCHS + 1))
+    def test_goes_on(self, owner, name, call):
+        """Else a machine that fails while it saves takes the training of days with it."""
+        for after in (False, True):
+            with tempfile.TemporaryDirectory() as folder:
+                self.killed_at(owner, name, call, after, folder)
+                resumed = self.train(folder)
+                self.assertEqual(os.listdir(folder), [])
+            for one, other in zip(resumed, self.wanted, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+    def test_half_a_file(self):
+        """Else weights that were cut off in the middle are what training goes on from."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.killed_at(tf.io.gfile, "rename", 3, False, folder)
+            names = sorted(os.listdir(os.path.join(folder, "backup")))
+            self.assertEqual(names, ["latest.new.weights.h5", "latest.weights.h5",
+                                     "training_metadata.json", "training_metadata.json.new"])
+            for name in (names[0], names[3]):
+                os.truncate(os.path.join(folder, "backup", name), 10)
+            resumed = self.train(folder)
+        for one, other in zip(resumed, self.wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    def test_files_are_keras(self):
+        """Else a backup made on towers cannot be taken up on one device."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.killed_at(keras.callbacks.BackupAndRestore, "on_epoch_end", 2, True, folder)
+            alone = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+            alone.compile(keras.optimizers.Adam(0.1), "mse")
+            alone.fit(X, X.sum(1), batch_size=4, epochs=EPOCHS, shuffle=False, verbose=0,
+                      callbacks=[keras.callbacks.BackupAndRestore(os.path.join(folder, "backup"))])
+        for one, other in zip(alone.get_weights(), self.wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5)
+
+    def test_two_files_kept(self):
+        """Else ``double_checkpoint`` keeps nothing."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.model.fit(X, X.sum(1), epochs=3, verbose=0, callbacks=[
+                keras.callbacks.BackupAndRestore(folder, double_checkpoint=True,
+                                                 delete_checkpoint=False)])
+            with open(os.path.join(folder, "training_metadata.json.bkp")) as file:
+                self.assertEqual(json.load(file)["epoch"], 2)
+            self.assertLen(os.listdir(folder), 4)

@@ -1,0 +1,83 @@
+"""A Keras 3 ``BackupAndRestore`` that a run may be killed in at any moment.
+
+Goes in: Keras' callback, on a model of a ``TowerStrategy``.  Comes out: the same files, each whole
+and of the same epoch.  Keras writes over the files of the last backup; a run that is killed
+meanwhile leaves weights that cannot be read, or those of one epoch beside the number of another.
+
+A backup is written beside the last one.  Renaming the weights is the moment from which it counts:
+
+1. new weights, then new metadata; whoever finds both throws them away;
+2. the weights take their place; whoever finds new metadata alone finishes with
+3. the metadata takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+
+def save(callback: Any, original: Callable[[Any], None]) -> None:
+    """``original``, which writes the callback's two files, as one step."""
+    weights, metadata = callback._weights_path, callback._training_metadata_path
+    if getattr(callback, "double_checkpoint", False):
+        for path in (weights, metadata):
+            if tf.io.gfile.exists(path):
+                tf.io.gfile.copy(path, f"{path}.bkp", overwrite=True)
+    with _beside(callback) as (new_weights, new_metadata):
+        original(callback)
+    tf.io.gfile.rename(new_weights, weights, overwrite=True)
+    tf.io.gfile.rename(new_metadata, metadata, overwrite=True)
+
+
+def clean(callback: Any) -> None:
+    """Finishes or throws away what a run has left that was killed while it saved."""
+    metadata = callback._training_metadata_path
+    with _beside(callback) as (new_weights, new_metadata):
+        pass
+    _remove(_done(callback))
+    if not tf.io.gfile.exists(new_metadata):
+        return
+    if tf.io.gfile.exists(new_weights):
+        tf.io.gfile.remove(new_metadata)  # before the weights: alone it would be taken for whole
+        tf.io.gfile.remove(new_weights)
+    else:
+        tf.io.gfile.rename(new_metadata, metadata, overwrite=True)
+
+
+def end(callback: Any, original: Callable[..., None], logs: Any) -> None:
+    """``original``, which deletes the backup, without a moment at which half of it is there."""
+    folder, done = callback.backup_dir, _done(callback)
+    if not callback.delete_checkpoint or not tf.io.gfile.exists(folder):
+        original(callback, logs)
+        return
+    tf.io.gfile.rename(folder, done)
+    callback.backup_dir = done
+    try:
+        original(callback, logs)
+    finally:
+        callback.backup_dir = folder
+
+
+@contextlib.contextmanager
+def _beside(callback: Any) -> Iterator[tuple[str, str]]:
+    """Within, the callback's two files have these names."""
+    weights, metadata = callback._weights_path, callback._training_metadata_path
+    names = f"{weights.removesuffix('.weights.h5')}.new.weights.h5", f"{metadata}.new"
+    callback._weights_path, callback._training_metadata_path = names
+    try:
+        yield names
+    finally:
+        callback._weights_path, callback._training_metadata_path = weights, metadata
+
+
+def _done(callback: Any) -> str:
+    return str(callback.backup_dir).rstrip("/") + ".done"
+
+
+def _remove(folder: str) -> None:
+    if tf.io.gfile.exists(folder):
+        tf.io.gfile.rmtree(folder)
