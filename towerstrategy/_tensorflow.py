@@ -18,8 +18,10 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.impl import api as autograph_api
-from tensorflow.python.data.ops import iterator_ops
+from tensorflow.python.data.ops import iterator_ops, map_op
 from tensorflow.python.distribute import (
+    collective_util,
+    cross_device_utils,
     distribute_lib,
     distribute_utils,
     reduce_util,
@@ -38,9 +40,23 @@ from tensorflow.python.ops import (
     summary_ops_v2,
     variable_scope,
 )
+from tensorflow.python.trackable import base as trackable_base
 from tensorflow.python.util import nest as private_nest
 
 PRIVATE_NAMES: dict[str, str] = {
+    "tensorflow.python.distribute.collective_util:Options":
+        "tf.distribute.experimental.CommunicationOptions, whose public name is an alias",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveKeys":
+        "numbers collective ops; no public name",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher":
+        "makes collective ops as MultiWorkerMirroredStrategy does: in one order on every worker, "
+        "with a new key for each call of a tf.function",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._all_gather":
+        "a gather in eager code too, without the padding of all_gather",
+    "tensorflow.python.eager.context:Context.configure_collective_ops":
+        "makes this process one worker of a cluster, as "
+        "CollectiveAllReduceExtended._initialize_multi_worker does; no public name",
+    "tensorflow.python.eager.context:Context.enable_collective_ops": "starts its server",
     "tensorflow.python.distribute.distribute_lib:UpdateContext":
         "tells TensorFlow's variables that StrategyExtended.update runs; no public counterpart",
     "tensorflow.python.distribute.distribute_lib:_CrossReplicaThreadMode":
@@ -94,6 +110,8 @@ PRIVATE_NAMES: dict[str, str] = {
         "sets the attributes that share_dependencies gives a second handle on a model",
     "tensorflow.python.ops.variable_scope:variable_scope":
         "the v1 variable scope, handed to tower threads",
+    "tensorflow.python.trackable.base:CheckpointInitialValue":
+        "an initial value that a checkpoint gives to a variable made after it was restored",
     "tensorflow.python.ops.variable_scope:get_variable_scope": "reads it",
     "tensorflow.python.ops.handle_data_util:copy_handle_data":
         "tells a resource's shape and dtype to its copy",
@@ -135,6 +153,12 @@ NoneTensorSpec = none_tensor.NoneTensorSpec
 SEED_STEP = 0x1E3779B1
 
 _CALLERS = frozenset({
+Options = collective_util.Options
+CollectiveLauncher = cross_device_utils.CollectiveReplicaLauncher
+
+# Of all strategies in this process; far from where MultiWorkerMirroredStrategy starts counting.
+_collective_keys = cross_device_utils.CollectiveKeys(group_key_start=7000)
+
     "Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf",
     "StatelessWhile", "While", "RemoteCall", "SymbolicGradient", "MapDefun"})
 
@@ -167,6 +191,46 @@ def depends_on(value: tf.Tensor, source: tf.Tensor) -> bool:
     """Whether ``value`` is computed from ``source``, in a traced function or in one around it."""
     waiting, seen = [value], set()
     while waiting:
+def start_worker(jobs: dict[str, list[str]], task_type: str, task_id: int, leader: str,
+                 protocol: str | None, port: int | None) -> None:
+    """Makes this process a worker with a server of its own.
+
+    Args:
+      jobs: the addresses of each job's tasks.
+      task_type: this process' job.
+      task_id: its number there.
+      leader: the name of the task that numbers the collective ops' groups.
+      protocol: None for gRPC.
+      port: where to listen; None for the port that ``jobs`` gives.
+
+    Raises:
+      RuntimeError: TensorFlow has started already.
+    """
+    context = eager_context.context()
+    context.configure_collective_ops(collective_leader=leader,
+                                     device_filters=(f"/job:{task_type}/task:{task_id}",))
+    context.enable_collective_ops(tf.train.ServerDef(
+        cluster=tf.train.ClusterSpec(jobs).as_cluster_def(), default_session_config=context.config,
+        job_name=task_type, task_index=task_id, protocol=protocol or "grpc", port=port or 0))
+    eager_context.ensure_initialized()
+
+
+def collective_launcher(device: str, workers: int, options: Options | None) -> CollectiveLauncher:
+    """What makes collective ops on ``device``, one device a worker."""
+    return CollectiveLauncher(_collective_keys.get_group_key([device]), workers, _collective_keys,
+                              device, options or Options())
+
+
+def all_reduce(launcher: CollectiveLauncher, value: tf.Tensor) -> tf.Tensor:
+    """The sum of the workers' values."""
+    return launcher.all_reduce(value)
+
+
+def all_gather(launcher: CollectiveLauncher, value: tf.Tensor) -> tf.Tensor:
+    """The workers' values, all of one shape, put behind one another."""
+    return launcher._all_gather(value, None)
+
+
         tensor = waiting.pop()
         if tensor is source:
             return True
@@ -333,6 +397,11 @@ def operation_count(graph: tf.Graph) -> int:
 
 
 def captures_of(graph: tf.Graph) -> list[tuple[Any, tf.Tensor]]:
+def is_checkpoint_value(value: Any) -> bool:
+    """Whether ``value`` is an initial value from a checkpoint."""
+    return isinstance(value, trackable_base.CheckpointInitialValue)
+
+
     """Pairs of a tensor outside of ``graph`` and what stands for it inside."""
     return list(graph.captures)
 

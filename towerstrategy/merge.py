@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import factors, split
+from towerstrategy import factors, machines, split
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
 
@@ -26,22 +26,39 @@ class Shares:
 
     A tower's share is its rows over all rows, a float64 scalar (NumPy's where the row counts are
     known while tracing).  The shares of a batch sum to 1; without any rows all are 0.
+
+    With several machines ``rows`` are those of the towers of all workers; towers are still counted
+    from this worker's first, and what this module merges with shares is merged over all workers.
+
+    Args:
+      rows: the rows of each tower.
+      stand_ins: whether a tower without rows works on a stand-in.
+      workers: where the workers meet, or None for a single machine.
     """
 
-    def __init__(self, rows: Sequence[split.Rows], stand_ins: bool = False) -> None:
+    def __init__(self, rows: Sequence[split.Rows], stand_ins: bool = False,
+                 workers: machines.Machines | None = None) -> None:
         self._rows = list(rows)
         self._stand_ins = stand_ins
+        self._workers = workers
+        self._first = workers.first if workers is not None else 0
         self._known = all(isinstance(count, int) for count in self._rows)
 
     @classmethod
-    def equal(cls, towers: int) -> Shares:
+    def equal(cls, towers: int, workers: machines.Machines | None = None) -> Shares:
         """The shares when no rows are known: every tower counts the same."""
-        return cls([1] * towers)
+        return cls([1] * (towers if workers is None else workers.replicas), False, workers)
 
     @classmethod
-    def of_batch(cls, batches: split.SubBatches) -> Shares:
+    def of_batch(cls, batches: split.SubBatches,
+                 workers: machines.Machines | None = None) -> Shares:
         """The shares of a batch that was split."""
-        return cls(split.row_counts(batches), isinstance(batches, split.StandInSubBatches))
+        return cls(split.row_counts(batches), isinstance(batches, split.StandInSubBatches), workers)
+
+    @property
+    def workers(self) -> machines.Machines | None:
+        """Where the workers meet; None with a single machine."""
+        return self._workers
 
     @property
     def stand_ins(self) -> bool:
@@ -74,7 +91,13 @@ class Shares:
     @functools.cached_property
     def _all_filled(self) -> Any:
         # Rows are dealt in order, so the last tower is the first to run out; groups may differ.
-        return tf.reduce_all(tf.stack(self._filled))
+        return tf.reduce_all(tf.stack(self._here(self._filled)))
+
+    def _here(self, values: list[Any]) -> list[Any]:
+        """Of one value a tower, those of this worker's."""
+        if self._workers is None:
+            return values
+        return values[self._first:self._first + self._workers.towers]
 
     def prepare(self) -> Shares:
         """Makes the tensors now, in the current graph and on the current device."""
@@ -84,20 +107,37 @@ class Shares:
 
     def of(self, tower: int) -> Any:
         """The share of ``tower``."""
-        return self._shares[tower]
+        return self._shares[self._first + tower]
 
     def rows(self, tower: int) -> split.Rows:
         """The rows of ``tower``."""
-        return self._rows[tower]
+        return self._rows[self._first + tower]
 
     def filled(self, tower: int) -> Any:
         """Whether ``tower`` has rows: a bool or a scalar bool tensor."""
-        return self._filled[tower]
+        return self._filled[self._first + tower]
+
+    @property
+    def filled_count(self) -> Any:
+        """How many towers, on all machines, have rows: a scalar int32 tensor."""
+        return tf.add_n([tf.cast(filled, tf.int32) for filled in self._filled])
+
+    def across(self, value: Value) -> Value:
+        """The sum over the machines of what the towers of each have summed to."""
+        return value if self._workers is None else self._workers.sum_one(value)
+
+    def firsts(self, value: Value) -> Value:
+        """The value of the first tower of the first machine, given this machine's first tower's."""
+        if self._workers is None:
+            return value
+        if isinstance(value, tf.IndexedSlices):
+            return self._workers.sum_one(slices_if(self._workers.is_chief, value))
+        return self._workers.chiefs([value])[0]
 
     @property
     def all_filled(self) -> Any:
         """Whether every tower has rows: a bool or a scalar bool tensor."""
-        return min(self._rows) > 0 if self._known else self._all_filled
+        return min(self._here(self._rows)) > 0 if self._known else self._all_filled
 
 
 def values_of(value: Any) -> list[Value]:
@@ -120,36 +160,44 @@ def total(values: Sequence[Value]) -> Value:
 
 def mean(values: Sequence[Value]) -> Value:
     """The plain mean of the towers' values, on the current device; of integers, as float64."""
-    summed = total(values)
-    if isinstance(summed, tf.IndexedSlices):
-        return tf.IndexedSlices(summed.values / len(values), summed.indices, summed.dense_shape)
-    return summed / len(values)
+    return divided(total(values), len(values))
+
+
+def divided(value: Value, count: int) -> Value:
+    """``value / count``; of integers, as float64."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(value.values / count, value.indices, value.dense_shape)
+    return value / count
 
 
 def weighted_mean(values: Sequence[Value], shares: Shares) -> Value:
     """The mean of the towers' values, each counted by its tower's share; empty towers count for
     nothing, whatever they computed."""
-    return total([_times(_without_empty(value, tower, shares), shares.of(tower))
-                  for tower, value in enumerate(values)])
+    return shares.across(total([_times(_without_empty(value, tower, shares), shares.of(tower))
+                                for tower, value in enumerate(values)]))
 
 
 def mean_of_filled(values: Sequence[Value], shares: Shares) -> Value:
     """The plain mean of the values of the towers that have rows."""
-    filled = tf.add_n([tf.cast(shares.filled(tower), tf.int32) for tower in range(len(values))])
     summed = total_of_filled(values, shares)
-    return summed / tf.cast(tf.maximum(filled, 1), summed.dtype)
+    return summed / tf.cast(tf.maximum(shares.filled_count, 1), summed.dtype)
 
 
 def total_of_filled(values: Sequence[Value], shares: Shares) -> Value:
     """The sum of the values of the towers that have rows."""
-    return total([_without_empty(value, tower, shares) for tower, value in enumerate(values)])
+    return shares.across(_filled_here(values, shares))
 
 
 def filled_slices(value: tf.IndexedSlices, tower: int, shares: Shares) -> tf.IndexedSlices:
     """``value``, or no slices at all where ``tower`` has no rows."""
-    if not shares.may_be_empty:
+    return slices_if(shares.filled(tower), value)
+
+
+def slices_if(filled: Any, value: tf.IndexedSlices) -> tf.IndexedSlices:
+    """``value``, or no slices at all where not ``filled`` (a bool or a scalar bool tensor)."""
+    if isinstance(filled, bool) and filled:
         return value
-    count = tf.where(shares.filled(tower), tf.shape(value.indices)[0], 0)
+    count = tf.where(filled, tf.shape(value.indices)[0], 0)
     return tf.IndexedSlices(value.values[:count], value.indices[:count], value.dense_shape)
 
 
@@ -182,7 +230,7 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
             with tf.device(device):
                 made = rows[device].total(values) if from_factors else None
                 if made is None:
-                    made = total(values) if keep_empty else total_of_filled(values, shares)
+                    made = total(values) if keep_empty else _filled_here(values, shares)
                 results.append(made)
         return results
 
@@ -193,6 +241,8 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
     else:
         merged = tf.cond(shares.all_filled, lambda: summed(True), lambda: summed(False))
         merged = list(merged) if isinstance(merged, (list, tuple)) else [merged]
+    if shares.workers is not None:
+        merged = shares.workers.sum(merged)
     result: list[Value | None] = [None] * len(per_variable)
     for index, value in zip(present, merged):
         result[index] = value
@@ -219,6 +269,15 @@ def concat(values: Sequence[Value], axis: int) -> Any:
 def reduce(op: Any, values: Sequence[Value]) -> Value:
     """``tf.distribute.ReduceOp`` SUM or MEAN over the towers' values, on the current device."""
     return mean(values) if op == _tf.ReduceOp.MEAN else total(values)
+
+
+def _filled_here(values: Sequence[Value], shares: Shares) -> Value:
+    """The sum of the values of this machine's towers that have rows."""
+    # Other machines do not know which rows a stand-in stands for, so it must leave no slices.
+    kept_ = [filled_slices(value, tower, shares)
+             if isinstance(value, tf.IndexedSlices) and shares.workers is not None
+             else _without_empty(value, tower, shares) for tower, value in enumerate(values)]
+    return total(kept_)
 
 
 def _times(value: Value, share: Any) -> Value:

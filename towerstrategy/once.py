@@ -47,7 +47,7 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     try:
         tensors = list(run_towers())
     except NeedsOwnTrace:
-        _initialize(made)
+        _initialize(strategy, made)
         raise
     operation = tensors[0].op if tensors else None
     return tf.nest.map_structure(lambda leaf: _put_back(leaf, tensors, operation), holder[0])
@@ -70,7 +70,9 @@ class _Once:
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = towers.TowerContext(self._strategy, 0, self._shares, self)
+        first = self._strategy.extended.first_replica
         with context, tf.device(self._devices[0]), tf.name_scope(self._scope), \
+                _tf.graph_seeded(_tf.graph_seed(), first), \
                 _tf.variable_creator_scope(self._note_variable):
             args, kwargs = tf.nest.map_structure(self._enter, (args, kwargs))
             self._copier.skip()
@@ -159,11 +161,14 @@ def _check_alike(arguments: Any) -> None:
             raise NeedsOwnTrace(f"an argument's static shape differs between the towers: {specs}")
 
 
-def _initialize(made: list[tuple[Any, Any]]) -> None:
+def _initialize(strategy: tf.distribute.Strategy, made: list[tuple[Any, Any]]) -> None:
     """Initializes variables whose initial values were lost with the graph they were made in."""
+    workers = strategy.extended.workers
     with tf.init_scope():
         for variable, initial_value in made:
             value = initial_value() if callable(initial_value) else initial_value
+            if workers is not None:
+                value, = workers.chiefs([value])
             for part in getattr(variable, "_values", (variable,)):
                 _tf.ResourceVariable.assign(part, tf.cast(value, part.dtype))
 

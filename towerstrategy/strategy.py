@@ -11,9 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _keras, report, split
+from towerstrategy import _keras, machines, report
 from towerstrategy import devices as devices_lib
 from towerstrategy.extended import TowerExtended
+
+Options = tf.distribute.experimental.CommunicationOptions
 
 
 class TowerStrategy(tf.distribute.Strategy):
@@ -66,16 +68,25 @@ class TowerStrategy(tf.distribute.Strategy):
         there.
       cross_device_ops: taken so that a ``MirroredStrategy`` can be swapped for this one, and not
         used: how and where results are merged is what ``merge_device`` says.
+      cluster_resolver: says which machines train together and which of them this process is; None
+        for what the environment variable ``TF_CONFIG`` says, where it is set.  Each process is a
+        worker with towers and one copy of its own, see docs/several_machines.md.
+      communication_options: for what crosses machines: the implementation (RING or NCCL), the
+        timeout.
 
     Raises:
       TypeError: an argument of the wrong type.
-      ValueError: a device that does not exist, named twice, or of another kind than the others.
-      RuntimeError: made in TensorFlow 1 graph mode.
+      ValueError: a device that does not exist, named twice, or of another kind than the others; a
+        cluster in which this process is no worker.
+      RuntimeError: made in TensorFlow 1 graph mode; a worker's strategy made after TensorFlow had
+        started.
     """
 
     def __init__(self, devices: devices_lib.DevicesArgument = None,
                  merge_device: str | None = None, *,
-                 cross_device_ops: tf.distribute.CrossDeviceOps | None = None) -> None:
+                 cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+                 cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+                 communication_options: Options | None = None) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is "
                                "off (a tf.compat.v1 graph, or "
@@ -83,8 +94,17 @@ class TowerStrategy(tf.distribute.Strategy):
         if not isinstance(cross_device_ops, (type(None), tf.distribute.CrossDeviceOps)):
             raise TypeError("cross_device_ops must be None or a tf.distribute.CrossDeviceOps, but "
                             f"got {cross_device_ops!r} of type {type(cross_device_ops).__name__}.")
+        if not isinstance(communication_options, (type(None), Options)):
+            raise TypeError("communication_options must be None or a "
+                            "tf.distribute.experimental.CommunicationOptions, but got "
+                            f"{communication_options!r} of type "
+                            f"{type(communication_options).__name__}.")
+        resolver = cluster_resolver or machines.resolver_of_environment()
+        cluster = machines.join(resolver)
         placement = devices_lib.place(devices, merge_device)
-        super().__init__(TowerExtended(self, placement))
+        workers = None if cluster is None else machines.Machines(
+            cluster, placement.merge, len(placement.towers), communication_options)
+        super().__init__(TowerExtended(self, placement, workers, resolver))
         _keras.install_hooks()
 
     def split(self, batch: Any) -> Any:
@@ -105,7 +125,16 @@ class TowerStrategy(tf.distribute.Strategy):
         >>> [part.shape.as_list() for part in strategy.experimental_local_results(x)]
         [[2, 2], [1, 2], [1, 2]]
         """
-        return split.split_batch(batch, self.num_replicas_in_sync)
+        if towers.current_tower() is not None:
+            raise RuntimeError(
+                "strategy.split deals a global batch to the towers, so it belongs outside of the "
+                "function given to strategy.run: inside, each tower has its own part already.")
+        return self.extended.split(batch)
+
+    @property
+    def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver | None:
+        """The cluster resolver that the strategy was made with, or that ``TF_CONFIG`` gave."""
+        return self.extended.cluster_resolver
 
     def adopt(self, model: Any) -> str:
         """Makes ``model``, built outside this strategy's scope, train on its towers.
@@ -130,7 +159,9 @@ class TowerStrategy(tf.distribute.Strategy):
         >>> TowerStrategy(split_cpu(4)).adopt(model)
         "adopted model 'small' for 4 towers: ..."
         """
+          TypeError: a component that is no tensor or array.
         return _keras.adopt(self, model)
+          RuntimeError: called inside a tower.
 
     def describe(self) -> str:
         """Where everything sits: towers, merge device, variables and bytes per device, as a table.

@@ -74,7 +74,8 @@ class _Call:
     def _advance(self) -> bool:
         """Runs each tower to its next meeting or its end; True when all have ended."""
         for tower in self._towers:
-            with _tf.graph_seeded(self._graph_seed, tower.number):
+            replica = self._strategy.extended.first_replica + tower.number
+            with _tf.graph_seeded(self._graph_seed, replica):
                 tower.proceed()
             if tower.error is not None:
                 raise tower.error

@@ -57,6 +57,7 @@ class TowerContext(tf.distribute.ReplicaContext):
 
     def __enter__(self) -> None:
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._met: dict[int, Any] = {}
         super().__enter__()
 
     @property
@@ -73,17 +74,23 @@ class TowerContext(tf.distribute.ReplicaContext):
     @property
     def replica_id_in_sync_group(self) -> tf.Tensor:
         """This tower's number, a scalar int32 tensor."""
-        number = self._own([np.int32(tower) for tower in range(self.count)])
+        first = self._strategy.extended.first_replica
+        number = self._own([np.int32(first + tower) for tower in range(self.count)])
         return tf.convert_to_tensor(number, name="replica_id_in_sync_group")
 
     @property
     def count(self) -> int:
-        """How many towers there are."""
+        """How many towers there are on this machine."""
         return len(self._strategy.extended.worker_devices)
 
     @property
     def share(self) -> Any:
         shares = [self.shares.of(tower) for tower in range(self.count)]
+    @property
+    def several(self) -> bool:
+        """Whether there are other towers, here or on other machines."""
+        return self.count > 1 or self._strategy.extended.workers is not None
+
         if isinstance(shares[0], float) and len(set(shares)) == 1:
             return shares[0]
         return self._own(shares)
@@ -126,7 +133,9 @@ class TowerContext(tf.distribute.ReplicaContext):
 
     def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
         """``seed`` (integers) made this tower's own; tower 0's is what one device would use."""
-        step = self._own([np.int64(tower * _tf.SEED_STEP % 2**31) for tower in range(self.count)])
+        first = self._strategy.extended.first_replica
+        step = self._own([np.int64((first + tower) * _tf.SEED_STEP % 2**31)
+                          for tower in range(self.count)])
         return tf.bitwise.bitwise_xor(seed, tf.cast(step, seed.dtype))
 
     @property
@@ -160,7 +169,16 @@ class TowerContext(tf.distribute.ReplicaContext):
             return self._call.meet(merge_fn, args, kwargs)
         with _tf.cross_replica_context(self._strategy), \
                 tf.device(self._strategy.extended.merge_device):
-            return merge_fn(self._strategy, *args, **kwargs)
+            answer = merge_fn(self._strategy, *args, **kwargs)
+        self._met.update((id(leaf), leaf) for leaf in tf.nest.flatten(answer))
+        return answer
+
+    def own_result(self, values: tuple[Any]) -> Any:
+        """What the only tower of one of several machines returned: its own, unless all met on it.
+        """
+        value, = values
+        differs = isinstance(value, (tf.Tensor, _tf.CompositeTensor)) and id(value) not in self._met
+        return TowerResults(values, self.shares) if differs else value
 
 
 class MergedContext(tf.distribute.ReplicaContext):
@@ -235,7 +253,7 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
         fn = _tf.autograph_convert(fn)
     devices = strategy.extended.worker_devices
     with tf.device(strategy.extended.host_device):
-        shares = _shares(args, kwargs, len(devices))
+        shares = _shares(strategy, args, kwargs)
     if len(devices) == 1:
         return _call_one(strategy, fn, args, kwargs, shares)
     # Here and not above: both modules are built on this one.
@@ -268,12 +286,12 @@ def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:
     return wrapped
 
 
-def _shares(args: Any, kwargs: Any, towers: int) -> merge.Shares:
+def _shares(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> merge.Shares:
     """The shares of the batch among the arguments; equal ones where there is none."""
     for leaf in tf.nest.flatten((args, kwargs)):
         if isinstance(leaf, split.SubBatches):
-            return merge.Shares.of_batch(leaf).prepare()
-    return merge.Shares.equal(towers)
+            return merge.Shares.of_batch(leaf, strategy.extended.workers).prepare()
+    return strategy.extended.equal_shares()
 
 
 def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
@@ -281,9 +299,12 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
     context = TowerContext(strategy, 0, shares)
     device = strategy.extended.worker_devices[0]
     args, kwargs = _tf.select_replica(0, args), _tf.select_replica(0, kwargs)
-    with context, tf.device(device):
+    first = strategy.extended.first_replica
+    with context, tf.device(device), _tf.graph_seeded(_tf.graph_seed(), first):
         result = fn(*args, **kwargs)
-    return _tf.regroup((result,))
+    if strategy.extended.workers is None:
+        return _tf.regroup((result,))
+    return _tf.regroup((result,), context.own_result, always_wrap=True)
 
 
 def scope_name(tower: int, device: str) -> str:

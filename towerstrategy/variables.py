@@ -34,7 +34,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import merge, towers
+from towerstrategy import machines, merge, towers
 
 Aggregation = tf.VariableAggregation
 
@@ -193,44 +193,63 @@ class TowerVariable(_tf.ResourceVariable):
                 f"{method_name} is only supported for mirrored variable (variable created within "
                 "certain `tf.distribute.Strategy` scope) with NONE or `ONLY_FIRST_REPLICA` "
                 f"aggregation, got: {aggregation}.")
-        if aggregation is Aggregation.ONLY_FIRST_REPLICA or len(parts) == 1:
+        if len(parts) == 1 and shares.workers is None:
             return parts[0]
+        if aggregation is Aggregation.ONLY_FIRST_REPLICA:
+            return shares.firsts(parts[0])
         with tf.device(home_of(self)):
             kept = [merge.filled_slices(part, tower, shares) for tower, part in enumerate(parts)]
             if replaces or aggregation is Aggregation.SUM:
-                return merge.total(kept)
+                return shares.across(merge.total(kept))
             steps = method_name in _STEPPING and self._is_floating()
             if steps or aggregation is Aggregation.MEAN:
                 return merge.weighted_mean(kept, shares)
-            return kept[0]
+            return shares.firsts(kept[0])
 
     def _aggregate(self, values: list[Any], shares: merge.Shares) -> Any:
         """The one value to write from one a tower, on this variable's home."""
-        if len(values) == 1 or self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
+        if len(values) == 1 and shares.workers is None:
             return values[0]
         with tf.device(home_of(self)):
             if self.aggregation is Aggregation.SUM:
                 return merge.total_of_filled(values, shares)
-            return merge.weighted_mean(values, shares) if self._is_floating() else values[0]
+            if self._is_floating() and self.aggregation is not Aggregation.ONLY_FIRST_REPLICA:
+                return merge.weighted_mean(values, shares)
+            return self._first_of(values[0], shares)
+
+    def _first_of(self, value: Any, shares: merge.Shares) -> Any:
+        """The value of the first tower of all machines."""
+        if self._distribute_strategy.extended.alike_on_all:
+            return value
+        return shares.firsts(value)
 
     def _one(self, value: Any) -> Any:
         """A value written from outside the towers; per-replica values merged into one."""
         if not isinstance(value, tf.distribute.DistributedValues) or _is_variable(value):
             return value
-        first = self.aggregation is Aggregation.ONLY_FIRST_REPLICA or not self._is_floating()
-        if first or isinstance(value, _tf.Mirrored):
+        if isinstance(value, _tf.Mirrored):
             return value.values[0]
+        if self.aggregation is Aggregation.ONLY_FIRST_REPLICA or not self._is_floating():
+            return self._first_of(value.values[0], self._shares_of(value))
         parts = [tf.convert_to_tensor(part, dtype=self.dtype) for part in value.values]
         with tf.device(home_of(self)):
-            return merge.weighted_mean(parts, _shares_of(value))
+            return merge.weighted_mean(parts, self._shares_of(value))
+
+    def _shares_of(self, value: Any) -> merge.Shares:
+        """The shares with which ``strategy.run`` computed a per-replica value; else equal ones."""
+        shares = getattr(value, "shares", None)
+        return shares or self._distribute_strategy.extended.equal_shares()
 
     def _one_of_slices(self, method_name: str, slices: Any) -> Any:
         if not isinstance(slices, tf.distribute.DistributedValues):
             return slices
         parts = list(slices.values)
-        if isinstance(slices, _tf.Mirrored) or self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
+        if isinstance(slices, _tf.Mirrored):
             return parts[0]
-        return self._aggregate_slices(method_name, Aggregation.NONE, parts, _shares_of(slices))
+        shares = self._shares_of(slices)
+        if self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
+            return shares.firsts(parts[0])
+        return self._aggregate_slices(method_name, Aggregation.NONE, parts, shares)
 
     def _is_floating(self) -> bool:
         return self.dtype.is_floating or self.dtype.is_complex
@@ -238,8 +257,9 @@ class TowerVariable(_tf.ResourceVariable):
     def _scatter_alone(self, tower: towers.TowerContext, method_name: str,
                        plain: Callable[..., Any], slices: tf.IndexedSlices) -> Any:
         """A scatter inside control flow, where the towers cannot meet: each writes its part."""
-        if len(tower.strategy.extended.worker_devices) == 1:
+        if not tower.several:
             return plain(slices)
+        self._check_alone(tower)
         if self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
             return plain(slices) if tower.tower == 0 else self
         if self.aggregation is not Aggregation.NONE:
@@ -252,6 +272,11 @@ class TowerVariable(_tf.ResourceVariable):
             return plain(tf.IndexedSlices(kept.values * share, kept.indices, kept.dense_shape))
         return plain(slices) if tower.tower == 0 else self
 
+    def _check_alone(self, tower: towers.TowerContext, first: bool = False) -> None:
+        """Machines cannot meet in control flow either; a first tower's write is each machine's."""
+        if tower.strategy.extended.workers is not None and not first:
+            raise RuntimeError(towers.NESTED_MERGE)
+
     def _write_alone(self, tower: towers.TowerContext, method: Callable[..., Any],
                      plain: Callable[..., Any], value: tf.Tensor) -> Any:
         """A write inside control flow, where the towers cannot meet.
@@ -261,8 +286,9 @@ class TowerVariable(_tf.ResourceVariable):
         floating = self._is_floating()
         first = self.aggregation is Aggregation.ONLY_FIRST_REPLICA or (
             self.aggregation is Aggregation.NONE and not floating)
-        if len(tower.strategy.extended.worker_devices) == 1:
+        if not tower.several:
             return plain(value)
+        self._check_alone(tower, first)
         if first:
             return plain(value) if tower.tower == 0 else self
         if self.aggregation is Aggregation.NONE:
@@ -327,7 +353,8 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         writes = []
         for number, part in enumerate(self._values):
             with tf.device(part.device):
-                kept = value if number == 0 or not whole else tf.zeros_like(value)
+                first = self._distribute_strategy.extended.first_replica + number == 0
+                kept = value if first or not whole else tf.zeros_like(value)
                 writes.append(part.assign(kept, read_value=False))
         return writes
 
@@ -352,7 +379,9 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         return super().assign_sub(kept, use_locking, name, read_value)
 
     def _first(self, method: Callable[..., Any], value: Any, read_value: bool) -> Any:
-        """A step of a sum from outside the towers: tower 0's part takes it."""
+        """A step of a sum from outside the towers: the first tower's part takes it."""
+        if self._distribute_strategy.extended.first_replica > 0:
+            return self if read_value else None
         part = self._values[0]
         with tf.device(part.device):
             method(part, tf.cast(value, self.dtype), read_value=False)
@@ -367,6 +396,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         return tf.where(tower.filled, value, neutral())
 
     def _assigned_from_outside(self) -> bool:
+        _tower_of(self)  # which raises in a tower of another strategy
         if _tf.is_saving_one_copy() or self.aggregation is not Aggregation.SUM:
             return False
         context = tf.distribute.get_replica_context()
@@ -392,8 +422,11 @@ def create(strategy: tf.distribute.Strategy, homes: Homes, next_creator: Callabl
     colocate_with = kwargs.pop("colocate_with", None)
     on_read = _check_modes(kwargs)
     devices = strategy.extended.worker_devices
-    if on_read and len(devices) > 1:
+    workers = strategy.extended.workers
+    if on_read and (len(devices) > 1 or workers is not None):
         return _create_tower_local(strategy, devices, next_creator, kwargs)
+    if workers is not None:
+        kwargs["initial_value"] = _chiefs_initial_value(workers, **kwargs)
     home = _home_for(homes, colocate_with, kwargs)
     with tf.device(home), _outside_tower_scope():
         variable = next_creator(**kwargs)
@@ -475,11 +508,6 @@ def _tower_of(variable: TowerVariable) -> towers.TowerContext | None:
     return tower
 
 
-def _shares_of(value: Any) -> merge.Shares:
-    """The shares with which ``strategy.run`` computed a per-replica value; else equal ones."""
-    return getattr(value, "shares", None) or merge.Shares.equal(len(value.values))
-
-
 def _is_variable(value: Any) -> bool:
     return isinstance(value, (tf.Variable, _tf.DistributedVariable))
 
@@ -525,6 +553,23 @@ def _create_tower_local(strategy: tf.distribute.Strategy, devices: tuple[str, ..
         with tf.device(device), _outside_tower_scope():
             parts.append(next_creator(**kwargs))
     return _tower_local(strategy, parts, kwargs["aggregation"])
+
+
+def _chiefs_initial_value(workers: machines.Machines, initial_value: Any, dtype: Any = None,
+                          **_: Any) -> Any:
+    """``initial_value`` as worker 0 has it, asked for when the variable is made."""
+    if tf.is_tensor(initial_value) and not _tf.is_eager(initial_value):
+        return initial_value  # computed in a function, and so on every worker
+
+    def chiefs() -> Any:
+        # Out of a function that is being traced: it is not run by making its variables.
+        with tf.init_scope():
+            value = initial_value() if callable(initial_value) else initial_value
+            if _tf.is_checkpoint_value(value):  # read from a file, and so on every worker
+                return value
+            return workers.chiefs([tf.convert_to_tensor(value, dtype=dtype)])[0]
+
+    return chiefs
 
 
 def _value_of(variable: tf.Variable) -> tf.Tensor:

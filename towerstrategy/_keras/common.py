@@ -46,12 +46,12 @@ def is_tower_strategy(strategy: Any) -> bool:
 
 
 def splitting_tower() -> towers.TowerContext | None:
-    """The current tower where there are several of them; None otherwise.
+    """The current tower where there are several of them, on any machine; None otherwise.
 
     With one tower Keras' own single-device code is right as it is.
     """
     tower = towers.current_tower()
-    return tower if tower is not None and tower.count > 1 else None
+    return tower if tower is not None and tower.several else None
 
 
 def scaled_by_share(tower: towers.TowerContext, value: tf.Tensor) -> tf.Tensor:
@@ -122,7 +122,7 @@ def split_plain(strategy: tf.distribute.Strategy, data: Any) -> Any:
     leaves = tf.nest.flatten(data)
     if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
         return data
-    return split.split_batch(data, strategy.num_replicas_in_sync, stand_ins=True)
+    return strategy.extended.split(data, stand_ins=True)
 
 
 def rows_only(values: Any) -> list[Any]:
@@ -137,6 +137,12 @@ def rows_only(values: Any) -> list[Any]:
 
 def _first_rows(part: Any, filled: Any) -> Any:
     if isinstance(part, tf.SparseTensor):
+def gathered(rows: Any, value: Any) -> Any:
+    """The rows of all machines, where ``rows`` are this one's of a per-replica ``value``."""
+    workers = value.shares.workers
+    return rows if workers is None else workers.gather(rows)
+
+
         size = tf.where(filled, part.dense_shape, tf.zeros_like(part.dense_shape))
         return tf.sparse.slice(part, tf.zeros_like(size), size)
     return part[:tf.where(filled, tf.cast(split.rows_in(part), tf.int64), 0)]
@@ -164,9 +170,13 @@ def adopt_variables(strategy: tf.distribute.Strategy, held: Iterable[Any]) -> li
     """Makes resource variables the strategy's own, in place; returns those with one copy."""
     resident = list({id(variable): variable for variable in held
                      if isinstance(variable, _tf.BaseResourceVariable)}.values())
-    for variable in resident:
-        if not isinstance(variable, variables.TowerVariable):
-            variables.into_tower_variable(variable, strategy)
+    new = [variable for variable in resident if not isinstance(variable, variables.TowerVariable)]
+    if strategy.extended.workers is not None:
+        values = strategy.extended.workers.chiefs([variable.read_value() for variable in new])
+        for variable, value in zip(new, values):
+            variable.assign(value)
+    for variable in new:
+        variables.into_tower_variable(variable, strategy)
     return resident
 
 

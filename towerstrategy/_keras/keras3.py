@@ -397,9 +397,12 @@ def _take(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
     def next(self: Any, ordered: bool = True) -> Any:
-        seed = original(self, ordered)
         tower = splitting_tower()
-        return seed if tower is None else tower.own_seed(seed)
+        if tower is None:
+            return original(self, ordered)
+        with tower.strategy.extended.writes_alike():
+            seed = original(self, ordered)
+        return tower.own_seed(seed)
 
     return next
 
@@ -456,9 +459,9 @@ def _reduce(value: Any, reduction: str) -> Any:
     if not isinstance(value, _tf.PerReplica):
         return value
     if reduction == "first":
-        return value.values[0]
+        return value.shares.firsts(value.values[0])
     if reduction == "concat":
-        return tf_trainer.concat(common.rows_only(value))
+        return common.gathered(tf_trainer.concat(common.rows_only(value)), value)
     if reduction == "sum":
         return merge.total_of_filled(list(value.values), value.shares)
     mean = merge.weighted_mean if value.values[0].dtype.is_floating else merge.mean_of_filled

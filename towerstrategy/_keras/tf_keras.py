@@ -359,9 +359,9 @@ def _reduce(value: Any, reduction: str) -> Any:
     if not isinstance(value, _tf.PerReplica):
         return value
     if reduction == "first":
-        return value.values[0]
+        return value.shares.firsts(value.values[0])
     if reduction == "concat":
-        return training.concat(common.rows_only(value))
+        return common.gathered(training.concat(common.rows_only(value)), value)
     return merge.total_of_filled(list(value.values), value.shares)
 
 

@@ -1,0 +1,340 @@
+"""Several machines: TensorFlow's own cluster, and what crosses it.
+
+Goes in: a cluster (``TF_CONFIG`` or a cluster resolver) in which this process is one worker.  Comes
+out: :func:`join`, which starts TensorFlow's gRPC server and collective ops, and :class:`Machines`,
+with which the workers of a strategy meet: sums, rows put behind one another, worker 0's values.
+
+Each worker merges its own towers first; what crosses is one value a machine, from merge device to
+merge device, by TensorFlow's collective ops (RING, NCCL between GPUs).  All workers must meet in
+the same order: nothing here is called where only some of them get to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+
+Value = Any  # tf.Tensor or tf.IndexedSlices
+
+CHIEF, WORKER = "chief", "worker"
+
+# What TensorFlow's collective ops carry; other numbers travel as one of these.
+_CARRIED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
+_NOT_CARRIED = (tf.string, tf.variant, tf.resource)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """This process' place in a cluster.
+
+    Attributes:
+      addresses: ``host:port`` of each worker, the chief first.
+      task_type: ``"worker"`` or ``"chief"``.
+      task_id: this process' number among those of its type.
+      index: this process' number among all workers; 0 is the one whose files are kept.
+    """
+
+    addresses: tuple[str, ...]
+    task_type: str
+    task_id: int
+    index: int
+
+    @property
+    def count(self) -> int:
+        """How many workers there are."""
+        return len(self.addresses)
+
+    @property
+    def task(self) -> str:
+        """The start of this worker's device names."""
+        return f"/job:{self.task_type}/replica:0/task:{self.task_id}"
+
+
+_joined: list[Cluster] = []
+_made: list[Machines] = []
+
+
+def resolver_of_environment() -> tf.distribute.cluster_resolver.ClusterResolver | None:
+    """What ``TF_CONFIG`` says, or None where it is not set."""
+    if not os.environ.get("TF_CONFIG"):
+        return None
+    return tf.distribute.cluster_resolver.TFConfigClusterResolver()
+
+
+def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Cluster | None:
+    """Makes this process a worker of the resolver's cluster; once a process.
+
+    Args:
+      resolver: None, or says which workers there are and which of them this process is.
+
+    Returns:
+      This process' place, or None where there is no cluster of several workers.
+
+    Raises:
+      TypeError: ``resolver`` is no cluster resolver.
+      ValueError: the cluster or this process' task cannot be used.
+      RuntimeError: TensorFlow has started already without this cluster.
+    """
+    if resolver is None:
+        return None
+    if not isinstance(resolver, tf.distribute.cluster_resolver.ClusterResolver):
+        raise TypeError("cluster_resolver must be None or a "
+                        "tf.distribute.cluster_resolver.ClusterResolver, but got "
+                        f"{resolver!r} of type {type(resolver).__name__}.")
+    cluster = _place_in(resolver)
+    if cluster is None or cluster in _joined:
+        return cluster
+    if _joined:
+        raise RuntimeError(
+            f"this process is {_joined[0].task} of the workers {list(_joined[0].addresses)} "
+            f"already, but a strategy was asked for {cluster.task} of {list(cluster.addresses)}. "
+            "A process belongs to one cluster; start another process.")
+    try:
+        _tf.start_worker(_jobs(cluster), cluster.task_type, cluster.task_id, _leader(cluster),
+                         resolver.rpc_layer, getattr(resolver, "port", None))
+    except RuntimeError as error:
+        raise RuntimeError(
+            "a TowerStrategy of several machines was made after TensorFlow had started in this "
+            "process, and a worker's server starts with TensorFlow. Make the strategy first thing "
+            "after `import tensorflow` (and split_cpu, where it is used), before any tensor, "
+            "variable, dataset, model or other strategy is made and before devices are "
+            f"listed. ({error})") from error
+    _joined.append(cluster)
+    return cluster
+
+
+def _place_in(resolver: Any) -> Cluster | None:
+    jobs = resolver.cluster_spec().as_dict()
+    if not jobs:
+        return None
+    given = f"The cluster is {jobs!r}, this task {resolver.task_type!r} {resolver.task_id!r}."
+    if "ps" in jobs:
+        raise ValueError("the cluster has parameter servers (\"ps\"), but a TowerStrategy has "
+                         f"none: every worker keeps the weights. Leave them out. {given}")
+    addresses = (*_addresses(jobs, CHIEF), *_addresses(jobs, WORKER))
+    task_type, task_id = resolver.task_type, resolver.task_id
+    if len(addresses) < 2 and task_type in (None, CHIEF, WORKER):
+        return None
+    if task_type not in (CHIEF, WORKER):
+        said = "no task type" if task_type is None else f"task type {task_type!r}"
+        raise ValueError(f"cluster_resolver (or TF_CONFIG) gives this process {said}, but it must "
+                         f'be "{WORKER}" or "{CHIEF}". {given}')
+    there = _addresses(jobs, task_type)
+    if not isinstance(task_id, int) or not 0 <= task_id < len(there):
+        raise ValueError(
+            f"cluster_resolver (or TF_CONFIG) says that this process is {task_type} {task_id!r}, "
+            f"but the cluster has {len(there)} of type {task_type!r}, numbered from 0. {given}")
+    first = len(_addresses(jobs, CHIEF)) if task_type == WORKER else 0
+    return Cluster(addresses, task_type, task_id, first + task_id)
+
+
+def _addresses(jobs: dict[str, Any], job: str) -> list[str]:
+    tasks = jobs.get(job, [])
+    return [tasks[key] for key in sorted(tasks)] if isinstance(tasks, dict) else list(tasks)
+
+
+def _jobs(cluster: Cluster) -> dict[str, list[str]]:
+    chiefs = _chiefs(cluster)
+    jobs = {CHIEF: list(cluster.addresses[:chiefs]), WORKER: list(cluster.addresses[chiefs:])}
+    return {job: tasks for job, tasks in jobs.items() if tasks}
+
+
+def _chiefs(cluster: Cluster) -> int:
+    if cluster.task_type == CHIEF:
+        return 1
+    return cluster.index - cluster.task_id
+
+
+def _leader(cluster: Cluster) -> str:
+    return f"/job:{CHIEF if _chiefs(cluster) else WORKER}/replica:0/task:0"
+
+
+def numbered(number: int) -> Machines:
+    """The :class:`Machines` of that number."""
+    return _made[number]
+
+
+class Machines:
+    """The workers of one strategy, where they meet.
+
+    Args:
+      cluster: this process' place among them.
+      device: the local device from and to which everything crosses.
+      towers: how many towers this worker has; workers may have different numbers.
+      options: ``tf.distribute.experimental.CommunicationOptions`` or None.
+
+    Attributes:
+      number: this object's among those made in this process, see :func:`numbered`.
+      count: how many workers there are.
+      index: this worker's number.
+      towers: how many towers this worker has.
+      first: the global number of this worker's first tower.
+      replicas: how many towers all workers have.
+      towers_of: how many each has.
+    """
+
+    def __init__(self, cluster: Cluster, device: str, towers: int, options: Any = None) -> None:
+        self.cluster = cluster
+        self.number = len(_made)
+        _made.append(self)
+        self.count, self.index, self.towers = cluster.count, cluster.index, towers
+        self._device = device
+        self._launcher = _tf.collective_launcher(device, cluster.count, options)
+        # TensorFlow gathers in an order of its own; this tells where each worker's part is.
+        self._order = list(range(self.count))
+        told = self._gather(tf.constant([[self.index, towers]], tf.int64)).numpy().tolist()
+        order = sorted(range(self.count), key=lambda position: told[position][0])
+        self._order = order
+        self.towers_of = [told[position][1] for position in order]
+        self.first = sum(self.towers_of[:self.index])
+        self.replicas = sum(self.towers_of)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, whose initial values and files count."""
+        return self.index == 0
+
+    def sum(self, values: Sequence[Value | None]) -> list[Value | None]:
+        """The sums over the workers of their ``values``, packed: one all-reduce a dtype.
+
+        ``tf.IndexedSlices`` stay slices: those of all workers are put behind one another, and their
+        number may differ between workers.  None stays None; it must be None on every worker.
+        """
+        results = list(values)
+        packs: dict[tf.DType, list[int]] = {}
+        for position, value in enumerate(values):
+            if value is None or isinstance(value, tf.IndexedSlices):
+                continue
+            tensor = results[position] = tf.convert_to_tensor(value)
+            if tensor.dtype == tf.bool or tensor.dtype in _NOT_CARRIED:
+                raise TypeError(f"a sum of {tensor.dtype.name} values is not defined.")
+            packs.setdefault(_carrier(tensor.dtype), []).append(position)
+        for positions in packs.values():
+            summed = self._sum_pack([results[position] for position in positions])
+            for position, value in zip(positions, summed):
+                results[position] = value
+        sparse = [position for position, value in enumerate(values)
+                  if isinstance(value, tf.IndexedSlices)]
+        parts = self.gather_rows([part for position in sparse
+                                  for part in (values[position].values, values[position].indices)])
+        for number, position in enumerate(sparse):
+            results[position] = tf.IndexedSlices(parts[2 * number], parts[2 * number + 1],
+                                                 values[position].dense_shape)
+        return results
+
+    def sum_one(self, value: Value) -> Value:
+        """The sum over the workers of ``value``."""
+        return self.sum([value])[0]
+
+    def chiefs(self, values: Sequence[Any]) -> list[Any]:
+        """Worker 0's ``values``: tensors, of the same shapes on every worker.
+
+        What collective ops do not carry, strings above all, stays each worker's own.
+        """
+        tensors = [tf.convert_to_tensor(value) for value in values]
+        carried = [position for position, tensor in enumerate(tensors)
+                   if tensor.dtype not in _NOT_CARRIED]
+        sent = [_packed(tensors[position]) for position in carried]
+        if not self.is_chief:
+            sent = [tf.zeros_like(value) for value in sent]
+        for position, value in zip(carried, self.sum(sent)):
+            tensors[position] = _unpacked(value, tensors[position].dtype)
+        return tensors
+
+    def gather(self, value: Any, axis: int = 0) -> tf.Tensor:
+        """The workers' values put behind one another along ``axis``, in the workers' order."""
+        value = tf.convert_to_tensor(value)
+        axis %= value.shape.rank
+        if axis == 0:
+            return self.gather_rows([value])[0]
+        order = [axis, *(other for other in range(value.shape.rank) if other != axis)]
+        rows = self.gather_rows([tf.transpose(value, order)])[0]
+        return tf.transpose(rows, [order.index(place) for place in range(value.shape.rank)])
+
+    def gather_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Each of ``values`` gathered along its first dimension; rows may differ in number."""
+        if not values:
+            return []
+        with tf.device(self._device):
+            rows = tf.stack([tf.shape(value, out_type=tf.int64)[0] for value in values])
+            all_rows = self._gather(rows[tf.newaxis])
+            return [self._gather_padded(value, all_rows[:, number])
+                    for number, value in enumerate(values)]
+
+    def _sum_pack(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums of tensors that travel as the same dtype, in one all-reduce."""
+        with tf.device(self._device):
+            packed = [_packed(value) for value in values]
+            flat = [tf.reshape(value, [-1]) for value in packed]
+            sizes: list[Any] = [part.shape.num_elements() for part in flat]
+            if None in sizes:  # it may be empty, which TensorFlow's collective ops do not survive
+                sizes = [tf.size(part) for part in flat] + [1]
+                flat.append(tf.zeros([1], flat[0].dtype))
+            elif not sum(sizes):
+                return values
+            together = _tf.all_reduce(self._launcher, tf.concat(flat, 0) if flat[1:] else flat[0])
+            parts = tf.split(together, sizes) if flat[1:] else [together]
+            return [_unpacked(_shaped_like(part, sent), value.dtype)
+                    for part, sent, value in zip(parts, packed, values)]
+
+    def _gather_padded(self, value: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """One tensor of each worker, of ``rows`` rows, put behind one another."""
+        if value.dtype in _NOT_CARRIED:
+            raise TypeError(f"values of dtype {value.dtype.name} cannot cross machines: "
+                            "TensorFlow's collective ops carry numbers only.")
+        sent = _packed(value)
+        inner = tf.shape(sent, out_type=tf.int64)[1:]
+        # At least one row: TensorFlow's collective ops do not survive empty tensors.
+        most = tf.maximum(tf.reduce_max(rows), 1)
+        missing = most - tf.shape(sent, out_type=tf.int64)[0]
+        padded = tf.concat(
+            [sent, tf.zeros(tf.concat([missing[tf.newaxis], inner], 0), sent.dtype)], 0)
+        gathered = self._gather(padded[tf.newaxis])
+        together = tf.boolean_mask(gathered, tf.sequence_mask(rows, most))
+        together.set_shape([None, *sent.shape[1:]])
+        return _unpacked(together, value.dtype)
+
+    def _gather(self, value: tf.Tensor) -> tf.Tensor:
+        """The workers' values, of one shape, put behind one another in the workers' order."""
+        gathered = _tf.all_gather(self._launcher, value)
+        if self._order == list(range(self.count)):
+            return gathered
+        return tf.gather(gathered, self._order)
+
+
+def _carrier(dtype: tf.DType) -> tf.DType:
+    """The dtype as which values of ``dtype`` travel."""
+    if dtype in _CARRIED:
+        return dtype
+    if dtype.is_complex:
+        return dtype.real_dtype
+    if dtype.is_floating:
+        return tf.float32
+    return tf.int64 if dtype in (tf.uint32, tf.uint64) else tf.int32
+
+
+def _packed(value: tf.Tensor) -> tf.Tensor:
+    """``value`` as it travels."""
+    if value.dtype.is_complex:
+        return tf.stack([tf.math.real(value), tf.math.imag(value)], -1)
+    carrier = _carrier(value.dtype)
+    return value if carrier == value.dtype else tf.cast(value, carrier)
+
+
+def _shaped_like(flat: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    shaped = tf.reshape(flat, tf.shape(value))
+    shaped.set_shape(value.shape)
+    return shaped
+
+
+def _unpacked(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The inverse of :func:`_packed`."""
+    if dtype.is_complex:
+        return tf.complex(value[..., 0], value[..., 1])
+    return value if value.dtype == dtype else tf.cast(value, dtype)
