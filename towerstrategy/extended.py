@@ -8,6 +8,7 @@ decided here.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _keras, merge, split, towers, variables
+from towerstrategy import _keras, machines, merge, shards, split, towers, variables
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import devices as devices_lib
 
@@ -26,6 +27,8 @@ class _Modes(threading.local):
     counted_as: Any = None
     one_copy_of_means = False
     stand_ins = False
+    in_order = False
+    alike_on_all = False
 
     @contextlib.contextmanager
     def within(self, **modes: Any) -> Iterator[None]:
@@ -41,9 +44,12 @@ class TowerExtended(_tf.StrategyExtended):
     """What ``strategy.extended`` is for a ``TowerStrategy``."""
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
-                 placement: devices_lib.Placement) -> None:
+                 placement: devices_lib.Placement, workers: machines.Machines | None = None,
+                 cluster_resolver: Any = None) -> None:
+        # TensorFlow's constructor asks for the number of towers.
+        self._placement, self._workers = placement, workers
+        self._cluster_resolver = cluster_resolver
         super().__init__(container_strategy)
-        self._placement = placement
         homes = placement.towers if placement.balanced else (placement.merge,)
         self._homes = variables.Homes(homes, placement.balanced)
         self._tracked: dict[int, weakref.ref[Any]] = {}
@@ -60,7 +66,8 @@ class TowerExtended(_tf.StrategyExtended):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""
-        copied = memo[id(self)] = TowerExtended(self._container_strategy(), self._placement)
+        copied = memo[id(self)] = TowerExtended(self._container_strategy(), self._placement,
+                                                self._workers, self._cluster_resolver)
         return copied
 
     def step(self) -> contextlib.AbstractContextManager[None]:
@@ -110,7 +117,33 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def _num_replicas_in_sync(self) -> Any:
-        return self._modes.counted_as or len(self._placement.towers)
+        if self._modes.counted_as:
+            return self._modes.counted_as
+        return len(self._placement.towers) if self._workers is None else self._workers.replicas
+
+    @property
+    def workers(self) -> machines.Machines | None:
+        """Where the machines meet; None with a single one."""
+        return self._workers
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """What said which machines there are; None where nothing did."""
+        return self._cluster_resolver
+
+    @property
+    def first_replica(self) -> int:
+        """The number, among the towers of all machines, of this machine's first."""
+        return 0 if self._workers is None else self._workers.first
+
+    def equal_shares(self) -> merge.Shares:
+        """The shares where no rows are known."""
+        return merge.Shares.equal(len(self._placement.towers), self._workers)
+
+    def split(self, batch: Any, stand_ins: bool = False) -> Any:
+        """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
+        dealing = None if self._workers is None else shards.dealing(self._workers)
+        return split.split_batch(batch, len(self._placement.towers), stand_ins, dealing)
 
     @contextlib.contextmanager
     def counted_as(self, number: Any) -> Iterator[None]:
@@ -125,16 +158,33 @@ class TowerExtended(_tf.StrategyExtended):
             yield
 
     @contextlib.contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Within, datasets are distributed so that gathered rows come in the dataset's order."""
+        with self._modes.within(in_order=True):
+            yield
+
+    @property
+    def alike_on_all(self) -> bool:
+        """Whether what a first tower writes here is the same on all machines."""
+        return self._workers is None or self._modes.alike_on_all
+
+    @contextlib.contextmanager
+    def writes_alike(self) -> Iterator[None]:
+        """Within, what a first tower writes is the same on all machines and need not cross."""
+        with self._modes.within(alike_on_all=True):
+            yield
+
+    @contextlib.contextmanager
     def stand_ins(self) -> Iterator[None]:
         """Within, datasets are distributed with stand-ins for towers without rows."""
         with self._modes.within(stand_ins=True):
             yield
 
     def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
-        return replica_id_in_sync_group
+        return replica_id_in_sync_group - self.first_replica
 
     def _get_replica_id_in_sync_group(self, replica_id: Any) -> Any:
-        return replica_id
+        return replica_id + self.first_replica
 
     # What kind of strategy this is.
 
@@ -148,7 +198,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def experimental_between_graph(self) -> bool:
-        return False
+        return self._workers is not None
 
     @property
     def experimental_should_init(self) -> bool:
@@ -156,14 +206,18 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def should_checkpoint(self) -> bool:
-        return True
+        return self._is_chief
 
     @property
     def should_save_summary(self) -> bool:
-        return True
+        return self._is_chief
+
+    @property
+    def _is_chief(self) -> bool:
+        return self._workers is None or self._workers.is_chief
 
     def _in_multi_worker_mode(self) -> bool:
-        return False
+        return self._workers is not None
 
     # Scope and variables.
 
@@ -229,19 +283,28 @@ class TowerExtended(_tf.StrategyExtended):
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
+        if self._workers is not None:
+            return shards.shard_dataset(dataset, self._workers, self._modes.stand_ins, ready,
+                                        self._modes.in_order).fetched_to(fetched_to)
         return split.split_dataset(dataset, len(self.worker_devices), self._modes.stand_ins,
                                    ready).fetched_to(fetched_to)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> split.TowerDataset:
         per_replica, fetched_to, ready = self._input_options(options)
-        count = len(self.worker_devices)
-        pipelines = count if per_replica else 1
+        count, workers = len(self.worker_devices), self._workers
+        here = count if per_replica else 1
+        first, pipelines = 0, here
+        if workers is not None:
+            first, pipelines = ((workers.first, workers.replicas) if per_replica
+                                else (workers.index, workers.count))
         datasets = [dataset_fn(tf.distribute.InputContext(
-            num_input_pipelines=pipelines, input_pipeline_id=pipeline, num_replicas_in_sync=count))
-            for pipeline in range(pipelines)]
+            num_input_pipelines=pipelines, input_pipeline_id=first + pipeline,
+            num_replicas_in_sync=self._num_replicas_in_sync)) for pipeline in range(here)]
         made = (split.zip_datasets(datasets, ready) if per_replica
                 else split.group_dataset(datasets[0], count, ready=ready))
+        if workers is not None:
+            made = shards.shard_grouped(made, workers, self._modes.stand_ins, ready)
         return made.fetched_to(fetched_to)
 
     def _input_options(self, options: Any) -> tuple[bool, tuple[str, ...], int]:
@@ -270,22 +333,26 @@ class TowerExtended(_tf.StrategyExtended):
         return split.RestartableIterator(self._distribute_datasets_from_function(input_fn, None))
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
-        count = len(self.worker_devices)
-        values = [value_fn(tf.distribute.experimental.ValueContext(tower, count))
-                  for tower in range(count)]
+        count, first = self._num_replicas_in_sync, self.first_replica
+        values = [value_fn(tf.distribute.experimental.ValueContext(first + tower, count))
+                  for tower in range(len(self.worker_devices))]
         return _tf.regroup(values, always_wrap=True)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        del options
-        return _reduce_one(reduce_op, value, destinations, len(self.worker_devices))
+        return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
-        return [self._reduce_to(reduce_op, value, destinations, options)
+        del options
+        if self._workers is not None:
+            return _reduce_across(self._workers, reduce_op, value_destination_pairs)
+        return [_reduce_one(reduce_op, value, destinations, len(self.worker_devices))
                 for value, destinations in value_destination_pairs]
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int,
                                   options: Any) -> Any:
         del options
+        if self._workers is not None:
+            return _onto(destinations, lambda: self._workers.gather(_concat(value, axis), axis))
         if not isinstance(value, tf.distribute.DistributedValues):
             return value
         return _onto(destinations, lambda: merge.concat(list(value.values), axis))
@@ -345,6 +412,55 @@ def _reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> An
         return value
     raise ValueError(f"A non-DistributedValues value {value} cannot be reduced with the given "
                      f"reduce op {reduce_op}.")
+
+
+def _reduce_across(workers: machines.Machines, reduce_op: Any, pairs: Any) -> list[Any]:
+    """Reduces over the towers of all machines: first on each, then all values at once."""
+    if reduce_op not in (_tf.ReduceOp.SUM, _tf.ReduceOp.MEAN):
+        raise ValueError(f"reduce_op must be SUM or MEAN, but got {reduce_op}.")
+    mean = reduce_op == _tf.ReduceOp.MEAN
+    # A value that is not per-replica is one a machine, as in MultiWorkerMirroredStrategy.
+    leaves: list[Any] = []
+
+    def local(leaf: Any) -> int | Any:
+        if isinstance(leaf, variables.TowerLocalVariable):
+            leaf = _tf.PerReplica([part.value() for part in leaf._values])
+        if isinstance(leaf, _tf.Mirrored):
+            if mean:
+                return leaf
+            raise ValueError(f"A mirrored value {leaf} cannot be reduced with the given reduce op "
+                             f"{reduce_op}.")
+        if not isinstance(leaf, tf.distribute.DistributedValues):
+            leaves.append((leaf, workers.count))
+        else:
+            leaves.append((merge.total(list(leaf.values)), workers.replicas))
+        return _Summed(len(leaves) - 1)
+
+    nests = [tf.nest.map_structure(local, value) for value, _ in pairs]
+    summed = workers.sum([leaf for leaf, _ in leaves])
+
+    def finished(leaf: Any) -> Any:
+        if not isinstance(leaf, _Summed):
+            return leaf
+        value, count = summed[leaf.number], leaves[leaf.number][1]
+        return merge.divided(value, count) if mean else value
+
+    return [_onto(destinations, lambda nest=nest: tf.nest.map_structure(
+        lambda leaf: tf.nest.map_structure(tf.identity, finished(leaf)), nest))
+        for nest, (_, destinations) in zip(nests, pairs)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Summed:
+    """Stands for a value that is being summed over the machines."""
+
+    number: int
+
+
+def _concat(value: Any, axis: int) -> Any:
+    if not isinstance(value, tf.distribute.DistributedValues):
+        return value
+    return merge.concat(list(value.values), axis)
 
 
 def _onto(destinations: Any, make: Callable[[], Any]) -> Any:

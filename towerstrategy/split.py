@@ -67,8 +67,9 @@ class StandInSubBatches(SubBatches):
     """Sub-batches in which a tower without rows gets a copy of a row that belongs to another.
 
     Kernels are not reliable on empty tensors (oneDNN's convolutions fail on them), so Keras' steps
-    never see one.  ``rows``, an int64 vector, holds the true row counts; whatever a tower with a
-    count of 0 computes from its stand-in is left out where the towers meet.
+    never see one.  ``rows``, an int64 vector, holds the true row counts (with several machines,
+    those of all their towers); whatever a tower with a count of 0 computes from its stand-in is
+    left out where the towers meet.
     """
 
     def __init__(self, values: Sequence[Any], rows: tf.Tensor) -> None:
@@ -78,7 +79,7 @@ class StandInSubBatches(SubBatches):
     @property
     def _type_spec(self) -> StandInSpec:
         return StandInSpec(*(tf.type_spec_from_value(value) for value in self._values),
-                           tf.TensorSpec([len(self._values)], tf.int64))
+                           tf.TensorSpec(self.rows.shape, tf.int64))
 
 
 def deal(rows: Rows, towers: int) -> tuple[list[Rows], list[Rows]]:
@@ -106,7 +107,13 @@ def deal(rows: Rows, towers: int) -> tuple[list[Rows], list[Rows]]:
     return starts, sizes
 
 
-def split_batch(batch: Nest, towers: int, stand_ins: bool = False) -> Nest:
+# Rows of a batch -> where this machine's towers' rows start, how many they are, and the rows to
+# put down with them.
+Dealing = Callable[[Rows], tuple[list[Rows], list[Rows], Sequence[Rows]]]
+
+
+def split_batch(batch: Nest, towers: int, stand_ins: bool = False,
+                dealing: Dealing | None = None) -> Nest:
     """Deals the rows of ``batch`` to the towers.
 
     Args:
@@ -115,6 +122,7 @@ def split_batch(batch: Nest, towers: int, stand_ins: bool = False) -> Nest:
         leaves stay ``None``.
       towers: how many sub-batches.
       stand_ins: whether a tower without rows gets a stand-in, see :class:`StandInSubBatches`.
+      dealing: how rows are dealt where some go to other machines; None where all stay here.
 
     Returns:
       The same nest with a :class:`SubBatches` for each leaf; with one tower the batch itself, its
@@ -133,15 +141,17 @@ def split_batch(batch: Nest, towers: int, stand_ins: bool = False) -> Nest:
         raise ValueError("batch has no component with rows to split: got "
                          f"{tf.nest.map_structure(type, batch)!r}.")
     rows = _rows_of_all(counted)
-    if towers == 1:
+    if towers == 1 and dealing is None:
         return tf.nest.pack_sequence_as(batch, tensors)
-    starts, sizes = deal(rows, towers)
+    starts, sizes, told = (*deal(rows, towers), None) if dealing is None else dealing(rows)
     pack: Callable[[list[Any]], SubBatches] = SubBatches
-    if stand_ins and not (isinstance(rows, int) and rows >= towers):
-        counts = tf.cast(tf.stack(sizes), tf.int64)
-        starts, sizes = _with_stand_ins(rows, starts, sizes)
+    absent = stand_ins and not all(isinstance(size, int) and size > 0 for size in sizes)
+    if absent or told is not None:
+        counts = tf.cast(tf.stack(sizes if told is None else told), tf.int64)
+        if absent:
+            starts, sizes = _with_stand_ins(rows, starts, sizes)
         pack = functools.partial(StandInSubBatches, rows=counts)
-    dealt = [pack([_rows_between(tensor, start, size) for start, size in zip(starts, sizes)])
+    dealt = [pack([rows_between(tensor, start, size) for start, size in zip(starts, sizes)])
              if _has_rows(tensor) else tensor for tensor in tensors]
     return tf.nest.pack_sequence_as(batch, dealt)
 
@@ -181,14 +191,11 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
       TypeError: ``dataset`` is no ``tf.data.Dataset``.
       ValueError: its elements are not batched.
     """
-    if not isinstance(dataset, tf.data.Dataset):
-        raise TypeError("dataset must be a tf.data.Dataset, but got "
-                        f"{dataset!r} of type {type(dataset).__name__}.")
-    _check_batched(dataset.element_spec)
+    check_batched(dataset)
     again = functools.partial(split_dataset, dataset, towers, True, ready)
     if towers > 1:
-        split = _on_elements(dataset.element_spec,
-                             lambda element: split_batch(element, towers, stand_ins))
+        split = on_elements(dataset.element_spec,
+                            lambda element: split_batch(element, towers, stand_ins))
         dataset = dataset.map(split).prefetch(ready)
     return TowerDataset(dataset, again)
 
@@ -216,13 +223,13 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
     spec = dataset.element_spec
     batched = _is_batched(spec)
     # window() makes a dataset of each leaf; only a flat tuple does it give back plainly.
-    flat = dataset.map(_on_elements(spec, lambda element: tuple(tf.nest.flatten(element))))
+    flat = dataset.map(on_elements(spec, lambda element: tuple(tf.nest.flatten(element))))
     windows = flat.window(towers, drop_remainder=not batched)
 
     def group(*leaves: tf.data.Dataset) -> Nest:
         window = tf.data.Dataset.zip(leaves)
         first = window.take(1).get_single_element()
-        missing = first if stand_ins else tuple(_no_rows(leaf) for leaf in tf.nest.flatten(spec))
+        missing = first if stand_ins else tuple(rows_of_zeros(leaf) for leaf in tf.nest.flatten(spec))
         padded = window if not batched else window.concatenate(
             tf.data.Dataset.from_tensors(missing).repeat(towers))
         parts = [tf.nest.pack_sequence_as(spec, padded.skip(tower).take(1).get_single_element())
@@ -265,12 +272,12 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> Tow
         parts = [tf.nest.pack_sequence_as(spec, element) for element in elements]
         return tf.nest.map_structure(lambda *leaves: pack(leaves), *parts)
 
-    flat = [dataset.map(_on_elements(spec, lambda element: tuple(tf.nest.flatten(element))))
+    flat = [dataset.map(on_elements(spec, lambda element: tuple(tf.nest.flatten(element))))
             for dataset in datasets]
     if not batched:
         return TowerDataset(tf.data.Dataset.zip(tuple(flat)).map(group).prefetch(ready))
     nothing = tf.data.Dataset.from_tensors(
-        (False, tuple(_no_rows(leaf) for leaf in tf.nest.flatten(spec)))).repeat()
+        (False, tuple(rows_of_zeros(leaf) for leaf in tf.nest.flatten(spec)))).repeat()
     flagged = [dataset.map(lambda *leaves: (True, leaves)).concatenate(nothing) for dataset in flat]
     zipped = tf.data.Dataset.zip(tuple(flagged)).take_while(
         lambda *pairs: tf.reduce_any([there for there, _ in pairs]))
@@ -285,11 +292,11 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
     _steps_in_graph = 0
 
     def get_next(self) -> Nest:
-        return _onto_devices(super().get_next(), self._devices)
+        return onto_devices(super().get_next(), self._devices)
 
     def __next__(self) -> Nest:
         self._check_ends()
-        return _onto_devices(super().__next__(), self._devices)
+        return onto_devices(super().__next__(), self._devices)
 
     def _check_ends(self) -> None:
         """Python's own loops know no end while a function is traced; stop them with a reason."""
@@ -327,6 +334,11 @@ class TowerDataset(tf.distribute.DistributedDataset):
         """This dataset, each tower's part of an element put on its device when it is taken."""
         self._devices = devices
         return self
+
+    @property
+    def dataset(self) -> tf.data.Dataset:
+        """What it iterates over."""
+        return self._dataset
 
     @property
     def element_spec(self) -> Nest:
@@ -395,7 +407,7 @@ class RestartableIterator:
         return self._iterator.get_next_as_optional()
 
 
-def _onto_devices(element: Nest, devices: Sequence[str]) -> Nest:
+def onto_devices(element: Nest, devices: Sequence[str]) -> Nest:
     """``element`` with each tower's part on its device; as it is where no devices are given."""
     if not devices:
         return element
@@ -415,7 +427,7 @@ def _onto_devices(element: Nest, devices: Sequence[str]) -> Nest:
     return tf.nest.map_structure(each, element)
 
 
-def _on_elements(spec: Nest, fn: Callable[[Nest], Nest]) -> Callable[..., Nest]:
+def on_elements(spec: Nest, fn: Callable[[Nest], Nest]) -> Callable[..., Nest]:
     """``fn`` as ``Dataset.map`` calls it: tf.data opens plain tuples up, and those alone."""
     if type(spec) is tuple:
         return lambda *element: fn(element)
@@ -503,7 +515,7 @@ def _with_stand_ins(rows: Rows, starts: list[Rows],
     return [tf.minimum(start, last) for start in starts], [tf.maximum(size, one) for size in sizes]
 
 
-def _rows_between(tensor: Any, start: Rows, size: Rows) -> Any:
+def rows_between(tensor: Any, start: Rows, size: Rows) -> Any:
     """``size`` rows of ``tensor`` from ``start``."""
     if isinstance(tensor, tf.SparseTensor):
         rest = tensor.dense_shape[1:]
@@ -520,8 +532,12 @@ def _is_batched(spec: Nest) -> bool:
     return all(shape.rank != 0 for shape in shapes)
 
 
-def _check_batched(spec: Nest) -> None:
-    for path, leaf in zip(*_named_leaves(spec)):
+def check_batched(dataset: Any) -> None:
+    """Raises where ``dataset`` is no dataset of batches."""
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError("dataset must be a tf.data.Dataset, but got "
+                        f"{dataset!r} of type {type(dataset).__name__}.")
+    for path, leaf in zip(*_named_leaves(dataset.element_spec)):
         shape = getattr(leaf, "shape", None)
         if shape is not None and shape.rank == 0:
             what = f"{_called(path)} of its elements is a scalar" if path else (
@@ -539,22 +555,23 @@ def _check_made(dataset: Any) -> None:
                         f"{dataset!r} of type {type(dataset).__name__}.")
 
 
-def _no_rows(spec: tf.TypeSpec) -> Any:
-    """A value of ``spec`` with no rows."""
+def rows_of_zeros(spec: tf.TypeSpec, rows: int = 0) -> Any:
+    """A value of ``spec`` with no rows, or with ``rows`` rows of zeros."""
     if isinstance(spec, tf.RaggedTensorSpec):
         inner = [size or 0 for size in spec.shape.as_list()[1:]]
         flat = tf.zeros([0] + inner[spec.ragged_rank:], spec.dtype)
         rt: Any = flat
-        for _ in range(spec.ragged_rank):
-            rt = tf.RaggedTensor.from_row_splits(rt, tf.zeros([1], spec.row_splits_dtype))
+        for depth in reversed(range(spec.ragged_rank)):
+            count = 1 if depth else rows + 1
+            rt = tf.RaggedTensor.from_row_splits(rt, tf.zeros([count], spec.row_splits_dtype))
         return rt
     if isinstance(spec, tf.SparseTensorSpec):
-        shape = [0] + [size or 0 for size in spec.shape.as_list()[1:]]
+        shape = [rows] + [size or rows for size in spec.shape.as_list()[1:]]
         nowhere = np.zeros([0, len(shape)], np.int64)
         return tf.SparseTensor(nowhere, tf.zeros([0], spec.dtype), shape)
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
         return tf.zeros([], getattr(spec, "dtype", tf.float32))
-    shape = [0] + [size or 0 for size in spec.shape.as_list()[1:]]
+    shape = [rows] + [rows if size is None else size for size in spec.shape.as_list()[1:]]
     if spec.dtype == tf.string:
         return tf.fill(shape, "")
     return tf.zeros(shape, spec.dtype)
