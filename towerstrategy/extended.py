@@ -14,9 +14,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from towerstrategy import _keras, machines, merge, shards, split, towers, variables
+from towerstrategy import _keras, arguments, machines, merge, shards, split, towers, variables
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import devices as devices_lib
 
@@ -223,6 +224,12 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _scope(self, strategy: tf.distribute.Strategy) -> Any:
         _keras.install_hooks()
+        entered = tf.distribute.get_strategy() if tf.distribute.has_strategy() else strategy
+        if entered is not strategy:
+            raise RuntimeError(
+                f"Mixing different tf.distribute.Strategy objects: {entered!r} is not "
+                f"{strategy!r}. A strategy, and a model that is its own, cannot be used inside the "
+                "scope of another: leave that scope first.")
         return super()._scope(strategy)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
@@ -291,6 +298,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> split.TowerDataset:
+        arguments.check_function("dataset_fn", dataset_fn)
         per_replica, fetched_to, ready = self._input_options(options)
         count, workers = len(self.worker_devices), self._workers
         here = count if per_replica else 1
@@ -314,6 +322,7 @@ class TowerExtended(_tf.StrategyExtended):
         if not isinstance(options, tf.distribute.InputOptions):
             raise TypeError("options must be None or a tf.distribute.InputOptions, but got "
                             f"{options!r} of type {type(options).__name__}.")
+        arguments.check_input_options(options)
         if options.experimental_place_dataset_on_device:
             raise ValueError(
                 "InputOptions: experimental_place_dataset_on_device=True is not supported, because "
@@ -333,9 +342,11 @@ class TowerExtended(_tf.StrategyExtended):
         return split.RestartableIterator(self._distribute_datasets_from_function(input_fn, None))
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
+        arguments.check_function("value_fn", value_fn)
         count, first = self._num_replicas_in_sync, self.first_replica
         values = [value_fn(tf.distribute.experimental.ValueContext(first + tower, count))
                   for tower in range(len(self.worker_devices))]
+        arguments.check_structures("value_fn", values)
         return _tf.regroup(values, always_wrap=True)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
@@ -408,7 +419,7 @@ def _reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> An
             lambda part: _reduce_one(reduce_op, part, destinations, count), value)
     if reduce_op == _tf.ReduceOp.MEAN or count == 1:
         return value
-    if not tf.is_tensor(value) and value == 0:
+    if isinstance(value, (int, float, np.ndarray)) and np.all(value == 0):
         return value
     raise ValueError(f"A non-DistributedValues value {value} cannot be reduced with the given "
                      f"reduce op {reduce_op}.")

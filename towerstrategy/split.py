@@ -258,13 +258,15 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> Tow
       ready: how many elements the pipeline holds ready.
 
     Raises:
-      TypeError: one of them is no ``tf.data.Dataset``.
+      TypeError: one of them is no ``tf.data.Dataset``, or has elements of another kind.
     """
     for dataset in datasets:
         _check_made(dataset)
     if len(datasets) == 1:
         return TowerDataset(datasets[0])
     spec = datasets[0].element_spec
+    for tower, dataset in enumerate(datasets):
+        _check_like_first(tower, dataset.element_spec, spec)
     batched = _is_batched(spec)
     pack = SubBatches if batched else _tf.PerReplica
 
@@ -553,6 +555,19 @@ def _check_made(dataset: Any) -> None:
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError("dataset_fn must return a tf.data.Dataset, but got "
                         f"{dataset!r} of type {type(dataset).__name__}.")
+
+
+def _check_like_first(tower: int, spec: Nest, first: Nest) -> None:
+    """One iterator goes over the towers' datasets, so their elements must be of one kind."""
+    try:
+        tf.nest.assert_same_structure(spec, first)
+        alike = all(own.most_specific_common_supertype([other]) is not None
+                    for own, other in zip(tf.nest.flatten(spec), tf.nest.flatten(first)))
+    except (TypeError, ValueError):
+        alike = False
+    if not alike:
+        raise TypeError("dataset_fn must return datasets with elements of one structure and dtype, "
+                        f"but for tower {tower} they are {spec}, and for tower 0 {first}.")
 
 
 def rows_of_zeros(spec: tf.TypeSpec, rows: int = 0) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _keras, machines, report
+from towerstrategy import _keras, arguments, machines, report, towers
 from towerstrategy import devices as devices_lib
 from towerstrategy.extended import TowerExtended
 
@@ -107,6 +107,38 @@ class TowerStrategy(tf.distribute.Strategy):
         super().__init__(TowerExtended(self, placement, workers, resolver))
         _keras.install_hooks()
 
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """As ``tf.distribute.Strategy.run``.
+
+        Raises:
+          TypeError: ``fn`` is no function; wrong ``kwargs`` or ``options``.
+          ValueError: wrong ``args``, or a per-replica value of a strategy with more or fewer
+            towers among the arguments.
+        """
+        arguments.check_run(self, fn, args, kwargs, options)
+        return super().run(fn, args, kwargs, options)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        """As ``tf.distribute.Strategy.reduce``.
+
+        Raises:
+          TypeError: ``reduce_op``, ``axis`` or the towers' values are of a wrong type.
+          ValueError: an unknown ``reduce_op``, an ``axis`` that is not there, values whose shapes
+            differ between the towers.
+        """
+        arguments.check_reduce(self, reduce_op, value, axis)
+        return super().reduce(reduce_op, value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """As ``tf.distribute.Strategy.gather``.
+
+        Raises:
+          TypeError: ``axis`` or the towers' values are of a wrong type.
+          ValueError: an ``axis`` that is not there, values whose shapes differ away from it.
+        """
+        arguments.check_gather(self, value, axis)
+        return super().gather(value, axis)
+
     def split(self, batch: Any) -> Any:
         """Deals the rows of ``batch`` to the towers: the per-replica values that ``run`` takes.
 
@@ -118,13 +150,19 @@ class TowerStrategy(tf.distribute.Strategy):
           The same nest of per-replica values; with one tower, of tensors.
 
         Raises:
+          TypeError: a component that is no tensor or array.
           ValueError: a component without rows, or components whose row counts differ.
+          RuntimeError: called inside a tower.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:3])
         >>> x, y = strategy.split((np.arange(8).reshape([4, 2]), np.arange(4)))
         >>> [part.shape.as_list() for part in strategy.experimental_local_results(x)]
         [[2, 2], [1, 2], [1, 2]]
         """
+        if towers.current_tower() is not None:
+            raise RuntimeError(
+                "strategy.split deals a global batch to the towers, so it belongs outside of the "
+                "function given to strategy.run: inside, each tower has its own part already.")
         if towers.current_tower() is not None:
             raise RuntimeError(
                 "strategy.split deals a global batch to the towers, so it belongs outside of the "

@@ -397,6 +397,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def _assigned_from_outside(self) -> bool:
         _tower_of(self)  # which raises in a tower of another strategy
+        _tower_of(self)  # which raises in a tower of another strategy
         if _tf.is_saving_one_copy() or self.aggregation is not Aggregation.SUM:
             return False
         context = tf.distribute.get_replica_context()

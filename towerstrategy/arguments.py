@@ -1,0 +1,168 @@
+"""Wrong arguments of what a strategy's user calls are refused here, before anything runs.
+
+Goes in: the arguments of ``run``, ``reduce``, ``gather`` and of what distributes datasets and
+values.  Comes out: nothing, or an error that names the argument, what was given and what is
+possible.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy import devices as devices_lib
+
+
+def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
+              options: Any) -> None:
+    """The arguments of ``strategy.run``."""
+    check_function("fn", fn)
+    if not isinstance(args, (list, tuple)):
+        raise ValueError("args must be a list or tuple of positional arguments, but got "
+                         f"{args!r} of type {type(args).__name__}.")
+    if not isinstance(kwargs, (type(None), dict)):
+        raise TypeError("kwargs must be None or a dictionary of keyword arguments, but got "
+                        f"{kwargs!r} of type {type(kwargs).__name__}.")
+    if not isinstance(options, (type(None), tf.distribute.RunOptions)):
+        raise TypeError("options must be None or a tf.distribute.RunOptions, but got "
+                        f"{options!r} of type {type(options).__name__}.")
+    _check_parts(strategy, {"args": args, "kwargs": kwargs})
+
+
+def check_reduce(strategy: tf.distribute.Strategy, reduce_op: Any, value: Any, axis: Any) -> None:
+    """The arguments of ``strategy.reduce``."""
+    _check_op(reduce_op)
+    axes = axis if isinstance(axis, tuple) else () if axis is None else (axis,)
+    for item in axes:
+        if not _is_axis(item):
+            raise TypeError("axis must be None, a whole number or a tuple of them, but got "
+                            f"{axis!r} of type {type(axis).__name__}.")
+    _check_parts(strategy, {"value": value})
+    for path, leaf in _leaves({"value": value}):
+        if _is_per_replica(leaf):
+            _check_numbers(strategy, path, leaf.values)
+            _check_alike(strategy, path, leaf.values, axes)
+
+
+def check_gather(strategy: tf.distribute.Strategy, value: Any, axis: Any) -> None:
+    """The arguments of ``strategy.gather``."""
+    if not _is_axis(axis):
+        raise TypeError(f"axis must be a whole number, but got {axis!r} of type "
+                        f"{type(axis).__name__}.")
+    _check_parts(strategy, {"value": value})
+    for path, leaf in _leaves({"value": value}):
+        if _is_per_replica(leaf):
+            _check_numbers(strategy, path, leaf.values)
+            _check_alike(strategy, path, leaf.values, (axis,))
+
+
+def check_function(argument: str, fn: Any) -> None:
+    """Raises ``TypeError`` where ``fn`` cannot be called."""
+    if not callable(fn):
+        raise TypeError(f"{argument} must be a function, but got {fn!r} of type "
+                        f"{type(fn).__name__}.")
+
+
+def check_structures(argument: str, values: list[Any]) -> None:
+    """Raises ``ValueError`` where a function returned another structure for one tower."""
+    for tower, value in enumerate(values):
+        try:
+            tf.nest.assert_same_structure(values[0], value, check_types=False)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"{argument} must return the same structure for every tower, but for tower {tower} "
+                f"it returned {value!r}, and for tower 0 {values[0]!r}.") from None
+
+
+def check_input_options(options: tf.distribute.InputOptions) -> None:
+    """TensorFlow takes anything as the fields of ``InputOptions``."""
+    mode = options.experimental_replication_mode
+    if not isinstance(mode, tf.distribute.InputReplicationMode):
+        raise TypeError("InputOptions: experimental_replication_mode must be a "
+                        "tf.distribute.InputReplicationMode (PER_WORKER or PER_REPLICA), but got "
+                        f"{mode!r} of type {type(mode).__name__}.")
+    size = options.experimental_per_replica_buffer_size
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise TypeError("InputOptions: experimental_per_replica_buffer_size must be a whole "
+                        f"number, but got {size!r} of type {type(size).__name__}.")
+    if size < 1:
+        raise ValueError("InputOptions: experimental_per_replica_buffer_size must be at least 1, "
+                         f"but got {size}.")
+
+
+def _check_op(reduce_op: Any) -> None:
+    names = [op.name for op in _tf.ReduceOp]
+    if not isinstance(reduce_op, (str, _tf.ReduceOp)):
+        raise TypeError(f"reduce_op must be one of {names} or a tf.distribute.ReduceOp, but got "
+                        f"{reduce_op!r} of type {type(reduce_op).__name__}.")
+    if isinstance(reduce_op, str) and reduce_op.upper() not in names:
+        raise ValueError(f"reduce_op must be one of {names}, but got {reduce_op!r}.")
+
+
+def _is_axis(axis: Any) -> bool:
+    return isinstance(axis, numbers.Integral) and not isinstance(axis, bool)
+
+
+def _check_parts(strategy: tf.distribute.Strategy, arguments: dict[str, Any]) -> None:
+    """A per-replica value must have a part for each tower, or rows would be lost in silence."""
+    count = len(strategy.extended.worker_devices)
+    leaves = tf.nest.flatten(arguments)
+    if all(len(leaf.values) == count for leaf in leaves if _is_per_replica(leaf)):
+        return
+    for path, leaf in _leaves(arguments):
+        if _is_per_replica(leaf) and len(leaf.values) != count:
+            raise ValueError(
+                f"{path} has a part for each of {len(leaf.values)} towers, but {strategy!r} has "
+                f"{count}: it was split, distributed or returned by another strategy. Use this "
+                "strategy's split or experimental_distribute_dataset.")
+
+
+def _check_numbers(strategy: tf.distribute.Strategy, path: str, parts: Any) -> None:
+    for tower, part in enumerate(parts):
+        if not isinstance(part, (_tf.CompositeTensor, numbers.Number)) and not tf.is_tensor(part):
+            raise TypeError(f"{path} must hold tensors, but {_name(strategy, tower)} has {part!r} "
+                            f"of type {type(part).__name__}.")
+
+
+def _check_alike(strategy: tf.distribute.Strategy, path: str, parts: Any,
+                 axes: tuple[int, ...]) -> None:
+    """Dense parts must have one dtype, and shapes that are the same away from ``axes``."""
+    if not all(isinstance(part, tf.Tensor) for part in parts):
+        return
+    others = []
+    for part in parts:
+        rank = part.shape.rank
+        if rank is None:
+            return
+        for axis in axes:
+            if rank and not -rank <= axis < rank:
+                raise ValueError(f"axis={axis} is out of range for values of rank {rank}: {path}.")
+        if axes and not rank:
+            raise ValueError(f"values of rank 0 cannot be gathered or reduced along axis={axes[0]}"
+                             f": {path}. There is no axis; reduce with axis=None.")
+        kept = set(range(rank)) - {axis % rank for axis in axes}
+        others.append(tf.TensorShape([part.shape[index] for index in sorted(kept)]))
+    told = ", ".join(f"{_name(strategy, tower)} has {part.dtype.name} {part.shape}"
+                     for tower, part in enumerate(parts))
+    if any(part.dtype != parts[0].dtype for part in parts):
+        raise TypeError(f"{path} must have one dtype on all towers, but {told}.")
+    if not all(shape.is_compatible_with(others[0]) for shape in others):
+        away = f"away from axis={axes[0] if len(axes) == 1 else axes}" if axes else "with axis=None"
+        raise ValueError(f"{path} must have the same shape on all towers {away}, but {told}.")
+
+
+def _is_per_replica(leaf: Any) -> bool:
+    return (isinstance(leaf, tf.distribute.DistributedValues)
+            and not isinstance(leaf, (tf.Variable, _tf.DistributedVariable)))
+
+
+def _leaves(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    return list(_tf.flatten_with_paths(arguments, expand_composites=False))
+
+
+def _name(strategy: tf.distribute.Strategy, tower: int) -> str:
+    device = devices_lib.short_name(strategy.extended.worker_devices[tower])
+    return f"tower {tower} on {device}"
