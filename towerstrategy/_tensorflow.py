@@ -251,6 +251,16 @@ def add_note(error: BaseException, note: str) -> None:
         metadata.cause_message += f"\n{note}"
 
 
+@contextlib.contextmanager
+def noting(note: str) -> Iterator[None]:
+    """Within, an error gets ``note``."""
+    try:
+        yield
+    except Exception as error:
+        add_note(error, note)
+        raise
+
+
 def autograph_convert(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` as autograph would call it from here (unchanged outside converted code)."""
     return autograph_api.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)

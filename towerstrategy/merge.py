@@ -42,6 +42,7 @@ class Shares:
         self._stand_ins = stand_ins
         self._workers = workers
         self._first = workers.first if workers is not None else 0
+        self._counted = False
         self._known = all(isinstance(count, int) for count in self._rows)
 
     @classmethod
@@ -53,7 +54,16 @@ class Shares:
     def of_batch(cls, batches: split.SubBatches,
                  workers: machines.Machines | None = None) -> Shares:
         """The shares of a batch that was split."""
-        return cls(split.row_counts(batches), isinstance(batches, split.StandInSubBatches), workers)
+        shares = cls(split.row_counts(batches), isinstance(batches, split.StandInSubBatches),
+                     workers)
+        shares._counted = True
+        return shares
+
+    def told(self, tower: int) -> str:
+        """The rows of ``tower`` in words, for errors; nothing where they are not known."""
+        if not self._counted or not self._known:
+            return ""
+        return f"{self._rows[self._first + tower]} of the batch's {self._total} rows"
 
     @property
     def workers(self) -> machines.Machines | None:

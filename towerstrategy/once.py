@@ -65,6 +65,7 @@ class _Once:
         self._graph = tf.compat.v1.get_default_graph()
         scopes = [towers.scope_name(tower, device) for tower, device in enumerate(self._devices)]
         self._scope = f"{scopes[0]}/"
+        self._error_note = towers.error_note(0, self._devices[0], shares)
         self._copier = copies.Copier(self._graph, self._devices, scopes,
                                      strategy.extended.tower_local_parts)
 
@@ -76,7 +77,11 @@ class _Once:
                 _tf.variable_creator_scope(self._note_variable):
             args, kwargs = tf.nest.map_structure(self._enter, (args, kwargs))
             self._copier.skip()
-            result = fn(*args, **kwargs)
+            try:
+                result = fn(*args, **kwargs)
+            except Exception as error:
+                _tf.add_note(error, self._error_note)
+                raise
             self._copier.copy()
         grouped = self._group(result)
         return _tf.regroup(grouped, functools.partial(towers.TowerResults, shares=self._shares))
@@ -92,7 +97,10 @@ class _Once:
                 tf.control_dependencies(None), tf.control_dependencies(controls), \
                 tf.name_scope("merge/"), tf.device(None), \
                 tf.device(self._strategy.extended.merge_device):
+            own_note, self._error_note = self._error_note, towers.merge_error_note(
+                self._strategy.extended.merge_device)
             result = merge_fn(self._strategy, *args, **kwargs)
+            self._error_note = own_note
         with _tf.not_recorded():
             answer = tf.nest.map_structure(self._enter, result)
         self._copier.skip()

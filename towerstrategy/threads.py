@@ -17,7 +17,6 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import devices as devices_lib
 from towerstrategy import merge, towers
 
 
@@ -50,7 +49,8 @@ class _Call:
     def run(self) -> Any:
         try:
             while not self._advance():
-                self._merge()
+                with _tf.noting(towers.merge_error_note(self._strategy.extended.merge_device)):
+                    self._merge()
         finally:
             for tower in self._towers:
                 tower.stop()
@@ -165,7 +165,8 @@ class _TowerThread(threading.Thread):
         except _Stop:
             pass
         except BaseException as error:  # handed to the caller's thread
-            _tf.add_note(error, f"This happened in {self._label()}.")
+            _tf.add_note(error, towers.error_note(self.number, self._context.device,
+                                                  self._context.shares))
             self.error = error
         finally:
             self.ended = True
@@ -182,5 +183,3 @@ class _TowerThread(threading.Thread):
         outer = f"{self._state.name_scope}/" if self._state.name_scope else ""
         return f"{outer}{towers.scope_name(self.number, self._context.device)}/"
 
-    def _label(self) -> str:
-        return f"tower {self.number} on {devices_lib.short_name(self._context.device)}"

@@ -307,6 +307,19 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
     return _tf.regroup((result,), context.own_result, always_wrap=True)
 
 
+def error_note(tower: int, device: str, shares: merge.Shares) -> str:
+    """What an error says that was raised in a tower."""
+    rows = shares.told(tower)
+    return (f"This happened in tower {tower} on {devices_lib.short_name(device)}"
+            + (f", which has {rows}." if rows else "."))
+
+
+def merge_error_note(device: str) -> str:
+    """What an error says that was raised in the function given to ``merge_call``."""
+    return ("This happened where the towers meet (merge_call), on the merge device "
+            f"{devices_lib.short_name(device)}.")
+
+
 def scope_name(tower: int, device: str) -> str:
     """The name scope of a tower's operations, so that TensorFlow's errors name tower and device."""
     return f"tower_{tower}_{devices_lib.short_name(device).replace(':', '_')}"
