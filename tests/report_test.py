@@ -1,14 +1,22 @@
-"""report: what describe() says is where things are."""
+"""report: what describe() says is where things are, what TowerReport says is what happened."""
+
+import copy
+import os
+import pathlib
+import tempfile
 
 import keras
 import numpy as np
 import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from towerstrategy import TowerStrategy, report
+from towerstrategy import TowerStrategy, report, split
+from towerstrategy._report import sample as sample_lib
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
+KITS = (("keras", keras), ("tf_keras", tf_keras))
 
 
 def rows(text: str) -> dict[str, tuple[str, int, int]]:
@@ -92,6 +100,302 @@ class TableTest(parameterized.TestCase):
         """Else bytes cannot be compared at a glance."""
         text = report.table(("what", "bytes"), [("a", "1"), ("bcdef", "1,000")], numbers=(1,))
         self.assertEqual(text, "what   bytes\n-----  -----\na          1\nbcdef  1,000")
+
+
+def small_model(kit, strategy, **compile_args):
+    with strategy.scope():
+        model = kit.Sequential([kit.Input([3]), kit.layers.Dense(4), kit.layers.Dense(1)])
+        model.compile("sgd", "mse", **compile_args)
+    return model
+
+
+def data(rows):
+    return np.ones([rows, 3], "float32"), np.ones([rows, 1], "float32")
+
+
+def quiet(**arguments):
+    """A report that samples whenever it can."""
+    return report.TowerReport(**{"print_fn": None, "most": 1., **arguments})
+
+
+class TrainingTest(parameterized.TestCase):
+    """What the callback finds in trainings."""
+
+    @parameterized.product(kit=KITS, options=({}, {"steps_per_execution": 3},
+                                              {"run_eagerly": True}))
+    def test_rows_with_a_remainder_and_towers_without_rows(self, kit, options):
+        """Else the table says that a tower worked on rows that it never saw."""
+        model = small_model(kit[1], TowerStrategy(TOWERS), **options)
+        found = quiet()
+        # 7 and 7 rows: 3, 2, 2; then 2 rows: 1, 1, 0.
+        model.fit(*data(16), batch_size=7, epochs=3, verbose=0, callbacks=[found])
+        self.assertEqual([epoch.rows for epoch in found.epochs], 3 * [(7, 5, 4)])
+        self.assertEqual([epoch.number for epoch in found.epochs], [0, 1, 2])
+        for epoch in found.epochs[1:]:
+            self.assertEqual(epoch.sampled_in, epoch.number)
+            self.assertGreater(min(epoch.sample.towers), 0)
+            for part in (epoch.sample.merge, epoch.sample.update):
+                self.assertBetween(part, 1e-9, epoch.sample.step)
+
+    @parameterized.parameters(*KITS)
+    def test_validation_and_prediction_are_not_training(self, name, kit):
+        """Else the rows of a validation are told as trained on."""
+        model = small_model(kit, TowerStrategy(TOWERS))
+        x, y = data(12)
+        predict = kit.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: model.predict(x, verbose=0))
+        found = quiet()
+        model.fit(x, y, batch_size=6, epochs=2, verbose=0, validation_data=(x, y),
+                  callbacks=[predict, found])
+        self.assertEqual([epoch.rows for epoch in found.epochs], 2 * [(4, 4, 4)])
+
+    @parameterized.parameters(*KITS)
+    def test_epochs_of_a_dataset_without_end(self, name, kit):
+        """Else what the pipeline holds ready is counted, or an epoch has the rows of all before."""
+        model = small_model(kit, TowerStrategy(TOWERS))
+        batches = tf.data.Dataset.from_tensors(data(8)).repeat()
+        found = quiet()
+        model.fit(batches, steps_per_epoch=4, epochs=3, verbose=0, callbacks=[found])
+        self.assertEqual([epoch.rows for epoch in found.epochs], 3 * [(12, 12, 8)])
+
+    @parameterized.parameters(*KITS)
+    def test_one_tower(self, name, kit):
+        """Else who tries the script on one device first gets an error."""
+        model = small_model(kit, TowerStrategy(["CPU:1"]))
+        found = quiet()
+        model.fit(*data(10), batch_size=4, epochs=2, verbose=0, callbacks=[found])
+        self.assertEqual(found.epochs[1].rows, (10,))
+        self.assertGreater(found.epochs[1].sample.towers[0], 0)
+
+    @parameterized.parameters(*KITS)
+    def test_a_tower_with_more_work_is_busier(self, name, kit):
+        """Else someone cannot see that one tower does all the work."""
+        strategy = TowerStrategy(TOWERS)
+
+        def slow_on_tower_1(x):
+            tower = tf.distribute.get_replica_context().replica_id_in_sync_group
+            _, product = tf.while_loop(
+                lambda turn, _: turn < tf.where(tower == 1, 100, 1),
+                lambda turn, product: (turn + 1, tf.linalg.matmul(product, product) * 0),
+                [0, tf.ones([300, 300])])
+            return x + tf.stop_gradient(product[0, 0])
+
+        class Slow(kit.layers.Layer):
+            def call(self, x):
+                return x if tf.distribute.in_cross_replica_context() else slow_on_tower_1(x)
+
+        with strategy.scope():
+            model = kit.Sequential([kit.Input([3]), Slow(), kit.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        found = quiet()
+        model.fit(*data(24), batch_size=6, verbose=0, callbacks=[found])
+        epoch, = found.epochs
+        self.assertEqual(epoch.rows, (8, 8, 8))
+        self.assertEqual(np.argmax(epoch.sample.towers), 1)
+        self.assertEqual(np.argmin([epoch.sample.idle(tower) for tower in range(3)]), 1)
+
+    @parameterized.parameters(*KITS)
+    def test_weights_are_those_of_a_training_without(self, name, kit):
+        """Else to look changes what is looked at."""
+        x, y = np.random.rand(30, 3).astype("float32"), np.random.rand(30, 1).astype("float32")
+        weights = []
+        for callbacks in ([], [quiet()]):
+            kit.utils.set_random_seed(1)
+            model = small_model(kit, TowerStrategy(TOWERS))
+            model.fit(x, y, batch_size=7, epochs=3, verbose=0, shuffle=False, callbacks=callbacks)
+            weights.append(model.get_weights())
+        for alone, watched in zip(*weights):
+            np.testing.assert_array_equal(alone, watched)
+
+    @parameterized.parameters(*KITS)
+    def test_nothing_stays_behind(self, name, kit):
+        """Else a training without the report pays for one that had it."""
+        model = small_model(kit, TowerStrategy(TOWERS))
+        model.fit(*data(9), batch_size=3, verbose=0)
+        before = model.train_function
+        found = quiet()
+        model.fit(*data(9), batch_size=3, verbose=0, callbacks=[found])
+        self.assertIs(model.train_function, before)
+        self.assertIsNone(split._counting.follow)
+        dataset = model.distribute_strategy.experimental_distribute_dataset(
+            tf.data.Dataset.from_tensors(data(3)))
+        self.assertIsNone(iter(dataset).row_count)
+
+    @parameterized.parameters(*KITS)
+    def test_nothing_stays_behind_an_error(self, name, kit):
+        """Else a step that fails leaves the next training watched by nobody."""
+        model = small_model(kit, TowerStrategy(TOWERS), run_eagerly=True)
+        x, y = data(30)
+        x[20:] = np.nan
+        with self.assertRaisesRegex(Exception, "Inf|NaN|nan"):
+            tf.debugging.enable_check_numerics()
+            try:
+                model.fit(x, y, batch_size=5, verbose=0, shuffle=False, callbacks=[quiet()])
+            finally:
+                tf.debugging.disable_check_numerics()
+        self.assertNotIn("_report", model.train_function.__module__)
+        self.assertIsNone(split._counting.follow)
+
+    def test_costs_no_more_than_it_may(self):
+        """Else the report takes more of a training than was allowed."""
+        model = small_model(keras, TowerStrategy(TOWERS))
+        found = quiet(most=1e-9)
+        model.fit(*data(20), batch_size=5, epochs=3, verbose=0, callbacks=[found])
+        self.assertEqual([epoch.sampled_in for epoch in found.epochs], [0, 0, 0])
+        self.assertIs(found.epochs[0].sample, found.epochs[2].sample)
+
+    def test_someone_elses_profile(self):
+        """Else the training stops where TensorBoard takes a profile, or spoils it."""
+        model = small_model(keras, TowerStrategy(TOWERS))
+        found = quiet()
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        with tf.profiler.experimental.Profile(folder):
+            model.fit(*data(20), batch_size=5, verbose=0, callbacks=[found])
+        self.assertIsNone(found.epochs[0].sample)
+        self.assertIn("no step sampled yet", str(found.epochs[0]))
+        self.assertNotEmpty(list(pathlib.Path(folder).rglob("*.xplane.pb")))
+
+    def test_prints_and_draws(self):
+        """Else there is nothing to look at."""
+        model = small_model(keras, TowerStrategy(TOWERS))
+        printed = []
+        path = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), "towers.png")
+        model.fit(*data(20), batch_size=5, epochs=2, verbose=0,
+                  callbacks=[quiet(picture=path, print_fn=printed.append)])
+        self.assertLen(printed, 2)
+        self.assertStartsWith(printed[1], "\nepoch 2: 20 rows in")
+        self.assertEqual(pathlib.Path(path).read_bytes()[:4], b"\x89PNG")
+
+
+class CallbackTest(parameterized.TestCase):
+    """The callback among others."""
+
+    @parameterized.parameters(*KITS)
+    def test_has_what_callbacks_have(self, name, kit):
+        """Else a Keras that calls another method on its callbacks fails in the middle of fit."""
+        wanted = {attribute for attribute in dir(kit.callbacks.Callback)
+                  if attribute.startswith(("on_", "set_", "_implements", "_supports"))}
+        self.assertContainsSubset(wanted, dir(report.TowerReport))
+
+    @parameterized.parameters(*KITS)
+    def test_model_of_no_strategy(self, name, kit):
+        """Else the report is silent, and its user believes in towers that there are not."""
+        model = kit.Sequential([kit.Input([3]), kit.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        with self.assertRaisesRegex(ValueError, "for models that a TowerStrategy trains"):
+            model.fit(*data(4), verbose=0, callbacks=[report.TowerReport()])
+
+    @parameterized.parameters(({"picture": 3}, TypeError, "picture must be None or the path"),
+                              ({"most": 0}, ValueError, "most must be a share.*got 0"),
+                              ({"most": 2}, ValueError, "most must be a share.*got 2"))
+    def test_arguments(self, arguments, error, message):
+        """Else a mistake shows after an epoch of training."""
+        with self.assertRaisesRegex(error, message):
+            report.TowerReport(**arguments)
+
+    def test_can_be_copied(self):
+        """Else a tuner, which copies its callbacks for each trial, fails."""
+        self.assertEqual(copy.deepcopy(report.TowerReport("a.png")).picture, "a.png")
+
+
+def profile(lines, names=(), plane="/host:CPU"):
+    """An XSpace with one plane: line name -> (event, start, length) in ms; names: tf_op stats."""
+    space = xplane_pb2.XSpace()
+    made = space.planes.add(name=plane)
+    made.stat_metadata[1].name = "tf_op"
+    for line_name, events in lines.items():
+        line = made.lines.add(name=line_name, timestamp_ns=1000)
+        for name, start, length in events:
+            key = len(made.event_metadata) + 1
+            made.event_metadata[key].name = name
+            event = line.events.add(metadata_id=key, offset_ps=int(start * 1e9),
+                                    duration_ps=int(length * 1e9))
+            if plane != "/host:CPU":
+                event.stats.add(metadata_id=1, str_value=name)
+    return space
+
+
+def read(*spaces, kinds=("CPU", "CPU"), merge_kind="CPU", seconds=1.):
+    return sample_lib.read(spaces, seconds, kinds, merge_kind)
+
+
+class SampleTest(parameterized.TestCase):
+    """What is made of TensorFlow's profile."""
+
+    def assert_ms(self, seconds, *wanted):
+        np.testing.assert_allclose(1e3 * np.array(seconds), wanted, atol=1e-6)
+
+    def test_operations_belong_to_the_scope_they_are_in(self):
+        """Else one tower's time is told as another's, or as the merge's."""
+        found = read(profile({"tf_Compute": [
+            ("towerstrategy_sample", 0, 50),
+            ("f/tower_0_CPU_1/dense/MatMul:MatMul", 1, 2),
+            ("f/gradient_tape/tower_1_CPU_2/merge/MatMul:MatMul", 5, 4),
+            ("f/merge/AddN:AddN", 10, 8),
+            ("f/merge/tower_update/adam/Mul:Mul", 20, 16),
+            ("f/merge/tower_update_1/adam/Mul:Mul", 40, 1),
+            ("tower_0_CPU_1x/MatMul:MatMul", 45, 1),
+            ("f/tower_1_CPU_2/Read/_3:_Send", 46, 0.5),
+            ("StatefulPartitionedCall:StatefulPartitionedCall", 0, 50)],
+            "tf_data_private": [("tower_split/strided_slice:StridedSlice", 30, 0.25)],
+            "tf_data_next": [("IteratorGetNextOp::DoCompute", 0, 0.125)]}))
+        self.assert_ms([found.step, *found.towers], 50, 2, 4.5)
+        self.assert_ms([found.merge, found.update, found.split, found.input], 8, 17, 0.25, 0.125)
+        self.assertAlmostEqual(found.idle(0), 0.96)
+
+    def test_operations_at_the_same_time_count_once(self):
+        """Else a tower is busy for longer than the step takes."""
+        found = read(profile({
+            "a": [("towerstrategy_sample", 0, 10), ("tower_0_CPU_1/A:A", 1, 4)],
+            "b": [("tower_0_CPU_1/B:B", 2, 1), ("tower_0_CPU_1/C:C", 4, 3)]}))
+        self.assert_ms(found.towers, 6, 0)
+
+    def test_outside_of_the_step_nothing_counts(self):
+        """Else the pipeline's work before and after the step is the step's."""
+        found = read(profile({"a": [("towerstrategy_sample", 10, 10), ("tower_0_CPU_1/A:A", 8, 4),
+                                    ("tower_split/A:A", 5, 2), ("tower_split/A:A", 19, 2)]}))
+        self.assert_ms([found.towers[0], found.split], 2, 1)
+
+    def test_several_steps_in_a_call(self):
+        """Else steps_per_execution makes steps seem to take as many times longer."""
+        found = read(profile({"a": [("towerstrategy_sample", 0, 12), ("tower_0_CPU_1/A:A", 1, 4),
+                                    ("tower_0_CPU_1/A:A", 6, 2)],
+                              "b": [("IteratorGetNextAsOptionalOp::DoCompute", 0, 1),
+                                    ("IteratorGetNextAsOptionalOp::DoCompute", 5, 1)]}))
+        self.assertEqual(found.steps, 2)
+        self.assert_ms([found.step, found.towers[0], found.input], 6, 3, 1)
+
+    def test_accelerators(self):
+        """Else a GPU tower's time is that of starting its kernels."""
+        host = profile({"a": [("towerstrategy_sample", 0, 20), ("tower_0_GPU_0/A:A", 1, 1),
+                              ("merge/A:A", 3, 2)]})
+        device = profile({"Stream #1": [("tower_0_GPU_0/A:A", 2, 5), ("merge/A:A", 9, 1)],
+                          "TensorFlow Ops": [("tower_0_GPU_0/A:A", 0, 20)]},
+                         plane="/device:GPU:0")
+        found = read(host, device, kinds=("GPU", "GPU"))
+        self.assert_ms([*found.towers, found.merge], 5, 0, 2)
+        self.assert_ms([read(host, device, kinds=("GPU", "GPU"), merge_kind="GPU").merge], 1)
+
+    def test_eager_operations_belong_to_the_span_they_are_in(self):
+        """Else run_eagerly shows towers that never work."""
+        found = read(profile({
+            "python": [("towerstrategy_sample", 0, 100), ("merge", 40, 30),
+                       ("tower_update", 50, 10), ("EagerKernelExecute", 41, 2),
+                       ("EagerKernelExecute", 51, 4), ("EagerKernelExecute", 90, 8)],
+            "one": [("tower_0_CPU_1/", 1, 20), ("EagerKernelExecute", 2, 6)],
+            "two": [("tower_1_CPU_2/", 22, 10), ("EagerKernelExecute", 23, 1)]}))
+        self.assert_ms([*found.towers, found.merge, found.update], 6, 1, 2, 4)
+
+    def test_one_tower_has_all_operations(self):
+        """Else one tower, which has no scope, is never busy."""
+        found = read(profile({"tf_Compute": [("towerstrategy_sample", 0, 10), ("f/A:MatMul", 1, 4)],
+                              "tf_data": [("map/A:MatMul", 5, 4)]}), kinds=("CPU",))
+        self.assert_ms(found.towers, 4)
+
+    def test_profile_without_anything(self):
+        """Else a TensorFlow that notes less stops the training."""
+        found = read(profile({}), seconds=0.5)
+        self.assertEqual((found.step, found.towers, found.idle(0)), (0.5, (0, 0), 1))
 
 
 if __name__ == "__main__":

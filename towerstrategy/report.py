@@ -1,17 +1,24 @@
 """Where everything sits and how busy each tower is, for people to read.
 
-Goes in: a strategy.  Comes out: text.
+Goes in: a strategy, or a Keras training.  Comes out: text, and a picture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import devices as devices_lib
 from towerstrategy import variables
+from towerstrategy._keras.callback import Callback
+from towerstrategy._keras.common import is_tower_strategy
+from towerstrategy._report import picture as picture_lib
+from towerstrategy._report.sample import Sample
+from towerstrategy._report.watch import Watch
 
 
 def merge_name(placement: devices_lib.Placement) -> str:
@@ -61,3 +68,197 @@ def _roles(placement: devices_lib.Placement) -> dict[str, str]:
     merge = devices_lib.short_name(placement.merge)
     roles[merge] = f"{roles[merge]} and merge" if merge in roles else "merge"
     return roles
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A line of the table: a tower, or another part of the step.
+
+    Attributes:
+      name: such as ``"tower 0"`` or ``"merge"``.
+      device: where it runs.
+      rows: a tower's rows in this epoch; None where they were not counted.
+      seconds: in a step, the time in which at least one operation of it was running.
+      idle: a tower's share of the step in which none was; None for other parts.
+    """
+
+    name: str
+    device: str
+    rows: int | None
+    seconds: float | None
+    idle: float | None
+
+    @property
+    def is_tower(self) -> bool:
+        """Whether this is a tower."""
+        return self.name.startswith("tower")
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    """What ``TowerReport`` knows of an epoch; ``str`` makes the table of it.
+
+    Attributes:
+      number: the epoch, counted from 0 as Keras counts.
+      seconds: how long it took, validation included.
+      parts: the lines of the table.
+      sample: the times of one step, or None: none has been sampled yet.
+      sampled_in: the epoch that the sampled step belongs to.
+    """
+
+    number: int
+    seconds: float
+    parts: tuple[Part, ...]
+    sample: Sample | None
+    sampled_in: int | None
+
+    @property
+    def rows(self) -> tuple[int | None, ...]:
+        """The towers' rows in this epoch."""
+        return tuple(part.rows for part in self.parts if part.is_tower)
+
+    def __str__(self) -> str:
+        counted = [rows for rows in self.rows if rows is not None]
+        title = f"epoch {self.number + 1}: {sum(counted):,} rows in {self.seconds:.3g} s"
+        if self.sample is None:
+            title += "; no step sampled yet"
+        else:
+            when = "" if self.sampled_in == self.number else f" of epoch {self.sampled_in + 1}"
+            title += f"; a step{when} took {1e3 * self.sample.step:.3g} ms"
+        cells = [(part.name, part.device, "" if part.rows is None else f"{part.rows:,}",
+                  "" if part.seconds is None else f"{1e3 * part.seconds:.2f}",
+                  "" if part.idle is None else f"{part.idle:.0%}") for part in self.parts]
+        header = ("part", "device", "rows", "busy ms a step", "idle")
+        return f"{title}\n{table(header, cells, numbers=(2, 3, 4))}"
+
+
+class TowerReport(Callback):
+    """A Keras callback that shows, epoch by epoch, whether the towers are used.
+
+    It works with Keras 3 and with tf_keras.  After each epoch it prints a table:
+
+    - **rows**: each tower's rows of the epoch, all of them counted.
+    - **busy ms a step**: of one sampled step, the time in which at least one operation of this line
+      was running.  Work of a tower that runs in parallel counts once, so no line has more than the
+      step.  A tower's operations are those of the model and its gradients, the reading of weights
+      among them; ``merge`` is what runs where the towers meet, ``update`` the optimizer, ``split``
+      the dealing of rows in the input pipeline (beside the step), ``input`` the step's waiting for
+      its batch.
+    - **idle**: the share of the step in which no operation of that tower was running.  CPU towers
+      share the machine's cores: one of them can be busy and still wait for a core.
+
+    The sampled step runs under TensorFlow's profiler.  A step is sampled when that leaves the
+    report's cost below ``most`` of the time trained; the first always is.  An epoch without a
+    sample shows the last one.  Without this callback nothing is measured and nothing stays behind.
+
+    Args:
+      picture: a PNG file to draw after each epoch (needs matplotlib), or None.
+      most: the share of the training's time that the report may take.
+      print_fn: gets each epoch's table; None prints nothing.
+
+    Attributes:
+      epochs: what was found, one :class:`Epoch` each.
+
+    Raises:
+      TypeError, ValueError: an argument that cannot be used.
+
+    >>> from towerstrategy.report import TowerReport
+    >>> strategy = TowerStrategy(split_cpu(4)[:2])
+    >>> with strategy.scope():
+    ...   model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
+    ...   model.compile("sgd", "mse")
+    >>> report = TowerReport(print_fn=None)
+    >>> x, y = np.ones([9, 3]), np.ones([9, 1])
+    >>> history = model.fit(x, y, batch_size=2, epochs=2, verbose=0, callbacks=[report])
+    >>> [epoch.rows for epoch in report.epochs]
+    [(5, 4), (5, 4)]
+    >>> print(report.epochs[-1])
+    epoch 2: 9 rows in ...
+    part     device  rows  busy ms a step  idle
+    -------  ------  ----  --------------  ----
+    tower 0  CPU:0      5  ...
+    tower 1  CPU:1      4  ...
+    merge    CPU:0         ...
+    update   CPU:0         ...
+    split    CPU:0         ...
+    input    CPU:0         ...
+    """
+
+    def __init__(self, picture: str | os.PathLike[str] | None = None, *, most: float = 0.02,
+                 print_fn: Callable[[str], Any] | None = print) -> None:
+        if picture is not None and not isinstance(picture, (str, os.PathLike)):
+            raise TypeError("picture must be None or the path of a PNG file, but got "
+                            f"{picture!r} of type {type(picture).__name__}.")
+        if not 0 < most <= 1:
+            raise ValueError(f"most must be a share of the training's time, above 0 and at most 1, "
+                             f"but got {most!r}.")
+        self.picture = picture
+        self.epochs: list[Epoch] = []
+        self._most = most
+        self._print = print_fn
+        self._watch: Watch | None = None
+        self._drawn = False
+        self._picture_cost = 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        del logs
+        strategy = self.model.distribute_strategy
+        if not is_tower_strategy(strategy):
+            raise ValueError(
+                f"TowerReport is for models that a TowerStrategy trains, but model "
+                f"{self.model.name!r} has {strategy!r}. Compile it in the strategy's scope, or "
+                "call strategy.adopt(model).")
+        self.epochs = []
+        self._watch = Watch(self.model, strategy.extended.placement, self._most)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        del logs
+        self._watching.begin(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        del logs
+        watch = self._watching
+        with watch.spending():
+            watch.end()
+            self.epochs.append(_epoch(epoch, watch))
+            if self._print is not None:
+                self._print(f"\n{self.epochs[-1]}")
+        self._drawn = self.picture is not None and watch.affords(self._picture_cost)
+        if self._drawn:
+            self._draw(watch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        del logs
+        watch = self._watching
+        watch.close()
+        self._watch = None
+        if self.picture is not None and not self._drawn:
+            self._draw(watch)
+
+    @property
+    def _watching(self) -> Watch:
+        if self._watch is None:
+            raise RuntimeError("TowerReport sees the beginning of an epoch, or its end, outside of "
+                               "a training: give it to model.fit(callbacks=[...]).")
+        return self._watch
+
+    def _draw(self, watch: Watch) -> None:
+        before = watch.spent
+        with watch.spending():
+            picture_lib.draw(self.picture, self.epochs)
+        self._picture_cost = watch.spent - before
+
+
+def _epoch(number: int, watch: Watch) -> Epoch:
+    placement, sample, rows = watch.placement, watch.sample, watch.rows
+    lines = [Part(f"tower {tower}", devices_lib.short_name(device),
+                  None if rows is None else rows[tower],
+                  None if sample is None else sample.towers[tower],
+                  None if sample is None else sample.idle(tower))
+             for tower, device in enumerate(placement.towers)]
+    where = merge_name(placement)
+    for name, device in (("merge", where), ("update", where), ("split", "CPU:0"),
+                         ("input", "CPU:0")):
+        lines.append(Part(name, device, None, None if sample is None else getattr(sample, name),
+                          None))
+    return Epoch(number, watch.seconds, tuple(lines), sample, watch.sampled_in)

@@ -9,6 +9,7 @@ rows and R towers the first ``N mod R`` towers get ``N // R + 1`` rows, the othe
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+
+# The name scope of the operations that split, in input pipelines.
+SCOPE = "tower_split"
 
 # How many elements lie ready behind the split.
 READY = 2
@@ -194,8 +198,8 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
     check_batched(dataset)
     again = functools.partial(split_dataset, dataset, towers, True, ready)
     if towers > 1:
-        split = on_elements(dataset.element_spec,
-                            lambda element: split_batch(element, towers, stand_ins))
+        split = on_elements(dataset.element_spec, _in_scope(
+            lambda element: split_batch(element, towers, stand_ins)))
         dataset = dataset.map(split).prefetch(ready)
     return TowerDataset(dataset, again)
 
@@ -243,7 +247,7 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
             pack = functools.partial(StandInSubBatches, rows=counts)
         return tf.nest.map_structure(lambda *values: pack(values), *parts)
 
-    return TowerDataset(windows.map(group).prefetch(ready),
+    return TowerDataset(windows.map(_in_scope(group)).prefetch(ready),
                         functools.partial(group_dataset, dataset, towers, True, ready))
 
 
@@ -287,9 +291,31 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> Tow
     return TowerDataset(grouped.prefetch(ready))
 
 
-class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
-    """Iterates over a :class:`TowerDataset`; a ``tf.data`` iterator, so it can be checkpointed."""
+class _Counting(threading.local):
+    follow: Callable[[tf.data.Dataset], tuple[tf.data.Dataset, Any]] | None = None
 
+
+_counting = _Counting()
+
+
+def count_rows(follow: Callable[[tf.data.Dataset], tuple[tf.data.Dataset, Any]] | None) -> None:
+    """From now on this thread's new iterators over a :class:`TowerDataset` are counted.
+
+    Args:
+      follow: makes of a dataset one that counts, and its count, which becomes the iterator's
+        ``row_count``; None ends it.
+    """
+    _counting.follow = follow
+
+
+class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
+    """Iterates over a :class:`TowerDataset`; a ``tf.data`` iterator, so it can be checkpointed.
+
+    Attributes:
+      row_count: what counts the rows taken, see :func:`count_rows`; None where nothing does.
+    """
+
+    row_count: Any = None
     _devices: Sequence[str] = ()
     _steps_in_graph = 0
 
@@ -355,9 +381,13 @@ class TowerDataset(tf.distribute.DistributedDataset):
         return len(self._dataset)
 
     def __iter__(self) -> TowerIterator:
-        iterator = iter(self._dataset)
+        dataset, row_count = self._dataset, None
+        if _counting.follow is not None:
+            dataset, row_count = _counting.follow(dataset)
+        iterator = iter(dataset)
         iterator.__class__ = TowerIterator
         iterator._devices = self._devices
+        iterator.row_count = row_count
         return iterator
 
     def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
@@ -434,6 +464,16 @@ def on_elements(spec: Nest, fn: Callable[[Nest], Nest]) -> Callable[..., Nest]:
     if type(spec) is tuple:
         return lambda *element: fn(element)
     return fn
+
+
+def _in_scope(fn: Callable[..., Nest]) -> Callable[..., Nest]:
+    """``fn`` with its operations in the scope by which a profile knows them."""
+
+    def scoped(*element: Any) -> Nest:
+        with tf.name_scope(SCOPE):
+            return fn(*element)
+
+    return scoped
 
 
 def _named_leaves(batch: Nest) -> tuple[list[str], list[Any]]:

@@ -34,7 +34,10 @@ NESTED_MERGE = (
     "`strategy.run` inside the tf.function or the control flow.")
 
 
-OWN_SCOPE = re.compile(r"tower_\d+_[A-Z]+_\d+|merge")
+# Within a merge: what the optimizer does with the merged gradients.
+UPDATE_SCOPE = "tower_update"
+
+OWN_SCOPE = re.compile(r"tower_\d+_[A-Z]+_\d+|merge|tower_update(_\d+)?")
 
 
 class TowerContext(tf.distribute.ReplicaContext):

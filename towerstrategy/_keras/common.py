@@ -111,7 +111,9 @@ def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_:
                         for value in grouped]
         summed = merge.gradients(per_variable, homes, tower.shares,
                                  strategy.extended.placement.on_cpu)
-        with towers.MergedContext(strategy), tf.device(strategy.extended.merge_device):
+        with towers.MergedContext(strategy), tf.device(strategy.extended.merge_device), \
+                tf.name_scope(towers.UPDATE_SCOPE), \
+                tf.profiler.experimental.Trace(towers.UPDATE_SCOPE):
             return apply(summed)
 
     return tower.merge_call(merged, args=tuple(gradients))
@@ -135,14 +137,14 @@ def rows_only(values: Any) -> list[Any]:
             for number, part in enumerate(parts)]
 
 
-def _first_rows(part: Any, filled: Any) -> Any:
-    if isinstance(part, tf.SparseTensor):
 def gathered(rows: Any, value: Any) -> Any:
     """The rows of all machines, where ``rows`` are this one's of a per-replica ``value``."""
     workers = value.shares.workers
     return rows if workers is None else workers.gather(rows)
 
 
+def _first_rows(part: Any, filled: Any) -> Any:
+    if isinstance(part, tf.SparseTensor):
         size = tf.where(filled, part.dense_shape, tf.zeros_like(part.dense_shape))
         return tf.sparse.slice(part, tf.zeros_like(size), size)
     return part[:tf.where(filled, tf.cast(split.rows_in(part), tf.int64), 0)]

@@ -1,0 +1,54 @@
+"""What Keras 3 and tf_keras call on a callback.
+
+Goes in: nothing; neither Keras is imported.  Comes out: a base class whose instances both take in
+``callbacks=``, and whose methods do nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_EVENTS = ("batch", "train_batch", "test_batch", "predict_batch", "epoch", "train", "test",
+           "predict")
+
+
+class Callback:
+    """A callback of either Keras that looks at epochs and not at batches.
+
+    Attributes:
+      params: what ``fit`` told about the training.
+      model: the model that trains.
+    """
+
+    # Keras 3 (callbacks/callback_list.py): it does not wait for the batch's logs because of us.
+    async_safe = True
+    # tf_keras (callbacks.py) likewise.
+    _supports_tf_logs = True
+    _chief_worker_only = None
+
+    params: dict[str, Any] | None = None
+    model: Any = None
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        self.params = params
+
+    def set_model(self, model: Any) -> None:
+        self.model = model
+
+    def _implements_train_batch_hooks(self) -> bool:
+        return False
+
+    def _implements_test_batch_hooks(self) -> bool:
+        return False
+
+    def _implements_predict_batch_hooks(self) -> bool:
+        return False
+
+
+def _nothing(self: Callback, *args: Any, **kwargs: Any) -> None:
+    del self, args, kwargs
+
+
+for _event in _EVENTS:
+    for _when in ("begin", "end"):
+        setattr(Callback, f"on_{_event}_{_when}", _nothing)

@@ -1,0 +1,86 @@
+"""The report of a training as a PNG.
+
+Goes in: what ``TowerReport`` found, epoch by epoch.  Comes out: a file with the parts of the last
+sampled step as bars, and each tower's busy share over the epochs as lines.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from towerstrategy.report import Epoch
+
+_INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
+_TOWER, _OTHER, _IDLE = "#d9730d", "#1f6fb2", "#f5e3d0"
+_MOST_LINES = 10  # as many colors as matplotlib's cycle has
+
+
+def draw(path: str | os.PathLike[str], epochs: Sequence[Epoch]) -> None:
+    """Writes the picture to ``path``; nothing where no step has been sampled yet.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+    """
+    sampled = [epoch for epoch in epochs if epoch.sample is not None]
+    if not sampled:
+        return
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"TowerReport draws its picture with matplotlib, which is not there ({error}). "
+            'pip install "towerstrategy[demo]", or leave the picture out.') from error
+    last = sampled[-1]
+    figure = Figure(figsize=(11, 2.4 + 0.42 * len(last.parts)), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    _bars(left, last)
+    _lines(right, sampled)
+    figure.savefig(path, dpi=110, facecolor="white")
+
+
+def _bars(axes: Any, epoch: Epoch) -> None:
+    step = 1e3 * epoch.sample.step
+    for height, part in enumerate(epoch.parts):
+        busy = 1e3 * part.seconds
+        if part.is_tower:
+            axes.barh(height, step, height=0.62, color=_IDLE)
+        axes.barh(height, busy, height=0.62, color=_TOWER if part.is_tower else _OTHER)
+        rows = f"{part.rows:,} rows, " if part.rows is not None else ""
+        idle = f", {part.idle:.0%} idle" if part.idle is not None else ""
+        axes.text(max(busy, step if part.is_tower else 0) + 0.015 * step, height,
+                  f"{rows}{busy:.3g} ms{idle}", va="center", color=_INK, fontsize=9)
+    axes.set_yticks(range(len(epoch.parts)),
+                    [f"{part.name}, {part.device}" for part in epoch.parts], color=_INK)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.5 * step)
+    axes.axvline(step, color=_MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
+    axes.set_xlabel("ms in which at least one operation was running")
+    _style(axes, f"A step of epoch {epoch.number + 1}: {step:.3g} ms", "x")
+
+
+def _lines(axes: Any, sampled: Sequence[Epoch]) -> None:
+    numbers = [epoch.number + 1 for epoch in sampled]
+    towers = len(sampled[-1].sample.towers)
+    for tower in range(min(towers, _MOST_LINES)):
+        axes.plot(numbers, [1 - epoch.sample.idle(tower) for epoch in sampled], marker="o",
+                  markersize=4, linewidth=1.5, label=f"tower {tower}")
+    axes.set_ylim(0, 1.02)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("epoch")
+    axes.legend(frameon=False, fontsize=8, ncols=2)
+    more = f" (of {towers}, the first {_MOST_LINES})" if towers > _MOST_LINES else ""
+    _style(axes, f"Busy share of the sampled step{more}", "y")
+
+
+def _style(axes: Any, title: str, grid: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=_INK)
+    axes.grid(axis=grid, color=_GRID)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_MUTED, labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
