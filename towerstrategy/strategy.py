@@ -163,10 +163,6 @@ class TowerStrategy(tf.distribute.Strategy):
             raise RuntimeError(
                 "strategy.split deals a global batch to the towers, so it belongs outside of the "
                 "function given to strategy.run: inside, each tower has its own part already.")
-        if towers.current_tower() is not None:
-            raise RuntimeError(
-                "strategy.split deals a global batch to the towers, so it belongs outside of the "
-                "function given to strategy.run: inside, each tower has its own part already.")
         return self.extended.split(batch)
 
     @property
@@ -197,9 +193,7 @@ class TowerStrategy(tf.distribute.Strategy):
         >>> TowerStrategy(split_cpu(4)).adopt(model)
         "adopted model 'small' for 4 towers: ..."
         """
-          TypeError: a component that is no tensor or array.
         return _keras.adopt(self, model)
-          RuntimeError: called inside a tower.
 
     def describe(self) -> str:
         """Where everything sits: towers, merge device, variables and bytes per device, as a table.
