@@ -5,12 +5,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(BIN)/python
 
-.PHONY: demo test lint test-parity test-slow bench clean
+# What `make test-tf TF=2.18` makes and runs: the newest Keras and tf_keras that go with it.
+TF ?= 2.21
+TF_VENV := .venv-tf-$(TF)
+
+.PHONY: demo test lint test-parity test-slow test-tf bench clean
 
 $(VENV)/%.installed: setup.cfg setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -e ".[$*]"
+	touch $@
+
+$(TF_VENV)/test.installed: setup.cfg setup.py
+	test -x $(TF_VENV)/bin/python || $(PYTHON) -m venv $(TF_VENV)
+	$(TF_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(TF_VENV)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager \
+		-e ".[test]" "tensorflow~=$(TF).0" "tf_keras~=$(TF).0"
 	touch $@
 
 demo: $(VENV)/demo.installed
@@ -28,8 +39,11 @@ test-parity: $(VENV)/test.installed
 test-slow: $(VENV)/test.installed $(VENV)/release.installed
 	$(RUN) -m pytest tests/slow
 
+test-tf: $(TF_VENV)/test.installed
+	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(TF_VENV)/bin/python -m pytest -n 2
+
 bench: $(VENV)/test.installed
 	$(RUN) -m benchmarks
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info
+	rm -rf $(VENV) .venv-tf-* build dist out *.egg-info

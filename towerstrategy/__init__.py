@@ -1,5 +1,6 @@
 """TowerStrategy: data-parallel training for TensorFlow and Keras, with one copy of each weight."""
 
+from towerstrategy import _requirements  # noqa: F401  (first: checks TensorFlow's version)
 from towerstrategy._version import __version__
 from towerstrategy.devices import split_cpu
 from towerstrategy.multi_gpu import multi_gpu_model
