@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
@@ -148,13 +148,13 @@ Mirrored = values_lib.Mirrored
 StrategyExtended = distribute_lib.StrategyExtendedV1
 UpdateContext = distribute_lib.UpdateContext
 OwnedIterator = iterator_ops.OwnedIterator
-Function = polymorphic_function.Function
+Function: TypeAlias = polymorphic_function.Function
 ReduceOp = reduce_util.ReduceOp
 CompositeTensor = composite_tensor.CompositeTensor
 NoneTensorSpec = none_tensor.NoneTensorSpec
 
-Options = collective_util.Options
-CollectiveLauncher = cross_device_utils.CollectiveReplicaLauncher
+Options: TypeAlias = collective_util.Options
+CollectiveLauncher: TypeAlias = cross_device_utils.CollectiveReplicaLauncher
 
 # Of all strategies in this process; far from where MultiWorkerMirroredStrategy starts counting.
 _collective_keys = cross_device_utils.CollectiveKeys(group_key_start=7000)

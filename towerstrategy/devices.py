@@ -8,6 +8,7 @@ about a device is raised here; each names the argument, what was given and which
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any, Union
@@ -130,7 +131,7 @@ def whole_number(argument: str, value: Any) -> int:
                         f"{type(value).__name__}.")
     if not isinstance(value, numbers.Integral) and not float(value).is_integer():
         raise TypeError(f"{argument} must be a whole number, but got {value!r}.")
-    return int(value)
+    return math.trunc(value)
 
 
 def short_name(device: str) -> str:

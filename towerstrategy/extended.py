@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -283,7 +284,7 @@ class TowerExtended(_tf.StrategyExtended):
         return towers.call_each(self._container_strategy(), fn, args, kwargs)
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset,
-                                         options: Any) -> split.TowerDataset:
+                                         options: Any) -> tf.distribute.DistributedDataset:
         _keras.install_hooks()
         per_replica, fetched_to, ready = self._input_options(options)
         if per_replica:
@@ -297,7 +298,7 @@ class TowerExtended(_tf.StrategyExtended):
                                    ready).fetched_to(fetched_to)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
-                                           options: Any) -> split.TowerDataset:
+                                           options: Any) -> tf.distribute.DistributedDataset:
         arguments.check_function("dataset_fn", dataset_fn)
         per_replica, fetched_to, ready = self._input_options(options)
         count, workers = len(self.worker_devices), self._workers
@@ -333,11 +334,11 @@ class TowerExtended(_tf.StrategyExtended):
                 self.worker_devices if options.experimental_fetch_to_device else (),
                 max(split.READY, options.experimental_per_replica_buffer_size))
 
-    def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> split.RestartableIterator:
+    def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> Any:
         return split.RestartableIterator(self._experimental_distribute_dataset(dataset, None))
 
     def _make_input_fn_iterator(self, input_fn: Callable[..., Any],
-                                replication_mode: Any) -> split.RestartableIterator:
+                                replication_mode: Any) -> Any:
         del replication_mode  # make_input_fn_iterator takes one mode only
         return split.RestartableIterator(self._distribute_datasets_from_function(input_fn, None))
 
@@ -362,8 +363,9 @@ class TowerExtended(_tf.StrategyExtended):
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int,
                                   options: Any) -> Any:
         del options
-        if self._workers is not None:
-            return _onto(destinations, lambda: self._workers.gather(_concat(value, axis), axis))
+        workers = self._workers
+        if workers is not None:
+            return _onto(destinations, lambda: workers.gather(_concat(value, axis), axis))
         if not isinstance(value, tf.distribute.DistributedValues):
             return value
         return _onto(destinations, lambda: merge.concat(list(value.values), axis))
@@ -456,9 +458,12 @@ def _reduce_across(workers: machines.Machines, reduce_op: Any, pairs: Any) -> li
         value, count = summed[leaf.number], leaves[leaf.number][1]
         return merge.divided(value, count) if mean else value
 
-    return [_onto(destinations, lambda nest=nest: tf.nest.map_structure(
-        lambda leaf: tf.nest.map_structure(tf.identity, finished(leaf)), nest))
-        for nest, (_, destinations) in zip(nests, pairs)]
+    def copied(nest: Any) -> Any:
+        return tf.nest.map_structure(
+            lambda leaf: tf.nest.map_structure(tf.identity, finished(leaf)), nest)
+
+    return [_onto(destinations, functools.partial(copied, nest))
+            for nest, (_, destinations) in zip(nests, pairs)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -219,13 +219,13 @@ class Machines:
             summed = self._sum_pack([results[position] for position in positions])
             for position, value in zip(positions, summed):
                 results[position] = value
-        sparse = [position for position, value in enumerate(values)
-                  if isinstance(value, tf.IndexedSlices)]
-        parts = self.gather_rows([part for position in sparse
-                                  for part in (values[position].values, values[position].indices)])
-        for number, position in enumerate(sparse):
+        sparse = {position: value for position, value in enumerate(values)
+                  if isinstance(value, tf.IndexedSlices)}
+        parts = self.gather_rows([part for value in sparse.values()
+                                  for part in (value.values, value.indices)])
+        for number, (position, value) in enumerate(sparse.items()):
             results[position] = tf.IndexedSlices(parts[2 * number], parts[2 * number + 1],
-                                                 values[position].dense_shape)
+                                                 value.dense_shape)
         return results
 
     def sum_one(self, value: Value) -> Value:

@@ -227,7 +227,7 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
     Returns:
       One gradient or None a variable.
     """
-    present = [index for index, values in enumerate(per_variable) if values is not None]
+    present = {index: values for index, values in enumerate(per_variable) if values is not None}
 
     def filled(value: Value, tower: int) -> Value:
         return _without_empty(value, tower, shares)
@@ -235,10 +235,9 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
     def summed(keep_empty: bool) -> list[Value]:
         rows = {device: factors.Factors(None if keep_empty else filled) for device in set(devices)}
         results = []
-        for index in present:
-            values, device = per_variable[index], devices[index]
-            with tf.device(device):
-                made = rows[device].total(values) if from_factors else None
+        for index, values in present.items():
+            with tf.device(devices[index]):
+                made = rows[devices[index]].total(values) if from_factors else None
                 if made is None:
                     made = total(values) if keep_empty else _filled_here(values, shares)
                 results.append(made)

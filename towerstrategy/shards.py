@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +20,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import machines, split
 
-Policy = tf.data.experimental.AutoShardPolicy
+Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
 Nest = Any
 
 
@@ -332,7 +332,8 @@ class WorkersDataset(split.TowerDataset):
         towers = self._workers.towers
 
         def flat(element: Nest) -> tuple[Any, ...]:
-            rows, values = tf.zeros([towers], tf.int64), []
+            rows = tf.zeros([towers], tf.int64)
+            values: list[Any] = []
             for leaf in tf.nest.flatten(element):
                 if isinstance(leaf, split.StandInSubBatches):
                     rows = leaf.rows

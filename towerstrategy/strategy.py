@@ -7,7 +7,7 @@ verb each.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -15,7 +15,7 @@ from towerstrategy import _keras, arguments, machines, report, towers
 from towerstrategy import devices as devices_lib
 from towerstrategy.extended import TowerExtended
 
-Options = tf.distribute.experimental.CommunicationOptions
+Options: TypeAlias = tf.distribute.experimental.CommunicationOptions
 
 
 class TowerStrategy(tf.distribute.Strategy):

@@ -88,7 +88,7 @@ class _Call:
         return all(ended)
 
     def _merge(self) -> None:
-        meetings = [tower.meeting for tower in self._towers]
+        meetings = [tower.meeting for tower in self._towers if tower.meeting is not None]
         first = meetings[0]
         args = _tf.regroup(tuple(meeting.args for meeting in meetings))
         kwargs = _tf.regroup(tuple(meeting.kwargs for meeting in meetings))
@@ -123,7 +123,8 @@ class _TowerThread(threading.Thread):
         self._context = context
         self._state = state
         self._creator = _tf.shared_variable_creator_for(made, context.tower)
-        self._fn, self._args, self._kwargs = fn, args, kwargs
+        self._fn: Any = fn
+        self._args, self._kwargs = args, kwargs
         self._go = threading.Semaphore(0)
         self._paused = threading.Semaphore(0)
         self._stopping = False

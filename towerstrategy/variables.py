@@ -29,14 +29,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import machines, merge, towers
 
-Aggregation = tf.VariableAggregation
+Aggregation: TypeAlias = tf.VariableAggregation
 
 _REPLACING = ("scatter_update", "scatter_min", "scatter_max")
 _STEPPING = ("scatter_add", "scatter_sub")
@@ -278,7 +278,7 @@ class TowerVariable(_tf.ResourceVariable):
             raise RuntimeError(towers.NESTED_MERGE)
 
     def _write_alone(self, tower: towers.TowerContext, method: Callable[..., Any],
-                     plain: Callable[..., Any], value: tf.Tensor) -> Any:
+                     plain: functools.partial[Any], value: tf.Tensor) -> Any:
         """A write inside control flow, where the towers cannot meet.
 
         Where the rule is tower 0's value, tower 0 writes it.  Other rules need all the towers.

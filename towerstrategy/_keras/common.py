@@ -196,7 +196,8 @@ def check_trains_on_towers(model: Any, scope: tf.distribute.Strategy) -> None:
 def adopted_sentence(strategy: tf.distribute.Strategy, model: Any, resident: Iterable[Any],
                      local: Iterable[Any], without_xla: bool) -> str:
     """What ``adopt`` says."""
-    count, homes = 0, {}
+    count = 0
+    homes: dict[str, int] = {}
     for variable in resident:
         count += 1
         home = variables.home_of(variable)
