@@ -148,7 +148,7 @@ Mirrored = values_lib.Mirrored
 StrategyExtended = distribute_lib.StrategyExtendedV1
 UpdateContext = distribute_lib.UpdateContext
 OwnedIterator = iterator_ops.OwnedIterator
-Function: TypeAlias = polymorphic_function.Function
+Function = polymorphic_function.Function
 ReduceOp = reduce_util.ReduceOp
 CompositeTensor = composite_tensor.CompositeTensor
 NoneTensorSpec = none_tensor.NoneTensorSpec
@@ -282,7 +282,8 @@ def autograph_convert(fn: Callable[..., Any]) -> Callable[..., Any]:
     return autograph_api.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)
 
 
-def clone_function(function: Function, python_function: Callable[..., Any]) -> Function:
+def clone_function(function: polymorphic_function.Function,
+                   python_function: Callable[..., Any]) -> polymorphic_function.Function:
     """A ``tf.function`` with the options of ``function`` around another Python function."""
     return function._clone(python_function=python_function)
 

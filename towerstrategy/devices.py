@@ -131,7 +131,7 @@ def whole_number(argument: str, value: Any) -> int:
                         f"{type(value).__name__}.")
     if not isinstance(value, numbers.Integral) and not float(value).is_integer():
         raise TypeError(f"{argument} must be a whole number, but got {value!r}.")
-    return math.trunc(value)
+    return int(math.trunc(value))
 
 
 def short_name(device: str) -> str:

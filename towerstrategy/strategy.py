@@ -7,7 +7,7 @@ verb each.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,7 +15,7 @@ from towerstrategy import _keras, arguments, machines, report, towers
 from towerstrategy import devices as devices_lib
 from towerstrategy.extended import TowerExtended
 
-Options: TypeAlias = tf.distribute.experimental.CommunicationOptions
+Options = tf.distribute.experimental.CommunicationOptions
 
 
 class TowerStrategy(tf.distribute.Strategy):
@@ -86,7 +86,8 @@ class TowerStrategy(tf.distribute.Strategy):
                  merge_device: str | None = None, *,
                  cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
                  cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
-                 communication_options: Options | None = None) -> None:
+                 communication_options: tf.distribute.experimental.CommunicationOptions
+                 | None = None) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is "
                                "off (a tf.compat.v1 graph, or "

@@ -29,14 +29,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import machines, merge, towers
 
-Aggregation: TypeAlias = tf.VariableAggregation
+Aggregation = tf.VariableAggregation
 
 _REPLACING = ("scatter_update", "scatter_min", "scatter_max")
 _STEPPING = ("scatter_add", "scatter_sub")
@@ -183,7 +183,7 @@ class TowerVariable(_tf.ResourceVariable):
 
         return tower.merge_call(merged, args=(slices,))
 
-    def _aggregate_slices(self, method_name: str, aggregation: Aggregation,
+    def _aggregate_slices(self, method_name: str, aggregation: tf.VariableAggregation,
                           parts: list[tf.IndexedSlices],
                           shares: merge.Shares) -> tf.IndexedSlices:
         """The slices to write from those of the towers, on this variable's home."""
@@ -533,7 +533,7 @@ def _check_modes(kwargs: dict[str, Any]) -> bool:
     return synchronization is tf.VariableSynchronization.ON_READ
 
 
-def _check_mean(aggregation: Aggregation, dtype: tf.DType) -> None:
+def _check_mean(aggregation: tf.VariableAggregation, dtype: tf.DType) -> None:
     """Raises ``ValueError`` for a mean of values that have none, as TensorFlow does."""
     if aggregation is Aggregation.MEAN and not (dtype.is_floating or dtype.is_complex):
         raise ValueError(
@@ -578,7 +578,7 @@ def _value_of(variable: tf.Variable) -> tf.Tensor:
 
 
 def _tower_local(strategy: tf.distribute.Strategy, parts: list[tf.Variable],
-                 aggregation: Aggregation) -> TowerLocalVariable:
+                 aggregation: tf.VariableAggregation) -> TowerLocalVariable:
     variable = TowerLocalVariable(strategy, parts, aggregation)
     strategy.extended.track(variable)
     return variable
