@@ -5,9 +5,11 @@ Most tests do the same with ``MirroredStrategy`` and compare; those that cannot 
 
 import collections
 import threading
+from unittest import mock
 
 import tensorflow as tf
 from absl.testing import parameterized
+from tensorflow.python.ops import op_selector
 
 import towerstrategy
 from peers import mirrored, outcome, per_replica, plain, two_towers
@@ -119,6 +121,33 @@ class ReplicaFunctionTest(parameterized.TestCase):
         result = run(two_towers(), lambda: context().all_reduce(
             "SUM", [number(), tf.cast(number(), tf.int32)]))
         self.assertEqual(plain(result), [("per replica", [3., 3.]), ("per replica", [3, 3])])
+
+    @parameterized.parameters(True, False)
+    def test_start_of_a_deep_model_that_synchronizes(self, trace_once):
+        """Else each all-reduce costs a walk through all of the graph before it, and a network with
+        50 synchronized layers takes minutes to start."""
+        strategy = two_towers()
+        strategy.extended.trace_once = trace_once
+
+        def deep():
+            x = number()
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = x
+                for _ in range(20):
+                    y = context().all_reduce("MEAN", tf.tanh(y)) + y
+            return tape.gradient(y, x)
+
+        walk, walked = op_selector.get_backward_walk_ops, []
+
+        def counted(*args, **kwargs):
+            walked.append(len(walk(*args, **kwargs)))
+            return walk(*args, **kwargs)
+
+        with mock.patch.object(op_selector, "get_backward_walk_ops", counted):
+            RUNS["in_function"](strategy, deep)
+        self.assertNotEmpty(walked)
+        self.assertLess(max(walked), 10)
 
     @everywhere
     def test_sum_of_bools_says_what_to_do(self, run):

@@ -55,8 +55,11 @@ class TowerContext(tf.distribute.ReplicaContext):
         self._call = call
         self.shares = shares
         self.weight: Any = None
+        self.silenced = False
         self._graph: tf.Graph | None = None
+        self._reducing = False
         self._scaled: dict[int, Any] = {}
+        self._met: dict[int, Any] = {}
 
     def __enter__(self) -> None:
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -163,11 +166,17 @@ class TowerContext(tf.distribute.ReplicaContext):
         if self.shares.stand_ins:
             filled = self.filled
             value = tf.nest.map_structure(lambda part: merge.kept(filled, part), value)
-        return super().all_reduce(reduce_op, value, options)
+        before, self._reducing = self._reducing, True
+        try:
+            return super().all_reduce(reduce_op, value, options)
+        finally:
+            self._reducing = before
 
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.can_merge:
             raise RuntimeError(NESTED_MERGE)
+        if self._reducing and not tf.executing_eagerly():
+            merge_fn = _ending_walks(merge_fn)
         if self._call is not None:
             return self._call.meet(merge_fn, args, kwargs)
         with _tf.cross_replica_context(self._strategy), \
@@ -182,6 +191,21 @@ class TowerContext(tf.distribute.ReplicaContext):
         value, = values
         differs = isinstance(value, (tf.Tensor, _tf.CompositeTensor)) and id(value) not in self._met
         return TowerResults(values, self.shares) if differs else value
+
+
+def _ending_walks(merge_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``merge_fn`` with results behind which TensorFlow does not look for variables.
+
+    ``ReplicaContext.all_reduce`` has a gradient of its own, for which TensorFlow walks back from
+    the result to the tower's input, and, by the other towers' inputs, through all of their graph:
+    with each all-reduce anew.  The walk ends where nothing can be differentiated.
+    """
+    def ended(leaf: Any) -> Any:
+        if isinstance(leaf, _tf.Mirrored):
+            return _tf.Mirrored([ended(copy) for copy in leaf.values])
+        return tf.stop_gradient(leaf) if isinstance(leaf, tf.Tensor) else leaf
+
+    return lambda *args, **kwargs: tf.nest.map_structure(ended, merge_fn(*args, **kwargs))
 
 
 class MergedContext(tf.distribute.ReplicaContext):
