@@ -186,7 +186,8 @@ class TowerStrategy(tf.distribute.Strategy):
 
         Raises:
           TypeError: ``model`` is no Keras model.
-          ValueError: ``model`` belongs to another strategy.
+          ValueError: ``model`` belongs to another strategy, or has a stateful RNN and there are
+            several towers.
 
         >>> model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)],
         ...                             name="small")

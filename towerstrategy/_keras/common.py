@@ -182,6 +182,29 @@ def adopt_variables(strategy: tf.distribute.Strategy, held: Iterable[Any]) -> li
     return resident
 
 
+def check_no_states(strategy: tf.distribute.Strategy, model: Any, rnn: type) -> None:
+    """Raises ``ValueError`` where a layer keeps a state for each row of a batch.
+
+    Args:
+      strategy: whose the model is to be.
+      model: the model.
+      rnn: the class of recurrent layers of the model's Keras.
+    """
+    towers_ = strategy.num_replicas_in_sync
+    stateful = [] if towers_ == 1 else [layer for layer in model._flatten_layers()
+                                        if isinstance(layer, rnn) and layer.stateful]
+    for layer in stateful:
+        states = [state for state in tf.nest.flatten(layer.states) if state is not None]
+        rows = states[0].shape[0] if states else None
+        parts = "" if rows is None else (f" ({rows} rows, of which the towers get "
+                                         f"{', '.join(map(str, split.deal(rows, towers_)[1]))})")
+        raise ValueError(
+            f"layer {layer.name!r} of model {model.name!r} is a stateful RNN. Its state has a row "
+            f"for each row of a batch{parts}, and exists once, while each of the {towers_} towers "
+            "works on a part of the batch. Make the layer with stateful=False, or use a strategy "
+            "of one tower.")
+
+
 def check_trains_on_towers(model: Any, scope: tf.distribute.Strategy) -> None:
     """Raises ``ValueError`` where a model that is not adopted trains in the scope of towers."""
     from towerstrategy.strategy import TowerStrategy

@@ -18,6 +18,7 @@ from keras.src.backend.tensorflow import numpy as tf_numpy
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.callbacks import backup_and_restore
 from keras.src.layers.normalization import batch_normalization
+from keras.src.layers.rnn import rnn
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import metric as metric_module
 from keras.src.metrics import reduction_metrics
@@ -157,6 +158,7 @@ def forget_functions(model: Any) -> None:
 
 def _adopt_state(strategy: tf.distribute.Strategy, model: Any) -> tuple[list[Any], list[Any]]:
     """Adopts all variables that there are; returns those with one copy and the tower-local ones."""
+    common.check_no_states(strategy, model, rnn.RNN)
     metrics, optimizers = _metrics_of(model), _optimizers_of(model)
     local = {id(variable): variable for metric in metrics for variable in metric.variables}
     held = [_held(variable)
@@ -544,7 +546,8 @@ def _symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
             # The optimizer is built here, around weights that may have been built outside.
             _adopt_state(strategy, self)
         if iterator is not None:
-            data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
+            data_batch = _batch_spec(iterator._distributed_dataset.element_spec,
+                                     _has_fixed_rows(self))
         try:
             with strategy.scope():
                 self._symbolic_build(data_batch=data_batch)
@@ -557,15 +560,25 @@ def _symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
     return _maybe_symbolic_build
 
 
-def _batch_spec(element_spec: Any) -> Any:
-    """Shapes and dtypes of a global batch, from the spec of its sub-batches."""
+def _has_fixed_rows(model: Any) -> bool:
+    """Whether the model was made for batches of one size, as by ``Input(batch_size=...)``."""
+    inputs = getattr(getattr(model, "_functional", model), "inputs", None)
+    return any(tensor.shape and tensor.shape[0] is not None for tensor in tree.flatten(inputs or []))
+
+
+def _batch_spec(element_spec: Any, fixed_rows: bool) -> Any:
+    """Shapes and dtypes of a batch, from the spec of its sub-batches.
+
+    Its rows are left open, or with ``fixed_rows`` are those of tower 0.
+    """
 
     def whole(spec: Any) -> Any:
         if isinstance(spec, (_tf.NoneTensorSpec, tf.OptionalSpec)):
             return None
         if isinstance(spec, split.SubBatchesSpec):
             spec = spec._component_specs[0]
-        return _Symbol(tf.TensorShape([None]).concatenate(spec.shape[1:]), spec.dtype)
+        rows = spec.shape[:1] if fixed_rows else tf.TensorShape([None])
+        return _Symbol(rows.concatenate(spec.shape[1:]), spec.dtype)
 
     return tree.map_structure(whole, element_spec)
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tf_keras.src import callbacks
 from tf_keras.src.engine import compile_utils, data_adapter, training
 from tf_keras.src.layers.normalization import batch_normalization
+from tf_keras.src.layers.rnn import base_rnn
 from tf_keras.src.metrics import base_metric
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import optimizer as new_optimizer
@@ -137,6 +138,7 @@ def forget_functions(model: Any) -> None:
 
 def _adopt_state(strategy: tf.distribute.Strategy, model: Any) -> tuple[list[Any], list[Any]]:
     """Adopts all variables that there are; returns those with one copy and the tower-local ones."""
+    common.check_no_states(strategy, model, base_rnn.RNN)
     metrics, optimizers = _metrics_of(model), _optimizers_of(model)
     held = held_variables(model)
     slots = [variable for optimizer in optimizers for variable in _optimizer_variables(optimizer)]
