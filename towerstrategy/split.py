@@ -585,8 +585,8 @@ def check_batched(dataset: Any) -> None:
             what = f"{_called(path)} of its elements is a scalar" if path else (
                 "its elements are scalars")
             raise ValueError(
-                f"the dataset is not batched: {what} ({leaf!r}), so there are no rows to split over "
-                "the towers. Call dataset.batch(global_batch_size) first.")
+                f"the dataset is not batched: {what} ({leaf!r}), so there are no rows to split "
+                "over the towers. Call dataset.batch(global_batch_size) first.")
     _check_known({path: leaf.shape[0] for path, leaf in zip(*_named_leaves(dataset.element_spec))
                   if getattr(leaf, "shape", None) and leaf.shape[0] is not None})
 

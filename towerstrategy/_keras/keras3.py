@@ -563,7 +563,8 @@ def _symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
 def _has_fixed_rows(model: Any) -> bool:
     """Whether the model was made for batches of one size, as by ``Input(batch_size=...)``."""
     inputs = getattr(getattr(model, "_functional", model), "inputs", None)
-    return any(tensor.shape and tensor.shape[0] is not None for tensor in tree.flatten(inputs or []))
+    return any(tensor.shape and tensor.shape[0] is not None
+               for tensor in tree.flatten(inputs or []))
 
 
 def _batch_spec(element_spec: Any, fixed_rows: bool) -> Any:
