@@ -31,6 +31,7 @@ class _Modes(threading.local):
     stand_ins = False
     in_order = False
     alike_on_all = False
+    totals: dict[int, Any] = {}
 
     @contextlib.contextmanager
     def within(self, **modes: Any) -> Iterator[None]:
@@ -175,6 +176,26 @@ class TowerExtended(_tf.StrategyExtended):
         """Within, what a first tower writes is the same on all machines and need not cross."""
         with self._modes.within(alike_on_all=True):
             yield
+
+    @contextlib.contextmanager
+    def read_at_once(self, model_variables: Any) -> Iterator[None]:
+        """Within, the tower-local variables among these are read; they cross machines together."""
+        if self._workers is None:
+            yield
+            return
+        read = {id(variable): variable for variable in model_variables
+                if isinstance(variable, variables.TowerLocalVariable)
+                and variable.aggregation is tf.VariableAggregation.SUM
+                and id(variable) not in self._modes.totals}
+        with tf.device(self.merge_device):
+            sums = self._workers.sum([merge.total([part.value() for part in variable._values])
+                                      for variable in read.values()])
+        with self._modes.within(totals={**self._modes.totals, **dict(zip(read, sums))}):
+            yield
+
+    def total_read(self, variable: Any) -> Any:
+        """What :meth:`read_at_once` has read of ``variable``, or None."""
+        return self._modes.totals.get(id(variable))
 
     @contextlib.contextmanager
     def stand_ins(self) -> Iterator[None]:

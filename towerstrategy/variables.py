@@ -333,6 +333,10 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         tower = towers.current_tower()
         return tower.part_of(self._values) if tower is not None else super()._get()
 
+    def _get_cross_replica(self) -> Any:
+        read = self._distribute_strategy.extended.total_read(self)
+        return super()._get_cross_replica() if read is None else read
+
     def _get_on_device_or_primary(self) -> Any:
         tower = towers.current_tower()
         if tower is not None:
@@ -396,7 +400,6 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         return tf.where(tower.filled, value, neutral())
 
     def _assigned_from_outside(self) -> bool:
-        _tower_of(self)  # which raises in a tower of another strategy
         _tower_of(self)  # which raises in a tower of another strategy
         if _tf.is_saving_one_copy() or self.aggregation is not Aggregation.SUM:
             return False
@@ -546,9 +549,12 @@ def _create_tower_local(strategy: tf.distribute.Strategy, devices: tuple[str, ..
                         kwargs: dict[str, Any]) -> TowerLocalVariable:
     parts: list[tf.Variable] = []
     name = kwargs.get("name")
+    if strategy.extended.workers is not None:
+        kwargs["initial_value"] = _chiefs_initial_value(strategy.extended.workers, **kwargs)
     for number, device in enumerate(devices):
         if parts:
-            kwargs["initial_value"] = functools.partial(_value_of, parts[0])
+            if strategy.extended.workers is None:
+                kwargs["initial_value"] = functools.partial(_value_of, parts[0])
             first = (parts[0].name or name or "Variable").split(":")[0]
             kwargs["name"] = f"{first}/tower_{number}/"
         with tf.device(device), _outside_tower_scope():
@@ -568,9 +574,19 @@ def _chiefs_initial_value(workers: machines.Machines, initial_value: Any, dtype:
             value = initial_value() if callable(initial_value) else initial_value
             if _tf.is_checkpoint_value(value):  # read from a file, and so on every worker
                 return value
-            return workers.chiefs([tf.convert_to_tensor(value, dtype=dtype)])[0]
+            value, = workers.chiefs([tf.convert_to_tensor(value, dtype=dtype)])
+        return value if tf.executing_eagerly() else _constant(value)
 
     return chiefs
+
+
+def _constant(value: tf.Tensor) -> tf.Tensor:
+    """An eager tensor as a constant of the graph.
+
+    A function whose variables start from anything else cannot initialize them before it runs, and
+    runs in a tf.cond, in which collective ops get no key.
+    """
+    return tf.constant(value.numpy(), value.dtype)
 
 
 def _value_of(variable: tf.Variable) -> tf.Tensor:

@@ -277,6 +277,12 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moments(original: Callable[..., Any]) -> Callable[..., Any]:
+def _is_keras_own(model: Any) -> bool:
+    """Whether all gradients of ``model``'s step come of the loss that Keras computes."""
+    return (type(model).train_step is tf_trainer.TensorFlowTrainer.train_step
+            and type(model).compute_loss is base_trainer.Trainer.compute_loss)
+
+
     def _moments(self: Any, inputs: Any, mask: Any) -> Any:
         tower = splitting_tower()
         if tower is None or mask is None or not self.synchronized:
@@ -348,24 +354,41 @@ def _wrap_result(cls: type) -> None:
 
 def _result(original: Callable[..., Any]) -> Callable[..., Any]:
     def result(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _once(lambda: original(self, *args, **kwargs))
+        return _once(self, lambda: original(self, *args, **kwargs))
 
     return result
 
 
 def _get_metrics_result(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_metrics_result(self: Any) -> Any:
-        return _once(lambda: original(self))
+        return _once(self, lambda: original(self))
 
     return get_metrics_result
 
 
-def _once(result: Callable[[], Any]) -> Any:
+def _once(holder: Any, result: Callable[[], Any]) -> Any:
     """``result`` computed once for all towers, from the tower-local variables' sums."""
     tower = splitting_tower()
-    if tower is None or not tower.can_merge:
+    if tower is not None and not tower.can_merge:
         return result()
-    return tower.merge_call(lambda _: result())
+    if tower is None:
+        strategy = tf.distribute.get_strategy()
+        return _of_sums(strategy, holder, result) if _crosses(strategy) else result()
+    return tower.merge_call(lambda strategy: _of_sums(strategy, holder, result))
+
+
+def _crosses(strategy: Any) -> bool:
+    """Whether reading metrics here, outside of towers, means to read those of all machines."""
+    return (is_tower_strategy(strategy) and strategy.extended.workers is not None
+            and tf.distribute.in_cross_replica_context())
+
+
+def _of_sums(strategy: tf.distribute.Strategy, holder: Any, result: Callable[[], Any]) -> Any:
+    """``result`` of the metrics of ``holder`` (a model or a metric), their sums read at once."""
+    parts = (holder,) if isinstance(holder, metric_module.Metric) else holder.metrics
+    held = [_held(variable) for metric in parts for variable in metric.variables]
+    with strategy.extended.read_at_once(held):
+        return result()
 
 
 def _mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:

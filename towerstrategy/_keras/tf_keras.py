@@ -49,7 +49,10 @@ HOOKS: dict[tuple[Any, str], str] = {
         "towers without rows get stand-ins",
     (data_adapter, "single_batch_iterator"): "the same for *_on_batch",
     (training, "reduce_per_replica"): "outputs of stand-ins are cut off",
+    (training.Model, "get_metrics_result"):
+        "reads each metric's variables by themselves; those of all machines are read at once",
     (training.Model, "compile"): "compiling in the scope adopts; jit_compile is refused early",
+    (training.Model, "compute_loss"): "the loss of a stand-in is 0, and so are its gradients",
     (training.Model, "make_train_function"):
         "adopts what was built since compile; refuses a model in the scope that is not adopted",
     (training.Model, "make_test_function"): "the same for evaluate",
@@ -67,6 +70,7 @@ def install() -> None:
         "strategy_supports_loss_scaling": _supports_loss_scaling,
         "update_state": _mean_update_state,
         "build": _batch_norm_build,
+        "get_metrics_result": _get_metrics_result,
         "_configure_dataset_and_inferred_steps": _configure_dataset,
         "single_batch_iterator": _single_batch_iterator,
         "reduce_per_replica": _reduce_per_replica,
@@ -327,6 +331,22 @@ def _configure_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
     def _configure_dataset_and_inferred_steps(self: Any, strategy: Any, x: Any, *args: Any,
                                               **kwargs: Any) -> Any:
         if not is_tower_strategy(strategy):
+def _get_metrics_result(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_metrics_result(self: Any) -> Any:
+        tower = splitting_tower()
+        if tower is None or tower.shares.workers is None or not tower.can_merge:
+            return original(self)
+
+        def of_sums(strategy: tf.distribute.Strategy) -> Any:
+            held = [variable for metric in self.metrics for variable in _variables_of(metric)]
+            with strategy.extended.read_at_once(held):
+                return original(self)
+
+        return tower.merge_call(of_sums)
+
+    return get_metrics_result
+
+
             return original(self, strategy, x, *args, **kwargs)
         with strategy.extended.stand_ins():
             result = original(self, strategy, x, *args, **kwargs)
