@@ -259,12 +259,27 @@ def read_profile(serialized: bytes) -> Any:
     return xplane_pb2.XSpace.FromString(serialized)
 
 
-def add_note(error: BaseException, note: str) -> None:
-    """Adds ``note`` to ``error``, and to the error that autograph will raise in its place."""
-    error.add_note(note)
+def add_note(error: BaseException, note: str, traced: bool) -> None:
+    """Adds ``note`` to ``error``, and to the error that autograph will raise in its place.
+
+    Args:
+      error: what was raised.
+      note: what is to be told.
+      traced: whether that was in a function that is being traced.  Autograph raises another error
+        with the first one's message, but without its notes.
+    """
     metadata = getattr(error, "ag_error_metadata", None)
     if metadata is not None:
         metadata.cause_message += f"\n{note}"
+    elif traced and type(error) in _PLAIN_ERRORS and len(error.args) == 1:
+        error.args = (f"{error.args[0]}\n{note}",)
+        return
+    error.add_note(note)
+
+
+# Those whose only argument is their message.
+_PLAIN_ERRORS = (ArithmeticError, AssertionError, AttributeError, IndexError, NotImplementedError,
+                 RuntimeError, TypeError, ValueError, ZeroDivisionError)
 
 
 @contextlib.contextmanager
@@ -273,7 +288,7 @@ def noting(note: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        add_note(error, note)
+        add_note(error, note, not tf.executing_eagerly())
         raise
 
 
@@ -322,6 +337,11 @@ class ThreadState:
             for name in ("step", "writer", "is_recording", "is_recording_distribution_strategy")
         }
         self._filters_tracebacks = tf.debugging.is_traceback_filtering_enabled()
+
+    @property
+    def eager(self) -> bool:
+        """Whether the towers run eagerly."""
+        return self._eager
 
     @property
     def graph(self) -> tf.Graph:

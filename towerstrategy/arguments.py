@@ -34,6 +34,7 @@ def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
 
 def check_reduce(strategy: tf.distribute.Strategy, reduce_op: Any, value: Any, axis: Any) -> None:
     """The arguments of ``strategy.reduce``."""
+    check_scope(strategy)
     _check_op(reduce_op)
     axes = axis if isinstance(axis, tuple) else () if axis is None else (axis,)
     for item in axes:
@@ -49,6 +50,7 @@ def check_reduce(strategy: tf.distribute.Strategy, reduce_op: Any, value: Any, a
 
 def check_gather(strategy: tf.distribute.Strategy, value: Any, axis: Any) -> None:
     """The arguments of ``strategy.gather``."""
+    check_scope(strategy)
     if not _is_axis(axis):
         raise TypeError(f"axis must be a whole number, but got {axis!r} of type "
                         f"{type(axis).__name__}.")
@@ -57,6 +59,15 @@ def check_gather(strategy: tf.distribute.Strategy, value: Any, axis: Any) -> Non
         if _is_per_replica(leaf):
             _check_numbers(strategy, path, leaf.values)
             _check_alike(strategy, path, leaf.values, (axis,))
+
+
+def check_scope(strategy: tf.distribute.Strategy) -> None:
+    """Raises ``RuntimeError`` inside the scope of another strategy."""
+    if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not strategy:
+        raise RuntimeError(
+            f"Mixing different tf.distribute.Strategy objects: {tf.distribute.get_strategy()!r} is "
+            f"not {strategy!r}. A strategy, and a model that is its own, cannot be used inside the "
+            "scope of another: leave that scope first.")
 
 
 def check_function(argument: str, fn: Any) -> None:

@@ -246,12 +246,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _scope(self, strategy: tf.distribute.Strategy) -> Any:
         _keras.install_hooks()
-        entered = tf.distribute.get_strategy() if tf.distribute.has_strategy() else strategy
-        if entered is not strategy:
-            raise RuntimeError(
-                f"Mixing different tf.distribute.Strategy objects: {entered!r} is not "
-                f"{strategy!r}. A strategy, and a model that is its own, cannot be used inside the "
-                "scope of another: leave that scope first.")
+        arguments.check_scope(strategy)
         return super()._scope(strategy)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:

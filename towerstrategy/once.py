@@ -80,7 +80,7 @@ class _Once:
             try:
                 result = fn(*args, **kwargs)
             except Exception as error:
-                _tf.add_note(error, self._error_note)
+                _tf.add_note(error, self._error_note, traced=True)
                 raise
             self._copier.copy()
         grouped = self._group(result)

@@ -167,8 +167,8 @@ class _TowerThread(threading.Thread):
         except _Stop:
             pass
         except BaseException as error:  # handed to the caller's thread
-            _tf.add_note(error, towers.error_note(self.number, self._context.device,
-                                                  self._context.shares))
+            note = towers.error_note(self.number, self._context.device, self._context.shares)
+            _tf.add_note(error, note, not self._state.eager)
             self.error = error
         finally:
             self.ended = True
