@@ -87,7 +87,7 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Clu
         raise TypeError("cluster_resolver must be None or a "
                         "tf.distribute.cluster_resolver.ClusterResolver, but got "
                         f"{resolver!r} of type {type(resolver).__name__}.")
-    cluster = _place_in(resolver)
+    cluster = place_in(resolver)
     if cluster is None or cluster in _joined:
         return cluster
     if _joined:
@@ -109,7 +109,8 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Clu
     return cluster
 
 
-def _place_in(resolver: Any) -> Cluster | None:
+def place_in(resolver: Any) -> Cluster | None:
+    """This process' place, as :func:`join` finds it; nothing is started."""
     jobs = resolver.cluster_spec().as_dict()
     if not jobs:
         return None

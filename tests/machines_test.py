@@ -1,0 +1,133 @@
+"""machines, shards: two workers of two towers each train, evaluate and predict as one device."""
+
+import json
+import os
+import tempfile
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import towerstrategy
+from tests import machines_workers
+from towerstrategy import machines
+
+WORKERS, TOWERS = 2, 2
+CASES = ("verbs", "ends_early", "uneven-keras", "uneven-tf_keras", "loop-keras",
+         "embedded-tf_keras", "random_start-keras", "counted-keras")
+
+
+class ClusterTest(parameterized.TestCase):
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.folder = folder.name
+        machines_workers.run(WORKERS, TOWERS, cls.folder, CASES)
+
+    def seen(self, case):
+        """What each worker saw; fails where they saw different things."""
+        first, *others = [machines_workers.results(self.folder, case, worker)
+                          for worker in range(WORKERS)]
+        for other in others:
+            for name, value in first.items():
+                np.testing.assert_array_equal(value, other[name], f"{case}: {name}")
+        return first
+
+    @parameterized.parameters("verbs", "uneven-keras", "uneven-tf_keras", "loop-keras",
+                              "embedded-tf_keras")
+    def test_as_on_one_device(self, case):
+        """Else weights, logs, evaluations or predictions depend on the number of machines."""
+        seen, expected = self.seen(case), machines_workers.expected(case)
+        for name in expected:
+            if name.startswith(("eager_", "graph_", "replicas")):
+                continue
+            np.testing.assert_allclose(seen[name], expected[name], 1e-5, 1e-6, err_msg=name)
+
+    def test_verbs(self):
+        """Else a sum, a mean or a gathered row counts the towers of one machine only."""
+        seen = self.seen("verbs")
+        for mode in ("eager", "graph"):
+            self.assertEqual(seen[f"{mode}_mean"], 0)
+            self.assertEqual(seen[f"{mode}_sum"], seen[f"{mode}_expected_sum"])
+            self.assertEqual(seen[f"{mode}_rows"], seen[f"{mode}_expected_rows"])
+        self.assertEqual(seen["replicas"], [(WORKERS - 1) * TOWERS])
+
+    def test_data_that_ends_early(self):
+        """Else the worker with less data hangs the others, or ends their epoch."""
+        rows = [2 * WORKERS * TOWERS * (worker + 1) for worker in range(WORKERS)]
+        steps = max(rows) // 2 // TOWERS
+        seen = self.seen("ends_early")
+        self.assertEqual([seen["steps"], seen["eager_steps"]], [steps, steps])
+        self.assertEqual(seen["found"], sum(sum(range(count)) for count in rows))
+
+    def test_one_start_and_different_draws(self):
+        """Else workers train different models, or drop the same units of different rows."""
+        masks = self.seen("random_start-keras")["masks"]
+        self.assertLen(masks, WORKERS * TOWERS)
+        self.assertLen(np.unique(masks, axis=0), WORKERS * TOWERS)
+
+    def test_what_crosses(self):
+        """Else a step's cost grows with the number of variables: each collective waits for all."""
+        seen = self.seen("counted-keras")
+        # Row counts, gradients, metrics.
+        self.assertEqual(seen["counts"].tolist(), [3, 3])
+        self.assertEqual(seen["own_traces"].tolist(), [0])
+
+
+def resolver(jobs, task_type, task_id):
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs), task_type=task_type, task_id=task_id)
+
+
+TWO = ["127.0.0.1:1", "127.0.0.1:2"]
+
+
+class RefusedTest(parameterized.TestCase):
+
+    @parameterized.parameters(
+        ({"worker": TWO}, None, None, "no task type"),
+        ({"worker": TWO}, "evaluator", 0, "task type 'evaluator'"),
+        ({"worker": TWO}, "worker", 2, "worker 2, but the cluster has 2"),
+        ({"worker": TWO}, "worker", None, "worker None, but the cluster has 2"),
+        ({"worker": TWO}, "chief", 0, "the cluster has 0 of type 'chief'"),
+        ({"worker": TWO, "ps": ["127.0.0.1:3"]}, "worker", 0, "parameter servers"),
+    )
+    def test_task(self, jobs, task_type, task_id, message):
+        """Else a wrong TF_CONFIG shows as a hang, or as training on one machine alone."""
+        with self.assertRaisesRegex(ValueError, message):
+            towerstrategy.TowerStrategy(cluster_resolver=resolver(jobs, task_type, task_id))
+
+    def test_types(self):
+        """Else a wrong argument fails deep inside TensorFlow."""
+        with self.assertRaisesRegex(TypeError, "cluster_resolver must be None or"):
+            towerstrategy.TowerStrategy(cluster_resolver={"worker": TWO})
+        with self.assertRaisesRegex(TypeError, "communication_options must be None or"):
+            towerstrategy.TowerStrategy(communication_options="RING")
+
+    def test_after_tensorflow_has_started(self):
+        """Else the script trains alone, or fails without saying what to move where."""
+        tf.config.list_logical_devices()
+        with self.assertRaisesRegex(RuntimeError, "first thing after `import tensorflow`"):
+            towerstrategy.TowerStrategy(cluster_resolver=resolver({"worker": TWO}, "worker", 0))
+
+    @parameterized.parameters({"worker": ["127.0.0.1:1"]}, {"chief": ["127.0.0.1:1"]}, {})
+    def test_a_cluster_of_one(self, **jobs):
+        """Else a TF_CONFIG of one machine pays for a server."""
+        config = {"cluster": jobs, "task": {"type": next(iter(jobs), "worker"), "index": 0}}
+        with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)):
+            strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2"])
+        self.assertIsNone(strategy.extended.workers)
+        self.assertEqual(strategy.num_replicas_in_sync, 2)
+        self.assertFalse(strategy.extended._in_multi_worker_mode())
+
+    def test_places(self):
+        """Else a chief and a worker take each other's number, and hang."""
+        jobs = {"chief": TWO[:1], "worker": TWO[1:]}
+        chief, worker = (machines.place_in(resolver(jobs, kind, 0)) for kind in jobs)
+        self.assertEqual((chief.index, worker.index), (0, 1))
+        self.assertEqual(worker.task, "/job:worker/replica:0/task:0")
+        self.assertEqual(chief.addresses, worker.addresses)

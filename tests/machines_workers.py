@@ -1,0 +1,327 @@
+"""The workers of a small cluster on 127.0.0.1, and what they are asked to do.
+
+    python machines_workers.py WORKERS TOWERS FOLDER CASE...
+
+Goes in: how many workers and towers each, and the names of :data:`CASES`.  Comes out: in FOLDER a
+file a case and worker, ``CASE_WORKER.npz``, with what the case returned.  A case takes a strategy
+and says what comes of it; given TensorFlow's default strategy it says what one device makes of the
+same global batches.
+
+Workers are forked from this process, which has imported everything and has not started TensorFlow.
+"""
+
+import collections
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+import towerstrategy
+
+SECONDS = 300  # then all workers are killed
+
+
+def data(rows, features=3):
+    random_state = np.random.RandomState(rows)
+    x = random_state.rand(rows, features).astype("f")
+    weights = random_state.uniform(0.5, 2, [rows]).astype("f")
+    return x, (x.sum(1, keepdims=True) - 1) ** 2, weights
+
+
+def model_of(kit, *layers):
+    kit.utils.set_random_seed(7)
+    start = kit.layers.Input([3]) if kit is keras else kit.layers.InputLayer([3])
+    return kit.Sequential([start, kit.layers.Dense(4, "tanh"), *layers, kit.layers.Dense(1)])
+
+
+def fit(strategy, kit, rows, batch, make=model_of, optimizer=None, **kwargs):
+    """Trains, evaluates and predicts; returns all that a user sees of it."""
+    x, y, weights = data(rows)
+    with strategy.scope():
+        model = make(kit)
+        model.compile(optimizer() if optimizer else kit.optimizers.Adam(0.01, clipnorm=0.5),
+                      "mse", metrics=["mae"])
+    history = model.fit(x, y, sample_weight=weights, batch_size=batch, epochs=2, shuffle=False,
+                        verbose=0, **kwargs)
+    seen = {f"weight_{number}": value for number, value in enumerate(model.get_weights())}
+    seen.update({f"log_{name}": values for name, values in history.history.items()})
+    seen["evaluate"] = model.evaluate(x, y, batch_size=batch, verbose=0)
+    seen["predict"] = model.predict(x, batch_size=batch, verbose=0)
+    return seen
+
+
+def even(strategy, kit):
+    return fit(strategy, kit, 16, 8)
+
+
+def uneven(strategy, kit):
+    """The last batch has one row: three of four towers have none."""
+    return fit(strategy, kit, 13, 6, validation_split=0.2)
+
+
+def one_row(strategy, kit):
+    return fit(strategy, kit, 1, 4)
+
+
+def normalized(strategy, kit):
+    """Synchronized batch normalization: its statistics are the global batch's."""
+    layer = kit.layers.BatchNormalization(synchronized=True, momentum=0.5)
+    return fit(strategy, kit, 13, 6, lambda kit: model_of(kit, layer))
+
+
+def accumulated(strategy, kit):
+    return fit(strategy, kit, 13, 4, optimizer=lambda: kit.optimizers.Adam(
+        0.01, gradient_accumulation_steps=2))
+
+
+def loss_scaled(strategy, kit):
+    """The inputs overflow in some steps, on one worker."""
+    optimizer = (kit.optimizers.LossScaleOptimizer if kit is keras
+                 else kit.mixed_precision.LossScaleOptimizer)
+    return fit(strategy, kit, 13, 4, optimizer=lambda: optimizer(kit.optimizers.SGD(0.01)))
+
+
+def embedded(strategy, kit):
+    """An embedding, whose gradients are sparse, and a mask; words differ between workers."""
+    words = np.random.RandomState(3).randint(0, 20, [11, 5])
+    words[-2:] = 0
+    y = words.sum(1, keepdims=True).astype("f") / 50
+    with strategy.scope():
+        kit.utils.set_random_seed(7)
+        inputs = kit.Input([5], dtype="int32")
+        hidden = kit.layers.Embedding(20, 4, mask_zero=True)(inputs)
+        model = kit.Model(inputs, kit.layers.Dense(1)(kit.layers.GlobalAveragePooling1D()(hidden)))
+        legacy = kit is tf_keras
+        model.compile(kit.optimizers.legacy.Adam(0.05) if legacy else kit.optimizers.Adam(0.05),
+                      "mse")
+    history = model.fit(words, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    return {"loss": history.history["loss"], "predict": model.predict(words, verbose=0),
+            **{f"weight_{number}": value for number, value in enumerate(model.get_weights())}}
+
+
+def on_batch(strategy, kit):
+    """Every worker gives the whole batch."""
+    x, y, _ = data(7)
+    with strategy.scope():
+        model = model_of(kit)
+        model.compile("sgd", "mse")
+    return {"train": model.train_on_batch(x, y), "test": model.test_on_batch(x, y),
+            "predict": model.predict_on_batch(x),
+            **{f"weight_{number}": value for number, value in enumerate(model.get_weights())}}
+
+
+def loop(strategy, kit):
+    """A loop of one's own over a dataset whose last batch is smaller."""
+    x, y, _ = data(11)
+    with strategy.scope():
+        model = model_of(kit)
+        optimizer = kit.optimizers.SGD(0.1)
+        seen = tf.Variable(0., aggregation=tf.VariableAggregation.SUM)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+
+    def step(x, y):
+        rows = tf.distribute.get_replica_context().all_reduce("SUM", tf.shape(x)[0])
+        with tf.GradientTape() as tape:
+            error = tf.reduce_sum(tf.square(model(x) - y))
+            loss = error / tf.cast(rows, tf.float32)
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables),
+                                      model.trainable_variables))
+        seen.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+        return error
+
+    @tf.function
+    def epoch(batches):
+        total = tf.constant(0.)
+        for x, y in batches:
+            total += strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None)
+        return total
+
+    totals = [epoch(strategy.experimental_distribute_dataset(dataset)) for _ in range(2)]
+    rows = []
+    for batch, _ in strategy.experimental_distribute_dataset(dataset):
+        rows.append(strategy.gather(batch, axis=0))
+    return {"totals": totals, "rows": np.concatenate(rows), "seen": seen,
+            **{f"weight_{number}": value for number, value in enumerate(model.get_weights())}}
+
+
+def verbs(strategy, _):
+    """``reduce``, ``gather``, ``all_reduce``, ``all_gather`` and writes, eager and in functions."""
+    seen = {}
+    count = strategy.num_replicas_in_sync
+
+    def work():
+        context = tf.distribute.get_replica_context()
+        number = tf.cast(context.replica_id_in_sync_group, tf.float32)
+        summed = context.all_reduce("SUM", [number, tf.stack([number, 1.])])
+        rows = context.all_gather(tf.fill([1 + context.replica_id_in_sync_group], number), axis=0)
+        return number, tf.reduce_sum(summed[0]) + summed[1][1], tf.reduce_sum(rows)
+
+    for name, run in (("eager", work), ("graph", tf.function(work))):
+        number, summed, rows = strategy.run(run)
+        seen[f"{name}_mean"] = strategy.reduce("MEAN", number, axis=None) * 2 + 1 - count
+        seen[f"{name}_sum"] = strategy.reduce("SUM", summed, axis=None) / count
+        seen[f"{name}_expected_sum"] = count * (count - 1) / 2 + count
+        seen[f"{name}_rows"] = strategy.reduce("MEAN", rows, axis=None)
+        seen[f"{name}_expected_rows"] = sum((1 + each) * each for each in range(count))
+    seen["replicas"] = [count - len(strategy.experimental_local_results(number))]
+    return seen
+
+
+def random_start(strategy, kit):
+    """Workers whose seeds differ start from worker 0's weights, and draw different numbers."""
+    kit.utils.set_random_seed(1 + strategy.extended.first_replica)
+    with strategy.scope():
+        model = kit.Sequential([kit.layers.Dense(3)])
+        model.build([None, 3])
+        kept = tf.Variable(tf.random.normal([3]))
+        drop = kit.layers.Dropout(0.5)
+
+        @tf.function
+        def masks():
+            return strategy.run(lambda: drop(tf.ones([1, 64]), training=True))
+
+        drawn = strategy.gather(masks(), axis=0)
+    return {"kernel": model.get_weights()[0], "kept": kept, "masks": drawn}
+
+
+def ends_early(strategy, _):
+    """Worker i has i + 1 batches of 2 rows; all go on until the last has ended."""
+
+    def dataset_fn(context):
+        here = context.input_pipeline_id
+        return tf.data.Dataset.range(2 * context.num_replicas_in_sync * (here + 1)).batch(2)
+
+    @tf.function
+    def total(dataset):
+        steps, found = tf.constant(0), tf.constant(0, tf.int64)
+        for batch in dataset:
+            steps += 1
+            found += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
+        return steps, found
+
+    dataset = strategy.distribute_datasets_from_function(dataset_fn)
+    steps, found = total(dataset)
+    return {"steps": steps, "found": found, "eager_steps": sum(1 for _ in dataset)}
+
+
+def counted(strategy, kit):
+    """The collective operations of a training step, and what each carries."""
+    x, y, _ = data(8)
+    with strategy.scope():
+        model = model_of(kit)
+        model.compile(kit.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    model.train_on_batch(x, y)
+    iterator = iter(strategy.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices((x, y)).batch(8)).with_stand_ins())
+
+    @tf.function
+    def step(iterator):
+        return strategy.run(model.train_step, args=(next(iterator),))
+
+    graph = step.get_concrete_function(iterator).graph.as_graph_def()
+    nodes = [*graph.node, *(node for function in graph.library.function
+                            for node in function.node_def)]
+    counts = collections.Counter(node.op for node in nodes if node.op.startswith("Collective"))
+    return {"counts": [counts["CollectiveReduceV2"], sum(counts.values())],
+            "own_traces": [len(strategy.extended.own_trace_reasons)]}
+
+
+KITS = {"keras": keras, "tf_keras": tf_keras}
+CASES = {f"{function.__name__}-{kit}": functools.partial(function, kit=KITS[kit])
+         for function in (even, uneven, one_row, normalized, loss_scaled, embedded, on_batch, loop,
+                          random_start, counted) for kit in KITS}
+CASES["accumulated-keras"] = functools.partial(accumulated, kit=keras)
+CASES.update({function.__name__: functools.partial(function, _=None)
+              for function in (verbs, ends_early)})
+
+
+def ports(count):
+    """Ports that nobody listens on."""
+    with contextlib.ExitStack() as opened:
+        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def run(workers, towers, folder, cases):
+    """Runs a cluster in processes of its own; raises with the workers' output if one fails."""
+    command = [sys.executable, __file__, str(workers), str(towers), str(folder), *cases]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
+                   "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True,
+                          timeout=SECONDS + 60)
+    if done.returncode:
+        raise AssertionError(f"the cluster failed:\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}")
+
+
+def results(folder, case, worker):
+    with np.load(pathlib.Path(folder) / f"{case}_{worker}.npz") as loaded:
+        return dict(loaded)
+
+
+def expected(case):
+    """What one device makes of a case."""
+    return {name: np.asarray(value) for name, value in CASES[case](
+        tf.distribute.get_strategy()).items()}
+
+
+def work(worker, addresses, towers, folder, cases):
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses},
+                                          "task": {"type": "worker", "index": worker}})
+    strategy = towerstrategy.TowerStrategy(towerstrategy.split_cpu(towers + 1)[1:], "CPU:0")
+    for case in cases:
+        print(f"worker {worker}: {case}", flush=True)
+        np.savez(pathlib.Path(folder) / f"{case}_{worker}.npz",
+                 **{name: np.asarray(value) for name, value in CASES[case](strategy).items()})
+
+
+def main(workers, towers, folder, *cases):
+    addresses = [f"127.0.0.1:{port}" for port in ports(int(workers))]
+    children = []
+    for worker in range(int(workers)):
+        child = os.fork()
+        if not child:
+            try:
+                work(worker, addresses, int(towers), folder, cases)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        children.append(child)
+    sys.exit(wait_for(children))
+
+
+def wait_for(children):
+    """Waits for all, kills what is left after a failure or :data:`SECONDS`; 1 for a failure."""
+    left, end, failed = set(children), time.monotonic() + SECONDS, False
+    while left:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        left.discard(child)
+        if child and status:
+            print(f"a worker ended with status {status}", flush=True)
+            failed, end = True, min(end, time.monotonic() + 3)
+        if time.monotonic() > end and left:
+            failed = True
+            for each in left:
+                os.kill(each, signal.SIGKILL)
+                os.waitpid(each, 0)
+            break
+        time.sleep(0.05)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
