@@ -120,7 +120,7 @@ class Epoch:
     def __str__(self) -> str:
         counted = [rows for rows in self.rows if rows is not None]
         title = f"epoch {self.number + 1}: {sum(counted):,} rows in {self.seconds:.3g} s"
-        if self.sample is None:
+        if self.sample is None or self.sampled_in is None:
             title += "; no step sampled yet"
         else:
             when = "" if self.sampled_in == self.number else f" of epoch {self.sampled_in + 1}"
@@ -150,10 +150,11 @@ class TowerReport(Callback):
     The sampled step runs under TensorFlow's profiler.  A step is sampled when that leaves the
     report's cost below ``most`` of the time trained; the first always is.  An epoch without a
     sample shows the last one.  Without this callback nothing is measured and nothing stays behind.
+    With several machines each shows its own towers.
 
     Args:
       picture: a PNG file to draw after each epoch (needs matplotlib), or None.
-      most: the share of the training's time that the report may take.
+      most: the share of the training's time that samples and pictures may take.
       print_fn: gets each epoch's table; None prints nothing.
 
     Attributes:
@@ -184,7 +185,7 @@ class TowerReport(Callback):
     input    CPU:0         ...
     """
 
-    def __init__(self, picture: str | os.PathLike[str] | None = None, *, most: float = 0.02,
+    def __init__(self, picture: str | os.PathLike[str] | None = None, *, most: float = 0.01,
                  print_fn: Callable[[str], Any] | None = print) -> None:
         if picture is not None and not isinstance(picture, (str, os.PathLike)):
             raise TypeError("picture must be None or the path of a PNG file, but got "
@@ -209,7 +210,7 @@ class TowerReport(Callback):
                 f"{self.model.name!r} has {strategy!r}. Compile it in the strategy's scope, or "
                 "call strategy.adopt(model).")
         self.epochs = []
-        self._watch = Watch(self.model, strategy.extended.placement, self._most)
+        self._watch = Watch(self.model, self._most)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         del logs
@@ -223,7 +224,7 @@ class TowerReport(Callback):
             self.epochs.append(_epoch(epoch, watch))
             if self._print is not None:
                 self._print(f"\n{self.epochs[-1]}")
-        self._drawn = self.picture is not None and watch.affords(self._picture_cost)
+        self._drawn = watch.affords(self._picture_cost)
         if self._drawn:
             self._draw(watch)
 
@@ -232,7 +233,7 @@ class TowerReport(Callback):
         watch = self._watching
         watch.close()
         self._watch = None
-        if self.picture is not None and not self._drawn:
+        if not self._drawn:
             self._draw(watch)
 
     @property
@@ -243,6 +244,8 @@ class TowerReport(Callback):
         return self._watch
 
     def _draw(self, watch: Watch) -> None:
+        if self.picture is None:
+            return
         before = watch.spent
         with watch.spending():
             picture_lib.draw(self.picture, self.epochs)

@@ -10,6 +10,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from towerstrategy._report.sample import Sample
+
 if TYPE_CHECKING:
     from towerstrategy.report import Epoch
 
@@ -24,7 +26,8 @@ def draw(path: str | os.PathLike[str], epochs: Sequence[Epoch]) -> None:
     Raises:
       ModuleNotFoundError: matplotlib is not installed.
     """
-    sampled = [epoch for epoch in epochs if epoch.sample is not None]
+    sampled = [(epoch, epoch.sample) for epoch in epochs
+               if epoch.sample is not None and epoch.sampled_in == epoch.number]
     if not sampled:
         return
     try:
@@ -34,19 +37,19 @@ def draw(path: str | os.PathLike[str], epochs: Sequence[Epoch]) -> None:
         raise ModuleNotFoundError(
             f"TowerReport draws its picture with matplotlib, which is not there ({error}). "
             'pip install "towerstrategy[demo]", or leave the picture out.') from error
-    last = sampled[-1]
+    last, sample = sampled[-1]
     figure = Figure(figsize=(11, 2.4 + 0.42 * len(last.parts)), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
-    _bars(left, last)
+    _bars(left, last, sample)
     _lines(right, sampled)
     figure.savefig(path, dpi=110, facecolor="white")
 
 
-def _bars(axes: Any, epoch: Epoch) -> None:
-    step = 1e3 * epoch.sample.step
+def _bars(axes: Any, epoch: Epoch, sample: Sample) -> None:
+    step = 1e3 * sample.step
     for height, part in enumerate(epoch.parts):
-        busy = 1e3 * part.seconds
+        busy = 1e3 * (part.seconds or 0)
         if part.is_tower:
             axes.barh(height, step, height=0.62, color=_IDLE)
         axes.barh(height, busy, height=0.62, color=_TOWER if part.is_tower else _OTHER)
@@ -63,17 +66,17 @@ def _bars(axes: Any, epoch: Epoch) -> None:
     _style(axes, f"A step of epoch {epoch.number + 1}: {step:.3g} ms", "x")
 
 
-def _lines(axes: Any, sampled: Sequence[Epoch]) -> None:
-    numbers = [epoch.number + 1 for epoch in sampled]
-    towers = len(sampled[-1].sample.towers)
+def _lines(axes: Any, sampled: Sequence[tuple[Epoch, Sample]]) -> None:
+    numbers = [epoch.number + 1 for epoch, _ in sampled]
+    towers = len(sampled[-1][1].towers)
     for tower in range(min(towers, _MOST_LINES)):
-        axes.plot(numbers, [1 - epoch.sample.idle(tower) for epoch in sampled], marker="o",
+        axes.plot(numbers, [1 - sample.idle(tower) for _, sample in sampled], marker="o",
                   markersize=4, linewidth=1.5, label=f"tower {tower}")
     axes.set_ylim(0, 1.02)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("epoch")
-    axes.legend(frameon=False, fontsize=8, ncols=2)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="best")
     more = f" (of {towers}, the first {_MOST_LINES})" if towers > _MOST_LINES else ""
     _style(axes, f"Busy share of the sampled step{more}", "y")
 

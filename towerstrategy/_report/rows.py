@@ -17,13 +17,16 @@ from towerstrategy import split
 
 
 class RowCount:
-    """The rows that each tower got from one iterator, and the steps they came in.
+    """The rows that each tower got from one iterator.
 
     Args:
-      towers: how many towers there are.
+      towers: how many towers there are here.
+      first: the number of the first of them among the towers of all machines.
     """
 
-    def __init__(self, towers: int) -> None:
+    def __init__(self, towers: int, first: int = 0) -> None:
+        self._first = first
+        self._counted = True
         with tf.init_scope(), tf.device("CPU:0"):
             # Neither tf.Variable nor traced: it must not become a variable of the strategy.
             self._counts = _tf.ResourceVariable(tf.zeros([towers], tf.int64), trainable=False)
@@ -35,22 +38,27 @@ class RowCount:
         options.experimental_optimization.inject_prefetch = False
         return _tf.map_in_place(dataset, self._add).with_options(options)
 
-    def read(self) -> list[int]:
-        """The rows so far, by tower."""
-        return self._counts.numpy().tolist()
+    def read(self) -> list[int] | None:
+        """The rows so far, by tower; None where the elements have no rows to be counted."""
+        return self._counts.numpy().tolist() if self._counted else None
 
     def _add(self, *element: Any) -> Any:
-        rows = _rows(element, self._counts.shape[0])
-        if rows is not None:
-            self._counts.assign_add(rows, read_value=False)
+        towers = self._counts.shape[0]
+        rows = _rows(element, towers)
+        if rows is None:
+            self._counted = False
+        else:
+            here = rows if rows.shape[0] == towers else rows[self._first:self._first + towers]
+            self._counts.assign_add(here, read_value=False)
         return element if len(element) > 1 else element[0]
 
 
-def counting(towers: int) -> Callable[[tf.data.Dataset], tuple[tf.data.Dataset, RowCount]]:
-    """What ``split.counted_by`` takes: counts each dataset that is iterated over."""
+def counting(towers: int,
+             first: int) -> Callable[[tf.data.Dataset], tuple[tf.data.Dataset, RowCount]]:
+    """What ``split.count_rows`` takes: counts each dataset that is iterated over."""
 
     def follow(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, RowCount]:
-        count = RowCount(towers)
+        count = RowCount(towers, first)
         return count.follow(dataset), count
 
     return follow
@@ -65,4 +73,6 @@ def _rows(element: Any, towers: int) -> Any:
         if isinstance(leaf, split.SubBatches):
             return tf.stack([tf.cast(count, tf.int64) for count in split.row_counts(leaf)])
     whole = [leaf for leaf in leaves if getattr(getattr(leaf, "shape", None), "rank", 0) != 0]
-    return [tf.cast(split.rows_in(whole[0]), tf.int64)] if towers == 1 and whole else None
+    if towers > 1 or not whole:
+        return None
+    return tf.reshape(tf.cast(split.rows_in(whole[0]), tf.int64), [1])

@@ -29,12 +29,11 @@ class Watch:
     versions look up for every call.
 
     Args:
-      model: the model that trains.
-      placement: where its towers are.
+      model: the model that trains, a TowerStrategy's.
       most: the share of the training's time that may be spent.
 
     Attributes:
-      placement: as given.
+      placement: where the towers are.
       rows: the towers' rows of the last epoch; None where its batches could not be counted.
       seconds: how long the last epoch took.
       sample: the latest sample, or None.
@@ -42,7 +41,9 @@ class Watch:
       spent: the seconds spent so far.
     """
 
-    def __init__(self, model: Any, placement: devices_lib.Placement, most: float) -> None:
+    def __init__(self, model: Any, most: float) -> None:
+        extended = model.distribute_strategy.extended
+        placement: devices_lib.Placement = extended.placement
         self.placement = placement
         self.rows: list[int] | None = None
         self.seconds = 0.0
@@ -60,8 +61,8 @@ class Watch:
         self._from_call = _WARM_UP
         self._function: Any = None
         self._stand_in: Any = None
-        self._before: dict[rows_lib.RowCount | None, list[int]] = {}
-        split.count_rows(rows_lib.counting(len(placement.towers)))
+        self._before: dict[rows_lib.RowCount | None, list[int] | None] = {}
+        split.count_rows(rows_lib.counting(len(placement.towers), extended.first_replica))
 
     def begin(self, epoch: int) -> None:
         """An epoch begins."""
@@ -132,11 +133,13 @@ class Watch:
 
     def _rows_taken(self) -> list[int] | None:
         """The rows taken in this epoch from the iterators that were trained on."""
-        if None in self._before or not self._before:
-            return None
-        differences = [[now - then for now, then in zip(count.read(), before)]
-                       for count, before in self._before.items()]
-        return [sum(rows) for rows in zip(*differences)]
+        total = [0] * len(self.placement.towers)
+        for count, before in self._before.items():
+            now = None if count is None else count.read()
+            if now is None or before is None:
+                return None
+            total = [sum(rows) - then for *rows, then in zip(total, now, before)]
+        return total
 
     def _step_aside(self) -> None:
         if self._stand_in is not None and self._model.train_function is self._stand_in:
