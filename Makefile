@@ -32,6 +32,7 @@ test: $(VENV)/test.installed lint
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 test-parity: $(VENV)/test.installed
 	$(RUN) -m tests.parity
