@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -305,8 +306,11 @@ def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:
             "replica function and does not synchronize.")
     wrapped = strategy.extended.functions.get(fn)
     if wrapped is None:
+        # Whoever calls it holds fn; a reference from here would keep fn for good.
+        reference = weakref.ref(fn)
+
         def run_towers(*args: Any, **kwargs: Any) -> Any:
-            return call_each(strategy, fn.python_function, args, kwargs)
+            return call_each(strategy, reference().python_function, args, kwargs)
 
         wrapped = _tf.clone_function(fn, run_towers)
         strategy.extended.functions[fn] = wrapped
