@@ -242,6 +242,11 @@ class TowerExtended(_tf.StrategyExtended):
     def _in_multi_worker_mode(self) -> bool:
         return self._workers is not None
 
+    @property
+    def _task_id(self) -> int:
+        # tf_keras names the folders of workers that are not the chief by it.
+        return 0 if self._workers is None else self._workers.index
+
     # Scope and variables.
 
     def _scope(self, strategy: tf.distribute.Strategy) -> Any:

@@ -233,7 +233,7 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
     def group(*leaves: tf.data.Dataset) -> Nest:
         window = tf.data.Dataset.zip(leaves)
         first = window.take(1).get_single_element()
-        missing = first if stand_ins else tuple(rows_of_zeros(leaf) for leaf in tf.nest.flatten(spec))
+        missing = first if stand_ins else tuple(map(rows_of_zeros, tf.nest.flatten(spec)))
         padded = window if not batched else window.concatenate(
             tf.data.Dataset.from_tensors(missing).repeat(towers))
         parts = [tf.nest.pack_sequence_as(spec, padded.skip(tower).take(1).get_single_element())

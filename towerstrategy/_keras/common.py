@@ -161,6 +161,18 @@ def check_owner(strategy: tf.distribute.Strategy, what: str,
         "that it has.")
 
 
+def predict_in_order(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Model.predict`` with its rows in the dataset's order, whoever of the machines has them."""
+
+    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_tower_strategy(self.distribute_strategy):
+            return original(self, *args, **kwargs)
+        with self.distribute_strategy.extended.in_order():
+            return original(self, *args, **kwargs)
+
+    return predict
+
+
 def check_variables(strategy: tf.distribute.Strategy, model: Any, held: Iterable[Any]) -> None:
     """Raises ``ValueError`` where a TensorFlow variable of ``model`` is another strategy's."""
     for variable in held:

@@ -6,7 +6,10 @@ places are those of Keras 3.15; ``tests/keras_hooks_test.py`` fails where one ha
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +19,7 @@ from keras.src.backend import config as keras_config
 from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import numpy as tf_numpy
 from keras.src.backend.tensorflow import trainer as tf_trainer
-from keras.src.callbacks import backup_and_restore
+from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
 from keras.src.layers.normalization import batch_normalization
 from keras.src.layers.rnn import rnn
 from keras.src.losses import loss as loss_module
@@ -28,7 +31,7 @@ from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import merge, split, variables
-from towerstrategy._keras import backup, common, twin
+from towerstrategy._keras import backup, chief, common, twin
 from towerstrategy._keras.common import is_tower_strategy, splitting_tower
 
 # What is hooked and why; the test of upstream names reads this.
@@ -67,6 +70,12 @@ HOOKS: dict[tuple[Any, str], str] = {
     (tf_trainer.TensorFlowTrainer, "make_predict_function"): "and predict_on_batch",
     (tf_trainer.TensorFlowTrainer, "_maybe_symbolic_build"):
         "takes a batch out of the data and means over it, which uneven sub-batches do not allow",
+    (model_checkpoint.ModelCheckpoint, "_save_model"):
+        "writes the same file on every machine; only the chief's is kept",
+    (csv_logger.CSVLogger, "on_train_begin"): "so does this",
+    (tensorboard.TensorBoard, "set_model"): "and this",
+    (tf_trainer.TensorFlowTrainer, "predict"):
+        "gathers rows of several machines in the order in which they hold them",
     (backup_and_restore.BackupAndRestore, "_save_model"):
         "writes over the last backup, which is lost to a run that is killed meanwhile",
     (backup_and_restore.BackupAndRestore, "on_train_begin"):
@@ -100,6 +109,10 @@ def install() -> None:
         "make_test_function": _make_function("test_function"),
         "make_predict_function": _make_predict_function,
         "_maybe_symbolic_build": _symbolic_build,
+        (model_checkpoint.ModelCheckpoint, "_save_model"): _checkpoint_save,
+        (csv_logger.CSVLogger, "on_train_begin"): _csv_begin,
+        (tensorboard.TensorBoard, "set_model"): _tensorboard_set_model,
+        "predict": common.predict_in_order,
         "_save_model": _backup_save,
         "on_train_begin": _backup_begin,
         "on_train_end": _backup_end,
@@ -622,7 +635,38 @@ def _backup_save(original: Callable[..., Any]) -> Callable[..., Any]:
     def _save_model(self: Any) -> None:
         if _strategy_of(self.model) is None:
             original(self)
-        else:
+def _checkpoint_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _save_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            if not chief.writes(self):
+                stack.enter_context(chief.thrown_away(self, "filepath"))
+            original(self, *args, **kwargs)
+
+    return _save_model
+
+
+def _csv_begin(original: Callable[..., Any]) -> Callable[..., Any]:
+    def on_train_begin(self: Any, logs: Any = None) -> None:
+        if not chief.writes(self):
+            self.filename = os.devnull
+        original(self, logs)
+
+    return on_train_begin
+
+
+def _tensorboard_set_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_model(self: Any, model: Any) -> None:
+        self._model = model
+        if not chief.writes(self):
+            # Lives as long as the callback, whose writers keep files open.
+            self._towerstrategy_folder = tempfile.TemporaryDirectory()
+            self.log_dir = self._towerstrategy_folder.name
+        original(self, model)
+
+    return set_model
+
+
+        elif chief.writes(self):
             backup.save(self, original)
 
     return _save_model
@@ -630,9 +674,12 @@ def _backup_save(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
     def on_train_begin(self: Any, logs: Any = None) -> None:
-        if _strategy_of(self.model) is not None:
+        if _strategy_of(self.model) is not None and chief.writes(self):
             backup.clean(self)
-        original(self, logs)
+        if chief.workers_of(self) is None:
+            original(self, logs)
+        else:
+            chief.restore(self, lambda: original(self, logs), lambda: _saved_of(self.model))
 
     return on_train_begin
 
@@ -641,7 +688,15 @@ def _backup_end(original: Callable[..., Any]) -> Callable[..., Any]:
     def on_train_end(self: Any, logs: Any = None) -> None:
         if _strategy_of(self.model) is None:
             original(self, logs)
-        else:
+def _saved_of(model: Any) -> list[Any]:
+    """The TensorFlow variables that ``save_weights`` saves."""
+    held = [*held_variables(model),
+            *(_held(variable) for part in _optimizers_of(model) for variable in part.variables)]
+    return list({id(variable): variable for variable in held
+                 if isinstance(variable, _tf.BaseResourceVariable)}.values())
+
+
+        elif chief.writes(self):
             backup.end(self, original, logs)
 
     return on_train_end

@@ -51,6 +51,8 @@ HOOKS: dict[tuple[Any, str], str] = {
     (training, "reduce_per_replica"): "outputs of stand-ins are cut off",
     (training.Model, "get_metrics_result"):
         "reads each metric's variables by themselves; those of all machines are read at once",
+    (training.Model, "predict"):
+        "gathers rows of several machines in the order in which they hold them",
     (training.Model, "compile"): "compiling in the scope adopts; jit_compile is refused early",
     (training.Model, "compute_loss"): "the loss of a stand-in is 0, and so are its gradients",
     (training.Model, "make_train_function"):
@@ -69,9 +71,10 @@ def install() -> None:
         "apply_gradients": _apply_gradients,
         "strategy_supports_loss_scaling": _supports_loss_scaling,
         "update_state": _mean_update_state,
-        "build": _batch_norm_build,
         "get_metrics_result": _get_metrics_result,
         "_configure_dataset_and_inferred_steps": _configure_dataset,
+        "predict": common.predict_in_order,
+        "build": _batch_norm_build,
         "single_batch_iterator": _single_batch_iterator,
         "reduce_per_replica": _reduce_per_replica,
         "compile": _compile,
