@@ -1,0 +1,121 @@
+"""What importing the package does to those who do not use it, and what comes with it."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+from absl.testing import absltest, parameterized
+
+import towerstrategy
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+IMPORTS = """
+import sys
+import tensorflow as tf
+before = set(sys.modules)
+import towerstrategy
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+print(*sorted(new))
+"""
+
+HOOKS = """
+import keras
+import tf_keras
+import tensorflow as tf
+import towerstrategy
+from towerstrategy._keras import keras3, tf_keras as legacy
+
+def hooked():
+    return {hasattr(owner.__dict__[name], "_towerstrategy_original")
+            for module in (keras3, legacy) for owner, name in module.HOOKS}
+
+print(*hooked())
+towerstrategy.TowerStrategy(1)
+print(*hooked())
+"""
+
+# Trains with no strategy and with MirroredStrategy, before and after a TowerStrategy is made, and
+# prints what came out of each training, to the last bit.
+TRAINING = """
+import hashlib
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+import towerstrategy
+
+towerstrategy.split_cpu(2)
+tf.config.experimental.enable_op_determinism()
+x = np.random.RandomState(0).randint(0, 10, [12, 4])
+y = x.sum(axis=1, keepdims=True).astype("float32")
+scopes = tf.distribute.get_strategy(), tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+def trained(kit, scope):
+    kit.utils.set_random_seed(1)
+    with scope.scope():
+        model = kit.Sequential([
+            kit.Input([4]), kit.layers.Embedding(10, 3), kit.layers.BatchNormalization(),
+            kit.layers.Dropout(0.5), kit.layers.Flatten(), kit.layers.Dense(1)])
+        model.compile(kit.optimizers.Adam(0.01), "mse", metrics=["mae"], weighted_metrics=["mse"])
+    history = model.fit(x, y, batch_size=4, epochs=2, verbose=0, shuffle=False,
+                        sample_weight=np.linspace(0.5, 1.5, 12))
+    found = [*model.get_weights(), *(np.array(values) for values in history.history.values()),
+             model.predict(x, verbose=0)]
+    return hashlib.sha256(b"".join(part.tobytes() for part in found)).hexdigest()
+
+for _ in range(2):
+    print(*(trained(kit, scope) for kit in (keras, tf_keras) for scope in scopes))
+    strategy = towerstrategy.TowerStrategy(["CPU:0", "CPU:1"])
+    for kit in (keras, tf_keras):
+        with strategy.scope():
+            model = kit.Sequential([kit.Input([2]), kit.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.fit(np.ones([3, 2]), np.ones([3, 1]), verbose=0)
+"""
+
+
+def printed_by(program: str) -> list[str]:
+    """The lines that a Python program printed in a process of its own."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True,
+                          text=True, check=False, env={**os.environ, "PYTHONPATH": path})
+    if done.returncode:
+        raise AssertionError(done.stderr)
+    return done.stdout.splitlines()
+
+
+class ImportTest(absltest.TestCase):
+
+    def test_imports_nothing_but_itself(self):
+        """Else a program that uses no Keras pays for importing one (TensorFlow imports its own)."""
+        self.assertEqual(printed_by(IMPORTS), ["towerstrategy"])
+
+    def test_hooks_come_with_the_first_strategy(self):
+        """Else an import alone changes the Keras of those who wanted nothing."""
+        self.assertEqual(printed_by(HOOKS), ["False", "True"])
+
+    def test_other_trainings_are_the_same_to_the_last_bit(self):
+        """Else a process that has had a TowerStrategy trains differently without one."""
+        before, after = printed_by(TRAINING)
+        self.assertEqual(before, after)
+        self.assertLen(set(before.split()), 4)
+
+
+class PackageTest(parameterized.TestCase):
+
+    def test_type_hints_are_declared(self):
+        """Else type checkers ignore the hints."""
+        self.assertTrue((ROOT / "towerstrategy" / "py.typed").exists())
+        self.assertIn("py.typed", (ROOT / "setup.cfg").read_text())
+
+    def test_version_has_one_place(self):
+        """Else the package says another version than its metadata."""
+        self.assertRegex(towerstrategy.__version__, r"^\d+\.\d+\.\d+")
+        self.assertIn("version = attr: towerstrategy._version.__version__",
+                      (ROOT / "setup.cfg").read_text())
+
+
+if __name__ == "__main__":
+    absltest.main()
