@@ -13,12 +13,12 @@ import tempfile
 import venv
 import zipfile
 
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
-class WheelTest(absltest.TestCase):
+class WheelTest(parameterized.TestCase):
 
     @classmethod
     def setUpClass(cls):
@@ -74,6 +74,22 @@ class WheelTest(absltest.TestCase):
         where = self.run_in(elsewhere, [python, "-c",
                                         "import towerstrategy; print(towerstrategy.__file__)"])
         self.assertStartsWith(where, str(home))
+
+    @parameterized.parameters(([],), (["--editable"],))
+    def test_installs_from_the_folder(self, options):
+        """Else `pip install .` or `pip install -e .`, which the README names, does not work."""
+        home = self.folder / f"plain{len(options)}"
+        venv.create(home, with_pip=True)
+        python = str(home / "bin" / "python")
+        self.run_in(self.folder, [python, "-m", "pip", "install", "--quiet", "--no-deps", *options,
+                                  str(self.folder / "source")])
+        found = self.run_in(self.folder, [python, "-c", (
+            "import importlib.metadata, importlib.util\n"
+            "print(importlib.metadata.version('towerstrategy'))\n"
+            "print(importlib.util.find_spec('towerstrategy').origin)")])
+        version, origin = found.split()
+        self.assertIn(f'"{version}"', (ROOT / "towerstrategy" / "_version.py").read_text())
+        self.assertStartsWith(origin, str(self.folder / "source" if options else home))
 
 
 if __name__ == "__main__":
