@@ -307,7 +307,7 @@ def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:
     wrapped = strategy.extended.functions.get(fn)
     if wrapped is None:
         # Whoever calls it holds fn; a reference from here would keep fn for good.
-        reference = weakref.ref(fn)
+        reference: Callable[[], Any] = weakref.ref(fn)
 
         def run_towers(*args: Any, **kwargs: Any) -> Any:
             return call_each(strategy, reference().python_function, args, kwargs)
