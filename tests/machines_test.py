@@ -14,8 +14,8 @@ from tests import machines_workers
 from towerstrategy import machines
 
 WORKERS, TOWERS = 2, 2
-CASES = ("verbs", "ends_early", "uneven-keras", "uneven-tf_keras", "loop-keras",
-         "embedded-tf_keras", "random_start-keras", "counted-keras")
+CASES = ("verbs", "ends_early", "sharded", "uneven-keras", "uneven-tf_keras",
+         "loop-keras", "embedded-tf_keras", "random_start-keras", "counted-keras")
 
 
 class ClusterTest(parameterized.TestCase):
@@ -63,6 +63,21 @@ class ClusterTest(parameterized.TestCase):
         seen = self.seen("ends_early")
         self.assertEqual([seen["steps"], seen["eager_steps"]], [steps, steps])
         self.assertEqual(seen["found"], sum(sum(range(count)) for count in rows))
+
+    def test_sharding(self):
+        """Else rows are trained on twice or never, or a step has more rows than its batch."""
+        seen = self.seen("sharded")
+        rows = [10 * number + row for number in range(4) for row in range(5 + number)]
+        for policy in ("AUTO", "FILE", "DATA"):
+            self.assertCountEqual(seen[f"{policy}_rows"], rows)
+        self.assertEqual(seen["DATA_rows"].tolist(), rows)
+        self.assertEqual(seen["DATA_steps"].tolist(), [8, 8, 8, 2])
+        self.assertCountEqual(seen["OFF_rows"], rows * WORKERS)
+        for policy in ("AUTO", "FILE", "OFF"):
+            self.assertLessEqual(max(seen[f"{policy}_steps"]), 8)
+            self.assertEqual(seen[f"{policy}_steps"][0], 8)
+        # Workers have 12 and 14 rows of their own.
+        self.assertEqual(seen["FILE_steps"].tolist(), seen["AUTO_steps"].tolist())
 
     def test_one_start_and_different_draws(self):
         """Else workers train different models, or drop the same units of different rows."""

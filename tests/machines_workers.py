@@ -238,13 +238,36 @@ def counted(strategy, kit):
             "own_traces": [len(strategy.extended.own_trace_reasons)]}
 
 
+def sharded(strategy, _):
+    """The rows and steps of an epoch over four files, under each auto-shard policy."""
+    folder = pathlib.Path(os.environ["MACHINES_FOLDER"])
+    if strategy.extended.should_checkpoint:
+        for number in range(4):
+            lines = [f"{10 * number + row}\n" for row in range(5 + number)]
+            (folder / f"{number}.txt").write_text("".join(lines))
+    strategy.reduce("SUM", 0, axis=None)  # the files are there
+    files = [str(folder / f"{number}.txt") for number in range(4)]
+    seen = {}
+    for policy in ("AUTO", "FILE", "DATA", "OFF"):
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = getattr(
+            tf.data.experimental.AutoShardPolicy, policy)
+        dataset = tf.data.TextLineDataset(files).map(
+            lambda line: tf.strings.to_number(line, tf.int32)).batch(8).with_options(options)
+        steps = [strategy.gather(batch, axis=0).numpy()
+                 for batch in strategy.experimental_distribute_dataset(dataset)]
+        seen[f"{policy}_rows"] = np.concatenate(steps)
+        seen[f"{policy}_steps"] = [len(step) for step in steps]
+    return seen
+
+
 KITS = {"keras": keras, "tf_keras": tf_keras}
 CASES = {f"{function.__name__}-{kit}": functools.partial(function, kit=KITS[kit])
          for function in (even, uneven, one_row, normalized, loss_scaled, embedded, on_batch, loop,
                           random_start, counted) for kit in KITS}
 CASES["accumulated-keras"] = functools.partial(accumulated, kit=keras)
 CASES.update({function.__name__: functools.partial(function, _=None)
-              for function in (verbs, ends_early)})
+              for function in (verbs, ends_early, sharded)})
 
 
 def ports(count):
@@ -260,7 +283,8 @@ def run(workers, towers, folder, cases):
     """Runs a cluster in processes of its own; raises with the workers' output if one fails."""
     command = [sys.executable, __file__, str(workers), str(towers), str(folder), *cases]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
-                   "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+                   "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2",
+                   "MACHINES_FOLDER": str(folder)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True,
                           timeout=SECONDS + 60)
     if done.returncode:
