@@ -8,6 +8,8 @@ RUN := TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(BIN)/python
 # What `make test-tf TF=2.18` makes and runs: the newest Keras and tf_keras that go with it.
 TF ?= 2.21
 TF_VENV := .venv-tf-$(TF)
+# Not what differs between them: benchmarks, documents, examples, packaging.
+TF_LEAVES_OUT := benchmarks digits_example doctest packaging readme
 
 .PHONY: demo test lint test-parity test-slow test-tf bench clean
 
@@ -38,10 +40,11 @@ test-parity: $(VENV)/test.installed
 	$(RUN) -m tests.parity
 
 test-slow: $(VENV)/test.installed $(VENV)/release.installed
-	$(RUN) -m pytest tests/slow
+	$(RUN) -m pytest -rP tests/slow
 
 test-tf: $(TF_VENV)/test.installed
-	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(TF_VENV)/bin/python -m pytest -n 2
+	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(TF_VENV)/bin/python -m pytest -n 2 \
+		$(TF_LEAVES_OUT:%=--ignore=tests/%_test.py)
 
 bench: $(VENV)/test.installed
 	$(RUN) -m benchmarks

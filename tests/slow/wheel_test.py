@@ -26,7 +26,7 @@ class WheelTest(parameterized.TestCase):
         cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
         source = cls.folder / "source"
         shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(
-            ".venv", ".git", "build", "dist", "out", "*.egg-info", "*_cache", "__pycache__"))
+            ".venv*", ".git", "build", "dist", "out", "*.egg-info", "*_cache", "__pycache__"))
         cls.output = cls.run_in(source, [sys.executable, "-m", "build", "--outdir",
                                          str(cls.folder / "dist"), str(source)])
         cls.sdist, = (cls.folder / "dist").glob("*.tar.gz")
