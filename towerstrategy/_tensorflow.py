@@ -100,6 +100,8 @@ PRIVATE_NAMES: dict[str, str] = {
     "tensorflow.python.eager.context:context": "per-thread eager state handed to tower threads",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function":
         "the class of what tf.function returns",
+    "tensorflow.python.framework.ops:Operation._set_device":
+        "places an operation that is there; tf.device places only those made within",
     "tensorflow.python.framework.ops:Operation._update_input":
         "gives an operation another input; only whole graphs can be edited publicly",
     "tensorflow.python.framework.ops:inside_function": "asks whether a function is being traced",
@@ -119,6 +121,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "tensorflow.python.ops.variable_scope:get_variable_scope": "reads it",
     "tensorflow.python.ops.handle_data_util:copy_handle_data":
         "tells a resource's shape and dtype to its copy",
+    "tensorflow.python.eager.context:global_seed": "what tf.random.set_seed set, if anything",
     "tensorflow.python.eager.context:FunctionCallOptions":
         "turns the graph optimizer off for a call",
     "tensorflow.python.eager.context:eager_mode": "eager mode within a tower's thread",
@@ -469,6 +472,11 @@ def add_control_input(operation: tf.Operation, control: tf.Operation) -> None:
     operation._add_control_input(control)
 
 
+def set_device(operation: tf.Operation, device: str) -> None:
+    """Puts ``operation`` on ``device``, a full name."""
+    operation._set_device(device)
+
+
 def use_instead(before: tf.Tensor, now: tf.Tensor) -> None:
     """Hands ``now`` to every operation of the graph that has ``before`` as an input."""
     for consumer in before.consumers():
@@ -521,6 +529,11 @@ def _unoptimized(config: bytes, executor_type: str | None) -> Any:
     proto = tf.compat.v1.ConfigProto.FromString(config)
     proto.graph_options.rewrite_options.disable_meta_optimizer = True
     return eager_context.FunctionCallOptions(executor_type, proto)
+
+
+def global_seed() -> int | None:
+    """What ``tf.random.set_seed`` was last given; None where it was not called."""
+    return eager_context.global_seed()
 
 
 def graph_seed() -> int | None:

@@ -105,6 +105,7 @@ class Copier:
         self._local_variables = local_variables
         self._done = 0
         self._kept: set[str] = set()
+        self._on_first: dict[str, bool] = {}  # device as written -> whether it is tower 0's
         self._safe_functions: set[str] = set()
 
     def skip(self) -> None:
@@ -162,6 +163,7 @@ class Copier:
         inputs: dict[str, tf.Tensor] = {}
         controls: list[tuple[str, tf.Operation]] = []
         wanted: list[str] = []
+        devices: list[str] = []
         nodes = [(operation, operation.node_def) for operation in stretch]
         for tower in range(1, len(self._devices)):
             renamed = {name: self._name(name, tower) for name in names}
@@ -170,7 +172,8 @@ class Copier:
                 copied.CopyFrom(node)
                 copied.name = renamed[operation.name]
                 wanted.append(copied.name)
-                self._set_device(copied, tower)
+                devices.append(self._device(node.device, tower))
+                copied.device = ""
                 self._set_seed(copied, tower)
                 _set_colocation(copied, renamed)
                 del copied.input[:]
@@ -184,6 +187,9 @@ class Copier:
         with tf.device(None), tf.control_dependencies(None):
             made = tf.graph_util.import_graph_def(graph_def, input_map=inputs,
                                                   return_elements=wanted, name="")
+        # Here and not in the nodes: the import enters a device scope for each, half of its time.
+        for copied, device in zip(made, devices):
+            _tf.set_device(copied, device)
         by_name = dict(zip(wanted, made))
         for name, control in controls:
             _tf.add_control_input(by_name[name], control)
@@ -206,9 +212,12 @@ class Copier:
             return name.replace(self._scopes[0], self._scopes[tower], 1)
         return f"{name}_{self._scopes[tower]}"
 
-    def _set_device(self, node: Any, tower: int) -> None:
-        if node.device and tf.DeviceSpec.from_string(node.device).to_string() == self._devices[0]:
-            node.device = self._devices[tower]
+    def _device(self, device: str, tower: int) -> str:
+        """The device of ``tower``'s copy of an operation on ``device``."""
+        if device not in self._on_first:
+            name = tf.DeviceSpec.from_string(device).to_string()
+            self._on_first[device] = name == self._devices[0]
+        return self._devices[tower] if self._on_first[device] else device
 
     def _set_seed(self, node: Any, tower: int) -> None:
         """Gives a stateful random operation other numbers than tower 0's."""

@@ -212,7 +212,8 @@ def slices_if(filled: Any, value: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[str],
-              shares: Shares, from_factors: bool = False) -> list[Value | None]:
+              shares: Shares, silenced: bool = False,
+              from_factors: bool = False) -> list[Value | None]:
     """Sums each variable's gradients where the variable lives.
 
     A tower without rows adds nothing, even where its gradient is NaN.  The usual case, every tower
@@ -222,6 +223,7 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
       per_variable: for each variable its gradients, one a tower, or None (no gradient).
       devices: for each variable the device to sum on.
       shares: the shares of this step's batch.
+      silenced: whether the gradients of towers without rows are zero of themselves.
       from_factors: whether to make dense layers' gradients once, see :mod:`factors`.
 
     Returns:
@@ -243,7 +245,7 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
                 results.append(made)
         return results
 
-    if not shares.may_be_empty:
+    if silenced or not shares.may_be_empty:
         merged = summed(keep_empty=True)
     elif isinstance(shares.all_filled, bool) or tf.executing_eagerly():
         merged = summed(keep_empty=bool(shares.all_filled))

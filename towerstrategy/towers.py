@@ -47,6 +47,7 @@ class TowerContext(tf.distribute.ReplicaContext):
     Attributes:
       share: the tower's rows over all rows of the global batch: a float or a scalar float64 tensor.
       shares: the shares of all towers.
+      silenced: whether the gradients of a tower without rows are zero of themselves.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, tower: int, shares: merge.Shares,
@@ -64,7 +65,6 @@ class TowerContext(tf.distribute.ReplicaContext):
 
     def __enter__(self) -> None:
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self._met: dict[int, Any] = {}
         super().__enter__()
 
     @property
@@ -91,13 +91,13 @@ class TowerContext(tf.distribute.ReplicaContext):
         return len(self._strategy.extended.worker_devices)
 
     @property
-    def share(self) -> Any:
-        shares = [self.shares.of(tower) for tower in range(self.count)]
-    @property
     def several(self) -> bool:
         """Whether there are other towers, here or on other machines."""
         return self.count > 1 or self._strategy.extended.workers is not None
 
+    @property
+    def share(self) -> Any:
+        shares = [self.shares.of(tower) for tower in range(self.count)]
         if isinstance(shares[0], float) and len(set(shares)) == 1:
             return shares[0]
         return self._own(shares)

@@ -65,6 +65,17 @@ def unscaled_by_share(tower: towers.TowerContext, value: tf.Tensor) -> tf.Tensor
     return tf.math.divide_no_nan(value, tf.cast(tower.share, value.dtype))
 
 
+def silence_stand_ins(tower: towers.TowerContext, loss: tf.Tensor) -> tf.Tensor:
+    """``loss``, 0 in a tower that works on a stand-in, for steps whose gradients all come of it.
+
+    Such a tower's gradients are 0 then, and nothing has to leave them out where they are merged.
+    """
+    if not tower.shares.stand_ins or tower.shares.workers is not None:
+        return loss
+    tower.silenced = True
+    return merge.kept(tower.filled, loss)
+
+
 def whole_batch_mask(tower: towers.TowerContext, weights: tf.Tensor, mask: Any) -> tf.Tensor:
     """Sample weights that hold a tower's ``total / valid`` factor -> those of the whole batch.
 
@@ -109,7 +120,7 @@ def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_:
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
         per_variable = [None if value is None else towers.all_values(value, count)
                         for value in grouped]
-        summed = merge.gradients(per_variable, homes, tower.shares,
+        summed = merge.gradients(per_variable, homes, tower.shares, tower.silenced,
                                  strategy.extended.placement.on_cpu)
         with towers.MergedContext(strategy), tf.device(strategy.extended.merge_device), \
                 tf.name_scope(towers.UPDATE_SCOPE), \
@@ -150,17 +161,6 @@ def _first_rows(part: Any, filled: Any) -> Any:
     return part[:tf.where(filled, tf.cast(split.rows_in(part), tf.int64), 0)]
 
 
-def check_owner(strategy: tf.distribute.Strategy, what: str,
-                owner: tf.distribute.Strategy | None) -> None:
-    """Raises ``ValueError`` where ``what`` belongs to a strategy other than ``strategy``."""
-    if owner is None or owner is strategy or not _is_distributing(owner):
-        return
-    raise ValueError(
-        f"{what} belongs to another strategy: it was made or adopted in the scope of {owner!r} and "
-        f"cannot be adopted by {strategy!r}. Save the model and load it again, or use the strategy "
-        "that it has.")
-
-
 def predict_in_order(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Model.predict`` with its rows in the dataset's order, whoever of the machines has them."""
 
@@ -171,6 +171,17 @@ def predict_in_order(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return predict
+
+
+def check_owner(strategy: tf.distribute.Strategy, what: str,
+                owner: tf.distribute.Strategy | None) -> None:
+    """Raises ``ValueError`` where ``what`` belongs to a strategy other than ``strategy``."""
+    if owner is None or owner is strategy or not _is_distributing(owner):
+        return
+    raise ValueError(
+        f"{what} belongs to another strategy: it was made or adopted in the scope of {owner!r} and "
+        f"cannot be adopted by {strategy!r}. Save the model and load it again, or use the strategy "
+        "that it has.")
 
 
 def check_variables(strategy: tf.distribute.Strategy, model: Any, held: Iterable[Any]) -> None:
@@ -194,7 +205,7 @@ def adopt_variables(strategy: tf.distribute.Strategy, held: Iterable[Any]) -> li
     return resident
 
 
-def check_no_states(strategy: tf.distribute.Strategy, model: Any, rnn: type) -> None:
+def check_no_states(strategy: tf.distribute.Strategy, model: Any, rnn: type[Any]) -> None:
     """Raises ``ValueError`` where a layer keeps a state for each row of a batch.
 
     Args:

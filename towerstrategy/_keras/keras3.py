@@ -281,21 +281,25 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = original(self, *args, **kwargs)
         tower = splitting_tower()
-        return loss if tower is None or loss is None else tower.mark_scaled(loss)
+        if tower is None or loss is None:
+            return loss
+        if _is_keras_own(self):
+            loss = common.silence_stand_ins(tower, loss)
+        return tower.mark_scaled(loss)
 
     return compute_loss
 
 
-# Layers.
-
-
-def _moments(original: Callable[..., Any]) -> Callable[..., Any]:
 def _is_keras_own(model: Any) -> bool:
     """Whether all gradients of ``model``'s step come of the loss that Keras computes."""
     return (type(model).train_step is tf_trainer.TensorFlowTrainer.train_step
             and type(model).compute_loss is base_trainer.Trainer.compute_loss)
 
 
+# Layers.
+
+
+def _moments(original: Callable[..., Any]) -> Callable[..., Any]:
     def _moments(self: Any, inputs: Any, mask: Any) -> Any:
         tower = splitting_tower()
         if tower is None or mask is None or not self.synchronized:
@@ -631,10 +635,6 @@ class _Symbol:
 # Callbacks.
 
 
-def _backup_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _save_model(self: Any) -> None:
-        if _strategy_of(self.model) is None:
-            original(self)
 def _checkpoint_save(original: Callable[..., Any]) -> Callable[..., Any]:
     def _save_model(self: Any, *args: Any, **kwargs: Any) -> None:
         with contextlib.ExitStack() as stack:
@@ -666,6 +666,10 @@ def _tensorboard_set_model(original: Callable[..., Any]) -> Callable[..., Any]:
     return set_model
 
 
+def _backup_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _save_model(self: Any) -> None:
+        if _strategy_of(self.model) is None:
+            original(self)
         elif chief.writes(self):
             backup.save(self, original)
 
@@ -684,10 +688,6 @@ def _backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
     return on_train_begin
 
 
-def _backup_end(original: Callable[..., Any]) -> Callable[..., Any]:
-    def on_train_end(self: Any, logs: Any = None) -> None:
-        if _strategy_of(self.model) is None:
-            original(self, logs)
 def _saved_of(model: Any) -> list[Any]:
     """The TensorFlow variables that ``save_weights`` saves."""
     held = [*held_variables(model),
@@ -696,6 +696,10 @@ def _saved_of(model: Any) -> list[Any]:
                  if isinstance(variable, _tf.BaseResourceVariable)}.values())
 
 
+def _backup_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    def on_train_end(self: Any, logs: Any = None) -> None:
+        if _strategy_of(self.model) is None:
+            original(self, logs)
         elif chief.writes(self):
             backup.end(self, original, logs)
 

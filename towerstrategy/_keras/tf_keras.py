@@ -70,11 +70,12 @@ def install() -> None:
         "__call__": _losses_call,
         "apply_gradients": _apply_gradients,
         "strategy_supports_loss_scaling": _supports_loss_scaling,
+        "compute_loss": _compute_loss,
         "update_state": _mean_update_state,
         "get_metrics_result": _get_metrics_result,
-        "_configure_dataset_and_inferred_steps": _configure_dataset,
         "predict": common.predict_in_order,
         "build": _batch_norm_build,
+        "_configure_dataset_and_inferred_steps": _configure_dataset,
         "single_batch_iterator": _single_batch_iterator,
         "reduce_per_replica": _reduce_per_replica,
         "compile": _compile,
@@ -251,6 +252,23 @@ def _apply_valid_mask(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply_valid_mask
 
 
+def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = original(self, *args, **kwargs)
+        tower = splitting_tower()
+        if tower is None or loss is None or not _is_keras_own(self):
+            return loss
+        return tower.mark_scaled(common.silence_stand_ins(tower, loss))
+
+    return compute_loss
+
+
+def _is_keras_own(model: Any) -> bool:
+    """Whether all gradients of ``model``'s step come of the loss that tf_keras computes."""
+    return (type(model).train_step is training.Model.train_step
+            and type(model).compute_loss is training.Model.compute_loss)
+
+
 class _OneOverShare:
     """What a tower's summed loss is multiplied with: the log's mean over rows is then the sum."""
 
@@ -316,6 +334,22 @@ def _mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
     return update_state
 
 
+def _get_metrics_result(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_metrics_result(self: Any) -> Any:
+        tower = splitting_tower()
+        if tower is None or tower.shares.workers is None or not tower.can_merge:
+            return original(self)
+
+        def of_sums(strategy: tf.distribute.Strategy) -> Any:
+            held = [variable for metric in self.metrics for variable in _variables_of(metric)]
+            with strategy.extended.read_at_once(held):
+                return original(self)
+
+        return tower.merge_call(of_sums)
+
+    return get_metrics_result
+
+
 def _batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
     def build(self: Any, input_shape: Any) -> Any:
         strategy = tf.distribute.get_strategy()
@@ -334,22 +368,6 @@ def _configure_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
     def _configure_dataset_and_inferred_steps(self: Any, strategy: Any, x: Any, *args: Any,
                                               **kwargs: Any) -> Any:
         if not is_tower_strategy(strategy):
-def _get_metrics_result(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_metrics_result(self: Any) -> Any:
-        tower = splitting_tower()
-        if tower is None or tower.shares.workers is None or not tower.can_merge:
-            return original(self)
-
-        def of_sums(strategy: tf.distribute.Strategy) -> Any:
-            held = [variable for metric in self.metrics for variable in _variables_of(metric)]
-            with strategy.extended.read_at_once(held):
-                return original(self)
-
-        return tower.merge_call(of_sums)
-
-    return get_metrics_result
-
-
             return original(self, strategy, x, *args, **kwargs)
         with strategy.extended.stand_ins():
             result = original(self, strategy, x, *args, **kwargs)
