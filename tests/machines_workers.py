@@ -238,6 +238,14 @@ def counted(strategy, kit):
             "own_traces": [len(strategy.extended.own_trace_reasons)]}
 
 
+def unseeded(strategy, _):
+    """The rows of a dataset that is shuffled with no seed given anywhere."""
+    rows = np.arange(23)
+    batches = strategy.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices(rows).shuffle(23).batch(8))
+    return {"rows": np.concatenate([strategy.gather(batch, axis=0) for batch in batches])}
+
+
 def sharded(strategy, _):
     """The rows and steps of an epoch over four files, under each auto-shard policy."""
     folder = pathlib.Path(os.environ["MACHINES_FOLDER"])
@@ -267,7 +275,7 @@ CASES = {f"{function.__name__}-{kit}": functools.partial(function, kit=KITS[kit]
                           random_start, counted) for kit in KITS}
 CASES["accumulated-keras"] = functools.partial(accumulated, kit=keras)
 CASES.update({function.__name__: functools.partial(function, _=None)
-              for function in (verbs, ends_early, sharded)})
+              for function in (verbs, ends_early, sharded, unseeded)})
 
 
 def ports(count):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -195,6 +196,21 @@ class Machines:
         self.towers_of = [told[position][1] for position in order]
         self.first = sum(self.towers_of[:self.index])
         self.replicas = sum(self.towers_of)
+
+        self._agree_on_seed()
+
+    def _agree_on_seed(self) -> None:
+        """Sets worker 0's random seed on all, unless all have set the same.
+
+        Pipelines that shuffle, Keras' own among them, must shuffle alike where each worker takes
+        its rows of every batch.
+        """
+        seed = _tf.global_seed()
+        own = random.getrandbits(31) if seed is None else seed % 2**31
+        agreed = int(self.chiefs([tf.constant(own, tf.int64)])[0])
+        others = self.sum_one(tf.constant(int(seed is None or own != agreed)))
+        if int(others):
+            tf.random.set_seed(agreed)
 
     @property
     def is_chief(self) -> bool:

@@ -7,7 +7,7 @@ from absl.testing import parameterized
 
 from tests import machines_workers
 
-NOT_OF_ONE_DEVICE = ("counted", "random_start", "ends_early", "sharded")
+NOT_OF_ONE_DEVICE = ("counted", "random_start", "ends_early", "sharded", "unseeded")
 
 
 class ClusterTest(parameterized.TestCase):
