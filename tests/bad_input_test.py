@@ -7,12 +7,12 @@ import textwrap
 
 import keras
 import numpy as np
-import small_models
 import tensorflow as tf
 from absl.testing import parameterized
-from peers import per_replica, plain, two_towers
 
+import small_models
 import towerstrategy
+from peers import per_replica, plain, two_towers
 
 InputOptions = tf.distribute.InputOptions
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
@@ -98,7 +98,7 @@ class ProcessTest(parameterized.TestCase):
         return done.stdout
 
     def test_graph_mode_and_late_split_cpu(self):
-        """Else a TensorFlow 1 program, or a late split_cpu, fails somewhere inside or is ignored."""
+        """Else a TensorFlow 1 program fails inside, or a late split_cpu is ignored."""
         self.assertEqual(self.run_script("""
             import tensorflow as tf
             import towerstrategy

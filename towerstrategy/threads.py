@@ -9,6 +9,7 @@ trace.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 from collections.abc import Callable
@@ -26,8 +27,11 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     return _Call(strategy, fn, args, kwargs, shares).run()
 
 
-class _Stop(Exception):
-    """Ends a tower's thread after another tower has failed."""
+class _Stop(BaseException):
+    """Ends a tower's thread after another tower has failed, or the caller was interrupted.
+
+    Not an ``Exception``, so that the user's own handlers do not take it for one of theirs.
+    """
 
 
 class _Call:
@@ -127,6 +131,7 @@ class _TowerThread(threading.Thread):
         self._args, self._kwargs = args, kwargs
         self._go = threading.Semaphore(0)
         self._paused = threading.Semaphore(0)
+        self._running = False
         self._stopping = False
         self.number = context.tower
         self.meeting: _Meeting | None = None
@@ -139,12 +144,14 @@ class _TowerThread(threading.Thread):
         """Lets the tower run until it meets the others or ends (called by the caller's thread)."""
         if self.ident is None:
             self.start()
+        self._running = True
         self._go.release()
         self._paused.acquire()
 
     def pause(self, meeting: _Meeting) -> Any:
         """Waits for the others (called by the tower's thread)."""
         self.meeting = meeting
+        self._running = False
         self._paused.release()
         self._go.acquire()
         if self._stopping:
@@ -156,6 +163,9 @@ class _TowerThread(threading.Thread):
         if self.ident is None:
             return
         self._stopping = True
+        if self._running:  # Ctrl-C: the caller did not wait for the end of this tower's turn
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident),
+                                                       ctypes.py_object(_Stop))
         self._go.release()
         self.join()
 
@@ -173,6 +183,7 @@ class _TowerThread(threading.Thread):
         finally:
             self.ended = True
             self._fn = self._args = self._kwargs = None
+            self._running = False
             self._paused.release()
 
     def _call(self) -> None:

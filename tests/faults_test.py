@@ -1,0 +1,230 @@
+"""What goes wrong while training: errors in one tower, in a merge, in the data, and Ctrl-C."""
+
+import signal
+import threading
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from absl.testing import parameterized
+
+import small_models
+from peers import plain, two_towers
+
+ROWS, SICK = 16, 6  # of the first batch of 8 rows, row 6 is in tower 1
+
+
+def context():
+    return tf.distribute.get_replica_context()
+
+
+def in_a_tower():
+    return hasattr(context(), "shares")
+
+
+def told(error):
+    return str(error) + " ".join(getattr(error, "__notes__", []))
+
+
+def data(value=99.):
+    x = np.random.RandomState(0).rand(ROWS, 3).astype("f")
+    x[SICK] = value
+    return x, x.sum(1, keepdims=True)
+
+
+def python_error(x):
+    if in_a_tower() and context()._replica_id == 1:
+        raise ValueError("broken")
+    return x
+
+
+def python_error_after_meeting(x):
+    if in_a_tower():
+        context().all_reduce("SUM", tf.reduce_sum(x))
+    return python_error(x)
+
+
+def kernel_error(x):
+    """Fails where a row is large: only tower 1 has one."""
+    large = tf.boolean_mask(x, tf.reshape(x, [tf.shape(x)[0], -1])[:, 0] > 50.)
+    with tf.control_dependencies([tf.ensure_shape(tf.size(large), [])]):
+        return x + 0. * tf.reduce_sum(tf.ensure_shape(large, [0, *x.shape[1:]]))
+
+
+def merge_error(x):
+    if in_a_tower():
+        context().merge_call(lambda strategy: 1 / 0)
+    return x
+
+
+def eagerly(strategy, fn, *args):
+    return strategy.run(fn, args)
+
+
+def in_function(strategy, fn, *args):
+    return tf.function(lambda *inner: strategy.run(fn, inner))(*args)
+
+
+def of_function(strategy, fn, *args):
+    return strategy.run(tf.function(fn), args)
+
+
+class _Leaves(parameterized.TestCase):
+    """Each test leaves no thread behind."""
+
+    def setUp(self):
+        super().setUp()
+        self.before = threading.enumerate()
+
+    def tearDown(self):
+        left = [thread for thread in threading.enumerate()
+                if thread not in self.before and not isinstance(thread, threading._DummyThread)]
+        self.assertEmpty(left)
+        super().tearDown()
+
+
+class LoopTest(_Leaves):
+
+    @parameterized.product(fn=[python_error, python_error_after_meeting, kernel_error, merge_error],
+                           run=[eagerly, in_function, of_function], copied=[True, False])
+    def test_error(self, fn, run, copied):
+        """Else an error does not say which tower it is of, or makes the strategy useless."""
+        strategy = two_towers()
+        strategy.extended.trace_once = copied
+        with strategy.scope():
+            total = tf.Variable(0., aggregation=tf.VariableAggregation.SUM)
+
+        def step(x):
+            x = fn(x)
+            total.assign_add(tf.reduce_sum(x))
+            return x
+
+        parts = strategy.split(data()[0][:8])
+        error = ZeroDivisionError if fn is merge_error else (
+            ValueError if fn is not kernel_error else tf.errors.InvalidArgumentError)
+        # Autograph raises an error of its own in place of one that it cannot make anew.
+        with self.assertRaises((error, Exception) if fn is merge_error else error) as caught:
+            run(strategy, step, parts)
+        wanted = "on the merge device CPU:0" if fn is merge_error else "tower.1.*CPU.2"
+        self.assertRegex(told(caught.exception).replace("\n", " "), wanted)
+        self.assertEqual(plain(total.read_value()), 0.)
+        run(strategy, lambda x: total.assign_add(tf.reduce_sum(x)), strategy.split(np.ones(4, "f")))
+        self.assertEqual(plain(total.read_value()), 4.)
+
+    def test_interrupt(self):
+        """Else Ctrl-C waits for a tower that has long to go, or leaves its thread behind."""
+        strategy = two_towers()
+        going = []
+
+        def forever():
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            while True:
+                going.append(1)
+                time.sleep(.01)
+
+        for run in (eagerly, in_function):
+            strategy.extended.trace_once = False
+            with self.assertRaises(KeyboardInterrupt):
+                run(strategy, forever)
+        count = len(going)
+        self.assertEqual(plain(strategy.run(lambda: 1)), 1)
+        self.assertLen(going, count)
+
+    @parameterized.parameters(False, True)
+    def test_dataset(self, in_function):
+        """Else an error in the data is lost, or keeps the data's thread."""
+        def rows():
+            yield np.ones([4, 3], "f")
+            raise ValueError("the generator broke")
+
+        strategy = two_towers()
+        distributed = strategy.experimental_distribute_dataset(tf.data.Dataset.from_generator(
+            rows, output_signature=tf.TensorSpec([4, 3])))
+
+        def read():
+            for batch in distributed:
+                strategy.run(lambda x: x, (batch,))
+
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "the generator broke"):
+            (tf.function(read) if in_function else read)()
+        self.assertEqual(plain(strategy.run(lambda: 1)), 1)
+
+
+class FitTest(_Leaves):
+
+    def fails(self, kit, fn, **options):
+        """The error of a fit with a layer that calls ``fn``; the model trains afterwards."""
+        class Sick(kit.layers.Layer):
+            on = True
+
+            def call(self, x):
+                return fn(x) if self.on else x
+
+        sick = Sick(name="sick")
+        with two_towers().scope():
+            model = kit.Sequential([kit.Input([3]), small_models.dense(kit, 2, "first"), sick,
+                                    small_models.dense(kit, 1, "head")])
+            model.compile("adam", "mse", **options)
+        model.get_layer("first").set_weights([np.ones([3, 2]), np.zeros(2)])
+        before = small_models.weights(model)
+        x, y = data()
+        with self.assertRaises(Exception) as caught:
+            model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        for old, new in zip(before, small_models.weights(model)):
+            np.testing.assert_array_equal(old, new)
+        sick.on = False
+        with model.distribute_strategy.scope():
+            model.compile("adam", "mse")
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        return caught.exception
+
+    @parameterized.product(kit=[keras, tf_keras], fn=[python_error, kernel_error],
+                           run_eagerly=[False, True])
+    def test_error(self, kit, fn, run_eagerly):
+        """Else nobody knows which device failed, weights are half updated, or fit cannot go on."""
+        error = self.fails(kit, fn, run_eagerly=run_eagerly)
+        self.assertIsInstance(error, (ValueError, tf.errors.InvalidArgumentError))
+        self.assertRegex(told(error).replace("\n", " "), "tower.1.*CPU.2")
+
+    @parameterized.product(kit=[keras, tf_keras], where=["callback", "dataset"])
+    def test_error_beside_the_towers(self, kit, where):
+        """Else an error in a callback or in the data is lost, or fit cannot be called again."""
+        with two_towers().scope():
+            model = small_models.make(kit, "functional")
+            model.compile("sgd", "mse")
+        x, y = data()
+        callback = kit.callbacks.Callback()
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+        if where == "callback":
+            def broken(*_, **__):
+                raise ValueError("broken callback")
+
+            callback.on_train_batch_end = broken
+        else:
+            dataset = dataset.map(lambda x, y: (tf.debugging.check_numerics(
+                tf.where(x > 50., np.nan, x), "broken dataset"), y))
+        errors = ValueError, tf.errors.InvalidArgumentError
+        with self.assertRaisesRegex(errors, f"broken {where}"):
+            model.fit(dataset, callbacks=[callback], verbose=0)
+        model.fit(x, y, batch_size=8, verbose=0)
+
+    @parameterized.product(kit=[keras, tf_keras], value=[np.nan, np.inf])
+    def test_numbers_that_are_none(self, kit, value):
+        """Else NaN in one tower's rows is hidden, or stops a training that one device goes on."""
+        results = []
+        for strategy in (two_towers(), None):
+            model = small_models.make(kit, "functional")
+            model.compile(kit.optimizers.SGD(.1), "mse", metrics=["mae"])
+            if strategy is not None:
+                strategy.adopt(model)
+            history = model.fit(*data(value), batch_size=8, shuffle=False, epochs=3, verbose=0,
+                                callbacks=[kit.callbacks.TerminateOnNaN()]).history
+            results.append((history, small_models.weights(model)))
+        self.assertEqual(*(list(history) for history, _ in results))
+        (history, weights), (wanted_history, wanted_weights) = results
+        for name, values in wanted_history.items():
+            np.testing.assert_allclose(history[name], values, rtol=1e-5, err_msg=name)
+        for values, wanted in zip(weights, wanted_weights):
+            np.testing.assert_allclose(values, wanted, rtol=1e-5)
