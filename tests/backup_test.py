@@ -3,10 +3,12 @@
 import json
 import os
 import tempfile
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
+import tf_keras
 from absl.testing import parameterized
 
 from peers import two_towers
@@ -68,7 +70,7 @@ class BackupTest(parameterized.TestCase):
     @parameterized.parameters(
         (keras.Model, "save_weights", 2), (json, "dumps", 2), (tf.io.gfile, "rename", 1),
         (tf.io.gfile, "rename", 3), (tf.io.gfile, "rename", 4),
-        (tf.io.gfile, "rename", 2 * EPOCHS + 1))
+        (tf.io.gfile, "rename", 2 * EPOCHS + 1), (tf.io.gfile, "rmtree", 1))
     def test_goes_on(self, owner, name, call):
         """Else a machine that fails while it saves takes the training of days with it."""
         for after in (False, True):
@@ -112,3 +114,20 @@ class BackupTest(parameterized.TestCase):
             with open(os.path.join(folder, "training_metadata.json.bkp")) as file:
                 self.assertEqual(json.load(file)["epoch"], 2)
             self.assertLen(os.listdir(folder), 4)
+
+    def test_deleted_at_once_in_tf_keras(self):
+        """Else a run that is killed at its end leaves a checkpoint that lacks some of its files."""
+        with two_towers().scope():
+            model = tf_keras.Sequential([tf_keras.Input([3]), tf_keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        seen, rmtree = [], tf.io.gfile.rmtree
+
+        def watching(path):
+            seen.append((os.listdir(folder), len(os.listdir(path)) > 1))
+            rmtree(path)
+
+        with tempfile.TemporaryDirectory() as folder, \
+                mock.patch.object(tf.io.gfile, "rmtree", watching):
+            model.fit(X, X.sum(1), verbose=0, callbacks=[tf_keras.callbacks.BackupAndRestore(folder)])
+            self.assertEqual(seen, [(["chief.done"], True)])
+            self.assertEqual(os.listdir(folder), [])

@@ -1,7 +1,7 @@
-"""A Keras 3 ``BackupAndRestore`` that a run may be killed in at any moment.
+"""A ``BackupAndRestore`` that a run may be killed in at any moment.
 
-Goes in: Keras' callback, on a model of a ``TowerStrategy``.  Comes out: the same files, each whole
-and of the same epoch.  Keras writes over the files of the last backup; a run that is killed
+Goes in: the callback, on a model of a ``TowerStrategy``.  Comes out: the same files, each whole and
+of the same epoch.  tf_keras has them so, but for their deletion; Keras 3 writes over the files of the last backup; a run that is killed
 meanwhile leaves weights that cannot be read, or those of one epoch beside the number of another.
 
 A backup is written beside the last one.  Renaming the weights is the moment from which it counts:
@@ -38,7 +38,7 @@ def clean(callback: Any) -> None:
     metadata = callback._training_metadata_path
     with _beside(callback) as (new_weights, new_metadata):
         pass
-    _remove(_done(callback))
+    _remove(_done(callback.backup_dir))
     if not tf.io.gfile.exists(new_metadata):
         return
     if tf.io.gfile.exists(new_weights):
@@ -48,18 +48,12 @@ def clean(callback: Any) -> None:
         tf.io.gfile.rename(new_metadata, metadata, overwrite=True)
 
 
-def end(callback: Any, original: Callable[..., None], logs: Any) -> None:
-    """``original``, which deletes the backup, without a moment at which half of it is there."""
-    folder, done = callback.backup_dir, _done(callback)
-    if not callback.delete_checkpoint or not tf.io.gfile.exists(folder):
-        original(callback, logs)
-        return
-    tf.io.gfile.rename(folder, done)
-    callback.backup_dir = done
-    try:
-        original(callback, logs)
-    finally:
-        callback.backup_dir = folder
+def delete(folder: str) -> None:
+    """Deletes a backup, without a moment at which half of it is there."""
+    _remove(_done(folder))
+    if tf.io.gfile.exists(folder):
+        tf.io.gfile.rename(folder, _done(folder))
+        _remove(_done(folder))
 
 
 @contextlib.contextmanager
@@ -74,8 +68,8 @@ def _beside(callback: Any) -> Iterator[tuple[str, str]]:
         callback._weights_path, callback._training_metadata_path = weights, metadata
 
 
-def _done(callback: Any) -> str:
-    return str(callback.backup_dir).rstrip("/") + ".done"
+def _done(folder: Any) -> str:
+    return str(folder).rstrip("/") + ".done"
 
 
 def _remove(folder: str) -> None:

@@ -701,6 +701,8 @@ def _backup_end(original: Callable[..., Any]) -> Callable[..., Any]:
         if _strategy_of(self.model) is None:
             original(self, logs)
         elif chief.writes(self):
-            backup.end(self, original, logs)
+            if self.delete_checkpoint:
+                backup.delete(self.backup_dir)
+            original(self, logs)
 
     return on_train_end

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 from tf_keras.src import callbacks
+from tf_keras.src.distribute import worker_training_state
 from tf_keras.src.engine import compile_utils, data_adapter, training
 from tf_keras.src.layers.normalization import batch_normalization
 from tf_keras.src.layers.rnn import base_rnn
@@ -24,7 +25,7 @@ from tf_keras.src.utils import losses_utils, metrics_utils
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import merge, split, variables
-from towerstrategy._keras import common, twin
+from towerstrategy._keras import backup, common, twin
 from towerstrategy._keras.common import is_tower_strategy, splitting_tower
 
 _OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
@@ -59,6 +60,8 @@ HOOKS: dict[tuple[Any, str], str] = {
         "adopts what was built since compile; refuses a model in the scope that is not adopted",
     (training.Model, "make_test_function"): "the same for evaluate",
     (callbacks.BackupAndRestore, "__init__"): "lists the strategies that it works with",
+    (worker_training_state.WorkerTrainingState, "delete_backup"):
+        "deletes the backup file by file",
 }
 
 
@@ -82,6 +85,7 @@ def install() -> None:
         "make_train_function": _make_function("train_function"),
         "make_test_function": _make_function("test_function"),
         "__init__": _backup_init,
+        "delete_backup": _delete_backup,
     }
     for owner, name in HOOKS:
         common.wrap(owner, name, makers[name])
@@ -471,6 +475,16 @@ def _build_optimizers(strategy: tf.distribute.Strategy, model: Any) -> None:
         if new and not getattr(optimizer, "_built", True):
             with strategy.scope():
                 optimizer.build(model.trainable_variables)
+
+
+def _delete_backup(original: Callable[..., Any]) -> Callable[..., Any]:
+    def delete_backup(self: Any) -> None:
+        theirs = self.write_checkpoint_manager is not self.read_checkpoint_manager
+        if is_tower_strategy(self._model.distribute_strategy) and not theirs:
+            backup.delete(self.write_checkpoint_manager.directory)
+        original(self)
+
+    return delete_backup
 
 
 def _backup_init(original: Callable[..., Any]) -> Callable[..., Any]:
