@@ -128,6 +128,7 @@ class BackupTest(parameterized.TestCase):
 
         with tempfile.TemporaryDirectory() as folder, \
                 mock.patch.object(tf.io.gfile, "rmtree", watching):
-            model.fit(X, X.sum(1), verbose=0, callbacks=[tf_keras.callbacks.BackupAndRestore(folder)])
+            backup = tf_keras.callbacks.BackupAndRestore(folder)
+            model.fit(X, X.sum(1), verbose=0, callbacks=[backup])
             self.assertEqual(seen, [(["chief.done"], True)])
             self.assertEqual(os.listdir(folder), [])
