@@ -1,5 +1,6 @@
 """What goes wrong while training: errors in one tower, in a merge, in the data, and Ctrl-C."""
 
+import re
 import signal
 import threading
 import time
@@ -112,6 +113,31 @@ class LoopTest(_Leaves):
         self.assertEqual(plain(total.read_value()), 0.)
         run(strategy, lambda x: total.assign_add(tf.reduce_sum(x)), strategy.split(np.ones(4, "f")))
         self.assertEqual(plain(total.read_value()), 4.)
+
+    @parameterized.parameters(in_function, of_function)
+    def test_assertion(self, run):
+        """Else an assertion that fails in tower 1 is said to have failed in tower 0."""
+        def step(x):
+            for _ in tf.range(2):
+                tf.debugging.assert_less(x, 50., message="too large")
+            return x
+
+        strategy = two_towers()
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "too large") as caught:
+            run(strategy, step, strategy.split(data()[0][:8]))
+        self.assertEqual(set(re.findall(r"{{node (tower_\d_CPU_\d)", str(caught.exception))),
+                         {"tower_1_CPU_2"})
+        self.assertIn("an assertion in it", strategy.extended.own_trace_reasons[0])
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_assertions_of_keras_cost_no_trace(self, kit):
+        """Else a metric that checks its values makes each tower's start-up cost a trace."""
+        strategy = two_towers()
+        with strategy.scope():
+            model = small_models.make(kit, "functional")
+            model.compile("sgd", "mse", metrics=[kit.metrics.AUC(), kit.metrics.Precision()])
+        model.train_on_batch(np.ones([4, 3]), np.ones([4, 1]))
+        self.assertEmpty(strategy.extended.own_trace_reasons)
 
     def test_interrupt(self):
         """Else Ctrl-C waits for a tower that has long to go, or leaves its thread behind."""

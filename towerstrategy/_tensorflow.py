@@ -506,6 +506,21 @@ def function_definition(graph: tf.Graph, name: str) -> Any:
     return None if function is None else function.cached_definition
 
 
+def asserts(graph: tf.Graph, name: str) -> bool:
+    """Whether a function of ``graph`` has an assertion of its own that is not Keras'.
+
+    TensorFlow puts each assertion of a traced function into a function that is called where it
+    fails, and the error names the operation in there.
+    """
+    body = getattr(graph._get_function(name), "graph", None)
+    for operation in body.get_operations() if body is not None else ():
+        if operation.type == "Assert":
+            files = [frame.filename for frame in operation.traceback or ()
+                     if "/tensorflow/" not in frame.filename]
+            return not files or "keras/src/" not in files[-1]
+    return False
+
+
 def function_graph(graph: tf.Graph, name: str) -> tf.Graph:
     """The traced body of a function of ``graph``."""
     return graph._get_function(name).graph

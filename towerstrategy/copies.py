@@ -140,6 +140,8 @@ class Copier:
         if name in self._safe_functions:
             return
         self._safe_functions.add(name)
+        if _tf.asserts(self._graph, name):
+            raise NeedsOwnTrace("an assertion in it would name tower 0 whichever tower fails")
         definition = _tf.function_definition(self._graph, name)
         for node in definition.node_def if definition is not None else ():
             if "seed2" in node.attr:
