@@ -60,6 +60,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
     parser.add_argument("--quick", action="store_true",
                         help="each case on one choice of towers, as in `make test`")
+    parser.add_argument("--thirds", action="store_true",
+                        help="each number of towers with one merge device, in turn")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has TEXT")
     parser.add_argument("--keras", choices=[cases.KERAS_3, cases.TF_KERAS], help="one version")
     parser.add_argument("--towers", type=int, nargs="+", metavar="R", help="only these numbers")
@@ -78,6 +80,9 @@ def _work(options: argparse.Namespace) -> list[tuple[str, str, list[runner.Tower
     else:
         pairs = [(case, keras, runner.ALL_TOWERS)
                  for case in cases.CASES.values() for keras in case.keras]
+    if options.thirds:
+        pairs = [(case, keras, _third(towers, number))
+                 for number, (case, keras, towers) in enumerate(pairs)]
     work = []
     for case, keras, choices in pairs:
         towers = [one for one in choices if options.merge in (None, one.merge)
@@ -85,6 +90,14 @@ def _work(options: argparse.Namespace) -> list[tuple[str, str, list[runner.Tower
         if options.only in case.name and options.keras in (None, keras) and towers:
             work.append((case.name, keras, towers))
     return work
+
+
+def _third(choices: Sequence[runner.Towers], turn: int) -> list[runner.Towers]:
+    """Of ``choices`` one merge device for each number of towers, another one each turn."""
+    counts = sorted({one.count for one in choices})
+    merges = len(runner.MERGES)
+    return [one for one in choices if one.merge == runner.MERGES[
+        (turn + turn // merges + counts.index(one.count)) % merges]]
 
 
 def _each(work: Sequence[tuple[str, str, list[runner.Towers]]], jobs: int) -> Iterator[Found]:
