@@ -125,6 +125,10 @@ class RefusedTest(parameterized.TestCase):
             towerstrategy.TowerStrategy(cluster_resolver={"worker": TWO})
         with self.assertRaisesRegex(TypeError, "communication_options must be None or"):
             towerstrategy.TowerStrategy(communication_options="RING")
+        towerstrategy.TowerStrategy(
+            ["CPU:1"],
+            communication_options=tf.distribute.experimental.CommunicationOptions(
+                timeout_seconds=9))
 
     def test_after_tensorflow_has_started(self):
         """Else the script trains alone, or fails without saying what to move where."""

@@ -313,7 +313,9 @@ def expected(case):
 def work(worker, addresses, towers, folder, cases):
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses},
                                           "task": {"type": "worker", "index": worker}})
-    strategy = towerstrategy.TowerStrategy(towerstrategy.split_cpu(towers + 1)[1:], "CPU:0")
+    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=SECONDS)
+    strategy = towerstrategy.TowerStrategy(towerstrategy.split_cpu(towers + 1)[1:], "CPU:0",
+                                           communication_options=options)
     for case in cases:
         print(f"worker {worker}: {case}", flush=True)
         np.savez(pathlib.Path(folder) / f"{case}_{worker}.npz",

@@ -12,10 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _keras, arguments, machines, report, towers
+from towerstrategy import _tensorflow as _tf
 from towerstrategy import devices as devices_lib
 from towerstrategy.extended import TowerExtended
 
-Options = tf.distribute.experimental.CommunicationOptions
+# What calling tf.distribute.experimental.CommunicationOptions gives.
+Options = _tf.Options
 
 
 class TowerStrategy(tf.distribute.Strategy):
