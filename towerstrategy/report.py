@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -147,14 +148,15 @@ class TowerReport(Callback):
     - **idle**: the share of the step in which no operation of that tower was running.  CPU towers
       share the machine's cores: one of them can be busy and still wait for a core.
 
-    The sampled step runs under TensorFlow's profiler.  A step is sampled when that leaves the
-    report's cost below ``most`` of the time trained; the first always is.  An epoch without a
-    sample shows the last one.  Without this callback nothing is measured and nothing stays behind.
+    The sampled step runs under TensorFlow's profiler.  A step is sampled when that leaves the cost
+    of samples below ``most`` of the time trained; the first always is.  An epoch without a sample
+    shows the last one.  The picture is drawn when that costs no more than ``most`` either, and when
+    the training ends.  Without this callback nothing is measured and nothing stays behind.
     With several machines each shows its own towers.
 
     Args:
-      picture: a PNG file to draw after each epoch (needs matplotlib), or None.
-      most: the share of the training's time that samples and pictures may take.
+      picture: a PNG file to draw (needs matplotlib), or None.
+      most: the share of the training's time that samples may take, and pictures.
       print_fn: gets each epoch's table; None prints nothing.
 
     Attributes:
@@ -199,7 +201,8 @@ class TowerReport(Callback):
         self._print = print_fn
         self._watch: Watch | None = None
         self._drawn = False
-        self._picture_cost = 0.0
+        self._picture_cost = 1.0  # seconds; a guess until the first is drawn
+        self._pictures_cost = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
         del logs
@@ -210,6 +213,7 @@ class TowerReport(Callback):
                 f"{self.model.name!r} has {strategy!r}. Compile it in the strategy's scope, or "
                 "call strategy.adopt(model).")
         self.epochs = []
+        self._pictures_cost = 0.0
         self._watch = Watch(self.model, self._most)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -224,17 +228,16 @@ class TowerReport(Callback):
             self.epochs.append(_epoch(epoch, watch))
             if self._print is not None:
                 self._print(f"\n{self.epochs[-1]}")
-        self._drawn = watch.affords(self._picture_cost)
+        self._drawn = watch.affords(self._pictures_cost + self._picture_cost)
         if self._drawn:
-            self._draw(watch)
+            self._draw()
 
     def on_train_end(self, logs: Any = None) -> None:
         del logs
-        watch = self._watching
-        watch.close()
+        self._watching.close()
         self._watch = None
         if not self._drawn:
-            self._draw(watch)
+            self._draw()
 
     @property
     def _watching(self) -> Watch:
@@ -243,13 +246,13 @@ class TowerReport(Callback):
                                "a training: give it to model.fit(callbacks=[...]).")
         return self._watch
 
-    def _draw(self, watch: Watch) -> None:
+    def _draw(self) -> None:
         if self.picture is None:
             return
-        before = watch.spent
-        with watch.spending():
-            picture_lib.draw(self.picture, self.epochs)
-        self._picture_cost = watch.spent - before
+        start = time.perf_counter()
+        picture_lib.draw(self.picture, self.epochs)
+        self._picture_cost = time.perf_counter() - start
+        self._pictures_cost += self._picture_cost
 
 
 def _epoch(number: int, watch: Watch) -> Epoch:

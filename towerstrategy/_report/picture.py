@@ -74,7 +74,8 @@ def _lines(axes: Any, sampled: Sequence[tuple[Epoch, Sample]]) -> None:
                   markersize=4, linewidth=1.5, label=f"tower {tower}")
     axes.set_ylim(0, 1.02)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlim(0.5, numbers[-1] + 0.5)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.set_xlabel("epoch")
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="best")
     more = f" (of {towers}, the first {_MOST_LINES})" if towers > _MOST_LINES else ""

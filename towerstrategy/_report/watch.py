@@ -38,7 +38,7 @@ class Watch:
       seconds: how long the last epoch took.
       sample: the latest sample, or None.
       sampled_in: the epoch it is of.
-      spent: the seconds spent so far.
+      spent: the seconds spent on samples and tables so far.
     """
 
     def __init__(self, model: Any, most: float) -> None:
@@ -97,8 +97,8 @@ class Watch:
             self.spent += time.perf_counter() - start
 
     def affords(self, cost: float) -> bool:
-        """Whether to spend ``cost`` seconds more is within the share."""
-        return self.spent + cost <= self._most * (time.perf_counter() - self._start)
+        """Whether ``cost`` seconds of all are within the share."""
+        return cost <= self._most * (time.perf_counter() - self._start)
 
     def _make_stand_in(self) -> Any:
         def train_function(iterator: Any) -> Any:
@@ -108,7 +108,7 @@ class Watch:
             number, self._calls = self._calls, self._calls + 1
             wanted = number >= self._from_call and self.sampled_in != self._epoch
             try:
-                if wanted and self.affords(self._sample_cost):
+                if wanted and self.affords(self.spent + self._sample_cost):
                     return self._sampled(iterator)
                 return self._function(iterator)
             except BaseException:
