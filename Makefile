@@ -11,7 +11,7 @@ TF_VENV := .venv-tf-$(TF)
 # Not what differs between them: benchmarks, documents, examples, packaging.
 TF_LEAVES_OUT := benchmarks digits_example doctest packaging readme
 
-.PHONY: demo test lint test-parity test-slow test-tf bench clean
+.PHONY: demo test lint test-parity test-slow test-libraries test-tf bench clean
 
 $(VENV)/%.installed: setup.cfg setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -24,6 +24,14 @@ $(TF_VENV)/test.installed: setup.cfg setup.py
 	$(TF_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(TF_VENV)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager \
 		-e ".[test]" "tensorflow~=$(TF).0" "tf_keras~=$(TF).0"
+	touch $@
+
+# Orbit alone out of tf-models-official, which asks for another TensorFlow and for much else.
+.venv-libraries/libraries.installed: setup.cfg setup.py
+	test -x .venv-libraries/bin/python || $(PYTHON) -m venv .venv-libraries
+	.venv-libraries/bin/python -m pip install --quiet --upgrade pip
+	.venv-libraries/bin/python -m pip install --quiet -e ".[libraries]" pytest
+	.venv-libraries/bin/python -m pip install --quiet --no-deps "tf-models-official>=2.20"
 	touch $@
 
 demo: $(VENV)/demo.installed
@@ -42,6 +50,10 @@ test-parity: $(VENV)/test.installed
 test-slow: $(VENV)/test.installed $(VENV)/release.installed
 	$(RUN) -m pytest -rP tests/slow
 
+test-libraries: .venv-libraries/libraries.installed
+	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} .venv-libraries/bin/python -m pytest -rsP \
+		tests/slow/libraries_test.py
+
 test-tf: $(TF_VENV)/test.installed
 	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(TF_VENV)/bin/python -m pytest -n 2 \
 		$(TF_LEAVES_OUT:%=--ignore=tests/%_test.py)
@@ -50,4 +62,4 @@ bench: $(VENV)/test.installed
 	$(RUN) -m benchmarks
 
 clean:
-	rm -rf $(VENV) .venv-tf-* build dist out *.egg-info
+	rm -rf $(VENV) .venv-tf-* .venv-libraries build dist out *.egg-info

@@ -1,0 +1,142 @@
+"""A retrieval model of TensorFlow Recommenders on towers, and what "in-batch" means there.
+
+Goes in: made-up users who like made-up films.  Comes out: a trained retrieval model, how well it
+suggests films, and the loss of one batch on one device, on towers as they are, and on towers that
+see the whole batch's candidates.
+
+``tfrs.tasks.Retrieval`` takes the other rows of the batch as negatives.  On R towers, as on R
+replicas of any ``tf.distribute`` strategy, a row meets the candidates of its own tower only: with
+three towers, a softmax over a third of the batch.  That is another loss, an easier one, and no
+error of rounding: a batch of 3 x N on three towers has the negatives of batches of N.  Where the
+whole batch is meant, gather the candidates, as :class:`WholeBatch` does; the gradients of what was
+gathered find their way back to the towers.
+
+The library itself refuses Keras 3 when it is imported, so this runs with tf_keras.
+
+    python examples/libraries/recommenders.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+os.environ["TF_USE_LEGACY_KERAS"] = "1"
+
+import common
+import numpy as np
+import tensorflow as tf
+import tensorflow_recommenders as tfrs
+
+import towerstrategy
+
+USERS, FILMS, TASTES, ROWS = 30, 24, 4, 400
+MOST_DIFFERENCE = 1e-5
+
+
+def likes() -> tuple[np.ndarray, np.ndarray]:
+    """Who saw what: users have a taste, and films of another are not for them."""
+    random = np.random.default_rng(0)
+    users = random.integers(USERS, size=ROWS)
+    films = random.integers(FILMS // TASTES, size=ROWS) * TASTES + users % TASTES
+    return users.astype("int64"), films.astype("int64")
+
+
+class Retrieval(tfrs.Model):
+    """Users and films as vectors; a film is suggested where the vectors are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user_model = tf.keras.Sequential([tf.keras.layers.Embedding(USERS, 8),
+                                               tf.keras.layers.Dense(8)])
+        self.film_model = tf.keras.Sequential([tf.keras.layers.Embedding(FILMS, 8),
+                                               tf.keras.layers.Dense(8)])
+        self.task = tfrs.tasks.Retrieval()  # the loss is the sum over the batch's rows
+
+    def vectors(self, features: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+        return self.user_model(features["user"]), self.film_model(features["film"])
+
+    def compute_loss(self, features: dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
+        users, films = self.vectors(features)
+        return self.task(users, films, compute_metrics=not training)
+
+
+class WholeBatch(Retrieval):
+    """The same with the whole batch's films as candidates, on however many towers."""
+
+    def compute_loss(self, features: dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
+        del training
+        users, films = self.vectors(features)
+        tower = tf.distribute.get_replica_context()
+        rows = tf.shape(films)[0]
+        counts = tower.all_gather(rows[tf.newaxis], axis=0)
+        before = tf.reduce_sum(counts[:tower.replica_id_in_sync_group])
+        scores = tf.matmul(users, tower.all_gather(films, axis=0), transpose_b=True)
+        return tf.reduce_sum(tf.nn.sparse_softmax_cross_entropy_with_logits(
+            before + tf.range(rows), scores))
+
+
+def losses_of_a_batch(strategy: towerstrategy.TowerStrategy, kind: type[Retrieval],
+                      batch: dict[str, np.ndarray]) -> tuple[float, float, list[list[np.ndarray]]]:
+    """One step with one batch: the loss on one device, on the towers, and the weights of both."""
+    models, losses = [], []
+    for scope in (contextlib.nullcontext(), strategy.scope()):
+        with scope:
+            model = kind()
+            model.vectors({name: column[:1] for name, column in batch.items()})  # builds it
+            model.compile(tf.keras.optimizers.SGD(0.01))
+        models.append(model)
+    models[1].set_weights(models[0].get_weights())
+    for model, on in zip(models, (None, strategy)):
+        losses.append(step(model, on, batch))
+    return losses[0], losses[1], [model.get_weights() for model in models]
+
+
+def step(model: Retrieval, strategy: towerstrategy.TowerStrategy | None,
+         batch: dict[str, np.ndarray]) -> float:
+    """A training step; the batch's loss, which is a sum over its rows."""
+    def replica_step(part: dict[str, tf.Tensor]) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(part, training=True)
+        weights = model.trainable_variables
+        model.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return loss
+
+    if strategy is None:
+        return float(tf.function(replica_step)(
+            {name: tf.constant(column) for name, column in batch.items()}))
+    run = tf.function(lambda part: strategy.reduce(
+        "SUM", strategy.run(replica_step, (part,)), axis=None))
+    return float(run(strategy.split(batch)))
+
+
+def main() -> None:
+    findings = common.Findings("tf_keras", "tensorflow-recommenders")
+    strategy = common.towers()
+    users, films = likes()
+    data = {"user": users, "film": films}
+
+    with strategy.scope():
+        model = Retrieval()
+        model.compile(tf.keras.optimizers.Adagrad(0.5))
+    model.fit(tf.data.Dataset.from_tensor_slices(data).batch(32), epochs=6, verbose=0)
+    scores = model.user_model(np.arange(USERS)) @ tf.transpose(model.film_model(np.arange(FILMS)))
+    best = np.argmax(scores, axis=1)
+    good = float(np.mean(best % TASTES == np.arange(USERS) % TASTES))
+    findings.says("fit, users whose first film is to their taste", f"{good:.0%}", good > 0.8)
+
+    batch = {name: column[:common.BATCH] for name, column in data.items()}
+    alone, together, _ = losses_of_a_batch(strategy, Retrieval, batch)
+    findings.says(f"in-batch loss of {common.BATCH} rows",
+                  f"one device {alone:.3f}, towers {together:.3f}: fewer negatives a row",
+                  together < alone)
+    alone, together, weights = losses_of_a_batch(strategy, WholeBatch, batch)
+    findings.at_most(f"the same with all candidates, one device {alone:.3f}, towers {together:.3f}",
+                     abs(together - alone) / alone, MOST_DIFFERENCE)
+    findings.at_most("weights after that step beside one device's",
+                     common.difference(*weights[::-1]), MOST_DIFFERENCE)
+    findings.exit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The examples of other libraries, and that of R, run as they are.
+
+`make test-libraries` installs what they need. An example whose library is not there is skipped and
+says so.
+"""
+
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from absl.testing import parameterized
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+NEEDS = {
+    "applications.py": [],
+    "hub.py": ["keras_hub", "tensorflow_text"],
+    "orbit_loop.py": ["orbit"],
+    "preprocessing.py": ["sklearn"],
+    "recommenders.py": ["tensorflow_recommenders", "tf_keras"],
+    "sonnet_loop.py": ["sonnet"],
+    "tuner.py": ["keras_tuner", "tensorboard"],
+}
+WITH_TF_KERAS = ("applications.py", "orbit_loop.py", "preprocessing.py")
+
+
+class LibrariesTest(parameterized.TestCase):
+
+    def run_example(self, command, needs, **environment):
+        """Runs an example, which ends with an error where it does not find what it promises."""
+        missing = [name for name in needs if importlib.util.find_spec(name) is None]
+        if missing:
+            self.skipTest(f"not installed: {', '.join(missing)} (make test-libraries installs it)")
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": path, "TF_USE_LEGACY_KERAS": "0", **environment})
+        self.assertEqual(done.returncode, 0, done.stdout[-3000:] + done.stderr[-3000:])
+        print(done.stdout)
+
+    def test_every_example_is_here(self):
+        """Lost otherwise: an example that nobody has run since it was written."""
+        there = {path.name for path in (EXAMPLES / "libraries").glob("*.py")} - {"common.py"}
+        self.assertEqual(set(NEEDS), there)
+
+    @parameterized.parameters(*NEEDS)
+    def test_with_keras(self, example):
+        """Lost otherwise: what users have built on Keras 3 and on TensorFlow."""
+        self.run_example([sys.executable, str(EXAMPLES / "libraries" / example)], NEEDS[example])
+
+    @parameterized.parameters(*WITH_TF_KERAS)
+    def test_with_tf_keras(self, example):
+        """Lost otherwise: the same for those who stay with Keras 2."""
+        self.run_example([sys.executable, str(EXAMPLES / "libraries" / example)],
+                         [*NEEDS[example], "tf_keras"], TF_USE_LEGACY_KERAS="1")
+
+    def test_r(self):
+        """Lost otherwise: R, where Keras users knew multi_gpu_model first."""
+        rscript = shutil.which("Rscript")
+        if rscript is None:
+            self.skipTest("not installed: Rscript (apt-get install r-base-core r-cran-reticulate)")
+        has_reticulate = 'quit(status = !requireNamespace("reticulate", quietly = TRUE))'
+        if subprocess.run([rscript, "-e", has_reticulate], check=False).returncode:
+            self.skipTest("not installed: reticulate (apt-get install r-cran-reticulate)")
+        self.run_example([rscript, str(EXAMPLES / "xception.R")], [],
+                         RETICULATE_PYTHON=sys.executable)
