@@ -54,7 +54,7 @@ def with_loop(x):
 
 
 def with_control(x):
-    with tf.control_dependencies([tf.debugging.assert_non_negative(x)]):
+    with tf.control_dependencies([tf.debugging.check_numerics(x, "x")]):
         total = context().all_reduce("SUM", x)
     with tf.control_dependencies([total]):
         return tf.identity(x) + 1.
