@@ -8,7 +8,8 @@ All of it happens in a function of its own, so that nothing is left behind when 
 out to need a trace for each tower (:class:`NeedsOwnTrace`): its towers' inputs have different
 static shapes, or are no tensors; it looks at its replica id as a Python number; it meets the others
 in ``tf.init_scope``; it draws random numbers in a nested function; it takes the gradient of a loop
-or branch from before a meeting; it hands on something that holds tensors and cannot be looked up.
+or branch from before a meeting; it hands on something that holds tensors and cannot be looked up;
+it has an assertion, which would name tower 0 whichever tower fails.
 """
 
 from __future__ import annotations
