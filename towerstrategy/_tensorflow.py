@@ -156,7 +156,7 @@ ReduceOp = reduce_util.ReduceOp
 CompositeTensor = composite_tensor.CompositeTensor
 NoneTensorSpec = none_tensor.NoneTensorSpec
 
-Options: TypeAlias = collective_util.Options
+Options = collective_util.Options
 CollectiveLauncher: TypeAlias = cross_device_utils.CollectiveReplicaLauncher
 
 # Of all strategies in this process; far from where MultiWorkerMirroredStrategy starts counting.
@@ -218,7 +218,8 @@ def start_worker(jobs: dict[str, list[str]], task_type: str, task_id: int, leade
     eager_context.ensure_initialized()
 
 
-def collective_launcher(device: str, workers: int, options: Options | None) -> CollectiveLauncher:
+def collective_launcher(device: str, workers: int,
+                        options: collective_util.Options | None) -> CollectiveLauncher:
     """What makes collective ops on ``device``, one device a worker."""
     return CollectiveLauncher(_collective_keys.get_group_key([device]), workers, _collective_keys,
                               device, options or Options())

@@ -51,7 +51,8 @@ def restore(callback: Any, load: Callable[[], None], held: Callable[[], list[tf.
       load: what Keras does: sets the model's weights, and ``_initial_epoch``.
       held: the TensorFlow variables of the model and its optimizer, which is built by then.
     """
-    workers, model = workers_of(callback), callback.model
+    workers: Any = workers_of(callback)
+    model = callback.model
     if workers.is_chief:
         load()
     epoch = getattr(model, "_initial_epoch", None)
