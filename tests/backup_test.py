@@ -130,5 +130,5 @@ class BackupTest(parameterized.TestCase):
                 mock.patch.object(tf.io.gfile, "rmtree", watching):
             backup = tf_keras.callbacks.BackupAndRestore(folder)
             model.fit(X, X.sum(1), verbose=0, callbacks=[backup])
-            self.assertEqual(seen, [(["chief.done"], True)])
+            self.assertEqual(seen, [(["chief.towerstrategy-deletes"], True)])
             self.assertEqual(os.listdir(folder), [])

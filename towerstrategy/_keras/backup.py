@@ -39,7 +39,7 @@ def clean(callback: Any) -> None:
     metadata = callback._training_metadata_path
     with _beside(callback) as (new_weights, new_metadata):
         pass
-    _remove(_done(callback.backup_dir))
+    _remove(_doomed(callback.backup_dir))
     if not tf.io.gfile.exists(new_metadata):
         return
     if tf.io.gfile.exists(new_weights):
@@ -51,10 +51,10 @@ def clean(callback: Any) -> None:
 
 def delete(folder: str) -> None:
     """Deletes a backup, without a moment at which half of it is there."""
-    _remove(_done(folder))
+    _remove(_doomed(folder))
     if tf.io.gfile.exists(folder):
-        tf.io.gfile.rename(folder, _done(folder))
-        _remove(_done(folder))
+        tf.io.gfile.rename(folder, _doomed(folder))
+        _remove(_doomed(folder))
 
 
 @contextlib.contextmanager
@@ -69,8 +69,9 @@ def _beside(callback: Any) -> Iterator[tuple[str, str]]:
         callback._weights_path, callback._training_metadata_path = weights, metadata
 
 
-def _done(folder: Any) -> str:
-    return str(folder).rstrip("/") + ".done"
+def _doomed(folder: Any) -> str:
+    # What has this name is deleted: nobody else's folder may have it.
+    return str(folder).rstrip("/") + ".towerstrategy-deletes"
 
 
 def _remove(folder: str) -> None:
