@@ -30,7 +30,7 @@ import tf_keras
 
 import towerstrategy
 
-SECONDS = 300  # then all workers are killed
+SECONDS = int(os.environ.get("MACHINES_SECONDS", 300))  # then all workers are killed
 
 
 def data(rows, features=3):
@@ -287,14 +287,14 @@ def ports(count):
         return [each.getsockname()[1] for each in sockets]
 
 
-def run(workers, towers, folder, cases):
+def run(workers, towers, folder, cases, seconds=SECONDS):
     """Runs a cluster in processes of its own; raises with the workers' output if one fails."""
     command = [sys.executable, __file__, str(workers), str(towers), str(folder), *cases]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
                    "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2",
-                   "MACHINES_FOLDER": str(folder)}
+                   "MACHINES_FOLDER": str(folder), "MACHINES_SECONDS": str(seconds)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True,
-                          timeout=SECONDS + 60)
+                          timeout=seconds + 60)
     if done.returncode:
         raise AssertionError(f"the cluster failed:\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}")
 

@@ -266,7 +266,14 @@ class Machines:
 
     def gather(self, value: Any, axis: int = 0) -> tf.Tensor:
         """The workers' values put behind one another along ``axis``, in the workers' order."""
+        if isinstance(value, _tf.CompositeTensor) and not isinstance(value, tf.Variable):
+            raise TypeError(f"a {type(value).__name__} cannot be gathered from several machines: "
+                            "TensorFlow's collective ops carry dense tensors only. Gather its "
+                            "parts, or make it dense first.")
         value = tf.convert_to_tensor(value)
+        if not value.shape.rank:
+            raise ValueError("values of rank 0 cannot be gathered: there is no axis to put them "
+                             f"behind one another along (axis={axis}).")
         axis %= value.shape.rank
         if axis == 0:
             return self.gather_rows([value])[0]

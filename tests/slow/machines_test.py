@@ -18,7 +18,7 @@ class ClusterTest(parameterized.TestCase):
         cases = [case for case in machines_workers.CASES
                  if not case.startswith(NOT_OF_ONE_DEVICE)]
         with tempfile.TemporaryDirectory() as folder:
-            machines_workers.run(workers, towers, folder, cases)
+            machines_workers.run(workers, towers, folder, cases, seconds=1200)
             for case in cases:
                 seen = [machines_workers.results(folder, case, worker)
                         for worker in range(workers)]
