@@ -48,6 +48,7 @@ class DoctestTest(parameterized.TestCase):
         own = [value for name, value in vars(strategy).items()
                if inspect.isfunction(value) and not name.startswith("_")]
         named = [getattr(towerstrategy, name) for name in towerstrategy.__all__]
+        named.append(towerstrategy.report.TowerReport)
         for thing in [*own, *filter(callable, named)]:
             self.assertIn(">>>", inspect.getdoc(thing) or "", thing)
 
