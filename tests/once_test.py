@@ -60,6 +60,12 @@ def with_control(x):
         return tf.identity(x) + 1.
 
 
+def needed_later(x):
+    doubled = x * 2.  # nothing needs it when the towers meet
+    total = context().all_reduce("SUM", x)
+    return doubled + total
+
+
 FUNCTIONS = {
     "plain": lambda x: {"sum": tf.reduce_sum(x), "same": 3, "none": None},
     "number": lambda x: x + tf.cast(context().replica_id_in_sync_group, tf.float32),
@@ -70,6 +76,7 @@ FUNCTIONS = {
     "branch": with_branch,
     "loop": with_loop,
     "nested_function": with_nested_function,
+    "needed_later": needed_later,
     "share": lambda x: tf.cast(context().share, tf.float32) * x,
     "control": with_control,
     "slices": lambda x: context().all_reduce(
@@ -87,6 +94,20 @@ class SameResultsTest(parameterized.TestCase):
         tf.nest.map_structure(np.testing.assert_array_equal, results_of(copied, FUNCTIONS[name]),
                               wanted)
         self.assertEmpty(copied.extended.own_trace_reasons)
+
+    def test_what_nothing_needs_is_not_copied(self):
+        """Else every tower pays for operations that have no effect."""
+        def fn(x):
+            tf.exp(x, name="useless")
+            return tf.identity(x, name="useful")
+
+        strategy = strategy_with(True)
+        parts = strategy.split(ROWS)
+        step = tf.function(lambda: strategy.run(fn, (parts,)), autograph=False)
+        library = step.get_concrete_function().graph.as_graph_def().library.function
+        names = [node.name for function in library for node in function.node_def]
+        self.assertLen([name for name in names if "useful" in name], 3)
+        self.assertLessEqual(len([name for name in names if "useless" in name]), 1)
 
     @parameterized.product(mode=["SUM", "MEAN", "NONE", "ONLY_FIRST_REPLICA"],
                            local=[False, True])

@@ -104,6 +104,7 @@ class Copier:
         self._scopes = scopes
         self._local_variables = local_variables
         self._done = 0
+        self._waiting: list[tf.Operation] = []
         self._kept: set[str] = set()
         self._on_first: dict[str, bool] = {}  # device as written -> whether it is tower 0's
         self._safe_functions: set[str] = set()
@@ -112,17 +113,26 @@ class Copier:
         """Leaves out of the copies what has been added to the graph up to here."""
         self._done = _tf.operation_count(self._graph)
 
-    def copy(self) -> None:
-        """Copies tower 0's operations since the last :meth:`copy` or :meth:`skip`."""
-        operands.swap(self._graph, self._stretch())
-        stretch = self._stretch()
+    def copy(self, handed: Any = ()) -> None:
+        """Copies tower 0's operations since the last :meth:`copy` or :meth:`skip`.
+
+        Operations without effect that nothing needs yet wait for a later call.
+
+        Args:
+          handed: what tower 0 hands to the others: a nest of tensors, operations and other values.
+        """
+        operands.swap(self._graph, self._added())
+        stretch = [*self._waiting, *self._added()]
+        needed = _needed(stretch, handed)
+        self._waiting = [operation for operation in stretch if operation.name not in needed]
+        stretch = [operation for operation in stretch if operation.name in needed]
         if stretch:
             self._check(stretch)
             self._put_local_variables()
             self._import(stretch)
         self.skip()
 
-    def _stretch(self) -> list[tf.Operation]:
+    def _added(self) -> list[tf.Operation]:
         return [operation for operation in self._graph.get_operations()[self._done:]
                 if operation.type != "Placeholder" and operation.name not in self._kept]
 
@@ -225,6 +235,24 @@ class Copier:
         """Gives a stateful random operation other numbers than tower 0's."""
         if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
             node.attr["seed2"].i = (node.attr["seed2"].i + tower * _tf.SEED_STEP) % 2**31
+
+
+def _needed(operations: Sequence[tf.Operation], handed: Any) -> set[str]:
+    """The names of ``operations`` that have an effect, and of what these and ``handed`` need."""
+    by_name = {operation.name: operation for operation in operations}
+    leaves = tf.nest.flatten(handed, expand_composites=True)
+    reached = [operation.name for operation in operations if operation.op_def.is_stateful]
+    reached += [leaf.name for leaf in leaves if isinstance(leaf, tf.Operation)]
+    reached += [leaf.op.name for leaf in leaves
+                if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf)]
+    needed: set[str] = set()
+    while reached:
+        name = reached.pop()
+        if name in by_name and name not in needed:
+            needed.add(name)
+            reached += [tensor.op.name for tensor in by_name[name].inputs]
+            reached += [control.name for control in by_name[name].control_inputs]
+    return needed
 
 
 def _set_colocation(node: Any, renamed: dict[str, str]) -> None:

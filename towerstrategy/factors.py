@@ -17,7 +17,7 @@ and merge devices that share the same cores: those on CPU (:attr:`devices.Placem
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -25,6 +25,32 @@ from towerstrategy import _tensorflow as _tf
 
 # Makes a tower's factor zero where that tower must not count: (tensor, tower) -> tensor.
 Mask = Callable[[tf.Tensor, int], tf.Tensor]
+
+
+class Product(NamedTuple):
+    """The gradient ``transpose(left) @ right``, a product over rows."""
+
+    left: Any
+    right: Any
+
+
+class RowSum(NamedTuple):
+    """The gradient that is the sum of ``rows`` over rows."""
+
+    rows: Any
+
+
+def apart(gradient: Any) -> Any:
+    """The factors of a tower's ``gradient``; the gradient itself where it has none."""
+    if not isinstance(gradient, tf.Tensor) or _tf.is_eager(gradient):
+        return gradient
+    operation = gradient.op
+    if (operation.type == "MatMul" and operation.get_attr("transpose_a")
+            and not operation.get_attr("transpose_b")):
+        return Product(*operation.inputs)
+    if operation.type == "BiasAddGrad" and operation.inputs[0].shape.rank == 2:
+        return RowSum(*operation.inputs)
+    return gradient
 
 
 class Factors:
@@ -35,18 +61,17 @@ class Factors:
         self._rows: dict[tuple[str, ...], tf.Tensor] = {}
 
     def total(self, gradients: Sequence[Any]) -> tf.Tensor | None:
-        """The sum of the towers' ``gradients`` from their factors; None where they have none."""
-        if not all(_is_symbolic(gradient) for gradient in gradients):
-            return None
-        operations = [gradient.op for gradient in gradients]
-        if all(_is_product_over_rows(operation) for operation in operations):
-            left, right = (self._behind_one_another([operation.inputs[side]
-                                                     for operation in operations])
-                           for side in (0, 1))
+        """The sum of the towers' ``gradients`` from their factors; None where they have none.
+
+        Args:
+          gradients: one a tower, each apart (:func:`apart`) or whole.
+        """
+        parts = [apart(gradient) for gradient in gradients]
+        if all(isinstance(part, Product) for part in parts):
+            left, right = (self._behind_one_another(rows) for rows in zip(*parts))
             return tf.matmul(left, right, transpose_a=True)
-        if all(_is_sum_over_rows(operation) for operation in operations):
-            return tf.reduce_sum(self._behind_one_another(
-                [operation.inputs[0] for operation in operations]), 0)
+        if all(isinstance(part, RowSum) for part in parts):
+            return tf.reduce_sum(self._behind_one_another([part.rows for part in parts]), 0)
         return None
 
     def _behind_one_another(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -56,16 +81,3 @@ class Factors:
                 parts = [self._mask(part, tower) for tower, part in enumerate(parts)]
             self._rows[key] = tf.concat(parts, 0)
         return self._rows[key]
-
-
-def _is_symbolic(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and not _tf.is_eager(value)
-
-
-def _is_product_over_rows(operation: tf.Operation) -> bool:
-    return (operation.type == "MatMul" and operation.get_attr("transpose_a")
-            and not operation.get_attr("transpose_b"))
-
-
-def _is_sum_over_rows(operation: tf.Operation) -> bool:
-    return operation.type == "BiasAddGrad" and operation.inputs[0].shape.rank == 2

@@ -83,7 +83,7 @@ class _Once:
             except Exception as error:
                 _tf.add_note(error, self._error_note, traced=True)
                 raise
-            self._copier.copy()
+            self._copier.copy(result)
         grouped = self._group(result)
         return _tf.regroup(grouped, functools.partial(towers.TowerResults, shares=self._shares))
 
@@ -91,9 +91,11 @@ class _Once:
         """``merge_call`` of tower 0: the others get there at once."""
         if tf.executing_eagerly():
             raise NeedsOwnTrace("it meets the other towers in tf.init_scope")
-        self._copier.copy()
+        controls = _tf.control_dependencies_of(self._graph)
+        self._copier.copy((args, kwargs, controls))
         args, kwargs = _tf.regroup(self._group(args)), _tf.regroup(self._group(kwargs))
-        controls = self._controls()
+        controls = [self._copier.table.operation(control, tower)
+                    for control in controls for tower in range(len(self._devices))]
         with _tf.not_recorded(), _tf.cross_replica_context(self._strategy), \
                 tf.control_dependencies(None), tf.control_dependencies(controls), \
                 tf.name_scope("merge/"), tf.device(None), \
@@ -126,11 +128,6 @@ class _Once:
 
     def _group(self, value: Any) -> tuple[Any, ...]:
         return tuple(self._copier.table.value(value, tower) for tower in range(len(self._devices)))
-
-    def _controls(self) -> list[tf.Operation]:
-        controls = _tf.control_dependencies_of(self._graph)
-        return [self._copier.table.operation(control, tower)
-                for control in controls for tower in range(len(self._devices))]
 
     def _enter(self, leaf: Any) -> Any:
         """Tower 0's part of a per-replica value, the other parts put into the table."""

@@ -116,6 +116,11 @@ class TowerContext(tf.distribute.ReplicaContext):
         """What this tower has of one value a tower."""
         return values[self._tower] if self._call is None else self._call.own(self._tower, values)
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether the other towers are copies of what is traced here."""
+        return self._call is not None
+
     def _ask(self) -> None:
         if self._call is not None:
             self._call.ask()

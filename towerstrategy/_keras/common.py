@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import merge, split, towers, variables
+from towerstrategy import factors, merge, split, towers, variables
 
 _MARK = "_towerstrategy_original"
 
@@ -117,17 +117,29 @@ def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_:
     count = tower.count
     homes = [variables.home_of(variable) for variable in variables_]
 
+    from_factors = tower.strategy.extended.placement.on_cpu
+    if from_factors and tower.is_copied:  # else towers may differ in what they hand over
+        gradients = [factors.apart(gradient) for gradient in gradients]
+
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
-        per_variable = [None if value is None else towers.all_values(value, count)
-                        for value in grouped]
-        summed = merge.gradients(per_variable, homes, tower.shares, tower.silenced,
-                                 strategy.extended.placement.on_cpu)
+        per_variable = [_per_tower(value, count) for value in grouped]
+        summed = merge.gradients(per_variable, homes, tower.shares, tower.silenced, from_factors)
         with towers.MergedContext(strategy), tf.device(strategy.extended.merge_device), \
                 tf.name_scope(towers.UPDATE_SCOPE), \
                 tf.profiler.experimental.Trace(towers.UPDATE_SCOPE):
             return apply(summed)
 
     return tower.merge_call(merged, args=tuple(gradients))
+
+
+def _per_tower(value: Any, count: int) -> list[Any] | None:
+    """One gradient a tower from what ``merge_call`` grouped; None where there is none."""
+    if value is None:
+        return None
+    if isinstance(value, (factors.Product, factors.RowSum)):
+        parts = [towers.all_values(part, count) for part in value]
+        return [type(value)(*one) for one in zip(*parts)]
+    return towers.all_values(value, count)
 
 
 def split_plain(strategy: tf.distribute.Strategy, data: Any) -> Any:
