@@ -117,6 +117,11 @@ class TowerStrategy(tf.distribute.Strategy):
           TypeError: ``fn`` is no function; wrong ``kwargs`` or ``options``.
           ValueError: wrong ``args``, or a per-replica value of a strategy with more or fewer
             towers among the arguments.
+
+        >>> strategy = TowerStrategy(split_cpu(4)[:2])
+        >>> sums = strategy.run(tf.reduce_sum, (strategy.split(np.arange(4)),))
+        >>> [int(part) for part in strategy.experimental_local_results(sums)]
+        [1, 5]
         """
         arguments.check_run(self, fn, args, kwargs, options)
         return super().run(fn, args, kwargs, options)
@@ -128,6 +133,10 @@ class TowerStrategy(tf.distribute.Strategy):
           TypeError: ``reduce_op``, ``axis`` or the towers' values are of a wrong type.
           ValueError: an unknown ``reduce_op``, an ``axis`` that is not there, values whose shapes
             differ between the towers.
+
+        >>> strategy = TowerStrategy(split_cpu(4)[:2])
+        >>> float(strategy.reduce("MEAN", strategy.split(np.arange(5.)), axis=0))
+        2.0
         """
         arguments.check_reduce(self, reduce_op, value, axis)
         return super().reduce(reduce_op, value, axis)
@@ -138,6 +147,10 @@ class TowerStrategy(tf.distribute.Strategy):
         Raises:
           TypeError: ``axis`` or the towers' values are of a wrong type.
           ValueError: an ``axis`` that is not there, values whose shapes differ away from it.
+
+        >>> strategy = TowerStrategy(split_cpu(4)[:2])
+        >>> strategy.gather(strategy.split(np.arange(5)), axis=0).numpy().tolist()
+        [0, 1, 2, 3, 4]
         """
         arguments.check_gather(self, value, axis)
         return super().gather(value, axis)
