@@ -20,6 +20,7 @@ class PlaceTest(parameterized.TestCase):
         (3, None, ["CPU:0", "CPU:1", "CPU:2"], "CPU:0"),
         (np.int64(2), None, ["CPU:0", "CPU:1"], "CPU:0"),
         (2.0, None, ["CPU:0", "CPU:1"], "CPU:0"),
+        (np.float64(2), None, ["CPU:0", "CPU:1"], "CPU:0"),
         ("CPU:3", None, ["CPU:3"], "CPU:3"),
         (["CPU:2", "CPU:1"], "cpu", ["CPU:2", "CPU:1"], "CPU:0"),
         (["/device:CPU:2", "/job:localhost/replica:0/task:0/device:CPU:1"], "CPU:5",
@@ -39,6 +40,7 @@ class PlaceTest(parameterized.TestCase):
     @parameterized.parameters(
         (True, TypeError, "devices must be a whole number, but got True"),
         (1.5, TypeError, "whole number, but got 1.5"),
+        ([0.0, 1.0], ValueError, "GPU:0.*which is not there"),
         ({"CPU:1"}, TypeError, "devices must be None, a count, or a list.*set"),
         (0, ValueError, "devices=0 asks for 0 towers, but it must be from 1 to the 8 CPU"),
         (99, ValueError, "devices=99.*split_cpu"),
@@ -76,13 +78,15 @@ class PlaceTest(parameterized.TestCase):
 
 class SplitCpuTest(parameterized.TestCase):
 
-    def test_same_count_again(self):
-        """Else a script that is imported twice fails."""
-        self.assertEqual(towerstrategy.split_cpu(8), [f"CPU:{index}" for index in range(8)])
+    @parameterized.parameters(8, 8.0, np.int32(8))
+    def test_same_count_again(self, count):
+        """Else a script that is imported twice fails, or one in R, whose numbers are doubles."""
+        self.assertEqual(towerstrategy.split_cpu(count), [f"CPU:{index}" for index in range(8)])
         self.assertLen(tf.config.list_logical_devices("CPU"), 8)
 
     @parameterized.parameters((0, ValueError, "at least 1, but got 0"),
                               ("2", TypeError, "whole number, but got '2' of type str"),
+                              (2.5, TypeError, "whole number, but got 2.5"),
                               (3, RuntimeError, "TensorFlow had started with 8 CPU"))
     def test_wrong_counts(self, count, error, message):
         """Else a wrong or late split_cpu is ignored."""

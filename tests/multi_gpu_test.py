@@ -278,7 +278,7 @@ class ArgumentsTest(parameterized.TestCase):
 
     @parameterized.parameters(
         0, 1, -1, True, False, 2.5, float("nan"), "GPU:0", 3, 2.0, ([],), ([0, 0],), ([0, 9],),
-        ([True, False],), ([0.5],), (["CPU:1", "CPU:1"],), (["CPU:1", "CPU:99"],),
+        ([True, False],), ([0.5],), ([0.0, 1.0],), (["CPU:1", "CPU:1"],), (["CPU:1", "CPU:99"],),
         (["CPU:1", "GPU:0"],), (["nonsense"],), ([None],), {"gpus": {0: 1}})
     def test_impossible_gpus(self, gpus):
         """Lost otherwise: which value was wrong and which devices there are."""

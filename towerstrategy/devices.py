@@ -8,7 +8,6 @@ about a device is raised here; each names the argument, what was given and which
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Sequence
 from typing import Any, Union
@@ -129,9 +128,11 @@ def whole_number(argument: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{argument} must be a whole number, but got {value!r} of type "
                         f"{type(value).__name__}.")
-    if not isinstance(value, numbers.Integral) and not float(value).is_integer():
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if not float(value).is_integer():
         raise TypeError(f"{argument} must be a whole number, but got {value!r}.")
-    return int(math.trunc(value))
+    return int(float(value))
 
 
 def short_name(device: str) -> str:
