@@ -48,7 +48,7 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     try:
         tensors = list(run_towers())
     except NeedsOwnTrace:
-        _initialize(strategy, made)
+        _initialize(made)
         raise
     operation = tensors[0].op if tensors else None
     return tf.nest.map_structure(lambda leaf: _put_back(leaf, tensors, operation), holder[0])
@@ -167,14 +167,13 @@ def _check_alike(arguments: Any) -> None:
             raise NeedsOwnTrace(f"an argument's static shape differs between the towers: {specs}")
 
 
-def _initialize(strategy: tf.distribute.Strategy, made: list[tuple[Any, Any]]) -> None:
+def _initialize(made: list[tuple[Any, Any]]) -> None:
     """Initializes variables whose initial values were lost with the graph they were made in."""
-    workers = strategy.extended.workers
     with tf.init_scope():
         for variable, initial_value in made:
+            # Of several machines, not all need to come here: none can ask another for its value.
+            initial_value = getattr(variable, "chiefs_initial_value", initial_value)
             value = initial_value() if callable(initial_value) else initial_value
-            if workers is not None:
-                value, = workers.chiefs([value])
             for part in getattr(variable, "_values", (variable,)):
                 _tf.ResourceVariable.assign(part, tf.cast(value, part.dtype))
 

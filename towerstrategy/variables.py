@@ -436,6 +436,8 @@ def create(strategy: tf.distribute.Strategy, homes: Homes, next_creator: Callabl
         variable = next_creator(**kwargs)
     if not isinstance(variable, _tf.BaseResourceVariable):
         return variable
+    if workers is not None and not tf.executing_eagerly():
+        variable.chiefs_initial_value = kwargs["initial_value"]
     _check_mean(kwargs["aggregation"], variable.dtype)
     variable._home_may_change = colocate_with is None and tf.executing_eagerly()
     return into_tower_variable(variable, strategy, home)
@@ -549,17 +551,21 @@ def _create_tower_local(strategy: tf.distribute.Strategy, devices: tuple[str, ..
                         kwargs: dict[str, Any]) -> TowerLocalVariable:
     parts: list[tf.Variable] = []
     name = kwargs.get("name")
-    if strategy.extended.workers is not None:
-        kwargs["initial_value"] = _chiefs_initial_value(strategy.extended.workers, **kwargs)
+    workers = strategy.extended.workers
+    if workers is not None:
+        kwargs["initial_value"] = _chiefs_initial_value(workers, **kwargs)
     for number, device in enumerate(devices):
         if parts:
-            if strategy.extended.workers is None:
+            if workers is None:
                 kwargs["initial_value"] = functools.partial(_value_of, parts[0])
             first = (parts[0].name or name or "Variable").split(":")[0]
             kwargs["name"] = f"{first}/tower_{number}/"
         with tf.device(device), _outside_tower_scope():
             parts.append(next_creator(**kwargs))
-    return _tower_local(strategy, parts, kwargs["aggregation"])
+    variable = _tower_local(strategy, parts, kwargs["aggregation"])
+    if workers is not None and not tf.executing_eagerly():
+        variable.chiefs_initial_value = kwargs["initial_value"]
+    return variable
 
 
 def _chiefs_initial_value(workers: machines.Machines, initial_value: Any, dtype: Any = None,
@@ -568,16 +574,20 @@ def _chiefs_initial_value(workers: machines.Machines, initial_value: Any, dtype:
     if tf.is_tensor(initial_value) and not _tf.is_eager(initial_value):
         return initial_value  # computed in a function, and so on every worker
 
+    @functools.cache  # asked for once a part, and workers may have different numbers of towers
     def chiefs() -> Any:
         # Out of a function that is being traced: it is not run by making its variables.
         with tf.init_scope():
             value = initial_value() if callable(initial_value) else initial_value
             if _tf.is_checkpoint_value(value):  # read from a file, and so on every worker
                 return value
-            value, = workers.chiefs([tf.convert_to_tensor(value, dtype=dtype)])
-        return value if tf.executing_eagerly() else _constant(value)
+            return workers.chiefs([tf.convert_to_tensor(value, dtype=dtype)])[0]
 
-    return chiefs
+    def made() -> Any:
+        value = chiefs()
+        return _constant(value) if tf.is_tensor(value) and not tf.executing_eagerly() else value
+
+    return made
 
 
 def _constant(value: tf.Tensor) -> tf.Tensor:
