@@ -4,6 +4,7 @@ import functools
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,13 @@ class DocumentsTest(parameterized.TestCase):
         for target in LINK.findall((ROOT / document).read_text()):
             if "://" not in target:
                 self.assertTrue((ROOT / document).parent.joinpath(target).exists(), target)
+
+    def test_picture_can_be_drawn_again(self):
+        """Else the picture of a step cannot follow when the step changes."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "step.png")
+            runpy.run_path(str(ROOT / "docs" / "pictures" / "step.py"))["draw"](str(path))
+            self.assertEqual(path.read_bytes()[:4], b"\x89PNG")
 
     def test_readme_has_the_examples_that_it_promises(self):
         """Else the test above passes with nothing to run."""

@@ -236,6 +236,25 @@ class TrainingTest(parameterized.TestCase):
         self.assertNotIn("_report", model.train_function.__module__)
         self.assertIsNone(split._counting.follow)
 
+    @parameterized.parameters(*KITS)
+    def test_after_an_error_between_two_steps(self, name, kit):
+        """Else the next training with a report counts for the one that failed."""
+        model = small_model(kit, TowerStrategy(TOWERS))
+        model.fit(*data(9), batch_size=3, verbose=0)
+        before = model.train_function
+
+        class Fails(kit.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                raise KeyboardInterrupt
+
+        with self.assertRaises(KeyboardInterrupt):
+            model.fit(*data(9), batch_size=3, verbose=0, callbacks=[quiet(), Fails()])
+        found = quiet()
+        model.fit(*data(9), batch_size=3, epochs=2, verbose=0, callbacks=[found])
+        self.assertEqual([epoch.rows for epoch in found.epochs], 2 * [(3, 3, 3)])
+        self.assertIs(model.train_function, before)
+        self.assertIsNone(split._counting.follow)
+
     def test_costs_no_more_than_it_may(self):
         """Else the report takes more of a training than was allowed."""
         model = small_model(keras, TowerStrategy(TOWERS))

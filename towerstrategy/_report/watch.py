@@ -21,6 +21,8 @@ from towerstrategy._report.sample import Busy, Sample, take
 # Calls of the training function in a training that are not typical: the first traces.
 _WARM_UP = 2
 
+_STANDS_FOR = "_towerstrategy_stands_for"
+
 
 class Watch:
     """Looks at one training.
@@ -70,8 +72,11 @@ class Watch:
         self._calls = 0
         self._before = {count: count.read() for count in self._before if count is not None}
         self._epoch_start = time.perf_counter()
-        self._function = self._model.train_function
+        # A training that an error ended between two steps may have left a stand-in.
+        self._function = getattr(self._model.train_function, _STANDS_FOR,
+                                 self._model.train_function)
         self._stand_in = self._make_stand_in()
+        setattr(self._stand_in, _STANDS_FOR, self._function)
         self._model.train_function = self._stand_in
 
     def end(self) -> None:

@@ -1,0 +1,99 @@
+"""What ``TowerReport`` costs: process CPU time of steps with and without it, in turn.
+
+Goes in: nothing.  Comes out: a line a model: the step without, what counting rows adds to each
+step (the median of several pairs of iterators, whose own differences are larger), and what a sample
+adds.
+
+    python -m benchmarks.report_cost
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import towerstrategy
+from towerstrategy._report import watch
+
+_TOWERS, _BATCH, _PAIRS = 4, 64, 6
+_WARM_UP = 20  # steps
+_MODELS = ((512, 4, 100), (64, 4, 400), (8, 1, 800))  # width, layers, steps of a pair
+
+
+def _cpu(call: Callable[[], Any]) -> float:
+    start = time.process_time()
+    call()
+    return 1e3 * (time.process_time() - start)
+
+
+def measure(width: int, layers: int, steps: int) -> tuple[float, float, float]:
+    """Milliseconds of CPU: of a step, of counting in a step, of a sample."""
+    strategy = towerstrategy.TowerStrategy([f"CPU:{tower}" for tower in range(_TOWERS)])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([width]), *(
+            keras.layers.Dense(width, activation="relu") for _ in range(layers))])
+        model.compile("adam", "mse")
+    rows = np.random.rand(1000, width).astype("float32")
+    model.fit(rows[:2 * _BATCH], rows[:2 * _BATCH], batch_size=_BATCH, verbose=0)
+    batches = strategy.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices((rows, rows)).batch(_BATCH).cache().repeat())
+    batches = batches.with_stand_ins()
+    alone, added, samples = [], [], []
+    for _ in range(_PAIRS):
+        without, counted = _pair(model, batches, steps)
+        alone.append(statistics.median(without))
+        added.append(statistics.median(counted) - alone[-1])
+        samples += _samples(model, iter(batches))
+    step = statistics.median(alone)
+    return step, statistics.median(added), statistics.median(samples) - step
+
+
+def _pair(model: Any, batches: Any, steps: int) -> tuple[list[float], list[float]]:
+    """Steps without and with counting, in turn, on iterators of their own."""
+    plain, without = model.train_function, iter(batches)
+    watched = watch.Watch(model, most=1e-12)
+    watched.begin(0)
+    watched.sampled_in = 0
+    stand_in, counted = model.train_function, iter(batches)
+    found: tuple[list[float], list[float]] = ([], [])
+    for step in range(steps + _WARM_UP):
+        turn = [(0, plain, without), (1, stand_in, counted)][::1 if step % 2 else -1]
+        for which, function, iterator in turn:
+            spent = _cpu(functools.partial(function, iterator))
+            if step >= _WARM_UP:
+                found[which].append(spent)
+    watched.close()
+    return found
+
+
+def _samples(model: Any, iterator: Any) -> list[float]:
+    """Sampled steps."""
+    watched, found = watch.Watch(model, most=1.), []
+    for epoch in range(4):
+        watched.begin(epoch)
+        calls = [_cpu(functools.partial(model.train_function, iterator)) for _ in range(3)]
+        watched.end()
+        if watched.sampled_in == epoch > 0:
+            found.append(max(calls))
+    watched.close()
+    return found
+
+
+def main() -> None:
+    """Measures and prints."""
+    towerstrategy.split_cpu(_TOWERS)
+    for width, layers, steps in _MODELS:
+        step, counting, sample = measure(width, layers, steps)
+        print(f"{layers} layers of {width}: step {step:.2f} ms, counting {counting:+.3f} ms "
+              f"({counting / step:.1%}), a sample {sample:+.1f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()
