@@ -12,7 +12,8 @@ from absl.testing import parameterized
 
 import small_models
 import towerstrategy
-from peers import per_replica, plain, two_towers
+from peers import mirrored, per_replica, plain, two_towers
+from towerstrategy import report
 
 InputOptions = tf.distribute.InputOptions
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
@@ -85,6 +86,13 @@ class DevicesTest(parameterized.TestCase):
         for model in (None, 3, "model", [1], keras.layers.Dense(1), keras.Model, tf.Module(), len):
             with self.assertRaisesRegex(TypeError, "model must be a Keras or tf_keras model, but"):
                 take(model)
+
+
+    def test_describe(self):
+        """Else another strategy ends in a message about an attribute."""
+        for strategy in (3, mirrored()):
+            with self.assertRaisesRegex(TypeError, "strategy must be a TowerStrategy, but got"):
+                report.describe(strategy)
 
 
 class ProcessTest(parameterized.TestCase):

@@ -29,7 +29,10 @@ def merge_name(placement: devices_lib.Placement) -> str:
 
 def describe(strategy: tf.distribute.Strategy) -> str:
     """A table of the strategy's devices: their role, and the variables and bytes they hold."""
-    placement = strategy.extended.placement
+    placement = getattr(getattr(strategy, "extended", None), "placement", None)
+    if placement is None:
+        raise TypeError("strategy must be a TowerStrategy, but got "
+                        f"{strategy!r} of type {type(strategy).__name__}.")
     counts: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for variable in strategy.extended.variables():
