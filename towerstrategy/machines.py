@@ -168,8 +168,11 @@ class Machines:
     Args:
       cluster: this process' place among them.
       device: the local device from and to which everything crosses.
-      towers: how many towers this worker has; workers may have different numbers.
+      towers: how many towers this worker has.
       options: ``tf.distribute.experimental.CommunicationOptions`` or None.
+
+    Raises:
+      ValueError: workers have different numbers of towers.
 
     Attributes:
       number: this object's among those made in this process, see :func:`numbered`.
@@ -194,6 +197,9 @@ class Machines:
         order = sorted(range(self.count), key=lambda position: told[position][0])
         self._order = order
         self.towers_of = [told[position][1] for position in order]
+        if min(self.towers_of) < max(self.towers_of):
+            raise ValueError("all workers must have the same number of towers, but they have "
+                             f"{self.towers_of} (in the workers' order). Give devices= on each.")
         self.first = sum(self.towers_of[:self.index])
         self.replicas = sum(self.towers_of)
 
