@@ -24,7 +24,7 @@ NEEDS = {
     "sonnet_loop.py": ["sonnet"],
     "tuner.py": ["keras_tuner", "tensorboard"],
 }
-WITH_TF_KERAS = ("applications.py", "orbit_loop.py", "preprocessing.py")
+WITH_TF_KERAS = (("applications.py", "MobileNetV3Small"), ("orbit_loop.py",), ("preprocessing.py",))
 
 
 class LibrariesTest(parameterized.TestCase):
@@ -53,9 +53,9 @@ class LibrariesTest(parameterized.TestCase):
         self.run_example([sys.executable, str(EXAMPLES / "libraries" / example)], NEEDS[example])
 
     @parameterized.parameters(*WITH_TF_KERAS)
-    def test_with_tf_keras(self, example):
+    def test_with_tf_keras(self, example, *arguments):
         """Lost otherwise: the same for those who stay with Keras 2."""
-        self.run_example([sys.executable, str(EXAMPLES / "libraries" / example)],
+        self.run_example([sys.executable, str(EXAMPLES / "libraries" / example), *arguments],
                          [*NEEDS[example], "tf_keras"], TF_USE_LEGACY_KERAS="1")
 
     def test_r(self):
