@@ -129,7 +129,7 @@ class _Walk:
 
     def graph(self, graph: tf.Graph, values: dict[str, _Value], caller: str) -> None:
         """Walks ``graph``, whose inputs are in ``values``, called from device ``caller``."""
-        for op in graph.get_operations():
+        for op in _in_order(graph):
             if op.outputs and op.outputs[0].name in values:
                 continue  # an argument
             inputs = [values[tensor.name] for tensor in op.inputs]
@@ -200,6 +200,25 @@ class _Walk:
             self.traffic.unknown += not value.known
             _add(self.traffic.sent, device, size)
             _add(self.traffic.received, device, size)
+
+
+def _in_order(graph: tf.Graph) -> list[tf.Operation]:
+    """The operations that run, each behind those whose results it takes."""
+    wanted = [tensor.op for tensor in graph.outputs]
+    wanted += [op for op in graph.get_operations() if op.op_def.is_stateful]
+    ordered: dict[str, tf.Operation] = {}
+    entered: set[str] = set()
+    while wanted:
+        op = wanted.pop()
+        if op.name in ordered:
+            continue
+        before = [tensor.op for tensor in op.inputs if tensor.op.name not in ordered]
+        if op.name in entered or not before:
+            ordered[op.name] = op
+            continue
+        entered.add(op.name)
+        wanted += [op, *before]
+    return list(ordered.values())
 
 
 def _add(counter: dict[str, int], device: str, size: int) -> None:
