@@ -57,6 +57,10 @@ PRIVATE_NAMES: dict[str, str] = {
         "makes this process one worker of a cluster, as "
         "CollectiveAllReduceExtended._initialize_multi_worker does; no public name",
     "tensorflow.python.eager.context:Context.enable_collective_ops": "starts its server",
+    "tensorflow.python.eager.context:Context.check_collective_ops_peer_health":
+        "asks whether another worker answers, as CollectiveAllReduceExtended._check_health does",
+    "tensorflow.python.eager.context:Context.abort_collective_ops":
+        "ends what waits for a worker that does not; the same",
     "tensorflow.python.distribute.distribute_lib:UpdateContext":
         "tells TensorFlow's variables that StrategyExtended.update runs; no public counterpart",
     "tensorflow.python.distribute.distribute_lib:_CrossReplicaThreadMode":
@@ -230,9 +234,28 @@ def all_reduce(launcher: CollectiveLauncher, value: tf.Tensor) -> tf.Tensor:
     return launcher.all_reduce(value)
 
 
-def all_gather(launcher: CollectiveLauncher, value: tf.Tensor) -> tf.Tensor:
+def all_gather(launcher: CollectiveLauncher, value: tf.Tensor,
+               options: collective_util.Options | None = None) -> tf.Tensor:
     """The workers' values, all of one shape, put behind one another."""
-    return launcher._all_gather(value, None)
+    return launcher._all_gather(value, options)
+
+
+def ask_worker(task: str, seconds: float) -> str | None:
+    """Asks a worker of the cluster whether it is there; None for yes, else why not."""
+    try:
+        eager_context.context().check_collective_ops_peer_health(task, int(1000 * seconds))
+    except tf.errors.DeadlineExceededError:
+        return f"silent for {seconds:g} s"
+    except tf.errors.FailedPreconditionError:
+        return "started anew"
+    except tf.errors.UnavailableError:
+        return "nothing listens there"
+    return None
+
+
+def end_collectives(message: str) -> None:
+    """Makes all collective ops, waiting and to come, raise UnavailableError with ``message``."""
+    eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
 
 def depends_on(value: tf.Tensor, source: tf.Tensor) -> bool:

@@ -14,16 +14,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy import health
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
 
 CHIEF, WORKER = "chief", "worker"
+
+# Seconds for all workers to start, where communication_options sets no timeout.
+START = 600.
 
 # What TensorFlow's collective ops carry; other numbers travel as one of these.
 _CARRIED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
@@ -54,10 +59,25 @@ class Cluster:
     @property
     def task(self) -> str:
         """The start of this worker's device names."""
-        return f"/job:{self.task_type}/replica:0/task:{self.task_id}"
+        return self.task_of(self.index)
+
+    @property
+    def chiefs(self) -> int:
+        """How many of the workers are chiefs: one or none."""
+        return 1 if self.task_type == CHIEF else self.index - self.task_id
+
+    def task_of(self, index: int) -> str:
+        """The start of a worker's device names."""
+        job, task = (CHIEF, index) if index < self.chiefs else (WORKER, index - self.chiefs)
+        return f"/job:{job}/replica:0/task:{task}"
+
+    def named(self, index: int) -> str:
+        """A worker as errors name it."""
+        return f"worker {index} ({self.task_of(index)} at {self.addresses[index]})"
 
 
 _joined: list[Cluster] = []
+_watched: list[Cluster] = []
 _made: list[Machines] = []
 
 
@@ -97,7 +117,7 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Clu
             f"already, but a strategy was asked for {cluster.task} of {list(cluster.addresses)}. "
             "A process belongs to one cluster; start another process.")
     try:
-        _tf.start_worker(_jobs(cluster), cluster.task_type, cluster.task_id, _leader(cluster),
+        _tf.start_worker(_jobs(cluster), cluster.task_type, cluster.task_id, cluster.task_of(0),
                          resolver.rpc_layer, getattr(resolver, "port", None))
     except RuntimeError as error:
         raise RuntimeError(
@@ -106,6 +126,11 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Clu
             "after `import tensorflow` (and split_cpu, where it is used), before any tensor, "
             "variable, dataset, model or other strategy is made and before devices are "
             f"listed. ({error})") from error
+    except tf.errors.UnknownError as error:
+        raise RuntimeError(
+            f"{cluster.named(cluster.index)} cannot listen on its port. Another process has it, an "
+            "earlier run that has not ended perhaps; end that, or give the cluster another port. "
+            f"({error.message})") from error
     _joined.append(cluster)
     return cluster
 
@@ -142,19 +167,14 @@ def _addresses(jobs: dict[str, Any], job: str) -> list[str]:
 
 
 def _jobs(cluster: Cluster) -> dict[str, list[str]]:
-    chiefs = _chiefs(cluster)
+    chiefs = cluster.chiefs
     jobs = {CHIEF: list(cluster.addresses[:chiefs]), WORKER: list(cluster.addresses[chiefs:])}
     return {job: tasks for job, tasks in jobs.items() if tasks}
 
 
-def _chiefs(cluster: Cluster) -> int:
-    if cluster.task_type == CHIEF:
-        return 1
-    return cluster.index - cluster.task_id
-
-
-def _leader(cluster: Cluster) -> str:
-    return f"/job:{CHIEF if _chiefs(cluster) else WORKER}/replica:0/task:0"
+def _digest(cluster: Cluster) -> int:
+    """A number by which other descriptions of a cluster are found out."""
+    return zlib.crc32(repr(sorted(_jobs(cluster).items())).encode())
 
 
 def numbered(number: int) -> Machines:
@@ -172,7 +192,8 @@ class Machines:
       options: ``tf.distribute.experimental.CommunicationOptions`` or None.
 
     Raises:
-      ValueError: workers have different numbers of towers.
+      ValueError: workers have different numbers of towers, or are told of different clusters.
+      RuntimeError: not all workers have come in time.
 
     Attributes:
       number: this object's among those made in this process, see :func:`numbered`.
@@ -193,9 +214,10 @@ class Machines:
         self._launcher = _tf.collective_launcher(device, cluster.count, options)
         # TensorFlow gathers in an order of its own; this tells where each worker's part is.
         self._order = list(range(self.count))
-        told = self._gather(tf.constant([[self.index, towers]], tf.int64)).numpy().tolist()
+        told = self._meet(options)
         order = sorted(range(self.count), key=lambda position: told[position][0])
         self._order = order
+        self._check_clusters([told[position][2] for position in order])
         self.towers_of = [told[position][1] for position in order]
         if min(self.towers_of) < max(self.towers_of):
             raise ValueError("all workers must have the same number of towers, but they have "
@@ -204,6 +226,36 @@ class Machines:
         self.replicas = sum(self.towers_of)
 
         self._agree_on_seed()
+
+    def _meet(self, options: Any) -> list[list[int]]:
+        """What each worker says of itself, when all have started."""
+        own = tf.constant([[self.index, self.towers, _digest(self.cluster)]], tf.int64)
+        seconds = getattr(options, "timeout_seconds", None) or START
+        try:
+            told = _tf.all_gather(self._launcher, own, _tf.Options(timeout_seconds=seconds))
+        except tf.errors.OpError as error:
+            silent = health.silent(self.cluster, seconds=2)
+            late = isinstance(error, tf.errors.DeadlineExceededError)
+            raise RuntimeError(
+                f"the {self.count} workers {list(self.cluster.addresses)} could not start together"
+                + f": not all had come after {seconds:g} s" * late
+                + (f"; no answer from {', '.join(silent)}" if silent else "; all of them answer")
+                + ". All must be told of the same cluster, and reach each other. Give them more "
+                "time with communication_options=tf.distribute.experimental.CommunicationOptions("
+                f"timeout_seconds=...). ({type(error).__name__}: {error.message})") from error
+        if self.cluster not in _watched:
+            _watched.append(self.cluster)
+            health.watch(self.cluster)
+        return told.numpy().tolist()
+
+    def _check_clusters(self, digests: list[int]) -> None:
+        others = [self.cluster.named(index) for index, digest in enumerate(digests)
+                  if digest != digests[self.index]]
+        if others:
+            raise ValueError(
+                "all workers must be told of the same cluster, in the same words, but "
+                f"{', '.join(others)} was told of another than this one, which was told of "
+                f"{_jobs(self.cluster)}.")
 
     def _agree_on_seed(self) -> None:
         """Sets worker 0's random seed on all, unless all have set the same.

@@ -569,7 +569,7 @@ def _create_tower_local(strategy: tf.distribute.Strategy, devices: tuple[str, ..
 
 
 def _chiefs_initial_value(workers: machines.Machines, initial_value: Any, dtype: Any = None,
-                          **_: Any) -> Any:
+                          name: str | None = None, **_: Any) -> Any:
     """``initial_value`` as worker 0 has it, asked for when the variable is made."""
     if tf.is_tensor(initial_value) and not _tf.is_eager(initial_value):
         return initial_value  # computed in a function, and so on every worker
@@ -581,7 +581,15 @@ def _chiefs_initial_value(workers: machines.Machines, initial_value: Any, dtype:
             value = initial_value() if callable(initial_value) else initial_value
             if _tf.is_checkpoint_value(value):  # read from a file, and so on every worker
                 return value
-            return workers.chiefs([tf.convert_to_tensor(value, dtype=dtype)])[0]
+            own = tf.convert_to_tensor(value, dtype=dtype)
+            try:
+                return workers.chiefs([own])[0]
+            except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
+                raise ValueError(
+                    f"worker {workers.index} makes a variable {name!r} of shape {own.shape} and "
+                    f"dtype {own.dtype.name} where another worker does not. All workers must make "
+                    f"the same model and optimizer, in the same order. ({error.message})"
+                ) from error
 
     def made() -> Any:
         value = chiefs()
