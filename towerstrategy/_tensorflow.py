@@ -249,7 +249,9 @@ def ask_worker(task: str, seconds: float) -> str | None:
     except tf.errors.FailedPreconditionError:
         return "started anew"
     except tf.errors.UnavailableError:
-        return "nothing listens there"
+        return "it cannot be reached"
+    except tf.errors.OpError as error:
+        return error.message
     return None
 
 
