@@ -6,6 +6,7 @@ folder ``benchmarks.json`` and ``benchmarks.png``.
     python -m benchmarks                                  # everything; takes hours on two cores
     python -m benchmarks --cases=mlp,deep --rounds=1
     python -m benchmarks --quick                          # does the benchmark itself work?
+    python -m benchmarks machines                         # several workers; see machines.py
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import tensorflow as tf
 from absl import app, flags
 
-from benchmarks import cases, chart, results, strategies, table
+from benchmarks import cases, chart, machines, results, strategies, table
 
 _CASES = flags.DEFINE_list("cases", [*cases.CASES, "scaling"], "what to measure")
 _STRATEGIES = flags.DEFINE_list("strategies", list(strategies.STRATEGIES), "who to measure")
@@ -41,6 +42,8 @@ _SECONDS = flags.DEFINE_float("seconds", 6, "how long to measure each steady ste
 _LIMIT = flags.DEFINE_float("limit", 900, "seconds after which a process counts as hung")
 _LEGACY = flags.DEFINE_bool("legacy", False, "tf_keras, not Keras 3")
 _QUICK = flags.DEFINE_bool("quick", False, "small models, one round, half a second each")
+_MACHINES_STEPS = flags.DEFINE_integer("machines_steps", 20, "steps that `machines` measures",
+                                       lower_bound=2)
 _OUT = flags.DEFINE_string("out", "out/benchmarks", "the folder for the JSON file and the picture")
 
 _SCALING_STRATEGIES = ("tower", "mirrored")
@@ -122,6 +125,9 @@ def _check_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Measures, prints, writes."""
+    if argv[1:] == ["machines"]:
+        _measure_machines()
+        return
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     _check_flags()
@@ -150,6 +156,20 @@ def main(argv: list[str]) -> None:
     picture = out / "benchmarks.png"
     chart.draw(picture, figures, _TOWERS.value, title)
     print(f"\n{out / 'benchmarks.json'}\n{picture}")
+
+
+def _measure_machines() -> None:
+    """``--cases``, ``mlp`` unless given, on clusters of several shapes."""
+    where = [f"{package} {importlib.metadata.version(package)}"
+             for package in ("tensorflow", "tf_keras")]
+    chosen = _CASES.value if flags.FLAGS["cases"].present else ["mlp"]
+    wrong = [name for name in chosen if name not in cases.CASES]
+    if wrong:
+        raise app.UsageError(f"machines: --cases takes {', '.join(cases.CASES)}, but got "
+                             f"{', '.join(wrong)}.")
+    machines.main(chosen, 1 if _QUICK.value else _ROUNDS.value, _MACHINES_STEPS.value,
+                  _QUICK.value, _LIMIT.value, pathlib.Path(_OUT.value),
+                  f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores; {', '.join(where)}")
 
 
 def _write(path: pathlib.Path, where: dict[str, Any], device: str,

@@ -18,7 +18,7 @@ def measured(figures: results.Medians) -> str:
     """A line for each job: its medians, and its step over those of no strategy and Mirrored."""
     failed = [f"{job.case} {job.strategy} R={job.towers} failed: {mine['error']}"
               for job, mine in figures.items() if "error" in mine]
-    return "\n".join([_table(_HEADER, [_row(figures, job) for job in figures]), *failed])
+    return "\n".join([columns(_HEADER, [_row(figures, job) for job in figures]), *failed])
 
 
 def _row(figures: results.Medians, job: results.Job) -> list[str]:
@@ -46,13 +46,13 @@ def by_device(figures: results.Medians) -> str:
             counts = (held.get(device, 0), crossing["sent"].get(device, 0),
                       crossing["received"].get(device, 0))
             rows.append([job.case, str(job.towers), device, *(f"{count:,}" for count in counts)])
-    return _table(
+    return columns(
         ("case", "R", "device", "weights and slots, bytes", "sent a step", "received"), rows)
 
 
 def targets(verdicts: Sequence[results.Verdict]) -> str:
     """A line for each target."""
-    return _table(("target", "measured", "limit", ""), [
+    return columns(("target", "measured", "limit", ""), [
         [verdict.what, f"{verdict.measured:.3f}", f"{verdict.limit:.2f}",
          "pass" if verdict.holds else "MISS"] for verdict in verdicts])
 
@@ -65,7 +65,7 @@ def one_line(figures: dict[str, Any]) -> str:
             f"{figures['first_step_s']:.2f} s, peak {figures['peak_mb']:,.0f} MB")
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of text; numbers align right."""
     lines = [list(header), *map(list, rows)]
     columns = range(len(header))

@@ -10,7 +10,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
-from benchmarks import cases, chart, measure, results, strategies, table, traffic
+from benchmarks import cases, chart, machines, measure, results, strategies, table, traffic
 
 
 def _counted(function, *args, replicas=2):
@@ -186,3 +186,38 @@ class ResultsTest(parameterized.TestCase):
             path = pathlib.Path(folder) / "chart.png"
             chart.draw(path, figures, 4, "a machine")
             self.assertGreater(matplotlib.image.imread(path).shape[0], 300)
+
+
+class MachinesTest(parameterized.TestCase):
+
+    def _figures(self):
+        runs = []
+        for job in machines.jobs(["mlp"]):
+            for step in (30., 10., 20.) if job.strategy == "tower" else (40., 50., 60.):
+                runs.append((job, {"step_ms": step, "first_step_s": 1., "peak_mb": 100.,
+                                   "between_mb": 160. if job.strategy == "tower" else 240.}))
+        runs.append((machines.Job("deep", "multi_worker", 2, 2), {"error": "ValueError: no"}))
+        return machines.medians(runs)
+
+    def test_targets_compare_medians(self):
+        """Else a target is called reached that is not."""
+        step, between = machines.verdicts(self._figures())
+        self.assertAlmostEqual(step.measured, 20 / 50)
+        self.assertTrue(step.holds)
+        self.assertAlmostEqual(between.measured, 160 / 240)
+        self.assertFalse(between.holds)
+
+    def test_shows_what_failed(self):
+        """Else a cluster that fails takes the whole report with it."""
+        text = machines.shown(self._figures())
+        self.assertIn("deep 2 2 multi_worker failed: ValueError: no", text)
+        self.assertIn("160.00", text)
+
+    def test_a_worker_that_fails_is_named(self):
+        """Else half a cluster's figures pass for all of them."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name)
+            (folder / "0.json").write_text('{"step_ms": 1}')
+            (folder / "1.log").write_text("Traceback\nMemoryError: no\n")
+            self.assertEqual(machines._collected(folder, 2, ""),
+                             {"error": "worker 1: MemoryError: no"})

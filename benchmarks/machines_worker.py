@@ -1,0 +1,101 @@
+"""One worker of a cluster that is measured; see :mod:`benchmarks.machines`.
+
+Goes in: flags.  Comes out: in the folder a file ``INDEX.json`` with the figures, or with the
+``error`` that came instead.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import resource
+import statistics
+import time
+import traceback
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import app, flags
+
+import towerstrategy
+from benchmarks import cases, machines
+
+_CASE = flags.DEFINE_enum("case", None, list(cases.CASES), "what to train", required=True)
+_STRATEGY = flags.DEFINE_enum("strategy", None, machines.STRATEGIES, "who trains it", required=True)
+_TOWERS = flags.DEFINE_integer("towers", 2, "how many towers this worker has", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 30, "how many steps to measure", lower_bound=2)
+_ADDRESSES = flags.DEFINE_list("addresses", None, "of the workers", required=True)
+_INDEX = flags.DEFINE_integer("index", None, "which of them this is", required=True)
+_SMALL = flags.DEFINE_bool("small", False, "small models, to try the benchmark itself")
+_FOLDER = flags.DEFINE_string("folder", None, "where to write", required=True)
+
+_WARM_UP = 5  # steps
+
+
+def strategy_of(name: str, towers: int, addresses: list[str], index: int) -> Any:
+    """A strategy of this worker, on logical CPU devices."""
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": addresses}), task_type="worker", task_id=index,
+        num_accelerators={"GPU": 0}, rpc_layer="grpc")
+    tf.config.set_visible_devices([], "GPU")
+    devices = towerstrategy.split_cpu(towers)
+    if name == "tower":
+        return towerstrategy.TowerStrategy(devices, cluster_resolver=resolver)
+    from tensorflow.python.distribute import collective_all_reduce_strategy as upstream
+
+    # It takes one CPU device a worker, whatever there is.
+    upstream.CollectiveAllReduceExtended._initialize_local_devices = (
+        lambda self, resolver, worker: (  # noqa: ARG005
+            tuple(f"{worker}/device:CPU:{tower}" for tower in range(towers)), "CPU"))
+    return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+
+
+def received() -> int:
+    """Bytes that the loopback device of this network namespace has received."""
+    for line in pathlib.Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split(":")[1].split()[0])
+    raise RuntimeError("/proc/net/dev has no loopback device")
+
+
+def measure(strategy: Any, case: cases.Case, steps: int, small: bool) -> dict[str, Any]:
+    """Trains ``case`` with ``fit`` for that many steps after the first ones."""
+    keras = tf.keras
+    with strategy.scope():
+        model = cases.compiled(case, keras, small)
+    ends: list[float] = []
+    counted: list[int] = []
+
+    class Clock(keras.callbacks.Callback):
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+            float(logs["loss"])  # the step has ended when it is known
+            ends.append(time.perf_counter())
+            counted.append(received())
+
+    start = time.perf_counter()
+    model.fit(cases.dataset(case), steps_per_epoch=_WARM_UP + steps, shuffle=False, verbose=0,
+              callbacks=[Clock()])
+    return {
+        "first_step_s": ends[0] - start,
+        "step_ms": 1e3 * statistics.median(np.diff(ends)[_WARM_UP - 1:]),
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "between_mb": (counted[-1] - counted[_WARM_UP - 1]) / steps / 1e6,
+    }
+
+
+def main(argv: list[str]) -> None:
+    """Measures and writes the file."""
+    del argv
+    try:
+        strategy = strategy_of(_STRATEGY.value, _TOWERS.value, _ADDRESSES.value, _INDEX.value)
+        found = measure(strategy, cases.CASES[_CASE.value], _STEPS.value, _SMALL.value)
+    except Exception as error:  # the parent shows it in the table
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]}
+    (pathlib.Path(_FOLDER.value) / f"{_INDEX.value}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    app.run(main)
