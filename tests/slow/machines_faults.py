@@ -42,6 +42,8 @@ KITS = {"keras": keras, "tf_keras": tf_keras}
 class Worker:
     """What a case may know and do in one worker."""
 
+    life = 1  # 2 for a worker that was started again
+
     def __init__(self, case, index, addresses, folder):
         self.case, self.index, self.addresses, self.folder = case, index, addresses, folder
 
@@ -160,6 +162,14 @@ def port_taken(worker):
     worker.strategy(timeout_seconds=START_LIMIT)
 
 
+def started_again(worker):
+    """Worker 1 is killed, and its machine starts it again by itself."""
+    if worker.life == 2:
+        worker.strategy(timeout_seconds=START_LIMIT)
+    else:
+        dies(1, signal.SIGKILL)(worker)
+
+
 def cut_off(worker):
     """Worker 1's link is pulled."""
     def at(epoch, batch):
@@ -193,6 +203,7 @@ class Case:
     run: Callable
     absent: tuple[int, ...] = ()
     namespaces: bool = False
+    again: bool = False
 
 
 CASES = {
@@ -200,6 +211,7 @@ CASES = {
     "chief_killed": Case(dies(0, signal.SIGKILL)),
     "stopped": Case(dies(1, signal.SIGSTOP)),
     "cut_off": Case(cut_off, namespaces=True),
+    "started_again": Case(started_again, again=True),
     "raises": Case(raises),
     "never_comes": Case(never_comes, absent=(1,)),
     "ends_first": Case(ends_first),
@@ -268,26 +280,31 @@ def run_case(case, folder):
         names = stack.enter_context(namespaces(WORKERS)) if CASES[case].namespaces else None
         addresses = ([f"10.99.0.{number + 1}:2345" for number in range(WORKERS)] if names else
                      [f"127.0.0.1:{port}" for port in machines_workers.ports(WORKERS)])
-        children = {}
-        for index in range(WORKERS):
-            if index in CASES[case].absent:
-                continue
+        def start(index, life=1):
             child = os.fork()
             if not child:
-                work(Worker(case, index, addresses, folder), names and names[index])
-            children[child] = index
-        statuses = wait_for(children)
+                worker = Worker(case, index, addresses, folder)
+                worker.life = life
+                work(worker, names and names[index])
+            return child
+
+        children = {start(index): index for index in range(WORKERS)
+                    if index not in CASES[case].absent}
+        statuses = wait_for(children, CASES[case].again and start)
     (folder / f"{case}.json").write_text(json.dumps(statuses))
 
 
-def wait_for(children):
-    """The exit statuses by worker: None for one that had to be killed."""
+def wait_for(children, start_again=None):
+    """The exit statuses by worker, of its last life: None for one that had to be killed."""
     statuses, end = dict.fromkeys(children.values()), time.monotonic() + LIMIT
     left = dict(children)
     while left and time.monotonic() < end:
         child, status = os.waitpid(-1, os.WNOHANG)
         if child:
-            statuses[left.pop(child)] = os.waitstatus_to_exitcode(status)
+            index = left.pop(child)
+            statuses[index] = os.waitstatus_to_exitcode(status)
+            if start_again and statuses[index] == -signal.SIGKILL:
+                left[start_again(index, 2)] = index
         elif all(stopped(child) for child in left):
             break
         time.sleep(0.05)

@@ -78,6 +78,15 @@ class FaultsTest(parameterized.TestCase):
         self.assertRegex(said[1]["message"], "task:[02]\\b")
         self.assertEqual({report["error"] for report in said.values()}, {"UnavailableError"})
 
+    def test_started_again(self):
+        """Else a worker that comes back hangs, or trains with those that have its old life."""
+        _, said = self.run_case("started_again")
+        self.assertLen(said, faults.WORKERS)
+        for worker, report in said.items():
+            self.assertIn("error", report)
+            if worker != 1:
+                self.assertRegex(report["message"], r"task:1\b")
+
     def test_raises(self):
         """Else a mistake that shows on one machine alone hangs the others."""
         said = self.assert_ended("raises", 2, 2)
