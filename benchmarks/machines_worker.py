@@ -66,12 +66,14 @@ def measure(strategy: Any, case: cases.Case, steps: int, small: bool) -> dict[st
         model = cases.compiled(case, keras, small)
     ends: list[float] = []
     counted: list[int] = []
+    cpu: list[float] = []
 
     class Clock(keras.callbacks.Callback):
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
             float(logs["loss"])  # the step has ended when it is known
             ends.append(time.perf_counter())
+            cpu.append(time.process_time())
             counted.append(received())
 
     start = time.perf_counter()
@@ -80,6 +82,7 @@ def measure(strategy: Any, case: cases.Case, steps: int, small: bool) -> dict[st
     return {
         "first_step_s": ends[0] - start,
         "step_ms": 1e3 * statistics.median(np.diff(ends)[_WARM_UP - 1:]),
+        "cpu_ms": 1e3 * (cpu[-1] - cpu[_WARM_UP - 1]) / steps,
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "between_mb": (counted[-1] - counted[_WARM_UP - 1]) / steps / 1e6,
     }

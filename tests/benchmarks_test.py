@@ -194,7 +194,8 @@ class MachinesTest(parameterized.TestCase):
         runs = []
         for job in machines.jobs(["mlp"]):
             for step in (30., 10., 20.) if job.strategy == "tower" else (40., 50., 60.):
-                runs.append((job, {"step_ms": step, "first_step_s": 1., "peak_mb": 100.,
+                runs.append((job, {"step_ms": step, "cpu_ms": step, "first_step_s": 1.,
+                                   "peak_mb": 100.,
                                    "between_mb": 160. if job.strategy == "tower" else 240.}))
         runs.append((machines.Job("deep", "multi_worker", 2, 2), {"error": "ValueError: no"}))
         return machines.medians(runs)
