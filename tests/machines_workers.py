@@ -164,9 +164,11 @@ def verbs(strategy, _):
     def work():
         context = tf.distribute.get_replica_context()
         number = tf.cast(context.replica_id_in_sync_group, tf.float32)
-        summed = context.all_reduce("SUM", [number, tf.stack([number, 1.])])
+        large = tf.fill([2**20], number)  # it crosses by itself
+        summed = context.all_reduce("SUM", [number, tf.stack([number, 1.]), large])
         rows = context.all_gather(tf.fill([1 + context.replica_id_in_sync_group], number), axis=0)
-        return number, tf.reduce_sum(summed[0]) + summed[1][1], tf.reduce_sum(rows)
+        total = tf.reduce_sum(summed[0]) + summed[1][1] + summed[2][-1] - summed[0]
+        return number, total, tf.reduce_sum(rows)
 
     for name, run in (("eager", work), ("graph", tf.function(work))):
         number, summed, rows = strategy.run(run)

@@ -34,6 +34,9 @@ START = 600.
 _CARRIED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _NOT_CARRIED = (tf.string, tf.variant, tf.resource)
 
+# Bytes from which a tensor crosses by itself.
+_LARGE = 2**22
+
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
@@ -278,19 +281,25 @@ class Machines:
     def sum(self, values: Sequence[Value | None]) -> list[Value | None]:
         """The sums over the workers of their ``values``, packed: one all-reduce a dtype.
 
+        A large tensor has one to itself.
+
         ``tf.IndexedSlices`` stay slices: those of all workers are put behind one another, and their
         number may differ between workers.  None stays None; it must be None on every worker.
         """
         results = list(values)
-        packs: dict[tf.DType, list[int]] = {}
+        packs: dict[Any, list[int]] = {}
         for position, value in enumerate(values):
             if value is None or isinstance(value, tf.IndexedSlices):
                 continue
             tensor = results[position] = tf.convert_to_tensor(value)
             if tensor.dtype == tf.bool or tensor.dtype in _NOT_CARRIED:
                 raise TypeError(f"a sum of {tensor.dtype.name} values is not defined.")
-            packs.setdefault(_carrier(tensor.dtype), []).append(position)
-        for positions in packs.values():
+            # Large ones cross alone: packing copies them, and keeps what is ready waiting.
+            alone = tensor.shape.num_elements() or 0
+            key = position if alone * tensor.dtype.size >= _LARGE else _carrier(tensor.dtype)
+            packs.setdefault(key, []).append(position)
+        # The last first: gradients of the last layers are ready first.
+        for positions in reversed(list(packs.values())):
             summed = self._sum_pack([results[position] for position in positions])
             for position, value in zip(positions, summed):
                 results[position] = value
