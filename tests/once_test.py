@@ -109,6 +109,20 @@ class SameResultsTest(parameterized.TestCase):
         self.assertLen([name for name in names if "useful" in name], 3)
         self.assertLessEqual(len([name for name in names if "useless" in name]), 1)
 
+    def test_a_table_on_tower_0_stays_there(self):
+        """Else an embedding's whole table goes to every other tower, and not the rows it takes."""
+        strategy = towerstrategy.TowerStrategy(DEVICES, merge_device=DEVICES[0])
+        with strategy.scope():
+            layer = keras.layers.Embedding(50, 4)
+            layer.build([None])
+        parts = strategy.split(tf.range(6))
+        step = tf.function(lambda: strategy.run(layer, (parts,)), autograph=False)
+        library = step.get_concrete_function().graph.as_graph_def().library.function
+        lookups = [node for function in library for node in function.node_def
+                   if "Gather" in node.op]
+        self.assertLen(lookups, 3)
+        self.assertEqual({node.device[-6:] for node in lookups}, {":" + DEVICES[0]})
+
     @parameterized.product(mode=["SUM", "MEAN", "NONE", "ONLY_FIRST_REPLICA"],
                            local=[False, True])
     def test_variables(self, mode, local):

@@ -106,6 +106,7 @@ class Copier:
         self._done = 0
         self._waiting: list[tf.Operation] = []
         self._kept: set[str] = set()
+        self._staying: set[str] = set()
         self._on_first: dict[str, bool] = {}  # device as written -> whether it is tower 0's
         self._safe_functions: set[str] = set()
 
@@ -139,6 +140,10 @@ class Copier:
     def keep(self, since: int) -> None:
         """Leaves out of the copies the operations since operation number ``since``."""
         self._kept.update(operation.name for operation in self._graph.get_operations()[since:])
+
+    def stay(self, since: int) -> None:
+        """Leaves the copies of the operations since operation number ``since`` on their device."""
+        self._staying.update(operation.name for operation in self._graph.get_operations()[since:])
 
     def _check(self, stretch: Sequence[tf.Operation]) -> None:
         for operation in stretch:
@@ -184,7 +189,8 @@ class Copier:
                 copied.CopyFrom(node)
                 copied.name = renamed[operation.name]
                 wanted.append(copied.name)
-                devices.append(self._device(node.device, tower))
+                devices.append(node.device if operation.name in self._staying
+                               else self._device(node.device, tower))
                 copied.device = ""
                 self._set_seed(copied, tower)
                 _set_colocation(copied, renamed)

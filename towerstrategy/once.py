@@ -14,8 +14,9 @@ it has an assertion, which would name tower 0 whichever tower fails.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -117,6 +118,13 @@ class _Once:
             first = self._stand_for([tf.convert_to_tensor(value) for value in values])
         self._copier.keep(before)
         return first
+
+    @contextlib.contextmanager
+    def staying(self) -> Iterator[None]:
+        """Within, copies of operations stay on the device given, be it tower 0's or another."""
+        before = _tf.operation_count(self._graph)
+        yield
+        self._copier.stay(before)
 
     def ask(self) -> None:
         raise NeedsOwnTrace("it looks at its replica id as a Python number")

@@ -108,6 +108,13 @@ class TowerContext(tf.distribute.ReplicaContext):
         filled = [self.shares.filled(tower) for tower in range(self.count)]
         return filled[self._tower] if not self.shares.may_be_empty else self._own(filled)
 
+    @contextlib.contextmanager
+    def at(self, device: str) -> Iterator[None]:
+        """Within, every tower's operations are on ``device``, be it one of the towers' or not."""
+        with contextlib.nullcontext() if self._call is None else self._call.staying(), \
+                tf.device(device):
+            yield
+
     def part_of(self, values: Any) -> Any:
         """This tower's part of one part a tower, for callers that treat all towers alike."""
         return values[self._tower]

@@ -426,9 +426,10 @@ def _mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
 def _take(original: Callable[..., Any]) -> Callable[..., Any]:
     def take(x: Any, indices: Any, axis: int | None = None) -> Any:
         table = _tf_variable(x)
-        if splitting_tower() is None or axis != 0 or not isinstance(table, variables.TowerVariable):
+        tower = splitting_tower()
+        if tower is None or axis != 0 or not isinstance(table, variables.TowerVariable):
             return original(x, indices, axis=axis)
-        with tf.device(variables.home_of(table)):
+        with tower.at(variables.home_of(table)):
             return original(x, indices, axis=axis)
 
     return take
