@@ -150,8 +150,8 @@ class LoopTest(_Leaves):
                 going.append(1)
                 time.sleep(.01)
 
-        for run in (eagerly, in_function):
-            strategy.extended.trace_once = False
+        strategy.extended.trace_once = False
+        for run in (eagerly, in_function) * 10:  # it may come just before a wait begins
             with self.assertRaises(KeyboardInterrupt):
                 run(strategy, forever)
         count = len(going)

@@ -146,7 +146,9 @@ class _TowerThread(threading.Thread):
             self.start()
         self._running = True
         self._go.release()
-        self._paused.acquire()
+        # Again and again: a Ctrl-C that comes just before a wait begins is seen at its end only.
+        while not self._paused.acquire(timeout=.5):
+            pass
 
     def pause(self, meeting: _Meeting) -> Any:
         """Waits for the others (called by the tower's thread)."""
