@@ -58,6 +58,8 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
 class _Once:
     """One call of the replica function: tower 0 is traced, the others are copied."""
 
+    copies = True
+
     def __init__(self, strategy: tf.distribute.Strategy, shares: merge.Shares,
                  made: list[tuple[Any, Any]]) -> None:
         self._strategy = strategy

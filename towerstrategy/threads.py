@@ -9,6 +9,7 @@ trace.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -36,6 +37,8 @@ class _Stop(BaseException):
 
 class _Call:
     """One call of the replica function on all towers."""
+
+    copies = False
 
     def __init__(self, strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
                  kwargs: Any, shares: merge.Shares) -> None:
@@ -71,6 +74,10 @@ class _Call:
     def own(self, tower: int, values: Any) -> Any:
         """What ``tower`` has of one value a tower."""
         return values[tower]
+
+    def staying(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is copied, so all stays where it is."""
+        return contextlib.nullcontext()
 
     def ask(self) -> None:
         """A tower looked at its number; nothing to do, each has a trace of its own."""

@@ -126,7 +126,7 @@ class TowerContext(tf.distribute.ReplicaContext):
     @property
     def is_copied(self) -> bool:
         """Whether the other towers are copies of what is traced here."""
-        return self._call is not None
+        return self._call is not None and self._call.copies
 
     def _ask(self) -> None:
         if self._call is not None:
