@@ -71,6 +71,8 @@ class InterruptTest(parameterized.TestCase):
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
         program = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(PROGRAM), what, when], env=environment,
+            # What a script starts in the background ignores Ctrl-C, and so does what that starts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         told = "step" if when == "steps" else "tracing"
         try:
