@@ -20,7 +20,11 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import operands
+from towerstrategy import operands, reads
+
+
+# Bytes of a node: an operation is compared with earlier ones by all it holds, a constant's value, too.
+LARGEST_COMPARED = 4096
 
 
 class NeedsOwnTrace(BaseException):
@@ -38,6 +42,10 @@ class Table:
         self._tensors: dict[str, list[tf.Tensor]] = {}
         self._operations: dict[str, list[tf.Operation]] = {}
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the tensor of that name differs between the towers."""
+        return name in self._tensors
+
     def put(self, first: tf.Tensor, others: Sequence[tf.Tensor]) -> None:
         """Says what towers 1.. have in place of ``first``."""
         self._tensors[first.name] = list(others)
@@ -47,6 +55,11 @@ class Table:
         self._operations[first.name] = list(others)
         for index, output in enumerate(first.outputs):
             self.put(output, [other.outputs[index] for other in others])
+
+    def put_same(self, first: tf.Operation, other: str) -> None:
+        """``first`` has what has been put for the operation of the name ``other``, if anything."""
+        if other in self._operations:
+            self.put_operation(first, self._operations[other])
 
     def tensor(self, first: tf.Tensor, tower: int) -> tf.Tensor:
         """``tower``'s counterpart of tower 0's ``first``."""
@@ -109,6 +122,8 @@ class Copier:
         self._staying: set[str] = set()
         self._on_first: dict[str, bool] = {}  # device as written -> whether it is tower 0's
         self._safe_functions: set[str] = set()
+        self._firsts: dict[bytes, str] = {}  # what an operation computes -> the first that does
+        self._same_as: dict[str, str] = {}  # a later one -> the first
 
     def skip(self) -> None:
         """Leaves out of the copies what has been added to the graph up to here."""
@@ -130,8 +145,16 @@ class Copier:
         if stretch:
             self._check(stretch)
             self._put_local_variables()
-            self._import(stretch)
+            self._import(self._without_shared_reads(stretch))
         self.skip()
+
+    def _without_shared_reads(self, stretch: Sequence[tf.Operation]) -> list[tf.Operation]:
+        shared = reads.shared(stretch, self.table)
+        for value, others in reads.stack(self._graph, shared, self._devices,
+                                         self._scopes):
+            self.table.put(value, others)
+        names = {operation.name for operation in shared}
+        return [operation for operation in stretch if operation.name not in names]
 
     def _added(self) -> list[tf.Operation]:
         return [operation for operation in self._graph.get_operations()[self._done:]
@@ -170,11 +193,10 @@ class Copier:
         captured = {id(outer): inner for outer, inner in _tf.captures_of(self._graph)}
         for parts in self._local_variables():
             first = captured.get(id(parts[0].handle))
-            if first is not None and first.name not in self.table._tensors:
+            if first is not None and first.name not in self.table:
                 self.table.put(first, [_tf.capture(self._graph, part.handle) for part in parts[1:]])
 
     def _import(self, stretch: Sequence[tf.Operation]) -> None:
-        names = {operation.name for operation in stretch}
         graph_def = tf.compat.v1.GraphDef()
         graph_def.versions.producer = self._graph.graph_def_versions.producer
         inputs: dict[str, tf.Tensor] = {}
@@ -182,8 +204,11 @@ class Copier:
         wanted: list[str] = []
         devices: list[str] = []
         nodes = [(operation, operation.node_def) for operation in stretch]
+        nodes = [(operation, node) for operation, node in nodes if not self._repeats(operation, node)]
+        self._put_repeats(stretch)
         for tower in range(1, len(self._devices)):
-            renamed = {name: self._name(name, tower) for name in names}
+            renamed = {operation.name: self._name(operation.name, tower)
+                       for operation, _ in nodes}
             for operation, node in nodes:
                 copied = graph_def.node.add()
                 copied.CopyFrom(node)
@@ -198,8 +223,9 @@ class Copier:
                 for tensor in operation.inputs:
                     copied.input.append(self._input(tensor, tower, renamed, inputs))
                 for control in operation.control_inputs:
-                    if control.name in renamed:
-                        copied.input.append(f"^{renamed[control.name]}")
+                    name = self._same_as.get(control.name, control.name)
+                    if name in renamed:
+                        copied.input.append(f"^{renamed[name]}")
                     else:
                         controls.append((copied.name, self.table.operation(control, tower)))
         with tf.device(None), tf.control_dependencies(None):
@@ -211,14 +237,38 @@ class Copier:
         by_name = dict(zip(wanted, made))
         for name, control in controls:
             _tf.add_control_input(by_name[name], control)
-        count = len(stretch)
-        for position, operation in enumerate(stretch):
+        count = len(nodes)
+        for position, (operation, _) in enumerate(nodes):
             self.table.put_operation(operation, made[position::count])
+        self._put_repeats(stretch)
+
+    def _repeats(self, operation: tf.Operation, node: Any) -> bool:
+        """Whether an earlier operation computes the same, so that its copies serve for this one."""
+        if operation.op_def.is_stateful or operation.control_inputs \
+                or node.ByteSize() > LARGEST_COMPARED:
+            return False
+        key = type(node)()
+        key.CopyFrom(node)
+        key.name = "staying" if operation.name in self._staying else ""
+        del key.input[:]
+        for tensor in operation.inputs:
+            name = self._same_as.get(tensor.op.name, tensor.op.name)
+            key.input.append(f"{name}:{tensor.value_index}")
+        first = self._firsts.setdefault(key.SerializeToString(deterministic=True), operation.name)
+        if first != operation.name:
+            self._same_as[operation.name] = first
+        return first != operation.name
+
+    def _put_repeats(self, stretch: Sequence[tf.Operation]) -> None:
+        for operation in stretch:
+            first = self._same_as.get(operation.name)
+            if first is not None:
+                self.table.put_same(operation, first)
 
     def _input(self, tensor: tf.Tensor, tower: int, renamed: dict[str, str],
                inputs: dict[str, tf.Tensor]) -> str:
         """How a copy names its input; one from outside of the stretch is put into ``inputs``."""
-        name, index = tensor.op.name, tensor.value_index
+        name, index = self._same_as.get(tensor.op.name, tensor.op.name), tensor.value_index
         if name in renamed:
             return f"{renamed[name]}:{index}"
         key = f"outside_{tower}_{index}/{name}"

@@ -20,6 +20,9 @@ from towerstrategy import factors, machines, split
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
 
+# Bytes of a tower's value.  Stacking copies it; of small ones, the number of operations counts.
+LARGEST_STACKED = 2**16
+
 
 class Shares:
     """How much of the global batch each tower has.
@@ -103,6 +106,14 @@ class Shares:
         # Rows are dealt in order, so the last tower is the first to run out; groups may differ.
         return tf.reduce_all(tf.stack(self._here(self._filled)))
 
+    @functools.cached_property
+    def _share_column(self) -> Any:
+        return tf.cast(tf.stack(self._here(self._shares)), tf.float64)
+
+    @functools.cached_property
+    def _filled_column(self) -> Any:
+        return tf.stack(self._here(self._filled))
+
     def _here(self, values: list[Any]) -> list[Any]:
         """Of one value a tower, those of this worker's."""
         if self._workers is None:
@@ -113,7 +124,17 @@ class Shares:
         """Makes the tensors now, in the current graph and on the current device."""
         if not self._known:
             self._shares, self._filled, self._all_filled  # noqa: B018
+            self._share_column, self._filled_column  # noqa: B018
         return self
+
+    def weigh(self, stacked: tf.Tensor) -> tf.Tensor:
+        """This worker's towers' values, stacked, each times its share; 0 for a tower without rows."""
+        shape = [-1] + [1] * (stacked.shape.rank - 1)
+        if self.may_be_empty:
+            filled = self._filled_column if not self._known else self._here(self._filled)
+            stacked = tf.where(tf.reshape(filled, shape), stacked, tf.zeros([], stacked.dtype))
+        share = self._share_column if not self._known else np.stack(self._here(self._shares))
+        return stacked * tf.reshape(tf.cast(share, stacked.dtype), shape)
 
     def of(self, tower: int) -> Any:
         """The share of ``tower``."""
@@ -183,8 +204,19 @@ def divided(value: Value, count: int) -> Value:
 def weighted_mean(values: Sequence[Value], shares: Shares) -> Value:
     """The mean of the towers' values, each counted by its tower's share; empty towers count for
     nothing, whatever they computed."""
+    if _are_small(values):
+        return shares.across(tf.reduce_sum(shares.weigh(tf.stack(list(values))), 0))
     return shares.across(total([_times(_without_empty(value, tower, shares), shares.of(tower))
                                 for tower, value in enumerate(values)]))
+
+
+def _are_small(values: Sequence[Value]) -> bool:
+    """Whether these are small dense float values of one known shape."""
+    first = values[0]
+    return not any(isinstance(value, tf.IndexedSlices) for value in values) \
+        and first.dtype.is_floating and first.shape.is_fully_defined() \
+        and all(value.shape == first.shape for value in values) \
+        and first.shape.num_elements() * first.dtype.size <= LARGEST_STACKED
 
 
 def mean_of_filled(values: Sequence[Value], shares: Shares) -> Value:
