@@ -77,6 +77,7 @@ FUNCTIONS = {
     "loop": with_loop,
     "nested_function": with_nested_function,
     "needed_later": needed_later,
+    "repeated": lambda x: tf.exp(x) + context().all_reduce("SUM", x) + tf.exp(x),
     "share": lambda x: tf.cast(context().share, tf.float32) * x,
     "control": with_control,
     "slices": lambda x: context().all_reduce(
@@ -108,6 +109,25 @@ class SameResultsTest(parameterized.TestCase):
         names = [node.name for function in library for node in function.node_def]
         self.assertLen([name for name in names if "useful" in name], 3)
         self.assertLessEqual(len([name for name in names if "useless" in name]), 1)
+
+    def test_what_repeats_is_copied_once(self):
+        """Else start-up pays on each tower for every constant that a step holds many times."""
+        def fn(x):
+            first = tf.exp(x, name="same") + tf.exp(x, name="same")
+            total = context().all_reduce("SUM", tf.reduce_sum(x))
+            again = tf.exp(x, name="same")  # of before the meeting
+            other = tf.exp(x * 2., name="same")
+            return first + tf.exp(again, name="nested") + other + total
+
+        strategy = strategy_with(True)
+        parts = strategy.split(ROWS)
+        step = tf.function(lambda: strategy.run(fn, (parts,)), autograph=False)
+        library = step.get_concrete_function().graph.as_graph_def().library.function
+        names = [node.name for function in library for node in function.node_def]
+        for tower, count in enumerate([4, 2, 2]):
+            self.assertLen([name for name in names if f"tower_{tower}" in name
+                            and name.split("/")[-1].startswith("same")], count)
+        np.testing.assert_array_equal(results_of(strategy, fn), results_of(strategy_with(False), fn))
 
     def test_a_table_on_tower_0_stays_there(self):
         """Else an embedding's whole table goes to every other tower, and not the rows it takes."""

@@ -22,8 +22,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import operands, reads
 
-
-# Bytes of a node: an operation is compared with earlier ones by all it holds, a constant's value, too.
+# Bytes of a node. An operation is compared with earlier ones by all it holds, constants too.
 LARGEST_COMPARED = 4096
 
 
@@ -42,7 +41,7 @@ class Table:
         self._tensors: dict[str, list[tf.Tensor]] = {}
         self._operations: dict[str, list[tf.Operation]] = {}
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         """Whether the tensor of that name differs between the towers."""
         return name in self._tensors
 
@@ -203,8 +202,8 @@ class Copier:
         controls: list[tuple[str, tf.Operation]] = []
         wanted: list[str] = []
         devices: list[str] = []
-        nodes = [(operation, operation.node_def) for operation in stretch]
-        nodes = [(operation, node) for operation, node in nodes if not self._repeats(operation, node)]
+        nodes = [(operation, node) for operation in stretch
+                 if not self._repeats(operation, node := operation.node_def)]
         self._put_repeats(stretch)
         for tower in range(1, len(self._devices)):
             renamed = {operation.name: self._name(operation.name, tower)

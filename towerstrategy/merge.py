@@ -128,7 +128,7 @@ class Shares:
         return self
 
     def weigh(self, stacked: tf.Tensor) -> tf.Tensor:
-        """This worker's towers' values, stacked, each times its share; 0 for a tower without rows."""
+        """The towers' values, stacked, each times its share; 0 for a tower without rows."""
         shape = [-1] + [1] * (stacked.shape.rank - 1)
         if self.may_be_empty:
             filled = self._filled_column if not self._known else self._here(self._filled)

@@ -1,12 +1,12 @@
 """One read of a variable for all towers, and small variables sent to a tower in one piece.
 
-Goes in: a stretch of tower 0's operations that is about to be copied for the others.  Comes out: the
-reads that need no copy, with what each tower has in their place put into the table.
+Goes in: a stretch of tower 0's operations that is about to be copied for the others.  Comes out:
+the reads that need no copy, and what each tower has in the place of what they read.
 
 There is one copy of a variable, so what one tower reads is what all read: a copy of the read would
-cost an operation a tower and bring nothing.  A value that a tower on another device reads crosses by
-itself, which for a small one is nearly all overhead (a model of 150 small layers sends 302 of them to
-each tower), so the small ones of one shape cross as one stacked tensor.
+cost an operation a tower and bring nothing.  A value crosses to each tower's device by itself,
+which for a small one is nearly all overhead (a model of 150 small layers sends 302 of them to each
+tower), so the small ones of one shape cross as one stacked tensor.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ def shared(stretch: Sequence[tf.Operation], differing: Container[str]) -> list[t
 
 def stack(graph: tf.Graph, reads: Sequence[tf.Operation], devices: Sequence[str],
           scopes: Sequence[str]) -> Iterator[tuple[tf.Tensor, list[tf.Tensor]]]:
-    """Stacks what is small among ``reads``; gives the read values and what towers 1.. have for them.
+    """Stacks what is small among ``reads``.
 
     Args:
       graph: the graph of ``reads``.
       reads: what :func:`shared` gave.
       devices: the towers' devices, written in full.
       scopes: the name scopes of the towers' operations.
+
+    Yields:
+      A value that was read, and what towers 1.. have in its place.
     """
     for home, group in _alike(graph, reads):
         values = [operation.outputs[0] for operation in group]

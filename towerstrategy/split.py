@@ -38,6 +38,15 @@ class SubBatchesSpec(_tf.PerReplicaSpec):
     """The type spec of :class:`SubBatches`."""
 
     value_type = property(lambda _: SubBatches)
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        # Each call of a tf.function hashes its arguments' specs some times over.
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+    __eq__ = _tf.PerReplicaSpec.__eq__
 
     def _from_components(self, components: Sequence[Any]) -> SubBatches:
         return SubBatches(components)
@@ -105,10 +114,10 @@ def deal(rows: Rows, towers: int) -> tuple[list[Rows], list[Rows]]:
     if isinstance(rows, int):
         starts = [tower * base + min(tower, extra) for tower in range(towers)]
         return starts, [base + int(tower < extra) for tower in range(towers)]
-    starts = [tower * base + tf.minimum(tf.constant(tower, rows.dtype), extra)
-              for tower in range(towers)]
-    sizes = [base + tf.cast(tower < extra, rows.dtype) for tower in range(towers)]
-    return starts, sizes
+    numbers = tf.range(towers, dtype=rows.dtype)  # one operation for all: each batch pays for them
+    starts = numbers * base + tf.minimum(numbers, extra)
+    sizes = base + tf.cast(numbers < extra, rows.dtype)
+    return tf.unstack(starts), tf.unstack(sizes)
 
 
 # Rows of a batch -> where this machine's towers' rows start, how many they are, and the rows to
@@ -554,7 +563,8 @@ def _with_stand_ins(rows: Rows, starts: list[Rows],
         return [min(start, max(rows - 1, 0)) for start in starts], [max(size, 1) for size in sizes]
     one = tf.constant(1, rows.dtype)
     last = tf.maximum(rows - one, 0)
-    return [tf.minimum(start, last) for start in starts], [tf.maximum(size, one) for size in sizes]
+    return (tf.unstack(tf.minimum(tf.stack(starts), last)),
+            tf.unstack(tf.maximum(tf.stack(sizes), one)))
 
 
 def rows_between(tensor: Any, start: Rows, size: Rows) -> Any:

@@ -346,7 +346,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     def assign(self, value: Any, use_locking: bool = False, name: Any = None,
                read_value: bool = True) -> Any:
         if not self._assigned_from_outside():
-            kept = self._kept_if_empty(value, lambda: self._get().read_value())
+            kept = self._kept_if_empty(value, lambda: self._get().value())
             return super().assign(kept, use_locking, name, read_value)
         self.spread(tf.cast(tf.convert_to_tensor(value), self.dtype))
         return self if read_value else None

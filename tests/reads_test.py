@@ -1,0 +1,123 @@
+"""reads: one read serves all towers, small ones cross in one piece, and nothing else changes."""
+
+import collections
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import towerstrategy
+from towerstrategy import reads
+
+DEVICES = ["CPU:1", "CPU:2", "CPU:3"]
+
+
+def traced(strategy, fn):
+    """The graph in which ``strategy`` has run ``fn``, and what the towers returned."""
+    step = tf.function(lambda: strategy.run(fn), autograph=False)
+    results = [np.asarray(value) for value in strategy.experimental_local_results(step())]
+    graph_def = step.get_concrete_function().graph.as_graph_def()
+    functions = {function.signature.name: function for function in graph_def.library.function}
+    called = [node.attr["f"].func.name for node in graph_def.node if "f" in node.attr]
+    nodes = [node for name in called for node in functions[name].node_def]
+    return nodes, results
+
+
+def context():
+    return tf.distribute.get_replica_context()
+
+
+def kinds(nodes):
+    return collections.Counter(node.op for node in nodes)
+
+
+class ReadsTest(parameterized.TestCase):
+
+    @parameterized.parameters("CPU:0", "CPU:1")
+    def test_small_variables_cross_together(self, merge_device):
+        """Else a model of many small layers sends each of its variables to each tower by itself."""
+        strategy = towerstrategy.TowerStrategy(DEVICES, merge_device)
+        with strategy.scope():
+            variables = [tf.Variable(tf.fill([2, 3], float(number))) for number in range(5)]
+            other = tf.Variable(7.)
+
+        def step():
+            number = tf.cast(context().replica_id_in_sync_group, "float32")
+            return tf.stack([tf.reduce_sum(variable) for variable in variables]) + other * number
+
+        nodes, results = traced(strategy, step)
+        count = kinds(nodes)
+        self.assertEqual(count["ReadVariableOp"], 6, "one read of each variable for all towers")
+        self.assertEqual(count["Unpack"], 2, "towers 1 and 2; tower 0 reads, or it is all there")
+        unpacked = {node.device[-5:] for node in nodes if node.op == "Unpack"}
+        self.assertEqual(unpacked, {"CPU:2", "CPU:3"})
+        for number, result in enumerate(results):
+            np.testing.assert_array_equal(result, [7. * number + 6. * each for each in range(5)])
+
+    def test_a_tower_where_the_variable_lives_reads_it(self):
+        """Else a GPU that holds the variables copies them once more for its own tower."""
+        strategy = towerstrategy.TowerStrategy(DEVICES, "CPU:2")
+        with strategy.scope():
+            variables = [tf.Variable([1., float(number)]) for number in range(3)]
+        nodes, results = traced(strategy, lambda: tf.add_n([each + 0. for each in variables]))
+        unpacked = {node.device[-5:] for node in nodes if node.op == "Unpack"}
+        self.assertEqual(unpacked, {"CPU:3"})
+        np.testing.assert_array_equal(results, [[3., 3.]] * 3)
+
+    def test_large_variables_cross_by_themselves(self):
+        """Else each step copies the weights once more on the merge device."""
+        strategy = towerstrategy.TowerStrategy(DEVICES, "CPU:0")
+        size = reads.LARGEST_STACKED // 4 + 1
+        with strategy.scope():
+            variables = [tf.Variable(tf.ones([size])) for _ in range(2)]
+        nodes, results = traced(strategy, lambda: tf.add_n([each[:1] for each in variables]))
+        self.assertEqual(kinds(nodes)["Unpack"], 0)
+        self.assertEqual(kinds(nodes)["ReadVariableOp"], 2)
+        np.testing.assert_array_equal(results, [[2.]] * 3)
+
+    def test_tower_local_variables_are_read_by_each_tower(self):
+        """Else all towers add to tower 0's part of a metric."""
+        strategy = towerstrategy.TowerStrategy(DEVICES, "CPU:0")
+        with strategy.scope():
+            local = tf.Variable(0., synchronization=tf.VariableSynchronization.ON_READ,
+                                aggregation=tf.VariableAggregation.SUM)
+        strategy.run(tf.function(lambda: local.assign_add(1. + tf.cast(
+            context().replica_id_in_sync_group, "float32"))))
+        _, results = traced(strategy, lambda: local + 0.)
+        np.testing.assert_array_equal(results, [1., 2., 3.])
+
+    def test_written_between_reads(self):
+        """Else a tower reads the value from before, or after, the write that stands between."""
+        strategy = towerstrategy.TowerStrategy(DEVICES, "CPU:0")
+        with strategy.scope():
+            variables = [tf.Variable(1., aggregation=tf.VariableAggregation.SUM) for _ in range(2)]
+
+        def step():
+            before = variables[0] + variables[1]
+            for variable in variables:
+                variable.assign_add(1.)
+            return tf.stack([before, variables[0] + variables[1]])
+
+        _, results = traced(strategy, step)
+        np.testing.assert_array_equal(results, [[2., 8.]] * 3)
+
+    def test_written_in_a_branch_by_one_tower_after_another(self):
+        """Else tower 1 does not see what tower 0 has written just before."""
+        def step():
+            seen = variable.value()
+
+            def write():
+                variable.assign_add(1.)  # moves the one copy by each tower's share
+                return 0.
+
+            return tf.cond(seen > 0., write, lambda: 0.) + variable
+
+        results = []
+        for trace_once in (True, False):
+            strategy = towerstrategy.TowerStrategy(DEVICES, "CPU:0")
+            strategy.extended.trace_once = trace_once
+            with strategy.scope():
+                variable = tf.Variable(1.)
+            results.append(traced(strategy, step)[1])
+        np.testing.assert_allclose(results[0], results[1], rtol=1e-6)
+        self.assertLess(results[0][0], results[0][2])
