@@ -15,7 +15,7 @@ from towerstrategy import machines
 
 WORKERS, TOWERS = 2, 2
 CASES = ("unseeded", "verbs", "ends_early", "sharded", "uneven-keras",
-         "loop-keras", "embedded-tf_keras", "random_start-keras", "counted-keras")
+         "loop-keras", "embedded-tf_keras", "random_start-keras", "counted-keras", "wide-keras")
 
 
 class ClusterTest(parameterized.TestCase):
@@ -37,7 +37,8 @@ class ClusterTest(parameterized.TestCase):
                 np.testing.assert_array_equal(value, other[name], f"{case}: {name}")
         return first
 
-    @parameterized.parameters("verbs", "uneven-keras", "loop-keras", "embedded-tf_keras")
+    @parameterized.parameters("verbs", "uneven-keras", "loop-keras", "embedded-tf_keras",
+                              "wide-keras")
     def test_as_on_one_device(self, case):
         """Else weights, logs, evaluations or predictions depend on the number of machines."""
         seen, expected = self.seen(case), machines_workers.expected(case)
@@ -94,6 +95,13 @@ class ClusterTest(parameterized.TestCase):
         # Row counts, gradients, metrics.
         self.assertEqual(seen["counts"].tolist(), [3, 3])
         self.assertEqual(seen["own_traces"].tolist(), [0])
+
+    def test_rows_of_wide_layers_cross(self):
+        """Else a step with few rows sends whole kernels, which takes longer than the step."""
+        seen, kernel = self.seen("wide-keras"), 1024 * 1024
+        self.assertLess(max(seen["graph_sent_6"]), kernel // 2)
+        self.assertGreater(max(seen["graph_sent_6"]), WORKERS * 2048, "rows of both factors")
+        self.assertEqual(max(seen["graph_sent_300"]), kernel)
 
 
 def resolver(jobs, task_type, task_id):

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 import traceback
+from unittest import mock
 
 import keras
 import numpy as np
@@ -29,6 +30,7 @@ import tensorflow as tf
 import tf_keras
 
 import towerstrategy
+from towerstrategy import machines
 
 SECONDS = int(os.environ.get("MACHINES_SECONDS", 300))  # then all workers are killed
 
@@ -240,6 +242,37 @@ def counted(strategy, kit):
             "own_traces": [len(strategy.extended.own_trace_reasons)]}
 
 
+def wide(strategy, kit):
+    """A kernel of 4 MiB, of a batch of few rows and of one whose rows would be more than it."""
+    def make():
+        kit.utils.set_random_seed(7)
+        inputs = kit.Input([3])
+        hidden = kit.layers.Dense(1024, "tanh")(inputs)
+        hidden = kit.layers.Dense(1024, "tanh")(hidden)
+        return kit.Model(inputs, kit.layers.Dense(1)(hidden))
+
+    seen, sent = {}, []
+
+    def counting(launcher, value, all_reduce=machines._tf.all_reduce):
+        count = tf.py_function(lambda size: sent.append(int(size)), [tf.size(value)], [])
+        with tf.control_dependencies([count]):
+            return all_reduce(launcher, tf.identity(value))
+
+    for batch in (6, 300):
+        x, y, _ = data(batch * 2 + 1)
+        sent.clear()
+        with strategy.scope():
+            model = make()
+            model.compile(kit.optimizers.SGD(0.01), "mse")
+        with mock.patch.object(machines._tf, "all_reduce", counting):
+            history = model.fit(x, y, batch_size=batch, shuffle=False, verbose=0).history
+        seen[f"loss_{batch}"] = history["loss"]
+        seen[f"graph_sent_{batch}"] = sorted(sent)
+        seen.update({f"weight_{batch}_{number}": value
+                     for number, value in enumerate(model.get_weights())})
+    return seen
+
+
 def unseeded(strategy, _):
     """The rows of a dataset that is shuffled with no seed given anywhere."""
     rows = np.arange(23)
@@ -274,7 +307,7 @@ def sharded(strategy, _):
 KITS = {"keras": keras, "tf_keras": tf_keras}
 CASES = {f"{function.__name__}-{kit}": functools.partial(function, kit=KITS[kit])
          for function in (even, uneven, one_row, normalized, loss_scaled, embedded, on_batch, loop,
-                          random_start, counted) for kit in KITS}
+                          random_start, counted, wide) for kit in KITS}
 CASES["accumulated-keras"] = functools.partial(accumulated, kit=keras)
 CASES.update({function.__name__: functools.partial(function, _=None)
               for function in (verbs, ends_early, sharded, unseeded)})

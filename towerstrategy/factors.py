@@ -33,6 +33,16 @@ class Product(NamedTuple):
     left: Any
     right: Any
 
+    def made(self) -> tf.Tensor:
+        """The gradient itself."""
+        return tf.matmul(self.left, self.right, transpose_a=True)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the gradient; 0 where they are not known."""
+        shape = tf.TensorShape([self.left.shape[-1], self.right.shape[-1]])
+        return (shape.num_elements() or 0) * self.left.dtype.size
+
 
 class RowSum(NamedTuple):
     """The gradient that is the sum of ``rows`` over rows."""
@@ -66,13 +76,20 @@ class Factors:
         Args:
           gradients: one a tower, each apart (:func:`apart`) or whole.
         """
+        product = self.product(gradients)
+        if product is not None:
+            return product.made()
         parts = [apart(gradient) for gradient in gradients]
-        if all(isinstance(part, Product) for part in parts):
-            left, right = (self._behind_one_another(rows) for rows in zip(*parts))
-            return tf.matmul(left, right, transpose_a=True)
         if all(isinstance(part, RowSum) for part in parts):
             return tf.reduce_sum(self._behind_one_another([part.rows for part in parts]), 0)
         return None
+
+    def product(self, gradients: Sequence[Any]) -> Product | None:
+        """The sum of the towers' ``gradients`` as one product; None where they are none."""
+        parts = [apart(gradient) for gradient in gradients]
+        if not all(isinstance(part, Product) for part in parts):
+            return None
+        return Product(*(self._behind_one_another(rows) for rows in zip(*parts)))
 
     def _behind_one_another(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
         key = tuple(part.name for part in parts)

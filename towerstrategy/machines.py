@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import health
+from towerstrategy import factors, health
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
 
@@ -34,8 +34,11 @@ START = 600.
 _CARRIED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _NOT_CARRIED = (tf.string, tf.variant, tf.resource)
 
+# Each worker makes a product from the rows of all, which costs time: so many times less must cross.
+_PRODUCT_COSTS = 2
+
 # Bytes from which a tensor crosses by itself.
-_LARGE = 2**22
+LARGE = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +196,7 @@ class Machines:
       device: the local device from and to which everything crosses.
       towers: how many towers this worker has.
       options: ``tf.distribute.experimental.CommunicationOptions`` or None.
+      on_cpu: whether this worker's towers and merge device are all on the CPU.
 
     Raises:
       ValueError: workers have different numbers of towers, or are told of different clusters.
@@ -206,9 +210,11 @@ class Machines:
       first: the global number of this worker's first tower.
       replicas: how many towers all workers have.
       towers_of: how many each has.
+      takes_products: whether :meth:`sum` is to be given products as such, on all workers.
     """
 
-    def __init__(self, cluster: Cluster, device: str, towers: int, options: Any = None) -> None:
+    def __init__(self, cluster: Cluster, device: str, towers: int, options: Any = None,
+                 on_cpu: bool = False) -> None:
         self.cluster = cluster
         self.number = len(_made)
         _made.append(self)
@@ -217,7 +223,7 @@ class Machines:
         self._launcher = _tf.collective_launcher(device, cluster.count, options)
         # TensorFlow gathers in an order of its own; this tells where each worker's part is.
         self._order = list(range(self.count))
-        told = self._meet(options)
+        told = self._meet(options, on_cpu)
         order = sorted(range(self.count), key=lambda position: told[position][0])
         self._order = order
         self._check_clusters([told[position][2] for position in order])
@@ -227,12 +233,12 @@ class Machines:
                              f"{self.towers_of} (in the workers' order). Give devices= on each.")
         self.first = sum(self.towers_of[:self.index])
         self.replicas = sum(self.towers_of)
-
+        self.takes_products = all(told[position][3] for position in order)
         self._agree_on_seed()
 
-    def _meet(self, options: Any) -> list[list[int]]:
+    def _meet(self, options: Any, on_cpu: bool) -> list[list[int]]:
         """What each worker says of itself, when all have started."""
-        own = tf.constant([[self.index, self.towers, _digest(self.cluster)]], tf.int64)
+        own = tf.constant([[self.index, self.towers, _digest(self.cluster), int(on_cpu)]], tf.int64)
         seconds = getattr(options, "timeout_seconds", None) or START
         try:
             told = _tf.all_gather(self._launcher, own, _tf.Options(timeout_seconds=seconds))
@@ -281,7 +287,8 @@ class Machines:
     def sum(self, values: Sequence[Value | None]) -> list[Value | None]:
         """The sums over the workers of their ``values``, packed: one all-reduce a dtype.
 
-        A large tensor has one to itself.
+        A large tensor has one to itself.  So has a ``factors.Product``, of which the rows cross
+        and not the product wherever that is less.
 
         ``tf.IndexedSlices`` stay slices: those of all workers are put behind one another, and their
         number may differ between workers.  None stays None; it must be None on every worker.
@@ -291,16 +298,25 @@ class Machines:
         for position, value in enumerate(values):
             if value is None or isinstance(value, tf.IndexedSlices):
                 continue
+            if isinstance(value, factors.Product):
+                packs[position] = [position]
+                continue
             tensor = results[position] = tf.convert_to_tensor(value)
             if tensor.dtype == tf.bool or tensor.dtype in _NOT_CARRIED:
                 raise TypeError(f"a sum of {tensor.dtype.name} values is not defined.")
             # Large ones cross alone: packing copies them, and keeps what is ready waiting.
             alone = tensor.shape.num_elements() or 0
-            key = position if alone * tensor.dtype.size >= _LARGE else _carrier(tensor.dtype)
+            key = position if alone * tensor.dtype.size >= LARGE else _carrier(tensor.dtype)
             packs.setdefault(key, []).append(position)
+        products = {position: value for position, value in enumerate(values)
+                    if isinstance(value, factors.Product)}
+        most = self._most_rows(products)
         # The last first: gradients of the last layers are ready first.
         for positions in reversed(list(packs.values())):
-            summed = self._sum_pack([results[position] for position in positions])
+            if positions[0] in products:
+                summed = [self._sum_product(products[positions[0]], most[positions[0]])]
+            else:
+                summed = self._sum_pack([results[position] for position in positions])
             for position, value in zip(positions, summed):
                 results[position] = value
         sparse = {position: value for position, value in enumerate(values)
@@ -373,6 +389,51 @@ class Machines:
             parts = tf.split(together, sizes) if flat[1:] else [together]
             return [_unpacked(_shaped_like(part, sent), value.dtype)
                     for part, sent, value in zip(parts, packed, values)]
+
+    def _most_rows(self, products: dict[int, factors.Product]) -> dict[int, tf.Tensor]:
+        """The most rows that a worker has of each of ``products``: scalars, alike on all."""
+        if not products:
+            return {}
+        with tf.device(self._device):
+            own = tf.stack([tf.shape(product.left, tf.int64)[0] for product in products.values()])
+            # At least one row: TensorFlow's collective ops do not survive empty tensors.
+            most = tf.unstack(tf.maximum(tf.reduce_max(self._side_by_side(own), 0), 1))
+        return dict(zip(products, most))
+
+    def _sum_product(self, product: factors.Product, most: tf.Tensor) -> tf.Tensor:
+        """The sum over the workers of a product over rows.
+
+        The rows of all workers make it as well as the workers' products do, and are less to send
+        where a kernel is large and a batch small (``factors``).  Which it is may differ from step
+        to step, but not between workers.
+        """
+        width, height = product.left.shape[-1], product.right.shape[-1]
+
+        def rows() -> tf.Tensor:
+            side = tf.concat([product.left, product.right], 1)
+            side = tf.pad(side, [[0, most - tf.shape(side, tf.int64)[0]], [0, 0]])
+            return tf.reshape(self._place(side), [-1])
+
+        def from_rows() -> tf.Tensor:
+            left, right = tf.split(tf.reshape(together, [-1, width + height]), [width, height], 1)
+            return factors.Product(left, right).made()
+
+        with tf.device(self._device):
+            fewer = self.count * most * (width + height) < width * height // _PRODUCT_COSTS
+            sent = tf.cond(fewer, rows, lambda: tf.reshape(product.made(), [-1]))
+            together = _tf.all_reduce(self._launcher, sent)
+            made = tf.cond(fewer, from_rows, lambda: tf.reshape(together, [width, height]))
+        made.set_shape([width, height])
+        return made
+
+    def _side_by_side(self, value: tf.Tensor) -> tf.Tensor:
+        """The workers' values of one shape, stacked in the workers' order."""
+        return _tf.all_reduce(self._launcher, self._place(value))
+
+    def _place(self, value: tf.Tensor) -> tf.Tensor:
+        """``value`` in this worker's place among zeros for the others."""
+        around = [[self.index, self.count - 1 - self.index]] + [[0, 0]] * value.shape.rank
+        return tf.pad(value[tf.newaxis], around)
 
     def _gather_padded(self, value: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         """One tensor of each worker, of ``rows`` rows, put behind one another."""

@@ -271,7 +271,7 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
         results = []
         for index, values in present.items():
             with tf.device(devices[index]):
-                made = rows[devices[index]].total(values) if from_factors else None
+                made = _from_factors(rows[devices[index]], values, shares) if from_factors else None
                 if made is None:
                     made = total(values) if keep_empty else _filled_here(values, shares)
                 results.append(made)
@@ -290,6 +290,15 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
     for index, value in zip(present, merged):
         result[index] = value
     return result
+
+
+def _from_factors(rows: factors.Factors, values: Sequence[Any], shares: Shares) -> Any:
+    """The sum of ``values``, or, for several machines to make it, the product that it is."""
+    if shares.workers is not None and shares.workers.takes_products:
+        product = rows.product(values)
+        if product is not None and product.size >= machines.LARGE:
+            return product
+    return rows.total(values)
 
 
 def concat(values: Sequence[Value], axis: int) -> Any:

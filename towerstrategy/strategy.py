@@ -106,7 +106,8 @@ class TowerStrategy(tf.distribute.Strategy):
         cluster = machines.join(resolver)
         placement = devices_lib.place(devices, merge_device)
         workers = None if cluster is None else machines.Machines(
-            cluster, placement.merge, len(placement.towers), communication_options)
+            cluster, placement.merge, len(placement.towers), communication_options,
+            placement.on_cpu)
         super().__init__(TowerExtended(self, placement, workers, resolver))
         _keras.install_hooks()
 
