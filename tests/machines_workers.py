@@ -291,11 +291,15 @@ def sharded(strategy, _):
     strategy.reduce("SUM", 0, axis=None)  # the files are there
     files = [str(folder / f"{number}.txt") for number in range(4)]
     seen = {}
-    for policy in ("AUTO", "FILE", "DATA", "OFF"):
+    for policy in ("AUTO", "FILE", "DATA", "OFF", "HINT"):
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = getattr(
             tf.data.experimental.AutoShardPolicy, policy)
-        dataset = tf.data.TextLineDataset(files).map(
+        lines = tf.data.TextLineDataset(files)
+        if policy == "HINT":
+            lines = tf.data.Dataset.from_tensor_slices(files).shard(
+                tf.data.experimental.SHARD_HINT, 0).flat_map(tf.data.TextLineDataset)
+        dataset = lines.map(
             lambda line: tf.strings.to_number(line, tf.int32)).batch(8).with_options(options)
         steps = [strategy.gather(batch, axis=0).numpy()
                  for batch in strategy.experimental_distribute_dataset(dataset)]
