@@ -1,5 +1,8 @@
 """once and copies: one trace gives what tracing every tower gives, or steps aside."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -129,6 +132,42 @@ class SameResultsTest(parameterized.TestCase):
                             and name.split("/")[-1].startswith("same")], count)
         np.testing.assert_allclose(results_of(strategy, fn),
                                    results_of(strategy_with(False), fn), rtol=1e-6)
+
+    def test_the_trace_is_freed(self):
+        """Else each traced step holds as much memory in Python as it takes to run."""
+        graphs = []
+
+        def fn(x):
+            graphs.append(weakref.ref(x.graph))
+            return tf.reduce_sum(x)
+
+        strategy = strategy_with(True)
+        parts = strategy.split(ROWS)
+        step = tf.function(lambda: strategy.run(fn, (parts,)), autograph=False)
+        step()
+        gc.collect()
+        self.assertIsNone(graphs[-1]())
+        np.testing.assert_array_equal(strategy.experimental_local_results(step()), [6., 22., 38.])
+
+    def test_gradients_of_a_call(self):
+        """Else ``tf.gradients`` through ``strategy.run`` fails, which works on one device."""
+        strategy = strategy_with(True)
+        with strategy.scope():
+            variable = tf.Variable([[2.], [3.]])
+
+        @tf.function
+        def gradients():
+            def loss(x):
+                return tf.reduce_sum(tf.tanh(tf.matmul(x, variable)) ** 2)
+
+            rows = ROWS / 10.
+            per_tower = strategy.run(loss, (strategy.split(rows),))
+            return [tf.gradients(whole, [variable.handle, rows])
+                    for whole in (strategy.reduce("SUM", per_tower, axis=None), loss(rows))]
+
+        towers, device = gradients()
+        tf.nest.map_structure(lambda one, other: np.testing.assert_allclose(one, other, 1e-5),
+                              towers, device)
 
     def test_a_table_on_tower_0_stays_there(self):
         """Else an embedding's whole table goes to every other tower, and not the rows it takes."""

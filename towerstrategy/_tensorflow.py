@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeAlias
 
@@ -31,8 +32,12 @@ from tensorflow.python.distribute import (
 from tensorflow.python.distribute import values as values_lib
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import record
-from tensorflow.python.eager.polymorphic_function import polymorphic_function
-from tensorflow.python.framework import composite_tensor, none_tensor
+from tensorflow.python.eager.polymorphic_function import (
+    atomic_function,
+    concrete_function,
+    polymorphic_function,
+)
+from tensorflow.python.framework import composite_tensor, func_graph, none_tensor
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import (
     handle_data_util,
@@ -138,6 +143,17 @@ PRIVATE_NAMES: dict[str, str] = {
         "what an assign in a function returns",
     "tensorflow.python.distribute.reduce_util:ReduceOp":
         "tf.distribute.ReduceOp, whose public name is an alias",
+    "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction._cached_graph":
+        "the Python graph of a function, kept although TensorFlow has the function; no public way "
+        "to let go of it",
+    "tensorflow.python.eager.polymorphic_function.concrete_function:"
+    "ConcreteFunction._get_gradient_function":
+        "the gradient of a call, from the function's definition; Operation._gradient_function "
+        "holds it",
+    "tensorflow.python.framework.func_graph:dismantle_func_graph":
+        "frees a graph at once; it is full of cycles",
+    "tensorflow.python.framework.ops:Graph._get_function": "the function that an operation calls",
+    "tensorflow.python.eager.record:could_possibly_record": "whether any gradient tape is active",
     "tensorflow.python.eager.record:stop_recording":
         "keeps tapes from seeing bookkeeping; no public name",
     "tensorflow.python.framework.ops:EagerTensor": "the class of eager tensors",
@@ -470,6 +486,37 @@ def is_unread_variable(value: Any) -> bool:
 def not_recorded() -> Any:
     """Within, no gradient tape of this thread records."""
     return record.stop_recording()
+
+
+# Operations: 10 kB each; looking for cycles takes a quarter of a second.
+_LARGE_GRAPH = 2000
+
+
+def may_be_recorded() -> bool:
+    """Whether a gradient tape may record what runs now."""
+    return bool(record.could_possibly_record())
+
+
+def forget_trace(call: tf.Operation) -> None:
+    """Frees the Python graph of the function that ``call`` calls; none of its tensors are usable.
+
+    TensorFlow has the function itself, and would keep the graph for a gradient of the call, which
+    is made from the function's definition instead.
+    """
+    function: atomic_function.AtomicFunction = call.graph._get_function(call.get_attr("f").name)
+    call._gradient_function = functools.partial(_gradient_of_call, function)
+    graph, function._cached_graph = function._cached_graph, None
+    count = operation_count(graph)
+    func_graph.dismantle_func_graph(graph)
+    if count > _LARGE_GRAPH:
+        del graph
+        gc.collect()  # operations and their outputs are cycles, too
+
+
+def _gradient_of_call(function: atomic_function.AtomicFunction, call: tf.Operation,
+                      *gradients: Any) -> Any:
+    whole = concrete_function.ConcreteFunction(function)
+    return whole._get_gradient_function()(call, *gradients)
 
 
 def operation_count(graph: tf.Graph) -> int:

@@ -36,12 +36,25 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
       NeedsOwnTrace: it must be traced for each tower.
     """
     _check_alike((args, kwargs))
+    result, operation = _traced(strategy, fn, args, kwargs, shares)
+    if operation is not None and not _tf.may_be_recorded():
+        _tf.forget_trace(operation)
+    return result
+
+
+def _traced(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
+            shares: merge.Shares) -> tuple[Any, tf.Operation | None]:
+    """The results, and the operation that calls the towers' function (None if it has none)."""
     holder: list[Any] = []
     made: list[tuple[Any, Any]] = []
 
     @tf.function(autograph=False)
     def run_towers() -> list[tf.Tensor]:
-        result = _Once(strategy, shares, made).run(fn, args, kwargs)
+        towers_once = _Once(strategy, shares, made)
+        try:
+            result = towers_once.run(fn, args, kwargs)
+        finally:
+            towers_once.forget()
         tensors: list[tf.Tensor] = []
         holder[:] = [tf.nest.map_structure(lambda leaf: _take_out(leaf, tensors), result)]
         return tensors
@@ -52,7 +65,8 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
         _initialize(made)
         raise
     operation = tensors[0].op if tensors else None
-    return tf.nest.map_structure(lambda leaf: _put_back(leaf, tensors, operation), holder[0])
+    return tf.nest.map_structure(lambda leaf: _put_back(leaf, tensors, operation),
+                                 holder[0]), operation
 
 
 class _Once:
@@ -89,6 +103,10 @@ class _Once:
             self._copier.copy(result)
         grouped = self._group(result)
         return _tf.regroup(grouped, functools.partial(towers.TowerResults, shares=self._shares))
+
+    def forget(self) -> None:
+        """Lets go of the graph: contexts that are in cycles would keep it until they are found."""
+        del self._graph, self._copier
 
     def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call`` of tower 0: the others get there at once."""
