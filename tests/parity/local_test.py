@@ -86,6 +86,45 @@ class BatchStatisticsTest(parameterized.TestCase):
         self.assertTrue(all(np.isfinite(weight).all() for weight in model.get_weights()))
 
 
+class AddedSumTest(parameterized.TestCase):
+
+    @parameterized.product(version=BOTH, whole=[False, True])
+    def test_rows_summed_in_add_loss(self, version, whole):
+        """Else nobody can say what a sum in ``add_loss`` is: Keras hands on a number, not rows.
+
+        It counts as a mean does, by the tower's share; summed over the towers it is the batch's.
+        """
+        class Summed(version.layers.Layer):
+
+            def call(self, x):
+                total = tf.reduce_sum(tf.square(x))
+                replica = tf.distribute.get_replica_context()
+                if whole and replica is not None:  # there is none while the model is made
+                    total = replica.all_reduce("SUM", total)
+                self.add_loss(total)
+                return x
+
+        x = np.random.RandomState(1).rand(7, 3).astype("float32")
+        seen = []
+        for scope in (contextlib.nullcontext(), _strategy(3).scope()):
+            version.utils.set_random_seed(3)
+            with scope:
+                model = version.Sequential([version.Input([3]), version.layers.Dense(2), Summed()])
+                model.compile(version.optimizers.SGD(0.1))
+            loss = model.train_on_batch(x)
+            seen.append([loss, *model.get_weights()])
+        if whole:
+            for one, other in zip(*seen):
+                np.testing.assert_allclose(other, one, 1e-5, 1e-6)
+            return
+        version.utils.set_random_seed(3)
+        layer = version.layers.Dense(2)
+        out = np.asarray(layer(x))
+        by_share = sum(size / 7 * np.sum(np.square(out[start:start + size]))
+                       for start, size in zip(*split.deal(7, 3)))
+        np.testing.assert_allclose(seen[1][0], by_share, 1e-5)
+
+
 class RandomDrawsTest(parameterized.TestCase):
 
     def _random_layers(self, version):
