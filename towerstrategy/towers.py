@@ -62,6 +62,7 @@ class TowerContext(tf.distribute.ReplicaContext):
         self._reducing = False
         self._scaled: dict[int, Any] = {}
         self._met: dict[int, Any] = {}
+        self._losses: dict[int, tuple[Any, list[Any]]] = {}
 
     def __enter__(self) -> None:
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -73,6 +74,7 @@ class TowerContext(tf.distribute.ReplicaContext):
         self._graph = None
         self._scaled.clear()
         self._met.clear()
+        self._losses.clear()
 
     @property
     def tower(self) -> int:
@@ -156,6 +158,10 @@ class TowerContext(tf.distribute.ReplicaContext):
     def is_scaled(self, loss: Any) -> bool:
         """Whether ``loss`` went through :meth:`mark_scaled`."""
         return self._scaled.get(id(loss)) is loss
+
+    def losses_of(self, layer: Any) -> list[Any]:
+        """The list of the losses that ``layer`` has added in this tower."""
+        return self._losses.setdefault(id(layer), (layer, []))[1]
 
     def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
         """``seed`` (integers) made this tower's own; tower 0's is what one device would use."""

@@ -355,6 +355,16 @@ def _(keras: Any) -> Run:
     return Run(dense(keras, activity_regularizer=keras.regularizers.L2(0.01)), **regression())
 
 
+@case("losses/activity regularizer before a synchronizing layer, eagerly")
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    convolution = layers.Conv2D(4, 3, use_bias=False,
+                                activity_regularizer=keras.regularizers.L2(0.1))
+    return Run(classifier(keras, convolution, layers.BatchNormalization(synchronized=True),
+                          layers.Activation("tanh")),
+               **images(), compile={**LABELS, "run_eagerly": True}, fit={"epochs": 1})
+
+
 @case("losses/a mask")
 def _(keras: Any) -> Run:
     return Run(tagger(keras, keras.layers.LSTM(4, return_sequences=True)), **words(),

@@ -20,6 +20,7 @@ from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import numpy as tf_numpy
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
+from keras.src.layers import layer as layer_module
 from keras.src.layers.normalization import batch_normalization
 from keras.src.layers.rnn import rnn
 from keras.src.losses import loss as loss_module
@@ -55,6 +56,10 @@ HOOKS: dict[tuple[Any, str], str] = {
         "reads a whole table to take rows of it; the rows are taken where the table lives, so that "
         "they alone go to the tower",
     (seed_generator.SeedGenerator, "next"): "random layers draw differently on every tower",
+    (layer_module.Layer, "add_loss"):
+        "a layer has one list of losses, in which towers that run in turn would find each other's",
+    (layer_module.Layer, "_get_own_losses"): "the same",
+    (layer_module.Layer, "_clear_losses"): "the same",
     (base_trainer.Trainer, "compile"):
         "compiling in the scope adopts; jit_compile is refused early",
     (base_trainer.Trainer, "compute_loss"): "knows a loss that is scaled by share already",
@@ -101,6 +106,9 @@ def install() -> None:
         "update_state": _mean_update_state,
         "take": _take,
         "next": _next_seed,
+        "add_loss": _with_own_losses,
+        "_get_own_losses": _with_own_losses,
+        "_clear_losses": _with_own_losses,
         "compile": _compile,
         "compute_loss": _compute_loss,
         "get_metrics_result": _get_metrics_result,
@@ -294,6 +302,22 @@ def _is_keras_own(model: Any) -> bool:
     """Whether all gradients of ``model``'s step come of the loss that Keras computes."""
     return (type(model).train_step is tf_trainer.TensorFlowTrainer.train_step
             and type(model).compute_loss is base_trainer.Trainer.compute_loss)
+
+
+def _with_own_losses(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def with_own_losses(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tower = splitting_tower()
+        if tower is None or tower.is_copied:
+            return original(self, *args, **kwargs)
+        shared = self._losses
+        vars(self)["_losses"] = tower.losses_of(self)  # past Keras' own tracking of lists
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            vars(self)["_losses"] = shared
+
+    return with_own_losses
 
 
 # Layers.
