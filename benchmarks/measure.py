@@ -83,6 +83,7 @@ def step_traffic(model: Any, case: cases.Case,
     """What crosses devices in a training step of ``model`` on a batch of known shape."""
     batches = strategy.experimental_distribute_dataset(cases.dataset(case, drop_remainder=True))
     batch = next(iter(batches))
+    strategy.extended.keep_graphs = True  # a TowerStrategy's; the walk is through Python graphs
     step = tf.function(lambda data: strategy.run(model.train_step, args=(data,)), autograph=False)
     replicas = strategy.num_replicas_in_sync
     return traffic.count(step.get_concrete_function(batch), replicas,

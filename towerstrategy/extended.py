@@ -58,6 +58,7 @@ class TowerExtended(_tf.StrategyExtended):
         self._tracked: dict[int, weakref.ref[Any]] = {}
         # Whether functions are traced for tower 0 alone, and why some were not.
         self.trace_once = True
+        self.keep_graphs = False  # for tools that walk traced functions in Python
         self.own_trace_reasons: list[str] = []
         self.optimize_graph = False
         # tf.function -> the same function with the towers inside.

@@ -37,7 +37,7 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     """
     _check_alike((args, kwargs))
     result, operation = _traced(strategy, fn, args, kwargs, shares)
-    if operation is not None and not _tf.may_be_recorded():
+    if not (operation is None or strategy.extended.keep_graphs or _tf.may_be_recorded()):
         _tf.forget_trace(operation)
     return result
 
