@@ -73,7 +73,6 @@ class TowerContext(tf.distribute.ReplicaContext):
         # It is in a cycle of TensorFlow's, which would keep the graph until that is found.
         self._graph = None
         self._scaled.clear()
-        self._met.clear()
         self._losses.clear()
 
     @property
