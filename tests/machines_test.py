@@ -104,6 +104,21 @@ class ClusterTest(parameterized.TestCase):
         self.assertEqual(max(seen["graph_sent_300"]), kernel)
 
 
+class OneTowerTest(parameterized.TestCase):
+
+    def test_as_on_one_device(self):
+        """Else a machine's only tower takes what all have summed for its own part of it."""
+        cases = ("on_batch-tf_keras", "on_batch-keras", "loop-tf_keras")
+        with tempfile.TemporaryDirectory() as folder:
+            machines_workers.run(2, 1, folder, cases)
+            for case in cases:
+                for name, value in machines_workers.expected(case).items():
+                    for worker in range(2):
+                        seen = machines_workers.results(folder, case, worker)
+                        np.testing.assert_allclose(seen[name], value, 1e-5, 1e-6,
+                                                   err_msg=f"{case}: {name}")
+
+
 def resolver(jobs, task_type, task_id):
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(jobs), task_type=task_type, task_id=task_id)
