@@ -4,6 +4,7 @@ import collections
 
 import numpy as np
 import tensorflow as tf
+import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
@@ -48,11 +49,29 @@ class ReadsTest(parameterized.TestCase):
         nodes, results = traced(strategy, step)
         count = kinds(nodes)
         self.assertEqual(count["ReadVariableOp"], 6, "one read of each variable for all towers")
-        self.assertEqual(count["Unpack"], 2, "towers 1 and 2; tower 0 reads, or it is all there")
-        unpacked = {node.device[-5:] for node in nodes if node.op == "Unpack"}
-        self.assertEqual(unpacked, {"CPU:2", "CPU:3"})
+        self.assertEqual(count["Split"], 2, "towers 1 and 2; tower 0 reads, or it is all there")
+        split = {node.device[-5:] for node in nodes if node.op == "Split"}
+        self.assertEqual(split, {"CPU:2", "CPU:3"})
         for number, result in enumerate(results):
             np.testing.assert_array_equal(result, [7. * number + 6. * each for each in range(5)])
+
+    def test_a_fused_layer_normalization(self):
+        """Else gamma is taken for beta, too, where the graph optimizer runs, as in predict."""
+        def make():
+            inputs = tf_keras.Input([4, 6])
+            layer = tf_keras.layers.LayerNormalization(gamma_initializer="random_normal",
+                                                       beta_initializer="random_normal")
+            return tf_keras.Model(inputs, layer(inputs + inputs))
+
+        strategy = towerstrategy.TowerStrategy(DEVICES, "CPU:0")
+        with strategy.scope():
+            model = make()
+            model.compile("sgd", "mse")
+        alone = make()
+        alone.set_weights(model.get_weights())
+        x = np.random.RandomState(0).rand(13, 4, 6).astype("float32")
+        np.testing.assert_allclose(model.predict(x, batch_size=6, verbose=0), alone(x),
+                                   rtol=1e-5, atol=1e-6)
 
     def test_a_tower_where_the_variable_lives_reads_it(self):
         """Else a GPU that holds the variables copies them once more for its own tower."""
@@ -60,8 +79,8 @@ class ReadsTest(parameterized.TestCase):
         with strategy.scope():
             variables = [tf.Variable([1., float(number)]) for number in range(3)]
         nodes, results = traced(strategy, lambda: tf.add_n([each + 0. for each in variables]))
-        unpacked = {node.device[-5:] for node in nodes if node.op == "Unpack"}
-        self.assertEqual(unpacked, {"CPU:3"})
+        split = {node.device[-5:] for node in nodes if node.op == "Split"}
+        self.assertEqual(split, {"CPU:3"})
         np.testing.assert_array_equal(results, [[3., 3.]] * 3)
 
     def test_large_variables_cross_by_themselves(self):
@@ -71,7 +90,7 @@ class ReadsTest(parameterized.TestCase):
         with strategy.scope():
             variables = [tf.Variable(tf.ones([size])) for _ in range(2)]
         nodes, results = traced(strategy, lambda: tf.add_n([each[:1] for each in variables]))
-        self.assertEqual(kinds(nodes)["Unpack"], 0)
+        self.assertEqual(kinds(nodes)["Split"], 0)
         self.assertEqual(kinds(nodes)["ReadVariableOp"], 2)
         np.testing.assert_array_equal(results, [[2.]] * 3)
 

@@ -62,9 +62,20 @@ def stack(graph: tf.Graph, reads: Sequence[tf.Operation], devices: Sequence[str]
                 stacked = tf.stack(values)
             for device, scope in zip(devices[1:], scopes[1:]):
                 with tf.device(None), tf.device(device), tf.name_scope(f"{scope}/reads/"):
-                    towers.append(values if device == home else tf.unstack(stacked))
+                    towers.append(values if device == home else _unstacked(stacked))
         for value, others in zip(values, zip(*towers)):
             yield value, list(others)
+
+
+def _unstacked(stacked: tf.Tensor) -> list[tf.Tensor]:
+    """The values of a stack, each an operation of its own.
+
+    TensorFlow's graph optimizer fuses a layer normalization (remapper, ``FindMklLayerNorm``) and
+    does not look at which outputs of an operation its gamma and beta are: of ``tf.unstack`` it
+    takes the first for both.
+    """
+    shape = tf.constant(stacked.shape[1:].as_list(), tf.int32)
+    return [tf.reshape(part, shape) for part in tf.split(stacked, stacked.shape[0])]
 
 
 def _alike(graph: tf.Graph, reads: Sequence[tf.Operation]
