@@ -397,7 +397,7 @@ class Machines:
         with tf.device(self._device):
             own = tf.stack([tf.shape(product.left, tf.int64)[0] for product in products.values()])
             # At least one row: TensorFlow's collective ops do not survive empty tensors.
-            most = tf.unstack(tf.maximum(tf.reduce_max(self._side_by_side(own), 0), 1))
+            most = tf.unstack(tf.maximum(tf.reduce_max(self._gather(own[tf.newaxis]), 0), 1))
         return dict(zip(products, most))
 
     def _sum_product(self, product: factors.Product, most: tf.Tensor) -> tf.Tensor:
@@ -425,10 +425,6 @@ class Machines:
             made = tf.cond(fewer, from_rows, lambda: tf.reshape(together, [width, height]))
         made.set_shape([width, height])
         return made
-
-    def _side_by_side(self, value: tf.Tensor) -> tf.Tensor:
-        """The workers' values of one shape, stacked in the workers' order."""
-        return _tf.all_reduce(self._launcher, self._place(value))
 
     def _place(self, value: tf.Tensor) -> tf.Tensor:
         """``value`` in this worker's place among zeros for the others."""

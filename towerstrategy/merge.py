@@ -108,7 +108,7 @@ class Shares:
 
     @functools.cached_property
     def _share_column(self) -> Any:
-        return tf.cast(tf.stack(self._here(self._shares)), tf.float64)
+        return tf.stack(self._here(self._shares))
 
     @functools.cached_property
     def _filled_column(self) -> Any:

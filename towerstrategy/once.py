@@ -50,11 +50,7 @@ def _traced(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
 
     @tf.function(autograph=False)
     def run_towers() -> list[tf.Tensor]:
-        towers_once = _Once(strategy, shares, made)
-        try:
-            result = towers_once.run(fn, args, kwargs)
-        finally:
-            towers_once.forget()
+        result = _Once(strategy, shares, made).run(fn, args, kwargs)
         tensors: list[tf.Tensor] = []
         holder[:] = [tf.nest.map_structure(lambda leaf: _take_out(leaf, tensors), result)]
         return tensors
@@ -103,10 +99,6 @@ class _Once:
             self._copier.copy(result)
         grouped = self._group(result)
         return _tf.regroup(grouped, functools.partial(towers.TowerResults, shares=self._shares))
-
-    def forget(self) -> None:
-        """Lets go of the graph: contexts that are in cycles would keep it until they are found."""
-        del self._graph, self._copier
 
     def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call`` of tower 0: the others get there at once."""

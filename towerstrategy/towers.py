@@ -68,13 +68,6 @@ class TowerContext(tf.distribute.ReplicaContext):
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        # It is in a cycle of TensorFlow's, which would keep the graph until that is found.
-        self._graph = None
-        self._scaled.clear()
-        self._losses.clear()
-
     @property
     def tower(self) -> int:
         """This tower's number, a Python int; a function that asks is traced for each tower."""
