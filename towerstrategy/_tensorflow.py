@@ -40,6 +40,7 @@ from tensorflow.python.eager.polymorphic_function import (
 from tensorflow.python.framework import composite_tensor, func_graph, none_tensor
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import (
+    control_flow_v2_func_graphs,
     handle_data_util,
     resource_variable_ops,
     summary_ops_v2,
@@ -109,6 +110,11 @@ PRIVATE_NAMES: dict[str, str] = {
     "tensorflow.python.eager.context:context": "per-thread eager state handed to tower threads",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function":
         "the class of what tf.function returns",
+    "tensorflow.python.framework.func_graph:FuncGraph._function_captures":
+        "adds a capture whose value is asked for at each call; FuncGraph.capture_call_time_value asks "
+        "in eager code only, and a tower's function calls others while it is traced",
+    "tensorflow.python.ops.control_flow_v2_func_graphs:ControlFlowFuncGraph":
+        "tells a branch or a loop's body, traced anew each time, from a function, which is kept",
     "tensorflow.python.framework.ops:Operation._set_device":
         "places an operation that is there; tf.device places only those made within",
     "tensorflow.python.framework.ops:Operation._update_input":
@@ -532,6 +538,42 @@ def captures_of(graph: tf.Graph) -> list[tuple[Any, tf.Tensor]]:
 def capture(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
     """What stands for ``tensor`` in ``graph``: itself, or a placeholder if it is from outside."""
     return graph.capture(tensor)
+
+
+def nested_function(own: tf.Graph | None) -> func_graph.FuncGraph | None:
+    """The function that is being traced inside of ``own`` (None: inside of eager code).
+
+    Branches and loops belong to the code around them.  None where there is no such function.
+    """
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not own and isinstance(graph,
+                                          control_flow_v2_func_graphs.ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    return graph if graph is not own and isinstance(graph, func_graph.FuncGraph) else None
+
+
+def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], tf.Tensor],
+                    spec: tf.TensorSpec) -> tf.Tensor:
+    """A tensor of ``graph`` that at each call of the function is what ``value`` gives there.
+
+    Args:
+      graph: a function that is being traced.
+      key: names the capture; asking again gives the same tensor.
+      value: called where the function is called, eagerly or while another is traced.
+      spec: of the value, a scalar.
+    """
+    captures = graph._function_captures
+    if key not in captures.by_ref_internal:
+        with graph.as_default(), tf.control_dependencies(None):
+            placeholder = tf.compat.v1.placeholder(spec.dtype, spec.shape)
+
+        def external() -> list[tf.Tensor]:
+            return [tf.convert_to_tensor(value(), spec.dtype)]
+
+        captures.add_or_replace(key, external, placeholder, spec, is_by_ref=True)
+    return captures.by_ref_internal[key]
 
 
 def copy_handle_data(source: tf.Tensor, target: tf.Tensor) -> None:

@@ -14,6 +14,7 @@ right.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -41,12 +42,22 @@ UPDATE_SCOPE = "tower_update"
 OWN_SCOPE = re.compile(r"tower_\d+_[A-Z]+_\d+|merge|tower_update(_\d+)?")
 
 
+# What a nested function that a tower has traced finds where no tower calls it.
+OUTSIDE = {"share": (tf.float64, 1.), "filled": (tf.bool, True), "number": (tf.int32, 0),
+           "seed_step": (tf.int64, 0)}
+
+
 class TowerContext(tf.distribute.ReplicaContext):
     """The replica context of one tower.
 
+    What a tower knows about itself (its number, its share, whether it has rows, its seed) belongs
+    to the call of the replica function.  A ``tf.function`` that is called inside of it is traced
+    once and called again, by other towers and for other batches, so in there each of these is a
+    tensor that is asked for at each call.
+
     Attributes:
       share: the tower's rows over all rows of the global batch: a float or a scalar float64 tensor.
-      shares: the shares of all towers.
+      shares: the shares of all towers, for where they meet.
       silenced: whether the gradients of a tower without rows are zero of themselves.
     """
 
@@ -82,9 +93,7 @@ class TowerContext(tf.distribute.ReplicaContext):
     @property
     def replica_id_in_sync_group(self) -> tf.Tensor:
         """This tower's number, a scalar int32 tensor."""
-        first = self._strategy.extended.first_replica
-        number = self._own([np.int32(first + tower) for tower in range(self.count)])
-        return tf.convert_to_tensor(number, name="replica_id_in_sync_group")
+        return tf.convert_to_tensor(self._known("number"), name="replica_id_in_sync_group")
 
     @property
     def count(self) -> int:
@@ -98,16 +107,55 @@ class TowerContext(tf.distribute.ReplicaContext):
 
     @property
     def share(self) -> Any:
+        return self._known("share")
+
+    @property
+    def filled(self) -> Any:
+        """Whether this tower has rows: a bool, or a scalar bool tensor."""
+        return self._known("filled")
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether some tower has, or may turn out to have, no rows."""
+        return self.is_nested or self.shares.may_be_empty
+
+    @property
+    def stand_ins(self) -> bool:
+        """Whether a tower without rows works, or may work, on a stand-in, which must not count."""
+        return self.is_nested or self.shares.stand_ins
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether a function is being traced here that the replica function calls."""
+        return _tf.nested_function(self._graph) is not None
+
+    def _known(self, name: str) -> Any:
+        """One of :data:`OUTSIDE`, as this tower has it in this call."""
+        nested = _tf.nested_function(self._graph)
+        if nested is None:
+            return getattr(self, f"_{name}_here")()
+        return _tf.capture_at_call(nested, f"towerstrategy/{name}",
+                                   functools.partial(_known_of_caller, name),
+                                   tf.TensorSpec([], OUTSIDE[name][0]))
+
+    def _share_here(self) -> Any:
         shares = [self.shares.of(tower) for tower in range(self.count)]
         if isinstance(shares[0], float) and len(set(shares)) == 1:
             return shares[0]
         return self._own(shares)
 
-    @property
-    def filled(self) -> Any:
-        """Whether this tower has rows: a bool, or a scalar bool tensor."""
+    def _filled_here(self) -> Any:
         filled = [self.shares.filled(tower) for tower in range(self.count)]
         return filled[self._tower] if not self.shares.may_be_empty else self._own(filled)
+
+    def _number_here(self) -> Any:
+        first = self._strategy.extended.first_replica
+        return self._own([np.int32(first + tower) for tower in range(self.count)])
+
+    def _seed_step_here(self) -> Any:
+        first = self._strategy.extended.first_replica
+        return self._own([np.int64((first + tower) * _tf.SEED_STEP % 2**31)
+                          for tower in range(self.count)])
 
     @contextlib.contextmanager
     def at(self, device: str) -> Iterator[None]:
@@ -157,10 +205,7 @@ class TowerContext(tf.distribute.ReplicaContext):
 
     def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
         """``seed`` (integers) made this tower's own; tower 0's is what one device would use."""
-        first = self._strategy.extended.first_replica
-        step = self._own([np.int64((first + tower) * _tf.SEED_STEP % 2**31)
-                          for tower in range(self.count)])
-        return tf.bitwise.bitwise_xor(seed, tf.cast(step, seed.dtype))
+        return tf.bitwise.bitwise_xor(seed, tf.cast(self._known("seed_step"), seed.dtype))
 
     @property
     def device(self) -> str:
@@ -181,7 +226,7 @@ class TowerContext(tf.distribute.ReplicaContext):
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """As ``tf.distribute.ReplicaContext.all_reduce``; a stand-in counts for nothing."""
-        if self.shares.stand_ins:
+        if self.stand_ins:
             filled = self.filled
             value = tf.nest.map_structure(lambda part: merge.kept(filled, part), value)
         before, self._reducing = self._reducing, True
@@ -261,6 +306,12 @@ def current_tower() -> TowerContext | None:
     """The context of the tower that runs here, or None outside of towers."""
     context = tf.distribute.get_replica_context()
     return context if isinstance(context, TowerContext) else None
+
+
+def _known_of_caller(name: str) -> Any:
+    """What the tower knows that calls a nested function, or that traces one which does."""
+    tower = current_tower()
+    return OUTSIDE[name][1] if tower is None else tower._known(name)
 
 
 def in_merged_context() -> bool:

@@ -394,7 +394,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     def _kept_if_empty(self, value: Any, neutral: Callable[[], tf.Tensor]) -> Any:
         """``value``, or what changes nothing in a tower that has no rows."""
         tower = towers.current_tower()
-        if tower is None or not tower.shares.may_be_empty:
+        if tower is None or not tower.may_be_empty:
             return value
         value = tf.convert_to_tensor(value, dtype=self.dtype)
         return tf.where(tower.filled, value, neutral())

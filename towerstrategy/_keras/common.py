@@ -70,7 +70,7 @@ def silence_stand_ins(tower: towers.TowerContext, loss: tf.Tensor) -> tf.Tensor:
 
     Such a tower's gradients are 0 then, and nothing has to leave them out where they are merged.
     """
-    if not tower.shares.stand_ins or tower.shares.workers is not None:
+    if not tower.stand_ins or tower.shares.workers is not None:
         return loss
     tower.silenced = True
     return merge.kept(tower.filled, loss)

@@ -1,0 +1,202 @@
+"""Nested functions and control flow in towers: values and writes of the call, not of the trace."""
+
+import tempfile
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from absl.testing import parameterized
+
+import towerstrategy
+
+DEVICES = ["CPU:1", "CPU:2", "CPU:3"]
+ROWS = np.random.RandomState(0).randn(23, 3).astype("float32")
+
+
+def context():
+    return tf.distribute.get_replica_context()
+
+
+def strategy_with(trace_once=True, devices=3):
+    strategy = towerstrategy.TowerStrategy(DEVICES[:devices], merge_device="CPU:0")
+    strategy.extended.trace_once = trace_once
+    return strategy
+
+
+def modes(test):
+    """Every way in which towers run: one trace, a trace each, eagerly."""
+    return parameterized.named_parameters(
+        ("once", True, True), ("each", False, True), ("eager", True, False))(test)
+
+
+def stepper(fn, in_function):
+    return tf.function(fn) if in_function else fn
+
+
+class ValuesOfTheCallTest(parameterized.TestCase):
+
+    @modes
+    def test_losses_in_a_helper(self, trace_once, in_function):
+        """Else the last, smaller batch counts with the first batch's shares, silently."""
+        strategy = strategy_with(trace_once)
+        loss_of = keras.losses.MeanSquaredError()
+        helper = tf.function(lambda x: loss_of(x[:, :1], x[:, 1:2]))
+
+        def run(batch):
+            losses = strategy.run(lambda x: helper(x), args=(batch,))
+            return strategy.reduce("SUM", losses, axis=None)
+
+        run = stepper(run, in_function)
+        dataset = tf.data.Dataset.from_tensor_slices(ROWS).batch(8)
+        with strategy.scope():
+            got = [float(run(batch)) for batch in strategy.experimental_distribute_dataset(dataset)]
+        wanted = [np.mean((x[:, 0] - x[:, 1]) ** 2) for x in (ROWS[:8], ROWS[8:16], ROWS[16:])]
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+    @modes
+    def test_gradients_through_a_helper(self, trace_once, in_function):
+        """Else the gradient of the last batch is that of other shares."""
+        strategy = strategy_with(trace_once)
+        loss_of = keras.losses.MeanSquaredError()
+        with strategy.scope():
+            v = tf.Variable([[1.], [2.], [3.]])
+        helper = tf.function(lambda x: loss_of(x[:, :1], x @ v))
+        inner = tf.function(lambda x: helper(x) * 1.)
+
+        def tower(x):
+            with tf.GradientTape() as tape:
+                loss = inner(x)
+            return context().all_reduce("SUM", tape.gradient(loss, v))
+
+        run = stepper(lambda batch: strategy.run(tower, args=(batch,)), in_function)
+        for rows in (8, 7, 2, 8):
+            x = tf.constant(ROWS[:rows])
+            with tf.GradientTape() as tape:
+                loss = loss_of(x[:, :1], x @ v)
+            got = strategy.experimental_local_results(run(strategy.split(x)))[0]
+            np.testing.assert_allclose(got, tape.gradient(loss, v), rtol=1e-5)
+
+    @modes
+    def test_number_share_and_rows(self, trace_once, in_function):
+        """Else what a helper knows of its tower is another tower's, or another batch's."""
+        strategy = strategy_with(trace_once)
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+        def helper(x):
+            number = tf.cast(context().replica_id_in_sync_group, tf.float64)
+            in_branch = tf.cond(tf.shape(x)[0] >= 0, lambda: context().share, lambda: number)
+            return [number, context().share, in_branch,
+                    tf.cast(context().filled, tf.float64)]
+
+        run = stepper(lambda batch: strategy.run(lambda x: helper(x), args=(batch,)), in_function)
+        for rows in (8, 7, 2, 8):
+            sizes = [rows // 3 + (tower < rows % 3) for tower in range(3)]
+            got = run(strategy.split(tf.constant(ROWS[:rows])))
+            got = np.array([strategy.experimental_local_results(part) for part in got])
+            shares = np.array(sizes) / rows
+            np.testing.assert_allclose(got, [[0, 1, 2], shares, shares, np.array(sizes) > 0])
+
+    def test_outside_of_towers(self):
+        """Else a helper that towers have used is wrong, or fails, on one device."""
+        strategy = strategy_with()
+        loss_of = keras.losses.MeanSquaredError()
+        helper = tf.function(lambda x: loss_of(x[:, :1], x[:, 1:2]))
+        strategy.run(lambda x: helper(x), args=(strategy.split(tf.constant(ROWS[:8])),))
+        wanted = np.mean((ROWS[:8, 0] - ROWS[:8, 1]) ** 2)
+        np.testing.assert_allclose(helper(tf.constant(ROWS[:8])), wanted, rtol=1e-6)
+
+    def test_saved(self):
+        """Else a module whose functions towers have used cannot be saved."""
+        strategy = strategy_with()
+
+        class Module(tf.Module):
+            @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+            def scaled(self, x):
+                return x * tf.cast(tf.distribute.get_replica_context().share
+                                   if tf.distribute.has_strategy() else 1., tf.float32)
+
+        module = Module()
+        strategy.run(lambda x: module.scaled(x), args=(strategy.split(tf.constant(ROWS[:8])),))
+        with tempfile.TemporaryDirectory() as path:
+            tf.saved_model.save(module, path)
+            loaded = tf.saved_model.load(path)
+        np.testing.assert_allclose(loaded.scaled(tf.constant(ROWS[:2])), ROWS[:2])
+
+    @modes
+    def test_seeds(self, trace_once, in_function):
+        """Else towers that share a helper's trace draw the same numbers."""
+        strategy = strategy_with(trace_once)
+        with strategy.scope():
+            dropout = keras.layers.Dropout(0.5, seed=1)
+        helper = tf.function(lambda x: dropout(x, training=True))
+        run = stepper(lambda batch: strategy.run(lambda x: helper(x), args=(batch,)), in_function)
+        draws = []
+        for _ in range(2):
+            parts = run(strategy.split(tf.ones([6, 64])))
+            draws += [np.asarray(part).tobytes()
+                      for part in strategy.experimental_local_results(parts)]
+        self.assertLen(set(draws), 6)
+
+
+class KerasTest(parameterized.TestCase):
+
+    @parameterized.product(version=[keras, tf_keras], eagerly=[False, True])
+    def test_a_helper_of_train_and_test_step(self, version, eagerly):
+        """Else `fit` works and its validation, or `evaluate`, fails or is wrong."""
+        x, y = ROWS[:, :2], ROWS[:, 2:]
+
+        def results(strategy):
+            version.utils.set_random_seed(3)
+
+            class Model(version.Model):
+                def __init__(self):
+                    super().__init__()
+                    self.dense = version.layers.Dense(4, activation="tanh")
+                    self.norm = version.layers.LayerNormalization()
+                    self.out = version.layers.Dense(1)
+
+                @tf.function
+                def call(self, x, training=None):
+                    return self.out(self.norm(self.dense(x)))
+
+                @tf.function
+                def loss_in_function(self, y, predicted):
+                    return self.compute_loss(None, y, predicted)
+
+                def train_step(self, data):
+                    x, y = data
+                    with tf.GradientTape() as tape:
+                        predicted = self(x, training=True)
+                        loss = self.loss_in_function(y, predicted)
+                    weights = self.trainable_variables
+                    self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+                    return self.told(y, predicted)
+
+                def test_step(self, data):
+                    x, y = data
+                    predicted = self(x, training=False)
+                    self.loss_in_function(y, predicted)
+                    return self.told(y, predicted)
+
+                def told(self, y, predicted):
+                    self.update(y, predicted)
+                    return {"mae": self.mae.result()}
+
+                @tf.function
+                def update(self, y, predicted):
+                    self.mae.update_state(y, predicted)
+
+            with strategy.scope():
+                model = Model()
+                model.mae = version.metrics.MeanAbsoluteError()
+                model.compile(version.optimizers.SGD(0.1), "mse", run_eagerly=eagerly)
+                model(x[:1])
+            history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0,
+                                validation_data=(x[:10], y[:10]))
+            return [*model.get_weights(), *map(np.asarray, history.history.values()),
+                    np.asarray(model.evaluate(x, y, batch_size=8, verbose=0))]
+
+        for got, wanted in zip(results(strategy_with()),
+                               results(tf.distribute.OneDeviceStrategy("CPU:0"))):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
