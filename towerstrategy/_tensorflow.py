@@ -110,9 +110,9 @@ PRIVATE_NAMES: dict[str, str] = {
     "tensorflow.python.eager.context:context": "per-thread eager state handed to tower threads",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function":
         "the class of what tf.function returns",
-    "tensorflow.python.framework.func_graph:FuncGraph._function_captures":
-        "adds a capture whose value is asked for at each call; FuncGraph.capture_call_time_value asks "
-        "in eager code only, and a tower's function calls others while it is traced",
+    "tensorflow.python.framework.func_graph:FuncGraph.function_captures":
+        "takes a capture whose value is asked for at each call; FuncGraph.capture_call_time_value "
+        "asks in eager code only, and a tower's function calls others while it is traced",
     "tensorflow.python.ops.control_flow_v2_func_graphs:ControlFlowFuncGraph":
         "tells a branch or a loop's body, traced anew each time, from a function, which is kept",
     "tensorflow.python.framework.ops:Operation._set_device":
@@ -564,7 +564,7 @@ def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], t
       value: called where the function is called, eagerly or while another is traced.
       spec: of the value, a scalar.
     """
-    captures = graph._function_captures
+    captures = graph.function_captures
     if key not in captures.by_ref_internal:
         with graph.as_default(), tf.control_dependencies(None):
             placeholder = tf.compat.v1.placeholder(spec.dtype, spec.shape)
