@@ -200,3 +200,120 @@ class KerasTest(parameterized.TestCase):
         for got, wanted in zip(results(strategy_with()),
                                results(tf.distribute.OneDeviceStrategy("CPU:0"))):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def in_branch(write):
+    return lambda: tf.cond(tf.reduce_sum(tf.ones([2])) > 0., lambda: (write(), 1)[1], lambda: 0)
+
+
+def in_loop(write):
+    def body(i):
+        with tf.control_dependencies([write()]):
+            return (i + 1,)
+
+    return lambda: tf.while_loop(lambda i: i < 1, body, (0,))
+
+
+WHERE = {"branch": in_branch, "loop": in_loop, "function": lambda write: tf.function(
+    lambda: (write(), 1)[1]), "function_in_branch": lambda write: in_branch(
+        tf.function(lambda: (write(), 1)[1]))}
+
+
+class WritesTest(parameterized.TestCase):
+
+    @parameterized.product(where=[*WHERE], mode=["once", "each", "eager"])
+    def test_a_variable_moved_from_its_own_value(self, where, mode):
+        """Else target networks and moving statistics move once a tower, each time from there."""
+        strategy = strategy_with(mode != "each")
+        with strategy.scope():
+            target, mean = tf.Variable(8.), tf.Variable([0., 0., 0.])
+            steps = tf.Variable(0)
+
+        def write(x):
+            target.assign(.5 * target + 1.)
+            mean.assign_add(.1 * (tf.reduce_mean(x, 0) - mean))
+            with tf.control_dependencies([steps.assign_add(1)]):
+                return tf.constant(0)
+
+        def tower(x):
+            before = steps.read_value()
+            WHERE[where](lambda: write(x))()
+            return before, steps.read_value(), target.read_value()
+
+        run = stepper(lambda batch: strategy.run(tower, args=(batch,)), mode != "eager")
+        wanted_target, wanted_mean = 8., np.zeros(3)
+        for number, rows in enumerate((8, 7, 2)):
+            seen = run(strategy.split(tf.constant(ROWS[:rows])))
+            wanted_target = .5 * wanted_target + 1.
+            wanted_mean = wanted_mean + .1 * (ROWS[:rows].mean(0) - wanted_mean)
+            for value_, wanted in zip(seen, (number, number + 1, wanted_target)):
+                parts = strategy.experimental_local_results(value_)
+                self.assertEqual([np.asarray(part) for part in parts], [wanted] * len(parts))
+            self.assertEqual(float(target), wanted_target)
+            self.assertEqual(int(steps), number + 1)
+            np.testing.assert_allclose(mean, wanted_mean, rtol=1e-5)
+
+    @modes
+    def test_several_calls_of_a_function_kept(self, trace_once, in_function):
+        """Else the second call of a helper in a step starts from what was before the first."""
+        strategy = strategy_with(trace_once)
+        with strategy.scope():
+            v = tf.Variable(0.)
+        moved = tf.function(lambda x: v.assign(2. * v + tf.reduce_mean(x)))
+
+        def tower(x):
+            first, second = moved(x), moved(x)
+            met = context().all_reduce("SUM", tf.reduce_sum(x))
+            return first, second, met, v + 0., moved(x), v + 0.
+
+        run = stepper(lambda batch: strategy.run(tower, args=(batch,)), in_function)
+        for x, means in (([1., 2., 3., 4., 6.], [1.5, 3.5, 6.]),
+                         ([1., 2., 3., 4., 6., 7.], [1.5, 3.5, 6.5])):
+            before, shares = float(v), np.array([2, 2, len(x) - 4]) / len(x)
+            parts = run(strategy.split(tf.constant(x)[:, tf.newaxis]))
+            first = 2 * before + np.array(means)
+            second = 2 * first + means
+            together = np.dot(second, shares)
+            third = 2 * together + means
+            got = [strategy.experimental_local_results(part) for part in parts]
+            for values, wanted in zip(got, (first, second, [sum(x)], [together], third, third)):
+                np.testing.assert_allclose(np.broadcast_to(values, [3]),
+                                           np.broadcast_to(wanted, [3]), rtol=1e-6)
+            np.testing.assert_allclose(v, np.dot(third, shares), rtol=1e-6)
+
+    @modes
+    def test_a_tower_without_rows(self, trace_once, in_function):
+        """Else the NaN that an empty tower computes in a helper moves the one copy."""
+        strategy = strategy_with(trace_once)
+        with strategy.scope():
+            v = tf.Variable(0.)
+        moved = tf.function(lambda x: v.assign_add(tf.reduce_mean(x)))
+        run = stepper(lambda batch: strategy.run(lambda x: (moved(x), 1)[1], args=(batch,)),
+                      in_function)
+        run(strategy.split(tf.constant([[1.], [3.]])))
+        self.assertEqual(float(v), 2.)
+
+    @parameterized.product(version=[keras, tf_keras], eagerly=[False, True])
+    def test_batch_norm_in_a_helper(self, version, eagerly):
+        """Else the moving statistics of a decorated `call` are those of the last tower."""
+        strategy = strategy_with()
+
+        class Model(version.Model):
+            def __init__(self):
+                super().__init__()
+                self.norm = version.layers.BatchNormalization(momentum=.5)
+
+            @tf.function
+            def call(self, x, training=None):
+                return self.norm(x, training=training)
+
+        with strategy.scope():
+            model = Model()
+            model.compile(version.optimizers.SGD(0.), "mse", run_eagerly=eagerly)
+            model(ROWS[:1])
+        model.fit(ROWS, ROWS, batch_size=8, epochs=1, shuffle=False, verbose=0)
+        mean = np.zeros(3)
+        for x in (ROWS[:8], ROWS[8:16], ROWS[16:]):
+            mean = .5 * mean + .5 * x.mean(0)
+        np.testing.assert_allclose(model.norm.moving_mean, mean, rtol=1e-5)
+        model.evaluate(ROWS, ROWS, batch_size=8, verbose=0)

@@ -37,7 +37,12 @@ from tensorflow.python.eager.polymorphic_function import (
     concrete_function,
     polymorphic_function,
 )
-from tensorflow.python.framework import composite_tensor, func_graph, none_tensor
+from tensorflow.python.framework import (
+    auto_control_deps_utils,
+    composite_tensor,
+    func_graph,
+    none_tensor,
+)
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import (
     control_flow_v2_func_graphs,
@@ -115,6 +120,13 @@ PRIVATE_NAMES: dict[str, str] = {
         "asks in eager code only, and a tower's function calls others while it is traced",
     "tensorflow.python.ops.control_flow_v2_func_graphs:ControlFlowFuncGraph":
         "tells a branch or a loop's body, traced anew each time, from a function, which is kept",
+    "tensorflow.python.framework.auto_control_deps_utils:get_read_write_resource_inputs":
+        "tells which resources an operation writes, as TensorFlow's own ordering of reads and "
+        "writes asks",
+    "tensorflow.python.framework.auto_control_deps_utils:RESOURCE_READ_OPS":
+        "the operations that write none",
+    "tensorflow.python.eager.context:anonymous_name":
+        "names a variable that lives as long as somebody has its handle, also in a graph",
     "tensorflow.python.framework.ops:Operation._set_device":
         "places an operation that is there; tf.device places only those made within",
     "tensorflow.python.framework.ops:Operation._update_input":
@@ -194,6 +206,9 @@ SEED_STEP = 0x1E3779B1
 _CALLERS = frozenset({
     "Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf",
     "StatelessWhile", "While", "RemoteCall", "SymbolicGradient", "MapDefun"})
+
+# Where the arguments begin: behind the number of a branch.
+_FIRST_ARGUMENT = {"If": 1, "StatelessIf": 1, "Case": 1, "StatelessCase": 1}
 
 regroup = distribute_utils.regroup
 select_replica = distribute_utils.select_replica
@@ -598,6 +613,47 @@ def use_instead(before: tf.Tensor, now: tf.Tensor) -> None:
         for index, tensor in enumerate(consumer.inputs):
             if tensor is before:
                 consumer._update_input(index, now)
+
+
+def set_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Gives ``operation`` another input."""
+    operation._update_input(index, tensor)
+
+
+def anonymous_variable(dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
+    """The handle of a new variable, which is freed when nothing in the step needs it any more."""
+    return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape,
+                                  shared_name=eager_context.anonymous_name())
+
+
+def written_resources(operation: tf.Operation) -> Collection[tf.Tensor]:
+    """The resources among the inputs of ``operation`` that it writes."""
+    _, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)
+    return written
+
+
+def writers_of(graph: tf.Graph, operation: tf.Operation, index: int) -> set[str]:
+    """The types of the operations that write input ``index`` of a call, however deep inside."""
+    found: set[str] = set()
+    waiting = [(name, index - _FIRST_ARGUMENT.get(operation.type, 0))
+               for name in functions_of(operation)]
+    seen = set()
+    while waiting:
+        name, argument = waiting.pop()
+        definition = function_definition(graph, name)
+        if (name, argument) in seen or definition is None                 or not 0 <= argument < len(definition.signature.input_arg):
+            continue
+        seen.add((name, argument))
+        given = definition.signature.input_arg[argument].name
+        for node in definition.node_def:
+            data = [part for part in node.input if not part.startswith("^")]
+            places = [place for place, part in enumerate(data) if part == given]
+            if node.op in _CALLERS:
+                waiting += [(called, place - _FIRST_ARGUMENT.get(node.op, 0))
+                            for called in functions_in_attributes(node) for place in places]
+            elif places and node.op not in auto_control_deps_utils.RESOURCE_READ_OPS:
+                found.add(node.op)
+    return found
 
 
 def functions_of(operation: tf.Operation) -> list[str]:

@@ -136,8 +136,8 @@ class Copier:
         Args:
           handed: what tower 0 hands to the others: a nest of tensors, operations and other values.
         """
-        operands.swap(self._graph, self._added())
-        stretch = [*self._waiting, *self._added()]
+        operands.swap(self._graph, self.added())
+        stretch = [*self._waiting, *self.added()]
         needed = _needed(stretch, handed)
         self._waiting = [operation for operation in stretch if operation.name not in needed]
         stretch = [operation for operation in stretch if operation.name in needed]
@@ -155,7 +155,8 @@ class Copier:
         names = {operation.name for operation in shared}
         return [operation for operation in stretch if operation.name not in names]
 
-    def _added(self) -> list[tf.Operation]:
+    def added(self) -> list[tf.Operation]:
+        """Tower 0's operations since the last :meth:`copy` or :meth:`skip`."""
         return [operation for operation in self._graph.get_operations()[self._done:]
                 if operation.type != "Placeholder" and operation.name not in self._kept]
 

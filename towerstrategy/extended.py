@@ -56,6 +56,7 @@ class TowerExtended(_tf.StrategyExtended):
         homes = placement.towers if placement.balanced else (placement.merge,)
         self._homes = variables.Homes(homes, placement.balanced)
         self._tracked: dict[int, weakref.ref[Any]] = {}
+        self._written_alone: dict[int, weakref.ref[Any]] = {}
         # Whether functions are traced for tower 0 alone, and why some were not.
         self.trace_once = True
         self.keep_graphs = False  # for tools that walk traced functions in Python
@@ -268,15 +269,19 @@ class TowerExtended(_tf.StrategyExtended):
 
     def track(self, variable: Any) -> None:
         """Remembers a variable for :meth:`variables`, without keeping it alive."""
-        key = id(variable)
-        self._tracked[key] = weakref.ref(variable, lambda _: self._tracked.pop(key, None))
+        _keep(self._tracked, variable)
 
     def variables(self) -> Iterator[Any]:
         """The living variables of this strategy."""
-        for reference in list(self._tracked.values()):
-            variable = reference()
-            if variable is not None:
-                yield variable
+        return _living(self._tracked)
+
+    def note_written_alone(self, variable: Any) -> None:
+        """Remembers a variable that a tower writes where the towers cannot meet."""
+        _keep(self._written_alone, variable)
+
+    def written_alone(self) -> Iterator[Any]:
+        """The living variables that :meth:`note_written_alone` was given."""
+        return _living(self._written_alone)
 
     def tower_local_parts(self) -> Iterator[Any]:
         """The parts of each living tower-local variable."""
@@ -415,6 +420,18 @@ class TowerExtended(_tf.StrategyExtended):
         with tf.device(device), _tf.UpdateContext(0), tf.name_scope("update_0"):
             result = fn(*_the_one(0, args), **_the_one(0, kwargs))
         return _tf.update_regroup(self, [result], group)
+
+
+def _keep(references: dict[int, weakref.ref[Any]], variable: Any) -> None:
+    key = id(variable)
+    references[key] = weakref.ref(variable, lambda _: references.pop(key, None))
+
+
+def _living(references: dict[int, weakref.ref[Any]]) -> Iterator[Any]:
+    for reference in list(references.values()):
+        variable = reference()
+        if variable is not None:
+            yield variable
 
 
 def _the_one(number: int, structured: Any) -> Any:

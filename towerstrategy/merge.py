@@ -210,6 +210,22 @@ def weighted_mean(values: Sequence[Value], shares: Shares) -> Value:
                                 for tower, value in enumerate(values)]))
 
 
+def agreed_mean(values: Sequence[tf.Tensor], shares: Shares, before: tf.Tensor) -> tf.Tensor:
+    """The mean by share of one machine's towers; exactly what they agree on, if they do.
+
+    Args:
+      values: one a tower.
+      shares: those of the towers' batch.
+      before: the result where no tower has rows.
+    """
+    base = before
+    for tower in reversed(range(len(values))):
+        base = tf.where(shares.filled(tower), values[tower], base)
+    steps = [_times(tf.where(shares.filled(tower), value - base, tf.zeros_like(value)),
+                    shares.of(tower)) for tower, value in enumerate(values)]
+    return base + total(steps)
+
+
 def _are_small(values: Sequence[Value]) -> bool:
     """Whether these are small dense float values of one known shape."""
     first = values[0]

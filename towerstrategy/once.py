@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import copies, merge, towers
+from towerstrategy import alone, copies, merge, towers
 from towerstrategy.copies import NeedsOwnTrace
 
 __all__ = ["NeedsOwnTrace", "call"]
@@ -96,7 +97,8 @@ class _Once:
             except Exception as error:
                 _tf.add_note(error, self._error_note, traced=True)
                 raise
-            self._copier.copy(result)
+            written = self._copy(result)
+        self._merge_written(written)
         grouped = self._group(result)
         return _tf.regroup(grouped, functools.partial(towers.TowerResults, shares=self._shares))
 
@@ -105,10 +107,11 @@ class _Once:
         if tf.executing_eagerly():
             raise NeedsOwnTrace("it meets the other towers in tf.init_scope")
         controls = _tf.control_dependencies_of(self._graph)
-        self._copier.copy((args, kwargs, controls))
+        written = self._copy((args, kwargs, controls))
         args, kwargs = _tf.regroup(self._group(args)), _tf.regroup(self._group(kwargs))
         controls = [self._copier.table.operation(control, tower)
                     for control in controls for tower in range(len(self._devices))]
+        self._merge_written(written)
         with _tf.not_recorded(), _tf.cross_replica_context(self._strategy), \
                 tf.control_dependencies(None), tf.control_dependencies(controls), \
                 tf.name_scope("merge/"), tf.device(None), \
@@ -121,6 +124,31 @@ class _Once:
             answer = tf.nest.map_structure(self._enter, result)
         self._copier.skip()
         return answer
+
+    def note_written(self, variable: Any) -> None:
+        """Nothing to do: what is written is seen in the graph."""
+
+    def _copy(self, handed: Any) -> alone.Written:
+        """Copies the stretch that ends here; what tower 0 has written alone in it."""
+        written = alone.divert(self._graph, self._copier.added(), self._owned())
+        self._copier.copy(handed)
+        return written
+
+    def _owned(self) -> Iterator[Any]:
+        extended = self._strategy.extended
+        return itertools.chain(extended.variables(), extended.written_alone())
+
+    def _merge_written(self, written: alone.Written) -> None:
+        if not written:
+            return
+        table = self._copier.table
+        towers_ = [{key: (variable, table.value(handle, tower))
+                    for key, (variable, handle) in written.items()}
+                   for tower in range(len(self._devices))]
+        with _tf.not_recorded(), tf.control_dependencies(None), tf.name_scope("merge/"), \
+                _tf.cross_replica_context(self._strategy), tf.device(None):
+            alone.merge_written(self._shares, towers_, alone.read_stand_in)
+        self._copier.skip()
 
     def own(self, tower: int, values: Any) -> tf.Tensor:
         """Tower 0's of one value a tower; the others' are put into the copies."""

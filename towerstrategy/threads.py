@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import merge, towers
+from towerstrategy import alone, merge, towers
 
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
@@ -45,8 +46,10 @@ class _Call:
         self._strategy = strategy
         self._shares = shares
         self._graph_seed = _tf.graph_seed()
-        state = _tf.ThreadState()
+        state = self._state = _tf.ThreadState()
         self._merge_scope = f"{state.name_scope}/merge/" if state.name_scope else "merge/"
+        self._turns = alone.Turns(strategy.extended.written_alone)
+        self._written: list[alone.Written] = []
         made: dict[str, list[tf.Variable]] = {}
         self._towers = [
             _TowerThread(towers.TowerContext(strategy, tower, shares, self), state, made, fn,
@@ -57,7 +60,9 @@ class _Call:
         try:
             while not self._advance():
                 with _tf.noting(towers.merge_error_note(self._strategy.extended.merge_device)):
+                    self._merge_written()
                     self._merge()
+            self._merge_written()
         finally:
             for tower in self._towers:
                 tower.stop()
@@ -82,14 +87,24 @@ class _Call:
     def ask(self) -> None:
         """A tower looked at its number; nothing to do, each has a trace of its own."""
 
+    def note_written(self, variable: Any) -> None:
+        """A tower writes ``variable`` where the towers cannot meet, or will when it is called."""
+        if self._state.eager:
+            self._turns.note(variable)
+
     def _advance(self) -> bool:
         """Runs each tower to its next meeting or its end; True when all have ended."""
+        self._written = []
+        if self._state.eager:
+            self._turns.begin()
         for tower in self._towers:
             replica = self._strategy.extended.first_replica + tower.number
+            before = 0 if self._state.eager else _tf.operation_count(self._state.graph)
             with _tf.graph_seeded(self._graph_seed, replica):
                 tower.proceed()
             if tower.error is not None:
                 raise tower.error
+            self._end_turn(before)
         ended = [tower.ended for tower in self._towers]
         if any(ended) and not all(ended):
             at = [tower.number for tower in self._towers if not tower.ended]
@@ -97,6 +112,23 @@ class _Call:
                 "Some replicas made a different number of replica_context().merge_call() calls: "
                 f"tower(s) {at} are at a merge_call, the others have returned.")
         return all(ended)
+
+    def _end_turn(self, before: int) -> None:
+        """A tower has come to a meeting or its end; its operations begin at number ``before``."""
+        if self._state.eager:
+            self._turns.end_turn()
+            return
+        extended, graph = self._strategy.extended, self._state.graph
+        owned = itertools.chain(extended.variables(), extended.written_alone())
+        self._written.append(alone.divert(graph, graph.get_operations()[before:], owned))
+
+    def _merge_written(self) -> None:
+        """One value for what the towers have written since they last met."""
+        with _tf.not_recorded(), tf.control_dependencies(None):
+            if self._state.eager:
+                self._turns.merge(self._shares)
+            elif any(self._written):
+                alone.merge_written(self._shares, self._written, alone.read_stand_in)
 
     def _merge(self) -> None:
         meetings = [tower.meeting for tower in self._towers if tower.meeting is not None]

@@ -181,6 +181,13 @@ class TowerContext(tf.distribute.ReplicaContext):
         if self._call is not None:
             self._call.ask()
 
+    def writes_alone(self, variable: Any) -> None:
+        """A write to ``variable`` is being traced where the towers cannot meet, see :mod:`alone`.
+        """
+        self._strategy.extended.note_written_alone(variable)
+        if self._call is not None:
+            self._call.note_written(variable)
+
     @contextlib.contextmanager
     def weighted(self, weight: Any) -> Iterator[None]:
         """Within, losses are scaled by ``weight`` (a scalar tensor), not by the share of rows."""

@@ -155,7 +155,7 @@ class TowerVariable(_tf.ResourceVariable):
             return plain(self._one(value))
         value = tf.convert_to_tensor(value, dtype=self.dtype)
         if not tower.can_merge:
-            return self._write_alone(tower, method, plain, value)
+            return self._write_alone(tower, plain, value)
 
         # A given name may hold the tower's name scope, and the write is on the merge device.
         plain.keywords["name"] = None
@@ -260,55 +260,49 @@ class TowerVariable(_tf.ResourceVariable):
         if not tower.several:
             return plain(slices)
         self._check_alone(tower)
-        if self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
-            return plain(slices) if tower.tower == 0 else self
-        if self.aggregation is not Aggregation.NONE:
+        if self.aggregation not in (Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA):
             raise RuntimeError(towers.NESTED_MERGE)
-        kept = merge.filled_slices(slices, tower.tower, tower.shares)
-        if method_name in _REPLACING:
-            return plain(kept)
-        if method_name in _STEPPING and self._is_floating():
-            share = tf.cast(tower.share, self.dtype)
-            return plain(tf.IndexedSlices(kept.values * share, kept.indices, kept.dense_shape))
-        return plain(slices) if tower.tower == 0 else self
+        if method_name in _REPLACING and self.aggregation is Aggregation.NONE:
+            return plain(merge.slices_if(tower.filled, slices))
+        tower.writes_alone(self)
+        return plain(slices)
 
     def _check_alone(self, tower: towers.TowerContext, first: bool = False) -> None:
         """Machines cannot meet in control flow either; a first tower's write is each machine's."""
         if tower.strategy.extended.workers is not None and not first:
             raise RuntimeError(towers.NESTED_MERGE)
 
-    def _write_alone(self, tower: towers.TowerContext, method: Callable[..., Any],
-                     plain: functools.partial[Any], value: tf.Tensor) -> Any:
+    def _write_alone(self, tower: towers.TowerContext, plain: Callable[..., Any],
+                     value: tf.Tensor) -> Any:
         """A write inside control flow, where the towers cannot meet.
 
-        Where the rule is tower 0's value, tower 0 writes it.  Other rules need all the towers.
+        Each tower writes for itself, and they merge where they meet next, see :mod:`alone`.
         """
-        floating = self._is_floating()
-        first = self.aggregation is Aggregation.ONLY_FIRST_REPLICA or (
-            self.aggregation is Aggregation.NONE and not floating)
         if not tower.several:
             return plain(value)
+        first = self._takes_firsts()
         self._check_alone(tower, first)
-        if first:
-            return plain(value) if tower.tower == 0 else self
-        if self.aggregation is Aggregation.NONE:
-            # Tower after tower: each moves the variable by its share of the way it wants to go.
-            share = tower.share
-            wanted = value
-            if method is _tf.ResourceVariable.assign:
-                wanted = value - self.read_value()
-                if not _tf.depends_on(value, self.handle):
-                    # Nothing moves on from what was there: the mean of the towers so far.
-                    share = tf.math.divide_no_nan(tf.cast(share, tf.float64), tf.add_n(
-                        [tf.cast(tower.shares.of(number), tf.float64)
-                         for number in range(tower.tower + 1)]))
-            step = tf.where(tower.filled, wanted * tf.cast(share, self.dtype),
-                            tf.zeros_like(wanted))
-            write = (_tf.ResourceVariable.assign_sub
-                     if method is _tf.ResourceVariable.assign_sub
-                     else _tf.ResourceVariable.assign_add)
-            return write(self, step, read_value=plain.keywords["read_value"])
-        raise RuntimeError(towers.NESTED_MERGE)
+        if self.aggregation is Aggregation.SUM:  # of values or of steps: that cannot be told later
+            raise RuntimeError(towers.NESTED_MERGE)
+        tower.writes_alone(self)
+        return plain(value)
+
+    def _takes_firsts(self) -> bool:
+        """Whether the rule for writes is tower 0's value."""
+        return self.aggregation is Aggregation.ONLY_FIRST_REPLICA or (
+            self.aggregation is Aggregation.NONE and not self._is_floating())
+
+    def merged_alone(self, values: list[Any], shares: merge.Shares, before: tf.Tensor) -> Any:
+        """The one value to write where each tower has written one for itself.
+
+        Args:
+          values: one a tower.
+          shares: those of the towers' batch.
+          before: the value that the variable had when the towers last met.
+        """
+        if not self._is_floating() or self._takes_firsts():
+            return values[0]
+        return merge.agreed_mean(values, shares, before)
 
 
 class _TowerLocalSaveable(_tf.SyncOnReadSaveable):
