@@ -317,3 +317,63 @@ class WritesTest(parameterized.TestCase):
             mean = .5 * mean + .5 * x.mean(0)
         np.testing.assert_allclose(model.norm.moving_mean, mean, rtol=1e-5)
         model.evaluate(ROWS, ROWS, batch_size=8, verbose=0)
+
+
+class Boxed:
+    """An object of a user's that holds a tensor."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class LeavingTest(parameterized.TestCase):
+
+    @parameterized.parameters("once", "each")
+    def test_a_tape_around_run(self, mode):
+        """Else the gradient is None, or that of another term alone, where towers have traces."""
+        strategy = strategy_with(mode == "once")
+        with strategy.scope():
+            v = tf.Variable(3.)
+
+        @tf.function
+        def step(parts):
+            with tf.GradientTape() as tape:
+                sums = strategy.run(lambda x: tf.reduce_sum(v * x), args=(parts,))
+                loss = strategy.reduce("SUM", sums, axis=None) + v
+            return tape.gradient(loss, v)
+
+        self.assertEqual(float(step(strategy.split(tf.ones([5])))), 6.)
+
+    def test_a_tape_around_an_eager_run(self):
+        """Else the gradient is None, or that of another term alone, silently."""
+        strategy = strategy_with()
+        with strategy.scope():
+            v = tf.Variable(3.)
+        with tf.GradientTape(persistent=True) as tape:
+            parts = strategy.split(tf.ones([5]))
+            sums = strategy.run(lambda x: tf.reduce_sum(v * x), args=(parts,))
+            loss = strategy.reduce("SUM", sums, axis=None) + v
+            other = 2. * v
+        self.assertEqual(float(loss), 18.)
+        self.assertEqual(float(tape.gradient(other, v)), 2.)
+        with self.assertRaisesRegex(RuntimeError, "Put the GradientTape into the function"):
+            tape.gradient(loss, v)
+
+    @parameterized.named_parameters(
+        ("object", Boxed, lambda boxed: boxed.value),
+        ("closure", lambda x: lambda: x, lambda made: made()))
+    def test_tensors_inside_of_objects_meet(self, hold, take):
+        """Else tower 0's tensor alone counts where the towers meet, silently."""
+        strategy = strategy_with()
+
+        def merged(strategy, held):
+            return tf.add_n([take(one) for one in strategy.experimental_local_results(held)])
+
+        @tf.function
+        def step(parts):
+            return strategy.run(lambda x: context().merge_call(
+                merged, args=(hold(tf.reduce_sum(x)),)), args=(parts,))
+
+        got = step(strategy.split(tf.range(6.)))
+        self.assertEqual(float(strategy.experimental_local_results(got)[0]), 15.)
+        self.assertIn("cannot be looked up", strategy.extended.own_trace_reasons[0])

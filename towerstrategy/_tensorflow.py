@@ -641,7 +641,8 @@ def writers_of(graph: tf.Graph, operation: tf.Operation, index: int) -> set[str]
     while waiting:
         name, argument = waiting.pop()
         definition = function_definition(graph, name)
-        if (name, argument) in seen or definition is None                 or not 0 <= argument < len(definition.signature.input_arg):
+        if (name, argument) in seen or definition is None or not (
+                0 <= argument < len(definition.signature.input_arg)):
             continue
         seen.add((name, argument))
         given = definition.signature.input_arg[argument].name

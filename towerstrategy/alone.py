@@ -72,7 +72,8 @@ def merge_written(shares: merge.Shares, towers: Sequence[Written],
     every = {key: variable for written in towers for key, (variable, _) in written.items()}
     for key, variable in every.items():
         with tf.device(variables.home_of(variable)):
-            before = variable.read_value()
+            # Not read_value, which would tell TensorFlow that a tower's code uses the variable.
+            before = read_stand_in(variable, variable.handle)
             values = [read(variable, written[key][1]) if key in written else before
                       for written in towers]
             _tf.ResourceVariable.assign(variable, variable.merged_alone(values, shares, before),

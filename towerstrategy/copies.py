@@ -14,9 +14,12 @@ A function that cannot be copied is traced for every tower; :class:`NeedsOwnTrac
 
 from __future__ import annotations
 
+import contextlib
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
@@ -92,10 +95,39 @@ class Table:
         if isinstance(leaf, _tf.CompositeTensor) and not isinstance(leaf, _VARIABLES):
             return tf.nest.map_structure(lambda part: self._leaf(part, tower), leaf,
                                          expand_composites=True)
+        if _holds_tensors(leaf):
+            raise NeedsOwnTrace(f"it hands on tensors inside of a {type(leaf).__name__}, which "
+                                "cannot be looked up")
         return leaf
 
 
 _VARIABLES = (tf.Variable, _tf.DistributedVariable)
+
+
+# How deep tensors are looked for inside of objects and closures.
+_DEPTH = 4
+
+
+def _holds_tensors(value: Any, depth: int = 0) -> bool:
+    """Whether an object or a function holds tensors of a graph, in attributes or its closure."""
+    if isinstance(value, (tf.Tensor, _tf.CompositeTensor)) and not isinstance(value, _VARIABLES):
+        return depth > 0 and not all(
+            map(_tf.is_eager, tf.nest.flatten(value, expand_composites=True)))
+    if value is None or isinstance(value, (*_VARIABLES, *_PLAIN, type)) or depth > _DEPTH:
+        return False
+    held: list[Any] = list(vars(value).values()) if hasattr(value, "__dict__") else []
+    if isinstance(value, dict):
+        held += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        held += value
+    for cell in getattr(value, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a cell may be empty
+            held.append(cell.cell_contents)
+    return any(_holds_tensors(part, depth + 1) for part in held)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, tf.DType, tf.TensorShape,
+          tf.TypeSpec, tf.Graph, tf.Module, types.ModuleType)
 
 
 class Copier:

@@ -23,7 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import alone, copies, merge, towers
+from towerstrategy import alone, copies, enclosed, merge, towers
 from towerstrategy.copies import NeedsOwnTrace
 
 __all__ = ["NeedsOwnTrace", "call"]
@@ -37,33 +37,16 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
       NeedsOwnTrace: it must be traced for each tower.
     """
     _check_alike((args, kwargs))
-    result, operation = _traced(strategy, fn, args, kwargs, shares)
-    if not (operation is None or strategy.extended.keep_graphs or _tf.may_be_recorded()):
-        _tf.forget_trace(operation)
-    return result
-
-
-def _traced(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
-            shares: merge.Shares) -> tuple[Any, tf.Operation | None]:
-    """The results, and the operation that calls the towers' function (None if it has none)."""
-    holder: list[Any] = []
     made: list[tuple[Any, Any]] = []
-
-    @tf.function(autograph=False)
-    def run_towers() -> list[tf.Tensor]:
-        result = _Once(strategy, shares, made).run(fn, args, kwargs)
-        tensors: list[tf.Tensor] = []
-        holder[:] = [tf.nest.map_structure(lambda leaf: _take_out(leaf, tensors), result)]
-        return tensors
-
     try:
-        tensors = list(run_towers())
+        result, operation = enclosed.run(
+            lambda: _Once(strategy, shares, made).run(fn, args, kwargs))
     except NeedsOwnTrace:
         _initialize(made)
         raise
-    operation = tensors[0].op if tensors else None
-    return tf.nest.map_structure(lambda leaf: _put_back(leaf, tensors, operation),
-                                 holder[0]), operation
+    if not (operation is None or strategy.extended.keep_graphs or _tf.may_be_recorded()):
+        _tf.forget_trace(operation)
+    return result
 
 
 class _Once:
@@ -228,49 +211,3 @@ def _initialize(made: list[tuple[Any, Any]]) -> None:
 
 def _is_variable(value: Any) -> bool:
     return isinstance(value, (tf.Variable, _tf.DistributedVariable))
-
-
-class _Slot:
-    """Stands for a tensor that the towers' function returns."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-class _Slots:
-    """Stands for a distributed or composite value whose tensors the function returns."""
-
-    def __init__(self, original: Any, parts: list[Any]) -> None:
-        self.original = original
-        self.parts = parts
-
-
-def _take_out(leaf: Any, tensors: list[tf.Tensor]) -> Any:
-    """Moves the tensors of ``leaf`` to ``tensors``."""
-    if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf):
-        tensors.append(leaf)
-        return _Slot(len(tensors) - 1)
-    if _is_variable(leaf):
-        return leaf
-    if isinstance(leaf, (_tf.PerReplica, _tf.Mirrored)):
-        return _Slots(leaf, [_take_out(part, tensors) for part in leaf.values])
-    if isinstance(leaf, _tf.CompositeTensor):
-        flat = tf.nest.flatten(leaf, expand_composites=True)
-        return _Slots(leaf, [_take_out(part, tensors) for part in flat])
-    return leaf
-
-
-def _put_back(leaf: Any, tensors: list[tf.Tensor], operation: tf.Operation | None) -> Any:
-    """The inverse of :func:`_take_out`, with the tensors of the caller's graph."""
-    if isinstance(leaf, _Slot):
-        return tensors[leaf.index]
-    if isinstance(leaf, tf.Operation):
-        return operation
-    if not isinstance(leaf, _Slots):
-        return leaf
-    parts = [_put_back(part, tensors, operation) for part in leaf.parts]
-    if isinstance(leaf.original, towers.TowerResults):
-        return towers.TowerResults(parts, leaf.original.shares)
-    if isinstance(leaf.original, (_tf.PerReplica, _tf.Mirrored)):
-        return type(leaf.original)(parts)
-    return tf.nest.pack_sequence_as(leaf.original, parts, expand_composites=True)

@@ -20,13 +20,50 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import alone, merge, towers
+from towerstrategy import alone, enclosed, merge, towers
 
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
          shares: merge.Shares) -> Any:
     """Calls ``fn`` on every tower, see ``towers.call_each``."""
-    return _Call(strategy, fn, args, kwargs, shares).run()
+
+    def made() -> Any:
+        return _Call(strategy, fn, args, kwargs, shares).run()
+
+    if not _tf.may_be_recorded():
+        return made()
+    # A gradient tape of this thread sees nothing of what the towers' threads do.
+    if tf.executing_eagerly():
+        return _refusing_gradients(strategy, made())
+    return enclosed.run(made)[0]
+
+
+_OUTSIDE_GRADIENT = (
+    "a gradient is asked for through strategy.run, whose towers ran eagerly, each in a thread that "
+    "a gradient tape outside of it does not see. Put the GradientTape into the function given to "
+    "strategy.run, or call strategy.run, and the tape, in a tf.function.")
+
+
+def _refusing_gradients(strategy: tf.distribute.Strategy, result: Any) -> Any:
+    """``result``, with an error in place of None for whoever asks for its gradient."""
+    sources = [variable.value() for variable in strategy.extended.variables() if variable.trainable]
+
+    @tf.custom_gradient
+    def through(value: tf.Tensor, *sources: tf.Tensor) -> Any:
+        del sources
+
+        def gradient(*_: tf.Tensor) -> Any:
+            raise RuntimeError(_OUTSIDE_GRADIENT)
+
+        return tf.identity(value), gradient
+
+    def refusing(leaf: Any) -> Any:
+        if isinstance(leaf, towers.TowerResults):
+            return towers.TowerResults([refusing(value) for value in leaf.values], leaf.shares)
+        floats = isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
+        return through(leaf, *sources) if floats else leaf
+
+    return tf.nest.map_structure(refusing, result)
 
 
 class _Stop(BaseException):
