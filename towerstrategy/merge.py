@@ -210,6 +210,34 @@ def weighted_mean(values: Sequence[Value], shares: Shares) -> Value:
                                 for tower, value in enumerate(values)]))
 
 
+def agreed(values: Sequence[Value], shares: Shares) -> Value:
+    """What the towers agree on, exactly; where they differ, the mean by share of rows."""
+    first = values[0]
+    if all(_is_same(value, first) for value in values):
+        return first
+    sparse = any(isinstance(value, tf.IndexedSlices) for value in values)
+    if sparse or shares.workers is not None or not first.dtype.is_floating:
+        return weighted_mean(values, shares)
+    base = first_of_filled(values, shares)
+    return base + weighted_mean([value - base for value in values], shares)
+
+
+def _is_same(value: Value, other: Value) -> bool:
+    if isinstance(value, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
+        return value.values is other.values and value.indices is other.indices
+    return value is other
+
+
+def first_of_filled(values: Sequence[Value], shares: Shares) -> Value:
+    """The value of the first of this machine's towers that has rows; tower 0's if none has."""
+    if not shares.may_be_empty:
+        return values[0]
+    found = values[0]
+    for tower in reversed(range(len(values))):
+        found = tf.where(shares.filled(tower), values[tower], found)
+    return found
+
+
 def _are_small(values: Sequence[Value]) -> bool:
     """Whether these are small dense float values of one known shape."""
     first = values[0]
@@ -289,6 +317,16 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
     result: list[Value | None] = [None] * len(per_variable)
     for index, value in zip(present, merged):
         result[index] = value
+    return result
+
+
+def agreed_gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[str],
+                     shares: Shares) -> list[Value | None]:
+    """As :func:`gradients`, of gradients that were merged before: see :func:`agreed`."""
+    result: list[Value | None] = []
+    for values, device in zip(per_variable, devices):
+        with tf.device(device):
+            result.append(None if values is None else agreed(values, shares))
     return result
 
 
