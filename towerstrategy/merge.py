@@ -46,6 +46,7 @@ class Shares:
         self._workers = workers
         self._first = workers.first if workers is not None else 0
         self._counted = False
+        self._fed: list[int | None] | None = None
         self._known = all(isinstance(count, int) for count in self._rows)
 
     @classmethod
@@ -60,7 +61,48 @@ class Shares:
         shares = cls(split.row_counts(batches), isinstance(batches, split.StandInSubBatches),
                      workers)
         shares._counted = True
+        shares._fed = [split.known_rows(part) for part in batches.values]
         return shares
+
+    @classmethod
+    def of_counts(cls, counts: tf.Tensor, stand_ins: bool,
+                  workers: machines.Machines | None = None) -> Shares:
+        """The shares of a batch of which the rows of all towers are ``counts``, a vector."""
+        known = tf.get_static_value(counts)
+        shares = cls(tf.unstack(counts) if known is None else known.tolist(), stand_ins, workers)
+        shares._counted = True
+        return shares
+
+    @property
+    def counted(self) -> bool:
+        """Whether these are the rows of a batch; else they only say that all count the same."""
+        return self._counted
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all towers are known to have as many rows."""
+        return self._known and len(set(self._rows)) == 1
+
+    @property
+    def has_stand_ins(self) -> bool:
+        """Whether a tower without rows, if there is one, works on a stand-in."""
+        return self._stand_ins
+
+    @property
+    def number(self) -> int:
+        """How many towers there are, on all machines."""
+        return len(self._rows)
+
+    def counts(self) -> tf.Tensor:
+        """The rows of all towers, an int64 vector."""
+        return tf.stack([tf.cast(count, tf.int64) for count in self._rows])
+
+    def fed(self, tower: int) -> Any:
+        """How many rows, stand-ins counted, ``tower`` is known to have been given.
+
+        None where that is known while it runs alone, False where nothing was noted.
+        """
+        return self._fed[tower] if self._fed is not None else False
 
     def told(self, tower: int) -> str:
         """The rows of ``tower`` in words, for errors; nothing where they are not known."""

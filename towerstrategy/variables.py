@@ -354,8 +354,10 @@ class TowerVariable(_tf.ResourceVariable):
 
     def _shares_of(self, value: Any) -> merge.Shares:
         """The shares with which ``strategy.run`` computed a per-replica value; else equal ones."""
-        shares = getattr(value, "shares", None)
-        return shares or self._distribute_strategy.extended.equal_shares()
+        extended = self._distribute_strategy.extended
+        if isinstance(value, towers.TowerResults):
+            return value.shares_among(extended.workers)
+        return extended.equal_shares()
 
     def _one_of_slices(self, method_name: str, slices: Any) -> Any:
         if not isinstance(slices, tf.distribute.DistributedValues):
