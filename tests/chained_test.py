@@ -156,3 +156,41 @@ class ChainedTest(parameterized.TestCase):
         self.assertEqual(len(tf.nest.flatten(result, expand_composites=True)), 2)
         self.assertIsInstance(strategy.split(tf.constant(X[:8])), split.SubBatches)
         self.assertLen(plain(result)[1], 2)
+
+
+class ValuesTest(parameterized.TestCase):
+    """``experimental_distribute_values_from_function``."""
+
+    @parameterized.product(rows=[(5, 1, 1, 1), (2, 1, 0, 0), (3,)], eager=[True, False],
+                           kind=["tensor", "array", "dict"])
+    def test_rows_count(self, rows, eager, kind):
+        """Else a tower with one row counts as much as one with five, without a word."""
+        strategy = towerstrategy.TowerStrategy(len(rows))
+        starts = np.cumsum([0, *rows])
+
+        def value(context):
+            number = context.replica_id_in_sync_group
+            part = X[starts[number]:starts[number + 1]]
+            part = part if kind == "array" else tf.constant(part)
+            return {"x": part, "scale": tf.constant(2.)} if kind == "dict" else part
+
+        with strategy.scope():
+            v = tf.Variable(tf.zeros([2]), trainable=False)
+
+        def replica(x):
+            x = x["x"] if kind == "dict" else x
+            v.assign(tf.reduce_mean(x, 0))
+
+        values = strategy.experimental_distribute_values_from_function(value)
+        strategy.run(replica if eager else tf.function(replica), (values,))
+        np.testing.assert_allclose(v.numpy(), X[:sum(rows)].mean(0), rtol=1e-6)
+
+    def test_values_of_one_length_count_the_same(self):
+        """Else a vector of each tower, or two that contradict each other, are taken for rows."""
+        strategy = towerstrategy.TowerStrategy(2)
+        make = strategy.experimental_distribute_values_from_function
+        for value in (make(lambda _: tf.zeros([3])),
+                      *make(lambda context: (tf.zeros([1 + context.replica_id_in_sync_group]),
+                                             tf.zeros([5 - context.replica_id_in_sync_group]))),
+                      make(lambda _: tf.zeros([]))):
+            self.assertNotIsInstance(value, split.SubBatches)

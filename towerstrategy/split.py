@@ -169,6 +169,26 @@ def split_batch(batch: Nest, towers: int, stand_ins: bool = False,
     return tf.nest.pack_sequence_as(batch, dealt)
 
 
+def as_batch(grouped: Nest) -> Nest:
+    """Per-replica values, as sub-batches where their first dimensions differ between the towers.
+
+    These are rows then, unless components contradict each other.
+    """
+    lengths = {}
+    for leaf in tf.nest.flatten(grouped):
+        if isinstance(leaf, _tf.PerReplica):
+            shapes = [tf.TensorShape(getattr(part, "shape", ())) for part in leaf.values]
+            rows = tuple(shape[0] if shape.rank else None for shape in shapes)
+            if None not in rows and len(set(rows)) > 1:
+                lengths[id(leaf)] = rows
+    if len(set(lengths.values())) != 1:
+        return grouped
+    return tf.nest.map_structure(
+        lambda leaf: SubBatches([part if has_rows(part) else tf.convert_to_tensor(part)
+                                 for part in leaf.values]) if id(leaf) in lengths else leaf,
+        grouped)
+
+
 def row_counts(batches: SubBatches) -> list[Rows]:
     """The true number of rows of each tower: ints where known, else int64 scalars."""
     if not isinstance(batches, StandInSubBatches):
