@@ -375,7 +375,9 @@ class TowerExtended(_tf.StrategyExtended):
         values = [value_fn(tf.distribute.experimental.ValueContext(first + tower, count))
                   for tower in range(len(self.worker_devices))]
         arguments.check_structures("value_fn", values)
-        return _tf.regroup(values, always_wrap=True)
+        grouped = _tf.regroup(values, always_wrap=True)
+        # With several machines, none knows the rows of the others.
+        return grouped if self._workers is not None else split.as_batch(grouped)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]

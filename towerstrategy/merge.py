@@ -46,6 +46,7 @@ class Shares:
         self._workers = workers
         self._first = workers.first if workers is not None else 0
         self._counted = False
+        self._fed: list[int | None] | None = None
         self._known = all(isinstance(count, int) for count in self._rows)
 
     @classmethod
@@ -60,7 +61,48 @@ class Shares:
         shares = cls(split.row_counts(batches), isinstance(batches, split.StandInSubBatches),
                      workers)
         shares._counted = True
+        shares._fed = [split.known_rows(part) for part in batches.values]
         return shares
+
+    @classmethod
+    def of_counts(cls, counts: tf.Tensor, stand_ins: bool,
+                  workers: machines.Machines | None = None) -> Shares:
+        """The shares of a batch of which the rows of all towers are ``counts``, a vector."""
+        known = tf.get_static_value(counts)
+        shares = cls(tf.unstack(counts) if known is None else known.tolist(), stand_ins, workers)
+        shares._counted = True
+        return shares
+
+    @property
+    def counted(self) -> bool:
+        """Whether these are the rows of a batch; else they only say that all count the same."""
+        return self._counted
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all towers are known to have as many rows."""
+        return self._known and len(set(self._rows)) == 1
+
+    @property
+    def has_stand_ins(self) -> bool:
+        """Whether a tower without rows, if there is one, works on a stand-in."""
+        return self._stand_ins
+
+    @property
+    def number(self) -> int:
+        """How many towers there are, on all machines."""
+        return len(self._rows)
+
+    def counts(self) -> tf.Tensor:
+        """The rows of all towers, an int64 vector."""
+        return tf.stack([tf.cast(count, tf.int64) for count in self._rows])
+
+    def fed(self, tower: int) -> Any:
+        """How many rows, stand-ins counted, ``tower`` is known to have been given.
+
+        None where that is known while it runs alone, False where nothing was noted.
+        """
+        return self._fed[tower] if self._fed is not None else False
 
     def told(self, tower: int) -> str:
         """The rows of ``tower`` in words, for errors; nothing where they are not known."""
@@ -210,20 +252,32 @@ def weighted_mean(values: Sequence[Value], shares: Shares) -> Value:
                                 for tower, value in enumerate(values)]))
 
 
-def agreed_mean(values: Sequence[tf.Tensor], shares: Shares, before: tf.Tensor) -> tf.Tensor:
-    """The mean by share of one machine's towers; exactly what they agree on, if they do.
+def agreed(values: Sequence[Value], shares: Shares) -> Value:
+    """What the towers agree on, exactly; where they differ, the mean by share of rows."""
+    first = values[0]
+    if all(_is_same(value, first) for value in values):
+        return first
+    sparse = any(isinstance(value, tf.IndexedSlices) for value in values)
+    if sparse or shares.workers is not None or not first.dtype.is_floating:
+        return weighted_mean(values, shares)
+    base = first_of_filled(values, shares)
+    return base + weighted_mean([value - base for value in values], shares)
 
-    Args:
-      values: one a tower.
-      shares: those of the towers' batch.
-      before: the result where no tower has rows.
-    """
-    base = before
+
+def _is_same(value: Value, other: Value) -> bool:
+    if isinstance(value, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
+        return value.values is other.values and value.indices is other.indices
+    return value is other
+
+
+def first_of_filled(values: Sequence[Value], shares: Shares) -> Value:
+    """The value of the first of this machine's towers that has rows; tower 0's if none has."""
+    if not shares.may_be_empty:
+        return values[0]
+    found = values[0]
     for tower in reversed(range(len(values))):
-        base = tf.where(shares.filled(tower), values[tower], base)
-    steps = [_times(tf.where(shares.filled(tower), value - base, tf.zeros_like(value)),
-                    shares.of(tower)) for tower, value in enumerate(values)]
-    return base + total(steps)
+        found = tf.where(shares.filled(tower), values[tower], found)
+    return found
 
 
 def _are_small(values: Sequence[Value]) -> bool:
@@ -305,6 +359,16 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
     result: list[Value | None] = [None] * len(per_variable)
     for index, value in zip(present, merged):
         result[index] = value
+    return result
+
+
+def agreed_gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[str],
+                     shares: Shares) -> list[Value | None]:
+    """As :func:`gradients`, of gradients that were merged before: see :func:`agreed`."""
+    result: list[Value | None] = []
+    for values, device in zip(per_variable, devices):
+        with tf.device(device):
+            result.append(None if values is None else agreed(values, shares))
     return result
 
 

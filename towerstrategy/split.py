@@ -147,7 +147,7 @@ def split_batch(batch: Nest, towers: int, stand_ins: bool = False,
     """
     paths, leaves = _named_leaves(batch)
     tensors = [_as_batch(path, leaf) for path, leaf in zip(paths, leaves)]
-    counted = [(path, tensor) for path, tensor in zip(paths, tensors) if _has_rows(tensor)]
+    counted = [(path, tensor) for path, tensor in zip(paths, tensors) if has_rows(tensor)]
     if not counted:
         if any(leaf is not None for leaf in leaves):
             return batch
@@ -165,8 +165,28 @@ def split_batch(batch: Nest, towers: int, stand_ins: bool = False,
             starts, sizes = _with_stand_ins(rows, starts, sizes)
         pack = functools.partial(StandInSubBatches, rows=counts)
     dealt = [pack([rows_between(tensor, start, size) for start, size in zip(starts, sizes)])
-             if _has_rows(tensor) else tensor for tensor in tensors]
+             if has_rows(tensor) else tensor for tensor in tensors]
     return tf.nest.pack_sequence_as(batch, dealt)
+
+
+def as_batch(grouped: Nest) -> Nest:
+    """Per-replica values, as sub-batches where their first dimensions differ between the towers.
+
+    These are rows then, unless components contradict each other.
+    """
+    lengths = {}
+    for leaf in tf.nest.flatten(grouped):
+        if isinstance(leaf, _tf.PerReplica):
+            shapes = [tf.TensorShape(getattr(part, "shape", ())) for part in leaf.values]
+            rows = tuple(shape[0] if shape.rank else None for shape in shapes)
+            if None not in rows and len(set(rows)) > 1:
+                lengths[id(leaf)] = rows
+    if len(set(lengths.values())) != 1:
+        return grouped
+    return tf.nest.map_structure(
+        lambda leaf: SubBatches([part if has_rows(part) else tf.convert_to_tensor(part)
+                                 for part in leaf.values]) if id(leaf) in lengths else leaf,
+        grouped)
 
 
 def row_counts(batches: SubBatches) -> list[Rows]:
@@ -180,14 +200,19 @@ def row_counts(batches: SubBatches) -> list[Rows]:
 
 def rows_in(component: Any) -> Rows:
     """The rows of a dense, ragged or sparse component: an int where known, else an int64 scalar."""
+    static = known_rows(component)
+    if static is not None:
+        return static
     if isinstance(component, tf.SparseTensor):
-        static = component.shape[0] if component.shape.rank else None
-        return static if static is not None else component.dense_shape[0]
+        return component.dense_shape[0]
     if isinstance(component, tf.RaggedTensor):
-        static = component.shape[0]
-        return static if static is not None else component.nrows(out_type=tf.int64)
-    static = component.shape[0] if component.shape.rank else None
-    return static if static is not None else tf.shape(component, out_type=tf.int64)[0]
+        return component.nrows(out_type=tf.int64)
+    return tf.shape(component, out_type=tf.int64)[0]
+
+
+def known_rows(component: Any) -> int | None:
+    """The rows of a dense, ragged or sparse component where they are known while tracing."""
+    return component.shape[0] if component.shape.rank else None
 
 
 def split_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False,
@@ -459,7 +484,7 @@ def onto_devices(element: Nest, devices: Sequence[str]) -> Nest:
 
     def each(leaf: Any) -> Any:
         if not isinstance(leaf, _tf.PerReplica):
-            return moved(leaf, devices[0]) if len(devices) == 1 and _has_rows(leaf) else leaf
+            return moved(leaf, devices[0]) if len(devices) == 1 and has_rows(leaf) else leaf
         parts = [moved(part, device) for part, device in zip(leaf.values, devices)]
         if isinstance(leaf, StandInSubBatches):
             return StandInSubBatches(parts, leaf.rows)
@@ -495,7 +520,8 @@ def _called(path: str) -> str:
     return f"component {path}" if path else "the batch"
 
 
-def _has_rows(leaf: Any) -> bool:
+def has_rows(leaf: Any) -> bool:
+    """Whether ``leaf`` is a tensor of a kind that can have rows."""
     return isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
 
 
@@ -505,7 +531,7 @@ def _as_batch(path: str, leaf: Any) -> Any:
         return leaf
     if isinstance(leaf, tf.distribute.DistributedValues):
         raise ValueError(f"{_called(path)} is split already: got {type(leaf).__name__}.")
-    if not _has_rows(leaf):
+    if not has_rows(leaf):
         leaf = _as_tensor(path, leaf)
     if leaf.shape.rank == 0:
         raise ValueError(f"{_called(path)} is a scalar of dtype {leaf.dtype.name}, but it needs "

@@ -25,7 +25,9 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import devices as devices_lib
-from towerstrategy import merge, split
+from towerstrategy import merge, results, split
+
+TowerResults = results.TowerResults
 
 NESTED_MERGE = (
     "`merge_call` called while defining a new graph or a tf.function. This happens if the function "
@@ -301,14 +303,6 @@ class MergedContext(tf.distribute.ReplicaContext):
         return value
 
 
-class TowerResults(_tf.PerReplica):
-    """What the towers returned, with the shares of the batch they returned it for."""
-
-    def __init__(self, values: Any, shares: merge.Shares) -> None:
-        super().__init__(values)
-        self.shares = shares
-
-
 def current_tower() -> TowerContext | None:
     """The context of the tower that runs here, or None outside of towers."""
     context = tf.distribute.get_replica_context()
@@ -393,11 +387,15 @@ def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:
 
 
 def _shares(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> merge.Shares:
-    """The shares of the batch among the arguments; equal ones where there is none."""
-    for leaf in tf.nest.flatten((args, kwargs)):
+    """The shares of the batch among the arguments, else of the rows that towers returned before.
+
+    Equal ones where there are none.
+    """
+    leaves, workers = tf.nest.flatten((args, kwargs)), strategy.extended.workers
+    for leaf in leaves:
         if isinstance(leaf, split.SubBatches):
-            return merge.Shares.of_batch(leaf, strategy.extended.workers).prepare()
-    return strategy.extended.equal_shares()
+            return merge.Shares.of_batch(leaf, workers).prepare()
+    return results.shares_of(leaves, workers) or strategy.extended.equal_shares()
 
 
 def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,

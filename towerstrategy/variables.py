@@ -16,9 +16,11 @@ SUM                    the sum over the towers that have rows
 ONLY_FIRST_REPLICA     tower 0's value
 =====================  ===================================================================
 
-Scatter writes follow the same rules, slice by slice: SUM writes the slices of all towers, in order,
-as one device would have done; NONE of ``scatter_update``, ``_min`` and ``_max`` does so too (doing
-it twice changes nothing), and of ``scatter_mul`` and ``_div`` takes tower 0's.
+Scatter writes follow the same rules, slice by slice: SUM writes the slices of all towers, in
+order, as one device would have done; NONE of ``scatter_update``, ``_min`` and ``_max`` does so too
+(doing it twice changes nothing), and of ``scatter_mul`` and ``_div`` takes tower 0's.
+``scatter_nd_*`` and ``batch_scatter_update`` do as their namesakes.  A slice (``v[a:b].assign``)
+follows the table element by element, over the towers that have rows and wrote it.
 
 A per-replica value that is written from outside the towers is what ``strategy.run`` returned, so it
 is merged by the rule of NONE, unless the aggregation is ONLY_FIRST_REPLICA: towers that agree write
@@ -34,12 +36,13 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import machines, merge, towers
+from towerstrategy import machines, merge, pieces, towers
 
 Aggregation = tf.VariableAggregation
 
-_REPLACING = ("scatter_update", "scatter_min", "scatter_max")
-_STEPPING = ("scatter_add", "scatter_sub")
+_REPLACING = ("scatter_update", "scatter_min", "scatter_max", "scatter_nd_update",
+              "scatter_nd_min", "scatter_nd_max", "batch_scatter_update")
+_STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 
 
 class Homes:
@@ -128,6 +131,28 @@ class TowerVariable(_tf.ResourceVariable):
                        name: Any = None) -> Any:
         return self._scatter("scatter_update", sparse_delta, use_locking, name)
 
+    def batch_scatter_update(self, sparse_delta: Any, use_locking: bool = False,
+                             name: Any = None) -> Any:
+        if not self._merges(sparse_delta):
+            return super().batch_scatter_update(sparse_delta, use_locking, name)
+        return self._scatter_pieces("batch_scatter_update", (sparse_delta,), lambda delta: (
+            pieces.batch_indices(delta.indices), delta.values))
+
+    def scatter_nd_add(self, indices: Any, updates: Any, name: Any = None) -> Any:
+        return self._scatter_nd("scatter_nd_add", indices, updates, name)
+
+    def scatter_nd_sub(self, indices: Any, updates: Any, name: Any = None) -> Any:
+        return self._scatter_nd("scatter_nd_sub", indices, updates, name)
+
+    def scatter_nd_update(self, indices: Any, updates: Any, name: Any = None) -> Any:
+        return self._scatter_nd("scatter_nd_update", indices, updates, name)
+
+    def scatter_nd_max(self, indices: Any, updates: Any, name: Any = None) -> Any:
+        return self._scatter_nd("scatter_nd_max", indices, updates, name)
+
+    def scatter_nd_min(self, indices: Any, updates: Any, name: Any = None) -> Any:
+        return self._scatter_nd("scatter_nd_min", indices, updates, name)
+
     @property
     def distribute_strategy(self) -> tf.distribute.Strategy:
         """The strategy whose variable this is."""
@@ -183,6 +208,98 @@ class TowerVariable(_tf.ResourceVariable):
 
         return tower.merge_call(merged, args=(slices,))
 
+    def _merges(self, *arguments: Any) -> bool:
+        """Whether a write of ``arguments`` is that of several towers, here or from outside."""
+        tower = _tower_of(self)
+        if tower is not None:
+            return tower.several
+        return any(isinstance(leaf, tf.distribute.DistributedValues) and not _is_variable(leaf)
+                   for leaf in tf.nest.flatten(arguments))
+
+    def _scatter_nd(self, method_name: str, indices: Any, updates: Any, name: Any) -> Any:
+        if not self._merges(indices, updates):
+            return getattr(super(), method_name)(indices, updates, name)
+        return self._scatter_pieces(method_name, (indices, updates), lambda *pair: pair)
+
+    def _scatter_pieces(self, method_name: str, arguments: Any,
+                        located: Callable[..., tuple[Any, Any]]) -> Any:
+        """``scatter_nd_*`` of what ``located`` (indices, updates) makes of a tower's arguments."""
+        name = "scatter_nd_update" if method_name == "batch_scatter_update" else method_name
+        plain = functools.partial(getattr(_tf.ResourceVariable, name), self)
+
+        def sliced(*own: Any) -> tf.IndexedSlices:
+            indices, updates = located(*own)
+            return pieces.flat_slices(self._sizes(), indices,
+                                      tf.convert_to_tensor(updates, dtype=self.dtype))
+
+        def write(slices: tf.IndexedSlices) -> Any:
+            with tf.device(home_of(self)):
+                depth = tf.size(self._sizes()) + 1 - tf.rank(slices.values)
+                indices = pieces.nd_indices(self._sizes(), depth, slices.indices)
+            return plain(indices, slices.values)
+
+        tower = _tower_of(self)
+        if tower is None:
+            values = [leaf for leaf in tf.nest.flatten(arguments)
+                      if isinstance(leaf, tf.distribute.DistributedValues)]
+            parts = [sliced(*_tf.select_replica(number, arguments))
+                     for number in range(len(values[0].values))]
+            shares = self._shares_of(values[0])
+            return write(self._one_of_slices(method_name, towers.TowerResults(parts, shares)))
+        if not tower.can_merge:
+            raise RuntimeError(towers.NESTED_MERGE)
+
+        def merged(_: Any, values: Any) -> Any:
+            parts = towers.all_values(values, tower.count)
+            return write(self._aggregate_slices(method_name, self.aggregation, parts, tower.shares))
+
+        return tower.merge_call(merged, args=(sliced(*arguments),))
+
+    def _strided_slice_assign(self, begin: Any, end: Any, strides: Any, value: Any, name: Any,
+                              **masks: Any) -> Any:
+        plain = functools.partial(_tf.ResourceVariable._strided_slice_assign, self, name=name)
+        where = {"begin": begin, "end": end, "strides": strides, **masks}
+        tower = _tower_of(self)
+        if tower is None:
+            return plain(value=self._one(value), **where)
+        value = tf.convert_to_tensor(value, dtype=self.dtype)
+        if not tower.several:
+            return plain(value=value, **where)
+        if not tower.can_merge:
+            raise RuntimeError(towers.NESTED_MERGE)
+        plain.keywords["name"] = None
+
+        def merged(_: Any, where: Any, value: Any) -> Any:
+            parts = {key: towers.all_values(part, tower.count) for key, part in where.items()}
+            places = [dict(zip(parts, own)) for own in zip(*parts.values())]
+            values = towers.all_values(value, tower.count)
+            if self.shape.rank == 0 or tower.shares.workers is None and pieces.are_alike(places):
+                return plain(value=self._aggregate(values, tower.shares), **places[0])
+            return self._write_elements(places, values, tower.shares)
+
+        return tower.merge_call(merged, args=(where, value))
+
+    def _write_elements(self, places: list[Any], values: list[tf.Tensor],
+                        shares: merge.Shares) -> Any:
+        """Writes the slices of the towers at ``places`` that are not known to be the same."""
+        with tf.device(home_of(self)):
+            sizes = self._sizes()
+            parts = [pieces.elements(sizes, place, value) for place, value in zip(places, values)]
+            if self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
+                written = shares.firsts(parts[0])
+            elif self.aggregation is Aggregation.SUM:
+                written = pieces.total(parts, shares)
+            else:
+                written = (pieces.mean if self._is_floating() else pieces.first)(parts, shares)
+            indices = pieces.nd_indices(sizes, tf.size(sizes), written.indices)
+        return _tf.ResourceVariable.scatter_nd_update(self, indices, written.values)
+
+    def _sizes(self) -> tf.Tensor:
+        """The shape as an int64 vector."""
+        if self.shape.is_fully_defined():
+            return tf.constant(self.shape.as_list(), tf.int64)
+        return tf.shape(self.read_value(), out_type=tf.int64)
+
     def _aggregate_slices(self, method_name: str, aggregation: tf.VariableAggregation,
                           parts: list[tf.IndexedSlices],
                           shares: merge.Shares) -> tf.IndexedSlices:
@@ -237,8 +354,10 @@ class TowerVariable(_tf.ResourceVariable):
 
     def _shares_of(self, value: Any) -> merge.Shares:
         """The shares with which ``strategy.run`` computed a per-replica value; else equal ones."""
-        shares = getattr(value, "shares", None)
-        return shares or self._distribute_strategy.extended.equal_shares()
+        extended = self._distribute_strategy.extended
+        if isinstance(value, towers.TowerResults):
+            return value.shares_among(extended.workers)
+        return extended.equal_shares()
 
     def _one_of_slices(self, method_name: str, slices: Any) -> Any:
         if not isinstance(slices, tf.distribute.DistributedValues):
@@ -302,7 +421,10 @@ class TowerVariable(_tf.ResourceVariable):
         """
         if not self._is_floating() or self._takes_firsts():
             return values[0]
-        return merge.agreed_mean(values, shares, before)
+        if shares.may_be_empty:
+            values = [tf.where(shares.filled(tower), value, before)
+                      for tower, value in enumerate(values)]
+        return merge.agreed(values, shares)
 
 
 class _TowerLocalSaveable(_tf.SyncOnReadSaveable):

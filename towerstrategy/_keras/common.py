@@ -105,7 +105,7 @@ def merged_if_alone() -> contextlib.AbstractContextManager[None]:
 
 
 def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_: Sequence[Any],
-               apply: Callable[[list[Any]], Any]) -> Any:
+               apply: Callable[[list[Any]], Any], merged_already: bool = False) -> Any:
     """Merges the towers' gradients, then runs the optimizer's own single-device code once.
 
     Args:
@@ -113,17 +113,20 @@ def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_:
       gradients: this tower's, one a variable: tensors, ``tf.IndexedSlices`` or None.
       variables_: the resource variables they belong to.
       apply: takes the merged gradients; runs in a :class:`towers.MergedContext`.
+      merged_already: whether the caller has merged them, so that the towers agree.  Where they do
+        not, there is one copy to update all the same: each tower counts by its share of the rows.
     """
     count = tower.count
     homes = [variables.home_of(variable) for variable in variables_]
 
-    from_factors = tower.strategy.extended.placement.on_cpu
+    from_factors = tower.strategy.extended.placement.on_cpu and not merged_already
     if from_factors and tower.is_copied:  # else towers may differ in what they hand over
         gradients = [factors.apart(gradient) for gradient in gradients]
 
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
         per_variable = [_per_tower(value, count) for value in grouped]
-        summed = merge.gradients(per_variable, homes, tower.shares, tower.silenced, from_factors)
+        summed = (merge.agreed_gradients(per_variable, homes, tower.shares) if merged_already else
+                  merge.gradients(per_variable, homes, tower.shares, tower.silenced, from_factors))
         with towers.MergedContext(strategy), tf.device(strategy.extended.merge_device), \
                 tf.name_scope(towers.UPDATE_SCOPE), \
                 tf.profiler.experimental.Trace(towers.UPDATE_SCOPE):

@@ -7,6 +7,7 @@ has moved.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -307,9 +308,18 @@ def _apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
         homes = [getattr(target, "_variable", target) for target in targets]
         return common.merge_then(
             tower, grads, homes,
-            lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs))
+            lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs),
+            _are_merged(original, args, kwargs))
 
     return apply_gradients
+
+
+def _are_merged(original: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a call of an optimizer's ``apply_gradients`` says that its gradients are merged."""
+    given = inspect.signature(original).bind(None, None, *args, **kwargs).arguments
+    given = {**given, **given.get("kwargs", {})}
+    return bool(given.get("skip_gradients_aggregation", False)
+                or not given.get("experimental_aggregate_gradients", True))
 
 
 def _supports_loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,111 @@
+"""Gradients that the replica function merged itself, handed over with "do not merge them again".
+
+The documented way to clip after reducing in tf_keras: ``all_reduce``, clip, then
+``apply_gradients(..., experimental_aggregate_gradients=False)`` (legacy optimizers, and those that
+scale the loss) or ``skip_gradients_aggregation=True``.
+"""
+
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from absl.testing import parameterized
+
+import towerstrategy
+
+OPTIMIZERS = {
+    "legacy": (lambda: tf_keras.optimizers.legacy.SGD(0.5, momentum=0.9),
+               {"experimental_aggregate_gradients": False}),
+    "new": (lambda: tf_keras.optimizers.SGD(0.5, momentum=0.9),
+            {"skip_gradients_aggregation": True}),
+    "new_called_as_legacy": (lambda: tf_keras.optimizers.SGD(0.5, momentum=0.9),
+                             {"experimental_aggregate_gradients": False}),
+    "scaled_legacy": (
+        lambda: tf_keras.mixed_precision.LossScaleOptimizer(
+            tf_keras.optimizers.legacy.SGD(0.5), dynamic=False, initial_scale=1),
+        {"experimental_aggregate_gradients": False}),
+    "scaled_new": (
+        lambda: tf_keras.mixed_precision.LossScaleOptimizer(
+            tf_keras.optimizers.SGD(0.5), dynamic=False, initial_scale=1),
+        {"skip_gradients_aggregation": True}),
+}
+ROWS = (7, 2, 1)
+
+
+def trained(strategy, make_optimizer, options, eager=False):
+    """The weights after a step a batch: dense ones and an embedding table."""
+    with strategy.scope() if strategy else tf.init_scope():
+        kernel = tf.Variable([[0.5], [-1.], [2.]])
+        table = tf.Variable(tf.reshape(tf.range(12, dtype=tf.float32), [4, 3]) / 7)
+        optimizer = make_optimizer()
+
+    def step(ids, y, rows):
+        with tf.GradientTape() as tape:
+            error = tf.gather(table, ids) @ kernel - y
+            loss = tf.reduce_sum(error ** 2) / rows
+        gradients = tape.gradient(loss, [kernel, table])
+        replica = tf.distribute.get_replica_context()
+        if strategy:
+            gradients = replica.all_reduce("SUM", gradients)
+        clipped, _ = tf.clip_by_global_norm(gradients, 0.3)
+        optimizer.apply_gradients(zip(clipped, [kernel, table]), **options)
+
+    def train(ids, y, rows):
+        if strategy is None:
+            return step(ids, y, rows)
+        return strategy.run(step, (*strategy.split((ids, y)), rows))
+
+    train = train if eager else tf.function(train)
+    for rows in ROWS:
+        ids = np.arange(rows, dtype=np.int32) * 3 % 4
+        train(tf.constant(ids), tf.constant(np.sin(ids + 1.).astype("f")[:, None]),
+              tf.constant(float(rows)))
+    return kernel.numpy(), table.numpy()
+
+
+class MergedGradientsTest(parameterized.TestCase):
+
+    @parameterized.product(optimizer=list(OPTIMIZERS), towers=[1, 3, 4])
+    def test_as_one_device(self, optimizer, towers):
+        """Else a loop that clips after reducing takes steps R times too long, without a word."""
+        make_optimizer, options = OPTIMIZERS[optimizer]
+        alone = trained(None, make_optimizer, {})
+        for eager in (False, True) if optimizer in ("legacy", "new") else (False,):
+            strategy = towerstrategy.TowerStrategy(towers)
+            together = trained(strategy, make_optimizer, options, eager)
+            for one, other in zip(alone, together):
+                np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+
+    @parameterized.product(optimizer=["legacy", "new"], eager=[True, False])
+    def test_equal_gradients_are_applied_as_they_are(self, optimizer, eager):
+        """Else what all towers agree on is rounded, and whole numbers are whole no more."""
+        make_optimizer, options = OPTIMIZERS[optimizer]
+        strategy = towerstrategy.TowerStrategy(3)
+        with strategy.scope():
+            v, applied = tf.Variable(0.), make_optimizer()
+        gradient = 0.1
+
+        def step(x):
+            zero = tf.reduce_sum(x) * 0
+            applied.apply_gradients([(gradient + zero, v)], **options)
+
+        parts = strategy.split(tf.ones([7]))
+        strategy.run(step if eager else tf.function(step), (parts,))
+        self.assertEqual(v.numpy(), np.float32(-0.5) * np.float32(gradient))
+
+    @parameterized.product(
+        optimizer=["legacy", "new"],
+        case=[(5, -0.5 * np.mean([0.5, 0.5, 2, 3, 4])), (2, -0.25)])
+    def test_gradients_that_differ_count_by_rows(self, optimizer, case):
+        """Else one copy moves by R steps, or by the last tower's alone; a NaN of no rows counts."""
+        rows, want = case
+        make_optimizer, options = OPTIMIZERS[optimizer]
+        strategy = towerstrategy.TowerStrategy(4)
+        with strategy.scope():
+            v, applied = tf.Variable(0.), make_optimizer()
+
+        def step(x):
+            applied.apply_gradients([(tf.reduce_mean(x), v)], **options)
+
+        parts = strategy.split(tf.range(rows, dtype=tf.float32))
+        strategy.run(tf.function(step), (parts,))
+        np.testing.assert_allclose(v.numpy(), want, rtol=1e-6)
