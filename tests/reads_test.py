@@ -73,6 +73,28 @@ class ReadsTest(parameterized.TestCase):
         np.testing.assert_allclose(model.predict(x, batch_size=6, verbose=0), alone(x),
                                    rtol=1e-5, atol=1e-6)
 
+    @parameterized.parameters(("int64", [2], 1), ("int64", [], 1), ("float16", [2], 1),
+                              ("int32", [2], 0), ("uint8", [2], 0), ("bool", [2], 0))
+    def test_dtypes(self, dtype, shape, stacks):
+        """Else a value is stacked or taken apart on the CPU, as GPUs have no kernel for it."""
+        strategy = towerstrategy.TowerStrategy(DEVICES, "CPU:0")
+        with strategy.scope():
+            variables = [tf.Variable(tf.cast(tf.fill(shape, number), dtype)) for number in (0, 3)]
+
+        def step():
+            number = tf.cast(context().replica_id_in_sync_group, "float32")
+            return tf.stack([tf.cast(variable, "float32") + number for variable in variables])
+
+        nodes, results = traced(strategy, step)
+        count = kinds(nodes)
+        own = sum(node.op == "Pack" and node.name.startswith("reads/") for node in nodes)
+        self.assertEqual(own, stacks)
+        self.assertEqual(count["Split"], 2 * stacks if dtype == "float16" else 0)
+        last = 1. if dtype == "bool" else 3.
+        values = np.stack([np.full(shape, number) for number in (0., last)])
+        for number, result in enumerate(results):
+            np.testing.assert_array_equal(result, values + number)
+
     def test_a_tower_where_the_variable_lives_reads_it(self):
         """Else a GPU that holds the variables copies them once more for its own tower."""
         strategy = towerstrategy.TowerStrategy(DEVICES, "CPU:2")

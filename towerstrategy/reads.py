@@ -21,6 +21,10 @@ from towerstrategy import _tensorflow as _tf
 # Bytes. Stacking copies the value once; above, the copy costs more than a transfer of its own.
 LARGEST_STACKED = 2**16
 
+# Of these GPUs have a kernel for Pack, and for Split (of int64: for StridedSlice).
+_SPLIT = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128)
+_SLICED = (tf.int64,)
+
 _READ = "ReadVariableOp"
 _ONLY_READ = (_READ, "ResourceGather", "ResourceGatherNd")
 
@@ -74,6 +78,8 @@ def _unstacked(stacked: tf.Tensor) -> list[tf.Tensor]:
     does not look at which outputs of an operation its gamma and beta are: of ``tf.unstack`` it
     takes the first for both.
     """
+    if stacked.dtype in _SLICED:
+        return [stacked[number] for number in range(stacked.shape[0])]
     shape = tf.constant(stacked.shape[1:].as_list(), tf.int32)
     return [tf.reshape(part, shape) for part in tf.split(stacked, stacked.shape[0])]
 
@@ -89,7 +95,7 @@ def _alike(graph: tf.Graph, reads: Sequence[tf.Operation]
         value, home = operation.outputs[0], homes.get(operation.inputs[0].name)
         if home is None or not value.shape.is_fully_defined():
             continue
-        if value.dtype.is_numpy_compatible and value.dtype != tf.string \
+        if value.dtype in (*_SPLIT, *_SLICED) \
                 and value.shape.num_elements() * value.dtype.size <= LARGEST_STACKED:
             groups[home, value.dtype, tuple(value.shape)].append(operation)
     for (home, _, _), group in groups.items():
