@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeAlias
 
@@ -47,6 +48,7 @@ from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import (
     control_flow_v2_func_graphs,
     handle_data_util,
+    nn_impl_distribute,
     resource_variable_ops,
     summary_ops_v2,
     variable_scope,
@@ -136,6 +138,11 @@ PRIVATE_NAMES: dict[str, str] = {
         "the class of tf.Variable's instances",
     "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable":
         "its base, and that of variables made while a tf.function is traced",
+    "tensorflow.python.ops.nn_impl_distribute:compute_average_loss":
+        "tf.nn.compute_average_loss, which takes all replicas to have as many rows; others take it "
+        "from here",
+    "tensorflow.python.ops.nn_impl_distribute:scale_regularization_loss":
+        "tf.nn.scale_regularization_loss, which counts a replica without rows; the same",
     "tensorflow.python.ops.summary_ops_v2:_summary_state": "per-thread summary state",
     "tensorflow.python.ops.variable_scope:variable_creator_scope":
         "tf.variable_creator_scope without its deprecation of stacked graphs",
@@ -696,6 +703,44 @@ def asserts(graph: tf.Graph, name: str) -> bool:
 def function_graph(graph: tf.Graph, name: str) -> tf.Graph:
     """The traced body of a function of ``graph``."""
     return graph._get_function(name).graph
+
+
+def graph_of_call(call: tf.Operation) -> tf.Graph | None:
+    """The traced body of the function that ``call`` calls, so far as TensorFlow has kept it."""
+    return getattr(call.graph._get_function(call.get_attr("f").name), "graph", None)
+
+
+def wrap_losses(average: Callable[..., Any], regularization: Callable[..., Any],
+                gradient: Callable[..., Any]) -> None:
+    """Wraps what replica functions of one's own make losses with, once.
+
+    Args:
+      average: takes ``tf.nn.compute_average_loss`` and returns what is called instead.
+      regularization: the same for ``tf.nn.scale_regularization_loss``.
+      gradient: the same for ``tf.GradientTape.gradient``.
+    """
+    places = (nn_impl_distribute, tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
+    for owners, name, make in ((places, "compute_average_loss", average),
+                               (places, "scale_regularization_loss", regularization),
+                               ((tf.GradientTape,), "gradient", gradient)):
+        original = getattr(owners[0], name)
+        if not hasattr(original, "_towerstrategy_original"):
+            wrapped: Any = functools.wraps(original)(make(original))
+            wrapped._towerstrategy_original = original
+            for owner in owners:
+                setattr(owner, name, wrapped)
+
+
+def asked_by_library() -> bool:
+    """Whether a library, and not the user's code, has asked the strategy that calls this."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in _STRATEGIES:
+        frame = frame.f_back
+    return frame is None or frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES
+
+
+_STRATEGIES = frozenset({"towerstrategy.extended", "tensorflow.python.distribute.distribute_lib"})
+_LIBRARIES = frozenset({"keras", "tf_keras", "tensorflow", "towerstrategy"})
 
 
 @contextlib.contextmanager

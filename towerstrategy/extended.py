@@ -52,6 +52,7 @@ class TowerExtended(_tf.StrategyExtended):
         # TensorFlow's constructor asks for the number of towers.
         self._placement, self._workers = placement, workers
         self._cluster_resolver = cluster_resolver
+        self.asked = False  # by the user's code outside of towers, for the number of replicas
         super().__init__(container_strategy)
         homes = placement.towers if placement.balanced else (placement.merge,)
         self._homes = variables.Homes(homes, placement.balanced)
@@ -62,6 +63,7 @@ class TowerExtended(_tf.StrategyExtended):
         self.keep_graphs = False  # for tools that walk traced functions in Python
         self.own_trace_reasons: list[str] = []
         self.optimize_graph = False
+        self.warned: set[int] = set()  # ids of variables whose losses were warned of
         # tf.function -> the same function with the towers inside.
         self.functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # A nested tf.function may read tower-local variables, so each device has its own trace.
@@ -124,7 +126,15 @@ class TowerExtended(_tf.StrategyExtended):
     def _num_replicas_in_sync(self) -> Any:
         if self._modes.counted_as:
             return self._modes.counted_as
+        self._note_asked()
         return len(self._placement.towers) if self._workers is None else self._workers.replicas
+
+    def _note_asked(self) -> None:
+        """Remembers that the user's code has asked for the number of replicas, and where."""
+        tower = towers.current_tower()
+        place = self if tower is None else tower
+        if not place.asked:
+            place.asked = not _tf.asked_by_library()
 
     @property
     def workers(self) -> machines.Machines | None:

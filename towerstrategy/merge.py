@@ -110,6 +110,12 @@ class Shares:
             return ""
         return f"{self._rows[self._first + tower]} of the batch's {self._total} rows"
 
+    def static_rows(self, tower: int) -> int | None:
+        """The rows that ``tower`` works on; 0 where only the step knows, None without a batch."""
+        if not self._counted:
+            return None
+        return max(self._rows[self._first + tower], 1) if self._known else 0
+
     @property
     def workers(self) -> machines.Machines | None:
         """Where the workers meet; None with a single machine."""

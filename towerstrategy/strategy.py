@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _keras, arguments, machines, report, towers
+from towerstrategy import _keras, arguments, machines, own_losses, parts, report, towers
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import devices as devices_lib
 from towerstrategy.extended import TowerExtended
@@ -109,6 +109,7 @@ class TowerStrategy(tf.distribute.Strategy):
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.on_cpu)
         super().__init__(TowerExtended(self, placement, workers, resolver))
+        own_losses.install()
         _keras.install_hooks()
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
@@ -212,6 +213,35 @@ class TowerStrategy(tf.distribute.Strategy):
         "adopted model 'small' for 4 towers: ..."
         """
         return _keras.adopt(self, model)
+
+    def scale_loss(self, loss: Any) -> tf.Tensor:
+        """A tower's mean -> its part of the mean over the whole batch.
+
+        The towers' gradients are summed.  So in a ``train_step`` or a replica function of one's own
+        a loss that is a mean over the tower's rows has to count by the tower's share of the batch's
+        rows; with this it trains, and is logged, as on one device.  What Keras' loss objects and
+        ``compute_loss`` return is scaled already, and stays as it is, as a sum's term should: a sum
+        over rows, divided by a constant, needs no scaling.
+
+        Args:
+          loss: a floating point tensor of the tower's, a mean over its rows.
+
+        Returns:
+          The tensor times the tower's share; with one tower as it is.
+
+        Raises:
+          TypeError: ``loss`` is not of a floating point type.
+          RuntimeError: called outside of the strategy's towers.
+
+        >>> strategy = TowerStrategy(split_cpu(4)[:2])
+        >>> @tf.function
+        ... def loss_of(x):
+        ...   return strategy.scale_loss(tf.reduce_mean(x))
+        >>> losses = strategy.run(loss_of, (strategy.split(np.arange(3.)),))
+        >>> [round(float(part), 3) for part in strategy.experimental_local_results(losses)]
+        [0.333, 0.667]
+        """
+        return parts.scale_loss(self, loss)
 
     def describe(self) -> str:
         """Where everything sits: towers, merge device, variables and bytes per device, as a table.

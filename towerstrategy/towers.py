@@ -61,6 +61,9 @@ class TowerContext(tf.distribute.ReplicaContext):
       share: the tower's rows over all rows of the global batch: a float or a scalar float64 tensor.
       shares: the shares of all towers, for where they meet.
       silenced: whether the gradients of a tower without rows are zero of themselves.
+      own_means: whether losses are means over the tower's rows here, scaled by who asked for them.
+      asked: whether the replica function has asked how many replicas there are.
+      suspects: ids of the variables by which a loss that nothing has scaled was differentiated.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, tower: int, shares: merge.Shares,
@@ -71,9 +74,13 @@ class TowerContext(tf.distribute.ReplicaContext):
         self.shares = shares
         self.weight: Any = None
         self.silenced = False
+        self.own_means = False
+        self.asked = False
+        self.suspects: set[int] = set()
         self._graph: tf.Graph | None = None
         self._reducing = False
         self._scaled: dict[int, Any] = {}
+        self._means: dict[int, Any] = {}
         self._met: dict[int, Any] = {}
         self._losses: dict[int, tuple[Any, list[Any]]] = {}
 
@@ -207,6 +214,20 @@ class TowerContext(tf.distribute.ReplicaContext):
     def is_scaled(self, loss: Any) -> bool:
         """Whether ``loss`` went through :meth:`mark_scaled`."""
         return self._scaled.get(id(loss)) is loss
+
+    def mark_mean(self, loss: Any) -> Any:
+        """Remembers that ``loss`` is a mean over this tower's rows."""
+        self._means[id(loss)] = loss
+        return loss
+
+    def is_mean(self, loss: Any) -> bool:
+        """Whether ``loss`` went through :meth:`mark_mean`."""
+        return self._means.get(id(loss)) is loss
+
+    @property
+    def static_rows(self) -> int | None:
+        """The rows that this tower works on; 0 where only the step knows, None without a batch."""
+        return self.shares.static_rows(self._tower)
 
     def losses_of(self, layer: Any) -> list[Any]:
         """The list of the losses that ``layer`` has added in this tower."""

@@ -310,6 +310,140 @@ def _(keras: Any) -> Run:
         "loss_weights": {"a": 0.1, "b": 0.5}, "optimizer": sgd(keras, 0.02)})
 
 
+@case("losses/several outputs, one unreduced", keras=(KERAS_3,),
+      reason="tf_keras refuses losses of several shapes, on one device, too")
+def _(keras: Any) -> Run:
+    return Run(_two_outputs(keras), **_two_targets(), compile={
+        "loss": {"a": keras.losses.MeanSquaredError(reduction=None), "b": "mse"},
+        "loss_weights": {"a": 0.1, "b": 0.5}, "optimizer": sgd(keras, 0.02)})
+
+
+@case("losses/several outputs, one unreduced, one summed", keras=(KERAS_3,),
+      reason="tf_keras refuses losses of several shapes, on one device, too")
+def _(keras: Any) -> Run:
+    return Run(_two_outputs(keras), **_two_targets(), compile={
+        "loss": {"a": keras.losses.MeanSquaredError(reduction=None),
+                 "b": keras.losses.MeanSquaredError(reduction="sum")},
+        "loss_weights": {"a": 0.1, "b": 0.01}, "optimizer": sgd(keras, 0.02)})
+
+
+def _one_number(name: str, reduction: str | None, number: Callable[[Any], Any],
+                **options: Any) -> None:
+    """A loss that is one number already, whatever its reduction is."""
+    @case(f"losses/one number, {name}", **options)
+    def make(keras: Any) -> Run:
+        class OneNumber(keras.losses.Loss):
+            def call(self, y_true: Any, y_pred: Any) -> Any:
+                return number(tf.square(y_pred - y_true))
+
+        given = {} if reduction is None else {"reduction": reduction}
+        return Run(dense(keras), **regression(), compile={"loss": OneNumber(**given)})
+
+
+_one_number("a mean", None, tf.reduce_mean)
+_one_number("a mean, weighted", "mean_with_sample_weight", tf.reduce_mean, keras=(KERAS_3,),
+            reason="tf_keras has no such reduction")
+_one_number("a sum over the global batch, summed", "sum", lambda x: tf.reduce_sum(x) / 24.0)
+_one_number("a sum over the global batch, unreduced", "none", lambda x: tf.reduce_sum(x) / 24.0)
+
+
+@case("losses/one number, a function")
+def _(keras: Any) -> Run:
+    return Run(dense(keras), **regression(), compile={
+        "loss": lambda y_true, y_pred: tf.reduce_mean(tf.square(y_pred - y_true)),
+        "metrics": ["mae"]})
+
+
+@case("losses/one number, several outputs")
+def _(keras: Any) -> Run:
+    return Run(_two_outputs(keras), **_two_targets(), compile={
+        "loss": {"a": lambda y_true, y_pred: tf.reduce_mean(tf.square(y_pred - y_true)),
+                 "b": "mse"}, "optimizer": sgd(keras, 0.02)})
+
+
+def _own_loss(keras: Any, compute: Callable[..., Any], **options: Any) -> Any:
+    """A model with a ``compute_loss`` of its own; ``compute`` gets ``super`` 's and the data."""
+    class OwnLoss(keras.Model):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.tracker = keras.metrics.Mean(name="own")
+
+        def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None,
+                         sample_weight: Any = None) -> Any:
+            return compute(self, super().compute_loss, x, y, y_pred, sample_weight)
+
+        @property
+        def metrics(self) -> list[Any]:
+            return [*super().metrics, self.tracker]
+
+    x = keras.Input((5,))
+    hidden = keras.layers.Dense(6, activation="tanh", **options)(x)
+    return OwnLoss(x, keras.layers.Dense(3)(hidden))
+
+
+@case("losses/own compute_loss")
+def _(keras: Any) -> Run:
+    def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
+        loss = tf.reduce_mean((y_pred - y) ** 2)
+        loss += tf.add_n(model.losses)
+        model.tracker.update_state(loss)
+        return loss
+
+    return Run(_own_loss(keras, compute, kernel_regularizer="l2"), **regression())
+
+
+@case("losses/own compute_loss, eagerly")
+def _(keras: Any) -> Run:
+    def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
+        loss = inherited(x, y, y_pred, weights) + tf.reduce_mean(tf.abs(y_pred))
+        model.tracker.update_state(loss)
+        return loss
+
+    return Run(_own_loss(keras, compute), **regression(), compile={"run_eagerly": True})
+
+
+@case("losses/own compute_loss, the inherited one and a term")
+def _(keras: Any) -> Run:
+    def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
+        loss = inherited(x, y, y_pred, weights) + 0.1 * tf.reduce_mean(tf.abs(y_pred))
+        model.tracker.update_state(loss * 1.0, sample_weight=tf.shape(y)[0])
+        return loss
+
+    return Run(_own_loss(keras, compute, kernel_regularizer="l2"), **regression(),
+               weights=row_weights())
+
+
+@case("losses/own compute_loss, a sum and a term")
+def _(keras: Any) -> Run:
+    def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
+        loss = inherited(x, y, y_pred, weights) + tf.reduce_mean(tf.abs(y_pred))
+        model.tracker.update_state(loss)
+        return loss
+
+    return Run(_own_loss(keras, compute, kernel_regularizer="l2"), **regression(), compile={
+        "loss": keras.losses.MeanSquaredError(reduction="sum"), "optimizer": sgd(keras, 0.01)})
+
+
+@case("losses/own compute_loss, a sum over the global batch")
+def _(keras: Any) -> Run:
+    def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
+        loss = tf.reduce_sum(tf.reduce_mean((y_pred - y) ** 2, axis=-1)) / 8.0
+        loss += 0.1 * tf.reduce_mean(tf.abs(y_pred))
+        model.tracker.update_state(loss)
+        return loss
+
+    return Run(_own_loss(keras, compute), **regression())
+
+
+@case("losses/own compute_loss, unreduced")
+def _(keras: Any) -> Run:
+    def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
+        return inherited(x, y, y_pred, weights) + tf.reduce_mean(tf.abs(y_pred))
+
+    return Run(_own_loss(keras, compute), **regression(), compile={
+        "loss": keras.losses.MeanSquaredError(reduction="none"), "optimizer": sgd(keras, 0.01)})
+
+
 @case("losses/several outputs, one without a loss")
 def _(keras: Any) -> Run:
     data = _two_targets()
@@ -837,6 +971,109 @@ def _(keras: Any) -> Run:
 
     model = _own_step(keras, step)
     return Run(model, **regression(), compile={"loss": loss_object})
+
+
+def _scaled(loss: Any) -> Any:
+    """What one writes in a step of one's own; without a strategy there is nothing to scale."""
+    scale = getattr(tf.distribute.get_strategy(), "scale_loss", None)
+    return loss if scale is None else scale(loss)
+
+
+def _apply(model: Any, tape: Any, loss: Any) -> None:
+    gradients = tape.gradient(loss, model.trainable_variables)
+    model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+
+def _variational(keras: Any) -> Any:
+    """A variational auto-encoder; what it adds as noise comes with the rows."""
+    layers = keras.layers
+
+    class Variational(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = keras.Sequential([keras.Input((5,)), layers.Dense(4)])
+            self.decoder = keras.Sequential([keras.Input((2,)), layers.Dense(5)])
+            self.trackers = [keras.metrics.Mean(name=name)
+                             for name in ("total", "reconstruction", "divergence")]
+
+        def call(self, x: Any) -> Any:
+            return self.decoder(self.encoder(x)[:, :2])
+
+        @property
+        def metrics(self) -> list[Any]:
+            return self.trackers
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, noise = data
+            with tf.GradientTape() as tape:
+                mean, variance = tf.split(self.encoder(x), 2, axis=1)
+                again = self.decoder(mean + tf.exp(0.5 * variance) * noise)
+                reconstruction = tf.reduce_mean(tf.reduce_sum(tf.square(x - again), axis=1))
+                divergence = -0.5 * (1 + variance - tf.square(mean) - tf.exp(variance))
+                divergence = tf.reduce_mean(tf.reduce_sum(divergence, axis=1))
+                loss = _scaled(reconstruction + 0.3 * divergence)
+            _apply(self, tape, loss)
+            for tracker, value in zip(self.trackers, (loss, reconstruction, divergence)):
+                tracker.update_state(value)
+            return {tracker.name: tracker.result() for tracker in self.trackers}
+
+    model = Variational()
+    model(numbers(2, 5))
+    return model
+
+
+@case("models/own train_step, scale_loss")
+def _(keras: Any) -> Run:
+    return Run(_variational(keras), numbers(ROWS, 5), numbers(ROWS, 2, seed=1), compile={
+        "loss": None, "optimizer": adam(keras)})
+
+
+@case("models/own train_step, scale_loss, eagerly")
+def _(keras: Any) -> Run:
+    return Run(_variational(keras), numbers(ROWS, 5), numbers(ROWS, 2, seed=1), compile={
+        "loss": None, "run_eagerly": True})
+
+
+def _own_loss_step(name: str, loss_of: Callable[..., Any], **options: Any) -> None:
+    """A step with a loss of its own, tracked with the rows as weights, changed and as it is."""
+    @case(f"models/own train_step, {name}", **options)
+    def make(keras: Any) -> Run:
+        trackers = [keras.metrics.Mean(name=name) for name in ("plain", "weighted", "changed")]
+
+        def step(model: Any, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = loss_of(keras, model, y, model(x, training=True))
+            _apply(model, tape, loss)
+            trackers[0].update_state(loss)
+            trackers[1].update_state(loss, sample_weight=tf.shape(x)[0])
+            trackers[2].update_state(2.0 * loss + tf.reduce_mean(y))
+            return {tracker.name: tracker.result() for tracker in trackers}
+
+        return Run(_own_step(keras, step), **regression())
+
+
+def _per_row(y: Any, y_pred: Any) -> Any:
+    return tf.reduce_mean(tf.square(y_pred - y), axis=-1)
+
+
+def _penalty(model: Any) -> Any:
+    return 0.01 * tf.nn.l2_loss(tf.convert_to_tensor(model.trainable_variables[0]))
+
+
+_own_loss_step("compute_average_loss", lambda keras, model, y, y_pred: (
+    tf.nn.compute_average_loss(_per_row(y, y_pred))
+    + tf.nn.scale_regularization_loss(_penalty(model))))
+_own_loss_step("compute_average_loss, a batch size", lambda keras, model, y, y_pred: (
+    tf.nn.compute_average_loss(_per_row(y, y_pred), global_batch_size=8)))
+_own_loss_step("a sum over the global batch", lambda keras, model, y, y_pred: (
+    tf.reduce_sum(_per_row(y, y_pred)) * (1. / 8)))
+_own_loss_step("a loss object and a scaled term", lambda keras, model, y, y_pred: (
+    keras.losses.MeanSquaredError()(y, y_pred) + _scaled(0.1 * tf.reduce_mean(tf.abs(y_pred)))
+    + _scaled(_penalty(model))),
+    keras=(KERAS_3,), reason="tf_keras refuses a loss object's mean under a strategy")
+_own_loss_step("a summed loss object", lambda keras, model, y, y_pred: (
+    keras.losses.MeanSquaredError(reduction="sum")(y, y_pred) / 8))
 
 
 @case("models/own test_step and predict_step")

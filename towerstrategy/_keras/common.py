@@ -1,21 +1,22 @@
 """What the hooks into Keras 3 and into tf_keras say the same way.
 
 Goes in: a tower's context and Keras' own functions.  Comes out: wrappers that are installed once
-and act in towers of a ``TowerStrategy`` only, the merge-first rule for optimizers, and the loss
-scaling by share.
+and act in towers of a ``TowerStrategy`` only, the merge-first rule for optimizers, and what is done
+to losses.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import factors, merge, split, towers, variables
+from towerstrategy import factors, merge, own_losses, parts, split, towers, variables
 
 _MARK = "_towerstrategy_original"
 
@@ -54,15 +55,21 @@ def splitting_tower() -> towers.TowerContext | None:
     return tower if tower is not None and tower.several else None
 
 
-def scaled_by_share(tower: towers.TowerContext, value: tf.Tensor) -> tf.Tensor:
-    """A tower's mean -> its part of the whole batch's mean."""
-    share = tower.weight if tower.weight is not None else tower.share
-    return value * tf.cast(share, value.dtype)
+def wrap_own_losses(cls: type, base: type) -> None:
+    """Hooks ``compute_loss`` where ``cls``, a model's, overrides that of ``base``, Keras' own."""
+    for owner in cls.__mro__[:cls.__mro__.index(base)]:
+        if inspect.isfunction(owner.__dict__.get("compute_loss")):
+            wrap(owner, "compute_loss", _own_loss)
 
 
-def unscaled_by_share(tower: towers.TowerContext, value: tf.Tensor) -> tf.Tensor:
-    """The inverse; 0 in a tower without rows."""
-    return tf.math.divide_no_nan(value, tf.cast(tower.share, value.dtype))
+def _own_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tower = splitting_tower()
+        if tower is None or tower.own_means:
+            return original(self, *args, **kwargs)
+        return parts.own_loss(tower, lambda: original(self, *args, **kwargs))
+
+    return compute_loss
 
 
 def silence_stand_ins(tower: towers.TowerContext, loss: tf.Tensor) -> tf.Tensor:
@@ -116,6 +123,7 @@ def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_:
       merged_already: whether the caller has merged them, so that the towers agree.  Where they do
         not, there is one copy to update all the same: each tower counts by its share of the rows.
     """
+    own_losses.check_applied(tower, variables_)
     count = tower.count
     homes = [variables.home_of(variable) for variable in variables_]
 

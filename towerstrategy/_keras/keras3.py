@@ -28,10 +28,11 @@ from keras.src.metrics import metric as metric_module
 from keras.src.metrics import reduction_metrics
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
+from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import merge, split, variables
+from towerstrategy import merge, parts, split, variables
 from towerstrategy._keras import backup, chief, common, twin
 from towerstrategy._keras.common import is_tower_strategy, splitting_tower
 
@@ -42,7 +43,10 @@ HOOKS: dict[tuple[Any, str], str] = {
     (loss_module, "unscale_loss_for_distribution"): "the inverse, for the logged loss",
     (loss_module, "apply_mask"): "the mean over unmasked entries is the whole batch's",
     (loss_module, "reduce_values"):
-        "mean_with_sample_weight divides by the whole batch's weights",
+        "mean_with_sample_weight divides by the whole batch's weights; a loss that is one number "
+        "goes through unscaled",
+    (compile_utils.CompileLoss, "call"):
+        "adds a mean, scaled, to each of another output's losses, which count as they are",
     (batch_normalization.BatchNormalization, "_moments"):
         "forgets synchronized=True where there is a mask",
     (base_optimizer.BaseOptimizer, "apply"): "merge first, then Keras' own code once",
@@ -100,6 +104,7 @@ def install() -> None:
         "unscale_loss_for_distribution": _unscale,
         "apply_mask": _apply_mask,
         "reduce_values": _reduce_values,
+        (compile_utils.CompileLoss, "call"): _compiled_loss,
         "_moments": _moments,
         "apply": _apply,
         "apply_gradients": _apply_gradients,
@@ -194,6 +199,7 @@ def _adopt_state(strategy: tf.distribute.Strategy, model: Any) -> tuple[list[Any
         optimizer._distribution_strategy = strategy
     for metric in metrics:
         _wrap_result(type(metric))
+    common.wrap_own_losses(type(model), base_trainer.Trainer)
     for variable in local.values():
         _adopt_metric_variable(strategy, variable)
     return common.adopt_variables(strategy, held), list(local.values())
@@ -238,9 +244,7 @@ def _strategy_of(model: Any) -> Any:
 def _scale(original: Callable[..., Any]) -> Callable[..., Any]:
     def scale_loss_for_distribution(value: Any) -> Any:
         tower = splitting_tower()
-        if tower is None:
-            return original(value)
-        return tower.mark_scaled(common.scaled_by_share(tower, value))
+        return original(value) if tower is None else parts.scaled(tower, value)
 
     return scale_loss_for_distribution
 
@@ -252,7 +256,7 @@ def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(value)
         if value.shape.rank != 0:  # not reduced, so not scaled
             return value
-        return common.unscaled_by_share(tower, value)
+        return parts.unscaled(tower, value)
 
     return unscale_loss_for_distribution
 
@@ -275,7 +279,14 @@ def _reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
         if tower is not None and reduction not in (None, "none") and values.shape == (0,):
             # Keras gives no rows back as they are, and the towers' losses would differ in shape.
             values = tf.reduce_sum(values, keepdims=True)
-        if tower is None or reduction != "mean_with_sample_weight" or sample_weight is None:
+        if tower is None:
+            return original(values, sample_weight, reduction)
+        if reduction in (None, "none", "sum"):
+            loss = original(values, sample_weight, reduction)
+            return parts.summed(tower, loss) if loss.shape.rank == 0 else loss
+        if values.shape.rank == 0:
+            return parts.scaled(tower, values)
+        if reduction != "mean_with_sample_weight" or sample_weight is None:
             return original(values, sample_weight, reduction)
         weight = tf.reduce_sum(tf.cast(sample_weight, tf.float64))
         all_weight = tower.all_reduce(_tf.ReduceOp.SUM, weight)
@@ -291,11 +302,25 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         tower = splitting_tower()
         if tower is None or loss is None:
             return loss
+        if tower.own_means:  # an override's super()
+            return tower.mark_mean(loss)
         if _is_keras_own(self):
             loss = common.silence_stand_ins(tower, loss)
         return tower.mark_scaled(loss)
 
     return compute_loss
+
+
+def _compiled_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tower = splitting_tower()
+        unreduced = any(getattr(loss, "reduction", "mean") in (None, "none")
+                        for loss in tree.flatten(self._user_loss))
+        if tower is None or tower.own_means or not unreduced:
+            return original(self, *args, **kwargs)
+        return parts.own_loss(tower, lambda: original(self, *args, **kwargs))
+
+    return call
 
 
 def _is_keras_own(model: Any) -> bool:
@@ -435,14 +460,14 @@ def _of_sums(strategy: tf.distribute.Strategy, holder: Any, result: Callable[[],
 def _mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         tower = splitting_tower()
-        if tower is None or sample_weight is not None:
+        if tower is None:
             return original(self, values, sample_weight)
         value = tf.convert_to_tensor(values)
         if value.shape.rank != 0:
             return original(self, values, sample_weight)
-        if tower.is_scaled(values):
-            value = common.unscaled_by_share(tower, value)
-        return original(self, value, sample_weight=tf.cast(tower.share, self.dtype))
+        if sample_weight is None:
+            sample_weight = tf.cast(tower.share, self.dtype)
+        return original(self, parts.mean(tower, value), sample_weight)
 
     return update_state
 
@@ -544,8 +569,8 @@ def _unscaled_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
             if tower is None:
                 return outputs
             return tree.map_structure(
-                lambda output: common.unscaled_by_share(tower, output)
-                if tower.is_scaled(output) else output, outputs)
+                lambda output: parts.mean(tower, output)
+                if isinstance(output, tf.Tensor) else output, outputs)
 
         return original(self, step)
 

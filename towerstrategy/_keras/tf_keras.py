@@ -25,7 +25,7 @@ from tf_keras.src.optimizers.legacy import optimizer_v2
 from tf_keras.src.utils import losses_utils, metrics_utils
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import merge, split, variables
+from towerstrategy import merge, parts, split, variables
 from towerstrategy._keras import backup, common, twin
 from towerstrategy._keras.common import is_tower_strategy, splitting_tower
 
@@ -37,8 +37,11 @@ HOOKS: dict[tuple[Any, str], str] = {
     (losses_utils, "scale_loss_for_distribution"):
         "scales a replica's mean by 1/R; a tower's counts by its share of the rows",
     (losses_utils, "apply_valid_mask"): "the mean over unmasked entries is the whole batch's",
+    (losses_utils, "compute_weighted_loss"):
+        "a sum, and a loss that is one number, counts as it is; its mean is wanted in places",
     (compile_utils.LossesContainer, "__call__"):
-        "multiplies a summed loss by R for the log; it is divided by the tower's share",
+        "scales each loss by itself, and multiplies a summed one by R for the log; all are means "
+        "over the tower's rows there, and what comes out is scaled",
     **{(cls, "apply_gradients"): "merge first, then Keras' own code once" for cls in _OPTIMIZERS},
     (loss_scale_optimizer, "strategy_supports_loss_scaling"):
         "refuses strategies with one copy of a variable, which would unscale it once a replica; "
@@ -71,6 +74,7 @@ def install() -> None:
     makers: dict[str, Callable[..., Any]] = {
         "scale_loss_for_distribution": _scale,
         "apply_valid_mask": _apply_valid_mask,
+        "compute_weighted_loss": _compute_weighted_loss,
         "__call__": _losses_call,
         "apply_gradients": _apply_gradients,
         "strategy_supports_loss_scaling": _supports_loss_scaling,
@@ -153,6 +157,7 @@ def _adopt_state(strategy: tf.distribute.Strategy, model: Any) -> tuple[list[Any
     """Adopts all variables that there are; returns those with one copy and the tower-local ones."""
     common.check_no_states(strategy, model, base_rnn.RNN)
     metrics, optimizers = _metrics_of(model), _optimizers_of(model)
+    common.wrap_own_losses(type(model), training.Model)
     held = held_variables(model)
     slots = [variable for optimizer in optimizers for variable in _optimizer_variables(optimizer)]
     counters = [model._train_counter, model._test_counter, model._predict_counter]
@@ -237,9 +242,7 @@ def _adopt_optimizer(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
 def _scale(original: Callable[..., Any]) -> Callable[..., Any]:
     def scale_loss_for_distribution(loss_value: Any) -> Any:
         tower = splitting_tower()
-        if tower is None:
-            return original(loss_value)
-        return tower.mark_scaled(common.scaled_by_share(tower, loss_value))
+        return original(loss_value) if tower is None else parts.scaled(tower, loss_value)
 
     return scale_loss_for_distribution
 
@@ -261,7 +264,11 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = original(self, *args, **kwargs)
         tower = splitting_tower()
-        if tower is None or loss is None or not _is_keras_own(self):
+        if tower is None or loss is None:
+            return loss
+        if tower.own_means:  # an override's super()
+            return tower.mark_mean(loss)
+        if not _is_keras_own(self):
             return loss
         return tower.mark_scaled(common.silence_stand_ins(tower, loss))
 
@@ -274,14 +281,22 @@ def _is_keras_own(model: Any) -> bool:
             and type(model).compute_loss is training.Model.compute_loss)
 
 
-class _OneOverShare:
-    """What a tower's summed loss is multiplied with: the log's mean over rows is then the sum."""
+def _compute_weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    means = (losses_utils.ReductionV2.AUTO, losses_utils.ReductionV2.SUM_OVER_BATCH_SIZE)
 
-    def __init__(self, tower: Any) -> None:
-        self._tower = tower
+    def compute_weighted_loss(losses: Any, sample_weight: Any = None, reduction: Any = means[1],
+                              name: Any = None) -> Any:
+        loss = original(losses, sample_weight, reduction, name)
+        tower = splitting_tower()
+        if tower is None or reduction in means or loss.shape.rank != 0:
+            return loss
+        return parts.summed(tower, loss)
 
-    def __rmul__(self, loss: tf.Tensor) -> tf.Tensor:
-        return common.unscaled_by_share(self._tower, loss)
+    return compute_weighted_loss
+
+
+class _One(int):
+    """How many replicas there are for losses that are a tower's own means."""
 
 
 def _losses_call(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,11 +304,18 @@ def _losses_call(original: Callable[..., Any]) -> Callable[..., Any]:
         tower = splitting_tower()
         if tower is None:
             return original(self, *args, **kwargs)
-        with tower.strategy.extended.counted_as(_OneOverShare(tower)):
-            loss = original(self, *args, **kwargs)
-        return loss if loss is None else tower.mark_scaled(loss)
+        if tower.own_means:
+            return _own_mean(tower, original, self, *args, **kwargs)
+        return parts.own_loss(tower, lambda: _own_mean(tower, original, self, *args, **kwargs))
 
     return __call__
+
+
+def _own_mean(tower: Any, loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``loss`` returns where it takes its tower for the only one."""
+    with tower.strategy.extended.counted_as(_One(1)):
+        result = loss(*args, **kwargs)
+    return result if result is None else tower.mark_mean(result)
 
 
 # Optimizers and metrics.
@@ -336,14 +358,15 @@ def _mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, values, sample_weight=sample_weight)
         value = tf.convert_to_tensor(values)
         unreduced_loss = (value.shape.rank != 0 and sample_weight is not None
-                          and isinstance(tower.num_replicas_in_sync, _OneOverShare))
+                          and isinstance(tower.num_replicas_in_sync, _One))
         if unreduced_loss:  # each value counts with the rows of the whole batch
-            sample_weight = common.unscaled_by_share(tower, tf.cast(sample_weight, value.dtype))
-        if sample_weight is not None or value.shape.rank != 0:
+            sample_weight = tf.math.divide_no_nan(tf.cast(sample_weight, value.dtype),
+                                                  tf.cast(tower.share, value.dtype))
+        if value.shape.rank != 0:
             return original(self, values, sample_weight=sample_weight)
-        if tower.is_scaled(values):
-            value = common.unscaled_by_share(tower, value)
-        return original(self, value, sample_weight=tf.cast(tower.share, self.dtype))
+        if sample_weight is None:
+            sample_weight = tf.cast(tower.share, self.dtype)
+        return original(self, parts.mean(tower, value), sample_weight=sample_weight)
 
     return update_state
 

@@ -1,0 +1,323 @@
+"""Losses of one's own: what is scaled by whom, and what is said where nobody has."""
+
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from absl.testing import parameterized
+
+import towerstrategy
+from parity import cases, runner
+from towerstrategy import own_losses
+
+KITS = {"keras": keras, "tf_keras": tf_keras}
+
+# One of each group, on numbers of towers that do not divide the batches; tests/parity has them all.
+COMPARED = ("losses/several outputs, one unreduced", "losses/one number, a function",
+            "losses/own compute_loss", "losses/own compute_loss, a sum and a term",
+            "losses/own compute_loss, a sum over the global batch",
+            "models/own train_step, scale_loss", "models/own train_step, compute_average_loss")
+
+
+def compared():
+    for name in COMPARED:
+        for version in cases.CASES[name].keras:
+            for towers in (runner.Towers(1, "cpu"), runner.Towers(3, "tower 0"),
+                           runner.Towers(4, "cpu")):
+                yield f"{name}_{version}_{towers}".replace(" ", "_"), name, version, towers
+
+
+def rows(count=8):
+    random = np.random.RandomState(count)
+    x = random.randn(count, 5).astype("f")
+    return x, np.tanh(x[:, :3])
+
+
+def squares(y, y_pred):
+    return tf.reduce_mean(tf.square(y_pred - y), axis=-1)
+
+
+def model_with(kit, loss_of):
+    """A compiled model whose ``train_step`` differentiates ``loss_of(model, y, y_pred)``."""
+
+    class Own(kit.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = loss_of(self, y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            gradients, _ = tf.clip_by_global_norm(gradients, 1e6)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            return {"rows": tf.constant(1.0)}
+
+    kit.utils.set_random_seed(3)
+    x = kit.Input((5,))
+    normal = kit.layers.BatchNormalization(trainable=False)(kit.layers.Dense(3)(x))
+    model = Own(x, normal)
+    model.compile(kit.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def fit(kit, loss_of, towers=3, size=8):
+    """Trains for a batch; returns the weights, and what this package has warned of."""
+    strategy = towerstrategy.TowerStrategy(towers)
+    x, y = rows(size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with strategy.scope():
+            model = model_with(kit, loss_of)
+        model.fit(x, y, batch_size=size, epochs=2, verbose=0)
+    return model.get_weights(), [str(warning.message) for warning in caught
+                                 if str(warning.message).startswith("towerstrategy")]
+
+
+class SameTest(parameterized.TestCase):
+
+    @parameterized.named_parameters(*compared())
+    def test_towers_train_as_one_device(self, name, version, towers):
+        """Else a loss of one's own trains with another step, and logs another number."""
+        found = runner.compare(cases.CASES[name], KITS[version], towers)
+        self.assertLessEqual(found.worst, cases.CASES[name].bound, str(found))
+
+    @parameterized.product(version=list(KITS), term=["own", "inherited and own"])
+    def test_a_compute_loss_that_divides_by_the_replicas(self, version, term):
+        """Else code written for MirroredStrategy trains with a fraction of its step."""
+        kit = KITS[version]
+
+        class Divides(kit.Model):
+            def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+                replicas = tf.distribute.get_strategy().num_replicas_in_sync
+                own = tf.reduce_mean(tf.abs(y_pred - y)) / replicas
+                if term == "own":
+                    return own
+                return own + super().compute_loss(x, y, y_pred, sample_weight)
+
+        def weights(strategy):
+            with strategy.scope():
+                kit.utils.set_random_seed(5)
+                x = kit.Input((5,))
+                model = Divides(x, kit.layers.Dense(3)(x))
+                model.compile(kit.optimizers.SGD(0.1), "mse")
+            history = model.fit(*rows(), batch_size=8, epochs=2, verbose=0).history
+            return [*model.get_weights(), *history.get("loss", [])]
+
+        one, four = weights(tf.distribute.get_strategy()), weights(towerstrategy.TowerStrategy(4))
+        for got, wanted in zip(four, one, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+class ScaleLossTest(parameterized.TestCase):
+
+    @parameterized.parameters(False, True)
+    def test_counts_by_rows(self, traced):
+        """Else a tower of few rows counts as much as one of many."""
+        strategy = towerstrategy.TowerStrategy(3)
+
+        def replica(x):
+            return strategy.scale_loss(tf.reduce_mean(x))
+
+        x = tf.range(7.0)
+        replica = tf.function(replica) if traced else replica
+        scaled = strategy.run(replica, (strategy.split(x),))
+        self.assertAlmostEqual(float(strategy.reduce("SUM", scaled, axis=None)), 3.0, places=5)
+
+    @parameterized.parameters(False, True)
+    def test_fewer_rows_than_towers(self, traced):
+        """Else a tower without rows makes the loss a NaN."""
+        strategy = towerstrategy.TowerStrategy(4)
+        w = tf.Variable(2.0)
+
+        def replica(x):
+            return strategy.scale_loss(tf.math.divide_no_nan(
+                tf.reduce_sum(x * w), tf.cast(tf.shape(x)[0], tf.float32)))
+
+        replica = tf.function(replica) if traced else replica
+        scaled = strategy.run(replica, (strategy.split(tf.constant([1.0, 5.0])),))
+        self.assertAlmostEqual(float(strategy.reduce("SUM", scaled, axis=None)), 6.0, places=5)
+
+    def test_one_tower(self):
+        """Else one device, which is a valid case everywhere, is another one."""
+        strategy = towerstrategy.TowerStrategy(1)
+        x = tf.constant(3.0)
+        self.assertEqual(float(strategy.run(lambda: strategy.scale_loss(x))), 3.0)
+
+    def test_scales_once(self):
+        """Else a loss that Keras has scaled is scaled again, and the step is R times too small."""
+        strategy = towerstrategy.TowerStrategy(4)
+
+        @tf.function
+        def replica(x):
+            mean = keras.losses.MeanSquaredError()(tf.zeros_like(x), x)
+            return strategy.scale_loss(2.0 * mean + tf.reduce_mean(x))
+
+        x = tf.reshape(tf.range(12.0), [6, 2])
+        got = strategy.reduce("SUM", strategy.run(replica, (strategy.split(x),)), axis=None)
+        wanted = 2 * tf.reduce_mean(x ** 2) + tf.reduce_mean(x)
+        self.assertAlmostEqual(float(got), float(wanted), places=3)
+
+    def test_where_it_belongs(self):
+        """Else a user is told nothing about why a loss was not scaled."""
+        strategy, other = towerstrategy.TowerStrategy(2), towerstrategy.TowerStrategy(2)
+        with self.assertRaisesRegex(RuntimeError, "inside of the function given to strategy.run"):
+            strategy.scale_loss(tf.constant(1.0))
+        with self.assertRaisesRegex(RuntimeError, "tower of another strategy"):
+            other.run(lambda: strategy.scale_loss(tf.constant(1.0)))
+        with self.assertRaisesRegex(TypeError, "loss must be a floating point tensor.*int32"):
+            strategy.run(lambda: strategy.scale_loss(tf.constant(1)))
+
+
+# Losses that are R times too large, and losses that are right.
+UNSCALED = {
+    "a mean": lambda model, y, y_pred: tf.reduce_mean(squares(y, y_pred)),
+    "a mean of sums": lambda model, y, y_pred: tf.reduce_mean(
+        tf.reduce_sum(tf.square(y_pred - y), axis=1)),
+    "a sum by its rows": lambda model, y, y_pred: (
+        tf.reduce_sum(squares(y, y_pred)) / tf.cast(tf.shape(y)[0], tf.float32)),
+    "a root of a mean": lambda model, y, y_pred: tf.sqrt(tf.reduce_mean(squares(y, y_pred))),
+    "a scaled loss and a mean": lambda model, y, y_pred: (
+        model.compute_loss(None, y, y_pred) + 0.1 * tf.reduce_mean(y_pred ** 2)),
+    "a sum and the weights": lambda model, y, y_pred: (
+        tf.reduce_sum(squares(y, y_pred)) / 8.0
+        + 0.1 * tf.nn.l2_loss(tf.convert_to_tensor(model.trainable_variables[0]))),
+    "within a function": lambda model, y, y_pred: tf.function(
+        lambda y, y_pred: tf.reduce_mean(squares(y, y_pred)))(y, y_pred),
+}
+RIGHT = {
+    "compute_loss": lambda model, y, y_pred: model.compute_loss(None, y, y_pred),
+    "scale_loss": lambda model, y, y_pred: (
+        tf.distribute.get_strategy().scale_loss(tf.reduce_mean(squares(y, y_pred)))),
+    "a sum over the global batch": lambda model, y, y_pred: (
+        tf.reduce_sum(squares(y, y_pred)) / 8.0),
+    "a sum over the global batch, a number of the graph's": lambda model, y, y_pred: (
+        tf.reduce_sum(squares(y, y_pred) * (1.0 / 8.0)) + 1e-7),
+    "by all rows": lambda model, y, y_pred: (
+        tf.reduce_sum(squares(y, y_pred)) / tf.distribute.get_replica_context().all_reduce(
+            "SUM", tf.cast(tf.shape(y)[0], tf.float32))),
+    "by replicas": lambda model, y, y_pred: (
+        tf.reduce_mean(squares(y, y_pred)) / tf.distribute.get_strategy().num_replicas_in_sync),
+    "compute_average_loss": lambda model, y, y_pred: (
+        tf.nn.compute_average_loss(squares(y, y_pred), global_batch_size=8)
+        + tf.nn.scale_regularization_loss(
+            tf.nn.l2_loss(tf.convert_to_tensor(model.trainable_variables[0])))),
+    "per row": lambda model, y, y_pred: squares(y, y_pred),
+    "within a function": lambda model, y, y_pred: tf.function(
+        lambda y, y_pred: tf.reduce_sum(squares(y, y_pred)) / 8.0)(y, y_pred),
+}
+
+
+class WarningTest(parameterized.TestCase):
+
+    @parameterized.product(version=list(KITS), name=list(UNSCALED))
+    def test_what_nothing_has_scaled(self, version, name):
+        """Else a step trains with R times the learning rate and nobody is told."""
+        _, warned = fit(KITS[version], UNSCALED[name])
+        self.assertLen(warned, 1)
+        self.assertIn("strategy.scale_loss(loss)", warned[0])
+        self.assertStartsWith(warned[0], own_losses.MESSAGE)
+
+    @parameterized.product(version=list(KITS), name=list(RIGHT))
+    def test_right_losses(self, version, name):
+        """Else a warning of what is right teaches people to look away."""
+        self.assertEqual(fit(KITS[version], RIGHT[name])[1], [])
+
+    @parameterized.parameters(*KITS)
+    def test_one_tower(self, version):
+        """Else a script is warned on a machine on which nothing is wrong."""
+        self.assertEqual(fit(KITS[version], UNSCALED["a mean"], towers=1)[1], [])
+
+    @parameterized.product(version=list(KITS), size=[8, 7, 2])
+    def test_what_it_says_to_write_is_right(self, version, size):
+        """Else the advice is wrong."""
+        kit, wanted = KITS[version], UNSCALED["a mean of sums"]
+        kit.utils.set_random_seed(3)
+        model = model_with(kit, wanted)
+        model.fit(*rows(size), batch_size=size, epochs=2, verbose=0)
+        got, warned = fit(kit, lambda model, y, y_pred: tf.distribute.get_strategy().scale_loss(
+            wanted(model, y, y_pred)), size=size)
+        self.assertEqual(warned, [])
+        for one, other in zip(got, model.get_weights(), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+    def test_comes_before_the_weights_change(self):
+        """Else who makes an error of the warning has a broken model already."""
+        strategy = towerstrategy.TowerStrategy(3)
+        with strategy.scope():
+            model = model_with(keras, UNSCALED["a mean"])
+        before = model.get_weights()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", own_losses.MESSAGE.rstrip())
+            with self.assertRaisesRegex(UserWarning, "unscaled loss"):
+                model.fit(*rows(), batch_size=8, verbose=0)
+        for one, other in zip(model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    def test_a_penalty_on_inputs_is_no_loss(self):
+        """Else a gradient penalty, which is differentiated by its inputs, is taken for a loss."""
+        def loss_of(model, y, y_pred):
+            x = tf.ones_like(y_pred[:, :1]) * tf.ones([1, 5])
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                out = tf.reduce_mean(model(x))
+            slope = inner.gradient(out, x)
+            return tf.distribute.get_strategy().scale_loss(tf.reduce_mean(slope ** 2)
+                                                           + tf.reduce_mean(y_pred))
+
+        self.assertEqual(fit(keras, loss_of)[1], [])
+
+    def test_a_generator_and_a_critic(self):
+        """Else every GAN with Keras' losses is warned."""
+        bce = keras.losses.BinaryCrossentropy(from_logits=True)
+        strategy = towerstrategy.TowerStrategy(3)
+        with strategy.scope():
+            generator, critic = (keras.Sequential([keras.Input([4]), keras.layers.Dense(units)])
+                                 for units in (4, 1))
+            optimizers = [keras.optimizers.Adam(), keras.optimizers.Adam()]
+
+        @tf.function
+        def step(x):
+            def replica(x):
+                with tf.GradientTape(persistent=True) as tape:
+                    real, fake = critic(x), critic(generator(x))
+                    ours = bce(tf.ones_like(fake), fake)
+                    theirs = (bce(tf.ones_like(real), real) + bce(tf.zeros_like(fake), fake)) / 2
+                for optimizer, model, loss in zip(optimizers, (generator, critic), (ours, theirs)):
+                    variables = model.trainable_variables
+                    optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+
+            strategy.run(replica, (x,))
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(strategy.split(tf.random.normal([7, 4])))
+        self.assertEqual([str(each.message) for each in caught
+                          if "towerstrategy" in str(each.message)], [])
+
+
+class HelpersTest(parameterized.TestCase):
+
+    @parameterized.product(count=[1, 3, 4], traced=[False, True], size=[7, 2])
+    def test_by_rows(self, count, traced, size):
+        """Else TensorFlow's helpers count a tower of one row as much as one of many."""
+        strategy = towerstrategy.TowerStrategy(count)
+        x = tf.range(float(size)) + 1
+
+        def replica(x):
+            return (tf.nn.compute_average_loss(x), tf.nn.compute_average_loss(x, x),
+                    tf.nn.scale_regularization_loss(tf.constant([1.0, 2.0])))
+
+        replica = tf.function(replica) if traced else replica
+        parts = strategy.run(replica, (strategy.split(x),))
+        got = [float(strategy.reduce("SUM", part, axis=None)) for part in parts]
+        np.testing.assert_allclose(
+            got, [tf.reduce_mean(x), tf.reduce_mean(x * x), 3.0], rtol=1e-5)
+
+    def test_others_get_theirs(self):
+        """Else using this package changes what TensorFlow does for others."""
+        x = tf.constant([1.0, 2.0])
+        self.assertEqual(float(tf.nn.compute_average_loss(x)), 1.5)
+        self.assertEqual(float(tf.nn.scale_regularization_loss(x)), 3.0)
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        parts = strategy.run(lambda: tf.nn.compute_average_loss(x))
+        self.assertEqual([float(part) for part in parts.values], [0.75, 0.75])

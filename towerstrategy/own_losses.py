@@ -1,0 +1,118 @@
+"""The losses of replica functions of one's own: TensorFlow's helpers by rows, and one warning.
+
+Goes in: what a replica function hands to ``tf.nn.compute_average_loss``,
+``tf.nn.scale_regularization_loss``, ``tf.GradientTape.gradient`` and an optimizer.  Comes out: what
+these helpers mean where towers have unequal parts of a batch; and a warning, before any weight
+changes, where a loss that is differentiated is a mean over one tower's rows which nothing has
+scaled.  The towers' gradients are summed, so such a step would be as many times too large as there
+are towers.
+
+Only what is traced is looked at, see :mod:`provenance`; eager code is not warned.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy import parts, towers, variables
+from towerstrategy.provenance import Kind
+
+MESSAGE = "towerstrategy: unscaled loss: "
+
+
+def install() -> None:
+    """Wraps TensorFlow's helpers, once; outside of towers they stay what they are."""
+    _tf.wrap_losses(_average, _regularization, _gradient)
+
+
+def _several() -> towers.TowerContext | None:
+    tower = towers.current_tower()
+    return tower if tower is not None and tower.several else None
+
+
+def _average(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_average_loss(per_example_loss: Any, sample_weight: Any = None,
+                             global_batch_size: Any = None) -> Any:
+        tower = _several()
+        if tower is None:
+            return original(per_example_loss, sample_weight, global_batch_size)
+        if global_batch_size is not None:
+            return parts.summed(tower, original(per_example_loss, sample_weight,
+                                                global_batch_size))
+        per_example_loss = tf.convert_to_tensor(per_example_loss)
+        own = original(per_example_loss, sample_weight, tf.shape(per_example_loss)[0])
+        return parts.scaled(tower, own)
+
+    return compute_average_loss
+
+
+def _regularization(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale_regularization_loss(regularization_loss: Any) -> Any:
+        tower = _several()
+        if tower is None:
+            return original(regularization_loss)
+        return parts.scaled(tower, tf.reduce_sum(regularization_loss))
+
+    return scale_regularization_loss
+
+
+def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        tower = _several()
+        if tower is not None:
+            _note(tower, target, sources)
+        return original(self, target, sources, *args, **kwargs)
+
+    return gradient
+
+
+def _note(tower: towers.TowerContext, target: Any, sources: Any) -> None:
+    """Remembers the variables by which a mean that nothing has scaled is differentiated."""
+    by = {id(held) for held in map(_held, tf.nest.flatten(sources))
+          if isinstance(held, variables.TowerVariable)}
+    if by and any(_is_unscaled(tower, loss) for loss in tf.nest.flatten(target)):
+        tower.suspects |= by
+
+
+def _held(source: Any) -> Any:
+    """The TensorFlow variable that Keras' own holds, in whichever way."""
+    if isinstance(source, tf.Variable):
+        return source
+    return getattr(source, "_value", getattr(source, "_variable", source))
+
+
+def _is_unscaled(tower: towers.TowerContext, loss: Any) -> bool:
+    if (not isinstance(loss, tf.Tensor) or _tf.is_eager(loss) or loss.shape.rank != 0
+            or not loss.dtype.is_floating):
+        return False
+    extended = tower.strategy.extended
+    factor = extended._num_replicas_in_sync if extended.asked else None
+    return not {Kind.MEAN, Kind.WEIGHTS}.isdisjoint(parts.kinds(tower, loss, factor))
+
+
+def check_applied(tower: towers.TowerContext, targets: Iterable[Any]) -> None:
+    """Warns, once for a set of variables, where an optimizer gets such gradients.
+
+    Args:
+      tower: where the optimizer was called.
+      targets: the variables that it is to change.
+    """
+    changed = {id(variable) for variable in targets}
+    warned = tower.strategy.extended.warned
+    if tower.asked or tower.suspects.isdisjoint(changed) or not warned.isdisjoint(changed):
+        return
+    warned |= changed
+    count = tower.strategy.extended._num_replicas_in_sync
+    warnings.warn(
+        f"{MESSAGE}the loss that is differentiated here is a mean over the rows of one tower, or "
+        "has a term of the weights alone, and nothing has scaled it. The gradients of the "
+        f"{count} towers are summed, so they come out {count} times as large as on one device, and "
+        "rows of a smaller part count for more. Write loss = strategy.scale_loss(loss) before "
+        "tape.gradient; what Keras' loss objects, compute_loss and tf.nn.compute_average_loss "
+        "return is scaled already. Where this is what you want, say so with "
+        f'warnings.filterwarnings("ignore", "{MESSAGE.rstrip()}").', UserWarning, stacklevel=2)
