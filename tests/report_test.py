@@ -267,7 +267,7 @@ class TrainingTest(parameterized.TestCase):
         """Else the training stops where TensorBoard takes a profile, or spoils it."""
         model = small_model(keras, TowerStrategy(TOWERS))
         found = quiet()
-        folder = self.enterContext(tempfile.TemporaryDirectory())
+        folder = self.enter_context(tempfile.TemporaryDirectory())
         with tf.profiler.experimental.Profile(folder):
             model.fit(*data(20), batch_size=5, verbose=0, callbacks=[found])
         self.assertIsNone(found.epochs[0].sample)
@@ -278,7 +278,7 @@ class TrainingTest(parameterized.TestCase):
         """Else there is nothing to look at."""
         model = small_model(keras, TowerStrategy(TOWERS))
         printed = []
-        path = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), "towers.png")
+        path = os.path.join(self.enter_context(tempfile.TemporaryDirectory()), "towers.png")
         model.fit(*data(20), batch_size=5, epochs=2, verbose=0,
                   callbacks=[quiet(picture=path, print_fn=printed.append)])
         self.assertLen(printed, 2)

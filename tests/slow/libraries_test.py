@@ -34,7 +34,7 @@ class LibrariesTest(parameterized.TestCase):
         missing = [name for name in needs if importlib.util.find_spec(name) is None]
         if missing:
             self.skipTest(f"not installed: {', '.join(missing)} (make test-libraries installs it)")
-        folder = self.enterContext(tempfile.TemporaryDirectory())
+        folder = self.enter_context(tempfile.TemporaryDirectory())
         path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, check=False,
