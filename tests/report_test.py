@@ -4,6 +4,7 @@ import copy
 import os
 import pathlib
 import tempfile
+from unittest import mock
 
 import keras
 import numpy as np
@@ -286,6 +287,85 @@ class TrainingTest(parameterized.TestCase):
         self.assertEqual(pathlib.Path(path).read_bytes()[:4], b"\x89PNG")
 
 
+def events(folder):
+    """What TensorBoard would read: (run, tag) -> (plugin, {step: value})."""
+    found = {}
+    for path in sorted(pathlib.Path(folder).rglob("*tfevents*")):
+        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+            event = tf.compat.v1.Event.FromString(record)
+            for value in event.summary.value:
+                plugin, values = found.setdefault(
+                    (path.parent.name, value.tag), (value.metadata.plugin_data.plugin_name, {}))
+                values[event.step] = tf.make_ndarray(value.tensor)
+    return found
+
+
+class TensorBoardTest(parameterized.TestCase):
+    """log_dir."""
+
+    @parameterized.parameters(*KITS)
+    def test_writes_what_it_found(self, name, kit):
+        """Else TensorBoard shows nothing, or other numbers than the table."""
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        model = small_model(kit, TowerStrategy(TOWERS))
+        kept = quiet(log_dir=folder, most=1.)
+        model.fit(*data(20), batch_size=5, epochs=2, verbose=0, callbacks=[kept])
+        found = events(folder)
+        for number in range(3):
+            plugin, rows = found.pop((f"tower_{number}", "towers/rows"))
+            self.assertEqual(plugin, "scalars")
+            self.assertEqual(rows, {epoch.number: epoch.rows[number] for epoch in kept.epochs})
+            for tag, of in (("busy_ms_a_step", lambda part: 1e3 * part.seconds),
+                            ("idle_share", lambda part: part.idle)):
+                _, values = found.pop((f"tower_{number}", f"towers/{tag}"))
+                self.assert_near(values, {epoch.number: of(epoch.parts[number])
+                                          for epoch in kept.epochs})
+        for part in ("step", "merge", "update", "split", "input"):
+            _, values = found.pop(("step", f"step/{part}_ms"))
+            self.assert_near(values, {epoch.number: 1e3 * getattr(epoch.sample, part)
+                                      for epoch in kept.epochs})
+        plugin, pictures = found.pop(("step", "towers"))
+        self.assertEqual(plugin, "images")
+        width, height, png = pictures[1]
+        self.assertEqual(tf.io.decode_png(png).shape[:2], (int(height), int(width)))
+        self.assertEmpty(found)
+
+    def assert_near(self, found, wanted):
+        self.assertEqual(list(found), list(wanted))
+        np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-6)
+
+    def test_a_sample_is_written_once(self):
+        """Else an old sample looks like what every epoch after it took."""
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        model = small_model(keras, TowerStrategy(TOWERS))
+        model.fit(*data(20), batch_size=5, epochs=3, verbose=0,
+                  callbacks=[quiet(log_dir=pathlib.Path(folder), most=1e-9)])
+        found = events(folder)
+        self.assertEqual(list(found["tower_2", "towers/rows"][1]), [0, 1, 2])
+        self.assertEqual(list(found["tower_2", "towers/idle_share"][1]), [0])
+        self.assertEqual(list(found["step", "step/merge_ms"][1]), [0])
+
+    def test_beside_keras_own_callback(self):
+        """Else one of the two overwrites the other's files, or both measure each other."""
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        model = small_model(keras, TowerStrategy(TOWERS))
+        model.fit(*data(20), batch_size=5, epochs=2, verbose=0, callbacks=[
+            keras.callbacks.TensorBoard(folder, write_graph=False), quiet(log_dir=folder)])
+        found = events(folder)
+        self.assertIn(("train", "epoch_loss"), found)
+        self.assertIn(("tower_0", "towers/rows"), found)
+
+    def test_without_matplotlib(self):
+        """Else somebody who wants the numbers in TensorBoard has to install matplotlib."""
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        model = small_model(keras, TowerStrategy(TOWERS))
+        with mock.patch("importlib.util.find_spec", return_value=None):
+            model.fit(*data(20), batch_size=5, verbose=0, callbacks=[quiet(log_dir=folder)])
+        found = events(folder)
+        self.assertIn(("tower_0", "towers/idle_share"), found)
+        self.assertNotIn(("step", "towers"), found)
+
+
 class CallbackTest(parameterized.TestCase):
     """The callback among others."""
 
@@ -305,6 +385,7 @@ class CallbackTest(parameterized.TestCase):
             model.fit(*data(4), verbose=0, callbacks=[report.TowerReport()])
 
     @parameterized.parameters(({"picture": 3}, TypeError, "picture must be None or the path"),
+                              ({"log_dir": 3}, TypeError, "log_dir must be None or the path of"),
                               ({"most": 0}, ValueError, "most must be a share.*got 0"),
                               ({"most": 2}, ValueError, "most must be a share.*got 2"))
     def test_arguments(self, arguments, error, message):
