@@ -3,8 +3,10 @@
 import copy
 import os
 import pathlib
+import pickle
 import tempfile
 from unittest import mock
+from xml.etree import ElementTree
 
 import keras
 import numpy as np
@@ -37,6 +39,23 @@ class DescribeTest(parameterized.TestCase):
         self.assertStartsWith(text, "TowerStrategy: 3 towers, merge device CPU:0\n")
         self.assertEqual(rows(text), {"CPU:1": ("tower 0", 0, 0), "CPU:2": ("tower 1", 0, 0),
                                       "CPU:3": ("tower 2", 0, 0), "CPU:0": ("merge", 0, 0)})
+
+    def test_a_notebook_shows_a_table(self):
+        """Else a notebook shows a line of text with every line break written out."""
+        strategy = TowerStrategy(TOWERS)
+        with strategy.scope():
+            tf.Variable(tf.zeros([1000]), name="<kept>")
+        text = strategy.describe()
+        self.assertIsInstance(text, str)
+        root = ElementTree.fromstring(text._repr_html_())
+        self.assertEqual(text._repr_html_(), strategy._repr_html_())
+        self.assertEqual(root.find("caption").text, text.splitlines()[0])
+        shown = [[cell.text for cell in row] for row in root.iter("tr")]
+        self.assertEqual(shown[0], text.splitlines()[1].split())
+        self.assertEqual([" ".join(row).split() for row in shown[1:]],
+                         [line.split() for line in text.splitlines()[3:]])
+        for copied in (copy.deepcopy(text), pickle.loads(pickle.dumps(text))):
+            self.assertEqual((copied, copied._repr_html_()), (text, text._repr_html_()))
 
     def test_a_tower_that_merges_has_one_line(self):
         """Else a device is listed twice, and its bytes with it."""

@@ -6,6 +6,7 @@ Goes in: a strategy, or a Keras training.  Comes out: text, and a picture.
 from __future__ import annotations
 
 import dataclasses
+import html
 import importlib.util
 import os
 import pathlib
@@ -30,7 +31,26 @@ def merge_name(placement: devices_lib.Placement) -> str:
     return devices_lib.BALANCED if placement.balanced else devices_lib.short_name(placement.merge)
 
 
-def describe(strategy: tf.distribute.Strategy) -> str:
+class Table(str):
+    """A title and a table as plain text; a notebook shows them as its own kind of table.
+
+    Args:
+      text: what is printed.
+      page: the same as HTML.
+    """
+
+    _page: str
+
+    def __new__(cls, text: str, page: str = "") -> Table:
+        made = super().__new__(cls, text)
+        made._page = page
+        return made
+
+    def _repr_html_(self) -> str:
+        return self._page
+
+
+def describe(strategy: tf.distribute.Strategy) -> Table:
     """A table of the strategy's devices: their role, and the variables and bytes they hold."""
     placement = getattr(getattr(strategy, "extended", None), "placement", None)
     if placement is None:
@@ -50,7 +70,21 @@ def describe(strategy: tf.distribute.Strategy) -> str:
     number = len(placement.towers)
     title = (f"TowerStrategy: {number} tower{'s' if number > 1 else ''}, merge device "
              f"{merge_name(placement)}")
-    return f"{title}\n{table(('device', 'role', 'variables', 'bytes'), rows, numbers=(2, 3))}"
+    header = ("device", "role", "variables", "bytes")
+    return Table(f"{title}\n{table(header, rows, numbers=(2, 3))}",
+                 _page(title, header, rows, numbers=(2, 3)))
+
+
+def _page(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]],
+          numbers: Sequence[int]) -> str:
+    """The table as HTML, in the colors of the page that it is in."""
+    def line(row: Sequence[Any], kind: str) -> str:
+        cells = (f'<{kind} style="text-align: {"right" if column in numbers else "left"}">'
+                 f"{html.escape(str(cell))}</{kind}>" for column, cell in enumerate(row))
+        return f"<tr>{''.join(cells)}</tr>"
+
+    return (f"<table><caption>{html.escape(title)}</caption><thead>{line(header, 'th')}</thead>"
+            f"<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[int] = ()) -> str:

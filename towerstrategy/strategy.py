@@ -227,6 +227,9 @@ class TowerStrategy(tf.distribute.Strategy):
         """
         return report.describe(self)
 
+    def _repr_html_(self) -> str:
+        return report.describe(self)._repr_html_()
+
     def __repr__(self) -> str:
         placement = self.extended.placement
         towers = ", ".join(devices_lib.short_name(device) for device in placement.towers)
