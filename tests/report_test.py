@@ -4,7 +4,9 @@ import copy
 import os
 import pathlib
 import pickle
+import sys
 import tempfile
+import types
 from unittest import mock
 from xml.etree import ElementTree
 
@@ -45,8 +47,9 @@ class DescribeTest(parameterized.TestCase):
         strategy = TowerStrategy(TOWERS)
         with strategy.scope():
             tf.Variable(tf.zeros([1000]), name="<kept>")
-        text = strategy.describe()
-        self.assertIsInstance(text, str)
+        shell = types.SimpleNamespace(get_ipython=lambda: object())
+        with mock.patch.dict(sys.modules, {"IPython": shell}):
+            text = strategy.describe()
         root = ElementTree.fromstring(text._repr_html_())
         self.assertEqual(text._repr_html_(), strategy._repr_html_())
         self.assertEqual(root.find("caption").text, text.splitlines()[0])
@@ -56,6 +59,12 @@ class DescribeTest(parameterized.TestCase):
                          [line.split() for line in text.splitlines()[3:]])
         for copied in (copy.deepcopy(text), pickle.loads(pickle.dumps(text))):
             self.assertEqual((copied, copied._repr_html_()), (text, text._repr_html_()))
+
+    @parameterized.parameters(None, types.SimpleNamespace(get_ipython=lambda: None))
+    def test_is_plain_text_elsewhere(self, shell):
+        """Else R, which takes a str but nothing derived from it, gets an object it cannot print."""
+        with mock.patch.dict(sys.modules, {"IPython": shell}):
+            self.assertIs(type(TowerStrategy(TOWERS).describe()), str)
 
     def test_a_tower_that_merges_has_one_line(self):
         """Else a device is listed twice, and its bytes with it."""

@@ -10,6 +10,7 @@ import html
 import importlib.util
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,27 +32,36 @@ def merge_name(placement: devices_lib.Placement) -> str:
     return devices_lib.BALANCED if placement.balanced else devices_lib.short_name(placement.merge)
 
 
-class Table(str):
-    """A title and a table as plain text; a notebook shows them as its own kind of table.
+class _Shown(str):
+    """Text that a notebook shows as a table."""
 
-    Args:
-      text: what is printed.
-      page: the same as HTML.
-    """
-
-    _page: str
-
-    def __new__(cls, text: str, page: str = "") -> Table:
-        made = super().__new__(cls, text)
-        made._page = page
-        return made
+    page = ""
 
     def _repr_html_(self) -> str:
-        return self._page
+        return self.page
 
 
-def describe(strategy: tf.distribute.Strategy) -> Table:
+def describe(strategy: tf.distribute.Strategy) -> str:
     """A table of the strategy's devices: their role, and the variables and bytes they hold."""
+    text, page = _described(strategy)
+    if not _in_ipython():
+        return text  # plain: R's reticulate takes no kind of str but str
+    shown = _Shown(text)
+    shown.page = page
+    return shown
+
+
+def describe_html(strategy: tf.distribute.Strategy) -> str:
+    """The same as HTML, for notebooks."""
+    return _described(strategy)[1]
+
+
+def _in_ipython() -> bool:
+    shell = sys.modules.get("IPython")
+    return shell is not None and shell.get_ipython() is not None
+
+
+def _described(strategy: tf.distribute.Strategy) -> tuple[str, str]:
     placement = getattr(getattr(strategy, "extended", None), "placement", None)
     if placement is None:
         raise TypeError("strategy must be a TowerStrategy, but got "
@@ -71,8 +81,8 @@ def describe(strategy: tf.distribute.Strategy) -> Table:
     title = (f"TowerStrategy: {number} tower{'s' if number > 1 else ''}, merge device "
              f"{merge_name(placement)}")
     header = ("device", "role", "variables", "bytes")
-    return Table(f"{title}\n{table(header, rows, numbers=(2, 3))}",
-                 _page(title, header, rows, numbers=(2, 3)))
+    return (f"{title}\n{table(header, rows, numbers=(2, 3))}",
+            _page(title, header, rows, numbers=(2, 3)))
 
 
 def _page(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]],

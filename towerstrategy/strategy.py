@@ -228,7 +228,7 @@ class TowerStrategy(tf.distribute.Strategy):
         return report.describe(self)
 
     def _repr_html_(self) -> str:
-        return report.describe(self)._repr_html_()
+        return report.describe_html(self)
 
     def __repr__(self) -> str:
         placement = self.extended.placement
