@@ -1,6 +1,8 @@
 # Two commands set everything up: `make demo` and `make test`.
 
-PYTHON ?= python3.11
+# Of the Pythons that are there and start, 3.11 if it is one of them.
+PYTHON ?= $(or $(shell for name in python3.11 python3; do \
+	$$name -c "" 2>/dev/null && echo $$name && break; done),$(error no python3 here: make PYTHON=...))
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(BIN)/python
@@ -8,10 +10,17 @@ RUN := TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(BIN)/python
 # What `make test-tf TF=2.18` makes and runs: the newest Keras and tf_keras that go with it.
 TF ?= 2.21
 TF_VENV := .venv-tf-$(TF)
-# Not what differs between them: benchmarks, documents, examples, packaging.
-TF_LEAVES_OUT := benchmarks digits_example doctest packaging readme
+# Not what is the same on all of them: benchmarks, documents, examples, packaging.
+LEAVES_OUT := benchmarks digits_example doctest packaging readme
 
-.PHONY: demo test lint test-parity test-slow test-libraries test-tf bench clean
+# What `make test-python PYTHON=python3.13` makes, and what runs on the oldest and newest of them.
+EXECUTABLE = $(or $(shell $(PYTHON) -c 'import sys; print(sys.executable)' 2>/dev/null),\
+	$(shell sh .ci/pythons $(PYTHON:python%=%)),$(error no $(PYTHON) here))
+VERSION = $(shell $(EXECUTABLE) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+CORE := split merge towers strategy variables input requirements tensorflow_names keras_hooks
+
+.PHONY: demo test lint test-parity test-slow test-libraries test-tf test-python test-pythons bench \
+	clean
 
 $(VENV)/%.installed: setup.cfg setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -24,6 +33,12 @@ $(TF_VENV)/test.installed: setup.cfg setup.py
 	$(TF_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(TF_VENV)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager \
 		-e ".[test]" "tensorflow~=$(TF).0" "tf_keras~=$(TF).0"
+	touch $@
+
+.venv-python%/test.installed: setup.cfg setup.py
+	test -x .venv-python$*/bin/python || $(EXECUTABLE) -m venv .venv-python$*
+	.venv-python$*/bin/python -m pip install --quiet --upgrade pip
+	.venv-python$*/bin/python -m pip install --quiet -e ".[test]"
 	touch $@
 
 # Orbit alone out of tf-models-official, which asks for another TensorFlow and for much else.
@@ -56,10 +71,18 @@ test-libraries: .venv-libraries/libraries.installed
 
 test-tf: $(TF_VENV)/test.installed
 	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(TF_VENV)/bin/python -m pytest -n 2 \
-		$(TF_LEAVES_OUT:%=--ignore=tests/%_test.py)
+		$(LEAVES_OUT:%=--ignore=tests/%_test.py)
+
+test-python: .venv-python$(VERSION)/test.installed
+	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(<D)/bin/python -m pytest -n 2 \
+		$(or $(TESTS:%=tests/%_test.py),$(LEAVES_OUT:%=--ignore=tests/%_test.py))
+
+test-pythons:
+	sh .ci/pythons | sed -n '1p;$$p' | uniq | while read -r python; do \
+		$(MAKE) test-python PYTHON="$$python" TESTS="$(CORE)" </dev/null || exit 1; done
 
 bench: $(VENV)/test.installed
 	$(RUN) -m benchmarks
 
 clean:
-	rm -rf $(VENV) .venv-tf-* .venv-libraries build dist out *.egg-info
+	rm -rf $(VENV) .venv-tf-* .venv-python* .venv-libraries build dist out *.egg-info

@@ -5,6 +5,7 @@ Goes in: the 1,797 scanned handwritten digits that scikit-learn ships, and every
 test accuracy, the towers' weights beside one device's, the saved model read back without the
 strategy, and a picture of it all in ``out/``.
 
+    pip install ".[demo]"     # `make demo` does both, in .venv
     python examples/digits.py
     TF_USE_LEGACY_KERAS=1 python examples/digits.py     # the same with tf_keras
 """

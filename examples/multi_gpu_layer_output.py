@@ -3,6 +3,7 @@
 Goes in: random images.  Comes out: the features that Xception's last block makes of them, computed
 on several GPUs.  The parallel model has the template's layers, so one is asked for by its name.
 
+    pip install .     # after `make demo`: .venv/bin/python has it
     python examples/multi_gpu_layer_output.py
     python examples/multi_gpu_layer_output.py --image-size 71 --classes 10 --samples 64  # CPU
 """

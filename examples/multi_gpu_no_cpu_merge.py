@@ -2,6 +2,7 @@
 
 Goes in: random images.  Comes out: Xception trained on several GPUs.
 
+    pip install .     # after `make demo`: .venv/bin/python has it
     python examples/multi_gpu_no_cpu_merge.py
     python examples/multi_gpu_no_cpu_merge.py --image-size 71 --classes 10 --samples 64  # CPU
 """

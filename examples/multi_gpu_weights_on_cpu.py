@@ -2,6 +2,7 @@
 
 Goes in: random images.  Comes out: Xception trained on several GPUs, and saved as a model of one.
 
+    pip install .     # after `make demo`: .venv/bin/python has it
     python examples/multi_gpu_weights_on_cpu.py
     python examples/multi_gpu_weights_on_cpu.py --image-size 71 --classes 10 --samples 64  # CPU
 """

@@ -1,6 +1,6 @@
 """The training of ``two_machines.py``, started by Ray Train: 2 workers of 2 CPU towers.
 
-    pip install "towerstrategy[ray]"
+    pip install ".[ray]"
     python examples/ray_train.py
 
 Goes in: a Ray cluster, or none: then Ray starts one on this machine.  Comes out: the accuracy, the

@@ -1,5 +1,6 @@
 """One worker of a training on several machines: a small network that tells ten kinds apart.
 
+    pip install .     # after `make demo`: .venv/bin/python has it
     python examples/two_machines.py
 
 Goes in: ``TF_CONFIG``, which says which machines there are and which of them this is; see

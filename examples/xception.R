@@ -3,6 +3,7 @@
 # Goes in: random images.  Comes out: the network trained on the towers, its template saved and read
 # back as a model of one device.
 #
+#     make demo                         # makes .venv; reticulate: apt-get install r-cran-reticulate
 #     RETICULATE_PYTHON=.venv/bin/python Rscript examples/xception.R              # small, anywhere
 #     RETICULATE_PYTHON=.venv/bin/python Rscript examples/xception.R 224 1000 1000  # full size, GPUs
 #

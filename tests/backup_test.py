@@ -31,7 +31,7 @@ class BackupTest(parameterized.TestCase):
             cls.model.compile(keras.optimizers.Adam(0.1), "mse")
             cls.model.optimizer.build(cls.model.trainable_variables)
         cls.fresh = [variable.numpy() for variable in cls.variables()]
-        cls.wanted = cls.train(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.wanted = cls.train(cls.enter_context(tempfile.TemporaryDirectory()))
 
     @classmethod
     def variables(cls):

@@ -62,7 +62,7 @@ class InterchangeTest(parameterized.TestCase):
     def test_training_goes_on(self, kit, move):
         """Lost otherwise: training moved between machines; optimizer slots start from zero."""
         writer, reader = (STRATEGIES[name]() for name in move)
-        folder = self.enterContext(tempfile.TemporaryDirectory())
+        folder = self.enter_context(tempfile.TemporaryDirectory())
         with writer.scope():
             model = compiled(kit)
         fit(model)
@@ -103,7 +103,7 @@ class InterchangeTest(parameterized.TestCase):
     def test_metrics(self, kit, move):
         """Lost otherwise: counts of metrics, checkpointed in the middle of an evaluation."""
         writer, reader = (STRATEGIES[name]() for name in move)
-        folder = self.enterContext(tempfile.TemporaryDirectory())
+        folder = self.enter_context(tempfile.TemporaryDirectory())
 
         def update(strategy, metric, value):
             if isinstance(strategy, Anywhere):
@@ -140,7 +140,7 @@ class InterchangeTest(parameterized.TestCase):
                                 aggregation=tf.VariableAggregation.SUM, dtype=tf.int64)
         strategy.run(lambda: count.assign_add(1))
         count.assign(7)
-        folder = self.enterContext(tempfile.TemporaryDirectory())
+        folder = self.enter_context(tempfile.TemporaryDirectory())
         path = tf.train.Checkpoint(count=count).save(f"{folder}/count")
         count.assign(0)
         tf.train.Checkpoint(count=count).restore(path)
@@ -191,7 +191,7 @@ class BackupTest(parameterized.TestCase):
 
     def test_killed_in_the_middle_of_an_epoch(self):
         """Lost otherwise: long trainings on machines that may be taken away."""
-        folder = self.enterContext(tempfile.TemporaryDirectory())
+        folder = self.enter_context(tempfile.TemporaryDirectory())
         here = os.path.dirname(os.path.abspath(__file__))
         path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
         for how, code in (("keras", 9), ("tf_keras", 9), ("resumed", 0)):

@@ -1,6 +1,9 @@
 """The hooks into Keras: every name is still where we hook it, and others are left alone."""
 
 import inspect
+import pathlib
+import sys
+from unittest import mock
 
 import keras
 import numpy as np
@@ -9,6 +12,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+from towerstrategy import _keras
 from towerstrategy._keras import common, keras3
 from towerstrategy._keras import tf_keras as legacy
 
@@ -35,10 +39,47 @@ class HooksTest(parameterized.TestCase):
         self.assertNotEmpty(why)
         self.assertIsNot(inspect.unwrap(hooked), hooked)
 
-    def test_a_moved_name_is_reported(self):
-        """Else a release that moved a name fails in the middle of somebody's training."""
-        with self.assertRaisesRegex(RuntimeError, "hooks .*moved_away"):
-            common.wrap(type("Owner", (), {}), "moved_away", lambda original: original)
+    @parameterized.parameters(
+        ("keras", keras3.base_trainer.Trainer), ("tf_keras", legacy.training.Model))
+    def test_a_moved_name_is_one_error(self, package, owner):
+        """Else a release that moved a name fails in the middle of a training, or trains wrongly."""
+        hooked = owner.compile
+        another = next(iter(keras3.HOOKS if package == "keras" else legacy.HOOKS))
+        setattr(another[0], another[1], getattr(another[0], another[1])._towerstrategy_original)
+        sentence = (rf"tested with {package} [\d.]+ to [\d.]+, but the one installed is "
+                    rf"{sys.modules[package].__version__}, .*{owner.__name__}.compile. .*pip")
+        try:
+            del owner.compile
+            with mock.patch.object(_keras, "_installed", set()), \
+                    self.assertRaisesRegex(RuntimeError, sentence):
+                towerstrategy.TowerStrategy(1)
+            self.assertFalse(hasattr(getattr(*another), common._MARK))  # none or all
+        finally:
+            owner.compile = hooked
+            with mock.patch.object(_keras, "_installed", set()):
+                _keras.install_hooks()
+
+    def test_a_moved_module_is_one_error(self):
+        """Else an ImportError in our files is all that somebody with a new Keras is told."""
+        kept = sys.modules.pop("towerstrategy._keras.keras3")
+        try:
+            with mock.patch.dict(sys.modules, {"keras.src.optimizers": None}), \
+                    mock.patch.object(_keras, "_installed", {"tf_keras"}), \
+                    self.assertRaisesRegex(RuntimeError, "tested with keras .*src.optimizers"):
+                del _keras.keras3
+                towerstrategy.TowerStrategy(1)
+        finally:
+            sys.modules["towerstrategy._keras.keras3"] = _keras.keras3 = kept
+
+    @parameterized.parameters("keras", "tf_keras")
+    def test_tested_versions_are_those_asked_for(self, package):
+        """Else pip installs a Keras that the package then refuses."""
+        installed = tuple(map(int, sys.modules[package].__version__.split(".")[:2]))
+        oldest, newest = (tuple(map(int, version.split("."))) for version in _keras.TESTED[package])
+        self.assertBetween(installed, oldest, newest)
+        if package == "keras":
+            setup = (pathlib.Path(__file__).parents[1] / "setup.cfg").read_text()
+            self.assertIn(f"\n    keras>={_keras.TESTED['keras'][0]}\n", setup)
 
     @parameterized.parameters(keras, tf_keras)
     def test_without_a_strategy_nothing_changes(self, kit):

@@ -118,7 +118,7 @@ class MultiGpuTest(parameterized.TestCase):
     @BOTH
     def test_loaded_from_disk(self, kit):
         """Lost otherwise: the usual way to a template."""
-        path = self.enterContext(tempfile.TemporaryDirectory()) + "/model.keras"
+        path = self.enter_context(tempfile.TemporaryDirectory()) + "/model.keras"
         saved = compile_(kit, small_models.make(kit, "functional"))
         fit(saved, "functional")
         saved.save(path)

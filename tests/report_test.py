@@ -3,7 +3,12 @@
 import copy
 import os
 import pathlib
+import pickle
+import sys
 import tempfile
+import types
+from unittest import mock
+from xml.etree import ElementTree
 
 import keras
 import numpy as np
@@ -36,6 +41,30 @@ class DescribeTest(parameterized.TestCase):
         self.assertStartsWith(text, "TowerStrategy: 3 towers, merge device CPU:0\n")
         self.assertEqual(rows(text), {"CPU:1": ("tower 0", 0, 0), "CPU:2": ("tower 1", 0, 0),
                                       "CPU:3": ("tower 2", 0, 0), "CPU:0": ("merge", 0, 0)})
+
+    def test_a_notebook_shows_a_table(self):
+        """Else a notebook shows a line of text with every line break written out."""
+        strategy = TowerStrategy(TOWERS)
+        with strategy.scope():
+            tf.Variable(tf.zeros([1000]), name="<kept>")
+        shell = types.SimpleNamespace(get_ipython=lambda: object())
+        with mock.patch.dict(sys.modules, {"IPython": shell}):
+            text = strategy.describe()
+        root = ElementTree.fromstring(text._repr_html_())
+        self.assertEqual(text._repr_html_(), strategy._repr_html_())
+        self.assertEqual(root.find("caption").text, text.splitlines()[0])
+        shown = [[cell.text for cell in row] for row in root.iter("tr")]
+        self.assertEqual(shown[0], text.splitlines()[1].split())
+        self.assertEqual([" ".join(row).split() for row in shown[1:]],
+                         [line.split() for line in text.splitlines()[3:]])
+        for copied in (copy.deepcopy(text), pickle.loads(pickle.dumps(text))):
+            self.assertEqual((copied, copied._repr_html_()), (text, text._repr_html_()))
+
+    @parameterized.parameters(None, types.SimpleNamespace(get_ipython=lambda: None))
+    def test_is_plain_text_elsewhere(self, shell):
+        """Else R, which takes a str but nothing derived from it, gets an object it cannot print."""
+        with mock.patch.dict(sys.modules, {"IPython": shell}):
+            self.assertIs(type(TowerStrategy(TOWERS).describe()), str)
 
     def test_a_tower_that_merges_has_one_line(self):
         """Else a device is listed twice, and its bytes with it."""
@@ -267,7 +296,7 @@ class TrainingTest(parameterized.TestCase):
         """Else the training stops where TensorBoard takes a profile, or spoils it."""
         model = small_model(keras, TowerStrategy(TOWERS))
         found = quiet()
-        folder = self.enterContext(tempfile.TemporaryDirectory())
+        folder = self.enter_context(tempfile.TemporaryDirectory())
         with tf.profiler.experimental.Profile(folder):
             model.fit(*data(20), batch_size=5, verbose=0, callbacks=[found])
         self.assertIsNone(found.epochs[0].sample)
@@ -278,12 +307,91 @@ class TrainingTest(parameterized.TestCase):
         """Else there is nothing to look at."""
         model = small_model(keras, TowerStrategy(TOWERS))
         printed = []
-        path = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), "towers.png")
+        path = os.path.join(self.enter_context(tempfile.TemporaryDirectory()), "towers.png")
         model.fit(*data(20), batch_size=5, epochs=2, verbose=0,
                   callbacks=[quiet(picture=path, print_fn=printed.append)])
         self.assertLen(printed, 2)
         self.assertStartsWith(printed[1], "\nepoch 2: 20 rows in")
         self.assertEqual(pathlib.Path(path).read_bytes()[:4], b"\x89PNG")
+
+
+def events(folder):
+    """What TensorBoard would read: (run, tag) -> (plugin, {step: value})."""
+    found = {}
+    for path in sorted(pathlib.Path(folder).rglob("*tfevents*")):
+        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+            event = tf.compat.v1.Event.FromString(record)
+            for value in event.summary.value:
+                plugin, values = found.setdefault(
+                    (path.parent.name, value.tag), (value.metadata.plugin_data.plugin_name, {}))
+                values[event.step] = tf.make_ndarray(value.tensor)
+    return found
+
+
+class TensorBoardTest(parameterized.TestCase):
+    """log_dir."""
+
+    @parameterized.parameters(*KITS)
+    def test_writes_what_it_found(self, name, kit):
+        """Else TensorBoard shows nothing, or other numbers than the table."""
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        model = small_model(kit, TowerStrategy(TOWERS))
+        kept = quiet(log_dir=folder, most=1.)
+        model.fit(*data(20), batch_size=5, epochs=2, verbose=0, callbacks=[kept])
+        found = events(folder)
+        for number in range(3):
+            plugin, rows = found.pop((f"tower_{number}", "towers/rows"))
+            self.assertEqual(plugin, "scalars")
+            self.assertEqual(rows, {epoch.number: epoch.rows[number] for epoch in kept.epochs})
+            for tag, of in (("busy_ms_a_step", lambda part: 1e3 * part.seconds),
+                            ("idle_share", lambda part: part.idle)):
+                _, values = found.pop((f"tower_{number}", f"towers/{tag}"))
+                self.assert_near(values, {epoch.number: of(epoch.parts[number])
+                                          for epoch in kept.epochs})
+        for part in ("step", "merge", "update", "split", "input"):
+            _, values = found.pop(("step", f"step/{part}_ms"))
+            self.assert_near(values, {epoch.number: 1e3 * getattr(epoch.sample, part)
+                                      for epoch in kept.epochs})
+        plugin, pictures = found.pop(("step", "towers"))
+        self.assertEqual(plugin, "images")
+        width, height, png = pictures[1]
+        self.assertEqual(tf.io.decode_png(png).shape[:2], (int(height), int(width)))
+        self.assertEmpty(found)
+
+    def assert_near(self, found, wanted):
+        self.assertEqual(list(found), list(wanted))
+        np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-6)
+
+    def test_a_sample_is_written_once(self):
+        """Else an old sample looks like what every epoch after it took."""
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        model = small_model(keras, TowerStrategy(TOWERS))
+        model.fit(*data(20), batch_size=5, epochs=3, verbose=0,
+                  callbacks=[quiet(log_dir=pathlib.Path(folder), most=1e-9)])
+        found = events(folder)
+        self.assertEqual(list(found["tower_2", "towers/rows"][1]), [0, 1, 2])
+        self.assertEqual(list(found["tower_2", "towers/idle_share"][1]), [0])
+        self.assertEqual(list(found["step", "step/merge_ms"][1]), [0])
+
+    def test_beside_keras_own_callback(self):
+        """Else one of the two overwrites the other's files, or both measure each other."""
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        model = small_model(keras, TowerStrategy(TOWERS))
+        model.fit(*data(20), batch_size=5, epochs=2, verbose=0, callbacks=[
+            keras.callbacks.TensorBoard(folder, write_graph=False), quiet(log_dir=folder)])
+        found = events(folder)
+        self.assertIn(("train", "epoch_loss"), found)
+        self.assertIn(("tower_0", "towers/rows"), found)
+
+    def test_without_matplotlib(self):
+        """Else somebody who wants the numbers in TensorBoard has to install matplotlib."""
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        model = small_model(keras, TowerStrategy(TOWERS))
+        with mock.patch("importlib.util.find_spec", return_value=None):
+            model.fit(*data(20), batch_size=5, verbose=0, callbacks=[quiet(log_dir=folder)])
+        found = events(folder)
+        self.assertIn(("tower_0", "towers/idle_share"), found)
+        self.assertNotIn(("step", "towers"), found)
 
 
 class CallbackTest(parameterized.TestCase):
@@ -305,6 +413,7 @@ class CallbackTest(parameterized.TestCase):
             model.fit(*data(4), verbose=0, callbacks=[report.TowerReport()])
 
     @parameterized.parameters(({"picture": 3}, TypeError, "picture must be None or the path"),
+                              ({"log_dir": 3}, TypeError, "log_dir must be None or the path of"),
                               ({"most": 0}, ValueError, "most must be a share.*got 0"),
                               ({"most": 2}, ValueError, "most must be a share.*got 2"))
     def test_arguments(self, arguments, error, message):

@@ -85,7 +85,7 @@ class SavingTest(parameterized.TestCase):
 
     def test_files_load_in_plain_keras(self):
         """Lost otherwise: deployment, and everybody who has not got this package."""
-        folder = self.enterContext(tempfile.TemporaryDirectory())
+        folder = self.enter_context(tempfile.TemporaryDirectory())
         cases = []
         for kit_name, kit in small_models.KERAS:
             for kind, whose in CASES.items():
@@ -141,7 +141,7 @@ class SavingTest(parameterized.TestCase):
                               (keras, "subclassed"))
     def test_no_nesting_over_rounds(self, kit, kind):
         """Lost otherwise: a model that grows by a layer of wrapping with each save and load."""
-        folder = self.enterContext(tempfile.TemporaryDirectory())
+        folder = self.enter_context(tempfile.TemporaryDirectory())
         model = small_models.make(kit, kind)
         layers = [layer.name for layer in model.layers]
         sizes = []

@@ -347,7 +347,20 @@ def add_note(error: BaseException, note: str, traced: bool) -> None:
     elif traced and type(error) in _PLAIN_ERRORS and len(error.args) == 1:
         error.args = (f"{error.args[0]}\n{note}",)
         return
-    error.add_note(note)
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        _tell(error, note)
+
+
+def _tell(error: Any, note: str) -> None:
+    """``add_note`` for Python 3.10, which shows no notes: where it can be, in the message."""
+    if isinstance(error, tf.errors.OpError):
+        error._message = f"{error.message}\n{note}"  # what its property ``message`` reads
+    elif error.__class__.__str__ is Exception.__str__ and len(error.args) == 1:
+        error.args = (f"{error.args[0]}\n{note}",)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
 
 # Those whose only argument is their message.

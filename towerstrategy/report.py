@@ -6,7 +6,11 @@ Goes in: a strategy, or a Keras training.  Comes out: text, and a picture.
 from __future__ import annotations
 
 import dataclasses
+import html
+import importlib.util
 import os
+import pathlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +22,7 @@ from towerstrategy import variables
 from towerstrategy._keras.callback import Callback
 from towerstrategy._keras.common import is_tower_strategy
 from towerstrategy._report import picture as picture_lib
+from towerstrategy._report.events import Events
 from towerstrategy._report.sample import Sample
 from towerstrategy._report.watch import Watch
 
@@ -27,8 +32,36 @@ def merge_name(placement: devices_lib.Placement) -> str:
     return devices_lib.BALANCED if placement.balanced else devices_lib.short_name(placement.merge)
 
 
+class _Shown(str):
+    """Text that a notebook shows as a table."""
+
+    page = ""
+
+    def _repr_html_(self) -> str:
+        return self.page
+
+
 def describe(strategy: tf.distribute.Strategy) -> str:
     """A table of the strategy's devices: their role, and the variables and bytes they hold."""
+    text, page = _described(strategy)
+    if not _in_ipython():
+        return text  # plain: R's reticulate takes no kind of str but str
+    shown = _Shown(text)
+    shown.page = page
+    return shown
+
+
+def describe_html(strategy: tf.distribute.Strategy) -> str:
+    """The same as HTML, for notebooks."""
+    return _described(strategy)[1]
+
+
+def _in_ipython() -> bool:
+    shell = sys.modules.get("IPython")
+    return shell is not None and shell.get_ipython() is not None
+
+
+def _described(strategy: tf.distribute.Strategy) -> tuple[str, str]:
     placement = getattr(getattr(strategy, "extended", None), "placement", None)
     if placement is None:
         raise TypeError("strategy must be a TowerStrategy, but got "
@@ -47,7 +80,21 @@ def describe(strategy: tf.distribute.Strategy) -> str:
     number = len(placement.towers)
     title = (f"TowerStrategy: {number} tower{'s' if number > 1 else ''}, merge device "
              f"{merge_name(placement)}")
-    return f"{title}\n{table(('device', 'role', 'variables', 'bytes'), rows, numbers=(2, 3))}"
+    header = ("device", "role", "variables", "bytes")
+    return (f"{title}\n{table(header, rows, numbers=(2, 3))}",
+            _page(title, header, rows, numbers=(2, 3)))
+
+
+def _page(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]],
+          numbers: Sequence[int]) -> str:
+    """The table as HTML, in the colors of the page that it is in."""
+    def line(row: Sequence[Any], kind: str) -> str:
+        cells = (f'<{kind} style="text-align: {"right" if column in numbers else "left"}">'
+                 f"{html.escape(str(cell))}</{kind}>" for column, cell in enumerate(row))
+        return f"<tr>{''.join(cells)}</tr>"
+
+    return (f"<table><caption>{html.escape(title)}</caption><thead>{line(header, 'th')}</thead>"
+            f"<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[int] = ()) -> str:
@@ -161,6 +208,8 @@ class TowerReport(Callback):
       picture: a PNG file to draw (needs matplotlib), or None.
       most: the share of the training's time that samples may take, and pictures.
       print_fn: gets each epoch's table; None prints nothing.
+      log_dir: a folder for TensorBoard, or None: a run a tower with its rows, busy time and idle
+        share, one with the step's other parts, and the picture where matplotlib is installed.
 
     Attributes:
       epochs: what was found, one :class:`Epoch` each.
@@ -191,18 +240,22 @@ class TowerReport(Callback):
     """
 
     def __init__(self, picture: str | os.PathLike[str] | None = None, *, most: float = 0.01,
-                 print_fn: Callable[[str], Any] | None = print) -> None:
-        if picture is not None and not isinstance(picture, (str, os.PathLike)):
-            raise TypeError("picture must be None or the path of a PNG file, but got "
-                            f"{picture!r} of type {type(picture).__name__}.")
+                 print_fn: Callable[[str], Any] | None = print,
+                 log_dir: str | os.PathLike[str] | None = None) -> None:
+        for name, path, kind in (("picture", picture, "PNG file"), ("log_dir", log_dir, "folder")):
+            if path is not None and not isinstance(path, (str, os.PathLike)):
+                raise TypeError(f"{name} must be None or the path of a {kind}, but got "
+                                f"{path!r} of type {type(path).__name__}.")
         if not 0 < most <= 1:
             raise ValueError(f"most must be a share of the training's time, above 0 and at most 1, "
                              f"but got {most!r}.")
         self.picture = picture
+        self.log_dir = log_dir
         self.epochs: list[Epoch] = []
         self._most = most
         self._print = print_fn
         self._watch: Watch | None = None
+        self._events: Events | None = None
         self._drawn = False
         self._picture_cost = 1.0  # seconds; a guess until the first is drawn
         self._pictures_cost = 0.0
@@ -218,6 +271,8 @@ class TowerReport(Callback):
         self.epochs = []
         self._pictures_cost = 0.0
         self._watch = Watch(self.model, self._most)
+        if self.log_dir is not None:
+            self._events = Events(self.log_dir, strategy.extended.first_replica)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         del logs
@@ -231,6 +286,8 @@ class TowerReport(Callback):
             self.epochs.append(_epoch(epoch, watch))
             if self._print is not None:
                 self._print(f"\n{self.epochs[-1]}")
+            if self._events is not None:
+                self._events.write(self.epochs[-1])
         self._drawn = watch.affords(self._pictures_cost + self._picture_cost)
         if self._drawn:
             self._draw()
@@ -241,6 +298,9 @@ class TowerReport(Callback):
         self._watch = None
         if not self._drawn:
             self._draw()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
 
     @property
     def _watching(self) -> Watch:
@@ -250,10 +310,15 @@ class TowerReport(Callback):
         return self._watch
 
     def _draw(self) -> None:
-        if self.picture is None:
+        shown = self._events is not None and importlib.util.find_spec("matplotlib") is not None
+        if self.picture is None and not shown:
             return
         start = time.perf_counter()
-        picture_lib.draw(self.picture, self.epochs)
+        png = picture_lib.draw(self.epochs)
+        if png is not None and self.picture is not None:
+            pathlib.Path(self.picture).write_bytes(png)
+        if png is not None and shown and self._events is not None:
+            self._events.show(png, self.epochs[-1].number)
         self._picture_cost = time.perf_counter() - start
         self._pictures_cost += self._picture_cost
 

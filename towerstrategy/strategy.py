@@ -257,6 +257,9 @@ class TowerStrategy(tf.distribute.Strategy):
         """
         return report.describe(self)
 
+    def _repr_html_(self) -> str:
+        return report.describe_html(self)
+
     def __repr__(self) -> str:
         placement = self.extended.placement
         towers = ", ".join(devices_lib.short_name(device) for device in placement.towers)

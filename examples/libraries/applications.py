@@ -3,6 +3,7 @@
 Goes in: random images.  Comes out: for each network how far its weights are from one device's after
 two steps, with batch norm that looks at the whole batch; and the losses of a plain ``fit``.
 
+    pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/applications.py
     TF_USE_LEGACY_KERAS=1 python examples/libraries/applications.py     # the same with tf_keras
 """

@@ -4,6 +4,7 @@ Goes in: made-up sentences, and vocabularies made of them on the spot.  Comes ou
 ``fit``, their weights without dropout beside one device's, the classifier's answers, and texts that
 the language model goes on with.
 
+    pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/hub.py
 
 KerasHub's tokenizers need ``tensorflow-text`` and KerasHub needs Keras 3.

@@ -7,6 +7,7 @@ Orbit is the package ``orbit`` inside of ``tf-models-official``; ``orbit-ml`` is
 package of the same import name.  tf-models-official 2.20.0 asks for TensorFlow 2.20 and for many
 packages that Orbit does not need, so beside another TensorFlow it is installed alone:
 
+    pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     pip install --no-deps tf-models-official
     python examples/libraries/orbit_loop.py
     TF_USE_LEGACY_KERAS=1 python examples/libraries/orbit_loop.py     # the same with tf_keras

@@ -7,6 +7,7 @@ model, both beside one device; and a saved model that takes raw rows.
 Layers are adapted before training, on whole data, wherever they are: ``adapt`` runs no towers, and
 what it found is in one copy of each variable like any weight.
 
+    pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/preprocessing.py
     TF_USE_LEGACY_KERAS=1 python examples/libraries/preprocessing.py     # the same with tf_keras
 """

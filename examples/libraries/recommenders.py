@@ -13,6 +13,7 @@ gathered find their way back to the towers.
 
 The library itself refuses Keras 3 when it is imported, so this runs with tf_keras.
 
+    pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/recommenders.py
 """
 

@@ -13,6 +13,7 @@ Two things in Sonnet ask for another loop than Keras' optimizers do:
   batch's mean where all towers have the same number of rows, so batches here are multiples of the
   towers.
 
+    pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/sonnet_loop.py
 """
 

@@ -7,6 +7,7 @@ Two things about KerasTuner 1.4.8: its trials write TensorBoard's files, so it f
 ``tensorboard`` is not installed, which TensorFlow 2.21 no longer brings; and it takes models of
 Keras 3 only, whatever ``TF_USE_LEGACY_KERAS`` says.
 
+    pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/tuner.py
 """
 

@@ -7,6 +7,7 @@ says so.
 import importlib.util
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ NEEDS = {
     "sonnet_loop.py": ["sonnet"],
     "tuner.py": ["keras_tuner", "tensorboard"],
 }
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 WITH_TF_KERAS = (("applications.py", "MobileNetV3Small"), ("orbit_loop.py",), ("preprocessing.py",))
 
 
@@ -34,7 +36,7 @@ class LibrariesTest(parameterized.TestCase):
         missing = [name for name in needs if importlib.util.find_spec(name) is None]
         if missing:
             self.skipTest(f"not installed: {', '.join(missing)} (make test-libraries installs it)")
-        folder = self.enterContext(tempfile.TemporaryDirectory())
+        folder = self.enter_context(tempfile.TemporaryDirectory())
         path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, check=False,
@@ -58,7 +60,8 @@ class LibrariesTest(parameterized.TestCase):
         self.run_example([sys.executable, str(EXAMPLES / "libraries" / example), *arguments],
                          [*NEEDS[example], "tf_keras"], TF_USE_LEGACY_KERAS="1")
 
-    def test_r(self):
+    @parameterized.parameters(EXAMPLES / "xception.R", EXAMPLES.parent / "docs" / "r.md")
+    def test_r(self, path):
         """Lost otherwise: R, where Keras users knew multi_gpu_model first."""
         rscript = shutil.which("Rscript")
         if rscript is None:
@@ -66,5 +69,14 @@ class LibrariesTest(parameterized.TestCase):
         has_reticulate = 'quit(status = !requireNamespace("reticulate", quietly = TRUE))'
         if subprocess.run([rscript, "-e", has_reticulate], check=False).returncode:
             self.skipTest("not installed: reticulate (apt-get install r-cran-reticulate)")
-        self.run_example([rscript, str(EXAMPLES / "xception.R")], [],
-                         RETICULATE_PYTHON=sys.executable)
+        if path.suffix == ".md":
+            blocks = re.findall(r"^```r\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+            self.assertNotEmpty(blocks)
+            path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "page.R")
+            path.write_text("\n".join(blocks))
+        self.run_example([rscript, str(path)], [], RETICULATE_PYTHON=sys.executable)
+
+    @parameterized.parameters(*TRACKERS)
+    def test_trackers(self, tracker):
+        """Lost otherwise: the curves that people look at while they train."""
+        self.run_example([sys.executable, str(EXAMPLES / "trackers.py"), tracker], [tracker])

@@ -18,7 +18,7 @@ class ExamplesTest(parameterized.TestCase):
     @parameterized.product(example=EXAMPLES, legacy=["0", "1"])
     def test_runs_on_cpu_towers(self, example, legacy):
         """Lost otherwise: the first thing that somebody with old code tries."""
-        folder = self.enterContext(tempfile.TemporaryDirectory())
+        folder = self.enter_context(tempfile.TemporaryDirectory())
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
             [sys.executable, str(REPOSITORY / "examples" / example), "--image-size", "71",

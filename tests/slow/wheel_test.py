@@ -23,7 +23,7 @@ class WheelTest(parameterized.TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.folder = pathlib.Path(cls.enter_context(tempfile.TemporaryDirectory()))
         source = cls.folder / "source"
         shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(
             ".venv*", ".git", "build", "dist", "out", "*.egg-info", "*_cache", "__pycache__"))

@@ -10,28 +10,54 @@ has).  Comes out: the same modules with hooks that act inside towers and models 
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy._keras import common
+
+# The oldest and the newest release of each that was tested; docs/versions.md tells what was run.
+TESTED = {"keras": ("3.8", "3.15"), "tf_keras": ("2.16", "2.21")}
 
 _installed: set[str] = set()
 
 
 def install_hooks() -> None:
-    """Hooks each Keras that has been imported, once."""
-    if "keras" not in _installed and _imported("keras", "keras.src.backend.tensorflow.trainer"):
-        from towerstrategy._keras import keras3
+    """Hooks each Keras that has been imported, once.
 
-        keras3.install()
+    Raises:
+      RuntimeError: a Keras in which a name has moved; none of its names is hooked then.
+    """
+    if "keras" not in _installed and _imported("keras", "keras.src.backend.tensorflow.trainer"):
+        with _naming_versions("keras"):
+            from towerstrategy._keras import keras3
+
+            keras3.install()
         _installed.add("keras")
     if "tf_keras" not in _installed and _imported("tf_keras", "tf_keras.src.engine.training"):
-        from towerstrategy._keras import tf_keras
+        with _naming_versions("tf_keras"):
+            from towerstrategy._keras import tf_keras
 
-        tf_keras.install()
+            tf_keras.install()
         _installed.add("tf_keras")
+
+
+@contextlib.contextmanager
+def _naming_versions(package: str) -> Iterator[None]:
+    """Within, a private name that is not there becomes an error that says which Keras will do."""
+    try:
+        yield
+    except (ImportError, AttributeError, common.MovedError) as error:
+        oldest, newest = TESTED[package]
+        raise RuntimeError(
+            f"towerstrategy was tested with {package} {oldest} to {newest}, but the one installed "
+            f"is {sys.modules[package].__version__}, where a name that it hooks is not in its "
+            f"place: {error}. Install one of those: pip install \"{package}~={newest}.0\"."
+        ) from error
 
 
 def adopt(strategy: tf.distribute.Strategy, model: Any) -> str:

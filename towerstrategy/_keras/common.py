@@ -21,17 +21,20 @@ from towerstrategy import factors, merge, own_losses, parts, split, towers, vari
 _MARK = "_towerstrategy_original"
 
 
-def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces ``owner.name`` by ``make(owner.name)``, once.
+class MovedError(Exception):
+    """This Keras release does not have a name that we hook."""
 
-    Raises:
-      RuntimeError: there is no such name: this Keras release has moved it.
-    """
-    original = owner.__dict__.get(name)
-    if original is None:
-        raise RuntimeError(
-            f"towerstrategy hooks {getattr(owner, '__name__', owner)}.{name}, which this Keras "
-            "release does not have. Use a release that towerstrategy supports (see its README).")
+
+def require(hooks: Iterable[tuple[Any, str]]) -> None:
+    """Raises :class:`MovedError` unless each ``owner.name`` is there, before any is replaced."""
+    for owner, name in hooks:
+        if name not in owner.__dict__:
+            raise MovedError(f"{getattr(owner, '__name__', owner)}.{name}")
+
+
+def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces ``owner.name`` by ``make(owner.name)``, once."""
+    original = owner.__dict__[name]
     if hasattr(original, _MARK):
         return
     hooked = functools.wraps(original)(make(original))

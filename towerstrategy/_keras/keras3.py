@@ -130,6 +130,7 @@ def install() -> None:
         "on_train_begin": _backup_begin,
         "on_train_end": _backup_end,
     }
+    common.require(HOOKS)
     for owner, name in HOOKS:
         common.wrap(owner, name, makers.get((owner, name)) or makers[name])
 

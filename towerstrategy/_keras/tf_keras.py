@@ -92,6 +92,7 @@ def install() -> None:
         "__init__": _backup_init,
         "delete_backup": _delete_backup,
     }
+    common.require(HOOKS)
     for owner, name in HOOKS:
         common.wrap(owner, name, makers[name])
 

@@ -1,12 +1,12 @@
 """The report of a training as a PNG.
 
-Goes in: what ``TowerReport`` found, epoch by epoch.  Comes out: a file with the parts of the last
-sampled step as bars, and each tower's busy share over the epochs as lines.
+Goes in: what ``TowerReport`` found, epoch by epoch.  Comes out: the parts of the last sampled
+step as bars, and each tower's busy share over the epochs as lines.
 """
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,8 @@ _TOWER, _OTHER, _IDLE = "#d9730d", "#1f6fb2", "#f5e3d0"
 _MOST_LINES = 10  # as many colors as matplotlib's cycle has
 
 
-def draw(path: str | os.PathLike[str], epochs: Sequence[Epoch]) -> None:
-    """Writes the picture to ``path``; nothing where no step has been sampled yet.
+def draw(epochs: Sequence[Epoch]) -> bytes | None:
+    """The picture as a PNG; None where no step has been sampled yet.
 
     Raises:
       ModuleNotFoundError: matplotlib is not installed.
@@ -29,7 +29,7 @@ def draw(path: str | os.PathLike[str], epochs: Sequence[Epoch]) -> None:
     sampled = [(epoch, epoch.sample) for epoch in epochs
                if epoch.sample is not None and epoch.sampled_in == epoch.number]
     if not sampled:
-        return
+        return None
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -43,7 +43,9 @@ def draw(path: str | os.PathLike[str], epochs: Sequence[Epoch]) -> None:
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     _bars(left, last, sample)
     _lines(right, sampled)
-    figure.savefig(path, dpi=110, facecolor="white")
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=110, facecolor="white")
+    return written.getvalue()
 
 
 def _bars(axes: Any, epoch: Epoch, sample: Sample) -> None:

@@ -1,0 +1,108 @@
+"""Towers in TensorBoard, Weights & Biases and MLflow, with the callbacks that these bring.
+
+Goes in: made-up rows.  Comes out: one training on towers a tracker, none of which sends anything
+anywhere, and what each has kept: the same losses, read back from its files in ``out/trackers``.
+
+    pip install ".[trackers]"     # after `make test-libraries`: .venv-libraries has it
+    python examples/trackers.py                 # all of them
+    python examples/trackers.py tensorboard     # one: tensorboard, wandb or mlflow
+
+Then ``tensorboard --logdir out/trackers/tensorboard`` shows the losses beside the towers;
+``wandb sync out/trackers/wandb/offline-run-*`` uploads, if that is wanted; and
+``mlflow ui --backend-store-uri sqlite:///out/trackers/mlflow.db`` serves MLflow's page.
+"""
+
+import os
+import pathlib
+import sys
+
+import numpy as np
+import tensorflow as tf
+
+import towerstrategy
+from towerstrategy.report import TowerReport
+
+OUT = pathlib.Path("out/trackers").resolve()
+EPOCHS = 4
+
+
+def train(strategy, callbacks):
+    """The losses of a small training on the towers."""
+    x = np.random.RandomState(0).rand(990, 8).astype("float32")
+    y = np.sin(x.sum(axis=1, keepdims=True))
+    with strategy.scope():
+        model = tf.keras.Sequential([
+            tf.keras.Input([8]), tf.keras.layers.Dense(64, "tanh"), tf.keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    history = model.fit(x, y, batch_size=64, epochs=EPOCHS, verbose=0, callbacks=callbacks,
+                        validation_split=0.1)
+    return history.history["loss"]
+
+
+def with_tensorboard(strategy):
+    """Keras' callback and TowerReport write to one folder."""
+    folder = OUT / "tensorboard"
+    losses = train(strategy, [tf.keras.callbacks.TensorBoard(folder, write_graph=False),
+                              TowerReport(log_dir=folder, print_fn=None, most=1.)])
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    there = EventMultiplexer().AddRunsFromDirectory(str(folder))
+    there.Reload()
+    print("tensorboard has the runs", *sorted(there.Runs()))
+    rows = [sum(tf.make_ndarray(event.tensor_proto) for event in there.Tensors(run, "towers/rows"))
+            for run in sorted(there.Runs()) if run.startswith("tower_")]
+    print("rows of each tower, all epochs:", *map(int, rows))
+    kept = [float(tf.make_ndarray(event.tensor_proto))
+            for event in there.Tensors("train", "epoch_loss")]
+    return losses, kept[-EPOCHS:]
+
+
+def with_wandb(strategy):
+    """Weights & Biases' callback for Keras, and the towers' rows and idle shares as its metrics."""
+    import wandb
+    from wandb.integration.keras import WandbMetricsLogger
+
+    report = TowerReport(print_fn=None, most=1.)
+    with wandb.init(project="towers", mode="offline", dir=OUT) as run:
+        losses = train(strategy, [WandbMetricsLogger(), report])
+        for part in report.epochs[-1].parts:
+            if part.is_tower:
+                run.summary[f"{part.name}/rows"] = part.rows
+                run.summary[f"{part.name}/idle_share"] = part.idle
+        kept = run.summary["epoch/loss"]
+    print("wandb has kept", pathlib.Path(run.dir).parent.relative_to(OUT))
+    return losses[-1:], [kept]
+
+
+def with_mlflow(strategy):
+    """MLflow's callback for Keras, and the report's numbers and picture as a run's artifacts."""
+    import mlflow
+
+    OUT.mkdir(parents=True, exist_ok=True)
+    mlflow.set_tracking_uri(f"sqlite:///{OUT / 'mlflow.db'}")
+    picture = OUT / "towers.png"
+    report = TowerReport(picture, print_fn=None, most=1.)
+    with mlflow.start_run() as run:
+        losses = train(strategy, [mlflow.keras.MlflowCallback(run), report])
+        for epoch in report.epochs:
+            mlflow.log_metrics({f"{part.name}/idle_share": part.idle for part in epoch.parts
+                                if part.idle is not None}, step=epoch.number)
+        mlflow.log_artifact(str(picture))
+    client = mlflow.MlflowClient()
+    kept = [metric.value for metric in client.get_metric_history(run.info.run_id, "loss")]
+    print("mlflow has kept", *(file.path for file in client.list_artifacts(run.info.run_id)))
+    return losses, kept
+
+
+def main():
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    trackers = {"tensorboard": with_tensorboard, "wandb": with_wandb, "mlflow": with_mlflow}
+    strategy = towerstrategy.TowerStrategy(towerstrategy.split_cpu(4))
+    for name in sys.argv[1:] or trackers:
+        losses, kept = trackers[name](strategy)
+        np.testing.assert_allclose(kept, losses, rtol=1e-5)
+        print(f"{name}: {len(kept)} loss(es) kept, as fit told them: {kept[-1]:.5f}")
+
+
+if __name__ == "__main__":
+    main()
