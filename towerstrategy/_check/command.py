@@ -96,7 +96,7 @@ class _Check:
             print(f"\nLeft out, as two minutes were over: {'; '.join(left_out)}")
         print(f"\n{advised}\n{_verdict(same_results)}")
         return {
-            "schema": SCHEMA, "written": datetime.datetime.now(datetime.UTC).isoformat(),
+            "schema": SCHEMA, "written": datetime.datetime.now(datetime.timezone.utc).isoformat(),
             "machine": facts, "towers": self._devices, "one_physical_device": self._one_physical,
             "copies": rates,
             "same": [result.as_dict() for result in same_results],
