@@ -321,3 +321,54 @@ class HelpersTest(parameterized.TestCase):
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
         parts = strategy.run(lambda: tf.nn.compute_average_loss(x))
         self.assertEqual([float(part) for part in parts.values], [0.75, 0.75])
+
+
+class OneNumberTest(parameterized.TestCase):
+
+    @parameterized.product(version=list(KITS), reduction=["sum", "none", None],
+                           made=["mean", "sum"])
+    def test_what_does_not_fit(self, version, reduction, made):
+        """Else a loss that is one number trains with another step, and nobody is told."""
+        kit = KITS[version]
+
+        class OneNumber(kit.losses.Loss):
+            def call(self, y_true, y_pred):
+                return getattr(tf, f"reduce_{made}")(tf.square(y_pred - y_true))
+
+        given = {} if reduction is None else {"reduction": reduction}
+        strategy = towerstrategy.TowerStrategy(3)
+        with strategy.scope():
+            x = kit.Input((5,))
+            model = kit.Model(x, kit.layers.Dense(3)(x))
+            model.compile(kit.optimizers.SGD(0.01), OneNumber(**given))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.fit(*rows(), batch_size=8, verbose=0)
+        told = [str(each.message) for each in caught if "returns one number" in str(each.message)]
+        fits = (reduction is None) == (made == "mean")
+        self.assertLen(told, 0 if fits else 1)
+        self.assertIn("" if fits else f"a {made} over", "".join(told))
+
+
+class CoupledRowsTest(parameterized.TestCase):
+
+    @parameterized.named_parameters(
+        ("a name", "dice", 3, "'dice'"), ("a function", keras.losses.tversky, 3, "'tversky'"),
+        ("an object", keras.losses.Circle(), 3, "'circle'"),
+        ("one of several", {"a": "mse", "b": keras.losses.Dice()}, 3, "'dice'"),
+        ("all axes", keras.losses.Dice(axis=(0, 1)), 3, "'dice'"),
+        ("by row", keras.losses.Dice(axis=(1,)), 3, None), ("another", "mse", 3, None),
+        ("one tower", "dice", 1, None))
+    def test_compile_says_so(self, loss, towers, named):
+        """Else a segmentation model trains on another loss than on one device, unnoticed."""
+        strategy = towerstrategy.TowerStrategy(towers)
+        with strategy.scope():
+            x = keras.Input((5,))
+            outputs = {name: keras.layers.Dense(3, name=name)(x) for name in "ab"}
+            model = keras.Model(x, outputs if isinstance(loss, dict) else outputs["a"])
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model.compile("sgd", loss)
+        told = [str(each.message) for each in caught if "puts all rows" in str(each.message)]
+        self.assertLen(told, 0 if named is None else 1)
+        self.assertIn(named or "", "".join(told))

@@ -64,6 +64,7 @@ class TowerExtended(_tf.StrategyExtended):
         self.own_trace_reasons: list[str] = []
         self.optimize_graph = False
         self.warned: set[int] = set()  # ids of variables whose losses were warned of
+        self.warned_numbers: set[Any] = set()  # reductions, likewise
         # tf.function -> the same function with the towers inside.
         self.functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # A nested tf.function may read tower-local variables, so each device has its own trace.

@@ -95,6 +95,33 @@ def _is_unscaled(tower: towers.TowerContext, loss: Any) -> bool:
     return not {Kind.MEAN, Kind.WEIGHTS}.isdisjoint(parts.kinds(tower, loss, factor))
 
 
+def check_number(tower: towers.TowerContext, loss: tf.Tensor, reduction: Any) -> None:
+    """Warns, once, where a loss that is one number is not what its reduction makes of it.
+
+    Args:
+      tower: where the loss was computed.
+      loss: what a loss function returned.
+      reduction: the loss object's, by which the number counts as a sum or as a mean over rows.
+    """
+    if loss.shape.rank != 0 or not isinstance(loss, tf.Tensor) or _tf.is_eager(loss):
+        return
+    is_sum = reduction in (None, "none", "sum")
+    kinds = parts.kinds(tower, loss, None)
+    extended = tower.strategy.extended
+    wrong = Kind.MEAN in kinds if is_sum else kinds == {Kind.PART}
+    if not wrong or reduction in extended.warned_numbers:
+        return
+    extended.warned_numbers.add(reduction)
+    made, counted, size, other = (
+        ("a mean over", "added up", "large", 'reduction="sum_over_batch_size", the default')
+        if is_sum else ("a sum over", "taken for means", "small", 'reduction="sum"'))
+    warnings.warn(
+        f"towerstrategy: a compiled loss returns one number, {made} the rows it gets, and has "
+        f"reduction={reduction!r}, by which the towers' numbers are {counted}: it comes out "
+        f"{extended._num_replicas_in_sync} times as {size} as on one device. Give the loss "
+        f"{other}, or let it return a value a row.", UserWarning, stacklevel=2)
+
+
 def check_applied(tower: towers.TowerContext, targets: Iterable[Any]) -> None:
     """Warns, once for a set of variables, where an optimizer gets such gradients.
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from keras.src.layers import layer as layer_module
 from keras.src.layers.normalization import batch_normalization
 from keras.src.layers.rnn import rnn
 from keras.src.losses import loss as loss_module
+from keras.src.losses import losses as keras_losses
 from keras.src.metrics import metric as metric_module
 from keras.src.metrics import reduction_metrics
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
@@ -32,7 +34,7 @@ from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import merge, parts, split, variables
+from towerstrategy import merge, own_losses, parts, split, variables
 from towerstrategy._keras import backup, chief, common, twin
 from towerstrategy._keras.common import is_tower_strategy, splitting_tower
 
@@ -282,6 +284,8 @@ def _reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
             values = tf.reduce_sum(values, keepdims=True)
         if tower is None:
             return original(values, sample_weight, reduction)
+        if values.shape.rank == 0:
+            own_losses.check_number(tower, values, reduction)
         if reduction in (None, "none", "sum"):
             loss = original(values, sample_weight, reduction)
             return parts.summed(tower, loss) if loss.shape.rank == 0 else loss
@@ -525,8 +529,33 @@ def _compile(original: Callable[..., Any]) -> Callable[..., Any]:
                     "TensorFlow's default device: XLA compiles a step for that one device. "
                     'Compile the model with jit_compile=False or leave it at "auto".')
             adopt(strategy, self)
+            if strategy.num_replicas_in_sync > 1:
+                _warn_of_coupled_rows(self)
 
     return compile
+
+
+# Losses that are made of all rows of a batch at once; with axes given, the first two are not.
+_COUPLED = {"dice": keras_losses.Dice, "tversky": keras_losses.Tversky,
+            "circle": keras_losses.Circle}
+
+
+def _warn_of_coupled_rows(model: Any) -> None:
+    """Warns of losses that see one tower's rows where one device's see the whole batch's."""
+    given = model._compile_loss._user_loss if model._compile_loss is not None else None
+    for loss in tree.flatten(given):
+        name = next((name for name, cls in _COUPLED.items() if isinstance(loss, cls)
+                     or str(getattr(loss, "__name__", loss)).lower() == name), None)
+        axis = getattr(loss, "axis", None)
+        if name is None or (axis is not None and 0 not in tree.flatten(axis)):
+            continue
+        warnings.warn(
+            f"model {model.name!r} is compiled with the loss {name!r}, which puts all rows of a "
+            "batch into one number. On several towers it is computed on each tower's rows, and the "
+            "mean of the towers' losses is trained: not what one device computes. Use a strategy "
+            "of one tower to have that"
+            + (", or give the loss the axes of one row, as axis=(1, 2, 3)." if name != "circle"
+               else "."), UserWarning, stacklevel=3)
 
 
 def _epoch_iterator_init(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from tf_keras.src.optimizers.legacy import optimizer_v2
 from tf_keras.src.utils import losses_utils, metrics_utils
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import merge, parts, split, variables
+from towerstrategy import merge, own_losses, parts, split, variables
 from towerstrategy._keras import backup, common, twin
 from towerstrategy._keras.common import is_tower_strategy, splitting_tower
 
@@ -289,6 +289,8 @@ def _compute_weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
                               name: Any = None) -> Any:
         loss = original(losses, sample_weight, reduction, name)
         tower = splitting_tower()
+        if tower is not None and isinstance(losses, tf.Tensor):
+            own_losses.check_number(tower, losses, reduction)
         if tower is None or reduction in means or loss.shape.rank != 0:
             return loss
         return parts.summed(tower, loss)
