@@ -20,7 +20,7 @@ VERSION = $(shell $(EXECUTABLE) -c 'import sys; print("%d.%d" % sys.version_info
 CORE := split merge towers strategy variables input requirements tensorflow_names keras_hooks
 
 .PHONY: demo test lint test-parity test-slow test-libraries test-tf test-python test-pythons bench \
-	clean
+	docs test-site clean
 
 $(VENV)/%.installed: setup.cfg setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -45,7 +45,7 @@ $(TF_VENV)/test.installed: setup.cfg setup.py
 .venv-libraries/libraries.installed: setup.cfg setup.py
 	test -x .venv-libraries/bin/python || $(PYTHON) -m venv .venv-libraries
 	.venv-libraries/bin/python -m pip install --quiet --upgrade pip
-	.venv-libraries/bin/python -m pip install --quiet -e ".[libraries]" pytest
+	.venv-libraries/bin/python -m pip install --quiet -e ".[libraries,trackers]" pytest
 	.venv-libraries/bin/python -m pip install --quiet --no-deps "tf-models-official>=2.20"
 	touch $@
 
@@ -80,6 +80,17 @@ test-python: .venv-python$(VERSION)/test.installed
 test-pythons:
 	sh .ci/pythons | sed -n '1p;$$p' | uniq | while read -r python; do \
 		$(MAKE) test-python PYTHON="$$python" TESTS="$(CORE)" </dev/null || exit 1; done
+
+# The site in build/site, without a warning; every link, every anchor, every Python block.
+docs: $(VENV)/docs.installed $(VENV)/test.installed
+	$(RUN) -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs build/site
+	$(RUN) docs/links.py build/site
+	$(RUN) -m pytest tests/readme_test.py
+
+# apt-get install chromium chromium-driver
+test-site: $(VENV)/docs.installed $(VENV)/site-test.installed $(VENV)/notebook.installed \
+		$(VENV)/test.installed
+	$(RUN) -m pytest -rs tests/slow/site_test.py tests/slow/notebook_test.py
 
 bench: $(VENV)/test.installed
 	$(RUN) -m benchmarks
