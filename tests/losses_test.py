@@ -168,6 +168,15 @@ class ScaleLossTest(parameterized.TestCase):
             strategy.run(lambda: strategy.scale_loss(tf.constant(1)))
 
 
+def contrastive(y, y_pred):
+    """Each row against all rows of both views, as in SimCLR."""
+    both = tf.math.l2_normalize(tf.concat([y, y_pred], axis=0), axis=1)
+    count = tf.shape(both)[0]
+    alike = tf.matmul(both, both, transpose_b=True) / 0.1 - 1e9 * tf.eye(count)
+    positives = tf.math.floormod(tf.range(count) + count // 2, count)
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(positives, alike))
+
+
 # Losses that are R times too large, and losses that are right.
 UNSCALED = {
     "a mean": lambda model, y, y_pred: tf.reduce_mean(squares(y, y_pred)),
@@ -183,6 +192,11 @@ UNSCALED = {
         + 0.1 * tf.nn.l2_loss(tf.convert_to_tensor(model.trainable_variables[0]))),
     "within a function": lambda model, y, y_pred: tf.function(
         lambda y, y_pred: tf.reduce_mean(squares(y, y_pred)))(y, y_pred),
+    "an auto-encoder's": lambda model, y, y_pred: (
+        tf.reduce_mean(tf.reduce_sum(tf.nn.sigmoid_cross_entropy_with_logits(y, y_pred), axis=1))
+        + tf.reduce_mean(tf.reduce_sum(
+            -0.5 * (1 + y_pred - tf.square(y_pred) - tf.exp(y_pred)), axis=1))),
+    "a contrastive one": lambda model, y, y_pred: contrastive(y, y_pred),
 }
 RIGHT = {
     "compute_loss": lambda model, y, y_pred: model.compute_loss(None, y, y_pred),
