@@ -11,7 +11,7 @@ TF_VENV := .venv-tf-$(TF)
 # Not what differs between them: benchmarks, documents, examples, packaging.
 TF_LEAVES_OUT := benchmarks digits_example doctest packaging readme
 
-.PHONY: demo test lint test-parity test-slow test-libraries test-tf bench clean
+.PHONY: demo test lint test-parity test-slow test-gpu test-libraries test-tf bench clean
 
 $(VENV)/%.installed: setup.cfg setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -49,6 +49,10 @@ test-parity: $(VENV)/test.installed
 
 test-slow: $(VENV)/test.installed $(VENV)/release.installed
 	$(RUN) -m pytest -rP tests/slow
+
+# Without tests/conftest.py, which hides the GPUs from all other tests.
+test-gpu: $(VENV)/test.installed
+	$(RUN) -m pytest -rs --confcutdir=tests/gpu tests/gpu
 
 test-libraries: .venv-libraries/libraries.installed
 	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} .venv-libraries/bin/python -m pytest -rsP \
