@@ -106,7 +106,7 @@ class CompiledTest(parameterized.TestCase):
         """Else XLA cannot be used on GPU towers at all."""
         strategy = towerstrategy.TowerStrategy(TOWERS)
         work = tf.function(lambda x: tf.reduce_sum(tf.tanh(x) * x), jit_compile=True)
-        step = tf.function(lambda x: strategy.run(work, args=(x,)))
+        step = tf.function(lambda x: strategy.run(lambda x: work(x), args=(x,)))
         x = tf.random.normal([6, 5])
         results = strategy.experimental_local_results(step(strategy.split(x)))
         np.testing.assert_allclose(sum(map(float, results)), float(work(x)), rtol=1e-5)
