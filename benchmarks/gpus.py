@@ -318,8 +318,9 @@ def main(names: Sequence[str], counts: Sequence[int], machines: Sequence[str], c
                                                flush=True))
     checked = checks(simulation) if check else []
     results: list[Result] = []
-    for name in names:
-        results += simulation.case(name, CASES[name], counts, machines)
+    for name in [None, *names]:
+        if name is not None:
+            results += simulation.case(name, CASES[name], counts, machines)
         (out / "gpus.json").write_text(json.dumps({
             "results": [dataclasses.asdict(each) for each in results],
             "checks": [{**dataclasses.asdict(each), "apart": each.apart} for each in checked],

@@ -3,8 +3,8 @@
 Goes in: a :class:`Machine` of :data:`MACHINES`.  Comes out: which resources a tensor occupies on
 its way from device to device, and for how long.
 
-A link is held by one tensor at a time, in the order in which tensors are ready, for its bytes over
-the link's rate; a tensor that crosses several links holds all of them and goes at the slowest's.
+A link lets one tensor through at a time, in the order in which they are ready, at the link's rate.
+A tensor that crosses several links queues at each, and is there when the last has let it through.
 """
 
 from __future__ import annotations

@@ -99,13 +99,14 @@ def run(operations: Sequence[flat.Operation], seconds: dict[str, float], machine
         mask = taken[number, device]
         size = sum(size for index, size in enumerate(operation.sizes) if mask >> index & 1)
         way = machine.way(operation.device, device)
-        start = max([now, *(free[link] for link in way)])
-        for link, rate in way.items():
+        there = now
+        for link, rate in way.items() if size else ():
             held = size / (rate * 1e9)
-            free[link] = start + held
+            free[link] = max(now, free[link]) + held
             busy[link] += held
             link_bytes[link] += size
-        there = start + links.LATENCY + size / (min(way.values()) * 1e9) if mask else now
+            there = max(there, free[link])
+        there += links.LATENCY if mask else 0.0
         for reader in waiting:
             arrive(reader, there)
     devices = {operation.device for operation in operations}
