@@ -19,7 +19,7 @@ EXECUTABLE = $(or $(shell $(PYTHON) -c 'import sys; print(sys.executable)' 2>/de
 VERSION = $(shell $(EXECUTABLE) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 CORE := split merge towers strategy variables input requirements tensorflow_names keras_hooks
 
-.PHONY: demo test lint test-parity test-slow test-libraries test-tf test-python test-pythons bench \
+.PHONY: demo test lint test-parity test-slow test-gpu test-libraries test-tf test-python test-pythons bench \
 	docs test-site clean
 
 $(VENV)/%.installed: setup.cfg setup.py
@@ -64,6 +64,10 @@ test-parity: $(VENV)/test.installed
 
 test-slow: $(VENV)/test.installed $(VENV)/release.installed
 	$(RUN) -m pytest -rP tests/slow
+
+# Without tests/conftest.py, which hides the GPUs from all other tests.
+test-gpu: $(VENV)/test.installed
+	$(RUN) -m pytest -rs --confcutdir=tests/gpu tests/gpu
 
 test-libraries: .venv-libraries/libraries.installed
 	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} .venv-libraries/bin/python -m pytest -rsP \

@@ -7,6 +7,7 @@ folder ``benchmarks.json`` and ``benchmarks.png``.
     python -m benchmarks --cases=mlp,deep --rounds=1
     python -m benchmarks --quick                          # does the benchmark itself work?
     python -m benchmarks machines                         # several workers; see machines.py
+    python -m benchmarks gpus                             # simulated GPUs; see gpus.py
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ _LEGACY = flags.DEFINE_bool("legacy", False, "tf_keras, not Keras 3")
 _QUICK = flags.DEFINE_bool("quick", False, "small models, one round, half a second each")
 _MACHINES_STEPS = flags.DEFINE_integer("machines_steps", 20, "steps that `machines` measures",
                                        lower_bound=2)
+_GPUS_CASES = flags.DEFINE_list("gpus_cases", ["resnet50", "mlp", "transformer", "embedding"],
+                                "what `gpus` simulates")
+_GPUS_TOWERS = flags.DEFINE_list("gpus_towers", ["1", "2", "4", "8"],
+                                 "the numbers of GPUs of `gpus`")
+_GPUS_CHECK = flags.DEFINE_bool("gpus_check", True, "compare `gpus` with published figures")
 _OUT = flags.DEFINE_string("out", "out/benchmarks", "the folder for the JSON file and the picture")
 
 _SCALING_STRATEGIES = ("tower", "mirrored")
@@ -128,6 +134,9 @@ def main(argv: list[str]) -> None:
     if argv[1:] == ["machines"]:
         _measure_machines()
         return
+    if argv[1:] == ["gpus"]:
+        _simulate_gpus()
+        return
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     _check_flags()
@@ -156,6 +165,19 @@ def main(argv: list[str]) -> None:
     picture = out / "benchmarks.png"
     chart.draw(picture, figures, _TOWERS.value, title)
     print(f"\n{out / 'benchmarks.json'}\n{picture}")
+
+
+def _simulate_gpus() -> None:
+    """``--gpus_cases`` on ``--gpus_towers`` GPUs."""
+    from benchmarks import gpus, links  # they need Keras 3 and TensorFlow's Grappler
+
+    wrong = [name for name in _GPUS_CASES.value if name not in gpus.CASES]
+    if wrong:
+        raise app.UsageError(f"--gpus_cases takes {', '.join(gpus.CASES)}, but got "
+                             f"{', '.join(wrong)}.")
+    gpus.main(_GPUS_CASES.value, [int(count) for count in _GPUS_TOWERS.value],
+              [name for name in links.MACHINES if not name.startswith("P100")],
+              _GPUS_CHECK.value, pathlib.Path(_OUT.value))
 
 
 def _measure_machines() -> None:

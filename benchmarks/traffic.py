@@ -129,7 +129,7 @@ class _Walk:
 
     def graph(self, graph: tf.Graph, values: dict[str, _Value], caller: str) -> None:
         """Walks ``graph``, whose inputs are in ``values``, called from device ``caller``."""
-        for op in _in_order(graph):
+        for op in in_order(graph):
             if op.outputs and op.outputs[0].name in values:
                 continue  # an argument
             inputs = [values[tensor.name] for tensor in op.inputs]
@@ -202,7 +202,7 @@ class _Walk:
             _add(self.traffic.received, device, size)
 
 
-def _in_order(graph: tf.Graph) -> list[tf.Operation]:
+def in_order(graph: tf.Graph) -> list[tf.Operation]:
     """The operations that run, each behind those whose results it takes."""
     wanted = [tensor.op for tensor in graph.outputs]
     wanted += [op for op in graph.get_operations() if op.op_def.is_stateful]

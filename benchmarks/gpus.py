@@ -1,0 +1,330 @@
+"""Steps on up to eight GPUs, simulated: which merge device for which links?
+
+Goes in: models, numbers of GPUs, machines.  Comes out: for each merge device, and for
+MirroredStrategy by formula, the step, its efficiency against one GPU, the busiest link and the
+memory of each device; and how far the simulation is from published figures.
+
+    python -m benchmarks gpus                            # half an hour on two idle cores
+    python -m benchmarks gpus --gpus_cases=mlp --gpus_towers=1,8
+
+The step is traced on logical CPU devices (:mod:`on_gpus`), costed by TensorFlow (:mod:`flat`), sent
+over links (:mod:`links`) and put in order (:mod:`schedule`).  TensorFlow's costs are those of a GPU
+that reaches its peaks; they are multiplied by what makes one GPU's ResNet-50 what was published.
+
+What the model leaves out: the input; the host's work for each operation (Python, TensorFlow's
+executor) but for a floor under each kernel; what concurrent kernels and copies take from each
+other; other contention for the host's memory; XLA and fusion; any variation between steps.  A CPU
+operation has all cores and the whole memory bandwidth to itself, and no two run at once.
+MirroredStrategy is the step of one GPU, with the part of a ring's time that its backward pass, two
+thirds of the step, cannot hide: the best that it can do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import towerstrategy
+from benchmarks import flat, gpus_chart, links, on_gpus, schedule, table
+from towerstrategy import split
+
+MERGES = ("cpu", "GPU:0", "balanced")
+MIRRORED, ONE = "MirroredStrategy", "one GPU"
+_BACKWARD = 2 / 3  # of a step: two products for each one of the forward pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model: how to make it, what a row of its input is, and how many a GPU gets."""
+
+    what: str
+    build: Callable[[], Any]
+    shape: tuple[int, ...]
+    dtype: str
+    rows: int
+    optimizer: str = "adam"
+
+
+def _resnet() -> Any:
+    return keras.applications.ResNet50(weights=None, classifier_activation=None)
+
+
+def _mlp() -> Any:
+    return keras.Sequential([
+        keras.Input([1024]),
+        *(keras.layers.Dense(width, activation="relu") for width in (3072, 3072, 2048)),
+        keras.layers.Dense(1000)])
+
+
+def _transformer() -> Any:
+    """The size of BERT-base: 12 layers of width 768 with 12 heads, a vocabulary of 30,522."""
+    layers = keras.layers
+    words = keras.Input([128], dtype="int32")
+    x = layers.LayerNormalization()(layers.Embedding(30_522, 768)(words))
+    for _ in range(12):
+        attended = layers.MultiHeadAttention(12, 64)(x, x)
+        x = layers.LayerNormalization()(layers.Add()([x, attended]))
+        inner = layers.Dense(768)(layers.Dense(3072, activation="gelu")(x))
+        x = layers.LayerNormalization()(layers.Add()([x, inner]))
+    return keras.Model(words, layers.Dense(1000)(layers.GlobalAveragePooling1D()(x)))
+
+
+def _embedding() -> Any:
+    return keras.Sequential([
+        keras.Input([32], dtype="int32"), keras.layers.Embedding(1_000_000, 64),
+        keras.layers.Flatten(), keras.layers.Dense(1024, activation="relu"),
+        keras.layers.Dense(1000)])
+
+
+CASES = {
+    "resnet50": Case("ResNet-50", _resnet, (224, 224, 3), "float32", 256),
+    "mlp": Case("an MLP of 20 M weights", _mlp, (1024,), "float32", 256),
+    "transformer": Case("a transformer of BERT-base's size", _transformer, (128,), "int32", 32),
+    "embedding": Case("a 1,000,000 x 64 embedding", _embedding, (32,), "int32", 2048),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One simulated step.
+
+    Attributes:
+      case, machine, gpus, merge: what and where; ``merge`` may be :data:`MIRRORED` or :data:`ONE`.
+      step_ms: how long.
+      efficiency: the step of one GPU over it.
+      link: the link that is held longest, and ``link_share`` of the step.
+      gpu_peak, cpu_peak: bytes that the step makes on the fullest GPU and on the CPU, by Grappler.
+      gpu_state, cpu_state: bytes of weights and optimizer there.
+    """
+
+    case: str
+    machine: str
+    gpus: int
+    merge: str
+    step_ms: float
+    efficiency: float
+    link: str = ""
+    link_share: float = 0.0
+    gpu_peak: int = 0
+    cpu_peak: int = 0
+    gpu_state: int = 0
+    cpu_state: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A published speedup beside the simulated one."""
+
+    what: str
+    published: float
+    simulated: float
+
+    @property
+    def apart(self) -> float:
+        return abs(self.simulated / self.published - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A traced step: its operations, and the bytes of weights and optimizer by device."""
+
+    operations: list[flat.Operation]
+    state: dict[str, int]
+    weights: int
+    costs: dict[str, flat.Costs] = dataclasses.field(default_factory=dict)  # by GPU
+
+    def costs_on(self, machine: links.Machine) -> flat.Costs:
+        if machine.gpu not in self.costs:
+            self.costs[machine.gpu] = flat.costs(self.operations, machine)
+        return self.costs[machine.gpu]
+
+
+def traced(case: Case, count: int, merge: str, rows: int | None = None) -> Step:
+    """Traces a training step of ``case`` on ``count`` GPUs."""
+    rows = case.rows if rows is None else rows
+    strategy = None
+    if count > 1:
+        device = on_gpus.towers(1)[0] if merge == "GPU:0" else merge
+        strategy = towerstrategy.TowerStrategy(on_gpus.towers(count), device)
+        strategy.extended.keep_graphs = True
+    first = tf.device(on_gpus.towers(1)[0])
+    x = tf.TensorSpec([rows, *case.shape], case.dtype)
+    y = tf.TensorSpec([rows], tf.int32)
+    keras.backend.clear_session()
+    with on_gpus.tracing():
+        with first if strategy is None else strategy.scope():
+            model = case.build()
+            model.compile(case.optimizer,
+                          keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                          jit_compile=False)
+            model.optimizer.build(model.trainable_variables)
+            whole = tf.TensorSpec([rows * count, *case.shape], case.dtype)
+            model._symbolic_build(data_batch=(whole, tf.TensorSpec([rows * count], tf.int32)))
+        if strategy is None:
+            def step(x: Any, y: Any) -> Any:
+                with first:
+                    return model.train_step((x, y))
+        else:
+            def step(x: Any, y: Any) -> Any:
+                return strategy.run(model.train_step, args=((x, y),))
+            x, y = (split.SubBatchesSpec(*[spec] * count) for spec in (x, y))
+        function = tf.function(step, autograph=False).get_concrete_function(x, y)
+    operations = flat.flatten(function, [f"GPU:{number}" for number in range(count)])
+    return Step(operations, _state(model), sum(
+        variable.value.dtype.size * variable.value.shape.num_elements()
+        for variable in model.trainable_variables))
+
+
+def _state(model: Any) -> dict[str, int]:
+    held: dict[str, int] = {}
+    for variable in [*model.variables, *model.optimizer.variables]:
+        device = on_gpus.name(variable.value.device)
+        size = variable.value.dtype.size * variable.value.shape.num_elements()
+        held[device] = held.get(device, 0) + size
+    return held
+
+
+class Simulation:
+    """Simulates steps, and keeps what one GPU takes.
+
+    Args:
+      say: takes a line of progress.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._factors: dict[str, float] = {}
+
+    def case(self, name: str, case: Case, counts: Sequence[int], machines: Sequence[str],
+             rows: int | None = None, merges: Sequence[str] = MERGES) -> list[Result]:
+        """All merge devices of a case, on all machines."""
+        found = []
+        alone = self._traced(name, case, 1, ONE, rows)
+        ones = {machine: self._run(name, machine, 1, ONE, alone, None) for machine in machines}
+        found += ones.values()
+        for count in counts:
+            if count == 1:
+                continue
+            for merge in merges:
+                step = self._traced(name, case, count, merge, rows)
+                found += [self._run(name, machine, count, merge, step, ones[machine])
+                          for machine in machines]
+            found += [mirrored(ones[machine], alone, count) for machine in machines]
+        return found
+
+    def _traced(self, name: str, case: Case, count: int, merge: str, rows: int | None) -> Step:
+        start = time.perf_counter()
+        step = traced(case, count, merge, rows)
+        gc.collect()
+        self._say(f"{name} R={count} {merge}: {len(step.operations):,} operations "
+                  f"[{time.perf_counter() - start:.0f} s]")
+        return step
+
+    def _run(self, name: str, machine: str, count: int, merge: str, step: Step,
+             one: Result | None) -> Result:
+        where = links.MACHINES[machine]
+        costs = step.costs_on(where)
+        line = schedule.run(step.operations, costs.seconds, where, self.factor(where.gpu))
+        gpus = [device for device in costs.peak if device.startswith("GPU")]
+        return Result(
+            name, machine, count, merge, 1e3 * line.seconds,
+            1.0 if one is None else one.step_ms / (1e3 * line.seconds), line.busiest,
+            line.link_seconds.get(line.busiest, 0.0) / line.seconds,
+            max(costs.peak[device] for device in gpus), max(costs.peak.get(on_gpus.HOST, 0), 0),
+            max((step.state.get(device, 0) for device in gpus), default=0),
+            step.state.get(on_gpus.HOST, 0))
+
+    def factor(self, gpu: str) -> float:
+        """How many times TensorFlow's costs one GPU of that name takes."""
+        given = links.GPUS[gpu]
+        if not given.rows_per_second:
+            return self.factor("A100")
+        if gpu not in self._factors:
+            machine = next(each for each in links.MACHINES.values() if each.gpu == gpu)
+            case = dataclasses.replace(CASES["resnet50"], optimizer="sgd")  # as published
+            step = self._traced("resnet50", case, 1, f"to calibrate {gpu}", given.rows)
+            seconds = step.costs_on(machine).seconds
+            at_peak = schedule.run(step.operations, seconds, machine).seconds
+            self._factors[gpu] = given.rows / given.rows_per_second / at_peak
+            self._say(f"{gpu}: {self._factors[gpu]:.2f} times TensorFlow's costs")
+        return self._factors[gpu]
+
+    @property
+    def factors(self) -> dict[str, float]:
+        return dict(self._factors)
+
+
+def mirrored(one: Result, alone: Step, count: int) -> Result:
+    """MirroredStrategy's step on ``count`` GPUs, by formula."""
+    ring = 1e3 * links.MACHINES[one.machine].ring(alone.weights, count)
+    step = one.step_ms + max(0.0, ring - _BACKWARD * one.step_ms)
+    return dataclasses.replace(
+        one, gpus=count, merge=MIRRORED, step_ms=step, efficiency=one.step_ms / step,
+        link="ring", link_share=ring / step)
+
+
+# What was measured, of ResNet-50 on eight GPUs: the sources of links.GPUS. P100s: merged on the
+# CPU, SGD; the others: Horovod's ring.
+_PUBLISHED = (("P100 PCIe 3", "cpu", "sgd", 7.92), ("V100 NVLink", MIRRORED, "sgd", 7.69),
+              ("A100 NVLink", MIRRORED, "sgd", 7.70))
+
+
+def checks(simulation: Simulation) -> list[Check]:
+    """The simulation beside published figures."""
+    found = []
+    for machine, merge, optimizer, published in _PUBLISHED:
+        case = dataclasses.replace(CASES["resnet50"], optimizer=optimizer)
+        rows = links.GPUS[links.MACHINES[machine].gpu].rows
+        merges = [merge] if merge in MERGES else []
+        results = simulation.case("resnet50", case, [8], [machine], rows, merges)
+        efficiency = next(each.efficiency for each in results if each.merge == merge)
+        found.append(Check(f"ResNet-50, {rows} rows a GPU, 8 x {machine}, {merge}", published,
+                           8 * efficiency))
+    return found
+
+
+def shown(results: Sequence[Result], checked: Sequence[Check]) -> str:
+    """Both as tables."""
+    rows = [[each.case, each.machine, str(each.gpus), each.merge, f"{each.step_ms:,.2f}",
+             f"{each.efficiency:.3f}", each.link or "-", f"{each.link_share:.2f}",
+             *(f"{size / 1e6:,.0f}" for size in (
+                 each.gpu_peak, each.gpu_state, each.cpu_peak, each.cpu_state))]
+            for each in results]
+    header = ("case", "machine", "R", "merge device", "step ms", "of linear", "busiest link",
+              "its share", "GPU peak MB", "GPU state MB", "CPU peak MB", "CPU state MB")
+    text = table.columns(header, rows)
+    if checked:
+        text += "\n\n" + table.columns(("published", "speedup", "simulated", "apart"), [
+            [each.what, f"{each.published:.2f}", f"{each.simulated:.2f}", f"{each.apart:.3f}"]
+            for each in checked])
+    return text
+
+
+def main(names: Sequence[str], counts: Sequence[int], machines: Sequence[str], check: bool,
+         out: pathlib.Path) -> None:
+    """Simulates, prints and writes ``gpus.json`` and ``gpus.png``."""
+    towerstrategy.split_cpu(1 + max([*counts, 8 if check else 1]))
+    out.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    simulation = Simulation(lambda text: print(f"[{time.perf_counter() - start:.0f} s] {text}",
+                                               flush=True))
+    checked = checks(simulation) if check else []
+    results: list[Result] = []
+    for name in [None, *names]:
+        if name is not None:
+            results += simulation.case(name, CASES[name], counts, machines)
+        (out / "gpus.json").write_text(json.dumps({
+            "results": [dataclasses.asdict(each) for each in results],
+            "checks": [{**dataclasses.asdict(each), "apart": each.apart} for each in checked],
+            "factors": simulation.factors}, indent=1))
+    print(f"\n{shown(results, checked)}")
+    gpus_chart.draw(out / "gpus.png", results)
+    print(f"\n{out / 'gpus.json'}\n{out / 'gpus.png'}")

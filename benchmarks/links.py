@@ -1,0 +1,130 @@
+"""GPUs, hosts and what connects them: every number that the simulation rests on, with its source.
+
+Goes in: a :class:`Machine` of :data:`MACHINES`.  Comes out: which resources a tensor occupies on
+its way from device to device, and for how long.
+
+A link lets one tensor through at a time, in the order in which they are ready, at the link's rate.
+A tensor that crosses several links queues at each, and is there when the last has let it through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+# Per way. PCI Express by generation, x16: 15.75, 31.5 and 63 GB/s on the wire (PCI-SIG). That a
+# copy from pinned memory reaches 0.8 of it is our estimate.
+_PCIE = {3: 12.5, 4: 25.0, 5: 50.0}
+# From asking for a copy to its first byte, TensorFlow's Send and Recv around it included, and the
+# least that an operation takes: our estimates, not measured.
+LATENCY = 20e-6
+LAUNCH = {"GPU": 5e-6, "CPU": 2e-6}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU.
+
+    Attributes:
+      tflops: its peak in the format that TensorFlow multiplies float32 in.
+      memory: GB/s of its memory.
+      nvlink: GB/s a way over all its NVLinks; 0 for none.
+      pcie: the generation of its PCI Express.
+      rows_per_second: images a second of ResNet-50 on one, as published; 0: as far from
+        TensorFlow's costs as on an A100.
+      rows: with so many rows.
+    """
+
+    tflops: float
+    memory: float
+    nvlink: float
+    pcie: int
+    rows_per_second: float
+    rows: int
+
+
+# Peaks, memory and NVLink: NVIDIA's data sheets and white papers of P100, V100 (SXM2), A100 (SXM4
+# 40GB; TF32) and H100 (SXM5; TF32 without sparsity). Images a second: P100, tensorflow.org's
+# performance/benchmarks of 2017, batch 64; V100 (float32) and A100 (TF32),
+# NVIDIA/DeepLearningExamples, TensorFlow/Classification/ConvNets/resnet50v1.5, with XLA.
+GPUS = {
+    "P100": Gpu(10.6, 732, 0, 3, 219, 64),
+    "V100": Gpu(15.7, 900, 150, 3, 412, 128),
+    "A100": Gpu(156, 1555, 300, 4, 909, 256),
+    "H100": Gpu(494, 3350, 450, 5, 0, 256),
+}
+
+# GB/s of the host's memory: 0.75 (what STREAM reaches) of two sockets' peak: Xeon E5-2698 v4
+# (DGX-1), EPYC 7742 (DGX A100), Xeon 8480C (DGX H100).
+_HOST = {"P100": 115, "V100": 115, "A100": 307, "H100": 460}
+HOST_CORES, HOST_MHZ = 64, 2300
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Eight GPUs in a server.
+
+    Attributes:
+      gpu: which, a name of :data:`GPUS`.
+      between: how two GPUs reach each other: ``"nvlink"`` (all at the full rate, as through a
+        switch; in a DGX-1 with V100s, ring neighbours do), ``"peer"`` (over PCI Express) or
+        ``"host"`` (through the host's memory).
+      a_switch: how many GPUs share one PCI Express link to the host.
+    """
+
+    gpu: str
+    between: str
+    a_switch: int = 2
+
+    @property
+    def host_memory(self) -> float:
+        """GB/s."""
+        return _HOST[self.gpu]
+
+    def way(self, source: str, target: str) -> dict[str, float]:
+        """The links from device to device: name -> GB/s."""
+        gpu = GPUS[self.gpu]
+        rate = _PCIE[gpu.pcie]
+        if source[:3] == target[:3] == "GPU" and self.between == "nvlink":
+            return {f"{source} nvlink out": gpu.nvlink, f"{target} nvlink in": gpu.nvlink}
+        switches = [self._switch(device) for device in (source, target)]
+        links = {}
+        if source != "CPU:0":
+            links[f"{source} out"] = rate
+        if target != "CPU:0":
+            links[f"{target} in"] = rate
+        if switches[0] != switches[1] or self.between == "host":
+            if source != "CPU:0":
+                links[f"{switches[0]} up"] = rate
+            if target != "CPU:0":
+                links[f"{switches[1]} down"] = rate
+        return links
+
+    def ring(self, size: float, devices: int) -> float:
+        """Seconds of an all-reduce of ``size`` bytes in a ring of ``devices``.
+
+        2 (R-1)/R of the bytes pass each link, at the full rate and without a start: the least that
+        it can be.  On PCI Express neighbours in other switches share the links up and down with
+        nobody.
+        """
+        if devices == 1:
+            return 0.0
+        gpu = GPUS[self.gpu]
+        rate = gpu.nvlink if self.between == "nvlink" else _PCIE[gpu.pcie]
+        if self.between == "host":
+            rate /= min(self.a_switch, devices)  # each GPU's bytes go up and down the shared link
+        return 2 * (devices - 1) / devices * size / (rate * 1e9)
+
+    def _switch(self, device: str) -> str:
+        if device == "CPU:0":
+            return "host"
+        return f"switch {int(device.split(':')[1]) // self.a_switch}"
+
+
+MACHINES = {
+    "P100 PCIe 3": Machine("P100", "peer"),
+    "V100 NVLink": Machine("V100", "nvlink"),
+    "A100 PCIe 4, no peers": Machine("A100", "host"),
+    "A100 PCIe 4, peers": Machine("A100", "peer"),
+    "A100 NVLink": Machine("A100", "nvlink"),
+    "H100 NVLink": Machine("H100", "nvlink"),
+}

@@ -1,0 +1,41 @@
+"""The core of promise 1 on two GPU towers: every case, with the merge devices in turn."""
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+import towerstrategy
+from tests.parity import runner
+
+MERGES = ("cpu", "GPU:0", "balanced")
+# cuDNN takes other algorithms for other numbers of rows, each with its own rounding; on a CPU the
+# cases' own bounds hold, 1e-5 mostly.
+ROUNDING = 1e-4
+
+
+class Gpus:
+    """Stands in for ``runner.Towers``."""
+
+    def __init__(self, merge):
+        self.merge = merge
+
+    def strategy(self):
+        return towerstrategy.TowerStrategy(["GPU:0", "GPU:1"], self.merge)
+
+
+def _named(index, item):
+    case, keras, _ = item
+    merge = MERGES[index % len(MERGES)]
+    return (f"_{index}_{case.name}_{keras}_{merge}".replace(" ", "_"), case, keras, merge)
+
+
+class ParityTest(parameterized.TestCase):
+
+    def setUp(self):
+        super().setUp()
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+
+    @parameterized.named_parameters(_named(*item) for item in enumerate(runner.core()))
+    def test_towers_train_as_one_gpu(self, case, keras, merge):
+        """Else a model trains differently because of how many GPUs there are."""
+        found = runner.compare(case, runner.keras_module(keras), Gpus(merge))
+        self.assertLessEqual(found.worst, max(case.bound, ROUNDING), str(found))

@@ -1,0 +1,113 @@
+"""benchmarks gpus: what is simulated follows from the operations, their costs and the links."""
+
+import pathlib
+import tempfile
+
+import keras
+from absl.testing import parameterized
+from matplotlib import image
+
+from benchmarks import flat, gpus, gpus_chart, links, schedule
+
+MIB = 2**20
+NVLINK, HOST = links.MACHINES["A100 NVLink"], links.MACHINES["A100 PCIe 4, no peers"]
+SMALL = gpus.Case("two layers", lambda: keras.Sequential([
+    keras.Input([256]), keras.layers.Dense(512), keras.layers.Dense(10)]), (256,), "float32", 64)
+
+
+def operation(name, device, inputs=(), size=MIB, kind="MatMul"):
+    return flat.Operation(name, kind, device, [(number, 0) for number in inputs], [], [size], None)
+
+
+class LinksTest(parameterized.TestCase):
+
+    @parameterized.parameters(
+        (NVLINK, "GPU:0", "GPU:5", {"GPU:0 nvlink out": 300, "GPU:5 nvlink in": 300}),
+        (NVLINK, "GPU:0", "CPU:0", {"GPU:0 out": 25, "switch 0 up": 25}),
+        (NVLINK, "CPU:0", "GPU:3", {"GPU:3 in": 25, "switch 1 down": 25}),
+        (HOST, "GPU:0", "GPU:1", {"GPU:0 out": 25, "GPU:1 in": 25, "switch 0 up": 25,
+                                  "switch 0 down": 25}),
+        (links.MACHINES["A100 PCIe 4, peers"], "GPU:0", "GPU:1", {"GPU:0 out": 25, "GPU:1 in": 25}))
+    def test_way(self, machine, source, target, wanted):
+        """Else tensors cross links that they do not cross, and another merge device looks best."""
+        self.assertEqual(machine.way(source, target), wanted)
+
+    def test_ring(self):
+        """Else MirroredStrategy is made slower, or faster, than it can be."""
+        self.assertEqual(NVLINK.ring(1e9, 1), 0)
+        self.assertAlmostEqual(NVLINK.ring(300e9, 4), 1.5)
+        self.assertAlmostEqual(HOST.ring(25e9, 4), 1.5 * 2)
+
+
+class ScheduleTest(parameterized.TestCase):
+
+    def test_one_device_runs_one_after_another(self):
+        """Else a GPU does everything at once."""
+        line = schedule.run([operation("a", "GPU:0"), operation("b", "GPU:0")],
+                            {"a": 1., "b": 2.}, NVLINK, factor=2.)
+        self.assertAlmostEqual(line.seconds, 6.)
+
+    def test_a_tensor_crosses_once_a_device(self):
+        """Else each reader of a weight costs a transfer of its own."""
+        size = 300 * 10**9
+        steps = [operation("a", "GPU:0", size=size), operation("b", "GPU:1", [0]),
+                 operation("c", "GPU:1", [0]), operation("d", "GPU:0", [0])]
+        line = schedule.run(steps, dict.fromkeys("abcd", 1.), NVLINK)
+        self.assertAlmostEqual(line.seconds, 1 + 1 + 2, places=3)
+        self.assertEqual(line.link_bytes, {"GPU:0 nvlink out": size, "GPU:1 nvlink in": size})
+
+    def test_a_link_is_shared(self):
+        """Else two GPUs behind a switch both have its link to the host."""
+        size = 25 * 10**9
+        steps = [operation("a", "GPU:0", size=size), operation("b", "GPU:1", size=size),
+                 operation("c", "CPU:0", [0, 1])]
+        line = schedule.run(steps, dict.fromkeys("abc", 1.), NVLINK)
+        self.assertAlmostEqual(line.seconds, 1 + 2 + 1, places=3)
+        self.assertEqual(line.busiest, "switch 0 up")
+
+
+class StepTest(parameterized.TestCase):
+
+    def test_costs_are_those_of_the_peak(self):
+        """Else what TensorFlow says is read in another unit, or of another device."""
+        step = gpus.traced(SMALL, 1, gpus.ONE)
+        costs = flat.costs(step.operations, NVLINK)
+        products = [each for each in step.operations if each.type == "MatMul"]
+        self.assertEqual({each.device for each in products}, {"GPU:0"})
+        first = max(costs.seconds[each.name] for each in products)
+        self.assertAlmostEqual(first * 1e6, 2 * 64 * 256 * 512 / 156e6
+                               + 4 * (64 * 256 + 256 * 512 + 64 * 512) / 1555e3, delta=1.1)
+        self.assertGreater(costs.peak["GPU:0"], 4 * (256 * 512 + 64 * 256))
+
+    @parameterized.parameters(("cpu", "CPU:0"), ("GPU:0", "GPU:0"))
+    def test_what_is_where(self, merge, home):
+        """Else the weights' way to the towers, or the gradients' back, is left out."""
+        step = gpus.traced(SMALL, 4, merge)
+        weights = 4 * (256 * 512 + 512 + 512 * 10 + 10)
+        self.assertEqual(step.weights, weights)
+        self.assertEqual(max(step.state, key=step.state.get), home)
+        for number in range(4):
+            products = [each for each in step.operations
+                        if each.type == "MatMul" and each.device == f"GPU:{number}"]
+            self.assertLen(products, 5)
+        line = schedule.run(step.operations, flat.costs(step.operations, NVLINK).seconds, NVLINK)
+        crossing = 2 * 4 * weights if merge == "cpu" else 2 * 3 * weights
+        sent = sum(size for link, size in line.link_bytes.items()
+                   if link.endswith((" in", " down")) and "GPU" in link) \
+            + sum(size for link, size in line.link_bytes.items()
+                  if link.endswith(" out") and "nvlink" not in link)
+        self.assertBetween(sent, crossing, 1.02 * crossing)
+
+    def test_shown(self):
+        """Else figures are computed and lost."""
+        one = gpus.Result("mlp", "A100 NVLink", 1, gpus.ONE, 10., 1.)
+        slow = gpus.mirrored(one, gpus.Step([], {}, 300 * 10**7), 4)
+        self.assertAlmostEqual(slow.step_ms, 10 + 15 - 10 * 2 / 3)
+        self.assertAlmostEqual(slow.efficiency, 10 / slow.step_ms)
+        text = gpus.shown([one, slow], [gpus.Check("ResNet-50", 8., 7.)])
+        self.assertIn("MirroredStrategy", text)
+        self.assertIn("0.125", text)
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "chart.png"
+            gpus_chart.draw(path, [one, slow])
+            self.assertGreater(image.imread(path).shape[0], 200)
