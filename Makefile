@@ -20,7 +20,7 @@ VERSION = $(shell $(EXECUTABLE) -c 'import sys; print("%d.%d" % sys.version_info
 CORE := split merge towers strategy variables input requirements tensorflow_names keras_hooks
 
 .PHONY: demo test lint test-parity test-slow test-libraries test-tf test-python test-pythons bench \
-	docs test-site clean
+	docs test-site release-check clean
 
 $(VENV)/%.installed: setup.cfg setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -86,6 +86,16 @@ docs: $(VENV)/docs.installed $(VENV)/test.installed
 	$(RUN) -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs build/site
 	$(RUN) docs/links.py build/site
 	$(RUN) -m pytest tests/readme_test.py
+
+# What is uploaded, in dist; each Python of this machine gets the wheel in an empty environment.
+release-check: $(VENV)/release.installed $(VENV)/test.installed
+	rm -rf build dist
+	mkdir -p build/release
+	umask 022 && git archive HEAD | tar -x --no-same-permissions -C build/release && \
+		SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --outdir dist build/release
+	$(BIN)/twine check --strict dist/*
+	PYTHONS="$$(sh .ci/pythons)" $(RUN) -m pytest -rP tests/slow/wheel_test.py
+	$(BIN)/python .ci/licences.py towerstrategy dist/sbom.cdx.json > dist/licences.md
 
 # apt-get install chromium chromium-driver
 test-site: $(VENV)/docs.installed $(VENV)/site-test.installed $(VENV)/notebook.installed \
