@@ -2,7 +2,7 @@
 
 # Of the Pythons that are there and start, 3.11 if it is one of them.
 PYTHON ?= $(or $(shell for name in python3.11 python3; do \
-	$$name -c "" 2>/dev/null && echo $$name && break; done),$(error no python3 here: make PYTHON=...))
+	$$name -c "" >/dev/null 2>&1 && echo $$name && break; done),$(error no python3 here: make PYTHON=...))
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(BIN)/python
@@ -62,7 +62,8 @@ lint: $(VENV)/test.installed
 test-parity: $(VENV)/test.installed
 	$(RUN) -m tests.parity
 
-test-slow: $(VENV)/test.installed $(VENV)/release.installed
+test-slow: $(VENV)/test.installed $(VENV)/release.installed $(VENV)/docs.installed \
+		$(VENV)/site-test.installed $(VENV)/notebook.installed
 	$(RUN) -m pytest -rP tests/slow
 
 test-libraries: .venv-libraries/libraries.installed
