@@ -2,7 +2,7 @@
 
 # Of the Pythons that are there and start, 3.11 if it is one of them.
 PYTHON ?= $(or $(shell for name in python3.11 python3; do \
-	$$name -c "" 2>/dev/null && echo $$name && break; done),$(error no python3 here: make PYTHON=...))
+	$$name -c "" >/dev/null 2>&1 && echo $$name && break; done),$(error no python3 here: make PYTHON=...))
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(BIN)/python
@@ -20,7 +20,7 @@ VERSION = $(shell $(EXECUTABLE) -c 'import sys; print("%d.%d" % sys.version_info
 CORE := split merge towers strategy variables input requirements tensorflow_names keras_hooks
 
 .PHONY: demo test lint test-parity test-slow test-gpu test-libraries test-tf test-python test-pythons bench \
-	docs test-site clean
+	docs test-site release-check clean
 
 $(VENV)/%.installed: setup.cfg setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -62,7 +62,8 @@ lint: $(VENV)/test.installed
 test-parity: $(VENV)/test.installed
 	$(RUN) -m tests.parity
 
-test-slow: $(VENV)/test.installed $(VENV)/release.installed
+test-slow: $(VENV)/test.installed $(VENV)/release.installed $(VENV)/docs.installed \
+		$(VENV)/site-test.installed $(VENV)/notebook.installed
 	$(RUN) -m pytest -rP tests/slow
 
 # Without tests/conftest.py, which hides the GPUs from all other tests.
@@ -90,6 +91,16 @@ docs: $(VENV)/docs.installed $(VENV)/test.installed
 	$(RUN) -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs build/site
 	$(RUN) docs/links.py build/site
 	$(RUN) -m pytest tests/readme_test.py
+
+# What is uploaded, in dist; each Python of this machine gets the wheel in an empty environment.
+release-check: $(VENV)/release.installed $(VENV)/test.installed
+	rm -rf build dist
+	mkdir -p build/release
+	umask 022 && git archive HEAD | tar -x --no-same-permissions -C build/release && \
+		SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --outdir dist build/release
+	$(BIN)/twine check --strict dist/*
+	PYTHONS="$$(sh .ci/pythons)" $(RUN) -m pytest -rP tests/slow/wheel_test.py
+	$(BIN)/python .ci/licences.py towerstrategy dist/sbom.cdx.json > dist/licences.md
 
 # apt-get install chromium chromium-driver
 test-site: $(VENV)/docs.installed $(VENV)/site-test.installed $(VENV)/notebook.installed \

@@ -19,7 +19,7 @@ if [ -z "${PYTHON:-}" ]; then
     elif [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; fi
 fi
 "$PYTHON" -c 'import importlib.util as util, sys
-del sys.path[0]  # here, where towerstrategy lies without being installed
+sys.path.remove("")  # here, where towerstrategy lies without being installed
 sys.exit(None in map(util.find_spec, ("tensorflow", "towerstrategy")))' || {
     echo "towerstrategy is not installed for $PYTHON: run \`make demo\` first, which makes .venv," \
         "or say which Python has it: PYTHON=... sh $0" >&2

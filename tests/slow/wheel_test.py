@@ -1,8 +1,11 @@
 """The wheel, as someone gets it who has none of this repository.
 
-Takes some minutes: TensorFlow is installed into an empty environment.
+Takes some minutes: TensorFlow is installed into an empty environment. ``PYTHONS`` names the Pythons
+to do that with, such as what ``.ci/pythons`` finds; without it, this one alone does.
 """
 
+import hashlib
+import json
 import os
 import pathlib
 import shutil
@@ -16,6 +19,7 @@ import zipfile
 from absl.testing import absltest, parameterized
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
+PYTHONS = os.environ.get("PYTHONS", sys.executable).split()
 
 
 class WheelTest(parameterized.TestCase):
@@ -27,15 +31,16 @@ class WheelTest(parameterized.TestCase):
         source = cls.folder / "source"
         shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(
             ".venv*", ".git", "build", "dist", "out", "*.egg-info", "*_cache", "__pycache__"))
-        cls.output = cls.run_in(source, [sys.executable, "-m", "build", "--outdir",
-                                         str(cls.folder / "dist"), str(source)])
+        cls.run_in(source, [sys.executable, "-m", "build", "--outdir", str(cls.folder / "dist"),
+                            str(source)])
         cls.sdist, = (cls.folder / "dist").glob("*.tar.gz")
         cls.wheel, = (cls.folder / "dist").glob("*.whl")
 
     @classmethod
-    def run_in(cls, folder: pathlib.Path, command: list[str]) -> str:
+    def run_in(cls, folder: pathlib.Path, command: list[str], **variables: str) -> str:
         """Runs a command that must succeed; what it printed."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= variables
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False,
                               env={**environment, "TF_CPP_MIN_LOG_LEVEL": "2"})
         if done.returncode:
@@ -59,13 +64,30 @@ class WheelTest(parameterized.TestCase):
             inside = {name.partition("/")[2] for name in sdist.getnames()}
         self.assertContainsSubset({"README.md", "LICENSE", "setup.cfg", "setup.py"}, inside)
 
-    def test_readme_runs_in_an_empty_environment(self):
+    def test_is_the_same_when_built_again(self):
+        """Else nobody can check that the wheel they got was made of the source they see."""
+        made = []
+        for number in range(2):
+            copy = self.folder / f"again{number}"
+            shutil.copytree(self.folder / "source", copy, ignore=shutil.ignore_patterns(
+                "build", "*.egg-info"))
+            for path in copy.rglob("*"):
+                os.utime(path, (1e9 + number, 1e9 + number))
+            self.run_in(copy, [sys.executable, "-m", "build", "--wheel", "--outdir",
+                               str(copy / "dist"), str(copy)],
+                        SOURCE_DATE_EPOCH="1700000000", PYTHONHASHSEED=str(number))
+            wheel, = (copy / "dist").glob("*.whl")
+            made.append(wheel.read_bytes())
+        self.assertEqual(hashlib.sha256(made[0]).digest(), hashlib.sha256(made[1]).digest())
+
+    @parameterized.parameters(*zip(PYTHONS))
+    def test_readme_runs_in_an_empty_environment(self, base):
         """Else what works in this repository fails for whoever installs the package."""
-        home = self.folder / "venv"
-        venv.create(home, with_pip=True)
+        home = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        self.run_in(self.folder, [base, "-m", "venv", str(home)])
         python = str(home / "bin" / "python")
         self.run_in(self.folder, [python, "-m", "pip", "install", "--quiet", str(self.wheel)])
-        elsewhere = self.folder / "elsewhere"
+        elsewhere = home / "elsewhere"
         elsewhere.mkdir()
         for path in (ROOT / "README.md", ROOT / "tests" / "code_blocks.py"):
             shutil.copy(path, elsewhere)
@@ -74,6 +96,15 @@ class WheelTest(parameterized.TestCase):
         where = self.run_in(elsewhere, [python, "-c",
                                         "import towerstrategy; print(towerstrategy.__file__)"])
         self.assertStartsWith(where, str(home))
+        table = self.run_in(elsewhere, [python, str(ROOT / ".ci" / "licences.py"), "towerstrategy",
+                                        "sbom.json"])
+        there = {part["name"]: part for part in
+                 json.loads((elsewhere / "sbom.json").read_text())["components"]}
+        self.assertContainsSubset({"towerstrategy", "tensorflow", "keras", "numpy"}, there)
+        self.assertEqual(there["towerstrategy"]["licenses"], [{"license": {"name": "Apache-2.0"}}])
+        self.assertNotIn("tf-keras", there)  # an extra's
+        self.assertLen(table.splitlines(), len(there) + 2)
+        print(self.run_in(elsewhere, [python, "--version"]).strip(), printed.strip())
 
     @parameterized.parameters(([],), (["--editable"],))
     def test_installs_from_the_folder(self, options):

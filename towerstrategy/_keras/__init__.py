@@ -53,10 +53,12 @@ def _naming_versions(package: str) -> Iterator[None]:
         yield
     except (ImportError, AttributeError, common.MovedError) as error:
         oldest, newest = TESTED[package]
+        major, minor = newest.split(".")
         raise RuntimeError(
             f"towerstrategy was tested with {package} {oldest} to {newest}, but the one installed "
             f"is {sys.modules[package].__version__}, where a name that it hooks is not in its "
-            f"place: {error}. Install one of those: pip install \"{package}~={newest}.0\"."
+            f"place: {error}. Install one of those: "
+            f'pip install "{package}>={oldest},<{major}.{int(minor) + 1}".'
         ) from error
 
 
