@@ -46,6 +46,7 @@ lint: $(VENV)/test.installed
 
 test-parity: $(VENV)/test.installed
 	$(RUN) -m tests.parity
+	$(RUN) -m tests.parity.sweep
 
 test-slow: $(VENV)/test.installed $(VENV)/release.installed
 	$(RUN) -m pytest -rP tests/slow
