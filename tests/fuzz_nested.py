@@ -180,15 +180,25 @@ LOOP = {"towers": st.integers(1, MOST_TOWERS), "mode": st.sampled_from(MODES),
         "sizes": st.lists(st.integers(1, 7), min_size=1, max_size=4)}
 
 
-READS = {**LOOP, "drawn": st.lists(reads(READINGS), min_size=1, max_size=3)}
+READS = {**LOOP, "drawn": st.lists(reads(READINGS), min_size=1, max_size=3),
+         "used_before": st.booleans()}
 
 
-def check_reads(towers, mode, sizes, drawn):
-    """Each tower reads what is its own, whatever it reads it in and however often."""
+def check_reads(towers, mode, sizes, drawn, used_before):
+    """Each tower reads what is its own, whatever it reads it in and however often.
+
+    The functions may have been used before, outside of the towers, on a tower's device.
+    """
     strategy = strategy_of(towers)
     with strategy.scope():
         variable = tf.Variable(2.0, trainable=False)
     readings = [read.reading(variable) for read in drawn]
+    if used_before:
+        with tf.device("CPU:1"):
+            for read, reading in zip(drawn, readings):
+                if read.what != "share":  # there is none
+                    for size in sizes:
+                        reading(tf.zeros([size, 2]))
     run = runner(strategy, lambda x: tf.stack([reading(x) for reading in readings]), mode)
     for number, batch in enumerate(batches(sizes)):
         variable.assign(2.0 + number)

@@ -53,9 +53,9 @@ class Item:
 
     @property
     def model(self) -> tuple[Any, ...]:
-        """Items with the same can be trained in the same model; none but itself with a layer."""
+        """Items with the same can be trained in one model, side by side."""
         if self.group == "layers":
-            return self.name,
+            return self.group, self.policy
         return self.group, self.targets.data, self.reductions, self.weighted, self.policy
 
 
@@ -184,8 +184,7 @@ INPUTS = {
     "sounds": Input((64,), learned=False), "rgb": Input((6, 6, 3), rows=_colours, learned=False),
     "ids": Input((5,), "int32", _ids, False), "pairs of ids": Input((1,), "int32", _ids, False),
     "words": Input((2,), "string", _words, False),
-    "sentences": Input((1,), "string", _sentences, False),
-    "named features": Input((6,), learned=False)}
+    "sentences": Input((1,), "string", _sentences, False)}
 
 
 def _data_of(name: str) -> str:
@@ -195,24 +194,33 @@ def _data_of(name: str) -> str:
     return {"1D": "steps", "2D": "images", "3D": "volumes"}.get(rank, "features")
 
 
-def _layer_run(keras: Any, item: Item) -> cases.Run:
-    use = tables.LAYERS.get(item.key, tables.Layer())
-    data = use.data or _data_of(item.key.split()[0])
-    given = INPUTS[data]
+def _layer_run(keras: Any, *together: Item) -> cases.Run:
+    """Each layer between inputs and an output of its own."""
+    inputs: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
+    for number, item in enumerate(together):
+        use = tables.LAYERS.get(item.key, tables.Layer())
+        given = INPUTS[use.data or _data_of(item.key.split()[0])]
+        names = [f"in_{number}_{part}" for part in range(2 if use.given in ("list", "two") else 1)]
+        own = {name: keras.Input(given.shape, dtype=given.dtype, name=name) for name in names}
+        outputs[f"out_{number}"] = _head(keras, _called(keras, item, use, given, own), number)
+        inputs.update(own)
+        rows.update((name, given.rows(given.shape, seed)) for seed, name in enumerate(names))
+    return cases.Run(keras.Model(inputs, outputs), rows, dict.fromkeys(outputs, cases.numbers(
+        ROWS, 2, seed=9)), fit=FIT, compile={"optimizer": cases.sgd(keras, 0.05),
+                                             "loss": dict.fromkeys(outputs, "mse")})
+
+
+def _called(keras: Any, item: Item, use: tables.Layer, given: Input,
+            inputs: dict[str, Any]) -> Any:
     layer = use.wrap(keras, _made(item.cls, use.arguments, keras))
-    names = ["numbers"] if data == "named features" else [f"in{i}" for i in range(
-        1 if use.given == "one" else 2)]
-    inputs = {name: keras.Input(given.shape, dtype=given.dtype, name=f"given_{name}")
-              for name in names}
     parts = [_learned(keras, given, one) for one in inputs.values()]
-    arguments: Any = {"one": parts, "list": [parts], "two": parts}[use.given]
-    result = layer(inputs) if data == "named features" else layer(*arguments)
-    if use.after is not None:
-        result = use.after(keras)(result)
-    model = keras.Model(inputs, _head(keras, result))
-    rows = {name: given.rows(given.shape, seed) for seed, name in enumerate(names)}
-    return cases.Run(model, rows, cases.numbers(ROWS, 2, seed=9), fit=FIT, compile={
-        "optimizer": cases.sgd(keras, 0.05)})
+    if use.given == "named":
+        result = layer({"numbers": parts[0]})
+    else:
+        result = layer(*parts) if use.given in ("one", "two") else layer(parts)
+    return result if use.after is None else use.after(keras)(result)
 
 
 def _learned(keras: Any, given: Input, tensor: Any) -> Any:
@@ -221,7 +229,7 @@ def _learned(keras: Any, given: Input, tensor: Any) -> Any:
     return keras.layers.Dense(given.shape[-1], activation="tanh")(tensor)
 
 
-def _head(keras: Any, tensor: Any) -> Any:
+def _head(keras: Any, tensor: Any, number: int) -> Any:
     """Two numbers of whatever a layer gives."""
     layers = keras.layers
 
@@ -238,7 +246,7 @@ def _head(keras: Any, tensor: Any) -> Any:
         tensor = layers.GlobalAveragePooling2D()(tensor)
     if len(tensor.shape) > 2:
         tensor = layers.Flatten()(tensor)
-    return layers.Dense(2)(tensor)
+    return layers.Dense(2, name=f"out_{number}")(tensor)
 
 
 # Losses and metrics.
@@ -308,12 +316,25 @@ def _loss_run(keras: Any, *together: Item) -> cases.Run:
 
 
 def _metric_run(keras: Any, *together: Item) -> cases.Run:
-    plain, weighted = ([_made(item.cls, item.targets.arguments, keras, name=f"{item.key}{end}")
-                        for item in together] for end in ("", " weighted"))
+    plain, weighted = ([_made(_of_predictions(item.cls), item.targets.arguments, keras,
+                              name=f"{item.key}{end}".replace(" ", "_"))
+                        for item in together] for end in ("", "_weighted"))
     heads = _heads(keras, together[0].targets.data, ["y"])
     return cases.Run(**heads, weights={"y": _weights()}, compile={
         "loss": {"y": _sum_of_squares}, "metrics": {"y": plain},
         "weighted_metrics": {"y": weighted}})
+
+
+def _of_predictions(metric: type[Any]) -> type[Any]:
+    """``metric``, where it is one of values, as a metric of the predictions."""
+    if "y_pred" in inspect.signature(metric.update_state).parameters:
+        return metric
+
+    class OfPredictions(metric):
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            return super().update_state(y_pred, sample_weight=sample_weight)
+
+    return OfPredictions
 
 
 def _sum_of_squares(y_true: Any, y_pred: Any) -> Any:

@@ -27,7 +27,8 @@ class Layer:
     Attributes:
       data: a name of ``sweep_cases.INPUTS``.
       arguments: of the constructor, or a function of the Keras module that gives them.
-      given: how the layer is called: with ``one`` tensor, a ``list`` of two, or ``two``.
+      given: how the layer is called: with ``one`` tensor, a ``list`` of two, ``two``, or with a
+        ``named`` one.
       after: a layer behind it, made from the Keras module.
       wrap: what is made of the layer, as a recurrent layer of a cell.
     """
@@ -132,7 +133,7 @@ LAYERS: dict[str, Layer] = {
     "TextVectorization": Layer("sentences", {"vocabulary": WORDS, "output_sequence_length": 4}),
     "Discretization": Layer("raw features", {"bin_boundaries": [-0.5, 0.0, 0.5]}),
     "Normalization": Layer("features", {"mean": _QUARTERS, "variance": 2 * _QUARTERS}),
-    "DenseFeatures": Layer("named features", _feature_columns),
+    "DenseFeatures": Layer("features", _feature_columns, "named"),
     "RandomFourierFeatures": Layer("features"),
     # Of pictures of three colours, 0 to 255.
     **dict.fromkeys(("AutoContrast", "Equalization", "Resizing",
@@ -206,12 +207,16 @@ CANNOT: dict[str, str] = {
     "layers.TorchModuleWrapper": _OTHER_LIBRARY,
     "layers.TFSMLayer": "needs a SavedModel in a file, and does not train it",
     "layers.MaxNumBoundingBoxes": "works on dictionaries of boxes in a tf.data pipeline",
+    "metrics.MeanTensor": "keeps a mean for each entry, so all batches need the same shape",
     "losses.Loss": _BASE,
     "metrics.Metric": _BASE,
 }
 
 # Where float32 is ill conditioned; these are compared in float64.
-FLOAT64: dict[str, str] = {}
+FLOAT64: dict[str, str] = {
+    "metrics.ConcordanceCorrelation": "divides by differences of means of three numbers",
+    "metrics.PearsonCorrelation": "divides by differences of means of three numbers",
+}
 
 _DRAWS = "random draws: every tower draws its own"
 _LOCAL = "batch norm that is not synchronized normalizes with a tower's rows"
