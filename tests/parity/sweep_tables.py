@@ -120,10 +120,6 @@ LAYERS: dict[str, Layer] = {
     "STFTSpectrogram": Layer("sounds", {"frame_length": 16, "expand_dims": False}),
     # Of ids and words.
     "Embedding": Layer("ids"),
-    "DynamicEmbedding": Layer("ids", {"initial_vocabulary": list(range(5))}),
-    "DynamicLookup": Layer("ids", {"initial_vocabulary": list(range(5)),
-                                     "vocabulary_size": 5}),
-    "Embedding masked": Layer("ids", {"mask_zero": True}, after=lambda keras: keras.layers.LSTM(3)),
     "ReversibleEmbedding": Layer("ids"),
     "CategoryEncoding": Layer("ids", {"num_tokens": 11}),
     "HashedCrossing": Layer("pairs of ids", given="list"),
@@ -194,6 +190,7 @@ METRICS: dict[str, Targets] = {
 }
 
 _BASE = "a base class, which its subclasses stand for"
+_PER_WORKER = "keeps a table a worker of a ParameterServerStrategy"
 _OTHER_LIBRARY = "wraps a module of a library that TensorFlow does not train"
 
 # Classes that cannot be trained in a fit, and why.
@@ -207,6 +204,8 @@ CANNOT: dict[str, str] = {
     "layers.TorchModuleWrapper": _OTHER_LIBRARY,
     "layers.TFSMLayer": "needs a SavedModel in a file, and does not train it",
     "layers.MaxNumBoundingBoxes": "works on dictionaries of boxes in a tf.data pipeline",
+    "layers.DynamicEmbedding": _PER_WORKER,
+    "layers.DynamicLookup": _PER_WORKER,
     "metrics.MeanTensor": "keeps a mean for each entry, so all batches need the same shape",
     "losses.Loss": _BASE,
     "metrics.Metric": _BASE,

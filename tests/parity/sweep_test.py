@@ -62,8 +62,8 @@ class SweepTest(parameterized.TestCase):
         """Else the list of exceptions, which users rely on, grows stale."""
         with mock.patch.dict(sweep_tables.DIFFERS, {("", "layers.Identity"): "says who"}):
             found = sweep.compare(cases.KERAS_3, "layers.Identity")
-        self.assertFalse(found.is_as_listed)
-        self.assertIn("NO LONGER DIFFERS", str(found))
+            self.assertFalse(found.is_as_listed)
+            self.assertIn("NO LONGER DIFFERS", str(found))
 
     def test_a_class_that_cannot_be_made_fails(self):
         """Else a class that a new Keras release brings is left out in silence."""
