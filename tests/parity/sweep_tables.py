@@ -218,6 +218,7 @@ FLOAT64: dict[str, str] = {
 }
 
 _DRAWS = "random draws: every tower draws its own"
+_MIXES = "random draws, and rows are mixed with others of their tower"
 _LOCAL = "batch norm that is not synchronized normalizes with a tower's rows"
 _COUPLES = "couples the rows: its value is no mean over rows, and a tower sees its own alone"
 
@@ -230,7 +231,10 @@ DIFFERS: dict[tuple[str, str], str] = {
     ("", "layers.GaussianDropout drawing"): _DRAWS,
     ("", "layers.GaussianNoise drawing"): _DRAWS,
     ("", "layers.RandomFlip"): _DRAWS,
-    ("keras", "layers.RandAugment"): _DRAWS,
+    **dict.fromkeys((("keras", f"layers.{name}") for name in (
+        "AugMix", "RandAugment")), _DRAWS),
+    ("keras", "layers.CutMix"): _MIXES,
+    ("keras", "layers.MixUp"): _MIXES,
     ("keras", "losses.Circle"): _COUPLES,
     ("keras", "losses.Dice"): _COUPLES,
     ("keras", "losses.Tversky"): _COUPLES,
