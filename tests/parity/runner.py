@@ -33,7 +33,7 @@ SEED = 7
 # What is called after ``fit``, by the case's group; each call costs traces of its own.
 AFTER = {"batches": ("predict",), "losses": ("evaluate",),
          "weights": ("evaluate", "on batch"), "metrics": ("evaluate",), "models": ("predict",),
-         "dtypes": ("evaluate", "predict")}
+         "dtypes": ("evaluate", "predict"), "sweep": ("evaluate", "predict")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,11 @@ def keras_module(name: str) -> Any:
 def compare(case: cases.Case, keras: Any, towers: Towers) -> Difference:
     """Trains ``case`` on one device (once a process) and on ``towers``."""
     wanted = _single(case.name, keras.__name__)
-    got = train(case, keras, towers.strategy())
+    return apart(train(case, keras, towers.strategy()), wanted)
+
+
+def apart(got: Mapping[str, Any], wanted: Mapping[str, Any]) -> Difference:
+    """How far two trainings' results are from one another."""
     return Difference({
         kind: difference(got[kind], wanted[kind], WEIGHT_FLOOR if "weights" in kind else FLOOR)
         for kind in wanted})

@@ -1,11 +1,14 @@
-"""The properties of ``fuzz.py``, each tried hundreds of times, others every time.
+"""The properties of ``fuzz.py`` and ``fuzz_nested.py``, each tried hundreds of times.
 
-A failure prints the draw that failed, made small, and a ``@reproduce_failure`` line for it.
+The draws are others every time.  A failure prints the draw that failed, made small, and a
+``@reproduce_failure`` line for it.
 """
 
 from absl.testing import parameterized
 
 import fuzz
+import fuzz_nested
+import fuzz_nested_test
 
 EXAMPLES = 2200 // len(fuzz.PROPERTIES)
 
@@ -16,3 +19,10 @@ class FuzzTest(parameterized.TestCase):
     def test_property(self, name):
         """Else a nest, dtype, row count or aggregation nobody thought of gives a wrong value."""
         fuzz.try_out(name, EXAMPLES, derandomize=False)
+
+    @parameterized.parameters(*fuzz_nested.PROPERTIES)
+    def test_nested_property(self, name):
+        """Else a function inside the replica function trains on another batch's shares."""
+        if name in fuzz_nested_test.SWITCHED_OFF:
+            self.skipTest(fuzz_nested_test.SWITCHED_OFF[name])
+        fuzz.try_out(name, EXAMPLES, derandomize=False, properties=fuzz_nested.PROPERTIES)
