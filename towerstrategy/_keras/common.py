@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import factors, merge, split, towers, variables
+from towerstrategy import factors, merge, results, split, towers, variables
 
 _MARK = "_towerstrategy_original"
 
@@ -163,10 +163,30 @@ def rows_only(values: Any) -> list[Any]:
             for number, part in enumerate(parts)]
 
 
-def gathered(rows: Any, value: Any) -> Any:
-    """The rows of all machines, where ``rows`` are this one's of a per-replica ``value``."""
-    workers = value.shares.workers
+def joined(value: Any, concat: Callable[[list[Any]], Any]) -> Any:
+    """A model's output for the whole batch, from the towers' outputs ``value``.
+
+    The rows of all towers and machines; an output that has no row for each of the batch's (a
+    table, a mean over the batch) once: exactly what the towers agree on, else their mean by share.
+    """
+    parts, shares = list(value.values), value.shares
+    rows = results.have_rows(parts, shares)
+    if rows is True:
+        return _joined_rows(value, concat)
+    if rows is False:
+        return _once(parts, shares)
+    return tf.cond(rows, lambda: _joined_rows(value, concat), lambda: _once(parts, shares))
+
+
+def _joined_rows(value: Any, concat: Callable[[list[Any]], Any]) -> Any:
+    rows, workers = concat(rows_only(value)), value.shares.workers
     return rows if workers is None else workers.gather(rows)
+
+
+def _once(parts: list[Any], shares: merge.Shares) -> Any:
+    if parts[0].dtype.is_floating:
+        return merge.agreed(parts, shares)
+    return shares.firsts(merge.first_of_filled(parts, shares))
 
 
 def _first_rows(part: Any, filled: Any) -> Any:

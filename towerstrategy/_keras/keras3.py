@@ -528,7 +528,7 @@ def _reduce(value: Any, reduction: str) -> Any:
     if reduction == "first":
         return value.shares.firsts(value.values[0])
     if reduction == "concat":
-        return common.gathered(tf_trainer.concat(common.rows_only(value)), value)
+        return common.joined(value, tf_trainer.concat)
     if reduction == "sum":
         return merge.total_of_filled(list(value.values), value.shares)
     mean = merge.weighted_mean if value.values[0].dtype.is_floating else merge.mean_of_filled
