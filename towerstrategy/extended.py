@@ -53,6 +53,7 @@ class TowerExtended(_tf.StrategyExtended):
         self._placement, self._workers = placement, workers
         self._cluster_resolver = cluster_resolver
         super().__init__(container_strategy)
+        _tf.give_moving_averages(variables.mean_of_towers)
         homes = placement.towers if placement.balanced else (placement.merge,)
         self._homes = variables.Homes(homes, placement.balanced)
         self._tracked: dict[int, weakref.ref[Any]] = {}
