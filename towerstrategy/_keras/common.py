@@ -105,7 +105,8 @@ def merged_if_alone() -> contextlib.AbstractContextManager[None]:
 
 
 def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_: Sequence[Any],
-               apply: Callable[[list[Any]], Any], merged_already: bool = False) -> Any:
+               apply: Callable[[list[Any]], Any], merged_already: bool = False,
+               overwriting: Sequence[bool] = ()) -> Any:
     """Merges the towers' gradients, then runs the optimizer's own single-device code once.
 
     Args:
@@ -115,6 +116,9 @@ def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_:
       apply: takes the merged gradients; runs in a :class:`towers.MergedContext`.
       merged_already: whether the caller has merged them, so that the towers agree.  Where they do
         not, there is one copy to update all the same: each tower counts by its share of the rows.
+      overwriting: for each variable whether its gradient is its next value (the largest numbers
+        seen, in float8 layers).  Of these the towers' maximum is taken, by the rule by which Keras
+        accumulates them.
     """
     count = tower.count
     homes = [variables.home_of(variable) for variable in variables_]
@@ -125,14 +129,30 @@ def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_:
 
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
         per_variable = [_per_tower(value, count) for value in grouped]
+        largest = _take_largest(per_variable, homes, tower.shares, overwriting)
         summed = (merge.agreed_gradients(per_variable, homes, tower.shares) if merged_already else
                   merge.gradients(per_variable, homes, tower.shares, tower.silenced, from_factors))
+        for index, value in largest.items():
+            summed[index] = value
         with towers.MergedContext(strategy), tf.device(strategy.extended.merge_device), \
                 tf.name_scope(towers.UPDATE_SCOPE), \
                 tf.profiler.experimental.Trace(towers.UPDATE_SCOPE):
             return apply(summed)
 
     return tower.merge_call(merged, args=tuple(gradients))
+
+
+def _take_largest(per_variable: list[list[Any] | None], homes: Sequence[str],
+                  shares: merge.Shares, overwriting: Sequence[bool]) -> dict[int, Any]:
+    """Takes the variables' next values out of ``per_variable``; by index, the towers' maximum."""
+    found: dict[int, Any] = {}
+    for index, overwrites in enumerate(overwriting):
+        values = per_variable[index]
+        if overwrites and values is not None:
+            with tf.device(homes[index]):
+                found[index] = merge.largest(values, shares)
+            per_variable[index] = None
+    return found
 
 
 def _per_tower(value: Any, count: int) -> list[Any] | None:

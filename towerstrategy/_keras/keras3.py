@@ -354,7 +354,8 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
         targets = list(self._trainable_variables if trainable_variables is None
                        else trainable_variables)
         return common.merge_then(tower, grads, [_tf_variable(target) for target in targets],
-                                 lambda merged: original(self, merged, trainable_variables))
+                                 lambda merged: original(self, merged, trainable_variables),
+                                 overwriting=_overwriting(targets))
 
     return apply
 
@@ -366,9 +367,14 @@ def _apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, grads_and_vars)
         grads, targets = zip(*grads_and_vars)
         return common.merge_then(tower, grads, [_tf_variable(target) for target in targets],
-                                 lambda merged: original(self, zip(merged, targets)))
+                                 lambda merged: original(self, zip(merged, targets)),
+                                 overwriting=_overwriting(targets))
 
     return apply_gradients
+
+
+def _overwriting(targets: Any) -> list[bool]:
+    return [getattr(target, "overwrite_with_gradient", False) for target in targets]
 
 
 def _tf_variable(variable: Any) -> Any:
