@@ -54,6 +54,7 @@ from tensorflow.python.ops import (
     variable_scope,
 )
 from tensorflow.python.trackable import base as trackable_base
+from tensorflow.python.training import moving_averages
 from tensorflow.python.util import nest as private_nest
 
 PRIVATE_NAMES: dict[str, str] = {
@@ -182,6 +183,10 @@ PRIVATE_NAMES: dict[str, str] = {
     "tensorflow.python.eager.record:stop_recording":
         "keeps tapes from seeing bookkeeping; no public name",
     "tensorflow.python.framework.ops:EagerTensor": "the class of eager tensors",
+    "tensorflow.python.training.moving_averages:assign_moving_average":
+        "takes the plain mean over the replicas in its own merge_call, behind "
+        "tf.compat.v1.train.ExponentialMovingAverage and tf_keras.backend.moving_average_update; "
+        "in towers it is given the mean by share of rows",
     "tensorflow.python.util.nest:flatten_with_joined_string_paths": "names components in errors",
 }
 
@@ -323,6 +328,21 @@ def depends_on(value: tf.Tensor, source: tf.Tensor) -> bool:
 def map_in_place(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
     """``dataset.map(function)`` without another thread; for functions of an operation or two."""
     return map_op._MapDataset(dataset, function, use_inter_op_parallelism=False)
+
+
+def give_moving_averages(of_all: Callable[[tf.Tensor], tf.Tensor]) -> None:
+    """From now on ``assign_moving_average`` moves towards ``of_all(value)``."""
+    original = moving_averages.assign_moving_average
+    if hasattr(original, "_towerstrategy_original"):
+        return
+
+    @functools.wraps(original)
+    def assign_moving_average(variable: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(variable, of_all(value), *args, **kwargs)
+
+    assign_moving_average._towerstrategy_original = original  # type: ignore[attr-defined]
+    moving_averages.assign_moving_average = assign_moving_average
+    tf.__internal__.train.assign_moving_average = assign_moving_average
 
 
 def read_profile(serialized: bytes) -> Any:

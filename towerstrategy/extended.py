@@ -54,6 +54,7 @@ class TowerExtended(_tf.StrategyExtended):
         self._cluster_resolver = cluster_resolver
         self.asked = False  # by the user's code outside of towers, for the number of replicas
         super().__init__(container_strategy)
+        _tf.give_moving_averages(variables.mean_of_towers)
         homes = placement.towers if placement.balanced else (placement.merge,)
         self._homes = variables.Homes(homes, placement.balanced)
         self._tracked: dict[int, weakref.ref[Any]] = {}

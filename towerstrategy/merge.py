@@ -276,6 +276,17 @@ def _is_same(value: Value, other: Value) -> bool:
     return value is other
 
 
+def largest(values: Sequence[Value], shares: Shares) -> Value:
+    """Element by element the largest of the values of the towers that have rows."""
+    base = first_of_filled(values, shares)
+    here = functools.reduce(tf.maximum, [
+        tf.where(shares.filled(tower), value, base) if shares.may_be_empty else value
+        for tower, value in enumerate(values)])
+    if shares.workers is None:
+        return here
+    return tf.reduce_max(shares.workers.gather(here[tf.newaxis]), 0)
+
+
 def first_of_filled(values: Sequence[Value], shares: Shares) -> Value:
     """The value of the first of this machine's towers that has rows; tower 0's if none has."""
     if not shares.may_be_empty:

@@ -530,6 +530,18 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     __str__ = __repr__
 
 
+def mean_of_towers(value: Any) -> Any:
+    """In a tower, the mean over all towers by share of rows; elsewhere ``value``."""
+    tower = towers.current_tower()
+    if tower is None or not tower.several:
+        return value
+
+    def merged(_: Any, values: Any) -> Any:
+        return merge.weighted_mean(towers.all_values(values, tower.count), tower.shares)
+
+    return tower.merge_call(merged, args=(tf.convert_to_tensor(value),))
+
+
 def create(strategy: tf.distribute.Strategy, homes: Homes, next_creator: Callable[..., Any],
            **kwargs: Any) -> Any:
     """Makes a variable of ``strategy``; the arguments are those of a variable creator.

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import factors, merge, own_losses, parts, split, towers, variables
+from towerstrategy import factors, merge, own_losses, parts, results, split, towers, variables
 
 _MARK = "_towerstrategy_original"
 
@@ -115,7 +115,8 @@ def merged_if_alone() -> contextlib.AbstractContextManager[None]:
 
 
 def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_: Sequence[Any],
-               apply: Callable[[list[Any]], Any], merged_already: bool = False) -> Any:
+               apply: Callable[[list[Any]], Any], merged_already: bool = False,
+               overwriting: Sequence[bool] = ()) -> Any:
     """Merges the towers' gradients, then runs the optimizer's own single-device code once.
 
     Args:
@@ -125,6 +126,9 @@ def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_:
       apply: takes the merged gradients; runs in a :class:`towers.MergedContext`.
       merged_already: whether the caller has merged them, so that the towers agree.  Where they do
         not, there is one copy to update all the same: each tower counts by its share of the rows.
+      overwriting: for each variable whether its gradient is its next value (the largest numbers
+        seen, in float8 layers).  Of these the towers' maximum is taken, by the rule by which Keras
+        accumulates them.
     """
     own_losses.check_applied(tower, variables_)
     count = tower.count
@@ -136,14 +140,30 @@ def merge_then(tower: towers.TowerContext, gradients: Sequence[Any], variables_:
 
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
         per_variable = [_per_tower(value, count) for value in grouped]
+        largest = _take_largest(per_variable, homes, tower.shares, overwriting)
         summed = (merge.agreed_gradients(per_variable, homes, tower.shares) if merged_already else
                   merge.gradients(per_variable, homes, tower.shares, tower.silenced, from_factors))
+        for index, value in largest.items():
+            summed[index] = value
         with towers.MergedContext(strategy), tf.device(strategy.extended.merge_device), \
                 tf.name_scope(towers.UPDATE_SCOPE), \
                 tf.profiler.experimental.Trace(towers.UPDATE_SCOPE):
             return apply(summed)
 
     return tower.merge_call(merged, args=tuple(gradients))
+
+
+def _take_largest(per_variable: list[list[Any] | None], homes: Sequence[str],
+                  shares: merge.Shares, overwriting: Sequence[bool]) -> dict[int, Any]:
+    """Takes the variables' next values out of ``per_variable``; by index, the towers' maximum."""
+    found: dict[int, Any] = {}
+    for index, overwrites in enumerate(overwriting):
+        values = per_variable[index]
+        if overwrites and values is not None:
+            with tf.device(homes[index]):
+                found[index] = merge.largest(values, shares)
+            per_variable[index] = None
+    return found
 
 
 def _per_tower(value: Any, count: int) -> list[Any] | None:
@@ -174,10 +194,30 @@ def rows_only(values: Any) -> list[Any]:
             for number, part in enumerate(parts)]
 
 
-def gathered(rows: Any, value: Any) -> Any:
-    """The rows of all machines, where ``rows`` are this one's of a per-replica ``value``."""
-    workers = value.shares.workers
+def joined(value: Any, concat: Callable[[list[Any]], Any]) -> Any:
+    """A model's output for the whole batch, from the towers' outputs ``value``.
+
+    The rows of all towers and machines; an output that has no row for each of the batch's (a
+    table, a mean over the batch) once: exactly what the towers agree on, else their mean by share.
+    """
+    parts, shares = list(value.values), value.shares
+    rows = results.have_rows(parts, shares)
+    if rows is True:
+        return _joined_rows(value, concat)
+    if rows is False:
+        return _once(parts, shares)
+    return tf.cond(rows, lambda: _joined_rows(value, concat), lambda: _once(parts, shares))
+
+
+def _joined_rows(value: Any, concat: Callable[[list[Any]], Any]) -> Any:
+    rows, workers = concat(rows_only(value)), value.shares.workers
     return rows if workers is None else workers.gather(rows)
+
+
+def _once(parts: list[Any], shares: merge.Shares) -> Any:
+    if parts[0].dtype.is_floating:
+        return merge.agreed(parts, shares)
+    return shares.firsts(merge.first_of_filled(parts, shares))
 
 
 def _first_rows(part: Any, filled: Any) -> Any:

@@ -384,7 +384,8 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
         targets = list(self._trainable_variables if trainable_variables is None
                        else trainable_variables)
         return common.merge_then(tower, grads, [_tf_variable(target) for target in targets],
-                                 lambda merged: original(self, merged, trainable_variables))
+                                 lambda merged: original(self, merged, trainable_variables),
+                                 overwriting=_overwriting(targets))
 
     return apply
 
@@ -396,9 +397,14 @@ def _apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, grads_and_vars)
         grads, targets = zip(*grads_and_vars)
         return common.merge_then(tower, grads, [_tf_variable(target) for target in targets],
-                                 lambda merged: original(self, zip(merged, targets)))
+                                 lambda merged: original(self, zip(merged, targets)),
+                                 overwriting=_overwriting(targets))
 
     return apply_gradients
+
+
+def _overwriting(targets: Any) -> list[bool]:
+    return [getattr(target, "overwrite_with_gradient", False) for target in targets]
 
 
 def _tf_variable(variable: Any) -> Any:
@@ -583,7 +589,7 @@ def _reduce(value: Any, reduction: str) -> Any:
     if reduction == "first":
         return value.shares.firsts(value.values[0])
     if reduction == "concat":
-        return common.gathered(tf_trainer.concat(common.rows_only(value)), value)
+        return common.joined(value, tf_trainer.concat)
     if reduction == "sum":
         return merge.total_of_filled(list(value.values), value.shares)
     mean = merge.weighted_mean if value.values[0].dtype.is_floating else merge.mean_of_filled

@@ -444,7 +444,7 @@ def _reduce(value: Any, reduction: str) -> Any:
     if reduction == "first":
         return value.shares.firsts(value.values[0])
     if reduction == "concat":
-        return common.gathered(training.concat(common.rows_only(value)), value)
+        return common.joined(value, training.concat)
     return merge.total_of_filled(list(value.values), value.shares)
 
 
