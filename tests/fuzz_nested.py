@@ -262,7 +262,8 @@ def written(method: str, before: Any, value: Any) -> Any:
 
 
 WRITES = {**LOOP, "wraps": st.lists(st.sampled_from(sorted(NESTING | {"plain"})), max_size=2),
-          "aggregation": st.sampled_from(list(Aggregation)), "method": st.sampled_from(["assign", "assign_add", "moving average"]),
+          "aggregation": st.sampled_from(list(Aggregation)),
+          "method": st.sampled_from(["assign", "assign_add", "moving average"]),
           "what": st.sampled_from(["share", "replica id", "sum", "loss"])}
 
 
