@@ -34,7 +34,7 @@ import tensorflow as tf
 
 import towerstrategy
 from benchmarks import flat, gpus_chart, links, on_gpus, schedule, table
-from towerstrategy import split
+from towerstrategy.batch import sub_batches
 
 MERGES = ("cpu", "GPU:0", "balanced")
 MIRRORED, ONE = "MirroredStrategy", "one GPU"
@@ -175,7 +175,7 @@ def traced(case: Case, count: int, merge: str, rows: int | None = None) -> Step:
         else:
             def step(x: Any, y: Any) -> Any:
                 return strategy.run(model.train_step, args=((x, y),))
-            x, y = (split.SubBatchesSpec(*[spec] * count) for spec in (x, y))
+            x, y = (sub_batches.SubBatchesSpec(*[spec] * count) for spec in (x, y))
         function = tf.function(step, autograph=False).get_concrete_function(x, y)
     operations = flat.flatten(function, [f"GPU:{number}" for number in range(count)])
     return Step(operations, _state(model), sum(

@@ -17,7 +17,7 @@ from unittest import mock
 
 import tensorflow as tf
 
-from towerstrategy import devices, operands
+from towerstrategy.placement import devices as devices_lib
 
 HOST = "CPU:0"
 
@@ -30,7 +30,7 @@ def towers(count: int) -> list[str]:
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
     """Within, a step is traced without the forms that pay on CPU devices only."""
-    with mock.patch.object(devices.Placement, "on_cpu", False), \
+    with mock.patch.object(devices_lib.Placement, "on_cpu", False), \
             mock.patch.object(operands, "swap", lambda graph, added: None):  # noqa: ARG005
         yield
 

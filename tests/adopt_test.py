@@ -9,7 +9,8 @@ import tf_keras
 from absl.testing import parameterized
 
 import small_models
-from towerstrategy import TowerStrategy, variables
+from towerstrategy import TowerStrategy
+from towerstrategy.variables import one_copy, tower_local
 
 BOTH = parameterized.named_parameters(*small_models.KERAS)
 
@@ -42,7 +43,7 @@ class AdoptTest(parameterized.TestCase):
     def assert_on_towers(self, model):
         """The step that was traced has operations of both towers."""
         for variable in held(model.weights):
-            self.assertIsInstance(variable, variables.TowerVariable)
+            self.assertIsInstance(variable, one_copy.TowerVariable)
             self.assertIs(variable.distribute_strategy, self.strategy)
         self.assertIs(model.distribute_strategy, self.strategy)
 
@@ -101,7 +102,7 @@ class AdoptTest(parameterized.TestCase):
                                 if metric.name == "loss"})
         for slot, same, value in zip(before, slots(model.optimizer), values, strict=True):
             self.assertIs(slot, same)
-            self.assertIsInstance(slot, variables.TowerVariable)
+            self.assertIsInstance(slot, one_copy.TowerVariable)
             np.testing.assert_array_equal(slot, value)
         again = model.evaluate(*small_models.data("functional"), verbose=0, return_dict=True)
         for name in logged:
@@ -130,7 +131,7 @@ class AdoptTest(parameterized.TestCase):
         np.testing.assert_allclose(metrics[0].result(), metrics[1].result(), rtol=1e-5)
         self.assertLen(metrics[0].variables, 2)
         for variable in held(metrics[0].variables):
-            self.assertIsInstance(variable, variables.TowerLocalVariable)
+            self.assertIsInstance(variable, tower_local.TowerLocalVariable)
 
     @BOTH
     def test_adopt_between_compile_and_fit(self, kit):
@@ -186,7 +187,7 @@ class AdoptTest(parameterized.TestCase):
             fit(model, "subclassed")
         self.assert_same_weights(models[1], models[0])
         for slot in slots(models[0].hidden_optimizer):
-            self.assertIsInstance(slot, variables.TowerVariable)
+            self.assertIsInstance(slot, one_copy.TowerVariable)
 
     @parameterized.parameters("Adam", "SGD")
     def test_legacy_optimizer(self, name):

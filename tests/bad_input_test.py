@@ -13,7 +13,7 @@ from absl.testing import parameterized
 import small_models
 import towerstrategy
 from peers import mirrored, per_replica, plain, two_towers
-from towerstrategy import report
+from towerstrategy.report import description
 
 InputOptions = tf.distribute.InputOptions
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
@@ -92,7 +92,7 @@ class DevicesTest(parameterized.TestCase):
         """Else another strategy ends in a message about an attribute."""
         for strategy in (3, mirrored()):
             with self.assertRaisesRegex(TypeError, "strategy must be a TowerStrategy, but got"):
-                report.describe(strategy)
+                description.describe(strategy)
 
 
 class ProcessTest(parameterized.TestCase):

@@ -9,7 +9,7 @@ from absl.testing import parameterized
 
 import towerstrategy
 from peers import plain
-from towerstrategy import split
+from towerstrategy.batch import sub_batches
 
 X = np.arange(40, dtype="f").reshape([20, 2])
 
@@ -154,7 +154,7 @@ class ChainedTest(parameterized.TestCase):
         result = tf.function(lambda x: strategy.run(augment, (x,)))(
             strategy.split(tf.constant(X[:8])))
         self.assertEqual(len(tf.nest.flatten(result, expand_composites=True)), 2)
-        self.assertIsInstance(strategy.split(tf.constant(X[:8])), split.SubBatches)
+        self.assertIsInstance(strategy.split(tf.constant(X[:8])), sub_batches.SubBatches)
         self.assertLen(plain(result)[1], 2)
 
 
@@ -193,4 +193,4 @@ class ValuesTest(parameterized.TestCase):
                       *make(lambda context: (tf.zeros([1 + context.replica_id_in_sync_group]),
                                              tf.zeros([5 - context.replica_id_in_sync_group]))),
                       make(lambda _: tf.zeros([]))):
-            self.assertNotIsInstance(value, split.SubBatches)
+            self.assertNotIsInstance(value, sub_batches.SubBatches)

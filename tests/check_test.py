@@ -11,8 +11,8 @@ import numpy as np
 from absl.testing import parameterized
 
 import towerstrategy
-from towerstrategy import merge
-from towerstrategy._check import advice, command, machine, same, speed
+from towerstrategy.merge import gradients as gradients_lib
+from towerstrategy.report.check import advice, command, machine, same, speed
 
 ROOT = pathlib.Path(__file__).parent.parent
 DEVICES = ["CPU:1", "CPU:2"]
@@ -67,7 +67,7 @@ class CommandTest(parameterized.TestCase):
 
     def test_a_difference_is_told(self):
         """Else a machine on which towers compute something else passes."""
-        sum_of = merge.gradients
+        sum_of = gradients_lib.gradients
 
         def wrong(*arguments, **options):
             return [None if value is None else value * 1.001

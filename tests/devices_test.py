@@ -5,11 +5,11 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import towerstrategy
-from towerstrategy import devices
+from towerstrategy.placement import devices as devices_lib
 
 
 def short(placement):
-    return [devices.short_name(name) for name in placement.towers], devices.short_name(
+    return [devices_lib.short_name(name) for name in placement.towers], devices_lib.short_name(
         placement.merge)
 
 
@@ -29,13 +29,13 @@ class PlaceTest(parameterized.TestCase):
         (("CPU:1", "CPU:2"), "BALANCED", ["CPU:1", "CPU:2"], "CPU:0"))
     def test_what_may_be_asked_for(self, asked, merge_device, towers, merge):
         """Else devices that MirroredStrategy or R users name are not understood."""
-        self.assertEqual(short(devices.place(asked, merge_device)), (towers, merge))
+        self.assertEqual(short(devices_lib.place(asked, merge_device)), (towers, merge))
 
     def test_balanced(self):
         """Else one tower is balanced over nothing, or several are not."""
-        self.assertTrue(devices.place(2, "balanced").balanced)
-        self.assertFalse(devices.place(1, "balanced").balanced)
-        self.assertFalse(devices.place(2, "cpu").balanced)
+        self.assertTrue(devices_lib.place(2, "balanced").balanced)
+        self.assertFalse(devices_lib.place(1, "balanced").balanced)
+        self.assertFalse(devices_lib.place(2, "cpu").balanced)
 
     @parameterized.parameters(
         (True, TypeError, "devices must be a whole number, but got True"),
@@ -73,7 +73,7 @@ class PlaceTest(parameterized.TestCase):
                               (2, None, False))
     def test_compiles(self, asked, merge_device, wanted):
         """Else XLA is asked for a step that it cannot place, and dies in the middle of it."""
-        self.assertEqual(devices.place(asked, merge_device).compiles, wanted)
+        self.assertEqual(devices_lib.place(asked, merge_device).compiles, wanted)
 
 
 class SplitCpuTest(parameterized.TestCase):

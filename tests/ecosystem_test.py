@@ -18,7 +18,8 @@ import tf_keras
 from absl.testing import parameterized
 
 from peers import mirrored, per_replica, plain, two_towers
-from towerstrategy import TowerStrategy, variables
+from towerstrategy import TowerStrategy
+from towerstrategy.variables import one_copy
 
 BOTH = parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
 Aggregation = tf.VariableAggregation
@@ -180,7 +181,7 @@ class ModuleTest(FolderTest):
         copied.w.assign(tf.zeros([2, 1]))
         copied.rows.assign(0.)
         self.assertEqual(state(module), STATE)
-        self.assertIsInstance(copied.w, variables.TowerVariable)
+        self.assertIsInstance(copied.w, one_copy.TowerVariable)
 
     @parameterized.named_parameters(
         ("to_plain", two_towers, None), ("to_towers", two_towers, two_towers),
@@ -235,7 +236,7 @@ class ModuleTest(FolderTest):
         strategy = two_towers()
         with strategy.scope():
             loaded = tf.saved_model.load(self.folder)
-        self.assertIsInstance(loaded.w, variables.TowerVariable)
+        self.assertIsInstance(loaded.w, one_copy.TowerVariable)
         result = strategy.run(lambda x: loaded(x), (per_replica(strategy, [[1., 2.]], [[3., 4.]]),))
         self.assertEqual(plain(result), ("per replica", [[[15.]], [[35.]]]))
         self.assertEqual(plain(loaded.rows.read_value()), 4.)

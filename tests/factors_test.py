@@ -7,7 +7,9 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
-from towerstrategy import factors, merge
+from towerstrategy.merge import factors
+from towerstrategy.merge import gradients as gradients_lib
+from towerstrategy.merge import shares as shares_lib
 
 TOWERS = 3
 
@@ -75,8 +77,8 @@ class TotalTest(parameterized.TestCase):
         def step(filled):
             x, bad = tf.ones([2, 3]), tf.fill([2, 3], np.nan)
             per_tower = [tf.matmul(rows, rows, transpose_a=True) for rows in (x, bad)]
-            shares = merge.Shares([tf.constant(2, tf.int64), filled])
-            return merge.gradients([per_tower], ["/device:CPU:0"], shares, from_factors=True)[0]
+            shares = shares_lib.Shares([tf.constant(2, tf.int64), filled])
+            return gradients_lib.gradients([per_tower], ["/device:CPU:0"], shares, from_factors=True)[0]
 
         np.testing.assert_array_equal(step(tf.constant(0, tf.int64)), np.full([3, 3], 2.))
         self.assertTrue(np.isnan(step(tf.constant(2, tf.int64)).numpy()).all())

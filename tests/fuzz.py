@@ -20,7 +20,10 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 import towerstrategy
-from towerstrategy import merge, split
+from towerstrategy.batch import splitting, sub_batches
+from towerstrategy.merge import gradients as gradients_lib
+from towerstrategy.merge import merging
+from towerstrategy.merge import shares as shares_lib
 
 MOST_TOWERS = 5
 NUMBERS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
@@ -135,7 +138,7 @@ def check_dealt(dealt: Any, batch: Any, towers: int, stand_ins: bool = False) ->
         if towers == 1:
             assert (kind_of(leaf), rows_of(leaf)) == (kind_of(whole), rows)
             continue
-        counts = [int(count) for count in split.row_counts(leaf)]
+        counts = [int(count) for count in sub_batches.row_counts(leaf)]
         assert counts == sizes, (counts, sizes)
         start = 0
         for part, size in zip(leaf.values, sizes):
@@ -168,7 +171,7 @@ SPLIT = {"drawn": batches(), "stand_ins": st.booleans()}
 def check_split(drawn, stand_ins):
     """A batch split in eager code."""
     batch, _, towers = drawn
-    dealt = split.split_batch(batch, towers, stand_ins)
+    dealt = splitting.split_batch(batch, towers, stand_ins)
     check_dealt(dealt, batch, towers, stand_ins)
     if not stand_ins:
         check_dealt(strategy_of(towers).split(batch), batch, towers)
@@ -196,7 +199,7 @@ def check_split_traced(drawn, stand_ins, known):
     def dealt(*tensors):
         left = iter(tensors)
         nest = tf.nest.map_structure(lambda leaf: None if leaf is None else next(left), batch)
-        parts = split.split_batch(nest, towers, stand_ins)
+        parts = splitting.split_batch(nest, towers, stand_ins)
         return tuple(leaf for leaf in leaves_of(parts) if leaf is not None)
 
     signature = [tf.type_spec_from_value(leaf) if known else with_unknown_rows(leaf)
@@ -285,10 +288,10 @@ def check_merge(drawn, rows, known):
     rows = rows[:len(arrays)]
     values = [tf.constant(array, dtype) for array in arrays]
     doubles = np.stack([array.astype(np.float64) for array in arrays])
-    check_close(merge.total(values), doubles.sum(0))
-    assert merge.total(values).dtype == dtype
-    check_close(merge.mean(values), doubles.mean(0), dtype)
-    shares = merge.Shares([count if known else tf.constant(count, tf.int64) for count in rows])
+    check_close(merging.total(values), doubles.sum(0))
+    assert merging.total(values).dtype == dtype
+    check_close(merging.mean(values), doubles.mean(0), dtype)
+    shares = shares_lib.Shares([count if known else tf.constant(count, tf.int64) for count in rows])
     check_close([shares.of(tower) for tower in range(len(rows))],
                 np.array(rows) / max(sum(rows), 1))
     if not dtype.is_floating:
@@ -296,10 +299,10 @@ def check_merge(drawn, rows, known):
     # What a tower without rows has computed must not matter.
     values = [value if count else value * float("nan") for value, count in zip(values, rows)]
     weights = np.array(rows, float).reshape([-1] + [1] * (doubles.ndim - 1))
-    check_close(merge.weighted_mean(values, shares), (doubles * weights).sum(0) / max(sum(rows), 1),
+    check_close(merging.weighted_mean(values, shares), (doubles * weights).sum(0) / max(sum(rows), 1),
                 dtype)
-    check_close(merge.total_of_filled(values, shares), (doubles * (weights > 0)).sum(0))
-    check_close(merge.mean_of_filled(values, shares),
+    check_close(merging.total_of_filled(values, shares), (doubles * (weights > 0)).sum(0))
+    check_close(merging.mean_of_filled(values, shares),
                 (doubles * (weights > 0)).sum(0) / max(np.count_nonzero(rows), 1), dtype)
 
 
@@ -320,10 +323,10 @@ def check_merge_slices(drawn, dense_tower, rows, traced):
         values = [tf.constant(denses[tower], dtype) if tower == dense_tower else tf.IndexedSlices(
             tf.constant(array, dtype, [len(array), width]), tf.constant(indices),
             tf.constant([table, width])) for tower, (array, indices) in enumerate(parts)]
-        by_rows = merge.Shares(rows)
-        gradient, = merge.gradients([values], ["CPU:0"], by_rows)
-        results = [merge.total(values), gradient, merge.mean(values),
-                   merge.weighted_mean(values, by_rows)]
+        by_rows = shares_lib.Shares(rows)
+        gradient, = gradients_lib.gradients([values], ["CPU:0"], by_rows)
+        results = [merging.total(values), gradient, merging.mean(values),
+                   merging.weighted_mean(values, by_rows)]
         return [tf.convert_to_tensor(result) for result in results]
 
     found = (tf.function(merged) if traced else merged)()

@@ -5,9 +5,9 @@ from unittest import mock
 
 from absl.testing import parameterized
 
-from towerstrategy import health, machines
+from towerstrategy.machines import clusters, health
 
-CLUSTER = machines.Cluster(("a:1", "b:1", "c:1", "d:1"), "worker", 1, 2)  # a is the chief
+CLUSTER = clusters.Cluster(("a:1", "b:1", "c:1", "d:1"), "worker", 1, 2)  # a is the chief
 
 
 class HealthTest(parameterized.TestCase):

@@ -13,12 +13,13 @@ from absl.testing import parameterized
 
 import towerstrategy
 from towerstrategy import _keras
-from towerstrategy._keras import common, keras3
-from towerstrategy._keras import tf_keras as legacy
+from towerstrategy._keras import hooks
+from towerstrategy._keras.keras3 import hooks as table
+from towerstrategy._keras.tf_keras import hooks as table
 
 
 def hooked_names():
-    for package, hooks in (("keras", keras3.HOOKS), ("tf_keras", legacy.HOOKS)):
+    for package, hooks in (("keras", table.HOOKS), ("tf_keras", table.HOOKS)):
         for (owner, name), why in hooks.items():
             label = f"{package}_{owner.__name__}_{name}".replace(".", "_")
             yield label, package, owner, name, why
@@ -34,7 +35,7 @@ class HooksTest(parameterized.TestCase):
     def test_stands_where_we_hook_it(self, package, owner, name, why):
         """Else a new release trains wrongly, because a hook of ours is never called."""
         hooked = owner.__dict__[name]
-        original = getattr(hooked, common._MARK)
+        original = getattr(hooked, hooks._MARK)
         self.assertEqual(original.__module__.split(".")[0], package)
         self.assertNotEmpty(why)
         self.assertIsNot(inspect.unwrap(hooked), hooked)
@@ -44,7 +45,7 @@ class HooksTest(parameterized.TestCase):
     def test_a_moved_name_is_one_error(self, package, owner):
         """Else a release that moved a name fails in the middle of a training, or trains wrongly."""
         hooked = owner.compile
-        another = next(iter(keras3.HOOKS if package == "keras" else legacy.HOOKS))
+        another = next(iter(table.HOOKS if package == "keras" else table.HOOKS))
         setattr(another[0], another[1], getattr(another[0], another[1])._towerstrategy_original)
         sentence = (rf"tested with {package} [\d.]+ to [\d.]+, but the one installed is "
                     rf"{sys.modules[package].__version__}, .*{owner.__name__}.compile. .*pip")
@@ -53,7 +54,7 @@ class HooksTest(parameterized.TestCase):
             with mock.patch.object(_keras, "_installed", set()), \
                     self.assertRaisesRegex(RuntimeError, sentence):
                 towerstrategy.TowerStrategy(1)
-            self.assertFalse(hasattr(getattr(*another), common._MARK))  # none or all
+            self.assertFalse(hasattr(getattr(*another), hooks._MARK))  # none or all
         finally:
             owner.compile = hooked
             with mock.patch.object(_keras, "_installed", set()):

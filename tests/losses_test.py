@@ -10,7 +10,7 @@ from absl.testing import parameterized
 
 import towerstrategy
 from parity import cases, runner
-from towerstrategy import own_losses
+from towerstrategy.losses import own_losses
 
 KITS = {"keras": keras, "tf_keras": tf_keras}
 

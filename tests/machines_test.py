@@ -11,7 +11,7 @@ from absl.testing import parameterized
 
 import towerstrategy
 from tests import machines_workers
-from towerstrategy import machines
+from towerstrategy.machines import clusters
 
 WORKERS, TOWERS = 2, 2
 CASES = ("unseeded", "verbs", "ends_early", "sharded", "uneven-keras",
@@ -172,7 +172,7 @@ class RefusedTest(parameterized.TestCase):
     def test_places(self):
         """Else a chief and a worker take each other's number, and hang."""
         jobs = {"chief": TWO[:1], "worker": TWO[1:]}
-        chief, worker = (machines.place_in(resolver(jobs, kind, 0)) for kind in jobs)
+        chief, worker = (clusters.place_in(resolver(jobs, kind, 0)) for kind in jobs)
         self.assertEqual((chief.index, worker.index), (0, 1))
         self.assertEqual(worker.task, "/job:worker/replica:0/task:0")
         self.assertEqual(chief.addresses, worker.addresses)

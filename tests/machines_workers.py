@@ -30,7 +30,8 @@ import tensorflow as tf
 import tf_keras
 
 import towerstrategy
-from towerstrategy import machines
+
+pass  # HOUSE
 
 SECONDS = int(os.environ.get("MACHINES_SECONDS", 300))  # then all workers are killed
 

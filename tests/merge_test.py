@@ -5,7 +5,10 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from peers import plain
-from towerstrategy import merge, split
+from towerstrategy.batch import splitting
+from towerstrategy.merge import gradients as gradients_lib
+from towerstrategy.merge import merging
+from towerstrategy.merge import shares as shares_lib
 
 
 def slices(values, indices, rows=4):
@@ -15,7 +18,7 @@ def slices(values, indices, rows=4):
 
 def of_rows(*rows, known=True):
     """Shares of towers with so many rows; ``known`` while tracing or not."""
-    return merge.Shares([count if known else tf.constant(count, tf.int64) for count in rows])
+    return shares_lib.Shares([count if known else tf.constant(count, tf.int64) for count in rows])
 
 
 class SharesTest(parameterized.TestCase):
@@ -38,14 +41,14 @@ class SharesTest(parameterized.TestCase):
 
     def test_equal(self):
         """Else values that are no batches count differently on the towers."""
-        shares = merge.Shares.equal(4)
+        shares = shares_lib.Shares.equal(4)
         self.assertEqual([float(shares.of(tower)) for tower in range(4)], [.25] * 4)
         self.assertFalse(shares.may_be_empty)
 
     def test_of_stand_ins(self):
         """Else a tower that works on a stand-in is counted."""
-        batch = split.split_batch(tf.constant([7.]), 2, stand_ins=True)
-        shares = merge.Shares.of_batch(batch)
+        batch = splitting.split_batch(tf.constant([7.]), 2, stand_ins=True)
+        shares = shares_lib.Shares.of_batch(batch)
         self.assertTrue(shares.stand_ins)
         self.assertEqual([float(shares.of(tower)) for tower in range(2)], [1., 0.])
 
@@ -62,17 +65,17 @@ class ReduceTest(parameterized.TestCase):
     def test_total(self, dtype):
         """Else a sum over towers is wrong for some dtype."""
         values = [tf.cast([1, 2], dtype), tf.cast([3, 5], dtype)]
-        self.assertEqual(merge.total(values).dtype, dtype)
-        self.assertEqual(plain(merge.total(values)), [4, 7])
+        self.assertEqual(merging.total(values).dtype, dtype)
+        self.assertEqual(plain(merging.total(values)), [4, 7])
 
     def test_mean_of_integers(self):
         """Else a mean of 1 and 2 is 1."""
-        self.assertEqual(plain(merge.mean([tf.constant(1), tf.constant(2)])), 1.5)
-        self.assertEqual(plain(merge.mean([tf.constant(1.), tf.constant(2.)])), 1.5)
+        self.assertEqual(plain(merging.mean([tf.constant(1), tf.constant(2)])), 1.5)
+        self.assertEqual(plain(merging.mean([tf.constant(1.), tf.constant(2.)])), 1.5)
 
     def test_weighted_mean(self):
         """Else a mean over uneven sub-batches is the mean of means."""
-        value = merge.weighted_mean([tf.constant(1.), tf.constant(4.)], of_rows(2, 1))
+        value = merging.weighted_mean([tf.constant(1.), tf.constant(4.)], of_rows(2, 1))
         self.assertEqual(plain(value), 2.)
 
     @parameterized.product(known=[True, False])
@@ -80,21 +83,21 @@ class ReduceTest(parameterized.TestCase):
         """Else a NaN of a tower without rows reaches the weights."""
         values = [tf.constant([2.]), tf.constant([float("nan")])]
         shares = of_rows(3, 0, known=known)
-        self.assertEqual(plain(merge.weighted_mean(values, shares)), [2.])
-        self.assertEqual(plain(merge.total_of_filled(values, shares)), [2.])
-        self.assertEqual(plain(merge.mean_of_filled(values, shares)), [2.])
-        kept = [merge.filled_slices(slices([[1.]], [1]), tower, shares) for tower in range(2)]
+        self.assertEqual(plain(merging.weighted_mean(values, shares)), [2.])
+        self.assertEqual(plain(merging.total_of_filled(values, shares)), [2.])
+        self.assertEqual(plain(merging.mean_of_filled(values, shares)), [2.])
+        kept = [merging.filled_slices(slices([[1.]], [1]), tower, shares) for tower in range(2)]
         self.assertEqual([part.values.shape[0] for part in kept], [1, 0])
 
     def test_slices_stay_sparse_and_in_order(self):
         """Else an embedding's gradient becomes as large as its table, or rows change places."""
         parts = [slices([[1.], [2.]], [3, 0]), slices([[4.]], [3])]
-        merged = merge.total(parts)
+        merged = merging.total(parts)
         self.assertIsInstance(merged, tf.IndexedSlices)
         self.assertEqual((plain(merged.values), plain(merged.indices)),
                          ([[1.], [2.], [4.]], [3, 0, 3]))
-        self.assertEqual(plain(merge.mean(parts).values), [[.5], [1.], [2.]])
-        self.assertEqual(plain(merge.weighted_mean(parts, of_rows(1, 3)).values),
+        self.assertEqual(plain(merging.mean(parts).values), [[.5], [1.], [2.]])
+        self.assertEqual(plain(merging.weighted_mean(parts, of_rows(1, 3)).values),
                          [[.25], [.5], [3.]])
 
     def test_dense_beside_sparse(self):
@@ -102,7 +105,7 @@ class ReduceTest(parameterized.TestCase):
         for dtype in (tf.int32, tf.int64):
             rows = tf.IndexedSlices(tf.constant([[1.]]), tf.constant([1], dtype),
                                     tf.constant([2, 1], dtype))
-            merged = merge.total([rows, tf.constant([[10.], [20.]])])
+            merged = merging.total([rows, tf.constant([[10.], [20.]])])
             self.assertEqual(plain(tf.convert_to_tensor(merged)), [[10.], [21.]])
 
 
@@ -115,7 +118,7 @@ class GradientsTest(parameterized.TestCase):
             shares = of_rows(*rows, known=known).prepare()
             dense = [tf.constant([1., 2.]), empty]
             sparse = [slices([[1.]], [1]), slices([[2.]], [0])]
-            result = merge.gradients([dense, None, sparse], ["CPU:0", "CPU:0", "CPU:1"], shares)
+            result = gradients_lib.gradients([dense, None, sparse], ["CPU:0", "CPU:0", "CPU:1"], shares)
             self.assertIsNone(result[1])
             return result[0], tf.convert_to_tensor(result[2])
 
@@ -128,7 +131,7 @@ class GradientsTest(parameterized.TestCase):
     def test_on_the_devices_asked_for(self):
         """Else gradients meet on another device than their variable's."""
         values = [tf.constant([1.]), tf.constant([2.])]
-        merged = merge.gradients([values, values], ["CPU:1", "CPU:2"], merge.Shares.equal(2))
+        merged = gradients_lib.gradients([values, values], ["CPU:1", "CPU:2"], shares_lib.Shares.equal(2))
         self.assertEqual([value.device[-5:] for value in merged], ["CPU:1", "CPU:2"])
 
 
@@ -138,7 +141,7 @@ class ConcatTest(parameterized.TestCase):
         """Else outputs that are ragged or sparse cannot be gathered."""
         dense = [tf.constant([[1], [2]]), tf.constant([[3]])]
         ragged = [tf.ragged.constant([[1], [2, 3]]), tf.ragged.constant([[4]])]
-        self.assertEqual(plain(merge.concat(dense, 0)), [[1], [2], [3]])
-        self.assertEqual(plain(merge.concat(ragged, 0)), [[1], [2, 3], [4]])
-        sparse = merge.concat([tf.sparse.from_dense(part) for part in dense], 0)
+        self.assertEqual(plain(merging.concat(dense, 0)), [[1], [2], [3]])
+        self.assertEqual(plain(merging.concat(ragged, 0)), [[1], [2, 3], [4]])
+        sparse = merging.concat([tf.sparse.from_dense(part) for part in dense], 0)
         self.assertEqual(plain(tf.sparse.to_dense(sparse)), [[1], [2], [3]])

@@ -9,7 +9,8 @@ import tf_keras
 from absl.testing import parameterized
 
 import small_models
-from towerstrategy import TowerStrategy, multi_gpu_model, variables
+from towerstrategy import TowerStrategy, multi_gpu_model
+from towerstrategy.placement import homes as homes_lib
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
 BOTH = parameterized.named_parameters(*small_models.KERAS)
@@ -211,7 +212,7 @@ class PlacementTest(parameterized.TestCase):
         for variable, same in zip(held, tf_variables(template), strict=True):
             self.assertIs(variable, same)
             self.assertEndsWith(variable.device, "CPU:0")
-            self.assertEndsWith(variables.home_of(variable), "CPU:0")
+            self.assertEndsWith(homes_lib.home_of(variable), "CPU:0")
         for old, new in zip(before, small_models.weights(parallel), strict=True):
             np.testing.assert_array_equal(old, new)
         fit(compile_(kit, parallel), kind)

@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from towerstrategy import operands
+from towerstrategy.towers import operands
 
 WIDE, FEW = 1024, 256  # their product is operands.LEAST_WEIGHT
 

@@ -9,7 +9,8 @@ from absl.testing import parameterized
 
 import towerstrategy
 from peers import per_replica, plain
-from towerstrategy import split, towers
+from towerstrategy.batch import sub_batches
+from towerstrategy.towers import contexts
 
 Aggregation = tf.VariableAggregation
 START = np.arange(12, dtype="f").reshape([4, 3])
@@ -151,7 +152,7 @@ class PiecesTest(parameterized.TestCase):
                 return 0
             return tf.cond(tf.reduce_sum(x) > 0, do, lambda: 1)
 
-        with self.assertRaisesRegex(RuntimeError, towers.NESTED_MERGE[:40]):
+        with self.assertRaisesRegex(RuntimeError, contexts.NESTED_MERGE[:40]):
             tf.function(lambda x: strategy.run(replica, (x,)))(strategy.split(tf.ones([4])))
         alone = towerstrategy.TowerStrategy(1)
         with alone.scope():
@@ -173,4 +174,4 @@ class PiecesTest(parameterized.TestCase):
 
 def split_of(rows):
     """A batch of sub-batches with so many rows."""
-    return split.SubBatches([tf.ones([count]) for count in rows])
+    return sub_batches.SubBatches([tf.ones([count]) for count in rows])

@@ -8,7 +8,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
-from towerstrategy import reads
+from towerstrategy.towers import reads
 
 DEVICES = ["CPU:1", "CPU:2", "CPU:3"]
 

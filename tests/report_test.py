@@ -17,8 +17,10 @@ import tf_keras
 from absl.testing import absltest, parameterized
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from towerstrategy import TowerStrategy, report, split
-from towerstrategy._report import sample as sample_lib
+from towerstrategy import TowerStrategy
+from towerstrategy.batch import iterators
+from towerstrategy.report import description, tower_report
+from towerstrategy.report import sample as sample_lib
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
 KITS = (("keras", keras), ("tf_keras", tf_keras))
@@ -127,7 +129,7 @@ class TableTest(parameterized.TestCase):
 
     def test_numbers_align_right(self):
         """Else bytes cannot be compared at a glance."""
-        text = report.table(("what", "bytes"), [("a", "1"), ("bcdef", "1,000")], numbers=(1,))
+        text = description.table(("what", "bytes"), [("a", "1"), ("bcdef", "1,000")], numbers=(1,))
         self.assertEqual(text, "what   bytes\n-----  -----\na          1\nbcdef  1,000")
 
 
@@ -144,7 +146,7 @@ def data(rows):
 
 def quiet(**arguments):
     """A report that samples whenever it can."""
-    return report.TowerReport(**{"print_fn": None, "most": 1., **arguments})
+    return tower_report.TowerReport(**{"print_fn": None, "most": 1., **arguments})
 
 
 class TrainingTest(parameterized.TestCase):
@@ -245,7 +247,7 @@ class TrainingTest(parameterized.TestCase):
         found = quiet()
         model.fit(*data(9), batch_size=3, verbose=0, callbacks=[found])
         self.assertIs(model.train_function, before)
-        self.assertIsNone(split._counting.follow)
+        self.assertIsNone(iterators.counting.follow)
         dataset = model.distribute_strategy.experimental_distribute_dataset(
             tf.data.Dataset.from_tensors(data(3)))
         self.assertIsNone(iter(dataset).row_count)
@@ -263,7 +265,7 @@ class TrainingTest(parameterized.TestCase):
             finally:
                 tf.debugging.disable_check_numerics()
         self.assertNotIn("_report", model.train_function.__module__)
-        self.assertIsNone(split._counting.follow)
+        self.assertIsNone(iterators.counting.follow)
 
     @parameterized.parameters(*KITS)
     def test_after_an_error_between_two_steps(self, name, kit):
@@ -282,7 +284,7 @@ class TrainingTest(parameterized.TestCase):
         model.fit(*data(9), batch_size=3, epochs=2, verbose=0, callbacks=[found])
         self.assertEqual([epoch.rows for epoch in found.epochs], 2 * [(3, 3, 3)])
         self.assertIs(model.train_function, before)
-        self.assertIsNone(split._counting.follow)
+        self.assertIsNone(iterators.counting.follow)
 
     def test_costs_no_more_than_it_may(self):
         """Else the report takes more of a training than was allowed."""
@@ -402,7 +404,7 @@ class CallbackTest(parameterized.TestCase):
         """Else a Keras that calls another method on its callbacks fails in the middle of fit."""
         wanted = {attribute for attribute in dir(kit.callbacks.Callback)
                   if attribute.startswith(("on_", "set_", "_implements", "_supports"))}
-        self.assertContainsSubset(wanted, dir(report.TowerReport))
+        self.assertContainsSubset(wanted, dir(tower_report.TowerReport))
 
     @parameterized.parameters(*KITS)
     def test_model_of_no_strategy(self, name, kit):
@@ -410,7 +412,7 @@ class CallbackTest(parameterized.TestCase):
         model = kit.Sequential([kit.Input([3]), kit.layers.Dense(1)])
         model.compile("sgd", "mse")
         with self.assertRaisesRegex(ValueError, "for models that a TowerStrategy trains"):
-            model.fit(*data(4), verbose=0, callbacks=[report.TowerReport()])
+            model.fit(*data(4), verbose=0, callbacks=[tower_report.TowerReport()])
 
     @parameterized.parameters(({"picture": 3}, TypeError, "picture must be None or the path"),
                               ({"log_dir": 3}, TypeError, "log_dir must be None or the path of"),
@@ -419,11 +421,11 @@ class CallbackTest(parameterized.TestCase):
     def test_arguments(self, arguments, error, message):
         """Else a mistake shows after an epoch of training."""
         with self.assertRaisesRegex(error, message):
-            report.TowerReport(**arguments)
+            tower_report.TowerReport(**arguments)
 
     def test_can_be_copied(self):
         """Else a tuner, which copies its callbacks for each trial, fails."""
-        self.assertEqual(copy.deepcopy(report.TowerReport("a.png")).picture, "a.png")
+        self.assertEqual(copy.deepcopy(tower_report.TowerReport("a.png")).picture, "a.png")
 
 
 def profile(lines, names=(), plane="/host:CPU"):

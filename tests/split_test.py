@@ -4,7 +4,9 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from towerstrategy import split
+from towerstrategy.batch import datasets as datasets_lib
+from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch import splitting, sub_batches
 
 
 class DealTest(parameterized.TestCase):
@@ -12,7 +14,7 @@ class DealTest(parameterized.TestCase):
     @parameterized.product(rows=[0, 1, 2, 3, 7, 8, 9, 100], towers=[1, 2, 3, 5, 8])
     def test_deals_all_rows_in_order_within_one(self, rows, towers):
         """Else rows are lost, doubled, or one tower works while the others wait."""
-        starts, sizes = split.deal(rows, towers)
+        starts, sizes = rows_lib.deal(rows, towers)
         self.assertEqual(sum(sizes), rows)
         self.assertLessEqual(max(sizes) - min(sizes), 1)
         self.assertEqual(sizes, sorted(sizes, reverse=True))
@@ -21,8 +23,8 @@ class DealTest(parameterized.TestCase):
     @parameterized.product(rows=[0, 1, 5, 8])
     def test_tensors_deal_as_ints(self, rows):
         """Else a pipeline splits differently from eager code."""
-        starts, sizes = split.deal(tf.constant(rows, tf.int64), 4)
-        wanted = split.deal(rows, 4)
+        starts, sizes = rows_lib.deal(tf.constant(rows, tf.int64), 4)
+        wanted = rows_lib.deal(rows, 4)
         self.assertEqual(([int(s) for s in starts], [int(s) for s in sizes]), wanted)
 
 
@@ -62,43 +64,43 @@ class SplitBatchTest(parameterized.TestCase):
     def test_every_kind_of_component(self, rows, towers):
         """Else rows of ragged, sparse or string features reach the wrong tower."""
         batch = kinds(rows)
-        dealt = split.split_batch(batch, towers)
+        dealt = splitting.split_batch(batch, towers)
         self.assertIsNone(dealt.pop("nothing"))
         for name, component in dealt.items():
             self.assertEqual(whole(component), original(batch[name]), name)
-            self.assertEqual([int(count) for count in split.row_counts(component)],
-                             split.deal(rows, towers)[1], name)
+            self.assertEqual([int(count) for count in sub_batches.row_counts(component)],
+                             rows_lib.deal(rows, towers)[1], name)
 
     @parameterized.product(rows=[1, 3, 8], towers=[1, 2, 5])
     def test_pipeline_splits_as_eager_code(self, rows, towers):
         """Else ``fit`` and a loop with ``split`` train on different sub-batches."""
         batch = {name: part for name, part in kinds(rows).items() if part is not None}
         dataset = tf.data.Dataset.from_tensors(batch)
-        (element,) = split.split_dataset(dataset, towers)
-        wanted = split.split_batch(batch, towers)
+        (element,) = datasets_lib.split_dataset(dataset, towers)
+        wanted = splitting.split_batch(batch, towers)
         for name in batch:
             if towers == 1:
                 self.assertEqual(original(element[name]), original(wanted[name]), name)
                 continue
             self.assertEqual(whole(element[name]), whole(wanted[name]), name)
-            self.assertEqual([int(count) for count in split.row_counts(element[name])],
-                             split.deal(rows, towers)[1], name)
+            self.assertEqual([int(count) for count in sub_batches.row_counts(element[name])],
+                             rows_lib.deal(rows, towers)[1], name)
 
     @parameterized.product(rows=[0, 1, 2, 3, 6], traced=[False, True])
     def test_stand_ins(self, rows, traced):
         """Else a tower without rows gets an empty tensor, or its stand-in counts as a row."""
         def dealt(batch):
-            return split.split_batch(batch, 4, stand_ins=True)
+            return splitting.split_batch(batch, 4, stand_ins=True)
 
         if traced:
             dealt = tf.function(dealt, input_signature=[tf.TensorSpec([None], tf.int32)])
         component = dealt(tf.range(rows))
-        self.assertEqual([int(count) for count in split.row_counts(component)],
-                         split.deal(rows, 4)[1])
+        self.assertEqual([int(count) for count in sub_batches.row_counts(component)],
+                         rows_lib.deal(rows, 4)[1])
         if rows:
             self.assertGreaterEqual(min(part.shape[0] for part in component.values), 1)
             real = [part.numpy().tolist()[:int(count)]
-                    for part, count in zip(component.values, split.row_counts(component))]
+                    for part, count in zip(component.values, sub_batches.row_counts(component))]
             self.assertEqual(sum(real, []), list(range(rows)))
 
     def test_rows_that_differ_while_running(self):
@@ -107,13 +109,13 @@ class SplitBatchTest(parameterized.TestCase):
             lambda: [(np.ones(3, np.float32), np.ones(2, np.float32))],
             output_signature=(tf.TensorSpec([None]), tf.TensorSpec([None])))
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "same number of rows"):
-            list(split.split_dataset(dataset, 2))
+            list(datasets_lib.split_dataset(dataset, 2))
 
     def test_elements_of_any_structure(self):
         """Else lists, dictionaries or named tuples of components change their shape."""
         for structure in ((tf.range(4), {"a": tf.range(4)}), {"a": (tf.range(4),)}, tf.range(4)):
             dataset = tf.data.Dataset.from_tensors(structure)
-            (element,) = split.split_dataset(dataset, 2)
+            (element,) = datasets_lib.split_dataset(dataset, 2)
             joined = tf.nest.map_structure(whole, element)
             wanted = tf.nest.map_structure(lambda part: part.numpy().tolist(), structure)
             self.assertEqual(joined, wanted)
@@ -123,14 +125,14 @@ class GroupTest(parameterized.TestCase):
 
     def test_stand_ins_of_an_incomplete_group(self):
         """Else the missing towers of a last group train on rows twice."""
-        grouped = split.group_dataset(tf.data.Dataset.range(3).batch(1), 2).with_stand_ins()
-        counts = [[int(count) for count in split.row_counts(element)] for element in grouped]
+        grouped = datasets_lib.group_dataset(tf.data.Dataset.range(3).batch(1), 2).with_stand_ins()
+        counts = [[int(count) for count in sub_batches.row_counts(element)] for element in grouped]
         self.assertEqual(counts, [[1, 1], [1, 0]])
 
     def test_components_of_every_kind(self):
         """Else a missing tower's empty batch has another structure than the others'."""
         batch = {name: part for name, part in kinds(2).items() if part is not None}
         dataset = tf.data.Dataset.from_tensors(batch).repeat(3)
-        _, last = split.group_dataset(dataset, 2)
+        _, last = datasets_lib.group_dataset(dataset, 2)
         for name, component in last.items():
-            self.assertEqual([int(count) for count in split.row_counts(component)], [2, 0], name)
+            self.assertEqual([int(count) for count in sub_batches.row_counts(component)], [2, 0], name)

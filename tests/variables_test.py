@@ -11,7 +11,7 @@ from absl.testing import parameterized
 
 import towerstrategy
 from peers import mirrored, outcome, per_replica, plain, two_towers
-from towerstrategy import variables
+from towerstrategy.variables import one_copy
 
 Sync = tf.VariableSynchronization
 Aggregation = tf.VariableAggregation
@@ -288,7 +288,7 @@ class CreationTest(parameterized.TestCase):
     def test_one_copy_on_the_merge_device(self):
         """Else weights exist once a tower, or somewhere nobody asked for."""
         v = made(two_towers("CPU:3"))
-        self.assertIsInstance(v, variables.TowerVariable)
+        self.assertIsInstance(v, one_copy.TowerVariable)
         self.assertEqual(v.device[-5:], "CPU:3")
 
     def test_balanced_homes(self):
@@ -400,7 +400,7 @@ class CreationTest(parameterized.TestCase):
 
         with two_towers().scope():
             self.assertEqual(plain(call([1., 2.])), [2., 4.])
-        self.assertIsInstance(held["v"], variables.TowerVariable)
+        self.assertIsInstance(held["v"], one_copy.TowerVariable)
 
 
 class UseTest(parameterized.TestCase):
@@ -474,12 +474,12 @@ class UseTest(parameterized.TestCase):
     def test_cannot_be_made_by_hand(self):
         """Else somebody makes one that no strategy knows."""
         with self.assertRaisesRegex(TypeError, "in the scope of a TowerStrategy"):
-            variables.TowerVariable(1.)
+            one_copy.TowerVariable(1.)
 
     def test_one_tower_has_plain_variables(self):
         """Else one tower pays for parts that nobody reads."""
         strategy = towerstrategy.TowerStrategy(["CPU:1"])
         m = made(strategy, 1., synchronization=Sync.ON_READ, aggregation=Aggregation.SUM)
         strategy.run(lambda: m.assign_add(2.))
-        self.assertIsInstance(m, variables.TowerVariable)
+        self.assertIsInstance(m, one_copy.TowerVariable)
         self.assertEqual(m.numpy(), 3.)

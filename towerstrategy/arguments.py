@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import devices as devices_lib
+from towerstrategy.placement import devices as devices_lib
 
 
 def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,

@@ -1,26 +1,27 @@
-"""``tf.distribute``'s extension points, each handing to one verb.
-
-Goes in: what TensorFlow's ``Strategy`` and libraries ask of a strategy's ``extended``.  Comes out:
-whatever :mod:`split`, :mod:`towers`, :mod:`merge` and :mod:`variables` make of it.  Nothing is
-decided here.
+"""TODO
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from towerstrategy import _keras, arguments, machines, merge, shards, split, towers, variables
+from towerstrategy import _keras, arguments
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import devices as devices_lib
+from towerstrategy.batch import datasets as datasets_lib
+from towerstrategy.batch import splitting
+from towerstrategy.machines import meeting, shards
+from towerstrategy.merge import merging, reductions
+from towerstrategy.merge import shares as shares_lib
+from towerstrategy.placement import devices as devices_lib
+from towerstrategy.placement import homes as homes_lib
+from towerstrategy.towers import calls, contexts
+from towerstrategy.variables import creation, living, one_copy, tower_local
 
 
 class _Modes(threading.local):
@@ -47,16 +48,16 @@ class TowerExtended(_tf.StrategyExtended):
     """What ``strategy.extended`` is for a ``TowerStrategy``."""
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
-                 placement: devices_lib.Placement, workers: machines.Machines | None = None,
+                 placement: devices_lib.Placement, workers: meeting.Machines | None = None,
                  cluster_resolver: Any = None) -> None:
         # TensorFlow's constructor asks for the number of towers.
         self._placement, self._workers = placement, workers
         self._cluster_resolver = cluster_resolver
         self.asked = False  # by the user's code outside of towers, for the number of replicas
         super().__init__(container_strategy)
-        _tf.give_moving_averages(variables.mean_of_towers)
+        _tf.give_moving_averages(one_copy.mean_of_towers)
         homes = placement.towers if placement.balanced else (placement.merge,)
-        self._homes = variables.Homes(homes, placement.balanced)
+        self._homes = homes_lib.Homes(homes, placement.balanced)
         self._tracked: dict[int, weakref.ref[Any]] = {}
         self._written_alone: dict[int, weakref.ref[Any]] = {}
         # Whether functions are traced for tower 0 alone, and why some were not.
@@ -133,13 +134,13 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _note_asked(self) -> None:
         """Remembers that the user's code has asked for the number of replicas, and where."""
-        tower = towers.current_tower()
+        tower = contexts.current_tower()
         place = self if tower is None else tower
         if not place.asked:
             place.asked = not _tf.asked_by_library()
 
     @property
-    def workers(self) -> machines.Machines | None:
+    def workers(self) -> meeting.Machines | None:
         """Where the machines meet; None with a single one."""
         return self._workers
 
@@ -153,14 +154,14 @@ class TowerExtended(_tf.StrategyExtended):
         """The number, among the towers of all machines, of this machine's first."""
         return 0 if self._workers is None else self._workers.first
 
-    def equal_shares(self) -> merge.Shares:
+    def equal_shares(self) -> shares_lib.Shares:
         """The shares where no rows are known."""
-        return merge.Shares.equal(len(self._placement.towers), self._workers)
+        return shares_lib.Shares.equal(len(self._placement.towers), self._workers)
 
     def split(self, batch: Any, stand_ins: bool = False) -> Any:
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
         dealing = None if self._workers is None else shards.dealing(self._workers)
-        return split.split_batch(batch, len(self._placement.towers), stand_ins, dealing)
+        return splitting.split_batch(batch, len(self._placement.towers), stand_ins, dealing)
 
     @contextlib.contextmanager
     def counted_as(self, number: Any) -> Iterator[None]:
@@ -198,11 +199,11 @@ class TowerExtended(_tf.StrategyExtended):
             yield
             return
         read = {id(variable): variable for variable in model_variables
-                if isinstance(variable, variables.TowerLocalVariable)
+                if isinstance(variable, tower_local.TowerLocalVariable)
                 and variable.aggregation is tf.VariableAggregation.SUM
                 and id(variable) not in self._modes.totals}
         with tf.device(self.merge_device):
-            sums = self._workers.sum([merge.total([part.value() for part in variable._values])
+            sums = self._workers.sum([merging.total([part.value() for part in variable._values])
                                       for variable in read.values()])
         with self._modes.within(totals={**self._modes.totals, **dict(zip(read, sums))}):
             yield
@@ -227,7 +228,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _use_merge_call(self) -> bool:
         # Where the gradients are merged already, libraries are to take their single-device way.
-        return not towers.in_merged_context()
+        return not contexts.in_merged_context()
 
     @property
     def _global_batch_size(self) -> bool:
@@ -273,7 +274,7 @@ class TowerExtended(_tf.StrategyExtended):
         mean = kwargs.get("aggregation") == tf.VariableAggregation.MEAN
         if mean and self._modes.one_copy_of_means:
             kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE
-        return variables.create(self._container_strategy(), self._homes, next_creator, **kwargs)
+        return creation.create(self._container_strategy(), self._homes, next_creator, **kwargs)
 
     def spread(self, model_variables: Any) -> None:
         """Spreads a model's variables over the towers by bytes, where the placement is balanced."""
@@ -281,24 +282,24 @@ class TowerExtended(_tf.StrategyExtended):
 
     def track(self, variable: Any) -> None:
         """Remembers a variable for :meth:`variables`, without keeping it alive."""
-        _keep(self._tracked, variable)
+        living.keep(self._tracked, variable)
 
     def variables(self) -> Iterator[Any]:
         """The living variables of this strategy."""
-        return _living(self._tracked)
+        return living.living(self._tracked)
 
     def note_written_alone(self, variable: Any) -> None:
         """Remembers a variable that a tower writes where the towers cannot meet."""
-        _keep(self._written_alone, variable)
+        living.keep(self._written_alone, variable)
 
     def written_alone(self) -> Iterator[Any]:
         """The living variables that :meth:`note_written_alone` was given."""
-        return _living(self._written_alone)
+        return living.living(self._written_alone)
 
     def tower_local_parts(self) -> Iterator[Any]:
         """The parts of each living tower-local variable."""
         for variable in self.variables():
-            if isinstance(variable, variables.TowerLocalVariable):
+            if isinstance(variable, tower_local.TowerLocalVariable):
                 yield variable._values
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
@@ -310,7 +311,7 @@ class TowerExtended(_tf.StrategyExtended):
                 f"{owner!r}")
 
     def read_var(self, v: Any) -> tf.Tensor:
-        if isinstance(v, variables.TowerLocalVariable):
+        if isinstance(v, tower_local.TowerLocalVariable):
             return v._get_cross_replica()
         return tf.identity(v)
 
@@ -320,7 +321,7 @@ class TowerExtended(_tf.StrategyExtended):
     # The verbs.
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return towers.call_each(self._container_strategy(), fn, args, kwargs)
+        return calls.call_each(self._container_strategy(), fn, args, kwargs)
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset,
                                          options: Any) -> tf.distribute.DistributedDataset:
@@ -333,7 +334,7 @@ class TowerExtended(_tf.StrategyExtended):
         if self._workers is not None:
             return shards.shard_dataset(dataset, self._workers, self._modes.stand_ins, ready,
                                         self._modes.in_order).fetched_to(fetched_to)
-        return split.split_dataset(dataset, len(self.worker_devices), self._modes.stand_ins,
+        return datasets_lib.split_dataset(dataset, len(self.worker_devices), self._modes.stand_ins,
                                    ready).fetched_to(fetched_to)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
@@ -349,8 +350,8 @@ class TowerExtended(_tf.StrategyExtended):
         datasets = [dataset_fn(tf.distribute.InputContext(
             num_input_pipelines=pipelines, input_pipeline_id=first + pipeline,
             num_replicas_in_sync=self._num_replicas_in_sync)) for pipeline in range(here)]
-        made = (split.zip_datasets(datasets, ready) if per_replica
-                else split.group_dataset(datasets[0], count, ready=ready))
+        made = (datasets_lib.zip_datasets(datasets, ready) if per_replica
+                else datasets_lib.group_dataset(datasets[0], count, ready=ready))
         if workers is not None:
             made = shards.shard_grouped(made, workers, self._modes.stand_ins, ready)
         return made.fetched_to(fetched_to)
@@ -358,7 +359,7 @@ class TowerExtended(_tf.StrategyExtended):
     def _input_options(self, options: Any) -> tuple[bool, tuple[str, ...], int]:
         """Whether each tower has a pipeline, where parts are fetched to, elements held ready."""
         if options is None:
-            return False, (), split.READY
+            return False, (), datasets_lib.READY
         if not isinstance(options, tf.distribute.InputOptions):
             raise TypeError("options must be None or a tf.distribute.InputOptions, but got "
                             f"{options!r} of type {type(options).__name__}.")
@@ -371,15 +372,15 @@ class TowerExtended(_tf.StrategyExtended):
         mode = options.experimental_replication_mode
         return (mode == tf.distribute.InputReplicationMode.PER_REPLICA,
                 self.worker_devices if options.experimental_fetch_to_device else (),
-                max(split.READY, options.experimental_per_replica_buffer_size))
+                max(datasets_lib.READY, options.experimental_per_replica_buffer_size))
 
     def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> Any:
-        return split.RestartableIterator(self._experimental_distribute_dataset(dataset, None))
+        return datasets_lib.RestartableIterator(self._experimental_distribute_dataset(dataset, None))
 
     def _make_input_fn_iterator(self, input_fn: Callable[..., Any],
                                 replication_mode: Any) -> Any:
         del replication_mode  # make_input_fn_iterator takes one mode only
-        return split.RestartableIterator(self._distribute_datasets_from_function(input_fn, None))
+        return datasets_lib.RestartableIterator(self._distribute_datasets_from_function(input_fn, None))
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
         arguments.check_function("value_fn", value_fn)
@@ -389,7 +390,7 @@ class TowerExtended(_tf.StrategyExtended):
         arguments.check_structures("value_fn", values)
         grouped = _tf.regroup(values, always_wrap=True)
         # With several machines, none knows the rows of the others.
-        return grouped if self._workers is not None else split.as_batch(grouped)
+        return grouped if self._workers is not None else splitting.as_batch(grouped)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
@@ -397,8 +398,8 @@ class TowerExtended(_tf.StrategyExtended):
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
         del options
         if self._workers is not None:
-            return _reduce_across(self._workers, reduce_op, value_destination_pairs)
-        return [_reduce_one(reduce_op, value, destinations, len(self.worker_devices))
+            return reductions.reduce_across(self._workers, reduce_op, value_destination_pairs)
+        return [reductions.reduce_one(reduce_op, value, destinations, len(self.worker_devices))
                 for value, destinations in value_destination_pairs]
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int,
@@ -406,23 +407,23 @@ class TowerExtended(_tf.StrategyExtended):
         del options
         workers = self._workers
         if workers is not None:
-            return _onto(destinations, lambda: workers.gather(_concat(value, axis), axis))
+            return reductions.onto(destinations, lambda: workers.gather(reductions.concat(value, axis), axis))
         if not isinstance(value, tf.distribute.DistributedValues):
             return value
-        return _onto(destinations, lambda: merge.concat(list(value.values), axis))
+        return reductions.onto(destinations, lambda: merging.concat(list(value.values), axis))
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         if isinstance(tensor, (float, int)):
             return tensor
-        return _onto(destinations or self.worker_devices, lambda: tf.identity(tensor))
+        return reductions.onto(destinations or self.worker_devices, lambda: tf.identity(tensor))
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        parts = var._values if isinstance(var, variables.TowerLocalVariable) else (var,)
+        parts = var._values if isinstance(var, tower_local.TowerLocalVariable) else (var,)
         several = len(parts) > 1
         results = []
         for number, part in enumerate(parts):
-            pick = _tf.select_replica if several else _the_one
-            with tf.device(variables.home_of(part)), _tf.UpdateContext(number), \
+            pick = _tf.select_replica if several else reductions.the_one
+            with tf.device(homes_lib.home_of(part)), _tf.UpdateContext(number), \
                     tf.name_scope(f"update_{number}"):
                 results.append(fn(part, *pick(number, args), **pick(number, kwargs)))
         return _tf.update_regroup(self, results, group)
@@ -430,129 +431,7 @@ class TowerExtended(_tf.StrategyExtended):
     def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any,
                          group: bool) -> Any:
         device = colocate_with[0] if isinstance(colocate_with, tuple) else colocate_with
-        device = device if isinstance(device, str) else variables.home_of(device)
+        device = device if isinstance(device, str) else homes_lib.home_of(device)
         with tf.device(device), _tf.UpdateContext(0), tf.name_scope("update_0"):
-            result = fn(*_the_one(0, args), **_the_one(0, kwargs))
+            result = fn(*reductions.the_one(0, args), **reductions.the_one(0, kwargs))
         return _tf.update_regroup(self, [result], group)
-
-
-def _keep(references: dict[int, weakref.ref[Any]], variable: Any) -> None:
-    key = id(variable)
-    references[key] = weakref.ref(variable, lambda _: references.pop(key, None))
-
-
-def _living(references: dict[int, weakref.ref[Any]]) -> Iterator[Any]:
-    for reference in list(references.values()):
-        variable = reference()
-        if variable is not None:
-            yield variable
-
-
-def _the_one(number: int, structured: Any) -> Any:
-    """Arguments for a variable with one copy: a value that differs between towers has no place."""
-    for leaf in tf.nest.flatten(structured):
-        if isinstance(leaf, _tf.PerReplica):
-            raise ValueError(
-                "an update of a variable that has one copy got a value that differs between the "
-                f"towers: {leaf!r}. Reduce it first, with strategy.extended.reduce_to.")
-    return _tf.select_replica(number, structured)
-
-
-def _reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any:
-    if isinstance(value, variables.TowerLocalVariable):
-        value = _tf.PerReplica([part.value() for part in value._values])
-    if isinstance(value, _tf.Mirrored):
-        if reduce_op == _tf.ReduceOp.MEAN:
-            return value
-        raise ValueError(f"A mirrored value {value} cannot be reduced with the given reduce op "
-                         f"{reduce_op}.")
-    if isinstance(value, tf.distribute.DistributedValues):
-        parts = list(value.values)
-        return _onto(destinations, lambda: merge.reduce(reduce_op, parts))
-    if tf.nest.is_nested(value) and not isinstance(value, tf.IndexedSlices):
-        return tf.nest.map_structure(
-            lambda part: _reduce_one(reduce_op, part, destinations, count), value)
-    if reduce_op == _tf.ReduceOp.MEAN or count == 1:
-        return value
-    if isinstance(value, (int, float, np.ndarray)) and np.all(value == 0):
-        return value
-    raise ValueError(f"A non-DistributedValues value {value} cannot be reduced with the given "
-                     f"reduce op {reduce_op}.")
-
-
-def _reduce_across(workers: machines.Machines, reduce_op: Any, pairs: Any) -> list[Any]:
-    """Reduces over the towers of all machines: first on each, then all values at once."""
-    if reduce_op not in (_tf.ReduceOp.SUM, _tf.ReduceOp.MEAN):
-        raise ValueError(f"reduce_op must be SUM or MEAN, but got {reduce_op}.")
-    mean = reduce_op == _tf.ReduceOp.MEAN
-    # A value that is not per-replica is one a machine, as in MultiWorkerMirroredStrategy.
-    leaves: list[Any] = []
-
-    def local(leaf: Any) -> int | Any:
-        if isinstance(leaf, variables.TowerLocalVariable):
-            leaf = _tf.PerReplica([part.value() for part in leaf._values])
-        if isinstance(leaf, _tf.Mirrored):
-            if mean:
-                return leaf
-            raise ValueError(f"A mirrored value {leaf} cannot be reduced with the given reduce op "
-                             f"{reduce_op}.")
-        if not isinstance(leaf, tf.distribute.DistributedValues):
-            leaves.append((leaf, workers.count))
-        else:
-            leaves.append((merge.total(list(leaf.values)), workers.replicas))
-        return _Summed(len(leaves) - 1)
-
-    nests = [tf.nest.map_structure(local, value) for value, _ in pairs]
-    summed = workers.sum([leaf for leaf, _ in leaves])
-
-    def finished(leaf: Any) -> Any:
-        if not isinstance(leaf, _Summed):
-            return leaf
-        value, count = summed[leaf.number], leaves[leaf.number][1]
-        return merge.divided(value, count) if mean else value
-
-    def copied(nest: Any) -> Any:
-        return tf.nest.map_structure(
-            lambda leaf: tf.nest.map_structure(tf.identity, finished(leaf)), nest)
-
-    return [_onto(destinations, functools.partial(copied, nest))
-            for nest, (_, destinations) in zip(nests, pairs)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Summed:
-    """Stands for a value that is being summed over the machines."""
-
-    number: int
-
-
-def _concat(value: Any, axis: int) -> Any:
-    if not isinstance(value, tf.distribute.DistributedValues):
-        return value
-    return merge.concat(list(value.values), axis)
-
-
-def _onto(destinations: Any, make: Callable[[], Any]) -> Any:
-    """What ``make`` makes, on each device that ``destinations`` names."""
-    where = _devices_of(destinations)
-    with tf.device(where[0]):
-        made = make()
-    if len(where) == 1:
-        return made
-    copies = [made]
-    for device in where[1:]:
-        with tf.device(device):
-            copies.append(tf.nest.map_structure(tf.identity, made, expand_composites=True))
-    return _tf.Mirrored(copies)
-
-
-def _devices_of(destinations: Any) -> list[str]:
-    if isinstance(destinations, str):
-        return [destinations]
-    if isinstance(destinations, tuple) and all(isinstance(item, str) for item in destinations):
-        return list(destinations)
-    if isinstance(destinations, tf.distribute.DistributedValues):
-        return [value.device for value in destinations.values]
-    if isinstance(destinations, tf.Variable):
-        return [variables.home_of(destinations)]
-    return [destinations.device]

@@ -12,9 +12,11 @@ from typing import Any, Union
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy import _keras, variables
-from towerstrategy import devices as devices_lib
+from towerstrategy import _keras
+from towerstrategy.placement import devices as devices_lib
+from towerstrategy.placement import homes as homes_lib
 from towerstrategy.strategy import TowerStrategy
+from towerstrategy.variables import one_copy
 
 GpusArgument = Union[None, int, Sequence[Union[int, str]]]
 
@@ -106,14 +108,14 @@ def _relocate(model: Any, held: list[tf.Variable]) -> None:
     cpu = devices_lib.place(["CPU:0"], None).towers[0]
     elsewhere = [variable for variable in held if variable.device != cpu]
     for variable in elsewhere:
-        if isinstance(variable, variables.TowerVariable):
+        if isinstance(variable, one_copy.TowerVariable):
             raise ValueError(
                 f"cpu_relocation=True comes too late: variable {variable.name!r} of model "
                 f"{model.name!r} is on {devices_lib.short_name(variable.device)} and already "
                 f"trained by {variable.distribute_strategy!r}. Ask for it in the first call of "
                 "multi_gpu_model for this model.")
     for variable in elsewhere:
-        variables.move(variable, cpu)
+        homes_lib.move(variable, cpu)
     if elsewhere:
         _keras.forget_functions(model)
 
@@ -121,7 +123,7 @@ def _relocate(model: Any, held: list[tf.Variable]) -> None:
 def _same_placement(model: Any, held: list[tf.Variable], strategy: TowerStrategy) -> TowerStrategy:
     """The strategy that the model or its weights have, where it is the same as ``strategy``."""
     owners = [variable.distribute_strategy for variable in held
-              if isinstance(variable, variables.TowerVariable)]
+              if isinstance(variable, one_copy.TowerVariable)]
     for there in (model.distribute_strategy, *owners):
         if (isinstance(there, TowerStrategy)
                 and there.extended.placement == strategy.extended.placement):

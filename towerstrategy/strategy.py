@@ -11,10 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _keras, arguments, machines, own_losses, parts, report, towers
+from towerstrategy import _keras, arguments, extended
 from towerstrategy import _tensorflow as _tf
-from towerstrategy import devices as devices_lib
-from towerstrategy.extended import TowerExtended
+from towerstrategy.losses import own_losses, parts
+from towerstrategy.machines import clusters, meeting
+from towerstrategy.placement import devices as devices_lib
+from towerstrategy.report import description
+from towerstrategy.towers import contexts
 
 # What calling tf.distribute.experimental.CommunicationOptions gives.
 Options = _tf.Options
@@ -102,13 +105,13 @@ class TowerStrategy(tf.distribute.Strategy):
                             "tf.distribute.experimental.CommunicationOptions, but got "
                             f"{communication_options!r} of type "
                             f"{type(communication_options).__name__}.")
-        resolver = cluster_resolver or machines.resolver_of_environment()
-        cluster = machines.join(resolver)
+        resolver = cluster_resolver or clusters.resolver_of_environment()
+        cluster = clusters.join(resolver)
         placement = devices_lib.place(devices, merge_device)
-        workers = None if cluster is None else machines.Machines(
+        workers = None if cluster is None else meeting.Machines(
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.on_cpu)
-        super().__init__(TowerExtended(self, placement, workers, resolver))
+        super().__init__(extended.TowerExtended(self, placement, workers, resolver))
         own_losses.install()
         _keras.install_hooks()
 
@@ -177,7 +180,7 @@ class TowerStrategy(tf.distribute.Strategy):
         >>> [part.shape.as_list() for part in strategy.experimental_local_results(x)]
         [[2, 2], [1, 2], [1, 2]]
         """
-        if towers.current_tower() is not None:
+        if contexts.current_tower() is not None:
             raise RuntimeError(
                 "strategy.split deals a global batch to the towers, so it belongs outside of the "
                 "function given to strategy.run: inside, each tower has its own part already.")
@@ -255,12 +258,12 @@ class TowerStrategy(tf.distribute.Strategy):
         CPU:2   tower 2                    0      0
         CPU:3   tower 3                    0      0
         """
-        return report.describe(self)
+        return description.describe(self)
 
     def _repr_html_(self) -> str:
-        return report.describe_html(self)
+        return description.describe_html(self)
 
     def __repr__(self) -> str:
         placement = self.extended.placement
         towers = ", ".join(devices_lib.short_name(device) for device in placement.towers)
-        return f"<TowerStrategy towers=[{towers}] merge_device={report.merge_name(placement)}>"
+        return f"<TowerStrategy towers=[{towers}] merge_device={description.merge_name(placement)}>"

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from towerstrategy._keras import common
+pass  # HOUSE
 
 from . import cases, runner
 

@@ -9,7 +9,7 @@ import tf_keras
 from absl.testing import absltest, parameterized
 
 import towerstrategy
-from towerstrategy import split
+from towerstrategy.batch import rows as rows_lib
 
 BOTH = (keras, tf_keras)
 
@@ -51,7 +51,7 @@ class BatchStatisticsTest(parameterized.TestCase):
         model.train_on_batch(x, y)
         wanted = [np.zeros(weight.shape) for weight in before]
         alone = _model(version)
-        for start, size in zip(*split.deal(rows, count)):
+        for start, size in zip(*rows_lib.deal(rows, count)):
             if not size:
                 continue
             alone.set_weights(before)
@@ -121,7 +121,7 @@ class AddedSumTest(parameterized.TestCase):
         layer = version.layers.Dense(2)
         out = np.asarray(layer(x))
         by_share = sum(size / 7 * np.sum(np.square(out[start:start + size]))
-                       for start, size in zip(*split.deal(7, 3)))
+                       for start, size in zip(*rows_lib.deal(7, 3)))
         np.testing.assert_allclose(seen[1][0], by_share, 1e-5)
 
 

@@ -31,7 +31,7 @@ import tf_keras
 
 import towerstrategy
 from tests import machines_workers
-from towerstrategy import health
+from towerstrategy.machines import health
 
 WORKERS = 3
 START_LIMIT = 20  # seconds, of the case in which a worker never comes

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import common
+from towerstrategy._keras import hooks
 
 # The oldest and the newest release of each that was tested; docs/versions.md tells what was run.
 TESTED = {"keras": ("3.8", "3.15"), "tf_keras": ("2.16", "2.21")}
@@ -34,15 +34,17 @@ def install_hooks() -> None:
     """
     if "keras" not in _installed and _imported("keras", "keras.src.backend.tensorflow.trainer"):
         with _naming_versions("keras"):
-            from towerstrategy._keras import keras3
+            from towerstrategy._keras.keras3 import hooks as table
+            from towerstrategy._keras.keras3 import names
 
-            keras3.install()
+            table.install()
         _installed.add("keras")
     if "tf_keras" not in _installed and _imported("tf_keras", "tf_keras.src.engine.training"):
         with _naming_versions("tf_keras"):
-            from towerstrategy._keras import tf_keras
+            from towerstrategy._keras.tf_keras import hooks as table
+            from towerstrategy._keras.tf_keras import names
 
-            tf_keras.install()
+            table.install()
         _installed.add("tf_keras")
 
 
@@ -51,7 +53,7 @@ def _naming_versions(package: str) -> Iterator[None]:
     """Within, a private name that is not there becomes an error that says which Keras will do."""
     try:
         yield
-    except (ImportError, AttributeError, common.MovedError) as error:
+    except (ImportError, AttributeError, hooks.MovedError) as error:
         oldest, newest = TESTED[package]
         major, minor = newest.split(".")
         raise RuntimeError(
@@ -101,14 +103,16 @@ def _module_of(model: Any) -> Any:
     """:mod:`keras3` or :mod:`tf_keras`, whichever ``model`` is of."""
     install_hooks()
     if "keras" in _installed:
-        from towerstrategy._keras import keras3
+        from towerstrategy._keras.keras3 import hooks as table
+        from towerstrategy._keras.keras3 import names
 
-        if keras3.is_model(model):
+        if names.is_model(model):
             return keras3
     if "tf_keras" in _installed:
-        from towerstrategy._keras import tf_keras
+        from towerstrategy._keras.tf_keras import hooks as table
+        from towerstrategy._keras.tf_keras import names
 
-        if tf_keras.is_model(model):
+        if names.is_model(model):
             return tf_keras
     raise TypeError("model must be a Keras or tf_keras model, but got "
                     f"{model!r} of type {type(model).__name__}.")

@@ -16,10 +16,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import machines
+from towerstrategy.machines import meeting
 
 
-def workers_of(callback: Any) -> machines.Machines | None:
+def workers_of(callback: Any) -> meeting.Machines | None:
     """Where the machines of the callback's model meet; None with a single one."""
     strategy = getattr(callback.model, "distribute_strategy", None)
     return getattr(getattr(strategy, "extended", None), "workers", None)

@@ -1,0 +1,105 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import rows as rows_lib
+from towerstrategy.placement import homes as homes_lib
+from towerstrategy.variables import one_copy
+
+
+def check_owner(strategy: tf.distribute.Strategy, what: str,
+                owner: tf.distribute.Strategy | None) -> None:
+    """Raises ``ValueError`` where ``what`` belongs to a strategy other than ``strategy``."""
+    if owner is None or owner is strategy or not _is_distributing(owner):
+        return
+    raise ValueError(
+        f"{what} belongs to another strategy: it was made or adopted in the scope of {owner!r} and "
+        f"cannot be adopted by {strategy!r}. Save the model and load it again, or use the strategy "
+        "that it has.")
+
+
+def check_variables(strategy: tf.distribute.Strategy, model: Any, held: Iterable[Any]) -> None:
+    """Raises ``ValueError`` where a TensorFlow variable of ``model`` is another strategy's."""
+    for variable in held:
+        check_owner(strategy, f"variable {getattr(variable, 'name', variable)!r} of model "
+                              f"{model.name!r}", getattr(variable, "_distribute_strategy", None))
+
+
+def adopt_variables(strategy: tf.distribute.Strategy, held: Iterable[Any]) -> list[Any]:
+    """Makes resource variables the strategy's own, in place; returns those with one copy."""
+    resident = list({id(variable): variable for variable in held
+                     if isinstance(variable, _tf.BaseResourceVariable)}.values())
+    new = [variable for variable in resident if not isinstance(variable, one_copy.TowerVariable)]
+    if strategy.extended.workers is not None:
+        values = strategy.extended.workers.chiefs([variable.read_value() for variable in new])
+        for variable, value in zip(new, values):
+            variable.assign(value)
+    for variable in new:
+        one_copy.into_tower_variable(variable, strategy)
+    return resident
+
+
+def check_no_states(strategy: tf.distribute.Strategy, model: Any, rnn: type[Any]) -> None:
+    """Raises ``ValueError`` where a layer keeps a state for each row of a batch.
+
+    Args:
+      strategy: whose the model is to be.
+      model: the model.
+      rnn: the class of recurrent layers of the model's Keras.
+    """
+    towers_ = strategy.num_replicas_in_sync
+    stateful = [] if towers_ == 1 else [layer for layer in model._flatten_layers()
+                                        if isinstance(layer, rnn) and layer.stateful]
+    for layer in stateful:
+        states = [state for state in tf.nest.flatten(layer.states) if state is not None]
+        rows = states[0].shape[0] if states else None
+        parts = "" if rows is None else (f" ({rows} rows, of which the towers get "
+                                         f"{', '.join(map(str, rows_lib.deal(rows, towers_)[1]))})")
+        raise ValueError(
+            f"layer {layer.name!r} of model {model.name!r} is a stateful RNN. Its state has a row "
+            f"for each row of a batch{parts}, and exists once, while each of the {towers_} towers "
+            "works on a part of the batch. Make the layer with stateful=False, or use a strategy "
+            "of one tower.")
+
+
+def check_trains_on_towers(model: Any, scope: tf.distribute.Strategy) -> None:
+    """Raises ``ValueError`` where a model that is not adopted trains in the scope of towers."""
+    from towerstrategy.strategy import TowerStrategy
+
+    if isinstance(scope, TowerStrategy):
+        raise ValueError(
+            f"model {model.name!r} is used inside the scope of {scope!r}, but was built and "
+            "compiled outside of it and is not adopted. Compile it inside the scope, or call "
+            "strategy.adopt(model), which keeps its optimizer and metrics, state and all.")
+
+
+def adopted_sentence(strategy: tf.distribute.Strategy, model: Any, resident: Iterable[Any],
+                     local: Iterable[Any], without_xla: bool) -> str:
+    """What ``adopt`` says."""
+    count = 0
+    homes: dict[str, int] = {}
+    for variable in resident:
+        count += 1
+        home = homes_lib.home_of(variable)
+        homes[home] = homes.get(home, 0) + homes_lib.size_of(variable)
+    from towerstrategy import devices as devices_lib
+
+    where = ", ".join(f"{size:,} bytes on {devices_lib.short_name(home) if home else 'no device'}"
+                      for home, size in homes.items()) or "none built yet"
+    number = strategy.num_replicas_in_sync
+    return (f"adopted model {model.name!r} for {number} tower{'s' if number > 1 else ''}: "
+            f"{count} variables with one copy ({where}), "
+            f"{sum(1 for _ in local)} tower-local ones."
+            + (" jit_compile was turned off: XLA compiles for one device." if without_xla else ""))
+
+
+def _is_distributing(strategy: tf.distribute.Strategy) -> bool:
+    """False for TensorFlow's default strategy, which is no strategy."""
+    return type(strategy).__name__ != "_DefaultDistributionStrategy"

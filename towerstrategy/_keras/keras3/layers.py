@@ -1,0 +1,58 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend import config as keras_config
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy._keras.keras3 import names
+from towerstrategy.placement import homes as homes_lib
+from towerstrategy.towers import contexts
+from towerstrategy.variables import one_copy
+
+
+def moments(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _moments(self: Any, inputs: Any, mask: Any) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None or mask is None or not self.synchronized:
+            return original(self, inputs, mask)
+        kept = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+
+        def total(values: Any) -> Any:
+            values = tf.where(kept, values, tf.zeros_like(values))
+            return tower.all_reduce(_tf.ReduceOp.SUM, tf.reduce_sum(values, self._reduction_axes))
+
+        count = total(tf.ones_like(inputs)) + keras_config.epsilon()
+        mean = total(inputs) / count
+        return mean, total(tf.square(inputs - mean)) / count
+
+    return _moments
+
+
+def take(original: Callable[..., Any]) -> Callable[..., Any]:
+    def take(x: Any, indices: Any, axis: int | None = None) -> Any:
+        table = names.tf_variable(x)
+        tower = contexts.splitting_tower()
+        if tower is None or axis != 0 or not isinstance(table, one_copy.TowerVariable):
+            return original(x, indices, axis=axis)
+        with tower.at(homes_lib.home_of(table)):
+            return original(x, indices, axis=axis)
+
+    return take
+
+
+def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def next(self: Any, ordered: bool = True) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None:
+            return original(self, ordered)
+        with tower.strategy.extended.writes_alike():
+            seed = original(self, ordered)
+        return tower.own_seed(seed)
+
+    return next

@@ -1,0 +1,85 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src.metrics import metric as metric_module
+
+from towerstrategy._keras import hooks
+from towerstrategy._keras.keras3 import names
+from towerstrategy.losses import parts
+from towerstrategy.placement import kind
+from towerstrategy.towers import contexts
+
+
+def metric_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        wrap_result(type(self))
+
+    return __init__
+
+
+def wrap_result(cls: type) -> None:
+    """Hooks ``result`` in ``cls`` and its bases."""
+    for base in cls.__mro__:
+        if "result" in base.__dict__ and base is not metric_module.Metric:
+            hooks.wrap(base, "result", _result)
+
+
+def _result(original: Callable[..., Any]) -> Callable[..., Any]:
+    def result(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _once(self, lambda: original(self, *args, **kwargs))
+
+    return result
+
+
+def get_metrics_result(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_metrics_result(self: Any) -> Any:
+        return _once(self, lambda: original(self))
+
+    return get_metrics_result
+
+
+def _once(holder: Any, result: Callable[[], Any]) -> Any:
+    """``result`` computed once for all towers, from the tower-local variables' sums."""
+    tower = contexts.splitting_tower()
+    if tower is not None and not tower.can_merge:
+        return result()
+    if tower is None:
+        strategy = tf.distribute.get_strategy()
+        return _of_sums(strategy, holder, result) if _crosses(strategy) else result()
+    return tower.merge_call(lambda strategy: _of_sums(strategy, holder, result))
+
+
+def _crosses(strategy: Any) -> bool:
+    """Whether reading metrics here, outside of towers, means to read those of all machines."""
+    return (kind.is_tower_strategy(strategy) and strategy.extended.workers is not None
+            and tf.distribute.in_cross_replica_context())
+
+
+def _of_sums(strategy: tf.distribute.Strategy, holder: Any, result: Callable[[], Any]) -> Any:
+    """``result`` of the metrics of ``holder`` (a model or a metric), their sums read at once."""
+    parts = (holder,) if isinstance(holder, metric_module.Metric) else holder.metrics
+    held = [names.held(variable) for metric in parts for variable in metric.variables]
+    with strategy.extended.read_at_once(held):
+        return result()
+
+
+def mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None:
+            return original(self, values, sample_weight)
+        value = tf.convert_to_tensor(values)
+        if value.shape.rank != 0:
+            return original(self, values, sample_weight)
+        if sample_weight is None:
+            sample_weight = tf.cast(tower.share, self.dtype)
+        return original(self, parts.mean(tower, value), sample_weight)
+
+    return update_state

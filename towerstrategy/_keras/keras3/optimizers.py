@@ -1,0 +1,41 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from towerstrategy._keras import optimizers as optimizers_rules
+from towerstrategy._keras.keras3 import hooks as table
+from towerstrategy._keras.keras3 import names
+from towerstrategy.towers import contexts
+
+
+def apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None:
+            with optimizers_rules.merged_if_alone():
+                return original(self, grads, trainable_variables)
+        grads = list(grads)
+        targets = list(self._trainable_variables if trainable_variables is None
+                       else trainable_variables)
+        return optimizers_rules.merge_then(tower, grads, [names.tf_variable(target) for target in targets],
+                                 lambda merged: original(self, merged, trainable_variables),
+                                 overwriting=table.overwriting(targets))
+
+    return apply
+
+
+def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_gradients(self: Any, grads_and_vars: Any) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None:
+            return original(self, grads_and_vars)
+        grads, targets = zip(*grads_and_vars)
+        return optimizers_rules.merge_then(tower, grads, [names.tf_variable(target) for target in targets],
+                                 lambda merged: original(self, zip(merged, targets)),
+                                 overwriting=table.overwriting(targets))
+
+    return apply_gradients

@@ -1,0 +1,206 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.tensorflow import trainer as tf_trainer
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy._keras import adopting as adopting_rules
+from towerstrategy._keras import training as training_rules
+from towerstrategy._keras.keras3 import adopting, names
+from towerstrategy._keras.keras3 import hooks as table
+from towerstrategy.batch import datasets as datasets_lib
+from towerstrategy.batch import sub_batches
+from towerstrategy.losses import parts
+from towerstrategy.merge import merging
+from towerstrategy.placement import kind
+from towerstrategy.towers import contexts
+
+
+def compile(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        scope = tf.distribute.get_strategy()
+        strategy = scope if kind.is_tower_strategy(scope) else names.strategy_of(self)
+        if strategy is None:
+            return original(self, *args, **kwargs)
+        owner = self._distribute_strategy
+        adopting_rules.check_owner(strategy, f"model {self.name!r}", owner)
+        with strategy.scope():
+            # From here on "auto" means no XLA, as for any model of a strategy.
+            self._distribute_strategy = strategy
+            try:
+                original(self, *args, **kwargs)
+            except Exception:
+                self._distribute_strategy = owner
+                raise
+            if self.jit_compile and not strategy.extended.placement.compiles:
+                raise ValueError(
+                    "jit_compile=True is not supported with several towers, nor away from "
+                    "TensorFlow's default device: XLA compiles a step for that one device. "
+                    'Compile the model with jit_compile=False or leave it at "auto".')
+            adopting.adopt(strategy, self)
+            if strategy.num_replicas_in_sync > 1:
+                table.warn_of_coupled_rows(self)
+
+    return compile
+
+
+def epoch_iterator_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if isinstance(self._distributed_dataset, datasets_lib.TowerDataset):
+            self._distributed_dataset = self._distributed_dataset.with_stand_ins()
+
+    return __init__
+
+
+def reduce_per_replica(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+        if not kind.is_tower_strategy(strategy) or strategy.num_replicas_in_sync == 1:
+            return original(values, strategy, reduction)
+        with tf.device(strategy.extended.merge_device):
+            return tree.map_structure(lambda value: _reduce(value, reduction), values)
+
+    return reduce_per_replica
+
+
+def _reduce(value: Any, reduction: str) -> Any:
+    if not isinstance(value, _tf.PerReplica):
+        return value
+    if reduction == "first":
+        return value.shares.firsts(value.values[0])
+    if reduction == "concat":
+        return training_rules.joined(value, tf_trainer.concat)
+    if reduction == "sum":
+        return merging.total_of_filled(list(value.values), value.shares)
+    mean = merging.weighted_mean if value.values[0].dtype.is_floating else merging.mean_of_filled
+    return mean(list(value.values), value.shares)
+
+
+def unscaled_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_function(self: Any, step_function: Any) -> Any:
+        @functools.wraps(step_function)
+        def step(data: Any) -> Any:
+            outputs = step_function(data)
+            tower = contexts.splitting_tower()
+            if tower is None:
+                return outputs
+            return tree.map_structure(
+                lambda output: parts.mean(tower, output)
+                if isinstance(output, tf.Tensor) else output, outputs)
+
+        return original(self, step)
+
+    return _make_function
+
+
+def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``*_on_batch`` gives the step function plain data: split it."""
+
+    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make_function(self: Any, force: bool = False) -> Any:
+            before = getattr(self, attribute)
+            strategy = names.strategy_of(self)
+            if strategy is None:
+                adopting_rules.check_trains_on_towers(self, tf.distribute.get_strategy())
+            result, step = original(self, force), getattr(self, attribute)
+            if strategy is None or step is before:
+                return result
+            # What was built after compile, outside of the scope.
+            adopting.adopt_state(strategy, self)
+
+            def function(iterator: Any) -> Any:
+                if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+                    iterator = (training_rules.split_plain(strategy, data) for data in iterator)
+                with strategy.extended.step():
+                    return step(iterator)
+
+            setattr(self, attribute, function)
+            return function
+
+        return make_function
+
+    return hook
+
+
+def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make_predict_function(self: Any, force: bool = False) -> Any:
+        before = self.predict_function
+        result, step = original(self, force), self.predict_function
+        if step is before or not kind.is_tower_strategy(self.distribute_strategy):
+            return result
+
+        def function(steps: Any) -> Any:
+            # A model that is not adopted predicts on the towers in whose scope it is called.
+            strategy = self.distribute_strategy
+            if not kind.is_tower_strategy(strategy):
+                return step(steps)
+            with strategy.extended.step():
+                return step([training_rules.split_plain(strategy, data) for data in steps])
+
+        self.predict_function = function
+        return function
+
+    return make_predict_function
+
+
+def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        strategy = names.strategy_of(self)
+        if strategy is None:
+            return original(self, iterator, data_batch)
+        if self.train_function is None:
+            # The optimizer is built here, around weights that may have been built outside.
+            adopting.adopt_state(strategy, self)
+        if iterator is not None:
+            data_batch = _batch_spec(iterator._distributed_dataset.element_spec,
+                                     _has_fixed_rows(self))
+        try:
+            with strategy.scope():
+                self._symbolic_build(data_batch=data_batch)
+        except RuntimeError as error:
+            if "Unable to automatically build the model" not in str(error):
+                raise
+            # A model that cannot be called symbolically is built while its step is traced, as on
+            # one device.
+
+    return _maybe_symbolic_build
+
+
+def _has_fixed_rows(model: Any) -> bool:
+    """Whether the model was made for batches of one size, as by ``Input(batch_size=...)``."""
+    inputs = getattr(getattr(model, "_functional", model), "inputs", None)
+    return any(tensor.shape and tensor.shape[0] is not None
+               for tensor in tree.flatten(inputs or []))
+
+
+def _batch_spec(element_spec: Any, fixed_rows: bool) -> Any:
+    """Shapes and dtypes of a batch, from the spec of its sub-batches.
+
+    Its rows are left open, or with ``fixed_rows`` are those of tower 0.
+    """
+
+    def whole(spec: Any) -> Any:
+        if isinstance(spec, (_tf.NoneTensorSpec, tf.OptionalSpec)):
+            return None
+        if isinstance(spec, sub_batches.SubBatchesSpec):
+            spec = spec._component_specs[0]
+        rows = spec.shape[:1] if fixed_rows else tf.TensorShape([None])
+        return _Symbol(rows.concatenate(spec.shape[1:]), spec.dtype)
+
+    return tree.map_structure(whole, element_spec)
+
+
+class _Symbol:
+    """Shape and dtype, as Keras' symbolic build asks for them."""
+
+    def __init__(self, shape: tf.TensorShape, dtype: tf.DType) -> None:
+        self.shape = tuple(shape.as_list())
+        self.dtype = dtype

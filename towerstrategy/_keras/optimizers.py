@@ -1,0 +1,77 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy._keras import training as training_rules
+from towerstrategy.losses import own_losses
+from towerstrategy.machines import row_products
+from towerstrategy.merge import factors
+from towerstrategy.merge import gradients as gradients_lib
+from towerstrategy.placement import homes as homes_lib
+from towerstrategy.towers import contexts
+
+
+def merged_if_alone() -> contextlib.AbstractContextManager[None]:
+    """For an optimizer in the only tower there is: its gradients are merged as they are.
+
+    Without it Keras would all-reduce them, which it does inside of ``tf.cond`` where it accumulates
+    gradients or scales the loss, and there the towers cannot meet.
+    """
+    tower = contexts.current_tower()
+    return contextlib.nullcontext() if tower is None else contexts.MergedContext(tower.strategy)
+
+
+def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables_: Sequence[Any],
+               apply: Callable[[list[Any]], Any], merged_already: bool = False,
+               overwriting: Sequence[bool] = ()) -> Any:
+    """Merges the towers' gradients, then runs the optimizer's own single-device code once.
+
+    Args:
+      tower: where the optimizer was called.
+      gradients: this tower's, one a variable: tensors, ``tf.IndexedSlices`` or None.
+      variables_: the resource variables they belong to.
+      apply: takes the merged gradients; runs in a :class:`towers.MergedContext`.
+      merged_already: whether the caller has merged them, so that the towers agree.  Where they do
+        not, there is one copy to update all the same: each tower counts by its share of the rows.
+      overwriting: for each variable whether its gradient is its next value (the largest numbers
+        seen, in float8 layers).  Of these the towers' maximum is taken, by the rule by which Keras
+        accumulates them.
+    """
+    own_losses.check_applied(tower, variables_)
+    count = tower.count
+    homes = [homes_lib.home_of(variable) for variable in variables_]
+
+    from_factors = tower.strategy.extended.placement.on_cpu and not merged_already
+    if from_factors and tower.is_copied:  # else towers may differ in what they hand over
+        gradients = [factors.apart(gradient) for gradient in gradients]
+
+    def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
+        per_variable = [_per_tower(value, count) for value in grouped]
+        largest = training_rules.take_largest(per_variable, homes, tower.shares, overwriting)
+        summed = (gradients_lib.agreed_gradients(per_variable, homes, tower.shares) if merged_already else
+                  gradients_lib.gradients(per_variable, homes, tower.shares, tower.silenced, from_factors))
+        for index, value in largest.items():
+            summed[index] = value
+        with contexts.MergedContext(strategy), tf.device(strategy.extended.merge_device), \
+                tf.name_scope(contexts.UPDATE_SCOPE), \
+                tf.profiler.experimental.Trace(contexts.UPDATE_SCOPE):
+            return apply(summed)
+
+    return tower.merge_call(merged, args=tuple(gradients))
+
+
+def _per_tower(value: Any, count: int) -> list[Any] | None:
+    """One gradient a tower from what ``merge_call`` grouped; None where there is none."""
+    if value is None:
+        return None
+    if isinstance(value, (row_products.Product, factors.RowSum)):
+        parts = [contexts.all_values(part, count) for part in value]
+        return [type(value)(*one) for one in zip(*parts)]
+    return contexts.all_values(value, count)

@@ -1,0 +1,96 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tf_keras.src.engine import training
+from tf_keras.src.utils import losses_utils
+
+from towerstrategy._keras import losses as losses_rules
+from towerstrategy.losses import own_losses, parts
+from towerstrategy.towers import contexts
+
+
+def scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale_loss_for_distribution(loss_value: Any) -> Any:
+        tower = contexts.splitting_tower()
+        return original(loss_value) if tower is None else parts.scaled(tower, loss_value)
+
+    return scale_loss_for_distribution
+
+
+def apply_valid_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    means = (losses_utils.ReductionV2.AUTO, losses_utils.ReductionV2.SUM_OVER_BATCH_SIZE)
+
+    def apply_valid_mask(losses: Any, sw: Any, mask: Any, reduction: Any) -> Any:
+        weights = original(losses, sw, mask, reduction)
+        tower = contexts.splitting_tower()
+        if tower is None or mask is None or reduction not in means:
+            return weights
+        return losses_rules.whole_batch_mask(tower, weights, mask)
+
+    return apply_valid_mask
+
+
+def compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = original(self, *args, **kwargs)
+        tower = contexts.splitting_tower()
+        if tower is None or loss is None:
+            return loss
+        if tower.own_means:  # an override's super()
+            return tower.mark_mean(loss)
+        if not _is_keras_own(self):
+            return loss
+        return tower.mark_scaled(losses_rules.silence_stand_ins(tower, loss))
+
+    return compute_loss
+
+
+def _is_keras_own(model: Any) -> bool:
+    """Whether all gradients of ``model``'s step come of the loss that tf_keras computes."""
+    return (type(model).train_step is training.Model.train_step
+            and type(model).compute_loss is training.Model.compute_loss)
+
+
+def compute_weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    means = (losses_utils.ReductionV2.AUTO, losses_utils.ReductionV2.SUM_OVER_BATCH_SIZE)
+
+    def compute_weighted_loss(losses: Any, sample_weight: Any = None, reduction: Any = means[1],
+                              name: Any = None) -> Any:
+        loss = original(losses, sample_weight, reduction, name)
+        tower = contexts.splitting_tower()
+        if tower is not None and isinstance(losses, tf.Tensor):
+            own_losses.check_number(tower, losses, reduction)
+        if tower is None or reduction in means or loss.shape.rank != 0:
+            return loss
+        return parts.summed(tower, loss)
+
+    return compute_weighted_loss
+
+
+class One(int):
+    """How many replicas there are for losses that are a tower's own means."""
+
+
+def losses_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None:
+            return original(self, *args, **kwargs)
+        if tower.own_means:
+            return _own_mean(tower, original, self, *args, **kwargs)
+        return parts.own_loss(tower, lambda: _own_mean(tower, original, self, *args, **kwargs))
+
+    return __call__
+
+
+def _own_mean(tower: Any, loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``loss`` returns where it takes its tower for the only one."""
+    with tower.strategy.extended.counted_as(One(1)):
+        result = loss(*args, **kwargs)
+    return result if result is None else tower.mark_mean(result)

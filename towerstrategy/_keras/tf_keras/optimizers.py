@@ -1,0 +1,56 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tf_keras.src.optimizers import optimizer as new_optimizer
+
+from towerstrategy._keras import optimizers as optimizers_rules
+from towerstrategy.placement import kind
+from towerstrategy.towers import contexts
+
+
+def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None:
+            return original(self, grads_and_vars, *args, **kwargs)
+        grads, targets = zip(*grads_and_vars)
+        homes = [getattr(target, "_variable", target) for target in targets]
+        return optimizers_rules.merge_then(
+            tower, grads, homes,
+            lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs),
+            _are_merged(original, args, kwargs))
+
+    return apply_gradients
+
+
+def _are_merged(original: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a call of an optimizer's ``apply_gradients`` says that its gradients are merged."""
+    given = inspect.signature(original).bind(None, None, *args, **kwargs).arguments
+    given = {**given, **given.get("kwargs", {})}
+    return bool(given.get("skip_gradients_aggregation", False)
+                or not given.get("experimental_aggregate_gradients", True))
+
+
+def supports_loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
+    def strategy_supports_loss_scaling() -> bool:
+        return kind.is_tower_strategy(tf.distribute.get_strategy()) or original()
+
+    return strategy_supports_loss_scaling
+
+
+def build_optimizers(strategy: tf.distribute.Strategy, model: Any) -> None:
+    """Makes the slots before the first step is traced: making them there would trace it twice."""
+    if not model._is_compiled or not model.built:
+        return
+    for optimizer in tf.nest.flatten(model.optimizer or []):
+        new = isinstance(optimizer, new_optimizer.Optimizer)
+        if new and not getattr(optimizer, "_built", True):
+            with strategy.scope():
+                optimizer.build(model.trainable_variables)

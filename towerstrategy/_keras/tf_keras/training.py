@@ -1,0 +1,117 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tf_keras.src.engine import training
+from tf_keras.src.metrics import base_metric
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy._keras import adopting as adopting_rules
+from towerstrategy._keras import training as training_rules
+from towerstrategy._keras.tf_keras import adopting, names, optimizers
+from towerstrategy.batch import datasets as datasets_lib
+from towerstrategy.merge import merging
+from towerstrategy.placement import kind
+
+
+def configure_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _configure_dataset_and_inferred_steps(self: Any, strategy: Any, x: Any, *args: Any,
+                                              **kwargs: Any) -> Any:
+        if not kind.is_tower_strategy(strategy):
+            return original(self, strategy, x, *args, **kwargs)
+        with strategy.extended.stand_ins():
+            result = original(self, strategy, x, *args, **kwargs)
+        if isinstance(self._dataset, datasets_lib.TowerDataset):
+            self._dataset = self._dataset.with_stand_ins()
+        return result
+
+    return _configure_dataset_and_inferred_steps
+
+
+def single_batch_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
+    def single_batch_iterator(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kind.is_tower_strategy(strategy):
+            return original(strategy, *args, **kwargs)
+        with strategy.extended.stand_ins():
+            return original(strategy, *args, **kwargs)
+
+    return single_batch_iterator
+
+
+def reduce_per_replica(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+        if not kind.is_tower_strategy(strategy) or strategy.num_replicas_in_sync == 1:
+            return original(values, strategy, reduction)
+        with tf.device(strategy.extended.merge_device):
+            return tf.nest.map_structure(lambda value: _reduce(value, reduction), values)
+
+    return reduce_per_replica
+
+
+def _reduce(value: Any, reduction: str) -> Any:
+    if not isinstance(value, _tf.PerReplica):
+        return value
+    if reduction == "first":
+        return value.shares.firsts(value.values[0])
+    if reduction == "concat":
+        return training_rules.joined(value, training.concat)
+    return merging.total_of_filled(list(value.values), value.shares)
+
+
+def compile(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        scope = tf.distribute.get_strategy()
+        strategy = scope if kind.is_tower_strategy(scope) else self._distribution_strategy
+        if not kind.is_tower_strategy(strategy):
+            return original(self, *args, **kwargs)
+        if kwargs.get("jit_compile") and not strategy.extended.placement.compiles:
+            raise ValueError(
+                "jit_compile=True is not supported with several towers, nor away from "
+                "TensorFlow's default device: XLA compiles a step for that one device. Compile the "
+                "model with jit_compile=False or leave it out.")
+        with strategy.scope():
+            # tf_keras checks in compile that all variables are the strategy's.
+            adopting.adopt(strategy, self)
+            for part in tf.nest.flatten((args, kwargs)):
+                if isinstance(part, base_metric.Metric):
+                    adopting_rules.check_variables(strategy, self, names.variables_of(part))
+                    adopting.adopt_metric(strategy, part, [])
+                elif isinstance(part, names.OPTIMIZERS):
+                    adopting_rules.check_variables(strategy, self, names.optimizer_variables(part))
+                    adopting.adopt_optimizer(strategy, part)
+                    adopting_rules.adopt_variables(strategy, names.optimizer_variables(part))
+            original(self, *args, **kwargs)
+
+    return compile
+
+
+def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make_function(self: Any, force: bool = False) -> Any:
+            strategy = self._distribution_strategy
+            if strategy is None:
+                adopting_rules.check_trains_on_towers(self, tf.distribute.get_strategy())
+            if kind.is_tower_strategy(strategy) and (force or getattr(self, attribute) is None):
+                # What was built after compile, outside of the scope.
+                adopting.adopt_state(strategy, self)
+                optimizers.build_optimizers(strategy, self)
+            before = getattr(self, attribute)
+            result, step = original(self, force), getattr(self, attribute)
+            if not kind.is_tower_strategy(strategy) or step is before:
+                return result
+
+            def function(iterator: Any) -> Any:
+                with strategy.extended.step():
+                    return step(iterator)
+
+            setattr(self, attribute, function)
+            return function
+
+        return make_function
+
+    return hook

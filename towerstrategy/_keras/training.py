@@ -1,0 +1,91 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.batch import results
+from towerstrategy.batch import rows as rows_lib
+from towerstrategy.merge import merging
+from towerstrategy.merge import shares as shares_lib
+from towerstrategy.placement import kind
+
+
+def take_largest(per_variable: list[list[Any] | None], homes: Sequence[str],
+                  shares: shares_lib.Shares, overwriting: Sequence[bool]) -> dict[int, Any]:
+    """Takes the variables' next values out of ``per_variable``; by index, the towers' maximum."""
+    found: dict[int, Any] = {}
+    for index, overwrites in enumerate(overwriting):
+        values = per_variable[index]
+        if overwrites and values is not None:
+            with tf.device(homes[index]):
+                found[index] = merging.largest(values, shares)
+            per_variable[index] = None
+    return found
+
+
+def split_plain(strategy: tf.distribute.Strategy, data: Any) -> Any:
+    """A step's data, split unless it is already."""
+    leaves = tf.nest.flatten(data)
+    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
+        return data
+    return strategy.extended.split(data, stand_ins=True)
+
+
+def rows_only(values: Any) -> list[Any]:
+    """The towers' outputs without what came of stand-ins."""
+    parts = list(values.values)
+    shares = getattr(values, "shares", None)
+    if shares is None or not shares.stand_ins:
+        return parts
+    return [_first_rows(part, shares.filled(number)) if part.shape.rank != 0 else part
+            for number, part in enumerate(parts)]
+
+
+def joined(value: Any, concat: Callable[[list[Any]], Any]) -> Any:
+    """A model's output for the whole batch, from the towers' outputs ``value``.
+
+    The rows of all towers and machines; an output that has no row for each of the batch's (a
+    table, a mean over the batch) once: exactly what the towers agree on, else their mean by share.
+    """
+    parts, shares = list(value.values), value.shares
+    rows = results.have_rows(parts, shares)
+    if rows is True:
+        return _joined_rows(value, concat)
+    if rows is False:
+        return _once(parts, shares)
+    return tf.cond(rows, lambda: _joined_rows(value, concat), lambda: _once(parts, shares))
+
+
+def _joined_rows(value: Any, concat: Callable[[list[Any]], Any]) -> Any:
+    rows, workers = concat(rows_only(value)), value.shares.workers
+    return rows if workers is None else workers.gather(rows)
+
+
+def _once(parts: list[Any], shares: shares_lib.Shares) -> Any:
+    if parts[0].dtype.is_floating:
+        return merging.agreed(parts, shares)
+    return shares.firsts(merging.first_of_filled(parts, shares))
+
+
+def _first_rows(part: Any, filled: Any) -> Any:
+    if isinstance(part, tf.SparseTensor):
+        size = tf.where(filled, part.dense_shape, tf.zeros_like(part.dense_shape))
+        return tf.sparse.slice(part, tf.zeros_like(size), size)
+    return part[:tf.where(filled, tf.cast(rows_lib.rows_in(part), tf.int64), 0)]
+
+
+def predict_in_order(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Model.predict`` with its rows in the dataset's order, whoever of the machines has them."""
+
+    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kind.is_tower_strategy(self.distribute_strategy):
+            return original(self, *args, **kwargs)
+        with self.distribute_strategy.extended.in_order():
+            return original(self, *args, **kwargs)
+
+    return predict

@@ -1,0 +1,266 @@
+"""Every private TensorFlow name that the package uses, by subject.
+
+Goes in: the installed TensorFlow.  Comes out: the names below, for the rest of the package.  Nothing
+else in ``towerstrategy`` imports ``tensorflow.python``; ``tests/_tensorflow/names_test.py`` checks
+each name, so that a TensorFlow release that moves one fails loudly and here.
+"""
+
+from towerstrategy._tensorflow.data import PRIVATE_NAMES as _DATA
+from towerstrategy._tensorflow.data import (
+    OwnedIterator as OwnedIterator,
+)
+from towerstrategy._tensorflow.data import (
+    map_in_place as map_in_place,
+)
+from towerstrategy._tensorflow.data import (
+    read_profile as read_profile,
+)
+from towerstrategy._tensorflow.errors import PRIVATE_NAMES as _ERRORS
+from towerstrategy._tensorflow.errors import (
+    add_note as add_note,
+)
+from towerstrategy._tensorflow.errors import (
+    noting as noting,
+)
+from towerstrategy._tensorflow.functions import PRIVATE_NAMES as _FUNCTIONS
+from towerstrategy._tensorflow.functions import (
+    Function as Function,
+)
+from towerstrategy._tensorflow.functions import (
+    asserts as asserts,
+)
+from towerstrategy._tensorflow.functions import (
+    autograph_convert as autograph_convert,
+)
+from towerstrategy._tensorflow.functions import (
+    capture_at_call as capture_at_call,
+)
+from towerstrategy._tensorflow.functions import (
+    clone_function as clone_function,
+)
+from towerstrategy._tensorflow.functions import (
+    forget_trace as forget_trace,
+)
+from towerstrategy._tensorflow.functions import (
+    function_definition as function_definition,
+)
+from towerstrategy._tensorflow.functions import (
+    function_graph as function_graph,
+)
+from towerstrategy._tensorflow.functions import (
+    functions_in_attributes as functions_in_attributes,
+)
+from towerstrategy._tensorflow.functions import (
+    functions_of as functions_of,
+)
+from towerstrategy._tensorflow.functions import (
+    graph_of_call as graph_of_call,
+)
+from towerstrategy._tensorflow.functions import (
+    inside_function as inside_function,
+)
+from towerstrategy._tensorflow.functions import (
+    is_jit_compiled as is_jit_compiled,
+)
+from towerstrategy._tensorflow.functions import (
+    may_be_recorded as may_be_recorded,
+)
+from towerstrategy._tensorflow.functions import (
+    nested_function as nested_function,
+)
+from towerstrategy._tensorflow.functions import (
+    not_recorded as not_recorded,
+)
+from towerstrategy._tensorflow.functions import (
+    without_graph_optimizer as without_graph_optimizer,
+)
+from towerstrategy._tensorflow.functions import (
+    writers_of as writers_of,
+)
+from towerstrategy._tensorflow.graphs import PRIVATE_NAMES as _GRAPHS
+from towerstrategy._tensorflow.graphs import (
+    add_control_input as add_control_input,
+)
+from towerstrategy._tensorflow.graphs import (
+    capture as capture,
+)
+from towerstrategy._tensorflow.graphs import (
+    captures_of as captures_of,
+)
+from towerstrategy._tensorflow.graphs import (
+    control_dependencies_of as control_dependencies_of,
+)
+from towerstrategy._tensorflow.graphs import (
+    copy_handle_data as copy_handle_data,
+)
+from towerstrategy._tensorflow.graphs import (
+    operation_count as operation_count,
+)
+from towerstrategy._tensorflow.graphs import (
+    set_device as set_device,
+)
+from towerstrategy._tensorflow.graphs import (
+    set_input as set_input,
+)
+from towerstrategy._tensorflow.graphs import (
+    use_instead as use_instead,
+)
+from towerstrategy._tensorflow.graphs import (
+    written_resources as written_resources,
+)
+from towerstrategy._tensorflow.losses import PRIVATE_NAMES as _LOSSES
+from towerstrategy._tensorflow.losses import (
+    give_moving_averages as give_moving_averages,
+)
+from towerstrategy._tensorflow.losses import (
+    wrap_losses as wrap_losses,
+)
+from towerstrategy._tensorflow.machines import PRIVATE_NAMES as _MACHINES
+from towerstrategy._tensorflow.machines import (
+    CollectiveLauncher as CollectiveLauncher,
+)
+from towerstrategy._tensorflow.machines import (
+    all_gather as all_gather,
+)
+from towerstrategy._tensorflow.machines import (
+    all_reduce as all_reduce,
+)
+from towerstrategy._tensorflow.machines import (
+    ask_worker as ask_worker,
+)
+from towerstrategy._tensorflow.machines import (
+    collective_launcher as collective_launcher,
+)
+from towerstrategy._tensorflow.machines import (
+    end_collectives as end_collectives,
+)
+from towerstrategy._tensorflow.machines import (
+    start_worker as start_worker,
+)
+from towerstrategy._tensorflow.seeds import PRIVATE_NAMES as _SEEDS
+from towerstrategy._tensorflow.seeds import (
+    SEED_STEP as SEED_STEP,
+)
+from towerstrategy._tensorflow.seeds import (
+    global_seed as global_seed,
+)
+from towerstrategy._tensorflow.seeds import (
+    graph_seed as graph_seed,
+)
+from towerstrategy._tensorflow.seeds import (
+    graph_seeded as graph_seeded,
+)
+from towerstrategy._tensorflow.strategies import PRIVATE_NAMES as _STRATEGIES
+from towerstrategy._tensorflow.strategies import (
+    Options as Options,
+)
+from towerstrategy._tensorflow.strategies import (
+    StrategyExtended as StrategyExtended,
+)
+from towerstrategy._tensorflow.strategies import (
+    UpdateContext as UpdateContext,
+)
+from towerstrategy._tensorflow.strategies import (
+    asked_by_library as asked_by_library,
+)
+from towerstrategy._tensorflow.strategies import (
+    cross_replica_context as cross_replica_context,
+)
+from towerstrategy._tensorflow.threads import PRIVATE_NAMES as _THREADS
+from towerstrategy._tensorflow.threads import (
+    ThreadState as ThreadState,
+)
+from towerstrategy._tensorflow.threads import (
+    eager_if as eager_if,
+)
+from towerstrategy._tensorflow.values import PRIVATE_NAMES as _VALUES
+from towerstrategy._tensorflow.values import (
+    CompositeTensor as CompositeTensor,
+)
+from towerstrategy._tensorflow.values import (
+    Mirrored as Mirrored,
+)
+from towerstrategy._tensorflow.values import (
+    NoneTensorSpec as NoneTensorSpec,
+)
+from towerstrategy._tensorflow.values import (
+    PerReplica as PerReplica,
+)
+from towerstrategy._tensorflow.values import (
+    PerReplicaSpec as PerReplicaSpec,
+)
+from towerstrategy._tensorflow.values import (
+    ReduceOp as ReduceOp,
+)
+from towerstrategy._tensorflow.values import (
+    flatten_with_paths as flatten_with_paths,
+)
+from towerstrategy._tensorflow.values import (
+    is_eager as is_eager,
+)
+from towerstrategy._tensorflow.values import (
+    regroup as regroup,
+)
+from towerstrategy._tensorflow.values import (
+    select_replica as select_replica,
+)
+from towerstrategy._tensorflow.values import (
+    update_regroup as update_regroup,
+)
+from towerstrategy._tensorflow.values import (
+    value_container as value_container,
+)
+from towerstrategy._tensorflow.variables import PRIVATE_NAMES as _VARIABLES
+from towerstrategy._tensorflow.variables import (
+    BaseResourceVariable as BaseResourceVariable,
+)
+from towerstrategy._tensorflow.variables import (
+    DistributedVariable as DistributedVariable,
+)
+from towerstrategy._tensorflow.variables import (
+    ResourceVariable as ResourceVariable,
+)
+from towerstrategy._tensorflow.variables import (
+    SyncOnReadSaveable as SyncOnReadSaveable,
+)
+from towerstrategy._tensorflow.variables import (
+    SyncOnReadVariable as SyncOnReadVariable,
+)
+from towerstrategy._tensorflow.variables import (
+    anonymous_variable as anonymous_variable,
+)
+from towerstrategy._tensorflow.variables import (
+    is_checkpoint_value as is_checkpoint_value,
+)
+from towerstrategy._tensorflow.variables import (
+    is_saving_one_copy as is_saving_one_copy,
+)
+from towerstrategy._tensorflow.variables import (
+    is_unread_variable as is_unread_variable,
+)
+from towerstrategy._tensorflow.variables import (
+    replace_resource as replace_resource,
+)
+from towerstrategy._tensorflow.variables import (
+    share_dependencies as share_dependencies,
+)
+from towerstrategy._tensorflow.variables import (
+    shared_variable_creator_for as shared_variable_creator_for,
+)
+from towerstrategy._tensorflow.variables import (
+    variable_creator_scope as variable_creator_scope,
+)
+
+PRIVATE_NAMES: dict[str, str] = {
+    **_DATA,
+    **_ERRORS,
+    **_FUNCTIONS,
+    **_GRAPHS,
+    **_LOSSES,
+    **_MACHINES,
+    **_SEEDS,
+    **_STRATEGIES,
+    **_THREADS,
+    **_VALUES,
+    **_VARIABLES,
+}

@@ -1,0 +1,59 @@
+"""Notes on errors, through autograph's own.
+
+Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+PRIVATE_NAMES: dict[str, str] = {}
+
+def add_note(error: BaseException, note: str, traced: bool) -> None:
+    """Adds ``note`` to ``error``, and to the error that autograph will raise in its place.
+
+    Args:
+      error: what was raised.
+      note: what is to be told.
+      traced: whether that was in a function that is being traced.  Autograph raises another error
+        with the first one's message, but without its notes.
+    """
+    metadata = getattr(error, "ag_error_metadata", None)
+    if metadata is not None:
+        metadata.cause_message += f"\n{note}"
+    elif traced and type(error) in _PLAIN_ERRORS and len(error.args) == 1:
+        error.args = (f"{error.args[0]}\n{note}",)
+        return
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        _tell(error, note)
+
+
+def _tell(error: Any, note: str) -> None:
+    """``add_note`` for Python 3.10, which shows no notes: where it can be, in the message."""
+    if isinstance(error, tf.errors.OpError):
+        error._message = f"{error.message}\n{note}"  # what its property ``message`` reads
+    elif error.__class__.__str__ is Exception.__str__ and len(error.args) == 1:
+        error.args = (f"{error.args[0]}\n{note}",)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]
+
+
+# Those whose only argument is their message.
+_PLAIN_ERRORS = (ArithmeticError, AssertionError, AttributeError, IndexError, NotImplementedError,
+                 RuntimeError, TypeError, ValueError, ZeroDivisionError)
+
+
+@contextlib.contextmanager
+def noting(note: str) -> Iterator[None]:
+    """Within, an error gets ``note``."""
+    try:
+        yield
+    except Exception as error:
+        add_note(error, note, not tf.executing_eagerly())
+        raise

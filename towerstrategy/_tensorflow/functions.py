@@ -1,0 +1,258 @@
+"""``tf.function``: its traces, its captures, what it calls.
+
+Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.core import config as autograph_config
+from tensorflow.python.autograph.impl import api as autograph_api
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.eager import record
+from tensorflow.python.eager.polymorphic_function import (
+    atomic_function,
+    concrete_function,
+    polymorphic_function,
+)
+from tensorflow.python.framework import (
+    auto_control_deps_utils,
+    func_graph,
+)
+from tensorflow.python.framework import ops as framework_ops
+from tensorflow.python.ops import (
+    control_flow_v2_func_graphs,
+)
+
+from towerstrategy._tensorflow.graphs import operation_count
+
+PRIVATE_NAMES = {
+    "tensorflow.python.autograph.impl.api:tf_convert": "keeps autograph on in the replica function",
+    "tensorflow.python.autograph.core.ag_ctx:control_status_ctx": "its argument",
+    "tensorflow.python.autograph.core.config:CONVERSION_RULES":
+        "autograph's list of packages (Keras among them) whose own code it leaves alone",
+    "tensorflow.python.autograph.core.config:DoNotConvert": "an entry of that list",
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function":
+        "the class of what tf.function returns",
+    "tensorflow.python.framework.func_graph:FuncGraph.function_captures":
+        "takes a capture whose value is asked for at each call; FuncGraph.capture_call_time_value "
+        "asks in eager code only, and a tower's function calls others while it is traced",
+    "tensorflow.python.ops.control_flow_v2_func_graphs:ControlFlowFuncGraph":
+        "tells a branch or a loop's body, traced anew each time, from a function, which is kept",
+    "tensorflow.python.framework.auto_control_deps_utils:RESOURCE_READ_OPS":
+        "the operations that write none",
+    "tensorflow.python.framework.ops:inside_function": "asks whether a function is being traced",
+    "tensorflow.python.eager.context:FunctionCallOptions":
+        "turns the graph optimizer off for a call",
+    "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction._cached_graph":
+        "the Python graph of a function, kept although TensorFlow has the function; no public way "
+        "to let go of it",
+    "tensorflow.python.eager.polymorphic_function.concrete_function:"
+    "ConcreteFunction._get_gradient_function":
+        "the gradient of a call, from the function's definition; Operation._gradient_function "
+        "holds it",
+    "tensorflow.python.framework.func_graph:dismantle_func_graph":
+        "frees a graph at once; it is full of cycles",
+    "tensorflow.python.framework.ops:Graph._get_function": "the function that an operation calls",
+    "tensorflow.python.eager.record:could_possibly_record": "whether any gradient tape is active",
+    "tensorflow.python.eager.record:stop_recording":
+        "keeps tapes from seeing bookkeeping; no public name",
+}
+
+Function = polymorphic_function.Function
+_CALLERS = frozenset({
+    "Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf",
+    "StatelessWhile", "While", "RemoteCall", "SymbolicGradient", "MapDefun"})
+# Where the arguments begin: behind the number of a branch.
+_FIRST_ARGUMENT = {"If": 1, "StatelessIf": 1, "Case": 1, "StatelessCase": 1}
+inside_function = framework_ops.inside_function
+# Converting the package's own functions would cost most of the time that tracing takes, and put
+# them into the tracebacks of users' errors.  Functions that users hand over are converted as ever.
+autograph_config.CONVERSION_RULES = (
+    autograph_config.DoNotConvert("towerstrategy"), *autograph_config.CONVERSION_RULES)
+
+
+def autograph_convert(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` as autograph would call it from here (unchanged outside converted code)."""
+    return autograph_api.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)
+
+
+def clone_function(function: polymorphic_function.Function,
+                   python_function: Callable[..., Any]) -> polymorphic_function.Function:
+    """A ``tf.function`` with the options of ``function`` around another Python function."""
+    return function._clone(python_function=python_function)
+
+
+def is_jit_compiled(function: Any) -> bool:
+    """Whether ``function`` is a ``tf.function`` made with ``jit_compile=True``."""
+    return isinstance(function, Function) and bool(function._jit_compile)
+
+
+def not_recorded() -> Any:
+    """Within, no gradient tape of this thread records."""
+    return record.stop_recording()
+
+
+# Operations: 10 kB each; looking for cycles takes a quarter of a second.
+_LARGE_GRAPH = 2000
+
+
+def may_be_recorded() -> bool:
+    """Whether a gradient tape may record what runs now."""
+    return bool(record.could_possibly_record())
+
+
+def forget_trace(call: tf.Operation) -> None:
+    """Frees the Python graph of the function that ``call`` calls; none of its tensors are usable.
+
+    TensorFlow has the function itself, and would keep the graph for a gradient of the call, which
+    is made from the function's definition instead.
+    """
+    function: atomic_function.AtomicFunction = call.graph._get_function(call.get_attr("f").name)
+    call._gradient_function = functools.partial(_gradient_of_call, function)
+    graph, function._cached_graph = function._cached_graph, None
+    count = operation_count(graph)
+    func_graph.dismantle_func_graph(graph)
+    if count > _LARGE_GRAPH:
+        del graph
+        gc.collect()  # operations and their outputs are cycles, too
+
+
+def _gradient_of_call(function: atomic_function.AtomicFunction, call: tf.Operation,
+                      *gradients: Any) -> Any:
+    whole = concrete_function.ConcreteFunction(function)
+    return whole._get_gradient_function()(call, *gradients)
+
+
+def nested_function(own: tf.Graph | None) -> func_graph.FuncGraph | None:
+    """The function that is being traced inside of ``own`` (None: inside of eager code).
+
+    Branches and loops belong to the code around them.  None where there is no such function.
+    """
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not own and isinstance(graph,
+                                          control_flow_v2_func_graphs.ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    return graph if graph is not own and isinstance(graph, func_graph.FuncGraph) else None
+
+
+def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], tf.Tensor],
+                    spec: tf.TensorSpec) -> tf.Tensor:
+    """A tensor of ``graph`` that at each call of the function is what ``value`` gives there.
+
+    Args:
+      graph: a function that is being traced.
+      key: names the capture; asking again gives the same tensor.
+      value: called where the function is called, eagerly or while another is traced.
+      spec: of the value, a scalar.
+    """
+    captures = graph.function_captures
+    if key not in captures.by_ref_internal:
+        with graph.as_default(), tf.control_dependencies(None):
+            placeholder = tf.compat.v1.placeholder(spec.dtype, spec.shape)
+
+        def external() -> list[tf.Tensor]:
+            return [tf.convert_to_tensor(value(), spec.dtype)]
+
+        captures.add_or_replace(key, external, placeholder, spec, is_by_ref=True)
+    return captures.by_ref_internal[key]
+
+
+def writers_of(graph: tf.Graph, operation: tf.Operation, index: int) -> set[str]:
+    """The types of the operations that write input ``index`` of a call, however deep inside."""
+    found: set[str] = set()
+    waiting = [(name, index - _FIRST_ARGUMENT.get(operation.type, 0))
+               for name in functions_of(operation)]
+    seen = set()
+    while waiting:
+        name, argument = waiting.pop()
+        definition = function_definition(graph, name)
+        if (name, argument) in seen or definition is None or not (
+                0 <= argument < len(definition.signature.input_arg)):
+            continue
+        seen.add((name, argument))
+        given = definition.signature.input_arg[argument].name
+        for node in definition.node_def:
+            data = [part for part in node.input if not part.startswith("^")]
+            places = [place for place, part in enumerate(data) if part == given]
+            if node.op in _CALLERS:
+                waiting += [(called, place - _FIRST_ARGUMENT.get(node.op, 0))
+                            for called in functions_in_attributes(node) for place in places]
+            elif places and node.op not in auto_control_deps_utils.RESOURCE_READ_OPS:
+                found.add(node.op)
+    return found
+
+
+def functions_of(operation: tf.Operation) -> list[str]:
+    """The names of the functions that ``operation`` calls."""
+    return functions_in_attributes(operation.node_def) if operation.type in _CALLERS else []
+
+
+def functions_in_attributes(node: Any) -> list[str]:
+    """The names of the functions in a node's attributes."""
+    names = []
+    for value in node.attr.values():
+        if value.HasField("func"):
+            names.append(value.func.name)
+        names.extend(func.name for func in value.list.func)
+    return names
+
+
+def function_definition(graph: tf.Graph, name: str) -> Any:
+    """The FunctionDef of a function of ``graph``, or None."""
+    function = graph._get_function(name)
+    return None if function is None else function.cached_definition
+
+
+def asserts(graph: tf.Graph, name: str) -> bool:
+    """Whether a function of ``graph`` has an assertion of its own that is not Keras'.
+
+    TensorFlow puts each assertion of a traced function into a function that is called where it
+    fails, and the error names the operation in there.
+    """
+    body = getattr(graph._get_function(name), "graph", None)
+    for operation in body.get_operations() if body is not None else ():
+        if operation.type == "Assert":
+            files = [frame.filename for frame in operation.traceback or ()
+                     if "/tensorflow/" not in frame.filename]
+            return not files or "keras/src/" not in files[-1]
+    return False
+
+
+def function_graph(graph: tf.Graph, name: str) -> tf.Graph:
+    """The traced body of a function of ``graph``."""
+    return graph._get_function(name).graph
+
+
+def graph_of_call(call: tf.Operation) -> tf.Graph | None:
+    """The traced body of the function that ``call`` calls, so far as TensorFlow has kept it."""
+    return getattr(call.graph._get_function(call.get_attr("f").name), "graph", None)
+
+
+@contextlib.contextmanager
+def without_graph_optimizer() -> Iterator[None]:
+    """Within, functions called by this thread run as they were traced."""
+    context = eager_context.context()
+    before = context.function_call_options
+    context.function_call_options = _unoptimized(before.config_proto_serialized,
+                                                 before.executor_type)
+    try:
+        yield
+    finally:
+        context.function_call_options = before
+
+
+@functools.cache
+def _unoptimized(config: bytes, executor_type: str | None) -> Any:
+    proto = tf.compat.v1.ConfigProto.FromString(config)
+    proto.graph_options.rewrite_options.disable_meta_optimizer = True
+    return eager_context.FunctionCallOptions(executor_type, proto)

@@ -1,0 +1,101 @@
+"""TensorFlow's cluster and its collective operations.
+
+Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    collective_util,
+    cross_device_utils,
+)
+from tensorflow.python.eager import context as eager_context
+
+from towerstrategy._tensorflow.strategies import Options
+
+PRIVATE_NAMES = {
+    "tensorflow.python.distribute.cross_device_utils:CollectiveKeys":
+        "numbers collective ops; no public name",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher":
+        "makes collective ops as MultiWorkerMirroredStrategy does: in one order on every worker, "
+        "with a new key for each call of a tf.function",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._all_gather":
+        "a gather in eager code too, without the padding of all_gather",
+    "tensorflow.python.eager.context:Context.configure_collective_ops":
+        "makes this process one worker of a cluster, as "
+        "CollectiveAllReduceExtended._initialize_multi_worker does; no public name",
+    "tensorflow.python.eager.context:Context.enable_collective_ops": "starts its server",
+    "tensorflow.python.eager.context:Context.check_collective_ops_peer_health":
+        "asks whether another worker answers, as CollectiveAllReduceExtended._check_health does",
+    "tensorflow.python.eager.context:Context.abort_collective_ops":
+        "ends what waits for a worker that does not; the same",
+}
+
+CollectiveLauncher: TypeAlias = cross_device_utils.CollectiveReplicaLauncher
+# Of all strategies in this process; far from where MultiWorkerMirroredStrategy starts counting.
+_collective_keys = cross_device_utils.CollectiveKeys(group_key_start=7000)
+
+
+def start_worker(jobs: dict[str, list[str]], task_type: str, task_id: int, leader: str,
+                 protocol: str | None, port: int | None) -> None:
+    """Makes this process a worker with a server of its own.
+
+    Args:
+      jobs: the addresses of each job's tasks.
+      task_type: this process' job.
+      task_id: its number there.
+      leader: the name of the task that numbers the collective ops' groups.
+      protocol: None for gRPC.
+      port: where to listen; None for the port that ``jobs`` gives.
+
+    Raises:
+      RuntimeError: TensorFlow has started already.
+    """
+    context = eager_context.context()
+    context.configure_collective_ops(collective_leader=leader,
+                                     device_filters=(f"/job:{task_type}/task:{task_id}",))
+    context.enable_collective_ops(tf.train.ServerDef(
+        cluster=tf.train.ClusterSpec(jobs).as_cluster_def(), default_session_config=context.config,
+        job_name=task_type, task_index=task_id, protocol=protocol or "grpc", port=port or 0))
+    eager_context.ensure_initialized()
+
+
+def collective_launcher(device: str, workers: int,
+                        options: collective_util.Options | None) -> CollectiveLauncher:
+    """What makes collective ops on ``device``, one device a worker."""
+    return CollectiveLauncher(_collective_keys.get_group_key([device]), workers, _collective_keys,
+                              device, options or Options())
+
+
+def all_reduce(launcher: CollectiveLauncher, value: tf.Tensor) -> tf.Tensor:
+    """The sum of the workers' values."""
+    return launcher.all_reduce(value)
+
+
+def all_gather(launcher: CollectiveLauncher, value: tf.Tensor,
+               options: collective_util.Options | None = None) -> tf.Tensor:
+    """The workers' values, all of one shape, put behind one another."""
+    return launcher._all_gather(value, options)
+
+
+def ask_worker(task: str, seconds: float) -> str | None:
+    """Asks a worker of the cluster whether it is there; None for yes, else why not."""
+    try:
+        eager_context.context().check_collective_ops_peer_health(task, int(1000 * seconds))
+    except tf.errors.DeadlineExceededError:
+        return f"silent for {seconds:g} s"
+    except tf.errors.FailedPreconditionError:
+        return "started anew"
+    except tf.errors.UnavailableError:
+        return "it cannot be reached"
+    except tf.errors.OpError as error:
+        return error.message
+    return None
+
+
+def end_collectives(message: str) -> None:
+    """Makes all collective ops, waiting and to come, raise UnavailableError with ``message``."""
+    eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)

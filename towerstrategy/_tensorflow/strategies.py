@@ -1,0 +1,59 @@
+"""What a strategy is made of, and the contexts in which TensorFlow looks for one.
+
+Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    collective_util,
+    distribute_lib,
+)
+
+PRIVATE_NAMES = {
+    "tensorflow.python.distribute.collective_util:Options":
+        "tf.distribute.experimental.CommunicationOptions, whose public name is an alias",
+    "tensorflow.python.distribute.distribute_lib:UpdateContext":
+        "tells TensorFlow's variables that StrategyExtended.update runs; no public counterpart",
+    "tensorflow.python.distribute.distribute_lib:_CrossReplicaThreadMode":
+        "the cross-replica context that merge_call enters; only scope() is public",
+    "tensorflow.python.distribute.distribute_lib:_push_per_thread_mode":
+        "enters that context on the current graph",
+    "tensorflow.python.distribute.distribute_lib:_pop_per_thread_mode": "leaves it",
+    "tensorflow.python.distribute.distribute_lib:StrategyExtendedV1":
+        "has read_var, update_non_slot and call_for_each_replica; tf.distribute.StrategyExtended "
+        "(V2) lacks them although MirroredStrategy offers them",
+    "tensorflow.python.eager.context:context": "per-thread eager state handed to tower threads",
+}
+
+StrategyExtended = distribute_lib.StrategyExtendedV1
+UpdateContext = distribute_lib.UpdateContext
+Options = collective_util.Options
+
+
+@contextlib.contextmanager
+def cross_replica_context(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Enters the cross-replica context of ``strategy`` on the current graph and thread."""
+    distribute_lib._push_per_thread_mode(distribute_lib._CrossReplicaThreadMode(strategy))
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+def asked_by_library() -> bool:
+    """Whether a library, and not the user's code, has asked the strategy that calls this."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in _STRATEGIES:
+        frame = frame.f_back
+    return frame is None or frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES
+
+
+_STRATEGIES = frozenset({"towerstrategy.extended", "tensorflow.python.distribute.distribute_lib"})
+_LIBRARIES = frozenset({"keras", "tf_keras", "tensorflow", "towerstrategy"})

@@ -1,0 +1,104 @@
+"""What TensorFlow keeps per thread, handed from one thread to another.
+
+Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import tensorflow as tf
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.ops import (
+    summary_ops_v2,
+    variable_scope,
+)
+
+PRIVATE_NAMES = {
+    "tensorflow.python.ops.summary_ops_v2:_summary_state": "per-thread summary state",
+    "tensorflow.python.ops.variable_scope:get_variable_scope": "reads it",
+    "tensorflow.python.eager.context:eager_mode": "eager mode within a tower's thread",
+    "tensorflow.python.eager.context:ensure_initialized": "starts TensorFlow before threads do",
+}
+
+class ThreadState:
+    """What a tower's thread takes over from the thread that starts it.
+
+    TensorFlow keeps the default graph, eager mode, the variable creators, the summary writer and
+    the op callbacks per thread (``tensorflow/python/framework/ops.py``,
+    ``eager/context.py``, ``ops/summary_ops_v2.py``).  Make it in the starting thread, then
+    ``with state.entered(scope):`` in the tower's.
+    """
+
+    def __init__(self) -> None:
+        self._eager = tf.executing_eagerly()
+        if not self._eager:
+            # From here on the graph keeps device, name and control scopes per thread.
+            tf.compat.v1.get_default_graph().switch_to_thread_local()
+        eager_context.ensure_initialized()
+        self._graph = tf.compat.v1.get_default_graph()
+        with tf.init_scope():
+            self._init_eager = tf.executing_eagerly()
+            self._init_graph = tf.compat.v1.get_default_graph()
+        self._creators = self._graph._variable_creator_stack[:]
+        self._variable_scope = variable_scope.get_variable_scope()
+        self._name_scope = self._graph.get_name_scope()
+        self._op_callbacks = eager_context.context()._thread_local_data.op_callbacks
+        summary = summary_ops_v2._summary_state
+        self._summary = {
+            name: getattr(summary, name)
+            for name in ("step", "writer", "is_recording", "is_recording_distribution_strategy")
+        }
+        self._filters_tracebacks = tf.debugging.is_traceback_filtering_enabled()
+
+    @property
+    def eager(self) -> bool:
+        """Whether the towers run eagerly."""
+        return self._eager
+
+    @property
+    def graph(self) -> tf.Graph:
+        """The graph in which the towers run (the eager one outside functions)."""
+        return self._graph
+
+    @property
+    def name_scope(self) -> str:
+        """The name scope of the starting thread, without a trailing slash."""
+        return self._name_scope
+
+    @contextlib.contextmanager
+    def entered(self, reuse: bool) -> Iterator[None]:
+        """Takes the state over; ``reuse`` is the v1 variable scope's."""
+        for name, value in self._summary.items():
+            setattr(summary_ops_v2._summary_state, name, value)
+        eager_context.context()._thread_local_data.op_callbacks = self._op_callbacks
+        if self._filters_tracebacks:
+            tf.debugging.enable_traceback_filtering()
+        else:
+            tf.debugging.disable_traceback_filtering()
+        with _graph_entered(self._init_graph, self._init_eager), \
+                _graph_entered(self._graph, self._eager), \
+                variable_scope.variable_scope(self._variable_scope, reuse=reuse):
+            self._graph._variable_creator_stack = list(self._creators)
+            yield
+
+
+@contextlib.contextmanager
+def _graph_entered(graph: tf.Graph, eager: bool) -> Iterator[None]:
+    with graph.as_default():
+        if not eager:
+            yield
+            return
+        with eager_context.eager_mode():
+            yield
+
+
+@contextlib.contextmanager
+def eager_if(eager: bool) -> Iterator[None]:
+    """Eager mode where ``eager``, nothing otherwise (``tf.init_scope`` inside a tower)."""
+    if not eager:
+        yield
+        return
+    with eager_context.eager_mode():
+        yield

@@ -1,0 +1,56 @@
+"""Per-replica values, composite tensors and how TensorFlow groups them.
+
+Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    distribute_utils,
+    reduce_util,
+)
+from tensorflow.python.distribute import values as values_lib
+from tensorflow.python.framework import (
+    composite_tensor,
+    none_tensor,
+)
+from tensorflow.python.framework import ops as framework_ops
+from tensorflow.python.util import nest as private_nest
+
+PRIVATE_NAMES = {
+    "tensorflow.python.distribute.distribute_utils:regroup":
+        "groups per-tower results exactly as TensorFlow groups them",
+    "tensorflow.python.distribute.distribute_utils:select_replica": "its inverse",
+    "tensorflow.python.distribute.distribute_utils:update_regroup": "what extended.update returns",
+    "tensorflow.python.distribute.distribute_utils:value_container": "extended.value_container",
+    "tensorflow.python.distribute.values:PerReplica":
+        "the concrete class behind tf.types.experimental.distributed.PerReplica",
+    "tensorflow.python.distribute.values:PerReplicaSpec": "its type spec",
+    "tensorflow.python.distribute.values:Mirrored": "a value that is the same on several devices",
+    "tensorflow.python.framework.composite_tensor:CompositeTensor":
+        "base of ragged, sparse and other composite values",
+    "tensorflow.python.framework.none_tensor:NoneTensorSpec":
+        "the spec of an absent component; tf.NoneTensorSpec is not there in every release",
+    "tensorflow.python.distribute.reduce_util:ReduceOp":
+        "tf.distribute.ReduceOp, whose public name is an alias",
+    "tensorflow.python.framework.ops:EagerTensor": "the class of eager tensors",
+    "tensorflow.python.util.nest:flatten_with_joined_string_paths": "names components in errors",
+}
+
+PerReplica = values_lib.PerReplica
+PerReplicaSpec = values_lib.PerReplicaSpec
+Mirrored = values_lib.Mirrored
+ReduceOp = reduce_util.ReduceOp
+CompositeTensor = composite_tensor.CompositeTensor
+NoneTensorSpec = none_tensor.NoneTensorSpec
+regroup = distribute_utils.regroup
+select_replica = distribute_utils.select_replica
+update_regroup = distribute_utils.update_regroup
+value_container = distribute_utils.value_container
+flatten_with_paths = private_nest.flatten_with_joined_string_paths
+
+
+def is_eager(tensor: tf.Tensor) -> bool:
+    """Whether ``tensor`` holds a value now."""
+    return isinstance(tensor, framework_ops.EagerTensor)

@@ -1,0 +1,288 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import iterators, splitting, sub_batches
+from towerstrategy.batch import rows as rows_lib
+
+# The name scope of the operations that split, in input pipelines.
+SCOPE = "tower_split"
+
+# How many elements lie ready behind the split.
+READY = 2
+
+
+def split_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False,
+                  ready: int = READY) -> TowerDataset:
+    """A dataset of global batches, split in the input pipeline.
+
+    Args:
+      dataset: elements are batches, see :func:`split_batch`.
+      towers: how many sub-batches each element becomes.
+      stand_ins: see :func:`split_batch`.
+      ready: how many split elements the pipeline holds ready.
+
+    Raises:
+      TypeError: ``dataset`` is no ``tf.data.Dataset``.
+      ValueError: its elements are not batched.
+    """
+    check_batched(dataset)
+    again = functools.partial(split_dataset, dataset, towers, True, ready)
+    if towers > 1:
+        split = on_elements(dataset.element_spec, _in_scope(
+            lambda element: splitting.split_batch(element, towers, stand_ins)))
+        dataset = dataset.map(split).prefetch(ready)
+    return TowerDataset(dataset, again)
+
+
+def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False,
+                  ready: int = READY) -> TowerDataset:
+    """A dataset of per-tower batches: R elements in a row make one step, one a tower.
+
+    An incomplete last group gives its missing towers batches with no rows.  Where a component is a
+    scalar, so that elements are single values and not batches, such a group is left out, as
+    ``MirroredStrategy`` leaves it out.
+
+    Args:
+      dataset: elements are the batches of one tower.
+      towers: how many elements make a step.
+      stand_ins: see :func:`split_batch`.
+      ready: how many grouped elements the pipeline holds ready.
+
+    Raises:
+      TypeError: ``dataset`` is no ``tf.data.Dataset``.
+    """
+    _check_made(dataset)
+    if towers == 1:
+        return TowerDataset(dataset)
+    spec = dataset.element_spec
+    batched = _is_batched(spec)
+    # window() makes a dataset of each leaf; only a flat tuple does it give back plainly.
+    flat = dataset.map(on_elements(spec, lambda element: tuple(tf.nest.flatten(element))))
+    windows = flat.window(towers, drop_remainder=not batched)
+
+    def group(*leaves: tf.data.Dataset) -> rows_lib.Nest:
+        window = tf.data.Dataset.zip(leaves)
+        first = window.take(1).get_single_element()
+        missing = first if stand_ins else tuple(map(rows_lib.rows_of_zeros, tf.nest.flatten(spec)))
+        padded = window if not batched else window.concatenate(
+            tf.data.Dataset.from_tensors(missing).repeat(towers))
+        parts = [tf.nest.pack_sequence_as(spec, padded.skip(tower).take(1).get_single_element())
+                 for tower in range(towers)]
+        pack: Callable[[tuple[Any, ...]], Any] = sub_batches.SubBatches if batched else _tf.PerReplica
+        if stand_ins and batched:
+            there = tf.range(towers, dtype=tf.int64) < window.reduce(
+                tf.constant(0, tf.int64), lambda count, *_: count + 1)
+            rows = [tf.cast(rows_lib.rows_in(tf.nest.flatten(part)[0]), tf.int64) for part in parts]
+            counts = tf.where(there, tf.stack(rows), tf.zeros([towers], tf.int64))
+            pack = functools.partial(sub_batches.StandInSubBatches, rows=counts)
+        return tf.nest.map_structure(lambda *values: pack(values), *parts)
+
+    return TowerDataset(windows.map(_in_scope(group)).prefetch(ready),
+                        functools.partial(group_dataset, dataset, towers, True, ready))
+
+
+def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> TowerDataset:
+    """One dataset of per-tower batches a tower, put side by side.
+
+    A tower whose dataset has ended gets batches with no rows until all have ended; with elements
+    that are single values and not batches, the shortest ends all.
+
+    Args:
+      datasets: one a tower, all with the same element spec.
+      ready: how many elements the pipeline holds ready.
+
+    Raises:
+      TypeError: one of them is no ``tf.data.Dataset``, or has elements of another kind.
+    """
+    for dataset in datasets:
+        _check_made(dataset)
+    if len(datasets) == 1:
+        return TowerDataset(datasets[0])
+    spec = datasets[0].element_spec
+    for tower, dataset in enumerate(datasets):
+        _check_like_first(tower, dataset.element_spec, spec)
+    batched = _is_batched(spec)
+    pack = sub_batches.SubBatches if batched else _tf.PerReplica
+
+    def group(*elements: rows_lib.Nest) -> rows_lib.Nest:
+        parts = [tf.nest.pack_sequence_as(spec, element) for element in elements]
+        return tf.nest.map_structure(lambda *leaves: pack(leaves), *parts)
+
+    flat = [dataset.map(on_elements(spec, lambda element: tuple(tf.nest.flatten(element))))
+            for dataset in datasets]
+    if not batched:
+        return TowerDataset(tf.data.Dataset.zip(tuple(flat)).map(group).prefetch(ready))
+    nothing = tf.data.Dataset.from_tensors(
+        (False, tuple(rows_lib.rows_of_zeros(leaf) for leaf in tf.nest.flatten(spec)))).repeat()
+    flagged = [dataset.map(lambda *leaves: (True, leaves)).concatenate(nothing) for dataset in flat]
+    zipped = tf.data.Dataset.zip(tuple(flagged)).take_while(
+        lambda *pairs: tf.reduce_any([there for there, _ in pairs]))
+    grouped = zipped.map(lambda *pairs: group(*(leaves for _, leaves in pairs)))
+    return TowerDataset(grouped.prefetch(ready))
+
+
+class TowerDataset(tf.distribute.DistributedDataset):
+    """A dataset whose elements are split for the towers: what Keras and loops iterate over.
+
+    Attributes:
+      element_spec: nest of type specs, a :class:`SubBatchesSpec` for each split component.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset,
+                 with_stand_ins: Callable[[], TowerDataset] | None = None) -> None:
+        self._dataset = dataset
+        self._with_stand_ins = with_stand_ins
+        self._devices: Sequence[str] = ()
+
+    def with_stand_ins(self) -> TowerDataset:
+        """The same dataset with stand-ins for towers without rows."""
+        if self._with_stand_ins is None:
+            return self
+        return self._with_stand_ins().fetched_to(self._devices)
+
+    def fetched_to(self, devices: Sequence[str]) -> TowerDataset:
+        """This dataset, each tower's part of an element put on its device when it is taken."""
+        self._devices = devices
+        return self
+
+    @property
+    def dataset(self) -> tf.data.Dataset:
+        """What it iterates over."""
+        return self._dataset
+
+    @property
+    def element_spec(self) -> rows_lib.Nest:
+        return self._dataset.element_spec
+
+    @property
+    def cardinality(self) -> int:
+        """Steps in one pass, as ``tf.data`` counts them."""
+        return self._dataset.cardinality()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> iterators.TowerIterator:
+        dataset, row_count = self._dataset, None
+        if iterators.counting.follow is not None:
+            dataset, row_count = iterators.counting.follow(dataset)
+        iterator = iter(dataset)
+        iterator.__class__ = iterators.TowerIterator
+        iterator._devices = self._devices
+        iterator.row_count = row_count
+        return iterator
+
+    def reduce(self, initial_state: rows_lib.Nest, reduce_func: Callable[[rows_lib.Nest, rows_lib.Nest], rows_lib.Nest]) -> rows_lib.Nest:
+        """Folds ``reduce_func(state, element)`` over the elements (autograph's ``for``).
+
+        The body runs in the caller's graph, where towers have their devices, and not inside the
+        input pipeline.
+        """
+        iterator = iter(self)
+
+        def body(element: tf.experimental.Optional, state: rows_lib.Nest) -> tuple[Any, rows_lib.Nest]:
+            state = reduce_func(state, element.get_value())
+            return iterator.get_next_as_optional(), state
+
+        _, state = tf.while_loop(lambda element, _: element.has_value(), body,
+                                 (iterator.get_next_as_optional(), initial_state),
+                                 parallel_iterations=1)
+        return state
+
+
+class RestartableIterator:
+    """What tf.distribute's first API has: ``make_dataset_iterator``, ``make_input_fn_iterator``.
+
+    It reads from the start again after :meth:`initialize`.
+    """
+
+    def __init__(self, dataset: TowerDataset) -> None:
+        self._dataset = dataset
+        self._iterator = iter(dataset)
+
+    def initialize(self) -> list[tf.Operation]:
+        """Starts again; there is no operation to run, as in all eager programs."""
+        self._iterator = iter(self._dataset)
+        return []
+
+    @property
+    def initializer(self) -> list[tf.Operation]:
+        return self.initialize()
+
+    @property
+    def element_spec(self) -> rows_lib.Nest:
+        return self._dataset.element_spec
+
+    def get_next(self) -> rows_lib.Nest:
+        """The next element; ``tf.errors.OutOfRangeError`` at the end."""
+        return self._iterator.get_next()
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        return self._iterator.get_next_as_optional()
+
+
+def on_elements(spec: rows_lib.Nest, fn: Callable[[rows_lib.Nest], rows_lib.Nest]) -> Callable[..., rows_lib.Nest]:
+    """``fn`` as ``Dataset.map`` calls it: tf.data opens plain tuples up, and those alone."""
+    if type(spec) is tuple:
+        return lambda *element: fn(element)
+    return fn
+
+
+def _in_scope(fn: Callable[..., rows_lib.Nest]) -> Callable[..., rows_lib.Nest]:
+    """``fn`` with its operations in the scope by which a profile knows them."""
+
+    def scoped(*element: Any) -> rows_lib.Nest:
+        with tf.name_scope(SCOPE):
+            return fn(*element)
+
+    return scoped
+
+
+def _is_batched(spec: rows_lib.Nest) -> bool:
+    shapes = [leaf.shape for leaf in tf.nest.flatten(spec) if hasattr(leaf, "shape")]
+    return all(shape.rank != 0 for shape in shapes)
+
+
+def check_batched(dataset: Any) -> None:
+    """Raises where ``dataset`` is no dataset of batches."""
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError("dataset must be a tf.data.Dataset, but got "
+                        f"{dataset!r} of type {type(dataset).__name__}.")
+    for path, leaf in zip(*splitting.named_leaves(dataset.element_spec)):
+        shape = getattr(leaf, "shape", None)
+        if shape is not None and shape.rank == 0:
+            what = f"{splitting.called(path)} of its elements is a scalar" if path else (
+                "its elements are scalars")
+            raise ValueError(
+                f"the dataset is not batched: {what} ({leaf!r}), so there are no rows to split "
+                "over the towers. Call dataset.batch(global_batch_size) first.")
+    splitting.check_known({path: leaf.shape[0] for path, leaf in zip(*splitting.named_leaves(dataset.element_spec))
+                  if getattr(leaf, "shape", None) and leaf.shape[0] is not None})
+
+
+def _check_made(dataset: Any) -> None:
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError("dataset_fn must return a tf.data.Dataset, but got "
+                        f"{dataset!r} of type {type(dataset).__name__}.")
+
+
+def _check_like_first(tower: int, spec: rows_lib.Nest, first: rows_lib.Nest) -> None:
+    """One iterator goes over the towers' datasets, so their elements must be of one kind."""
+    try:
+        tf.nest.assert_same_structure(spec, first)
+        alike = all(own.most_specific_common_supertype([other]) is not None
+                    for own, other in zip(tf.nest.flatten(spec), tf.nest.flatten(first)))
+    except (TypeError, ValueError):
+        alike = False
+    if not alike:
+        raise TypeError("dataset_fn must return datasets with elements of one structure and dtype, "
+                        f"but for tower {tower} they are {spec}, and for tower 0 {first}.")

@@ -1,0 +1,85 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch import sub_batches
+
+# Nobody unrolls so many steps into one graph on purpose.
+_MOST_STEPS_IN_GRAPH = 1000
+
+
+class _Counting(threading.local):
+    follow: Callable[[tf.data.Dataset], tuple[tf.data.Dataset, Any]] | None = None
+
+
+counting = _Counting()
+
+
+def count_rows(follow: Callable[[tf.data.Dataset], tuple[tf.data.Dataset, Any]] | None) -> None:
+    """From now on this thread's new iterators over a :class:`TowerDataset` are counted.
+
+    Args:
+      follow: makes of a dataset one that counts, and its count, which becomes the iterator's
+        ``row_count``; None ends it.
+    """
+    counting.follow = follow
+
+
+class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
+    """Iterates over a :class:`TowerDataset`; a ``tf.data`` iterator, so it can be checkpointed.
+
+    Attributes:
+      row_count: what counts the rows taken, see :func:`count_rows`; None where nothing does.
+    """
+
+    row_count: Any = None
+    _devices: Sequence[str] = ()
+    _steps_in_graph = 0
+
+    def get_next(self) -> rows_lib.Nest:
+        return onto_devices(super().get_next(), self._devices)
+
+    def __next__(self) -> rows_lib.Nest:
+        self._check_ends()
+        return onto_devices(super().__next__(), self._devices)
+
+    def _check_ends(self) -> None:
+        """Python's own loops know no end while a function is traced; stop them with a reason."""
+        if tf.executing_eagerly():
+            return
+        self._steps_in_graph += 1
+        if self._steps_in_graph > _MOST_STEPS_IN_GRAPH:
+            raise RuntimeError(
+                f"more than {_MOST_STEPS_IN_GRAPH} batches were taken from a distributed dataset "
+                "while one tf.function was traced. Python's enumerate, zip and comprehensions do "
+                "not see where a dataset ends there. Write a plain `for batch in dataset:` loop, "
+                "which autograph converts, and count in it.")
+
+
+def onto_devices(element: rows_lib.Nest, devices: Sequence[str]) -> rows_lib.Nest:
+    """``element`` with each tower's part on its device; as it is where no devices are given."""
+    if not devices:
+        return element
+
+    def moved(part: Any, device: str) -> Any:
+        with tf.device(device):
+            return tf.nest.map_structure(tf.identity, part, expand_composites=True)
+
+    def each(leaf: Any) -> Any:
+        if not isinstance(leaf, _tf.PerReplica):
+            return moved(leaf, devices[0]) if len(devices) == 1 and rows_lib.has_rows(leaf) else leaf
+        parts = [moved(part, device) for part, device in zip(leaf.values, devices)]
+        if isinstance(leaf, sub_batches.StandInSubBatches):
+            return sub_batches.StandInSubBatches(parts, leaf.rows)
+        return type(leaf)(parts)
+
+    return tf.nest.map_structure(each, element)

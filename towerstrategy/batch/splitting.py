@@ -1,0 +1,148 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch import sub_batches
+
+_SAME_ROWS = "the components of a batch must have the same number of rows, but"
+_LIST_HINT = " (A list or tuple is a nest of components: make an array of a list of rows.)"
+
+
+def split_batch(batch: rows_lib.Nest, towers: int, stand_ins: bool = False,
+                dealing: rows_lib.Dealing | None = None) -> rows_lib.Nest:
+    """Deals the rows of ``batch`` to the towers.
+
+    Args:
+      batch: a nest whose leaves are tensors or arrays with one row an example in the first
+        dimension, of any dtype: dense, ``tf.RaggedTensor``, ``tf.SparseTensor``, strings.  ``None``
+        leaves stay ``None``.
+      towers: how many sub-batches.
+      stand_ins: whether a tower without rows gets a stand-in, see :class:`StandInSubBatches`.
+      dealing: how rows are dealt where some go to other machines; None where all stay here.
+
+    Returns:
+      The same nest with a :class:`SubBatches` for each leaf; with one tower the batch itself, its
+      leaves as tensors.
+
+    Raises:
+      ValueError: a leaf without rows (a scalar), or leaves whose row counts differ; where they are
+        only known while the pipeline runs, ``tf.errors.InvalidArgumentError`` says the same.
+    """
+    paths, leaves = named_leaves(batch)
+    tensors = [_as_batch(path, leaf) for path, leaf in zip(paths, leaves)]
+    counted = [(path, tensor) for path, tensor in zip(paths, tensors) if rows_lib.has_rows(tensor)]
+    if not counted:
+        if any(leaf is not None for leaf in leaves):
+            return batch
+        raise ValueError("batch has no component with rows to split: got "
+                         f"{tf.nest.map_structure(type, batch)!r}.")
+    rows = _rows_of_all(counted)
+    if towers == 1 and dealing is None:
+        return tf.nest.pack_sequence_as(batch, tensors)
+    starts, sizes, told = (*rows_lib.deal(rows, towers), None) if dealing is None else dealing(rows)
+    pack: Callable[[list[Any]], sub_batches.SubBatches] = sub_batches.SubBatches
+    absent = stand_ins and not all(isinstance(size, int) and size > 0 for size in sizes)
+    if absent or told is not None:
+        counts = tf.cast(tf.stack(sizes if told is None else told), tf.int64)
+        if absent:
+            starts, sizes = rows_lib.with_stand_ins(rows, starts, sizes)
+        pack = functools.partial(sub_batches.StandInSubBatches, rows=counts)
+    dealt = [pack([rows_lib.rows_between(tensor, start, size) for start, size in zip(starts, sizes)])
+             if rows_lib.has_rows(tensor) else tensor for tensor in tensors]
+    return tf.nest.pack_sequence_as(batch, dealt)
+
+
+def as_batch(grouped: rows_lib.Nest) -> rows_lib.Nest:
+    """Per-replica values, as sub-batches where their first dimensions differ between the towers.
+
+    These are rows then, unless components contradict each other.
+    """
+    lengths = {}
+    for leaf in tf.nest.flatten(grouped):
+        if isinstance(leaf, _tf.PerReplica):
+            shapes = [tf.TensorShape(getattr(part, "shape", ())) for part in leaf.values]
+            rows = tuple(shape[0] if shape.rank else None for shape in shapes)
+            if None not in rows and len(set(rows)) > 1:
+                lengths[id(leaf)] = rows
+    if len(set(lengths.values())) != 1:
+        return grouped
+    return tf.nest.map_structure(
+        lambda leaf: sub_batches.SubBatches([part if rows_lib.has_rows(part) else tf.convert_to_tensor(part)
+                                 for part in leaf.values]) if id(leaf) in lengths else leaf,
+        grouped)
+
+
+def named_leaves(batch: rows_lib.Nest) -> tuple[list[str], list[Any]]:
+    pairs = _tf.flatten_with_paths(batch, expand_composites=False)
+    return [path for path, _ in pairs], [leaf for _, leaf in pairs]
+
+
+def called(path: str) -> str:
+    """What errors call the component at ``path`` of a nest."""
+    return f"component {path}" if path else "the batch"
+
+
+def _as_batch(path: str, leaf: Any) -> Any:
+    """``leaf`` as a tensor with rows; None and optionals (absent components) as they are."""
+    if leaf is None or isinstance(leaf, tf.experimental.Optional):
+        return leaf
+    if isinstance(leaf, tf.distribute.DistributedValues):
+        raise ValueError(f"{called(path)} is split already: got {type(leaf).__name__}.")
+    if not rows_lib.has_rows(leaf):
+        leaf = _as_tensor(path, leaf)
+    if leaf.shape.rank == 0:
+        raise ValueError(f"{called(path)} is a scalar of dtype {leaf.dtype.name}, but it needs "
+                         "rows in a first (batch) dimension to be split over the towers."
+                         + _LIST_HINT * bool(path))
+    if leaf.shape.rank is None:
+        message = f"{called(path)} has no first (batch) dimension to be split over the towers."
+        with tf.control_dependencies([tf.debugging.assert_rank_at_least(leaf, 1, message=message)]):
+            leaf = tf.identity(leaf)
+    return leaf
+
+
+def _as_tensor(path: str, leaf: Any) -> tf.Tensor:
+    try:
+        tensor = tf.convert_to_tensor(leaf)
+    except (TypeError, ValueError) as error:
+        hint = (" Distribute it with strategy.experimental_distribute_dataset."
+                if isinstance(leaf, tf.data.Dataset) else "")
+        raise TypeError(f"{called(path)} must be a tensor or array with rows, but got "
+                        f"{type(leaf).__name__}: {error}{hint}") from error
+    if not isinstance(tensor, tf.Tensor):
+        raise TypeError(f"{called(path)} must be a tensor or array with rows, but got {leaf!r} of "
+                        f"type {type(leaf).__name__}.")
+    return tensor
+
+
+def _rows_of_all(counted: Sequence[tuple[str, Any]]) -> rows_lib.Rows:
+    """The row count that all components share."""
+    rows = [rows_lib.rows_in(tensor) for _, tensor in counted]
+    check_known({path: count for (path, _), count in zip(counted, rows)
+                  if isinstance(count, int)})
+    if len(rows) == 1 or all(isinstance(count, int) for count in rows):
+        return rows[0]
+    counts = [tf.cast(count, tf.int64) for count in rows]
+    told = [part for (path, _), count in zip(counted, counts) for part in (f"{path} has", count)]
+    check = tf.debugging.Assert(
+        tf.reduce_all([tf.equal(count, counts[0]) for count in counts[1:]]), [_SAME_ROWS, *told])
+    if isinstance(rows[0], int) or check is None:  # eager code has checked already
+        return rows[0]
+    with tf.control_dependencies([check]):
+        return tf.identity(rows[0])
+
+
+def check_known(rows: dict[str, int]) -> None:
+    """Raises where the row counts that are known differ."""
+    if len(set(rows.values())) > 1:
+        sizes = ", ".join(f"{path} has {count}" for path, count in rows.items())
+        raise ValueError(f"{_SAME_ROWS} {sizes}.")

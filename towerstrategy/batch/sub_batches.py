@@ -1,0 +1,82 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import rows as rows_lib
+
+
+class SubBatchesSpec(_tf.PerReplicaSpec):
+    """The type spec of :class:`SubBatches`."""
+
+    value_type = property(lambda _: SubBatches)
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        # Each call of a tf.function hashes its arguments' specs some times over.
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+    __eq__ = _tf.PerReplicaSpec.__eq__
+
+    def _from_components(self, components: Sequence[Any]) -> SubBatches:
+        return SubBatches(components)
+
+
+class SubBatches(_tf.PerReplica):
+    """One component of a batch, dealt to the towers: ``values[r]`` holds the rows of tower r.
+
+    It is the ``PerReplica`` that ``tf.distribute`` uses, with one thing more to it: whoever gets it
+    knows that the first dimension counts rows, so that each tower's share of the batch is known.
+    """
+
+    @property
+    def _type_spec(self) -> SubBatchesSpec:
+        return SubBatchesSpec(*(tf.type_spec_from_value(value) for value in self._values))
+
+
+class StandInSpec(SubBatchesSpec):
+    """The type spec of :class:`StandInSubBatches`: one spec a tower, then the row counts'."""
+
+    value_type = property(lambda _: StandInSubBatches)
+
+    def _to_components(self, value: StandInSubBatches) -> tuple[Any, ...]:
+        return (*super()._to_components(value), value.rows)
+
+    def _from_components(self, components: Sequence[Any]) -> StandInSubBatches:
+        return StandInSubBatches(components[:-1], components[-1])
+
+
+class StandInSubBatches(SubBatches):
+    """Sub-batches in which a tower without rows gets a copy of a row that belongs to another.
+
+    Kernels are not reliable on empty tensors (oneDNN's convolutions fail on them), so Keras' steps
+    never see one.  ``rows``, an int64 vector, holds the true row counts (with several machines,
+    those of all their towers); whatever a tower with a count of 0 computes from its stand-in is
+    left out where the towers meet.
+    """
+
+    def __init__(self, values: Sequence[Any], rows: tf.Tensor) -> None:
+        super().__init__(values)
+        self.rows = rows
+
+    @property
+    def _type_spec(self) -> StandInSpec:
+        return StandInSpec(*(tf.type_spec_from_value(value) for value in self._values),
+                           tf.TensorSpec(self.rows.shape, tf.int64))
+
+
+def row_counts(batches: SubBatches) -> list[rows_lib.Rows]:
+    """The true number of rows of each tower: ints where known, else int64 scalars."""
+    if not isinstance(batches, StandInSubBatches):
+        return [rows_lib.rows_in(part) for part in batches.values]
+    if tf.executing_eagerly():
+        return batches.rows.numpy().tolist()
+    return tf.unstack(batches.rows)

@@ -1,0 +1,137 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.losses import parts, provenance
+from towerstrategy.towers import contexts
+from towerstrategy.variables import one_copy
+
+MESSAGE = "towerstrategy: unscaled loss: "
+
+
+def install() -> None:
+    """Wraps TensorFlow's helpers, once; outside of towers they stay what they are."""
+    _tf.wrap_losses(_average, _regularization, _gradient)
+
+
+def _several() -> contexts.TowerContext | None:
+    tower = contexts.current_tower()
+    return tower if tower is not None and tower.several else None
+
+
+def _average(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_average_loss(per_example_loss: Any, sample_weight: Any = None,
+                             global_batch_size: Any = None) -> Any:
+        tower = _several()
+        if tower is None:
+            return original(per_example_loss, sample_weight, global_batch_size)
+        if global_batch_size is not None:
+            return parts.summed(tower, original(per_example_loss, sample_weight,
+                                                global_batch_size))
+        per_example_loss = tf.convert_to_tensor(per_example_loss)
+        own = original(per_example_loss, sample_weight, tf.shape(per_example_loss)[0])
+        return parts.scaled(tower, own)
+
+    return compute_average_loss
+
+
+def _regularization(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale_regularization_loss(regularization_loss: Any) -> Any:
+        tower = _several()
+        if tower is None:
+            return original(regularization_loss)
+        return parts.scaled(tower, tf.reduce_sum(regularization_loss))
+
+    return scale_regularization_loss
+
+
+def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        tower = _several()
+        if tower is not None:
+            _note(tower, target, sources)
+        return original(self, target, sources, *args, **kwargs)
+
+    return gradient
+
+
+def _note(tower: contexts.TowerContext, target: Any, sources: Any) -> None:
+    """Remembers the variables by which a mean that nothing has scaled is differentiated."""
+    by = {id(held) for held in map(_held, tf.nest.flatten(sources))
+          if isinstance(held, one_copy.TowerVariable)}
+    if by and any(_is_unscaled(tower, loss) for loss in tf.nest.flatten(target)):
+        tower.suspects |= by
+
+
+def _held(source: Any) -> Any:
+    """The TensorFlow variable that Keras' own holds, in whichever way."""
+    if isinstance(source, tf.Variable):
+        return source
+    return getattr(source, "_value", getattr(source, "_variable", source))
+
+
+def _is_unscaled(tower: contexts.TowerContext, loss: Any) -> bool:
+    if (not isinstance(loss, tf.Tensor) or _tf.is_eager(loss) or loss.shape.rank != 0
+            or not loss.dtype.is_floating):
+        return False
+    extended = tower.strategy.extended
+    factor = extended._num_replicas_in_sync if extended.asked else None
+    return not {provenance.Kind.MEAN, provenance.Kind.WEIGHTS}.isdisjoint(parts.kinds(tower, loss, factor))
+
+
+def check_number(tower: contexts.TowerContext, loss: tf.Tensor, reduction: Any) -> None:
+    """Warns, once, where a loss that is one number is not what its reduction makes of it.
+
+    Args:
+      tower: where the loss was computed.
+      loss: what a loss function returned.
+      reduction: the loss object's, by which the number counts as a sum or as a mean over rows.
+    """
+    if loss.shape.rank != 0 or not isinstance(loss, tf.Tensor) or _tf.is_eager(loss):
+        return
+    is_sum = reduction in (None, "none", "sum")
+    kinds = parts.kinds(tower, loss, None)
+    extended = tower.strategy.extended
+    wrong = provenance.Kind.MEAN in kinds if is_sum else kinds == {provenance.Kind.PART}
+    if not wrong or reduction in extended.warned_numbers:
+        return
+    extended.warned_numbers.add(reduction)
+    made, counted, size, other = (
+        ("a mean over", "added up", "large", 'reduction="sum_over_batch_size", the default')
+        if is_sum else ("a sum over", "taken for means", "small", 'reduction="sum"'))
+    warnings.warn(
+        f"towerstrategy: a compiled loss returns one number, {made} the rows it gets, and has "
+        f"reduction={reduction!r}, by which the towers' numbers are {counted}: it comes out "
+        f"{extended._num_replicas_in_sync} times as {size} as on one device. Give the loss "
+        f"{other}, or let it return a value a row.", UserWarning, stacklevel=2)
+
+
+def check_applied(tower: contexts.TowerContext, targets: Iterable[Any]) -> None:
+    """Warns, once for a set of variables, where an optimizer gets such gradients.
+
+    Args:
+      tower: where the optimizer was called.
+      targets: the variables that it is to change.
+    """
+    changed = {id(variable) for variable in targets}
+    warned = tower.strategy.extended.warned
+    if tower.asked or tower.suspects.isdisjoint(changed) or not warned.isdisjoint(changed):
+        return
+    warned |= changed
+    count = tower.strategy.extended._num_replicas_in_sync
+    warnings.warn(
+        f"{MESSAGE}the loss that is differentiated here is a mean over the rows of one tower, or "
+        "has a term of the weights alone, and nothing has scaled it. The gradients of the "
+        f"{count} towers are summed, so they come out {count} times as large as on one device, and "
+        "rows of a smaller part count for more. Write loss = strategy.scale_loss(loss) before "
+        "tape.gradient; what Keras' loss objects, compute_loss and tf.nn.compute_average_loss "
+        "return is scaled already. Where this is what you want, say so with "
+        f'warnings.filterwarnings("ignore", "{MESSAGE.rstrip()}").', UserWarning, stacklevel=2)

@@ -1,0 +1,262 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+
+
+class Kind(enum.Enum):
+    """What a term of a scalar is."""
+
+    PART = "a part of the whole batch's"
+    MEAN = "a mean over the tower's rows"
+    CONSTANT = "of constants alone"
+    WEIGHTS = "of weights and constants alone"
+    OTHER = "not known"
+
+
+Kinds = frozenset[Kind]
+Known = Callable[[tf.Tensor], Kind | None]
+_PART, _MEAN, _CONSTANT, _WEIGHTS, _OTHER = (frozenset({kind}) for kind in Kind)
+
+# Those that give on what they get: a term goes through, whatever it is.
+_SAME = frozenset({"Identity", "CheckNumerics", "EnsureShape", "PreventGradient", "Snapshot",
+                   "Cast", "Neg", "Reshape", "Squeeze", "ExpandDims"})
+_ADDED = frozenset({"AddV2", "Add", "Sub", "AddN", "Pack"})
+_DIVIDED = frozenset({"RealDiv", "Div", "DivNoNan"})
+_REDUCED = {"Sum": tf.reduce_sum, "Mean": tf.reduce_mean}
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+
+# Operations that are looked at to find out whether something comes of weights and constants alone.
+_LARGEST_SEARCH = 2000
+
+
+class Walk:
+    """Looks at scalars of one graph.
+
+    Args:
+      known: the kind of a tensor that is known already, else None.
+      rows: the tower's rows where they are known while tracing; 0 where they are not known then,
+        None where there is no batch.
+      default: the kind of what is neither known nor a sum of other terms; None to find it out.
+      factor: a number: what was divided by it counts as a part.
+    """
+
+    def __init__(self, known: Known, rows: int | None, default: Kind | None = None,
+                 factor: int | None = None) -> None:
+        self._known = known
+        self._rows = rows
+        self._default = default
+        self._factor = factor
+        self._found: dict[int, tuple[tf.Tensor, Kinds]] = {}
+        self._outer: dict[int, Any] = {}
+        self._graphs: dict[int, tf.Graph] = {}
+
+    def kinds(self, value: tf.Tensor) -> Kinds:
+        """The kinds of the terms of ``value``."""
+        found = self._found.get(id(value))
+        if found is None:
+            found = self._found[id(value)] = (value, self._look(self._origin(value)))
+        return found[1]
+
+    def scaled(self, value: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
+        """``value`` with all terms but parts times ``share``, a float64 scalar."""
+        kinds = self.kinds(value)
+        if kinds == _PART:
+            return value
+        operation = value.op
+        inputs = list(operation.inputs)
+        if Kind.PART not in kinds or operation.type in (*_CALLS, "Placeholder"):
+            return value * tf.cast(share, value.dtype)
+        if operation.type in _ADDED:
+            return _add(operation, [self.scaled(part, share) for part in inputs])
+        if operation.type == "Mul":
+            one, other = inputs
+            steady = self._is_steady(other)
+            return self.scaled(one, share) * other if steady else one * self.scaled(other, share)
+        first = self.scaled(inputs[0], share)
+        if operation.type in _DIVIDED:
+            divide = tf.math.divide_no_nan if operation.type == "DivNoNan" else tf.divide
+            return divide(first, inputs[1])
+        if operation.type in _REDUCED:
+            return _REDUCED[operation.type](first, inputs[1],
+                                            keepdims=operation.get_attr("keep_dims"))
+        if operation.type == "Neg":
+            return -first
+        return tf.reshape(tf.cast(first, value.dtype), tf.shape(value))
+
+    def _look(self, value: Any) -> Kinds:
+        known = self._known(value)
+        if known is not None:
+            return frozenset({known})
+        if _tf.is_eager(value):
+            return self._leaf(_CONSTANT)
+        operation = value.op
+        if operation.type in _SAME:
+            return self.kinds(operation.inputs[0])
+        if operation.type in _ADDED:
+            return self._together(operation.inputs)
+        if self._default is None and self._is_steady(value):
+            return _CONSTANT if self._all_behind(value, _reads_nothing) else _WEIGHTS
+        if operation.type == "Mul":
+            return self._product(*operation.inputs)
+        if operation.type in _DIVIDED:
+            return self._quotient(*operation.inputs)
+        if operation.type in _REDUCED:
+            return self._reduction(operation)
+        if operation.type == "L2Loss":
+            return self._leaf(_PART if self._may_be_rows(operation.inputs[0]) else _OTHER)
+        if operation.type in _CALLS:
+            return self._call(value)
+        return self._leaf(self._function(operation))
+
+    def _leaf(self, kinds: Kinds) -> Kinds:
+        return kinds if self._default is None else frozenset({self._default})
+
+    def _together(self, values: Any) -> Kinds:
+        return frozenset[Kind]().union(*(self.kinds(value) for value in values))
+
+    def _product(self, one: tf.Tensor, other: tf.Tensor) -> Kinds:
+        for term, factor in ((one, other), (other, one)):
+            if self._is_steady(factor):
+                inverse = None if self._factor is None else 1 / self._factor
+                return _PART if self._is_number(factor, inverse) else self.kinds(term)
+        return self._leaf(self._function(one.op, [one, other]))
+
+    def _quotient(self, one: tf.Tensor, divisor: tf.Tensor) -> Kinds:
+        kinds = self.kinds(one)
+        if self._is_steady(divisor):
+            if kinds == _PART and one.op.type == "Sum" and self._is_own_count(divisor):
+                return self._leaf(_MEAN)
+            return _PART if self._is_number(divisor, self._factor) else kinds
+        if self._known(one) is not None or self._default is not None:
+            return kinds
+        if self._counts_here(divisor):
+            return _MEAN if kinds == _PART else kinds
+        # A number of all rows comes of an all-reduce, behind which nothing is known.
+        return kinds if kinds == _PART else _OTHER
+
+    def _reduction(self, operation: tf.Operation) -> Kinds:
+        value, axes = operation.inputs
+        if value.shape.rank == 0 or not self._takes_rows(value, axes, operation.outputs[0]):
+            return self.kinds(value)
+        if self._default is not None:
+            return frozenset({self._default})
+        return _PART if operation.type == "Sum" else _MEAN
+
+    def _takes_rows(self, value: tf.Tensor, axes: tf.Tensor, reduced: tf.Tensor) -> bool:
+        """Whether reducing ``value`` over ``axes`` reduces the batch's rows."""
+        rank, known = value.shape.rank, tf.get_static_value(axes)
+        if known is None or rank is None:
+            first = reduced.shape.rank == 0 or known is None or 0 in known
+        else:
+            first = 0 in [axis % rank for axis in known.reshape([-1])]
+        if not first or not self._may_be_rows(value):
+            return False
+        inner = value.op
+        return inner.type not in _REDUCED or not self._takes_rows(
+            inner.inputs[0], inner.inputs[1], value)
+
+    def _may_be_rows(self, value: tf.Tensor) -> bool:
+        """Whether the first dimension of ``value`` may be the batch's."""
+        size = value.shape[0] if value.shape.rank else None
+        if size is None or self._rows is None:
+            return True
+        return self._rows > 0 and size % self._rows == 0
+
+    def _function(self, operation: tf.Operation, inputs: Any = None) -> Kinds:
+        """The kind of a function of scalars that is no sum of them: a mean where one of them is."""
+        scalars = [value for value in (inputs or operation.inputs)
+                   if value.shape.rank == 0 and value.dtype.is_floating]
+        return _MEAN if Kind.MEAN in self._together(scalars) else _OTHER
+
+    def _call(self, value: tf.Tensor) -> Kinds:
+        """Looks into a nested ``tf.function``."""
+        operation = value.op
+        graph = _tf.graph_of_call(operation)
+        if graph is None:
+            return self._leaf(_OTHER)
+        self._outer.update((id(inner), outer)
+                           for inner, outer in zip(graph.inputs, operation.inputs))
+        return self.kinds(graph.outputs[value.value_index])
+
+    def _origin(self, value: Any) -> Any:
+        """What ``value`` stands for: a captured tensor, or the argument of a function's call."""
+        while not _tf.is_eager(value) and value.op.type == "Placeholder":
+            if id(value.graph) not in self._graphs:
+                self._graphs[id(value.graph)] = value.graph
+                self._outer.update((id(inner), outer)
+                                   for outer, inner in _tf.captures_of(value.graph))
+            if id(value) not in self._outer:
+                break
+            value = self._outer[id(value)]
+        return value
+
+    def _is_own_count(self, divisor: tf.Tensor) -> bool:
+        """Whether a constant is the number of the tower's rows.
+
+        A number of 1 or 2 that is written there, and not taken from a shape, is something else.
+        """
+        divisor = self._origin(divisor)
+        while not _tf.is_eager(divisor) and divisor.op.type in ("Cast", "Identity"):
+            divisor = self._origin(divisor.op.inputs[0])
+        if _tf.is_eager(divisor) or divisor.op.type != "StridedSlice":
+            return (self._rows or 0) > 2 and self._is_number(divisor, self._rows)
+        shape, begin = (tf.get_static_value(value) for value in divisor.op.inputs[:2])
+        return shape is not None and list(begin) == [0] and shape[0] == self._rows
+
+    def _is_number(self, value: tf.Tensor, number: float | None) -> bool:
+        static = tf.get_static_value(self._origin(value))
+        return (number is not None and static is not None and np.size(static) == 1
+                and abs(float(static) - number) < 1e-6)
+
+    def _is_steady(self, value: Any) -> bool:
+        """Whether ``value`` comes of weights and constants alone."""
+        return self._all_behind(value, _is_steady_source)
+
+    def _counts_here(self, value: Any) -> bool:
+        """Whether ``value`` comes of the tower's rows, and of nothing that the towers share."""
+        return self._all_behind(value, lambda source: source.type != "StopGradient",
+                                ("Shape", "Size"))
+
+    def _all_behind(self, value: Any, allowed: Callable[[tf.Operation], bool],
+                    enough: Sequence[str] = ()) -> bool:
+        """Whether all operations behind ``value``, up to types that are ``enough``, are allowed."""
+        waiting, seen = [value], set[int]()
+        while waiting:
+            tensor = self._origin(waiting.pop())
+            if _tf.is_eager(tensor) or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            if not allowed(tensor.op) or len(seen) > _LARGEST_SEARCH:
+                return False
+            if tensor.op.type not in enough:
+                waiting.extend(tensor.op.inputs)
+        return True
+
+
+def _is_steady_source(operation: tf.Operation) -> bool:
+    if operation.type.startswith(("Placeholder", "Iterator", "Optional")):  # a batch's
+        return False
+    return bool(operation.inputs) or operation.type in ("Const", "VarHandleOp")
+
+
+def _reads_nothing(operation: tf.Operation) -> bool:
+    return all(value.dtype != tf.resource for value in operation.inputs)
+
+
+def _add(operation: tf.Operation, parts: list[tf.Tensor]) -> tf.Tensor:
+    if operation.type == "Pack":
+        return tf.stack(parts, operation.get_attr("axis"))
+    if operation.type == "Sub":
+        return parts[0] - parts[1]
+    return functools.reduce(tf.add, parts)

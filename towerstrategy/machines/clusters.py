@@ -1,0 +1,155 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zlib
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+
+CHIEF, WORKER = "chief", "worker"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """This process' place in a cluster.
+
+    Attributes:
+      addresses: ``host:port`` of each worker, the chief first.
+      task_type: ``"worker"`` or ``"chief"``.
+      task_id: this process' number among those of its type.
+      index: this process' number among all workers; 0 is the one whose files are kept.
+    """
+
+    addresses: tuple[str, ...]
+    task_type: str
+    task_id: int
+    index: int
+
+    @property
+    def count(self) -> int:
+        """How many workers there are."""
+        return len(self.addresses)
+
+    @property
+    def task(self) -> str:
+        """The start of this worker's device names."""
+        return self.task_of(self.index)
+
+    @property
+    def chiefs(self) -> int:
+        """How many of the workers are chiefs: one or none."""
+        return 1 if self.task_type == CHIEF else self.index - self.task_id
+
+    def task_of(self, index: int) -> str:
+        """The start of a worker's device names."""
+        job, task = (CHIEF, index) if index < self.chiefs else (WORKER, index - self.chiefs)
+        return f"/job:{job}/replica:0/task:{task}"
+
+    def named(self, index: int) -> str:
+        """A worker as errors name it."""
+        return f"worker {index} ({self.task_of(index)} at {self.addresses[index]})"
+
+
+_joined: list[Cluster] = []
+
+
+def resolver_of_environment() -> tf.distribute.cluster_resolver.ClusterResolver | None:
+    """What ``TF_CONFIG`` says, or None where it is not set."""
+    if not os.environ.get("TF_CONFIG"):
+        return None
+    return tf.distribute.cluster_resolver.TFConfigClusterResolver()
+
+
+def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Cluster | None:
+    """Makes this process a worker of the resolver's cluster; once a process.
+
+    Args:
+      resolver: None, or says which workers there are and which of them this process is.
+
+    Returns:
+      This process' place, or None where there is no cluster of several workers.
+
+    Raises:
+      TypeError: ``resolver`` is no cluster resolver.
+      ValueError: the cluster or this process' task cannot be used.
+      RuntimeError: TensorFlow has started already without this cluster.
+    """
+    if resolver is None:
+        return None
+    if not isinstance(resolver, tf.distribute.cluster_resolver.ClusterResolver):
+        raise TypeError("cluster_resolver must be None or a "
+                        "tf.distribute.cluster_resolver.ClusterResolver, but got "
+                        f"{resolver!r} of type {type(resolver).__name__}.")
+    cluster = place_in(resolver)
+    if cluster is None or cluster in _joined:
+        return cluster
+    if _joined:
+        raise RuntimeError(
+            f"this process is {_joined[0].task} of the workers {list(_joined[0].addresses)} "
+            f"already, but a strategy was asked for {cluster.task} of {list(cluster.addresses)}. "
+            "A process belongs to one cluster; start another process.")
+    try:
+        _tf.start_worker(jobs(cluster), cluster.task_type, cluster.task_id, cluster.task_of(0),
+                         resolver.rpc_layer, getattr(resolver, "port", None))
+    except RuntimeError as error:
+        raise RuntimeError(
+            "a TowerStrategy of several machines was made after TensorFlow had started in this "
+            "process, and a worker's server starts with TensorFlow. Make the strategy first thing "
+            "after `import tensorflow` (and split_cpu, where it is used), before any tensor, "
+            "variable, dataset, model or other strategy is made and before devices are "
+            f"listed. ({error})") from error
+    except tf.errors.UnknownError as error:
+        raise RuntimeError(
+            f"{cluster.named(cluster.index)} cannot listen on its port. Another process has it, an "
+            "earlier run that has not ended perhaps; end that, or give the cluster another port. "
+            f"({error.message})") from error
+    _joined.append(cluster)
+    return cluster
+
+
+def place_in(resolver: Any) -> Cluster | None:
+    """This process' place, as :func:`join` finds it; nothing is started."""
+    jobs = resolver.cluster_spec().as_dict()
+    if not jobs:
+        return None
+    given = f"The cluster is {jobs!r}, this task {resolver.task_type!r} {resolver.task_id!r}."
+    if "ps" in jobs:
+        raise ValueError("the cluster has parameter servers (\"ps\"), but a TowerStrategy has "
+                         f"none: every worker keeps the weights. Leave them out. {given}")
+    addresses = (*_addresses(jobs, CHIEF), *_addresses(jobs, WORKER))
+    task_type, task_id = resolver.task_type, resolver.task_id
+    if len(addresses) < 2 and task_type in (None, CHIEF, WORKER):
+        return None
+    if task_type not in (CHIEF, WORKER):
+        said = "no task type" if task_type is None else f"task type {task_type!r}"
+        raise ValueError(f"cluster_resolver (or TF_CONFIG) gives this process {said}, but it must "
+                         f'be "{WORKER}" or "{CHIEF}". {given}')
+    there = _addresses(jobs, task_type)
+    if not isinstance(task_id, int) or not 0 <= task_id < len(there):
+        raise ValueError(
+            f"cluster_resolver (or TF_CONFIG) says that this process is {task_type} {task_id!r}, "
+            f"but the cluster has {len(there)} of type {task_type!r}, numbered from 0. {given}")
+    first = len(_addresses(jobs, CHIEF)) if task_type == WORKER else 0
+    return Cluster(addresses, task_type, task_id, first + task_id)
+
+
+def _addresses(jobs: dict[str, Any], job: str) -> list[str]:
+    tasks = jobs.get(job, [])
+    return [tasks[key] for key in sorted(tasks)] if isinstance(tasks, dict) else list(tasks)
+
+
+def jobs(cluster: Cluster) -> dict[str, list[str]]:
+    chiefs = cluster.chiefs
+    jobs = {CHIEF: list(cluster.addresses[:chiefs]), WORKER: list(cluster.addresses[chiefs:])}
+    return {job: tasks for job, tasks in jobs.items() if tasks}
+
+
+def digest(cluster: Cluster) -> int:
+    """A number by which other descriptions of a cluster are found out."""
+    return zlib.crc32(repr(sorted(jobs(cluster).items())).encode())

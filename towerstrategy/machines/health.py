@@ -1,0 +1,89 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from typing import Any
+
+from towerstrategy import _tensorflow as _tf
+
+# Seconds between two questions, seconds to answer one, and how many in a row may stay unanswered.
+INTERVAL, ANSWER, TRIES = 5.0, 8.0, 3
+
+# Seconds spent on who else does not answer, for the message.
+_NAMING = 5.0
+
+
+def bound() -> float:
+    """After how many seconds at most a worker that does not answer has stopped the others."""
+    return TRIES * (INTERVAL + ANSWER) + _NAMING
+
+
+def silent(cluster: Any, seconds: float) -> list[str]:
+    """The names of the other workers that do not answer now."""
+    return [cluster.named(index) for index in _others(cluster)
+            if _tf.ask_worker(cluster.task_of(index), seconds) is not None]
+
+
+def watch(cluster: Any) -> None:
+    """Keeps asking all other workers, from a thread, until the process ends."""
+    ended = threading.Event()
+    # One thread for all: TensorFlow's check holds Python's lock while it waits for an answer.
+    thread = threading.Thread(target=_watch, args=(cluster, ended), daemon=True,
+                              name="towerstrategy health")
+
+    def end() -> None:
+        # A thread inside TensorFlow while that is taken down would crash the process.
+        ended.set()
+        thread.join()
+
+    atexit.register(end)
+    thread.start()
+
+
+def _watch(cluster: Any, ended: threading.Event) -> None:
+    while not ended.wait(INTERVAL):
+        for index in _others(cluster):
+            if ended.is_set():
+                return
+            reason = _failure(cluster, index, ended)
+            if reason is not None:
+                gone = {index: reason, **_also_gone(cluster, index, ended)}
+                _tf.end_collectives(_message(cluster, gone))
+                return
+
+
+def _failure(cluster: Any, index: int, ended: threading.Event) -> str | None:
+    """Why a worker is taken for gone; None where it answers, or this process ends."""
+    for number in range(TRIES):
+        if number and ended.wait(INTERVAL):
+            return None
+        reason = _tf.ask_worker(cluster.task_of(index), ANSWER)
+        if reason is None:
+            return None
+    return reason
+
+
+def _also_gone(cluster: Any, found: int, ended: threading.Event) -> dict[int, str]:
+    gone: dict[int, str] = {}
+    end = time.monotonic() + _NAMING - 1
+    for index in _others(cluster):
+        if index == found or ended.is_set() or time.monotonic() > end:
+            continue
+        reason = _tf.ask_worker(cluster.task_of(index), 1)
+        if reason is not None:
+            gone[index] = reason
+    return gone
+
+
+def _message(cluster: Any, gone: dict[int, str]) -> str:
+    named = "; ".join(f"{cluster.named(index)} ({gone[index]})" for index in sorted(gone))
+    return (f"no answer from {named}: ended, stopped or cut off. A step needs all {cluster.count} "
+            f"workers. Start all of them again; this one is {cluster.named(cluster.index)}.")
+
+
+def _others(cluster: Any) -> list[int]:
+    return [index for index in range(cluster.count) if index != cluster.index]

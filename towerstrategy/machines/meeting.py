@@ -1,0 +1,335 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.machines import clusters, health, row_products
+
+Value = Any  # tf.Tensor or tf.IndexedSlices
+
+# Seconds for all workers to start, where communication_options sets no timeout.
+START = 600.
+
+# What TensorFlow's collective ops carry; other numbers travel as one of these.
+_CARRIED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
+_NOT_CARRIED = (tf.string, tf.variant, tf.resource)
+
+# Each worker makes a product from the rows of all, which costs time: so many times less must cross.
+_PRODUCT_COSTS = 2
+
+# Bytes from which a tensor crosses by itself.
+LARGE = 2**22
+_watched: list[clusters.Cluster] = []
+_made: list[Machines] = []
+
+
+def numbered(number: int) -> Machines:
+    """The :class:`Machines` of that number."""
+    return _made[number]
+
+
+class Machines:
+    """The workers of one strategy, where they meet.
+
+    Args:
+      cluster: this process' place among them.
+      device: the local device from and to which everything crosses.
+      towers: how many towers this worker has.
+      options: ``tf.distribute.experimental.CommunicationOptions`` or None.
+      on_cpu: whether this worker's towers and merge device are all on the CPU.
+
+    Raises:
+      ValueError: workers have different numbers of towers, or are told of different clusters.
+      RuntimeError: not all workers have come in time.
+
+    Attributes:
+      number: this object's among those made in this process, see :func:`numbered`.
+      count: how many workers there are.
+      index: this worker's number.
+      towers: how many towers this worker has.
+      first: the global number of this worker's first tower.
+      replicas: how many towers all workers have.
+      towers_of: how many each has.
+      takes_products: whether :meth:`sum` is to be given products as such, on all workers.
+    """
+
+    def __init__(self, cluster: clusters.Cluster, device: str, towers: int, options: Any = None,
+                 on_cpu: bool = False) -> None:
+        self.cluster = cluster
+        self.number = len(_made)
+        _made.append(self)
+        self.count, self.index, self.towers = cluster.count, cluster.index, towers
+        self._device = device
+        self._launcher = _tf.collective_launcher(device, cluster.count, options)
+        # TensorFlow gathers in an order of its own; this tells where each worker's part is.
+        self._order = list(range(self.count))
+        told = self._meet(options, on_cpu)
+        order = sorted(range(self.count), key=lambda position: told[position][0])
+        self._order = order
+        self._check_clusters([told[position][2] for position in order])
+        self.towers_of = [told[position][1] for position in order]
+        if min(self.towers_of) < max(self.towers_of):
+            raise ValueError("all workers must have the same number of towers, but they have "
+                             f"{self.towers_of} (in the workers' order). Give devices= on each.")
+        self.first = sum(self.towers_of[:self.index])
+        self.replicas = sum(self.towers_of)
+        self.takes_products = all(told[position][3] for position in order)
+        self._agree_on_seed()
+
+    def _meet(self, options: Any, on_cpu: bool) -> list[list[int]]:
+        """What each worker says of itself, when all have started."""
+        own = tf.constant([[self.index, self.towers, clusters.digest(self.cluster), int(on_cpu)]], tf.int64)
+        seconds = getattr(options, "timeout_seconds", None) or START
+        try:
+            told = _tf.all_gather(self._launcher, own, _tf.Options(timeout_seconds=seconds))
+        except tf.errors.OpError as error:
+            silent = health.silent(self.cluster, seconds=2)
+            late = isinstance(error, tf.errors.DeadlineExceededError)
+            raise RuntimeError(
+                f"the {self.count} workers {list(self.cluster.addresses)} could not start together"
+                + f": not all had come after {seconds:g} s" * late
+                + (f"; no answer from {', '.join(silent)}" if silent else "; all of them answer")
+                + ". All must be told of the same cluster, and reach each other. Give them more "
+                "time with communication_options=tf.distribute.experimental.CommunicationOptions("
+                f"timeout_seconds=...). ({type(error).__name__}: {error.message})") from error
+        if self.cluster not in _watched:
+            _watched.append(self.cluster)
+            health.watch(self.cluster)
+        return told.numpy().tolist()
+
+    def _check_clusters(self, digests: list[int]) -> None:
+        others = [self.cluster.named(index) for index, digest in enumerate(digests)
+                  if digest != digests[self.index]]
+        if others:
+            raise ValueError(
+                "all workers must be told of the same cluster, in the same words, but "
+                f"{', '.join(others)} was told of another than this one, which was told of "
+                f"{clusters.jobs(self.cluster)}.")
+
+    def _agree_on_seed(self) -> None:
+        """Sets worker 0's random seed on all, unless all have set the same.
+
+        Pipelines that shuffle, Keras' own among them, must shuffle alike where each worker takes
+        its rows of every batch.
+        """
+        seed = _tf.global_seed()
+        own = random.getrandbits(31) if seed is None else seed % 2**31
+        agreed = int(self.chiefs([tf.constant(own, tf.int64)])[0])
+        others = self.sum_one(tf.constant(int(seed is None or own != agreed)))
+        if int(others):
+            tf.random.set_seed(agreed)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, whose initial values and files count."""
+        return self.index == 0
+
+    def sum(self, values: Sequence[Value | None]) -> list[Value | None]:
+        """The sums over the workers of their ``values``, packed: one all-reduce a dtype.
+
+        A large tensor has one to itself.  So has a ``factors.Product``, of which the rows cross
+        and not the product wherever that is less.
+
+        ``tf.IndexedSlices`` stay slices: those of all workers are put behind one another, and their
+        number may differ between workers.  None stays None; it must be None on every worker.
+        """
+        results = list(values)
+        packs: dict[Any, list[int]] = {}
+        for position, value in enumerate(values):
+            if value is None or isinstance(value, tf.IndexedSlices):
+                continue
+            if isinstance(value, row_products.Product):
+                packs[position] = [position]
+                continue
+            tensor = results[position] = tf.convert_to_tensor(value)
+            if tensor.dtype == tf.bool or tensor.dtype in _NOT_CARRIED:
+                raise TypeError(f"a sum of {tensor.dtype.name} values is not defined.")
+            # Large ones cross alone: packing copies them, and keeps what is ready waiting.
+            alone = tensor.shape.num_elements() or 0
+            key = position if alone * tensor.dtype.size >= LARGE else _carrier(tensor.dtype)
+            packs.setdefault(key, []).append(position)
+        products = {position: value for position, value in enumerate(values)
+                    if isinstance(value, row_products.Product)}
+        most = self._most_rows(products)
+        # The last first: gradients of the last layers are ready first.
+        for positions in reversed(list(packs.values())):
+            if positions[0] in products:
+                summed = [self._sum_product(products[positions[0]], most[positions[0]])]
+            else:
+                summed = self._sum_pack([results[position] for position in positions])
+            for position, value in zip(positions, summed):
+                results[position] = value
+        sparse = {position: value for position, value in enumerate(values)
+                  if isinstance(value, tf.IndexedSlices)}
+        parts = self.gather_rows([part for value in sparse.values()
+                                  for part in (value.values, value.indices)])
+        for number, (position, value) in enumerate(sparse.items()):
+            results[position] = tf.IndexedSlices(parts[2 * number], parts[2 * number + 1],
+                                                 value.dense_shape)
+        return results
+
+    def sum_one(self, value: Value) -> Value:
+        """The sum over the workers of ``value``."""
+        return self.sum([value])[0]
+
+    def chiefs(self, values: Sequence[Any]) -> list[Any]:
+        """Worker 0's ``values``: tensors, of the same shapes on every worker.
+
+        What collective ops do not carry, strings above all, stays each worker's own.
+        """
+        tensors = [tf.convert_to_tensor(value) for value in values]
+        carried = [position for position, tensor in enumerate(tensors)
+                   if tensor.dtype not in _NOT_CARRIED]
+        sent = [_packed(tensors[position]) for position in carried]
+        if not self.is_chief:
+            sent = [tf.zeros_like(value) for value in sent]
+        for position, value in zip(carried, self.sum(sent)):
+            tensors[position] = _unpacked(value, tensors[position].dtype)
+        return tensors
+
+    def gather(self, value: Any, axis: int = 0) -> tf.Tensor:
+        """The workers' values put behind one another along ``axis``, in the workers' order."""
+        if isinstance(value, _tf.CompositeTensor) and not isinstance(value, tf.Variable):
+            raise TypeError(f"a {type(value).__name__} cannot be gathered from several machines: "
+                            "TensorFlow's collective ops carry dense tensors only. Gather its "
+                            "parts, or make it dense first.")
+        value = tf.convert_to_tensor(value)
+        if not value.shape.rank:
+            raise ValueError("values of rank 0 cannot be gathered: there is no axis to put them "
+                             f"behind one another along (axis={axis}).")
+        axis %= value.shape.rank
+        if axis == 0:
+            return self.gather_rows([value])[0]
+        order = [axis, *(other for other in range(value.shape.rank) if other != axis)]
+        rows = self.gather_rows([tf.transpose(value, order)])[0]
+        return tf.transpose(rows, [order.index(place) for place in range(value.shape.rank)])
+
+    def gather_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Each of ``values`` gathered along its first dimension; rows may differ in number."""
+        if not values:
+            return []
+        with tf.device(self._device):
+            rows = tf.stack([tf.shape(value, out_type=tf.int64)[0] for value in values])
+            all_rows = self._gather(rows[tf.newaxis])
+            return [self._gather_padded(value, all_rows[:, number])
+                    for number, value in enumerate(values)]
+
+    def _sum_pack(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums of tensors that travel as the same dtype, in one all-reduce."""
+        with tf.device(self._device):
+            packed = [_packed(value) for value in values]
+            flat = [tf.reshape(value, [-1]) for value in packed]
+            sizes: list[Any] = [part.shape.num_elements() for part in flat]
+            if None in sizes:  # it may be empty, which TensorFlow's collective ops do not survive
+                sizes = [tf.size(part) for part in flat] + [1]
+                flat.append(tf.zeros([1], flat[0].dtype))
+            elif not sum(sizes):
+                return values
+            together = _tf.all_reduce(self._launcher, tf.concat(flat, 0) if flat[1:] else flat[0])
+            parts = tf.split(together, sizes) if flat[1:] else [together]
+            return [_unpacked(_shaped_like(part, sent), value.dtype)
+                    for part, sent, value in zip(parts, packed, values)]
+
+    def _most_rows(self, products: dict[int, row_products.Product]) -> dict[int, tf.Tensor]:
+        """The most rows that a worker has of each of ``products``: scalars, alike on all."""
+        if not products:
+            return {}
+        with tf.device(self._device):
+            own = tf.stack([tf.shape(product.left, tf.int64)[0] for product in products.values()])
+            # At least one row: TensorFlow's collective ops do not survive empty tensors.
+            most = tf.unstack(tf.maximum(tf.reduce_max(self._gather(own[tf.newaxis]), 0), 1))
+        return dict(zip(products, most))
+
+    def _sum_product(self, product: row_products.Product, most: tf.Tensor) -> tf.Tensor:
+        """The sum over the workers of a product over rows.
+
+        The rows of all workers make it as well as the workers' products do, and are less to send
+        where a kernel is large and a batch small (``factors``).  Which it is may differ from step
+        to step, but not between workers.
+        """
+        width, height = product.left.shape[-1], product.right.shape[-1]
+
+        def rows() -> tf.Tensor:
+            side = tf.concat([product.left, product.right], 1)
+            side = tf.pad(side, [[0, most - tf.shape(side, tf.int64)[0]], [0, 0]])
+            return tf.reshape(self._place(side), [-1])
+
+        def from_rows() -> tf.Tensor:
+            left, right = tf.split(tf.reshape(together, [-1, width + height]), [width, height], 1)
+            return row_products.Product(left, right).made()
+
+        with tf.device(self._device):
+            fewer = self.count * most * (width + height) < width * height // _PRODUCT_COSTS
+            sent = tf.cond(fewer, rows, lambda: tf.reshape(product.made(), [-1]))
+            together = _tf.all_reduce(self._launcher, sent)
+            made = tf.cond(fewer, from_rows, lambda: tf.reshape(together, [width, height]))
+        made.set_shape([width, height])
+        return made
+
+    def _place(self, value: tf.Tensor) -> tf.Tensor:
+        """``value`` in this worker's place among zeros for the others."""
+        around = [[self.index, self.count - 1 - self.index]] + [[0, 0]] * value.shape.rank
+        return tf.pad(value[tf.newaxis], around)
+
+    def _gather_padded(self, value: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """One tensor of each worker, of ``rows`` rows, put behind one another."""
+        if value.dtype in _NOT_CARRIED:
+            raise TypeError(f"values of dtype {value.dtype.name} cannot cross machines: "
+                            "TensorFlow's collective ops carry numbers only.")
+        sent = _packed(value)
+        inner = tf.shape(sent, out_type=tf.int64)[1:]
+        # At least one row: TensorFlow's collective ops do not survive empty tensors.
+        most = tf.maximum(tf.reduce_max(rows), 1)
+        missing = most - tf.shape(sent, out_type=tf.int64)[0]
+        padded = tf.concat(
+            [sent, tf.zeros(tf.concat([missing[tf.newaxis], inner], 0), sent.dtype)], 0)
+        gathered = self._gather(padded[tf.newaxis])
+        together = tf.boolean_mask(gathered, tf.sequence_mask(rows, most))
+        together.set_shape([None, *sent.shape[1:]])
+        return _unpacked(together, value.dtype)
+
+    def _gather(self, value: tf.Tensor) -> tf.Tensor:
+        """The workers' values, of one shape, put behind one another in the workers' order."""
+        gathered = _tf.all_gather(self._launcher, value)
+        if self._order == list(range(self.count)):
+            return gathered
+        return tf.gather(gathered, self._order)
+
+
+def _carrier(dtype: tf.DType) -> tf.DType:
+    """The dtype as which values of ``dtype`` travel."""
+    if dtype in _CARRIED:
+        return dtype
+    if dtype.is_complex:
+        return dtype.real_dtype
+    if dtype.is_floating:
+        return tf.float32
+    return tf.int64 if dtype in (tf.uint32, tf.uint64) else tf.int32
+
+
+def _packed(value: tf.Tensor) -> tf.Tensor:
+    """``value`` as it travels."""
+    if value.dtype.is_complex:
+        return tf.stack([tf.math.real(value), tf.math.imag(value)], -1)
+    carrier = _carrier(value.dtype)
+    return value if carrier == value.dtype else tf.cast(value, carrier)
+
+
+def _shaped_like(flat: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    shaped = tf.reshape(flat, tf.shape(value))
+    shaped.set_shape(value.shape)
+    return shaped
+
+
+def _unpacked(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The inverse of :func:`_packed`."""
+    if dtype.is_complex:
+        return tf.complex(value[..., 0], value[..., 1])
+    return value if value.dtype == dtype else tf.cast(value, dtype)

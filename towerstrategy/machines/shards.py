@@ -1,0 +1,158 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import datasets as datasets_lib
+from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch import splitting, sub_batches
+from towerstrategy.machines import meeting, workers_data
+
+Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
+Nest = Any
+
+
+def dealing(workers: meeting.Machines, told: slice = slice(None)) -> rows_lib.Dealing:
+    """Deals a batch that every worker has: each takes its own towers' rows."""
+    here = slice(workers.first, workers.first + workers.towers)
+
+    def deal(rows: rows_lib.Rows) -> tuple[list[Any], list[Any], list[Any]]:
+        starts, sizes = rows_lib.deal(rows, workers.replicas)
+        return starts[here], sizes[here], sizes[told]
+
+    return deal
+
+
+def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool = False,
+                  ready: int = datasets_lib.READY, in_order: bool = False) -> workers_data.WorkersDataset:
+    """This worker's part of a dataset of global batches.
+
+    The policy is the dataset's ``options().experimental_distribute.auto_shard_policy``:
+
+    * ``DATA``: every worker reads all batches and takes its towers' rows of each.
+    * ``FILE``, ``HINT``: every worker reads files of its own (TensorFlow's sharding), and takes of
+      each batch that it reads as many rows as its towers' share of a global batch is.
+    * ``OFF``: the same from all files: every worker reads everything.
+    * ``AUTO``: ``FILE`` where TensorFlow can shard the dataset's files, else ``DATA``.
+
+    Args:
+      dataset: elements are batches, see :func:`split.split_batch`.
+      workers: where the workers meet.
+      stand_ins: see :func:`split.split_batch`.
+      ready: how many elements the pipeline holds ready.
+      in_order: whether ``AUTO`` is to keep the rows' order, which ``DATA`` does.
+
+    Raises:
+      TypeError: ``dataset`` is no ``tf.data.Dataset``.
+      ValueError: its elements are not batched.
+    """
+    datasets_lib.check_batched(dataset)
+    own = _own_batches(dataset, workers, in_order)
+    if own is None:
+        here = slice(workers.first, workers.first + workers.towers)
+        made = dataset.map(datasets_lib.on_elements(dataset.element_spec, lambda element:
+                           splitting.split_batch(element, workers.towers, stand_ins,
+                                             dealing(workers, here))))
+        length = dataset.cardinality()
+    else:
+        made = _dealt(own, workers, stand_ins)
+        length = own.cardinality() * workers.count if own.cardinality() > 0 else own.cardinality()
+    again = functools.partial(shard_dataset, dataset, workers, True, ready, in_order)
+    return workers_data.WorkersDataset(made, workers, stand_ins, ready, length, again)
+
+
+def shard_grouped(grouped: datasets_lib.TowerDataset, workers: meeting.Machines, stand_ins: bool,
+                  ready: int) -> workers_data.WorkersDataset:
+    """A dataset of this worker's own per-tower batches, as :mod:`split` groups them."""
+    dataset = grouped.dataset
+    made = dataset.map(datasets_lib.on_elements(dataset.element_spec, _counted))
+    again = functools.partial(shard_grouped, grouped.with_stand_ins(), workers, True, ready)
+    return workers_data.WorkersDataset(made, workers, stand_ins, ready, dataset.cardinality(), again)
+
+
+def _own_batches(dataset: tf.data.Dataset, workers: meeting.Machines,
+                 in_order: bool) -> tf.data.Dataset | None:
+    """The batches of which this worker has all rows; None where it shares them with all others."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy == Policy.OFF:
+        return dataset
+    if policy == Policy.DATA or (policy == Policy.AUTO and in_order):
+        return None
+    try:
+        return _by_file(dataset, workers, Policy.FILE if policy == Policy.AUTO else policy)
+    except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError):
+        if policy != Policy.AUTO:
+            raise
+        return None
+
+
+def _by_file(dataset: tf.data.Dataset, workers: meeting.Machines,
+             policy: Policy) -> tf.data.Dataset:
+    """``dataset`` from this worker's files alone, as TensorFlow shards it."""
+    spec = dataset.element_spec
+    sharded = tf.raw_ops.AutoShardDataset(
+        input_dataset=tf.data.experimental.to_variant(dataset), num_workers=workers.count,
+        index=workers.index, auto_shard_policy=policy.value, num_replicas=workers.replicas,
+        output_types=[tf.variant if isinstance(leaf, tf.SparseTensorSpec) else leaf.dtype
+                      for leaf in tf.nest.flatten(spec)],
+        output_shapes=[leaf.shape for leaf in tf.nest.flatten(spec)])
+    return tf.data.experimental.from_variant(sharded, spec)
+
+
+def _dealt(own: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool) -> tf.data.Dataset:
+    """Each of this worker's batches as several steps, so that all workers' make one batch."""
+    spec = own.element_spec
+    # Workers begin at different parts, so that each step has a part of every size.
+    turn = np.roll(np.arange(workers.count), -workers.index)
+    until = np.cumsum([0, *workers.towers_of])
+
+    def parts(element: Nest) -> tf.data.Dataset:
+        leaves = tf.nest.flatten(element)
+        rows = tf.cast(rows_lib.rows_in(leaves[0]), tf.int64)
+        _, each = rows_lib.deal(rows, workers.replicas)
+        sizes = tf.stack([tf.add_n(each[until[worker]:until[worker + 1]]) for worker in turn])
+        starts = tf.cumsum(sizes, exclusive=True)
+
+        def part(number: tf.Tensor) -> tuple[tf.Tensor, Nest]:
+            start, size = starts[number], sizes[number]
+            if stand_ins:
+                start = tf.minimum(start, tf.maximum(rows - 1, 0))
+            taken = tf.maximum(size, 1) if stand_ins else size
+            cut = [rows_lib.rows_between(leaf, start, taken) for leaf in leaves]
+            return size, tf.nest.pack_sequence_as(spec, cut)
+
+        return tf.data.Dataset.range(workers.count).map(part)
+
+    def deal_part(size: tf.Tensor, element: Nest) -> Nest:
+        starts, sizes = rows_lib.deal(size, workers.towers)
+        return splitting.split_batch(element, workers.towers, stand_ins,
+                                 lambda _: (starts, sizes, sizes))
+
+    return own.flat_map(datasets_lib.on_elements(spec, parts)).map(deal_part)
+
+
+def _counted(element: Nest) -> Nest:
+    """An element of grouped batches with the row counts of this worker's towers."""
+
+    def counted(leaf: Any) -> Any:
+        if isinstance(leaf, sub_batches.StandInSubBatches):
+            return leaf
+        parts = leaf.values if isinstance(leaf, _tf.PerReplica) else [leaf]
+        if not isinstance(leaf, sub_batches.SubBatches) and not _has_rows(parts[0]):
+            return _tf.PerReplica(parts)
+        rows = tf.stack([tf.cast(rows_lib.rows_in(part), tf.int64) for part in parts])
+        return sub_batches.StandInSubBatches(parts, rows)
+
+    return tf.nest.map_structure(counted, element)
+
+
+def _has_rows(value: Any) -> bool:
+    return (isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
+            and value.shape.rank != 0)

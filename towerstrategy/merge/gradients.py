@@ -1,0 +1,81 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.machines import meeting
+from towerstrategy.merge import factors, merging
+from towerstrategy.merge import shares as shares_lib
+
+
+def gradients(per_variable: Sequence[Sequence[merging.Value] | None], devices: Sequence[str],
+              shares: shares_lib.Shares, silenced: bool = False,
+              from_factors: bool = False) -> list[merging.Value | None]:
+    """Sums each variable's gradients where the variable lives.
+
+    A tower without rows adds nothing, even where its gradient is NaN.  The usual case, every tower
+    with rows, pays one predicate a step for that.
+
+    Args:
+      per_variable: for each variable its gradients, one a tower, or None (no gradient).
+      devices: for each variable the device to sum on.
+      shares: the shares of this step's batch.
+      silenced: whether the gradients of towers without rows are zero of themselves.
+      from_factors: whether to make dense layers' gradients once, see :mod:`factors`.
+
+    Returns:
+      One gradient or None a variable.
+    """
+    present = {index: values for index, values in enumerate(per_variable) if values is not None}
+
+    def filled(value: merging.Value, tower: int) -> merging.Value:
+        return merging.without_empty(value, tower, shares)
+
+    def summed(keep_empty: bool) -> list[merging.Value]:
+        rows = {device: factors.Factors(None if keep_empty else filled) for device in set(devices)}
+        results = []
+        for index, values in present.items():
+            with tf.device(devices[index]):
+                made = _from_factors(rows[devices[index]], values, shares) if from_factors else None
+                if made is None:
+                    made = merging.total(values) if keep_empty else merging.filled_here(values, shares)
+                results.append(made)
+        return results
+
+    if silenced or not shares.may_be_empty:
+        merged = summed(keep_empty=True)
+    elif isinstance(shares.all_filled, bool) or tf.executing_eagerly():
+        merged = summed(keep_empty=bool(shares.all_filled))
+    else:
+        merged = tf.cond(shares.all_filled, lambda: summed(True), lambda: summed(False))
+        merged = list(merged) if isinstance(merged, (list, tuple)) else [merged]
+    if shares.workers is not None:
+        merged = shares.workers.sum(merged)
+    result: list[merging.Value | None] = [None] * len(per_variable)
+    for index, value in zip(present, merged):
+        result[index] = value
+    return result
+
+
+def agreed_gradients(per_variable: Sequence[Sequence[merging.Value] | None], devices: Sequence[str],
+                     shares: shares_lib.Shares) -> list[merging.Value | None]:
+    """As :func:`gradients`, of gradients that were merged before: see :func:`agreed`."""
+    result: list[merging.Value | None] = []
+    for values, device in zip(per_variable, devices):
+        with tf.device(device):
+            result.append(None if values is None else merging.agreed(values, shares))
+    return result
+
+
+def _from_factors(rows: factors.Factors, values: Sequence[Any], shares: shares_lib.Shares) -> Any:
+    """The sum of ``values``, or, for several machines to make it, the product that it is."""
+    if shares.workers is not None and shares.workers.takes_products:
+        product = rows.product(values)
+        if product is not None and product.size >= meeting.LARGE:
+            return product
+    return rows.total(values)

@@ -1,0 +1,194 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.merge import shares as shares_lib
+
+Value = Any  # tf.Tensor or tf.IndexedSlices
+
+# Bytes of a tower's value.  Stacking copies it; of small ones, the number of operations counts.
+LARGEST_STACKED = 2**16
+
+
+def values_of(value: Any) -> list[Value]:
+    """The towers' values of a per-replica value."""
+    return list(value.values)
+
+
+def total(values: Sequence[Value]) -> Value:
+    """The sum of the towers' values, on the current device."""
+    if len(values) == 1:
+        return values[0]
+    if any(isinstance(value, tf.IndexedSlices) for value in values):
+        return _behind_one_another(values)
+    if values[0].dtype == tf.bool:
+        raise TypeError("a sum of bool values is not defined: cast them to an integer first.")
+    if values[0].dtype == tf.string:
+        raise TypeError("a sum of string values is not defined.")
+    return tf.add_n(list(values))
+
+
+def mean(values: Sequence[Value]) -> Value:
+    """The plain mean of the towers' values, on the current device; of integers, as float64."""
+    return divided(total(values), len(values))
+
+
+def divided(value: Value, count: int) -> Value:
+    """``value / count``; of integers, as float64."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(value.values / count, value.indices, value.dense_shape)
+    return value / count
+
+
+def weighted_mean(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
+    """The mean of the towers' values, each counted by its tower's share; empty towers count for
+    nothing, whatever they computed."""
+    if _are_small(values):
+        return shares.across(tf.reduce_sum(shares.weigh(tf.stack(list(values))), 0))
+    return shares.across(total([_times(without_empty(value, tower, shares), shares.of(tower))
+                                for tower, value in enumerate(values)]))
+
+
+def agreed(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
+    """What the towers agree on, exactly; where they differ, the mean by share of rows."""
+    first = values[0]
+    if all(_is_same(value, first) for value in values):
+        return first
+    sparse = any(isinstance(value, tf.IndexedSlices) for value in values)
+    if sparse or shares.workers is not None or not first.dtype.is_floating:
+        return weighted_mean(values, shares)
+    base = first_of_filled(values, shares)
+    return base + weighted_mean([value - base for value in values], shares)
+
+
+def _is_same(value: Value, other: Value) -> bool:
+    if isinstance(value, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
+        return value.values is other.values and value.indices is other.indices
+    return value is other
+
+
+def largest(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
+    """Element by element the largest of the values of the towers that have rows."""
+    base = first_of_filled(values, shares)
+    here = functools.reduce(tf.maximum, [
+        tf.where(shares.filled(tower), value, base) if shares.may_be_empty else value
+        for tower, value in enumerate(values)])
+    if shares.workers is None:
+        return here
+    return tf.reduce_max(shares.workers.gather(here[tf.newaxis]), 0)
+
+
+def first_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
+    """The value of the first of this machine's towers that has rows; tower 0's if none has."""
+    if not shares.may_be_empty:
+        return values[0]
+    found = values[0]
+    for tower in reversed(range(len(values))):
+        found = tf.where(shares.filled(tower), values[tower], found)
+    return found
+
+
+def _are_small(values: Sequence[Value]) -> bool:
+    """Whether these are small dense float values of one known shape."""
+    first = values[0]
+    return not any(isinstance(value, tf.IndexedSlices) for value in values) \
+        and first.dtype.is_floating and first.shape.is_fully_defined() \
+        and all(value.shape == first.shape for value in values) \
+        and first.shape.num_elements() * first.dtype.size <= LARGEST_STACKED
+
+
+def mean_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
+    """The plain mean of the values of the towers that have rows."""
+    summed = total_of_filled(values, shares)
+    return summed / tf.cast(tf.maximum(shares.filled_count, 1), summed.dtype)
+
+
+def total_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
+    """The sum of the values of the towers that have rows."""
+    return shares.across(filled_here(values, shares))
+
+
+def filled_slices(value: tf.IndexedSlices, tower: int, shares: shares_lib.Shares) -> tf.IndexedSlices:
+    """``value``, or no slices at all where ``tower`` has no rows."""
+    return slices_if(shares.filled(tower), value)
+
+
+def slices_if(filled: Any, value: tf.IndexedSlices) -> tf.IndexedSlices:
+    """``value``, or no slices at all where not ``filled`` (a bool or a scalar bool tensor)."""
+    if isinstance(filled, bool) and filled:
+        return value
+    count = tf.where(filled, tf.shape(value.indices)[0], 0)
+    return tf.IndexedSlices(value.values[:count], value.indices[:count], value.dense_shape)
+
+
+def concat(values: Sequence[Value], axis: int) -> Any:
+    """The towers' values put behind one another along ``axis``, on the current device.
+
+    Raises:
+      ValueError: ``axis`` is out of range, or the values are scalars.
+    """
+    rank = values[0].shape.rank
+    if rank == 0:
+        raise ValueError("values of rank 0 cannot be gathered: there is no axis to put them behind "
+                         f"one another along (axis={axis}).")
+    if rank is not None and not -rank <= axis < rank:
+        raise ValueError(f"axis={axis} is out of range for values of rank {rank}.")
+    if isinstance(values[0], tf.SparseTensor):
+        return tf.sparse.concat(axis=axis, sp_inputs=list(values))
+    return tf.concat(list(values), axis=axis)
+
+
+def reduce(op: Any, values: Sequence[Value]) -> Value:
+    """``tf.distribute.ReduceOp`` SUM or MEAN over the towers' values, on the current device."""
+    return mean(values) if op == _tf.ReduceOp.MEAN else total(values)
+
+
+def filled_here(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
+    """The sum of the values of this machine's towers that have rows."""
+    # Other machines do not know which rows a stand-in stands for, so it must leave no slices.
+    kept_ = [filled_slices(value, tower, shares)
+             if isinstance(value, tf.IndexedSlices) and shares.workers is not None
+             else without_empty(value, tower, shares) for tower, value in enumerate(values)]
+    return total(kept_)
+
+
+def _times(value: Value, share: Any) -> Value:
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(_times(value.values, share), value.indices, value.dense_shape)
+    return value * tf.cast(share, value.dtype)
+
+
+def without_empty(value: Value, tower: int, shares: shares_lib.Shares) -> Value:
+    """``value``, or zeros where ``tower`` has no rows."""
+    if not shares.may_be_empty:
+        return value
+    return kept(shares.filled(tower), value)
+
+
+def kept(filled: Any, value: Value) -> Value:
+    """``value``, or zeros where not ``filled`` (a bool or a scalar bool tensor)."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(kept(filled, value.values), value.indices, value.dense_shape)
+    return tf.where(filled, value, tf.zeros_like(value))
+
+
+def _behind_one_another(values: Sequence[Value]) -> tf.IndexedSlices:
+    dtype = next(value.indices.dtype for value in values if isinstance(value, tf.IndexedSlices))
+    sparse = [value if isinstance(value, tf.IndexedSlices) else _as_slices(value, dtype)
+              for value in values]
+    return tf.IndexedSlices(tf.concat([value.values for value in sparse], 0),
+                            tf.concat([value.indices for value in sparse], 0),
+                            sparse[0].dense_shape)
+
+
+def _as_slices(value: tf.Tensor, dtype: tf.DType) -> tf.IndexedSlices:
+    shape = tf.shape(value, out_type=dtype)
+    return tf.IndexedSlices(value, tf.range(shape[0]), shape)

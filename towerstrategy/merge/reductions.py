@@ -1,0 +1,128 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.machines import meeting
+from towerstrategy.merge import merging
+from towerstrategy.placement import homes as homes_lib
+from towerstrategy.variables import tower_local
+
+
+def the_one(number: int, structured: Any) -> Any:
+    """Arguments for a variable with one copy: a value that differs between towers has no place."""
+    for leaf in tf.nest.flatten(structured):
+        if isinstance(leaf, _tf.PerReplica):
+            raise ValueError(
+                "an update of a variable that has one copy got a value that differs between the "
+                f"towers: {leaf!r}. Reduce it first, with strategy.extended.reduce_to.")
+    return _tf.select_replica(number, structured)
+
+
+def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any:
+    if isinstance(value, tower_local.TowerLocalVariable):
+        value = _tf.PerReplica([part.value() for part in value._values])
+    if isinstance(value, _tf.Mirrored):
+        if reduce_op == _tf.ReduceOp.MEAN:
+            return value
+        raise ValueError(f"A mirrored value {value} cannot be reduced with the given reduce op "
+                         f"{reduce_op}.")
+    if isinstance(value, tf.distribute.DistributedValues):
+        parts = list(value.values)
+        return onto(destinations, lambda: merging.reduce(reduce_op, parts))
+    if tf.nest.is_nested(value) and not isinstance(value, tf.IndexedSlices):
+        return tf.nest.map_structure(
+            lambda part: reduce_one(reduce_op, part, destinations, count), value)
+    if reduce_op == _tf.ReduceOp.MEAN or count == 1:
+        return value
+    if isinstance(value, (int, float, np.ndarray)) and np.all(value == 0):
+        return value
+    raise ValueError(f"A non-DistributedValues value {value} cannot be reduced with the given "
+                     f"reduce op {reduce_op}.")
+
+
+def reduce_across(workers: meeting.Machines, reduce_op: Any, pairs: Any) -> list[Any]:
+    """Reduces over the towers of all machines: first on each, then all values at once."""
+    if reduce_op not in (_tf.ReduceOp.SUM, _tf.ReduceOp.MEAN):
+        raise ValueError(f"reduce_op must be SUM or MEAN, but got {reduce_op}.")
+    mean = reduce_op == _tf.ReduceOp.MEAN
+    # A value that is not per-replica is one a machine, as in MultiWorkerMirroredStrategy.
+    leaves: list[Any] = []
+
+    def local(leaf: Any) -> int | Any:
+        if isinstance(leaf, tower_local.TowerLocalVariable):
+            leaf = _tf.PerReplica([part.value() for part in leaf._values])
+        if isinstance(leaf, _tf.Mirrored):
+            if mean:
+                return leaf
+            raise ValueError(f"A mirrored value {leaf} cannot be reduced with the given reduce op "
+                             f"{reduce_op}.")
+        if not isinstance(leaf, tf.distribute.DistributedValues):
+            leaves.append((leaf, workers.count))
+        else:
+            leaves.append((merging.total(list(leaf.values)), workers.replicas))
+        return _Summed(len(leaves) - 1)
+
+    nests = [tf.nest.map_structure(local, value) for value, _ in pairs]
+    summed = workers.sum([leaf for leaf, _ in leaves])
+
+    def finished(leaf: Any) -> Any:
+        if not isinstance(leaf, _Summed):
+            return leaf
+        value, count = summed[leaf.number], leaves[leaf.number][1]
+        return merging.divided(value, count) if mean else value
+
+    def copied(nest: Any) -> Any:
+        return tf.nest.map_structure(
+            lambda leaf: tf.nest.map_structure(tf.identity, finished(leaf)), nest)
+
+    return [onto(destinations, functools.partial(copied, nest))
+            for nest, (_, destinations) in zip(nests, pairs)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Summed:
+    """Stands for a value that is being summed over the machines."""
+
+    number: int
+
+
+def concat(value: Any, axis: int) -> Any:
+    if not isinstance(value, tf.distribute.DistributedValues):
+        return value
+    return merging.concat(list(value.values), axis)
+
+
+def onto(destinations: Any, make: Callable[[], Any]) -> Any:
+    """What ``make`` makes, on each device that ``destinations`` names."""
+    where = _devices_of(destinations)
+    with tf.device(where[0]):
+        made = make()
+    if len(where) == 1:
+        return made
+    copies = [made]
+    for device in where[1:]:
+        with tf.device(device):
+            copies.append(tf.nest.map_structure(tf.identity, made, expand_composites=True))
+    return _tf.Mirrored(copies)
+
+
+def _devices_of(destinations: Any) -> list[str]:
+    if isinstance(destinations, str):
+        return [destinations]
+    if isinstance(destinations, tuple) and all(isinstance(item, str) for item in destinations):
+        return list(destinations)
+    if isinstance(destinations, tf.distribute.DistributedValues):
+        return [value.device for value in destinations.values]
+    if isinstance(destinations, tf.Variable):
+        return [homes_lib.home_of(destinations)]
+    return [destinations.device]

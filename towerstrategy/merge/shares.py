@@ -1,0 +1,211 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch import sub_batches
+from towerstrategy.machines import meeting
+from towerstrategy.merge import merging
+
+
+class Shares:
+    """How much of the global batch each tower has.
+
+    A tower's share is its rows over all rows, a float64 scalar (NumPy's where the row counts are
+    known while tracing).  The shares of a batch sum to 1; without any rows all are 0.
+
+    With several machines ``rows`` are those of the towers of all workers; towers are still counted
+    from this worker's first, and what this module merges with shares is merged over all workers.
+
+    Args:
+      rows: the rows of each tower.
+      stand_ins: whether a tower without rows works on a stand-in.
+      workers: where the workers meet, or None for a single machine.
+    """
+
+    def __init__(self, rows: Sequence[rows_lib.Rows], stand_ins: bool = False,
+                 workers: meeting.Machines | None = None) -> None:
+        self._rows = list(rows)
+        self._stand_ins = stand_ins
+        self._workers = workers
+        self._first = workers.first if workers is not None else 0
+        self._counted = False
+        self._fed: list[int | None] | None = None
+        self._known = all(isinstance(count, int) for count in self._rows)
+
+    @classmethod
+    def equal(cls, towers: int, workers: meeting.Machines | None = None) -> Shares:
+        """The shares when no rows are known: every tower counts the same."""
+        return cls([1] * (towers if workers is None else workers.replicas), False, workers)
+
+    @classmethod
+    def of_batch(cls, batches: sub_batches.SubBatches,
+                 workers: meeting.Machines | None = None) -> Shares:
+        """The shares of a batch that was split."""
+        shares = cls(sub_batches.row_counts(batches), isinstance(batches, sub_batches.StandInSubBatches),
+                     workers)
+        shares._counted = True
+        shares._fed = [rows_lib.known_rows(part) for part in batches.values]
+        return shares
+
+    @classmethod
+    def of_counts(cls, counts: tf.Tensor, stand_ins: bool,
+                  workers: meeting.Machines | None = None) -> Shares:
+        """The shares of a batch of which the rows of all towers are ``counts``, a vector."""
+        known = tf.get_static_value(counts)
+        shares = cls(tf.unstack(counts) if known is None else known.tolist(), stand_ins, workers)
+        shares._counted = True
+        return shares
+
+    @property
+    def counted(self) -> bool:
+        """Whether these are the rows of a batch; else they only say that all count the same."""
+        return self._counted
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all towers are known to have as many rows."""
+        return self._known and len(set(self._rows)) == 1
+
+    @property
+    def has_stand_ins(self) -> bool:
+        """Whether a tower without rows, if there is one, works on a stand-in."""
+        return self._stand_ins
+
+    @property
+    def number(self) -> int:
+        """How many towers there are, on all machines."""
+        return len(self._rows)
+
+    def counts(self) -> tf.Tensor:
+        """The rows of all towers, an int64 vector."""
+        return tf.stack([tf.cast(count, tf.int64) for count in self._rows])
+
+    def fed(self, tower: int) -> Any:
+        """How many rows, stand-ins counted, ``tower`` is known to have been given.
+
+        None where that is known while it runs alone, False where nothing was noted.
+        """
+        return self._fed[tower] if self._fed is not None else False
+
+    def told(self, tower: int) -> str:
+        """The rows of ``tower`` in words, for errors; nothing where they are not known."""
+        if not self._counted or not self._known:
+            return ""
+        return f"{self._rows[self._first + tower]} of the batch's {self._total} rows"
+
+    def static_rows(self, tower: int) -> int | None:
+        """The rows that ``tower`` works on; 0 where only the step knows, None without a batch."""
+        if not self._counted:
+            return None
+        return max(self._rows[self._first + tower], 1) if self._known else 0
+
+    @property
+    def workers(self) -> meeting.Machines | None:
+        """Where the workers meet; None with a single machine."""
+        return self._workers
+
+    @property
+    def stand_ins(self) -> bool:
+        """Whether a tower without rows works on a stand-in, which must not count."""
+        return self._stand_ins and self.may_be_empty
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether some tower has, or may turn out to have, no rows."""
+        return not self._known or min(self._rows) == 0
+
+    @functools.cached_property
+    def _total(self) -> Any:
+        if self._known:
+            return sum(self._rows)
+        return tf.add_n([tf.cast(count, tf.int64) for count in self._rows])
+
+    @functools.cached_property
+    def _shares(self) -> list[Any]:
+        if self._known:
+            # NumPy's float64: tf.cast makes a float32 of a Python float first.
+            return [np.float64(count / max(self._total, 1)) for count in self._rows]
+        total = tf.cast(tf.maximum(self._total, 1), tf.float64)
+        return [tf.cast(count, tf.float64) / total for count in self._rows]
+
+    @functools.cached_property
+    def _filled(self) -> list[Any]:
+        return [count > 0 for count in self._rows]
+
+    @functools.cached_property
+    def _all_filled(self) -> Any:
+        # Rows are dealt in order, so the last tower is the first to run out; groups may differ.
+        return tf.reduce_all(tf.stack(self._here(self._filled)))
+
+    @functools.cached_property
+    def _share_column(self) -> Any:
+        return tf.stack(self._here(self._shares))
+
+    @functools.cached_property
+    def _filled_column(self) -> Any:
+        return tf.stack(self._here(self._filled))
+
+    def _here(self, values: list[Any]) -> list[Any]:
+        """Of one value a tower, those of this worker's."""
+        if self._workers is None:
+            return values
+        return values[self._first:self._first + self._workers.towers]
+
+    def prepare(self) -> Shares:
+        """Makes the tensors now, in the current graph and on the current device."""
+        if not self._known:
+            self._shares, self._filled, self._all_filled  # noqa: B018
+            self._share_column, self._filled_column  # noqa: B018
+        return self
+
+    def weigh(self, stacked: tf.Tensor) -> tf.Tensor:
+        """The towers' values, stacked, each times its share; 0 for a tower without rows."""
+        shape = [-1] + [1] * (stacked.shape.rank - 1)
+        if self.may_be_empty:
+            filled = self._filled_column if not self._known else self._here(self._filled)
+            stacked = tf.where(tf.reshape(filled, shape), stacked, tf.zeros([], stacked.dtype))
+        share = self._share_column if not self._known else np.stack(self._here(self._shares))
+        return stacked * tf.reshape(tf.cast(share, stacked.dtype), shape)
+
+    def of(self, tower: int) -> Any:
+        """The share of ``tower``."""
+        return self._shares[self._first + tower]
+
+    def rows(self, tower: int) -> rows_lib.Rows:
+        """The rows of ``tower``."""
+        return self._rows[self._first + tower]
+
+    def filled(self, tower: int) -> Any:
+        """Whether ``tower`` has rows: a bool or a scalar bool tensor."""
+        return self._filled[self._first + tower]
+
+    @property
+    def filled_count(self) -> Any:
+        """How many towers, on all machines, have rows: a scalar int32 tensor."""
+        return tf.add_n([tf.cast(filled, tf.int32) for filled in self._filled])
+
+    def across(self, value: merging.Value) -> merging.Value:
+        """The sum over the machines of what the towers of each have summed to."""
+        return value if self._workers is None else self._workers.sum_one(value)
+
+    def firsts(self, value: merging.Value) -> merging.Value:
+        """The value of the first tower of the first machine, given this machine's first tower's."""
+        if self._workers is None:
+            return value
+        if isinstance(value, tf.IndexedSlices):
+            return self._workers.sum_one(merging.slices_if(self._workers.is_chief, value))
+        return self._workers.chiefs([value])[0]
+
+    @property
+    def all_filled(self) -> Any:
+        """Whether every tower has rows: a bool or a scalar bool tensor."""
+        return min(self._here(self._rows)) > 0 if self._known else self._all_filled

@@ -1,0 +1,228 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Sequence
+from typing import Any, Union
+
+import tensorflow as tf
+
+DevicesArgument = Union[None, int, str, Sequence[Union[int, str]]]
+BALANCED = "balanced"
+
+# TensorFlow makes as many as it is asked for, until memory ends.
+_MOST_LOGICAL_CPUS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a strategy runs.
+
+    Attributes:
+      towers: full device names, one a tower, in order.
+      merge: the device where results meet that belong to no variable, and, unless ``balanced``,
+        where every variable lives.
+      balanced: whether each variable has a tower of its own choosing as home.
+    """
+
+    towers: tuple[str, ...]
+    merge: str
+    balanced: bool
+
+    @property
+    def compiles(self) -> bool:
+        """Whether XLA can compile a whole step: all of it is on TensorFlow's default device."""
+        default = _full_name("GPU:0" if gpu_count() else "CPU:0", "devices")
+        return {*self.towers, self.merge} == {default}
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether towers and merge device are all CPU devices, which share the same cores."""
+        return all(tf.DeviceSpec.from_string(device).device_type == "CPU"
+                   for device in (*self.towers, self.merge))
+
+
+def split_cpu(count: int) -> list[str]:
+    """Makes ``count`` logical CPU devices, for a machine with no GPU.
+
+    Logical devices share the machine's cores; they let several towers run, and be tested, where
+    there is one CPU.  Source: ``tf.config.set_logical_device_configuration``.
+
+    Args:
+      count: how many, from 1 to 1024.
+
+    Returns:
+      The device strings, ``["CPU:0", "CPU:1", ...]``, ready for ``TowerStrategy``.
+
+    Raises:
+      TypeError: ``count`` is not a whole number.
+      ValueError: ``count`` is below 1 or above 1024.
+      RuntimeError: TensorFlow has started already, with another number of CPU devices.
+
+    >>> split_cpu(4)
+    ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
+    """
+    count = whole_number("count", count)
+    if not 1 <= count <= _MOST_LOGICAL_CPUS:
+        bound = "at least 1" if count < 1 else f"at most {_MOST_LOGICAL_CPUS}"
+        raise ValueError(f"count must be {bound}, but got {count}: it is the number of logical "
+                         "CPU devices to make.")
+    cpus = tf.config.list_physical_devices("CPU")
+    wanted = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+    try:
+        tf.config.set_logical_device_configuration(cpus[0], wanted)
+    except RuntimeError as error:
+        there = len(tf.config.list_logical_devices("CPU"))
+        if there != count:
+            raise RuntimeError(
+                f"split_cpu(count={count}) came after TensorFlow had started with {there} CPU "
+                "device(s), and that number is fixed for the life of the process. Call split_cpu "
+                "first thing after `import tensorflow`, before any tensor, variable, model or "
+                "strategy is made.") from error
+    return [f"CPU:{index}" for index in range(count)]
+
+
+def place(devices: DevicesArgument, merge_device: str | None) -> Placement:
+    """Resolves the two arguments of ``TowerStrategy``.
+
+    Args:
+      devices: None (all GPUs; none there: the first CPU device), a count, or a list of GPU ids or
+        device strings.
+      merge_device: None, ``"cpu"``, a device string or ``"balanced"``.
+
+    Returns:
+      The placement, with full device names such as
+      ``/job:localhost/replica:0/task:0/device:CPU:1``.
+
+    Raises:
+      TypeError: an argument of the wrong type.
+      ValueError: a device that is not there, a duplicate, an empty list, CPU and GPU mixed.
+    """
+    towers = _towers(devices)
+    if merge_device is None:
+        merge_device = "cpu" if len(towers) > 1 else towers[0]
+    if not isinstance(merge_device, str):
+        raise TypeError(
+            f'merge_device must be None, "cpu", "{BALANCED}" or a device string, but got '
+            f"{merge_device!r} of type {type(merge_device).__name__}. {_there()}")
+    if merge_device.lower() == BALANCED:
+        return Placement(towers, _full_name("CPU:0", "merge_device"), len(towers) > 1)
+    name = "CPU:0" if merge_device.lower() == "cpu" else merge_device
+    return Placement(towers, _full_name(name, "merge_device"), False)
+
+
+def whole_number(argument: str, value: Any) -> int:
+    """``value`` as an int, for ints, NumPy ints and whole floats (R has no other numbers).
+
+    Raises:
+      TypeError: it is a bool, a fraction or not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{argument} must be a whole number, but got {value!r} of type "
+                        f"{type(value).__name__}.")
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if not float(value).is_integer():
+        raise TypeError(f"{argument} must be a whole number, but got {value!r}.")
+    return int(float(value))
+
+
+def short_name(device: str) -> str:
+    """``CPU:1`` for ``/job:localhost/replica:0/task:0/device:CPU:1``."""
+    spec = tf.DeviceSpec.from_string(device)
+    return f"{spec.device_type}:{spec.device_index}"
+
+
+def gpu_count() -> int:
+    """How many logical GPUs there are."""
+    return len(tf.config.list_logical_devices("GPU"))
+
+
+def _towers(devices: DevicesArgument) -> tuple[str, ...]:
+    if devices is None:
+        asked: list[Any] = [f"GPU:{index}" for index in range(gpu_count())] or ["CPU:0"]
+    elif isinstance(devices, str):
+        asked = [devices]
+    elif isinstance(devices, (bool, numbers.Number)):
+        asked = _counted(devices)
+    elif isinstance(devices, (list, tuple)):
+        asked = list(devices)
+    else:
+        raise TypeError(
+            f"devices must be None, a count, or a list of GPU ids or device strings, but got "
+            f"{devices!r} of type {type(devices).__name__}. {_there()}")
+    if not asked:
+        raise ValueError(f"devices is empty, but at least one tower is needed. {_there()}")
+    names = tuple(_tower_name(item) for item in asked)
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            raise ValueError(f"devices names {short_name(name)} twice, but each tower needs a "
+                             f"device of its own: got {devices!r}. {_there()}")
+    kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in names})
+    if len(kinds) > 1:
+        raise ValueError(f"devices mixes {' and '.join(kinds)}, but the towers of one strategy "
+                         f"must be of one kind: got {devices!r}. {_there()}")
+    return names
+
+
+def _counted(devices: Any) -> list[str]:
+    try:
+        count = whole_number("devices", devices)
+    except TypeError as error:
+        raise TypeError(f"{error} {_there()}") from None
+    kind = "GPU" if gpu_count() else "CPU"
+    there = len(tf.config.list_logical_devices(kind))
+    if not 1 <= count <= there:
+        hint = "" if kind == "GPU" else " (split_cpu(n) makes more logical CPU devices)"
+        raise ValueError(f"devices={count} asks for {count} towers, but it must be from 1 to the "
+                         f"{there} {kind} device(s) there are{hint}. {_there()}")
+    return [f"{kind}:{index}" for index in range(count)]
+
+
+def _tower_name(item: Any) -> str:
+    if isinstance(item, str):
+        return _full_name(item, "devices")
+    try:
+        index = whole_number("devices", item)
+    except TypeError:
+        raise TypeError(f"devices has an item {item!r} of type {type(item).__name__}. A list holds "
+                        f"GPU ids or device strings. {_there()}") from None
+    return _full_name(f"GPU:{index}", "devices", given=item)
+
+
+def _full_name(name: str, argument: str, given: Any = None) -> str:
+    """The full name of a device that exists."""
+    given = name if given is None else given
+    text = name if name.startswith("/") else f"/{name}"
+    try:
+        spec = tf.DeviceSpec.from_string(text)
+    except ValueError:
+        spec = tf.DeviceSpec()
+    if spec.device_type is None or "*" in text:
+        raise ValueError(f'{argument} has {given!r}, which is no device string such as "GPU:0" or '
+                         f'"/device:CPU:1". {_there()}')
+    kind = spec.device_type.upper()
+    index = 0 if spec.device_index is None else spec.device_index
+    remote = (spec.job not in (None, "localhost") or spec.task not in (None, 0)
+              or spec.replica not in (None, 0))
+    for device in tf.config.list_logical_devices(kind):
+        there = tf.DeviceSpec.from_string(device.name)
+        local = tf.DeviceSpec(job=there.job or "localhost", replica=there.replica or 0,
+                              task=there.task or 0, device_type=kind,
+                              device_index=there.device_index)
+        same_machine = not remote or (spec.job == local.job and (spec.task or 0) == local.task
+                                      and (spec.replica or 0) == local.replica)
+        if local.device_index == index and same_machine:
+            return local.to_string()
+    place_word = "on another machine" if remote else "not there"
+    raise ValueError(f"{argument} names {given!r} ({kind}:{index}), which is {place_word}. "
+                     f"{_there()}")
+
+
+def _there() -> str:
+    names = [short_name(device.name) for device in tf.config.list_logical_devices()
+             if device.device_type in ("CPU", "GPU")]
+    return f"The devices here: {', '.join(names)}."

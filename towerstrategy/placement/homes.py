@@ -1,0 +1,87 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.variables import one_copy
+
+
+class Homes:
+    """Chooses the device on which each variable lives.
+
+    With a fixed merge device that is the home of all.  ``balanced`` gives a new variable to the
+    tower that holds the fewest bytes.
+    """
+
+    def __init__(self, devices: Iterable[str], balanced: bool) -> None:
+        self._bytes = dict.fromkeys(devices, 0)
+        self._balanced = balanced
+
+    @property
+    def balanced(self) -> bool:
+        return self._balanced
+
+    def choose(self, size: int) -> str:
+        """The home of a new variable of ``size`` bytes."""
+        home = min(self._bytes, key=self._bytes.__getitem__)
+        self._bytes[home] += size
+        return home
+
+    def spread(self, variables: Iterable[one_copy.TowerVariable]) -> None:
+        """Chooses anew, the largest first, for variables that were made one by one.
+
+        A variable is moved once at the most, before it has slots or stands in a traced function.
+        """
+        movable = [variable for variable in variables
+                   if self._balanced and getattr(variable, "_home_may_change", False)]
+        for variable in movable:
+            self._bytes[home_of(variable)] -= size_of(variable)
+            variable._home_may_change = False
+        for variable in sorted(movable, key=size_of, reverse=True):
+            home = self.choose(size_of(variable))
+            if home != home_of(variable):
+                move(variable, home)
+
+    def add(self, device: str, size: int) -> None:
+        """Counts a variable that lives on ``device`` for another reason."""
+        if device in self._bytes:
+            self._bytes[device] += size
+
+
+def move(variable: tf.Variable, device: str) -> None:
+    """Moves a resource variable to ``device``: same object, name and value.
+
+    A ``tf.function`` traced before holds the resource that the variable had; trace it anew.
+
+    Raises:
+      TypeError: ``variable`` is no resource variable, or tower-local.
+    """
+    if not isinstance(variable, _tf.BaseResourceVariable):
+        raise TypeError("only a variable with one copy can be moved, but got "
+                        f"{variable!r} of type {type(variable).__name__}.")
+    with tf.init_scope(), tf.device(device):
+        # Not tf.Variable: a strategy whose scope is entered would choose another device.
+        moved = _tf.ResourceVariable(variable.read_value(), trainable=False, dtype=variable.dtype,
+                                     shape=variable.shape, name=variable.name.split(":")[0])
+    _tf.replace_resource(variable, moved)
+    if isinstance(variable, one_copy.TowerVariable):
+        variable._home = variable.device
+
+
+def home_of(variable: tf.Variable) -> str:
+    """The device on which ``variable`` lives."""
+    return getattr(variable, "_home", None) or variable.device
+
+
+def size_of(variable: tf.Variable) -> int:
+    """Bytes of ``variable``; 0 where its shape or item size is not known."""
+    count = variable.shape.num_elements()
+    try:
+        return int(count or 0) * variable.dtype.size
+    except TypeError:  # strings and variants have no item size
+        return 0

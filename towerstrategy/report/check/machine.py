@@ -1,0 +1,137 @@
+"""What is there: versions, devices, and how the devices reach each other.
+
+Goes in: the process, before TensorFlow has started.  Comes out: facts for JSON, and the devices
+that the towers are to be.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _version
+from towerstrategy.placement import devices as devices_lib
+
+PACKAGES = ("tensorflow", "keras", "tf_keras", "numpy", "nvidia-cudnn-cu12", "nvidia-nccl-cu12")
+
+CPU_TOWERS = 4
+# MiB of each half where there is one GPU only: enough for the networks here.
+_HALF_GPU = 2048
+
+_COPIED_BYTES = 2**26
+_COPIES = 4
+_PATIENCE = 20  # seconds for another program
+
+
+def prepare(count: int | None) -> tuple[list[str], bool]:
+    """Makes the logical devices.
+
+    Args:
+      count: how many towers; None for every GPU, or :data:`CPU_TOWERS` where there is none.
+
+    Returns:
+      The towers' devices, and whether they share one physical device: logical devices of a CPU, or
+      two halves of the only GPU.
+
+    Raises:
+      ValueError: there are fewer GPUs than asked for.
+      RuntimeError: TensorFlow has started already, with other devices.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        # One more than towers: the merge device "cpu" is to be none of them, as with GPUs.
+        return devices_lib.split_cpu(1 + (CPU_TOWERS if count is None else count))[1:], True
+    if len(gpus) == 1 and count in (None, 2):
+        half = tf.config.LogicalDeviceConfiguration(memory_limit=_HALF_GPU)
+        tf.config.set_logical_device_configuration(gpus[0], [half, half])
+        return ["GPU:0", "GPU:1"], True
+    if count is not None and count > len(gpus):
+        raise ValueError(f"--towers={count} asks for more towers than there are GPUs: {len(gpus)}.")
+    return [f"GPU:{index}" for index in range(count or len(gpus))], False
+
+
+def facts() -> dict[str, Any]:
+    """Versions and devices."""
+    return {
+        "towerstrategy": _version.__version__, "python": platform.python_version(),
+        "platform": platform.platform(), "packages": _versions(),
+        "keras_of_tf": f"{tf.keras.__name__} {tf.keras.__version__}",
+        "built_with": {name: str(value) for name, value in tf.sysconfig.get_build_info().items()
+                       if name in ("cuda_version", "cudnn_version", "is_cuda_build")},
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name in (
+            "CUDA_VISIBLE_DEVICES", "TF_CONFIG", "TF_USE_LEGACY_KERAS", "TF_ENABLE_ONEDNN_OPTS",
+            "TF_GPU_ALLOCATOR", "TF_FORCE_GPU_ALLOW_GROWTH", "TF_DETERMINISTIC_OPS", "XLA_FLAGS")},
+        "cores": len(os.sched_getaffinity(0)), "gpus": _gpus(),
+        "driver": _nvidia_smi("--query-gpu=driver_version,memory.total", "--format=csv,noheader"),
+        "topology": _nvidia_smi("topo", "-m"), "peer_access": _nvidia_smi("topo", "-p2p", "r")}
+
+
+def copies(devices: Sequence[str]) -> list[dict[str, Any]]:
+    """Measures how fast tensors go from device to device, the CPU among them, one way at a time.
+
+    Between logical devices of a CPU nothing is copied, so nothing is measured.
+    """
+    if not devices[0].startswith("GPU"):
+        return []
+    everyone = ["CPU:0", *devices]
+    return [{"from": source, "to": target, "gb_per_s": _copy_rate(source, target)}
+            for source in everyone for target in everyone if source != target]
+
+
+def _copy_rate(source: str, target: str) -> float:
+    with tf.device(source):
+        # One value a copy: TensorFlow remembers where a value has been sent to.
+        values = [tf.fill([_COPIED_BYTES // 4], float(number)) for number in range(_COPIES + 1)]
+        for value in values:
+            float(value[0])
+
+    def arrive(value: tf.Tensor) -> None:
+        with tf.device(target):
+            float(tf.identity(value)[-1])
+
+    arrive(values[0])
+    start = time.perf_counter()
+    for value in values[1:]:
+        arrive(value)
+    return _COPIES * _COPIED_BYTES / (time.perf_counter() - start) / 1e9
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpus() -> list[dict[str, Any]]:
+    found = []
+    for gpu in tf.config.list_physical_devices("GPU"):
+        details = tf.config.experimental.get_device_details(gpu)
+        capability = details.get("compute_capability") or ()
+        found.append({"name": details.get("device_name", gpu.name),
+                      "compute_capability": ".".join(map(str, capability))})
+    return found
+
+
+def _nvidia_smi(*arguments: str) -> str | None:
+    """What ``nvidia-smi`` says; None where it is not there, or does not know."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True,
+                              timeout=_PATIENCE, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

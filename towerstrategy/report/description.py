@@ -1,0 +1,108 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import html
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.placement import devices as devices_lib
+from towerstrategy.placement import homes as homes_lib
+
+
+def merge_name(placement: devices_lib.Placement) -> str:
+    """The merge device as people write it: ``CPU:0`` or ``balanced``."""
+    return devices_lib.BALANCED if placement.balanced else devices_lib.short_name(placement.merge)
+
+
+class _Shown(str):
+    """Text that a notebook shows as a table."""
+
+    page = ""
+
+    def _repr_html_(self) -> str:
+        return self.page
+
+
+def describe(strategy: tf.distribute.Strategy) -> str:
+    """A table of the strategy's devices: their role, and the variables and bytes they hold."""
+    text, page = _described(strategy)
+    if not _in_ipython():
+        return text  # plain: R's reticulate takes no kind of str but str
+    shown = _Shown(text)
+    shown.page = page
+    return shown
+
+
+def describe_html(strategy: tf.distribute.Strategy) -> str:
+    """The same as HTML, for notebooks."""
+    return _described(strategy)[1]
+
+
+def _in_ipython() -> bool:
+    shell = sys.modules.get("IPython")
+    return shell is not None and shell.get_ipython() is not None
+
+
+def _described(strategy: tf.distribute.Strategy) -> tuple[str, str]:
+    placement = getattr(getattr(strategy, "extended", None), "placement", None)
+    if placement is None:
+        raise TypeError("strategy must be a TowerStrategy, but got "
+                        f"{strategy!r} of type {type(strategy).__name__}.")
+    counts: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for variable in strategy.extended.variables():
+        for part in getattr(variable, "_values", (variable,)):
+            device = devices_lib.short_name(homes_lib.home_of(part))
+            counts[device] = counts.get(device, 0) + 1
+            sizes[device] = sizes.get(device, 0) + homes_lib.size_of(part)
+    roles = _roles(placement)
+    devices = list(roles) + sorted(set(counts) - set(roles))
+    rows = [(device, roles.get(device, "variables only"), f"{counts.get(device, 0):,}",
+             f"{sizes.get(device, 0):,}") for device in devices]
+    number = len(placement.towers)
+    title = (f"TowerStrategy: {number} tower{'s' if number > 1 else ''}, merge device "
+             f"{merge_name(placement)}")
+    header = ("device", "role", "variables", "bytes")
+    return (f"{title}\n{table(header, rows, numbers=(2, 3))}",
+            _page(title, header, rows, numbers=(2, 3)))
+
+
+def _page(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]],
+          numbers: Sequence[int]) -> str:
+    """The table as HTML, in the colors of the page that it is in."""
+    def line(row: Sequence[Any], kind: str) -> str:
+        cells = (f'<{kind} style="text-align: {"right" if column in numbers else "left"}">'
+                 f"{html.escape(str(cell))}</{kind}>" for column, cell in enumerate(row))
+        return f"<tr>{''.join(cells)}</tr>"
+
+    return (f"<table><caption>{html.escape(title)}</caption><thead>{line(header, 'th')}</thead>"
+            f"<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[int] = ()) -> str:
+    """A plain text table; the columns whose positions are in ``numbers`` align right."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [cell.rjust(width) if column in numbers else cell.ljust(width)
+                  for column, (cell, width) in enumerate(zip(row, widths))]
+        return "  ".join(padded).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])])
+
+
+def _roles(placement: devices_lib.Placement) -> dict[str, str]:
+    roles = {devices_lib.short_name(device): f"tower {number}"
+             for number, device in enumerate(placement.towers)}
+    if placement.balanced:
+        return {device: f"{role} and home" for device, role in roles.items()}
+    merge = devices_lib.short_name(placement.merge)
+    roles[merge] = f"{roles[merge]} and merge" if merge in roles else "merge"
+    return roles

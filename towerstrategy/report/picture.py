@@ -1,0 +1,92 @@
+"""The report of a training as a PNG.
+
+Goes in: what ``TowerReport`` found, epoch by epoch.  Comes out: the parts of the last sampled
+step as bars, and each tower's busy share over the epochs as lines.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from towerstrategy.report.sample import Sample
+
+if TYPE_CHECKING:
+    from towerstrategy.report import tower_report
+
+_INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
+_TOWER, _OTHER, _IDLE = "#d9730d", "#1f6fb2", "#f5e3d0"
+_MOST_LINES = 10  # as many colors as matplotlib's cycle has
+
+
+def draw(epochs: Sequence[tower_report.Epoch]) -> bytes | None:
+    """The picture as a PNG; None where no step has been sampled yet.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+    """
+    sampled = [(epoch, epoch.sample) for epoch in epochs
+               if epoch.sample is not None and epoch.sampled_in == epoch.number]
+    if not sampled:
+        return None
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"TowerReport draws its picture with matplotlib, which is not there ({error}). "
+            'pip install "towerstrategy[demo]", or leave the picture out.') from error
+    last, sample = sampled[-1]
+    figure = Figure(figsize=(11, 2.4 + 0.42 * len(last.parts)), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    _bars(left, last, sample)
+    _lines(right, sampled)
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=110, facecolor="white")
+    return written.getvalue()
+
+
+def _bars(axes: Any, epoch: tower_report.Epoch, sample: Sample) -> None:
+    step = 1e3 * sample.step
+    for height, part in enumerate(epoch.parts):
+        busy = 1e3 * (part.seconds or 0)
+        if part.is_tower:
+            axes.barh(height, step, height=0.62, color=_IDLE)
+        axes.barh(height, busy, height=0.62, color=_TOWER if part.is_tower else _OTHER)
+        rows = f"{part.rows:,} rows, " if part.rows is not None else ""
+        idle = f", {part.idle:.0%} idle" if part.idle is not None else ""
+        axes.text(max(busy, step if part.is_tower else 0) + 0.015 * step, height,
+                  f"{rows}{busy:.3g} ms{idle}", va="center", color=_INK, fontsize=9)
+    axes.set_yticks(range(len(epoch.parts)),
+                    [f"{part.name}, {part.device}" for part in epoch.parts], color=_INK)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.5 * step)
+    axes.axvline(step, color=_MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
+    axes.set_xlabel("ms in which at least one operation was running")
+    _style(axes, f"A step of epoch {epoch.number + 1}: {step:.3g} ms", "x")
+
+
+def _lines(axes: Any, sampled: Sequence[tuple[tower_report.Epoch, Sample]]) -> None:
+    numbers = [epoch.number + 1 for epoch, _ in sampled]
+    towers = len(sampled[-1][1].towers)
+    for tower in range(min(towers, _MOST_LINES)):
+        axes.plot(numbers, [1 - sample.idle(tower) for _, sample in sampled], marker="o",
+                  markersize=4, linewidth=1.5, label=f"tower {tower}")
+    axes.set_ylim(0, 1.02)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+    axes.set_xlim(0.5, numbers[-1] + 0.5)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.set_xlabel("epoch")
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="best")
+    more = f" (of {towers}, the first {_MOST_LINES})" if towers > _MOST_LINES else ""
+    _style(axes, f"Busy share of the sampled step{more}", "y")
+
+
+def _style(axes: Any, title: str, grid: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=_INK)
+    axes.grid(axis=grid, color=_GRID)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_MUTED, labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)

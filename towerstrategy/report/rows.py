@@ -1,0 +1,79 @@
+"""How many rows each tower got, counted where the training takes its batches.
+
+Goes in: a dataset of split batches, while it is iterated over.  Comes out: the same elements, and a
+count that grows when an element is taken.  The count stands behind everything that reads ahead, so
+that it holds what was trained on and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch import sub_batches
+
+
+class RowCount:
+    """The rows that each tower got from one iterator.
+
+    Args:
+      towers: how many towers there are here.
+      first: the number of the first of them among the towers of all machines.
+    """
+
+    def __init__(self, towers: int, first: int = 0) -> None:
+        self._first = first
+        self._counted = True
+        with tf.init_scope(), tf.device("CPU:0"):
+            # Neither tf.Variable nor traced: it must not become a variable of the strategy.
+            self._counts = _tf.ResourceVariable(tf.zeros([towers], tf.int64), trainable=False)
+
+    def follow(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """``dataset``, counted when an element is taken from it."""
+        options = tf.data.Options()
+        # A buffer put behind this would count what nobody has taken.
+        options.experimental_optimization.inject_prefetch = False
+        return _tf.map_in_place(dataset, self._add).with_options(options)
+
+    def read(self) -> list[int] | None:
+        """The rows so far, by tower; None where the elements have no rows to be counted."""
+        return self._counts.numpy().tolist() if self._counted else None
+
+    def _add(self, *element: Any) -> Any:
+        towers = self._counts.shape[0]
+        rows = _rows(element, towers)
+        if rows is None:
+            self._counted = False
+        else:
+            here = rows if rows.shape[0] == towers else rows[self._first:self._first + towers]
+            self._counts.assign_add(here, read_value=False)
+        return element if len(element) > 1 else element[0]
+
+
+def counting(towers: int,
+             first: int) -> Callable[[tf.data.Dataset], tuple[tf.data.Dataset, RowCount]]:
+    """What ``split.count_rows`` takes: counts each dataset that is iterated over."""
+
+    def follow(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, RowCount]:
+        count = RowCount(towers, first)
+        return count.follow(dataset), count
+
+    return follow
+
+
+def _rows(element: Any, towers: int) -> Any:
+    """The rows of each tower in an element, a vector; None where there is nothing to count."""
+    leaves = tf.nest.flatten(element)
+    for leaf in leaves:
+        if isinstance(leaf, sub_batches.StandInSubBatches):
+            return leaf.rows
+        if isinstance(leaf, sub_batches.SubBatches):
+            return tf.stack([tf.cast(count, tf.int64) for count in sub_batches.row_counts(leaf)])
+    whole = [leaf for leaf in leaves if getattr(getattr(leaf, "shape", None), "rank", 0) != 0]
+    if towers > 1 or not whole:
+        return None
+    return tf.reshape(tf.cast(rows_lib.rows_in(whole[0]), tf.int64), [1])

@@ -1,0 +1,249 @@
+"""Where the time of a step goes, from one that ran under TensorFlow's profiler.
+
+Goes in: the call of a step.  Comes out: its result and a :class:`Sample`: for each tower, and for
+split, merge and update, how long at least one operation of it was running.
+
+TensorFlow's profiler notes the start and the end of every operation.  An operation belongs to the
+part of the step in whose name scope it is; operations of eager code have none and belong to the
+span that they run in.  Times of operations that run at once are not added up: a part's time is that
+of the union of their intervals, so it is at most the step's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import datasets as datasets_lib
+from towerstrategy.towers import contexts
+
+_WINDOW = "towerstrategy_sample"
+_SCOPE = re.compile(rf"(?:^|/)(?:tower_(?P<tower>\d+)_[A-Z]+_\d+|(?P<merge>merge)"
+                    rf"|(?P<split>{datasets_lib.SCOPE}(?:_\d+)?))(?=[/:]|$)")
+_UPDATE = re.compile(rf"(?:^|/){contexts.UPDATE_SCOPE}(?:_\d+)?(?=[/:]|$)")
+_OPERATION = re.compile(r"(?<!:):_?[A-Z]\w*$")
+_GET_NEXT = re.compile(r"IteratorGetNext\w*Op::DoCompute$")
+_EAGER = "EagerKernelExecute"
+
+# A part of the step: a tower's number, or one of "merge", "update", "split", "input".
+Part = Any
+Interval = tuple[int, int]  # picoseconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One step's time by part, in seconds.
+
+    Attributes:
+      step: from the call of the step to its end.
+      towers: by tower, the time in which at least one of its operations was running.
+      merge: the same for what runs where the towers meet, the update left out.
+      update: the same for the optimizer.
+      split: the same for the split, in the input pipeline, beside the step.
+      input: how long the step waited for its batch.
+      steps: how many steps ran in the sampled call; the times above are of one of them.
+    """
+
+    step: float
+    towers: tuple[float, ...]
+    merge: float
+    update: float
+    split: float
+    input: float
+    steps: int = 1
+
+    def idle(self, tower: int) -> float:
+        """The share of the step in which no operation of ``tower`` was running."""
+        return 1 - min(self.towers[tower] / self.step, 1)
+
+
+class Busy(Exception):
+    """Someone else's profile is being taken."""
+
+
+def take(call: Callable[[], Any], kinds: Sequence[str],
+         merge_kind: str) -> tuple[Any, Callable[[], Sample]]:
+    """Runs ``call`` under the profiler.
+
+    Args:
+      call: one call of a step, which may hold several steps.
+      kinds: the towers' kinds of device, ``"CPU"`` or ``"GPU"``.
+      merge_kind: the merge device's.
+
+    Returns:
+      What ``call`` returned, and a function that makes the sample of it.
+
+    Raises:
+      Busy: another profile is being taken; ``call`` has not run.
+    """
+    with tempfile.TemporaryDirectory(prefix="towerstrategy_") as folder:
+        start = time.perf_counter()
+        with _profile(folder):
+            with tf.profiler.experimental.Trace(_WINDOW):
+                result = call()
+                if "GPU" in (*kinds, merge_kind):
+                    tf.test.experimental.sync_devices()
+            seconds = time.perf_counter() - start
+        written = [path.read_bytes() for path in pathlib.Path(folder).rglob("*.xplane.pb")]
+    return result, lambda: read(map(_tf.read_profile, written), seconds, kinds, merge_kind)
+
+
+def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind: str) -> Sample:
+    """The sample in a profile.
+
+    Args:
+      spaces: TensorFlow's ``XSpace`` messages.
+      seconds: how long the call took, where the profile does not tell.
+      kinds: see :func:`take`.
+      merge_kind: see :func:`take`.
+    """
+    host, device, window, steps = _Times(len(kinds)), _Times(len(kinds)), None, 0
+    for space in spaces:
+        for plane in space.planes:
+            if plane.name.startswith("/device:"):
+                device.add_kernels(plane)
+            elif plane.name.startswith("/host:"):
+                host.add_operations(plane)
+                window, steps = host.window, host.steps
+    steps = max(steps, 1)
+
+    def time_of(part: Part, kind: str) -> float:
+        on_device = kind != "CPU" and not host.eager
+        return (device if on_device else host).total(part, window) / steps
+
+    step = seconds if window is None else (window[1] - window[0]) / 1e12
+    return Sample(step / steps, tuple(time_of(tower, kind) for tower, kind in enumerate(kinds)),
+                  time_of("merge", merge_kind), time_of("update", merge_kind),
+                  time_of("split", "CPU"), time_of("input", "CPU"), steps)
+
+
+@contextlib.contextmanager
+def _profile(folder: str) -> Iterator[None]:
+    options = tf.profiler.experimental.ProfilerOptions(
+        host_tracer_level=2, python_tracer_level=0, device_tracer_level=1)
+    try:
+        tf.profiler.experimental.start(folder, options)
+    except tf.errors.AlreadyExistsError as error:
+        raise Busy(str(error)) from None
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        tf.profiler.experimental.stop(save=done)
+
+
+class _Times:
+    """The intervals in which each part of the step ran, on the host or on accelerators."""
+
+    def __init__(self, towers: int) -> None:
+        self._alone = towers == 1
+        self._intervals: dict[Part, list[Interval]] = {}
+        self.window: Interval | None = None
+        self.steps = 0
+        self.eager = False
+
+    def total(self, part: Part, window: Interval | None) -> float:
+        """The seconds in which ``part`` ran, within ``window``."""
+        covered, end = 0, 0
+        for first, last in sorted(self._intervals.get(part, ())):
+            if window is not None:
+                first, last = max(first, window[0]), min(last, window[1])
+            first = max(first, end)
+            if last > first:
+                covered, end = covered + last - first, last
+        return covered / 1e12
+
+    def add_operations(self, plane: Any) -> None:
+        """Adds what ran on the host."""
+        names = {key: metadata.name for key, metadata in plane.event_metadata.items()}
+        spans = {key: self._span(name) for key, name in names.items() if ":" not in name}
+        spans = {key: part for key, part in spans.items() if part is not None}
+        waits = {key for key, name in names.items() if _GET_NEXT.search(name)}
+        windows = {key for key, name in names.items() if name == _WINDOW}
+        eager = {key for key, name in names.items() if name == _EAGER} if spans else set()
+        parts = {key: self._part(name, self._alone) for key, name in names.items() if ":" in name}
+        parts = {key: part for key, part in parts.items() if part is not None}
+        for line in plane.lines:
+            # All operations are the only tower's, but for those of the input pipeline.
+            mine = {} if self._alone and line.name.startswith("tf_data") else parts
+            if spans:
+                self._add_eager(line, spans, eager)
+            for event in line.events:
+                key = event.metadata_id
+                part = mine.get(key)
+                if part is not None:
+                    self._add(part, line, event)
+                elif key in waits:
+                    self._add("input", line, event)
+                    self.steps += 1
+                elif key in windows:
+                    self.window = _interval(line, event)
+
+    def add_kernels(self, plane: Any) -> None:
+        """Adds what ran on an accelerator; ``tf_op`` names the operation that started it."""
+        named = [key for key, stat in plane.stat_metadata.items() if stat.name == "tf_op"]
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue  # made from the streams' own
+            for event in line.events:
+                for stat in event.stats:
+                    if stat.metadata_id in named:
+                        name = stat.str_value or plane.stat_metadata[stat.ref_value].name
+                        part = self._part(name, self._alone)
+                        if part is not None:
+                            self._add(part, line, event)
+
+    def _add_eager(self, line: Any, spans: dict[int, Part], eager: set[int]) -> None:
+        """Adds a thread's eager operations to the innermost span that each is in."""
+        inside = [(*_interval(line, event), spans[event.metadata_id])
+                  for event in line.events if event.metadata_id in spans]
+        if not inside:
+            return
+        self.eager = True
+        for event in line.events:
+            if event.metadata_id in eager:
+                first, last = _interval(line, event)
+                around = [span for span in inside if span[0] <= first and last <= span[1]]
+                if around:
+                    self._add(max(around)[2], line, event)
+
+    def _add(self, part: Part, line: Any, event: Any) -> None:
+        self._intervals.setdefault(part, []).append(_interval(line, event))
+
+    @staticmethod
+    def _span(name: str) -> Part:
+        """The part whose eager operations run within a span of this name, or None."""
+        name = name.rstrip("/")
+        if name == contexts.UPDATE_SCOPE:
+            return "update"
+        found = _SCOPE.fullmatch(name)
+        if found is None or found["split"]:
+            return None
+        return "merge" if found["merge"] else int(found["tower"])
+
+    @staticmethod
+    def _part(name: str, alone: bool) -> Part:
+        """The part that the operation ``name:Type`` belongs to, or None."""
+        if not _OPERATION.search(name):
+            return None
+        found = _SCOPE.search(name)
+        if found is None:
+            return 0 if alone and not name.startswith("EagerLocalExecute") else None
+        if found["merge"]:
+            return "update" if _UPDATE.search(name, found.end()) else "merge"
+        return "split" if found["split"] else int(found["tower"])
+
+
+def _interval(line: Any, event: Any) -> Interval:
+    start = line.timestamp_ns * 1000 + event.offset_ps
+    return start, start + event.duration_ps

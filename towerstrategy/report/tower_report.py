@@ -1,0 +1,238 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from towerstrategy._keras.callback import Callback
+from towerstrategy.placement import devices as devices_lib
+from towerstrategy.placement import kind
+from towerstrategy.report import description
+from towerstrategy.report import picture as picture_lib
+from towerstrategy.report.events import Events
+from towerstrategy.report.sample import Sample
+from towerstrategy.report.watch import Watch
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A line of the table: a tower, or another part of the step.
+
+    Attributes:
+      name: such as ``"tower 0"`` or ``"merge"``.
+      device: where it runs.
+      rows: a tower's rows in this epoch; None where they were not counted.
+      seconds: in a step, the time in which at least one operation of it was running.
+      idle: a tower's share of the step in which none was; None for other parts.
+    """
+
+    name: str
+    device: str
+    rows: int | None
+    seconds: float | None
+    idle: float | None
+
+    @property
+    def is_tower(self) -> bool:
+        """Whether this is a tower."""
+        return self.name.startswith("tower")
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    """What ``TowerReport`` knows of an epoch; ``str`` makes the table of it.
+
+    Attributes:
+      number: the epoch, counted from 0 as Keras counts.
+      seconds: how long it took, validation included.
+      parts: the lines of the table.
+      sample: the times of one step, or None: none has been sampled yet.
+      sampled_in: the epoch that the sampled step belongs to.
+    """
+
+    number: int
+    seconds: float
+    parts: tuple[Part, ...]
+    sample: Sample | None
+    sampled_in: int | None
+
+    @property
+    def rows(self) -> tuple[int | None, ...]:
+        """The towers' rows in this epoch."""
+        return tuple(part.rows for part in self.parts if part.is_tower)
+
+    def __str__(self) -> str:
+        counted = [rows for rows in self.rows if rows is not None]
+        title = f"epoch {self.number + 1}: {sum(counted):,} rows in {self.seconds:.3g} s"
+        if self.sample is None or self.sampled_in is None:
+            title += "; no step sampled yet"
+        else:
+            when = "" if self.sampled_in == self.number else f" of epoch {self.sampled_in + 1}"
+            title += f"; a step{when} took {1e3 * self.sample.step:.3g} ms"
+        cells = [(part.name, part.device, "" if part.rows is None else f"{part.rows:,}",
+                  "" if part.seconds is None else f"{1e3 * part.seconds:.2f}",
+                  "" if part.idle is None else f"{part.idle:.0%}") for part in self.parts]
+        header = ("part", "device", "rows", "busy ms a step", "idle")
+        return f"{title}\n{description.table(header, cells, numbers=(2, 3, 4))}"
+
+
+class TowerReport(Callback):
+    """A Keras callback that shows, epoch by epoch, whether the towers are used.
+
+    It works with Keras 3 and with tf_keras.  After each epoch it prints a table:
+
+    - **rows**: each tower's rows of the epoch, all of them counted.
+    - **busy ms a step**: of one sampled step, the time in which at least one operation of this line
+      was running.  Work of a tower that runs in parallel counts once, so no line has more than the
+      step.  A tower's operations are those of the model and its gradients, the reading of weights
+      among them; ``merge`` is what runs where the towers meet, ``update`` the optimizer, ``split``
+      the dealing of rows in the input pipeline (beside the step), ``input`` the step's waiting for
+      its batch.
+    - **idle**: the share of the step in which no operation of that tower was running.  CPU towers
+      share the machine's cores: one of them can be busy and still wait for a core.
+
+    The sampled step runs under TensorFlow's profiler.  A step is sampled when that leaves the cost
+    of samples below ``most`` of the time trained; the first always is.  An epoch without a sample
+    shows the last one.  The picture is drawn when that costs no more than ``most`` either, and when
+    the training ends.  Without this callback nothing is measured and nothing stays behind.
+    With several machines each shows its own towers.
+
+    Args:
+      picture: a PNG file to draw (needs matplotlib), or None.
+      most: the share of the training's time that samples may take, and pictures.
+      print_fn: gets each epoch's table; None prints nothing.
+      log_dir: a folder for TensorBoard, or None: a run a tower with its rows, busy time and idle
+        share, one with the step's other parts, and the picture where matplotlib is installed.
+
+    Attributes:
+      epochs: what was found, one :class:`Epoch` each.
+
+    Raises:
+      TypeError, ValueError: an argument that cannot be used.
+
+    >>> from towerstrategy.report import TowerReport
+    >>> strategy = TowerStrategy(split_cpu(4)[:2])
+    >>> with strategy.scope():
+    ...   model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
+    ...   model.compile("sgd", "mse")
+    >>> report = TowerReport(print_fn=None)
+    >>> x, y = np.ones([9, 3]), np.ones([9, 1])
+    >>> history = model.fit(x, y, batch_size=2, epochs=2, verbose=0, callbacks=[report])
+    >>> [epoch.rows for epoch in report.epochs]
+    [(5, 4), (5, 4)]
+    >>> print(report.epochs[-1])
+    epoch 2: 9 rows in ...
+    part     device  rows  busy ms a step  idle
+    -------  ------  ----  --------------  ----
+    tower 0  CPU:0      5  ...
+    tower 1  CPU:1      4  ...
+    merge    CPU:0         ...
+    update   CPU:0         ...
+    split    CPU:0         ...
+    input    CPU:0         ...
+    """
+
+    def __init__(self, picture: str | os.PathLike[str] | None = None, *, most: float = 0.01,
+                 print_fn: Callable[[str], Any] | None = print,
+                 log_dir: str | os.PathLike[str] | None = None) -> None:
+        for name, path, kind in (("picture", picture, "PNG file"), ("log_dir", log_dir, "folder")):
+            if path is not None and not isinstance(path, (str, os.PathLike)):
+                raise TypeError(f"{name} must be None or the path of a {kind}, but got "
+                                f"{path!r} of type {type(path).__name__}.")
+        if not 0 < most <= 1:
+            raise ValueError(f"most must be a share of the training's time, above 0 and at most 1, "
+                             f"but got {most!r}.")
+        self.picture = picture
+        self.log_dir = log_dir
+        self.epochs: list[Epoch] = []
+        self._most = most
+        self._print = print_fn
+        self._watch: Watch | None = None
+        self._events: Events | None = None
+        self._drawn = False
+        self._picture_cost = 1.0  # seconds; a guess until the first is drawn
+        self._pictures_cost = 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        del logs
+        strategy = self.model.distribute_strategy
+        if not kind.is_tower_strategy(strategy):
+            raise ValueError(
+                f"TowerReport is for models that a TowerStrategy trains, but model "
+                f"{self.model.name!r} has {strategy!r}. Compile it in the strategy's scope, or "
+                "call strategy.adopt(model).")
+        self.epochs = []
+        self._pictures_cost = 0.0
+        self._watch = Watch(self.model, self._most)
+        if self.log_dir is not None:
+            self._events = Events(self.log_dir, strategy.extended.first_replica)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        del logs
+        self._watching.begin(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        del logs
+        watch = self._watching
+        with watch.spending():
+            watch.end()
+            self.epochs.append(_epoch(epoch, watch))
+            if self._print is not None:
+                self._print(f"\n{self.epochs[-1]}")
+            if self._events is not None:
+                self._events.write(self.epochs[-1])
+        self._drawn = watch.affords(self._pictures_cost + self._picture_cost)
+        if self._drawn:
+            self._draw()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        del logs
+        self._watching.close()
+        self._watch = None
+        if not self._drawn:
+            self._draw()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    @property
+    def _watching(self) -> Watch:
+        if self._watch is None:
+            raise RuntimeError("TowerReport sees the beginning of an epoch, or its end, outside of "
+                               "a training: give it to model.fit(callbacks=[...]).")
+        return self._watch
+
+    def _draw(self) -> None:
+        shown = self._events is not None and importlib.util.find_spec("matplotlib") is not None
+        if self.picture is None and not shown:
+            return
+        start = time.perf_counter()
+        png = picture_lib.draw(self.epochs)
+        if png is not None and self.picture is not None:
+            pathlib.Path(self.picture).write_bytes(png)
+        if png is not None and shown and self._events is not None:
+            self._events.show(png, self.epochs[-1].number)
+        self._picture_cost = time.perf_counter() - start
+        self._pictures_cost += self._picture_cost
+
+
+def _epoch(number: int, watch: Watch) -> Epoch:
+    placement, sample, rows = watch.placement, watch.sample, watch.rows
+    lines = [Part(f"tower {tower}", devices_lib.short_name(device),
+                  None if rows is None else rows[tower],
+                  None if sample is None else sample.towers[tower],
+                  None if sample is None else sample.idle(tower))
+             for tower, device in enumerate(placement.towers)]
+    where = description.merge_name(placement)
+    for name, device in (("merge", where), ("update", where), ("split", "CPU:0"),
+                         ("input", "CPU:0")):
+        lines.append(Part(name, device, None, None if sample is None else getattr(sample, name),
+                          None))
+    return Epoch(number, watch.seconds, tuple(lines), sample, watch.sampled_in)

@@ -1,0 +1,152 @@
+"""Looks at one training: the rows that its towers get, and now and then at a step.
+
+Goes in: a model that trains, from the beginning of its training to the end.  Comes out: rows, times
+and the latest :class:`Sample`, and nothing that stays behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.batch import iterators
+from towerstrategy.placement import devices as devices_lib
+from towerstrategy.report import rows as rows_lib
+from towerstrategy.report.sample import Busy, Sample, take
+
+# Calls of the training function in a training that are not typical: the first traces.
+_WARM_UP = 2
+
+_STANDS_FOR = "_towerstrategy_stands_for"
+
+
+class Watch:
+    """Looks at one training.
+
+    While an epoch runs it stands in the place of ``model.train_function``, which both Keras
+    versions look up for every call.
+
+    Args:
+      model: the model that trains, a TowerStrategy's.
+      most: the share of the training's time that may be spent.
+
+    Attributes:
+      placement: where the towers are.
+      rows: the towers' rows of the last epoch; None where its batches could not be counted.
+      seconds: how long the last epoch took.
+      sample: the latest sample, or None.
+      sampled_in: the epoch it is of.
+      spent: the seconds spent on samples and tables so far.
+    """
+
+    def __init__(self, model: Any, most: float) -> None:
+        extended = model.distribute_strategy.extended
+        placement: devices_lib.Placement = extended.placement
+        self.placement = placement
+        self.rows: list[int] | None = None
+        self.seconds = 0.0
+        self.sample: Sample | None = None
+        self.sampled_in: int | None = None
+        self.spent = 0.0
+        self._model = model
+        self._most = most
+        self._start = self._epoch_start = time.perf_counter()
+        self._kinds = [str(tf.DeviceSpec.from_string(device).device_type)
+                       for device in (*placement.towers, placement.merge)]
+        self._sample_cost = 0.0
+        self._epoch = 0
+        self._calls = 0
+        self._from_call = _WARM_UP
+        self._function: Any = None
+        self._stand_in: Any = None
+        self._before: dict[rows_lib.RowCount | None, list[int] | None] = {}
+        iterators.count_rows(rows_lib.counting(len(placement.towers), extended.first_replica))
+
+    def begin(self, epoch: int) -> None:
+        """An epoch begins."""
+        self._epoch = epoch
+        self._calls = 0
+        self._before = {count: count.read() for count in self._before if count is not None}
+        self._epoch_start = time.perf_counter()
+        # A training that an error ended between two steps may have left a stand-in.
+        self._function = getattr(self._model.train_function, _STANDS_FOR,
+                                 self._model.train_function)
+        self._stand_in = self._make_stand_in()
+        setattr(self._stand_in, _STANDS_FOR, self._function)
+        self._model.train_function = self._stand_in
+
+    def end(self) -> None:
+        """The epoch has ended."""
+        self._step_aside()
+        self.seconds = time.perf_counter() - self._epoch_start
+        self.rows = self._rows_taken()
+        # Neither an epoch's first step nor its last, which may have fewer rows, if others are left.
+        self._from_call = max(0, min(_WARM_UP, self._calls - 2))
+
+    def close(self) -> None:
+        """The training has ended, well or not."""
+        iterators.count_rows(None)
+        self._step_aside()
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """The time that is spent within is the report's."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent += time.perf_counter() - start
+
+    def affords(self, cost: float) -> bool:
+        """Whether ``cost`` seconds of all are within the share."""
+        return cost <= self._most * (time.perf_counter() - self._start)
+
+    def _make_stand_in(self) -> Any:
+        def train_function(iterator: Any) -> Any:
+            count = getattr(iterator, "row_count", None)
+            if count not in self._before:
+                self._before[count] = [0] * len(self.placement.towers)
+            number, self._calls = self._calls, self._calls + 1
+            wanted = number >= self._from_call and self.sampled_in != self._epoch
+            try:
+                if wanted and self.affords(self.spent + self._sample_cost):
+                    return self._sampled(iterator)
+                return self._function(iterator)
+            except BaseException:
+                self.close()
+                raise
+
+        return train_function
+
+    def _sampled(self, iterator: Any) -> Any:
+        *towers, merge = self._kinds
+        start = time.perf_counter()
+        self.sampled_in = self._epoch
+        try:
+            result, sample = take(lambda: self._function(iterator), towers, merge)
+        except Busy:
+            return self._function(iterator)
+        self.sample = sample()
+        step = self.sample.step * self.sample.steps
+        self._sample_cost = time.perf_counter() - start - step
+        self.spent += self._sample_cost
+        return result
+
+    def _rows_taken(self) -> list[int] | None:
+        """The rows taken in this epoch from the iterators that were trained on."""
+        total = [0] * len(self.placement.towers)
+        for count, before in self._before.items():
+            now = None if count is None else count.read()
+            if now is None or before is None:
+                return None
+            total = [sum(rows) - then for *rows, then in zip(total, now, before)]
+        return total
+
+    def _step_aside(self) -> None:
+        if self._stand_in is not None and self._model.train_function is self._stand_in:
+            self._model.train_function = self._function
+        self._stand_in = None

@@ -1,0 +1,99 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import results, sub_batches
+from towerstrategy.merge import shares as shares_lib
+from towerstrategy.towers import contexts
+
+
+def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
+              kwargs: Any) -> Any:
+    """Calls ``fn`` once a tower, on the tower's device, and groups what comes out.
+
+    Args:
+      strategy: the strategy, in whose scope the caller is.
+      fn: the replica function; a ``tf.function`` is entered first and the towers run inside it.
+      args: positional arguments; each tower gets its own part of per-replica values.
+      kwargs: keyword arguments, likewise.
+
+    Returns:
+      ``fn``'s result: values that differ between towers as ``PerReplica``, the same object once.
+
+    Raises:
+      ValueError: ``fn`` was made with ``jit_compile=True`` and there are several towers.
+      Exception: whatever ``fn`` raised, with a note that names the tower and its device.
+    """
+    if isinstance(fn, _tf.Function):
+        return _inside_function(strategy, fn)(*args, **kwargs)
+    if not tf.executing_eagerly():
+        fn = _tf.autograph_convert(fn)
+    devices = strategy.extended.worker_devices
+    with tf.device(strategy.extended.host_device):
+        shares = _shares(strategy, args, kwargs)
+    if len(devices) == 1:
+        return _call_one(strategy, fn, args, kwargs, shares)
+    # Here and not above: both modules are built on this one.
+    from towerstrategy import once, threads
+
+    if not tf.executing_eagerly() and strategy.extended.trace_once:
+        try:
+            return once.call(strategy, fn, args, kwargs, shares)
+        except once.NeedsOwnTrace as reason:
+            strategy.extended.own_trace_reasons.append(str(reason))
+    return threads.call(strategy, fn, args, kwargs, shares)
+
+
+def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:
+    """``fn`` as a ``tf.function`` whose body runs the towers; made once a function."""
+    if _tf.is_jit_compiled(fn) and not strategy.extended.placement.compiles:
+        raise ValueError(
+            "the function given to strategy.run was made with tf.function(jit_compile=True), but "
+            "XLA compiles a function for TensorFlow's default device alone, and this strategy's "
+            "towers and merge device are not all there. Leave jit_compile out, or give "
+            "jit_compile=True to a function of a single tower's work that is called inside the "
+            "replica function and does not synchronize.")
+    wrapped = strategy.extended.functions.get(fn)
+    if wrapped is None:
+        # Whoever calls it holds fn; a reference from here would keep fn for good.
+        reference: Callable[[], Any] = weakref.ref(fn)
+
+        def run_towers(*args: Any, **kwargs: Any) -> Any:
+            return call_each(strategy, reference().python_function, args, kwargs)
+
+        wrapped = _tf.clone_function(fn, run_towers)
+        strategy.extended.functions[fn] = wrapped
+    return wrapped
+
+
+def _shares(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> shares_lib.Shares:
+    """The shares of the batch among the arguments, else of the rows that towers returned before.
+
+    Equal ones where there are none.
+    """
+    leaves, workers = tf.nest.flatten((args, kwargs)), strategy.extended.workers
+    for leaf in leaves:
+        if isinstance(leaf, sub_batches.SubBatches):
+            return shares_lib.Shares.of_batch(leaf, workers).prepare()
+    return results.shares_of(leaves, workers) or strategy.extended.equal_shares()
+
+
+def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
+              shares: shares_lib.Shares) -> Any:
+    context = contexts.TowerContext(strategy, 0, shares)
+    device = strategy.extended.worker_devices[0]
+    args, kwargs = _tf.select_replica(0, args), _tf.select_replica(0, kwargs)
+    first = strategy.extended.first_replica
+    with context, tf.device(device), _tf.graph_seeded(_tf.graph_seed(), first):
+        result = fn(*args, **kwargs)
+    if strategy.extended.workers is None:
+        return _tf.regroup((result,))
+    return _tf.regroup((result,), context.own_result, always_wrap=True)

@@ -1,0 +1,363 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import results
+from towerstrategy.merge import merging
+from towerstrategy.merge import shares as shares_lib
+from towerstrategy.placement import devices as devices_lib
+
+TowerResults = results.TowerResults
+
+NESTED_MERGE = (
+    "`merge_call` called while defining a new graph or a tf.function. This happens if the function "
+    "passed to `strategy.run()` contains a nested `@tf.function` or a control flow statement "
+    "(tf.cond, tf.while_loop, a converted `if` or `for`) with a synchronization point inside, such "
+    "as apply_gradients, all_reduce or a write to a variable with aggregation. The towers cannot "
+    "meet there. Move the synchronization point out of the nested function, or put the whole "
+    "`strategy.run` inside the tf.function or the control flow.")
+
+# Within a merge: what the optimizer does with the merged gradients.
+UPDATE_SCOPE = "tower_update"
+OWN_SCOPE = re.compile(r"tower_\d+_[A-Z]+_\d+|merge|tower_update(_\d+)?")
+
+# What a nested function that a tower has traced finds where no tower calls it.
+OUTSIDE = {"share": (tf.float64, 1.), "filled": (tf.bool, True), "number": (tf.int32, 0),
+           "seed_step": (tf.int64, 0)}
+
+
+class TowerContext(tf.distribute.ReplicaContext):
+    """The replica context of one tower.
+
+    What a tower knows about itself (its number, its share, whether it has rows, its seed) belongs
+    to the call of the replica function.  A ``tf.function`` that is called inside of it is traced
+    once and called again, by other towers and for other batches, so in there each of these is a
+    tensor that is asked for at each call.
+
+    Attributes:
+      share: the tower's rows over all rows of the global batch: a float or a scalar float64 tensor.
+      shares: the shares of all towers, for where they meet.
+      silenced: whether the gradients of a tower without rows are zero of themselves.
+      own_means: whether losses are means over the tower's rows here, scaled by who asked for them.
+      asked: whether the replica function has asked how many replicas there are.
+      suspects: ids of the variables by which a loss that nothing has scaled was differentiated.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, tower: int, shares: shares_lib.Shares,
+                 call: Any = None) -> None:
+        super().__init__(strategy, tower)
+        self._tower = tower
+        self._call = call
+        self.shares = shares
+        self.weight: Any = None
+        self.silenced = False
+        self.own_means = False
+        self.asked = False
+        self.suspects: set[int] = set()
+        self._graph: tf.Graph | None = None
+        self._reducing = False
+        self._scaled: dict[int, Any] = {}
+        self._means: dict[int, Any] = {}
+        self._met: dict[int, Any] = {}
+        self._losses: dict[int, tuple[Any, list[Any]]] = {}
+
+    def __enter__(self) -> None:
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        super().__enter__()
+
+    @property
+    def tower(self) -> int:
+        """This tower's number, a Python int; a function that asks is traced for each tower."""
+        self._ask()
+        return self._tower
+
+    @property
+    def _replica_id(self) -> int:
+        # TensorFlow picks a replica's part of a distributed value by it.
+        return self.tower
+
+    @property
+    def replica_id_in_sync_group(self) -> tf.Tensor:
+        """This tower's number, a scalar int32 tensor."""
+        return tf.convert_to_tensor(self._known("number"), name="replica_id_in_sync_group")
+
+    @property
+    def count(self) -> int:
+        """How many towers there are on this machine."""
+        return len(self._strategy.extended.worker_devices)
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other towers, here or on other machines."""
+        return self.count > 1 or self._strategy.extended.workers is not None
+
+    @property
+    def share(self) -> Any:
+        return self._known("share")
+
+    @property
+    def filled(self) -> Any:
+        """Whether this tower has rows: a bool, or a scalar bool tensor."""
+        return self._known("filled")
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether some tower has, or may turn out to have, no rows."""
+        return self.is_nested or self.shares.may_be_empty
+
+    @property
+    def stand_ins(self) -> bool:
+        """Whether a tower without rows works, or may work, on a stand-in, which must not count."""
+        return self.is_nested or self.shares.stand_ins
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether a function is being traced here that the replica function calls."""
+        return _tf.nested_function(self._graph) is not None
+
+    def _known(self, name: str) -> Any:
+        """One of :data:`OUTSIDE`, as this tower has it in this call."""
+        nested = _tf.nested_function(self._graph)
+        if nested is None:
+            return getattr(self, f"_{name}_here")()
+        return _tf.capture_at_call(nested, f"towerstrategy/{name}",
+                                   functools.partial(_known_of_caller, name),
+                                   tf.TensorSpec([], OUTSIDE[name][0]))
+
+    def _share_here(self) -> Any:
+        shares = [self.shares.of(tower) for tower in range(self.count)]
+        if isinstance(shares[0], float) and len(set(shares)) == 1:
+            return shares[0]
+        return self._own(shares)
+
+    def _filled_here(self) -> Any:
+        filled = [self.shares.filled(tower) for tower in range(self.count)]
+        return filled[self._tower] if not self.shares.may_be_empty else self._own(filled)
+
+    def _number_here(self) -> Any:
+        first = self._strategy.extended.first_replica
+        return self._own([np.int32(first + tower) for tower in range(self.count)])
+
+    def _seed_step_here(self) -> Any:
+        first = self._strategy.extended.first_replica
+        return self._own([np.int64((first + tower) * _tf.SEED_STEP % 2**31)
+                          for tower in range(self.count)])
+
+    @contextlib.contextmanager
+    def at(self, device: str) -> Iterator[None]:
+        """Within, every tower's operations are on ``device``, be it one of the towers' or not."""
+        with contextlib.nullcontext() if self._call is None else self._call.staying(), \
+                tf.device(device):
+            yield
+
+    def part_of(self, values: Any) -> Any:
+        """This tower's part of one part a tower, for callers that treat all towers alike."""
+        return values[self._tower]
+
+    def _own(self, values: Any) -> Any:
+        """What this tower has of one value a tower."""
+        return values[self._tower] if self._call is None else self._call.own(self._tower, values)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the other towers are copies of what is traced here."""
+        return self._call is not None and self._call.copies
+
+    def _ask(self) -> None:
+        if self._call is not None:
+            self._call.ask()
+
+    def writes_alone(self, variable: Any) -> None:
+        """A write to ``variable`` is being traced where the towers cannot meet, see :mod:`alone`.
+        """
+        self._strategy.extended.note_written_alone(variable)
+        if self._call is not None:
+            self._call.note_written(variable)
+
+    @contextlib.contextmanager
+    def weighted(self, weight: Any) -> Iterator[None]:
+        """Within, losses are scaled by ``weight`` (a scalar tensor), not by the share of rows."""
+        before, self.weight = self.weight, weight
+        try:
+            yield
+        finally:
+            self.weight = before
+
+    def mark_scaled(self, loss: Any) -> Any:
+        """Remembers that ``loss`` is this tower's part of the whole batch's loss already."""
+        self._scaled[id(loss)] = loss
+        return loss
+
+    def is_scaled(self, loss: Any) -> bool:
+        """Whether ``loss`` went through :meth:`mark_scaled`."""
+        return self._scaled.get(id(loss)) is loss
+
+    def mark_mean(self, loss: Any) -> Any:
+        """Remembers that ``loss`` is a mean over this tower's rows."""
+        self._means[id(loss)] = loss
+        return loss
+
+    def is_mean(self, loss: Any) -> bool:
+        """Whether ``loss`` went through :meth:`mark_mean`."""
+        return self._means.get(id(loss)) is loss
+
+    @property
+    def static_rows(self) -> int | None:
+        """The rows that this tower works on; 0 where only the step knows, None without a batch."""
+        return self.shares.static_rows(self._tower)
+
+    def losses_of(self, layer: Any) -> list[Any]:
+        """The list of the losses that ``layer`` has added in this tower."""
+        return self._losses.setdefault(id(layer), (layer, []))[1]
+
+    def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
+        """``seed`` (integers) made this tower's own; tower 0's is what one device would use."""
+        return tf.bitwise.bitwise_xor(seed, tf.cast(self._known("seed_step"), seed.dtype))
+
+    @property
+    def device(self) -> str:
+        """The full name of this tower's device."""
+        self._ask()
+        return self._strategy.extended.worker_devices[self._tower]
+
+    @property
+    def devices(self) -> list[str]:
+        return [self.device]
+
+    @property
+    def can_merge(self) -> bool:
+        """Whether the towers can meet here: not inside a nested function or control flow."""
+        if self._graph is None:
+            return tf.executing_eagerly()
+        return tf.executing_eagerly() or tf.compat.v1.get_default_graph() is self._graph
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """As ``tf.distribute.ReplicaContext.all_reduce``; a stand-in counts for nothing."""
+        if self.stand_ins:
+            filled = self.filled
+            value = tf.nest.map_structure(lambda part: merging.kept(filled, part), value)
+        before, self._reducing = self._reducing, True
+        try:
+            return super().all_reduce(reduce_op, value, options)
+        finally:
+            self._reducing = before
+
+    def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self.can_merge:
+            raise RuntimeError(NESTED_MERGE)
+        if self._reducing and not tf.executing_eagerly():
+            merge_fn = _ending_walks(merge_fn)
+        if self._call is not None:
+            return self._call.meet(merge_fn, args, kwargs)
+        with _tf.cross_replica_context(self._strategy), \
+                tf.device(self._strategy.extended.merge_device):
+            answer = merge_fn(self._strategy, *args, **kwargs)
+        self._met.update((id(leaf), leaf) for leaf in tf.nest.flatten(answer))
+        return answer
+
+    def own_result(self, values: tuple[Any]) -> Any:
+        """What the only tower of one of several machines returned: its own, unless all met on it.
+        """
+        value, = values
+        differs = isinstance(value, (tf.Tensor, _tf.CompositeTensor)) and id(value) not in self._met
+        return TowerResults(values, self.shares) if differs else value
+
+
+def _ending_walks(merge_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``merge_fn`` with results behind which TensorFlow does not look for variables.
+
+    ``ReplicaContext.all_reduce`` has a gradient of its own, for which TensorFlow walks back from
+    the result to the tower's input, and, by the other towers' inputs, through all of their graph:
+    with each all-reduce anew.  The walk ends where nothing can be differentiated.
+    """
+    def ended(leaf: Any) -> Any:
+        if isinstance(leaf, _tf.Mirrored):
+            return _tf.Mirrored([ended(copy) for copy in leaf.values])
+        return tf.stop_gradient(leaf) if isinstance(leaf, tf.Tensor) else leaf
+
+    return lambda *args, **kwargs: tf.nest.map_structure(ended, merge_fn(*args, **kwargs))
+
+
+class MergedContext(tf.distribute.ReplicaContext):
+    """The replica context of a step whose gradients are merged already.
+
+    Code written for one replica of many runs in it once, as on a single device: an all-reduce has
+    nothing left to reduce, and a ``merge_call`` finds the merged values.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        super().__init__(strategy, 0)
+
+    def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with _tf.cross_replica_context(self._strategy):
+            return merge_fn(self._strategy, *args, **kwargs)
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        del reduce_op, options
+        return value
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        del axis, options
+        return value
+
+
+def current_tower() -> TowerContext | None:
+    """The context of the tower that runs here, or None outside of towers."""
+    context = tf.distribute.get_replica_context()
+    return context if isinstance(context, TowerContext) else None
+
+
+def _known_of_caller(name: str) -> Any:
+    """What the tower knows that calls a nested function, or that traces one which does."""
+    tower = current_tower()
+    return OUTSIDE[name][1] if tower is None else tower._known(name)
+
+
+def in_merged_context() -> bool:
+    """Whether merged gradients are being applied here."""
+    return isinstance(tf.distribute.get_replica_context(), MergedContext)
+
+
+def all_values(value: Any, count: int) -> list[Any]:
+    """One value a tower, from what ``merge_call`` grouped (it groups the same object into one)."""
+    if isinstance(value, (_tf.PerReplica, _tf.Mirrored)):
+        return list(value.values)
+    return [value] * count
+
+
+def error_note(tower: int, device: str, shares: shares_lib.Shares) -> str:
+    """What an error says that was raised in a tower."""
+    rows = shares.told(tower)
+    return (f"This happened in tower {tower} on {devices_lib.short_name(device)}"
+            + (f", which has {rows}." if rows else "."))
+
+
+def merge_error_note(device: str) -> str:
+    """What an error says that was raised in the function given to ``merge_call``."""
+    return ("This happened where the towers meet (merge_call), on the merge device "
+            f"{devices_lib.short_name(device)}.")
+
+
+def scope_name(tower: int, device: str) -> str:
+    """The name scope of a tower's operations, so that TensorFlow's errors name tower and device."""
+    return f"tower_{tower}_{devices_lib.short_name(device).replace(':', '_')}"
+
+
+def splitting_tower() -> TowerContext | None:
+    """The current tower where there are several of them, on any machine; None otherwise.
+
+    With one tower Keras' own single-device code is right as it is.
+    """
+    tower = current_tower()
+    return tower if tower is not None and tower.several else None

@@ -1,0 +1,242 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.towers import operands, reads, tables
+
+# Bytes of a node. An operation is compared with earlier ones by all it holds, constants too.
+LARGEST_COMPARED = 4096
+
+
+class Copier:
+    """Copies stretches of a graph from tower 0 to the other towers.
+
+    Args:
+      graph: the graph that is being traced.
+      devices: the towers' devices.
+      scopes: the name scopes of the towers' operations.
+      local_variables: gives the tower-local variables that exist, each a list of its parts.
+    """
+
+    def __init__(self, graph: tf.Graph, devices: Sequence[str], scopes: Sequence[str],
+                 local_variables: Callable[[], Iterator[Sequence[tf.Variable]]]) -> None:
+        self.table = tables.Table(len(devices))
+        self._graph = graph
+        self._devices = [tf.DeviceSpec.from_string(device).to_string() for device in devices]
+        self._scopes = scopes
+        self._local_variables = local_variables
+        self._done = 0
+        self._waiting: list[tf.Operation] = []
+        self._kept: set[str] = set()
+        self._staying: set[str] = set()
+        self._on_first: dict[str, bool] = {}  # device as written -> whether it is tower 0's
+        self._safe_functions: set[str] = set()
+        self._firsts: dict[bytes, str] = {}  # what an operation computes -> the first that does
+        self._same_as: dict[str, str] = {}  # a later one -> the first
+
+    def skip(self) -> None:
+        """Leaves out of the copies what has been added to the graph up to here."""
+        self._done = _tf.operation_count(self._graph)
+
+    def copy(self, handed: Any = ()) -> None:
+        """Copies tower 0's operations since the last :meth:`copy` or :meth:`skip`.
+
+        Operations without effect that nothing needs yet wait for a later call.
+
+        Args:
+          handed: what tower 0 hands to the others: a nest of tensors, operations and other values.
+        """
+        operands.swap(self._graph, self.added())
+        stretch = [*self._waiting, *self.added()]
+        needed = _needed(stretch, handed)
+        self._waiting = [operation for operation in stretch if operation.name not in needed]
+        stretch = [operation for operation in stretch if operation.name in needed]
+        if stretch:
+            self._check(stretch)
+            self._put_local_variables()
+            self._import(self._without_shared_reads(stretch))
+        self.skip()
+
+    def _without_shared_reads(self, stretch: Sequence[tf.Operation]) -> list[tf.Operation]:
+        shared = reads.shared(stretch, self.table)
+        for value, others in reads.stack(self._graph, shared, self._devices,
+                                         self._scopes):
+            self.table.put(value, others)
+        names = {operation.name for operation in shared}
+        return [operation for operation in stretch if operation.name not in names]
+
+    def added(self) -> list[tf.Operation]:
+        """Tower 0's operations since the last :meth:`copy` or :meth:`skip`."""
+        return [operation for operation in self._graph.get_operations()[self._done:]
+                if operation.type != "Placeholder" and operation.name not in self._kept]
+
+    def keep(self, since: int) -> None:
+        """Leaves out of the copies the operations since operation number ``since``."""
+        self._kept.update(operation.name for operation in self._graph.get_operations()[since:])
+
+    def stay(self, since: int) -> None:
+        """Leaves the copies of the operations since operation number ``since`` on their device."""
+        self._staying.update(operation.name for operation in self._graph.get_operations()[since:])
+
+    def _check(self, stretch: Sequence[tf.Operation]) -> None:
+        for operation in stretch:
+            for name in _tf.functions_of(operation):
+                self._check_function(name)
+
+    def _check_function(self, name: str) -> None:
+        """A function draws the same numbers wherever it is called, so it must draw none."""
+        if name in self._safe_functions:
+            return
+        self._safe_functions.add(name)
+        if _tf.asserts(self._graph, name):
+            raise tables.NeedsOwnTrace("an assertion in it would name tower 0 whichever tower fails")
+        definition = _tf.function_definition(self._graph, name)
+        for node in definition.node_def if definition is not None else ():
+            if "seed2" in node.attr:
+                raise tables.NeedsOwnTrace(f"{node.op} inside a nested function would draw the same "
+                                    "numbers on every tower")
+            for called in _tf.functions_in_attributes(node):
+                self._check_function(called)
+
+    def _put_local_variables(self) -> None:
+        """Tower-local variables: another tower's handle in place of tower 0's."""
+        captured = {id(outer): inner for outer, inner in _tf.captures_of(self._graph)}
+        for parts in self._local_variables():
+            first = captured.get(id(parts[0].handle))
+            if first is not None and first.name not in self.table:
+                self.table.put(first, [_tf.capture(self._graph, part.handle) for part in parts[1:]])
+
+    def _import(self, stretch: Sequence[tf.Operation]) -> None:
+        graph_def = tf.compat.v1.GraphDef()
+        graph_def.versions.producer = self._graph.graph_def_versions.producer
+        inputs: dict[str, tf.Tensor] = {}
+        controls: list[tuple[str, tf.Operation]] = []
+        wanted: list[str] = []
+        devices: list[str] = []
+        nodes = [(operation, node) for operation in stretch
+                 if not self._repeats(operation, node := operation.node_def)]
+        self._put_repeats(stretch)
+        for tower in range(1, len(self._devices)):
+            renamed = {operation.name: self._name(operation.name, tower)
+                       for operation, _ in nodes}
+            for operation, node in nodes:
+                copied = graph_def.node.add()
+                copied.CopyFrom(node)
+                copied.name = renamed[operation.name]
+                wanted.append(copied.name)
+                devices.append(node.device if operation.name in self._staying
+                               else self._device(node.device, tower))
+                copied.device = ""
+                self._set_seed(copied, tower)
+                _set_colocation(copied, renamed)
+                del copied.input[:]
+                for tensor in operation.inputs:
+                    copied.input.append(self._input(tensor, tower, renamed, inputs))
+                for control in operation.control_inputs:
+                    name = self._same_as.get(control.name, control.name)
+                    if name in renamed:
+                        copied.input.append(f"^{renamed[name]}")
+                    else:
+                        controls.append((copied.name, self.table.operation(control, tower)))
+        with tf.device(None), tf.control_dependencies(None):
+            made = tf.graph_util.import_graph_def(graph_def, input_map=inputs,
+                                                  return_elements=wanted, name="")
+        # Here and not in the nodes: the import enters a device scope for each, half of its time.
+        for copied, device in zip(made, devices):
+            _tf.set_device(copied, device)
+        by_name = dict(zip(wanted, made))
+        for name, control in controls:
+            _tf.add_control_input(by_name[name], control)
+        count = len(nodes)
+        for position, (operation, _) in enumerate(nodes):
+            self.table.put_operation(operation, made[position::count])
+        self._put_repeats(stretch)
+
+    def _repeats(self, operation: tf.Operation, node: Any) -> bool:
+        """Whether an earlier operation computes the same, so that its copies serve for this one."""
+        if operation.op_def.is_stateful or operation.control_inputs \
+                or node.ByteSize() > LARGEST_COMPARED:
+            return False
+        key = type(node)()
+        key.CopyFrom(node)
+        key.name = "staying" if operation.name in self._staying else ""
+        del key.input[:]
+        for tensor in operation.inputs:
+            name = self._same_as.get(tensor.op.name, tensor.op.name)
+            key.input.append(f"{name}:{tensor.value_index}")
+        first = self._firsts.setdefault(key.SerializeToString(deterministic=True), operation.name)
+        if first != operation.name:
+            self._same_as[operation.name] = first
+        return first != operation.name
+
+    def _put_repeats(self, stretch: Sequence[tf.Operation]) -> None:
+        for operation in stretch:
+            first = self._same_as.get(operation.name)
+            if first is not None:
+                self.table.put_same(operation, first)
+
+    def _input(self, tensor: tf.Tensor, tower: int, renamed: dict[str, str],
+               inputs: dict[str, tf.Tensor]) -> str:
+        """How a copy names its input; one from outside of the stretch is put into ``inputs``."""
+        name, index = self._same_as.get(tensor.op.name, tensor.op.name), tensor.value_index
+        if name in renamed:
+            return f"{renamed[name]}:{index}"
+        key = f"outside_{tower}_{index}/{name}"
+        inputs[f"{key}:0"] = self.table.tensor(tensor, tower)
+        return f"{key}:0"
+
+    def _name(self, name: str, tower: int) -> str:
+        if self._scopes[0] in name:
+            return name.replace(self._scopes[0], self._scopes[tower], 1)
+        return f"{name}_{self._scopes[tower]}"
+
+    def _device(self, device: str, tower: int) -> str:
+        """The device of ``tower``'s copy of an operation on ``device``."""
+        if device not in self._on_first:
+            name = tf.DeviceSpec.from_string(device).to_string()
+            self._on_first[device] = name == self._devices[0]
+        return self._devices[tower] if self._on_first[device] else device
+
+    def _set_seed(self, node: Any, tower: int) -> None:
+        """Gives a stateful random operation other numbers than tower 0's."""
+        if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
+            node.attr["seed2"].i = (node.attr["seed2"].i + tower * _tf.SEED_STEP) % 2**31
+
+
+def _needed(operations: Sequence[tf.Operation], handed: Any) -> set[str]:
+    """The names of ``operations`` that have an effect, and of what these and ``handed`` need."""
+    by_name = {operation.name: operation for operation in operations}
+    leaves = tf.nest.flatten(handed, expand_composites=True)
+    reached = [operation.name for operation in operations if operation.op_def.is_stateful]
+    reached += [leaf.name for leaf in leaves if isinstance(leaf, tf.Operation)]
+    reached += [leaf.op.name for leaf in leaves
+                if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf)]
+    needed: set[str] = set()
+    while reached:
+        name = reached.pop()
+        if name in by_name and name not in needed:
+            needed.add(name)
+            reached += [tensor.op.name for tensor in by_name[name].inputs]
+            reached += [control.name for control in by_name[name].control_inputs]
+    return needed
+
+
+def _set_colocation(node: Any, renamed: dict[str, str]) -> None:
+    """Keeps a colocation within the stretch; one with outside is TensorFlow's placer's to find."""
+    if "_class" not in node.attr:
+        return
+    kept = []
+    for value in node.attr["_class"].list.s:
+        name = value.decode().removeprefix("loc:@")
+        if name in renamed:
+            kept.append(f"loc:@{renamed[name]}".encode())
+    del node.attr["_class"]
+    if kept:
+        node.attr["_class"].list.s.extend(kept)

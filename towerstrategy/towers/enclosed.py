@@ -1,0 +1,75 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.towers import contexts
+
+
+def run(make: Callable[[], Any]) -> tuple[Any, tf.Operation | None]:
+    """What ``make`` returns, and the operation that calls its function (None if it has none)."""
+    holder: list[Any] = []
+
+    @tf.function(autograph=False)
+    def run_towers() -> list[tf.Tensor]:
+        result = make()
+        tensors: list[tf.Tensor] = []
+        holder[:] = [tf.nest.map_structure(lambda leaf: _take_out(leaf, tensors), result)]
+        return tensors
+
+    tensors = list(run_towers())
+    operation = tensors[0].op if tensors else None
+    return tf.nest.map_structure(lambda leaf: _put_back(leaf, tensors, operation),
+                                 holder[0]), operation
+
+
+class _Slot:
+    """Stands for a tensor that the towers' function returns."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Slots:
+    """Stands for a distributed or composite value whose tensors the function returns."""
+
+    def __init__(self, original: Any, parts: list[Any]) -> None:
+        self.original = original
+        self.parts = parts
+
+
+def _take_out(leaf: Any, tensors: list[tf.Tensor]) -> Any:
+    """Moves the tensors of ``leaf`` to ``tensors``."""
+    if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf):
+        tensors.append(leaf)
+        return _Slot(len(tensors) - 1)
+    if isinstance(leaf, (tf.Variable, _tf.DistributedVariable)):
+        return leaf
+    if isinstance(leaf, (_tf.PerReplica, _tf.Mirrored)):
+        return _Slots(leaf, [_take_out(part, tensors) for part in leaf.values])
+    if isinstance(leaf, _tf.CompositeTensor):
+        flat = tf.nest.flatten(leaf, expand_composites=True)
+        return _Slots(leaf, [_take_out(part, tensors) for part in flat])
+    return leaf
+
+
+def _put_back(leaf: Any, tensors: list[tf.Tensor], operation: tf.Operation | None) -> Any:
+    """The inverse of :func:`_take_out`, with the tensors of the caller's graph."""
+    if isinstance(leaf, _Slot):
+        return tensors[leaf.index]
+    if isinstance(leaf, tf.Operation):
+        return operation
+    if not isinstance(leaf, _Slots):
+        return leaf
+    parts = [_put_back(part, tensors, operation) for part in leaf.parts]
+    if isinstance(leaf.original, contexts.TowerResults):
+        return contexts.TowerResults(parts, leaf.original.shares)
+    if isinstance(leaf.original, (_tf.PerReplica, _tf.Mirrored)):
+        return type(leaf.original)(parts)
+    return tf.nest.pack_sequence_as(leaf.original, parts, expand_composites=True)

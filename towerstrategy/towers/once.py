@@ -1,0 +1,203 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.merge import shares as shares_lib
+from towerstrategy.towers import contexts, copies, enclosed, tables
+from towerstrategy.variables import alone
+
+__all__ = ["NeedsOwnTrace", "call"]
+
+
+def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
+         shares: shares_lib.Shares) -> Any:
+    """Calls ``fn`` on every tower, see ``towers.call_each``.
+
+    Raises:
+      NeedsOwnTrace: it must be traced for each tower.
+    """
+    _check_alike((args, kwargs))
+    made: list[tuple[Any, Any]] = []
+    try:
+        result, operation = enclosed.run(
+            lambda: _Once(strategy, shares, made).run(fn, args, kwargs))
+    except tables.NeedsOwnTrace:
+        _initialize(made)
+        raise
+    if not (operation is None or strategy.extended.keep_graphs or _tf.may_be_recorded()):
+        _tf.forget_trace(operation)
+    return result
+
+
+class _Once:
+    """One call of the replica function: tower 0 is traced, the others are copied."""
+
+    copies = True
+
+    def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares,
+                 made: list[tuple[Any, Any]]) -> None:
+        self._strategy = strategy
+        self._shares = shares
+        self._made = made
+        self._devices = strategy.extended.worker_devices
+        self._graph = tf.compat.v1.get_default_graph()
+        scopes = [contexts.scope_name(tower, device) for tower, device in enumerate(self._devices)]
+        self._scope = f"{scopes[0]}/"
+        self._error_note = contexts.error_note(0, self._devices[0], shares)
+        self._copier = copies.Copier(self._graph, self._devices, scopes,
+                                     strategy.extended.tower_local_parts)
+
+    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        context = contexts.TowerContext(self._strategy, 0, self._shares, self)
+        first = self._strategy.extended.first_replica
+        with context, tf.device(self._devices[0]), tf.name_scope(self._scope), \
+                _tf.graph_seeded(_tf.graph_seed(), first), \
+                _tf.variable_creator_scope(self._note_variable):
+            args, kwargs = tf.nest.map_structure(self._enter, (args, kwargs))
+            self._copier.skip()
+            try:
+                result = fn(*args, **kwargs)
+            except Exception as error:
+                _tf.add_note(error, self._error_note, traced=True)
+                raise
+            written = self._copy(result)
+        self._merge_written(written)
+        grouped = self._group(result)
+        return _tf.regroup(grouped, functools.partial(contexts.TowerResults, shares=self._shares))
+
+    def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``merge_call`` of tower 0: the others get there at once."""
+        if tf.executing_eagerly():
+            raise tables.NeedsOwnTrace("it meets the other towers in tf.init_scope")
+        controls = _tf.control_dependencies_of(self._graph)
+        written = self._copy((args, kwargs, controls))
+        args, kwargs = _tf.regroup(self._group(args)), _tf.regroup(self._group(kwargs))
+        controls = [self._copier.table.operation(control, tower)
+                    for control in controls for tower in range(len(self._devices))]
+        self._merge_written(written)
+        with _tf.not_recorded(), _tf.cross_replica_context(self._strategy), \
+                tf.control_dependencies(None), tf.control_dependencies(controls), \
+                tf.name_scope("merge/"), tf.device(None), \
+                tf.device(self._strategy.extended.merge_device):
+            own_note, self._error_note = self._error_note, contexts.merge_error_note(
+                self._strategy.extended.merge_device)
+            result = merge_fn(self._strategy, *args, **kwargs)
+            self._error_note = own_note
+        with _tf.not_recorded():
+            answer = tf.nest.map_structure(self._enter, result)
+        self._copier.skip()
+        return answer
+
+    def note_written(self, variable: Any) -> None:
+        """Nothing to do: what is written is seen in the graph."""
+
+    def _copy(self, handed: Any) -> alone.Written:
+        """Copies the stretch that ends here; what tower 0 has written alone in it."""
+        written = alone.divert(self._graph, self._copier.added(), self._owned())
+        self._copier.copy(handed)
+        return written
+
+    def _owned(self) -> Iterator[Any]:
+        extended = self._strategy.extended
+        return itertools.chain(extended.variables(), extended.written_alone())
+
+    def _merge_written(self, written: alone.Written) -> None:
+        if not written:
+            return
+        table = self._copier.table
+        towers_ = [{key: (variable, table.value(handle, tower))
+                    for key, (variable, handle) in written.items()}
+                   for tower in range(len(self._devices))]
+        with _tf.not_recorded(), tf.control_dependencies(None), tf.name_scope("merge/"), \
+                _tf.cross_replica_context(self._strategy), tf.device(None):
+            alone.merge_written(self._shares, towers_, alone.read_stand_in)
+        self._copier.skip()
+
+    def own(self, tower: int, values: Any) -> tf.Tensor:
+        """Tower 0's of one value a tower; the others' are put into the copies."""
+        del tower
+        before = _tf.operation_count(self._graph)
+        with self._graph.as_default():  # also where a branch or a loop is being traced
+            first = self._stand_for([tf.convert_to_tensor(value) for value in values])
+        self._copier.keep(before)
+        return first
+
+    @contextlib.contextmanager
+    def staying(self) -> Iterator[None]:
+        """Within, copies of operations stay on the device given, be it tower 0's or another."""
+        before = _tf.operation_count(self._graph)
+        yield
+        self._copier.stay(before)
+
+    def ask(self) -> None:
+        raise tables.NeedsOwnTrace("it looks at its replica id as a Python number")
+
+    def _note_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = next_creator(**kwargs)
+        self._made.append((variable, kwargs["initial_value"]))
+        return variable
+
+    def _group(self, value: Any) -> tuple[Any, ...]:
+        return tuple(self._copier.table.value(value, tower) for tower in range(len(self._devices)))
+
+    def _enter(self, leaf: Any) -> Any:
+        """Tower 0's part of a per-replica value, the other parts put into the table."""
+        if not isinstance(leaf, tf.distribute.DistributedValues) or _is_variable(leaf):
+            return leaf
+        parts = [tf.nest.flatten(part, expand_composites=True) for part in leaf.values]
+        own = [self._stand_for(list(components)) for components in zip(*parts)]
+        return tf.nest.pack_sequence_as(leaf.values[0], own, expand_composites=True)
+
+    def _stand_for(self, values: list[Any]) -> Any:
+        """A tensor of tower 0's own that has ``values[r]`` in its place on tower r."""
+        if all(value is values[0] for value in values):
+            return values[0]
+        if not all(isinstance(value, tf.Tensor) for value in values):
+            raise tables.NeedsOwnTrace("a value that differs between the towers is no tensor: "
+                                f"{values[0]!r}")
+        # Not an identity: its value must not be known while tracing, as it is tower 0's alone.
+        first = tf.compat.v1.placeholder_with_default(values[0], values[0].shape)
+        _tf.copy_handle_data(values[0], first)
+        self._copier.table.put(first, [_tf.capture(self._graph, value) for value in values[1:]])
+        return first
+
+
+def _check_alike(arguments: Any) -> None:
+    """The towers' arguments must look the same, as tower 0's trace serves all."""
+    for leaf in tf.nest.flatten(arguments):
+        if not isinstance(leaf, tf.distribute.DistributedValues) or _is_variable(leaf):
+            continue
+        try:
+            specs = [tf.type_spec_from_value(part) for part in leaf.values]
+        except TypeError:
+            if all(part is leaf.values[0] for part in leaf.values):
+                continue
+            raise tables.NeedsOwnTrace(
+                "an argument that differs between the towers is no tensor") from None
+        if any(spec != specs[0] for spec in specs):
+            raise tables.NeedsOwnTrace(f"an argument's static shape differs between the towers: {specs}")
+
+
+def _initialize(made: list[tuple[Any, Any]]) -> None:
+    """Initializes variables whose initial values were lost with the graph they were made in."""
+    with tf.init_scope():
+        for variable, initial_value in made:
+            # Of several machines, not all need to come here: none can ask another for its value.
+            initial_value = getattr(variable, "chiefs_initial_value", initial_value)
+            value = initial_value() if callable(initial_value) else initial_value
+            for part in getattr(variable, "_values", (variable,)):
+                _tf.ResourceVariable.assign(part, tf.cast(value, part.dtype))
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, (tf.Variable, _tf.DistributedVariable))

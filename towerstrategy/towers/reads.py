@@ -1,0 +1,94 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Container, Iterator, Sequence
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+
+# Bytes. Stacking copies the value once; above, the copy costs more than a transfer of its own.
+LARGEST_STACKED = 2**16
+
+# Of these GPUs have a kernel for Pack, and for Split (of int64: for StridedSlice).
+_SPLIT = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128)
+_SLICED = (tf.int64,)
+_READ = "ReadVariableOp"
+_ONLY_READ = (_READ, "ResourceGather", "ResourceGatherNd")
+
+
+def shared(stretch: Sequence[tf.Operation], differing: Container[str]) -> list[tf.Operation]:
+    """The reads in ``stretch`` that give every tower the same.
+
+    Args:
+      stretch: operations of tower 0.
+      differing: the names of the tensors that differ between the towers: a tower-local variable has
+        its handle here.
+    """
+    written = {tensor.name for operation in stretch if operation.type not in _ONLY_READ
+               for tensor in operation.inputs if tensor.dtype == tf.resource}
+    return [operation for operation in stretch
+            if operation.type == _READ and not operation.control_inputs
+            and operation.inputs[0].name not in written
+            and operation.inputs[0].name not in differing]
+
+
+def stack(graph: tf.Graph, reads: Sequence[tf.Operation], devices: Sequence[str],
+          scopes: Sequence[str]) -> Iterator[tuple[tf.Tensor, list[tf.Tensor]]]:
+    """Stacks what is small among ``reads``.
+
+    Args:
+      graph: the graph of ``reads``.
+      reads: what :func:`shared` gave.
+      devices: the towers' devices, written in full.
+      scopes: the name scopes of the towers' operations.
+
+    Yields:
+      A value that was read, and what towers 1.. have in its place.
+    """
+    for home, group in _alike(graph, reads):
+        values = [operation.outputs[0] for operation in group]
+        towers: list[Sequence[tf.Tensor]] = []
+        with graph.as_default(), tf.control_dependencies(None), _tf.not_recorded():
+            with tf.device(None), tf.device(home), tf.name_scope("reads/"):
+                stacked = tf.stack(values)
+            for device, scope in zip(devices[1:], scopes[1:]):
+                with tf.device(None), tf.device(device), tf.name_scope(f"{scope}/reads/"):
+                    towers.append(values if device == home else _unstacked(stacked))
+        for value, others in zip(values, zip(*towers)):
+            yield value, list(others)
+
+
+def _unstacked(stacked: tf.Tensor) -> list[tf.Tensor]:
+    """The values of a stack, each an operation of its own.
+
+    TensorFlow's graph optimizer fuses a layer normalization (remapper, ``FindMklLayerNorm``) and
+    does not look at which outputs of an operation its gamma and beta are: of ``tf.unstack`` it
+    takes the first for both.
+    """
+    if stacked.dtype in _SLICED:
+        return [stacked[number] for number in range(stacked.shape[0])]
+    shape = tf.constant(stacked.shape[1:].as_list(), tf.int32)
+    return [tf.reshape(part, shape) for part in tf.split(stacked, stacked.shape[0])]
+
+
+def _alike(graph: tf.Graph, reads: Sequence[tf.Operation]
+           ) -> Iterator[tuple[str, list[tf.Operation]]]:
+    """Small reads of one shape and dtype from one device, where there are several."""
+    homes = {inner.name: tf.DeviceSpec.from_string(outer.device).to_string()
+             for outer, inner in _tf.captures_of(graph)
+             if _tf.is_eager(outer) and outer.dtype == tf.resource}
+    groups = collections.defaultdict(list)
+    for operation in reads:
+        value, home = operation.outputs[0], homes.get(operation.inputs[0].name)
+        if home is None or not value.shape.is_fully_defined():
+            continue
+        if value.dtype in (*_SPLIT, *_SLICED) \
+                and value.shape.num_elements() * value.dtype.size <= LARGEST_STACKED:
+            groups[home, value.dtype, tuple(value.shape)].append(operation)
+    for (home, _, _), group in groups.items():
+        if len(group) > 1:
+            yield home, group

@@ -1,0 +1,176 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.machines import meeting
+from towerstrategy.placement import homes as homes_lib
+from towerstrategy.towers import contexts
+from towerstrategy.variables import one_copy, tower_local
+
+
+def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes, next_creator: Callable[..., Any],
+           **kwargs: Any) -> Any:
+    """Makes a variable of ``strategy``; the arguments are those of a variable creator.
+
+    Raises:
+      ValueError: ``synchronization=NONE``, which no strategy can honour, or an unknown value.
+    """
+    kwargs.pop("experimental_batch_initialization", None)
+    kwargs.pop("caching_device", None)
+    colocate_with = kwargs.pop("colocate_with", None)
+    on_read = _check_modes(kwargs)
+    devices = strategy.extended.worker_devices
+    workers = strategy.extended.workers
+    if on_read and (len(devices) > 1 or workers is not None):
+        return _create_tower_local(strategy, devices, next_creator, kwargs)
+    if workers is not None:
+        kwargs["initial_value"] = _chiefs_initial_value(workers, **kwargs)
+    home = _home_for(homes, colocate_with, kwargs)
+    with tf.device(home), _outside_tower_scope():
+        variable = next_creator(**kwargs)
+    if not isinstance(variable, _tf.BaseResourceVariable):
+        return variable
+    if workers is not None and not tf.executing_eagerly():
+        variable.chiefs_initial_value = kwargs["initial_value"]
+    _check_mean(kwargs["aggregation"], variable.dtype)
+    variable._home_may_change = colocate_with is None and tf.executing_eagerly()
+    return one_copy.into_tower_variable(variable, strategy, home)
+
+
+def _check_modes(kwargs: dict[str, Any]) -> bool:
+    """Checks and completes synchronization and aggregation; True for a tower-local variable."""
+    name = kwargs.get("name")
+    synchronization = kwargs.get("synchronization") or tf.VariableSynchronization.AUTO
+    if synchronization is tf.VariableSynchronization.NONE:
+        raise ValueError("`NONE` variable synchronization mode is not supported with a strategy. "
+                         f"Please change the `synchronization` for variable: {name}")
+    if not isinstance(synchronization, tf.VariableSynchronization):
+        raise ValueError(f"Invalid variable synchronization mode: {synchronization} for variable: "
+                         f"{name}")
+    aggregation = kwargs.get("aggregation") or one_copy.Aggregation.NONE
+    if not isinstance(aggregation, (one_copy.Aggregation, tf.compat.v1.VariableAggregation)):
+        raise ValueError(f"Invalid variable aggregation mode: {aggregation} for variable: {name}")
+    if synchronization is tf.VariableSynchronization.AUTO:
+        synchronization = tf.VariableSynchronization.ON_WRITE
+    kwargs["synchronization"] = synchronization
+    kwargs["aggregation"] = one_copy.Aggregation(aggregation.value)
+    return synchronization is tf.VariableSynchronization.ON_READ
+
+
+def _check_mean(aggregation: tf.VariableAggregation, dtype: tf.DType) -> None:
+    """Raises ``ValueError`` for a mean of values that have none, as TensorFlow does."""
+    if aggregation is one_copy.Aggregation.MEAN and not (dtype.is_floating or dtype.is_complex):
+        raise ValueError(
+            "creating distributed tf.Variable with aggregation=MEAN and a non-floating dtype is "
+            f"not supported, please use a different aggregation or dtype (got {dtype.name})")
+
+
+def _create_tower_local(strategy: tf.distribute.Strategy, devices: tuple[str, ...],
+                        next_creator: Callable[..., Any],
+                        kwargs: dict[str, Any]) -> tower_local.TowerLocalVariable:
+    parts: list[tf.Variable] = []
+    name = kwargs.get("name")
+    workers = strategy.extended.workers
+    if workers is not None:
+        kwargs["initial_value"] = _chiefs_initial_value(workers, **kwargs)
+    for number, device in enumerate(devices):
+        if parts:
+            if workers is None:
+                kwargs["initial_value"] = functools.partial(_value_of, parts[0])
+            first = (parts[0].name or name or "Variable").split(":")[0]
+            kwargs["name"] = f"{first}/tower_{number}/"
+        with tf.device(device), _outside_tower_scope():
+            parts.append(next_creator(**kwargs))
+    variable = tower_local.tower_local(strategy, parts, kwargs["aggregation"])
+    if workers is not None and not tf.executing_eagerly():
+        variable.chiefs_initial_value = kwargs["initial_value"]
+    return variable
+
+
+def _chiefs_initial_value(workers: meeting.Machines, initial_value: Any, dtype: Any = None,
+                          name: str | None = None, **_: Any) -> Any:
+    """``initial_value`` as worker 0 has it, asked for when the variable is made."""
+    if tf.is_tensor(initial_value) and not _tf.is_eager(initial_value):
+        return initial_value  # computed in a function, and so on every worker
+
+    @functools.cache  # asked for once a part, and workers may have different numbers of towers
+    def chiefs() -> Any:
+        # Out of a function that is being traced: it is not run by making its variables.
+        with tf.init_scope():
+            value = initial_value() if callable(initial_value) else initial_value
+            if _tf.is_checkpoint_value(value):  # read from a file, and so on every worker
+                return value
+            own = tf.convert_to_tensor(value, dtype=dtype)
+            try:
+                return workers.chiefs([own])[0]
+            except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
+                raise ValueError(
+                    f"worker {workers.index} makes a variable {name!r} of shape {own.shape} and "
+                    f"dtype {own.dtype.name} where another worker does not. All workers must make "
+                    f"the same model and optimizer, in the same order. ({error.message})"
+                ) from error
+
+    def made() -> Any:
+        value = chiefs()
+        return _constant(value) if tf.is_tensor(value) and not tf.executing_eagerly() else value
+
+    return made
+
+
+def _constant(value: tf.Tensor) -> tf.Tensor:
+    """An eager tensor as a constant of the graph.
+
+    A function whose variables start from anything else cannot initialize them before it runs, and
+    runs in a tf.cond, in which collective ops get no key.
+    """
+    return tf.constant(value.numpy(), value.dtype)
+
+
+def _value_of(variable: tf.Variable) -> tf.Tensor:
+    return tf.identity(variable.value())
+
+
+def _outside_tower_scope() -> Any:
+    """The name scope without the strategy's parts, so that names are those of a single device."""
+    parts = tf.get_current_name_scope().split("/")
+    kept = "/".join(part for part in parts if part and not contexts.OWN_SCOPE.fullmatch(part))
+    return tf.name_scope(f"{kept}/" if kept else "")
+
+
+def _home_for(homes: homes_lib.Homes, colocate_with: Any, kwargs: dict[str, Any]) -> str:
+    size = _bytes_of(kwargs) if homes.balanced else 0
+    if colocate_with is not None:
+        if isinstance(colocate_with, _tf.DistributedVariable):
+            colocate_with = colocate_with._primary
+        home = homes_lib.home_of(colocate_with)
+        colocate_with._home_may_change = False
+        homes.add(home, size)
+        return home
+    return homes.choose(size)
+
+
+def _bytes_of(kwargs: dict[str, Any]) -> int:
+    """Bytes of a variable to be made; an initializer whose result is not known is run for it."""
+    shape, dtype = kwargs.get("shape"), kwargs.get("dtype")
+    value = kwargs.get("initial_value")
+    if shape is None or not tf.TensorShape(shape).is_fully_defined() or dtype is None:
+        if callable(value) and not tf.is_tensor(value):
+            if tf.executing_eagerly():
+                value = kwargs["initial_value"] = value()
+            else:
+                with tf.__internal__.FuncGraph("initial_value").as_default():
+                    value = tf.convert_to_tensor(value())
+        value = tf.convert_to_tensor(value, dtype=dtype) if value is not None else None
+        shape = value.shape if value is not None else ()
+        dtype = value.dtype if value is not None else tf.float32
+    dtype = tf.as_dtype(dtype)
+    elements = tf.TensorShape(shape).num_elements() or 0
+    return 0 if dtype in (tf.string, tf.variant, tf.resource) else elements * dtype.size

@@ -1,0 +1,138 @@
+"""TODO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.towers import contexts
+from towerstrategy.variables import one_copy
+
+
+class _TowerLocalSaveable(_tf.SyncOnReadSaveable):
+    """A tower-local variable in a checkpoint: one value, as of a variable on one device."""
+
+    def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
+        del restored_shapes
+        value, = restored_tensors
+        writes = self._sync_on_read_variable.spread(value)
+        return tf.group(*(write for write in writes if write is not None))
+
+
+class TowerLocalVariable(_tf.SyncOnReadVariable):
+    """A variable with a part on every tower, aggregated when it is read outside of them.
+
+    Differs from TensorFlow's ``SyncOnReadVariable`` in two things: a tower without rows leaves its
+    part as it is, and a value given to a SUM variable from outside, or restored, goes to tower
+    0's part whole (not 1/R to each), so that counts stay exact.
+    """
+
+    def _get(self) -> Any:
+        tower = contexts.current_tower()
+        return tower.part_of(self._values) if tower is not None else super()._get()
+
+    def _get_cross_replica(self) -> Any:
+        read = self._distribute_strategy.extended.total_read(self)
+        return super()._get_cross_replica() if read is None else read
+
+    def _get_on_device_or_primary(self) -> Any:
+        tower = contexts.current_tower()
+        if tower is not None:
+            return tower.part_of(self._values)
+        return super()._get_on_device_or_primary()
+
+    def assign(self, value: Any, use_locking: bool = False, name: Any = None,
+               read_value: bool = True) -> Any:
+        if not self._assigned_from_outside():
+            kept = self._kept_if_empty(value, lambda: self._get().value())
+            return super().assign(kept, use_locking, name, read_value)
+        self.spread(tf.cast(tf.convert_to_tensor(value), self.dtype))
+        return self if read_value else None
+
+    def spread(self, value: tf.Tensor) -> list[Any]:
+        """Writes the parts so that reading them together gives ``value``; returns the writes."""
+        whole = self.aggregation is one_copy.Aggregation.SUM
+        writes = []
+        for number, part in enumerate(self._values):
+            with tf.device(part.device):
+                first = self._distribute_strategy.extended.first_replica + number == 0
+                kept = value if first or not whole else tf.zeros_like(value)
+                writes.append(part.assign(kept, read_value=False))
+        return writes
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        return dict.fromkeys(super()._gather_saveables_for_checkpoint(), self._saveable)
+
+    def _saveable(self, name: str | None = None) -> _TowerLocalSaveable:
+        return _TowerLocalSaveable(self, name or self._common_name)
+
+    def assign_add(self, value: Any, use_locking: bool = False, name: Any = None,
+                   read_value: bool = True) -> Any:
+        if self._assigned_from_outside():
+            return self._first(_tf.ResourceVariable.assign_add, value, read_value)
+        kept = self._kept_if_empty(value, lambda: tf.zeros([], self.dtype))
+        return super().assign_add(kept, use_locking, name, read_value)
+
+    def assign_sub(self, value: Any, use_locking: bool = False, name: Any = None,
+                   read_value: bool = True) -> Any:
+        if self._assigned_from_outside():
+            return self._first(_tf.ResourceVariable.assign_sub, value, read_value)
+        kept = self._kept_if_empty(value, lambda: tf.zeros([], self.dtype))
+        return super().assign_sub(kept, use_locking, name, read_value)
+
+    def _first(self, method: Callable[..., Any], value: Any, read_value: bool) -> Any:
+        """A step of a sum from outside the towers: the first tower's part takes it."""
+        if self._distribute_strategy.extended.first_replica > 0:
+            return self if read_value else None
+        part = self._values[0]
+        with tf.device(part.device):
+            method(part, tf.cast(value, self.dtype), read_value=False)
+        return self if read_value else None
+
+    def _kept_if_empty(self, value: Any, neutral: Callable[[], tf.Tensor]) -> Any:
+        """``value``, or what changes nothing in a tower that has no rows."""
+        tower = contexts.current_tower()
+        if tower is None or not tower.may_be_empty:
+            return value
+        value = tf.convert_to_tensor(value, dtype=self.dtype)
+        return tf.where(tower.filled, value, neutral())
+
+    def _assigned_from_outside(self) -> bool:
+        one_copy.tower_of(self)  # which raises in a tower of another strategy
+        if _tf.is_saving_one_copy() or self.aggregation is not one_copy.Aggregation.SUM:
+            return False
+        context = tf.distribute.get_replica_context()
+        return context is None or context.strategy is not self._distribute_strategy
+
+    def __repr__(self) -> str:
+        parts = ", ".join(part.device for part in self._values)
+        return (f"<TowerLocalVariable {self.name!r} shape={self.shape} dtype={self.dtype.name} "
+                f"aggregation={self.aggregation.name}, a part on each of {parts}>")
+
+    __str__ = __repr__
+
+
+def make_tower_local(strategy: tf.distribute.Strategy,
+                     variable: tf.Variable) -> TowerLocalVariable:
+    """A tower-local variable around an existing one: that becomes tower 0's part, state and all."""
+    parts = [variable]
+    for number, device in enumerate(strategy.extended.worker_devices[1:], start=1):
+        zero = variable.aggregation is one_copy.Aggregation.SUM
+        value = tf.zeros_like(variable) if zero else tf.identity(variable)
+        with tf.device(device), tf.init_scope():
+            # Not tf.Variable: in the scope it would become one with a copy of its own.
+            parts.append(_tf.ResourceVariable(
+                value, trainable=variable.trainable, dtype=variable.dtype,
+                name=f"{variable.name.split(':')[0]}/tower_{number}"))
+    return tower_local(strategy, parts, variable.aggregation)
+
+
+def tower_local(strategy: tf.distribute.Strategy, parts: list[tf.Variable],
+                 aggregation: tf.VariableAggregation) -> TowerLocalVariable:
+    variable = TowerLocalVariable(strategy, parts, aggregation)
+    strategy.extended.track(variable)
+    return variable
