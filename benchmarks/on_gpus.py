@@ -18,6 +18,7 @@ from unittest import mock
 import tensorflow as tf
 
 from towerstrategy.placement import devices as devices_lib
+from towerstrategy.towers import operands
 
 HOST = "CPU:0"
 

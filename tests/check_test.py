@@ -75,7 +75,7 @@ class CommandTest(parameterized.TestCase):
 
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "check.json"
-            with mock.patch.object(merge, "gradients", wrong):
+            with mock.patch.object(gradients_lib, "gradients", wrong):
                 self.assertEqual(self._status("--json", str(path)), 1)
             document = json.loads(path.read_text())
         self.assertIs(document["passed"], False)
@@ -84,7 +84,7 @@ class CommandTest(parameterized.TestCase):
 
     def test_a_failing_training_is_told(self):
         """Else a machine on which towers cannot train passes, or the report is lost."""
-        with mock.patch.object(merge, "gradients", side_effect=RuntimeError("no kernel")), \
+        with mock.patch.object(gradients_lib, "gradients", side_effect=RuntimeError("no kernel")), \
                 tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "check.json"
             self.assertEqual(self._status("--json", str(path)), 1)

@@ -78,7 +78,8 @@ class TotalTest(parameterized.TestCase):
             x, bad = tf.ones([2, 3]), tf.fill([2, 3], np.nan)
             per_tower = [tf.matmul(rows, rows, transpose_a=True) for rows in (x, bad)]
             shares = shares_lib.Shares([tf.constant(2, tf.int64), filled])
-            return gradients_lib.gradients([per_tower], ["/device:CPU:0"], shares, from_factors=True)[0]
+            return gradients_lib.gradients([per_tower], ["/device:CPU:0"], shares,
+                                           from_factors=True)[0]
 
         np.testing.assert_array_equal(step(tf.constant(0, tf.int64)), np.full([3, 3], 2.))
         self.assertTrue(np.isnan(step(tf.constant(2, tf.int64)).numpy()).all())

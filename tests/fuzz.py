@@ -299,7 +299,8 @@ def check_merge(drawn, rows, known):
     # What a tower without rows has computed must not matter.
     values = [value if count else value * float("nan") for value, count in zip(values, rows)]
     weights = np.array(rows, float).reshape([-1] + [1] * (doubles.ndim - 1))
-    check_close(merging.weighted_mean(values, shares), (doubles * weights).sum(0) / max(sum(rows), 1),
+    check_close(merging.weighted_mean(values, shares),
+                (doubles * weights).sum(0) / max(sum(rows), 1),
                 dtype)
     check_close(merging.total_of_filled(values, shares), (doubles * (weights > 0)).sum(0))
     check_close(merging.mean_of_filled(values, shares),

@@ -14,13 +14,17 @@ from absl.testing import parameterized
 import towerstrategy
 from towerstrategy import _keras
 from towerstrategy._keras import hooks
-from towerstrategy._keras.keras3 import hooks as table
-from towerstrategy._keras.tf_keras import hooks as table
+from towerstrategy._keras.keras3 import hooks as keras3_hooks
+from towerstrategy._keras.keras3 import names as keras3_names
+from towerstrategy._keras.tf_keras import hooks as tf_keras_hooks
+from towerstrategy._keras.tf_keras import names as tf_keras_names
+
+TABLES = {"keras": keras3_hooks.HOOKS, "tf_keras": tf_keras_hooks.HOOKS}
 
 
 def hooked_names():
-    for package, hooks in (("keras", table.HOOKS), ("tf_keras", table.HOOKS)):
-        for (owner, name), why in hooks.items():
+    for package, table in TABLES.items():
+        for (owner, name), why in table.items():
             label = f"{package}_{owner.__name__}_{name}".replace(".", "_")
             yield label, package, owner, name, why
 
@@ -35,17 +39,17 @@ class HooksTest(parameterized.TestCase):
     def test_stands_where_we_hook_it(self, package, owner, name, why):
         """Else a new release trains wrongly, because a hook of ours is never called."""
         hooked = owner.__dict__[name]
-        original = getattr(hooked, hooks._MARK)
+        original = getattr(hooked, hooks.MARK)
         self.assertEqual(original.__module__.split(".")[0], package)
         self.assertNotEmpty(why)
         self.assertIsNot(inspect.unwrap(hooked), hooked)
 
     @parameterized.parameters(
-        ("keras", keras3.base_trainer.Trainer), ("tf_keras", legacy.training.Model))
+        ("keras", keras3_names.MODEL), ("tf_keras", tf_keras_names.MODEL))
     def test_a_moved_name_is_one_error(self, package, owner):
         """Else a release that moved a name fails in the middle of a training, or trains wrongly."""
         hooked = owner.compile
-        another = next(iter(table.HOOKS if package == "keras" else table.HOOKS))
+        another = next(iter(TABLES[package]))
         setattr(another[0], another[1], getattr(another[0], another[1])._towerstrategy_original)
         sentence = (rf"tested with {package} [\d.]+ to [\d.]+, but the one installed is "
                     rf"{sys.modules[package].__version__}, .*{owner.__name__}.compile. .*pip")
@@ -54,7 +58,7 @@ class HooksTest(parameterized.TestCase):
             with mock.patch.object(_keras, "_installed", set()), \
                     self.assertRaisesRegex(RuntimeError, sentence):
                 towerstrategy.TowerStrategy(1)
-            self.assertFalse(hasattr(getattr(*another), hooks._MARK))  # none or all
+            self.assertFalse(hasattr(getattr(*another), hooks.MARK))  # none or all
         finally:
             owner.compile = hooked
             with mock.patch.object(_keras, "_installed", set()):

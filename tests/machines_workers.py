@@ -30,8 +30,7 @@ import tensorflow as tf
 import tf_keras
 
 import towerstrategy
-
-pass  # HOUSE
+from towerstrategy import _tensorflow as _tf
 
 SECONDS = int(os.environ.get("MACHINES_SECONDS", 300))  # then all workers are killed
 
@@ -254,7 +253,7 @@ def wide(strategy, kit):
 
     seen, sent = {}, []
 
-    def counting(launcher, value, all_reduce=machines._tf.all_reduce):
+    def counting(launcher, value, all_reduce=_tf.all_reduce):
         count = tf.py_function(lambda size: sent.append(int(size)), [tf.size(value)], [])
         with tf.control_dependencies([count]):
             return all_reduce(launcher, tf.identity(value))
@@ -265,7 +264,7 @@ def wide(strategy, kit):
         with strategy.scope():
             model = make()
             model.compile(kit.optimizers.SGD(0.01), "mse")
-        with mock.patch.object(machines._tf, "all_reduce", counting):
+        with mock.patch.object(_tf, "all_reduce", counting):
             history = model.fit(x, y, batch_size=batch, shuffle=False, verbose=0).history
         seen[f"loss_{batch}"] = history["loss"]
         seen[f"graph_sent_{batch}"] = sorted(sent)

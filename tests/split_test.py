@@ -135,4 +135,5 @@ class GroupTest(parameterized.TestCase):
         dataset = tf.data.Dataset.from_tensors(batch).repeat(3)
         _, last = datasets_lib.group_dataset(dataset, 2)
         for name, component in last.items():
-            self.assertEqual([int(count) for count in sub_batches.row_counts(component)], [2, 0], name)
+            counts = [int(count) for count in sub_batches.row_counts(component)]
+            self.assertEqual(counts, [2, 0], name)

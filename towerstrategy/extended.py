@@ -1,4 +1,8 @@
-"""TODO
+"""``tf.distribute``'s extension points, each handing to one verb.
+
+Goes in: what TensorFlow's ``Strategy`` and libraries ask of a strategy's ``extended``.  Comes out:
+whatever :mod:`split`, :mod:`towers`, :mod:`merge` and :mod:`variables` make of it.  Nothing is
+decided here.
 """
 
 from __future__ import annotations
@@ -375,12 +379,14 @@ class TowerExtended(_tf.StrategyExtended):
                 max(datasets_lib.READY, options.experimental_per_replica_buffer_size))
 
     def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> Any:
-        return datasets_lib.RestartableIterator(self._experimental_distribute_dataset(dataset, None))
+        return datasets_lib.RestartableIterator(
+            self._experimental_distribute_dataset(dataset, None))
 
     def _make_input_fn_iterator(self, input_fn: Callable[..., Any],
                                 replication_mode: Any) -> Any:
         del replication_mode  # make_input_fn_iterator takes one mode only
-        return datasets_lib.RestartableIterator(self._distribute_datasets_from_function(input_fn, None))
+        return datasets_lib.RestartableIterator(
+            self._distribute_datasets_from_function(input_fn, None))
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
         arguments.check_function("value_fn", value_fn)
@@ -407,7 +413,8 @@ class TowerExtended(_tf.StrategyExtended):
         del options
         workers = self._workers
         if workers is not None:
-            return reductions.onto(destinations, lambda: workers.gather(reductions.concat(value, axis), axis))
+            return reductions.onto(
+                destinations, lambda: workers.gather(reductions.concat(value, axis), axis))
         if not isinstance(value, tf.distribute.DistributedValues):
             return value
         return reductions.onto(destinations, lambda: merging.concat(list(value.values), axis))

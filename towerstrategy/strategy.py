@@ -16,6 +16,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.losses import own_losses, parts
 from towerstrategy.machines import clusters, meeting
 from towerstrategy.placement import devices as devices_lib
+from towerstrategy.placement import kind
 from towerstrategy.report import description
 from towerstrategy.towers import contexts
 
@@ -23,7 +24,7 @@ from towerstrategy.towers import contexts
 Options = _tf.Options
 
 
-class TowerStrategy(tf.distribute.Strategy):
+class TowerStrategy(kind.Kind):
     """Data-parallel training on the devices of one machine, with one copy of each weight.
 
     A global batch is split into sub-batches, each runs through the model on a device of its own (a

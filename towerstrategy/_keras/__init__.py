@@ -18,12 +18,13 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import hooks
+from towerstrategy._keras import adopting, hooks
 
 # The oldest and the newest release of each that was tested; docs/versions.md tells what was run.
 TESTED = {"keras": ("3.8", "3.15"), "tf_keras": ("2.16", "2.21")}
 
-_installed: set[str] = set()
+# Kerases that are hooked -> how each names things.
+_installed: dict[str, Any] = {}
 
 
 def install_hooks() -> None:
@@ -34,18 +35,18 @@ def install_hooks() -> None:
     """
     if "keras" not in _installed and _imported("keras", "keras.src.backend.tensorflow.trainer"):
         with _naming_versions("keras"):
-            from towerstrategy._keras.keras3 import hooks as table
-            from towerstrategy._keras.keras3 import names
+            from towerstrategy._keras.keras3 import hooks as keras3_hooks
+            from towerstrategy._keras.keras3 import names as keras3_names
 
-            table.install()
-        _installed.add("keras")
+            keras3_hooks.install()
+        _installed["keras"] = keras3_names
     if "tf_keras" not in _installed and _imported("tf_keras", "tf_keras.src.engine.training"):
         with _naming_versions("tf_keras"):
-            from towerstrategy._keras.tf_keras import hooks as table
-            from towerstrategy._keras.tf_keras import names
+            from towerstrategy._keras.tf_keras import hooks as tf_keras_hooks
+            from towerstrategy._keras.tf_keras import names as tf_keras_names
 
-            table.install()
-        _installed.add("tf_keras")
+            tf_keras_hooks.install()
+        _installed["tf_keras"] = tf_keras_names
 
 
 @contextlib.contextmanager
@@ -71,7 +72,7 @@ def adopt(strategy: tf.distribute.Strategy, model: Any) -> str:
       TypeError: ``model`` is no Keras model.
       ValueError: it belongs to another strategy.
     """
-    return _module_of(model).adopt(strategy, model)
+    return adopting.adopt(strategy, model, _names_of(model))
 
 
 def make_twin(strategy: tf.distribute.Strategy, model: Any) -> Any:
@@ -81,7 +82,7 @@ def make_twin(strategy: tf.distribute.Strategy, model: Any) -> Any:
       TypeError: ``model`` is no Keras model.
       ValueError: it belongs to another strategy.
     """
-    return _module_of(model).make_twin(strategy, model)
+    return adopting.make_twin(strategy, model, _names_of(model))
 
 
 def one_copy_variables(model: Any) -> list[Any]:
@@ -90,30 +91,21 @@ def one_copy_variables(model: Any) -> list[Any]:
     Raises:
       TypeError: ``model`` is no Keras model.
     """
-    return [variable for variable in _module_of(model).held_variables(model)
+    return [variable for variable in _names_of(model).held_variables(model)
             if isinstance(variable, _tf.BaseResourceVariable)]
 
 
 def forget_functions(model: Any) -> None:
     """Drops the functions that ``model`` has traced."""
-    _module_of(model).forget_functions(model)
+    _names_of(model).forget_functions(model)
 
 
-def _module_of(model: Any) -> Any:
-    """:mod:`keras3` or :mod:`tf_keras`, whichever ``model`` is of."""
+def _names_of(model: Any) -> Any:
+    """How the Keras that ``model`` is of names things: ``keras3.names`` or ``tf_keras.names``."""
     install_hooks()
-    if "keras" in _installed:
-        from towerstrategy._keras.keras3 import hooks as table
-        from towerstrategy._keras.keras3 import names
-
+    for names in _installed.values():
         if names.is_model(model):
-            return keras3
-    if "tf_keras" in _installed:
-        from towerstrategy._keras.tf_keras import hooks as table
-        from towerstrategy._keras.tf_keras import names
-
-        if names.is_model(model):
-            return tf_keras
+            return names
     raise TypeError("model must be a Keras or tf_keras model, but got "
                     f"{model!r} of type {type(model).__name__}.")
 

@@ -1,4 +1,8 @@
-"""TODO
+"""Adopting: a model that was built anywhere becomes a strategy's, in both Kerases.
+
+Goes in: a strategy, a model, and how the model's Keras names things (``keras3.names`` or
+``tf_keras.names``).  Comes out: the same model, whose variables, optimizers and metrics are the
+strategy's; or an error before anything has changed.
 """
 
 from __future__ import annotations
@@ -9,9 +13,59 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy._keras import losses, twin
 from towerstrategy.batch import rows as rows_lib
+from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import homes as homes_lib
+from towerstrategy.placement import kind
 from towerstrategy.variables import one_copy
+
+
+def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any) -> str:
+    """See ``TowerStrategy.adopt``."""
+    check_owner(strategy, f"model {model.name!r}", names.owner_of(model))
+    resident, local = adopt_state(strategy, model, names)
+    names.set_owner(model, strategy)
+    without_xla = bool(model._jit_compile) and not strategy.extended.placement.compiles
+    if without_xla:
+        names.leave_xla(model)
+    strategy.extended.spread(resident)
+    # Functions traced before know nothing of towers.
+    names.forget_functions(model)
+    return _sentence(strategy, model, resident, local, without_xla)
+
+
+def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
+    """A second handle on ``model``, the strategy's, see :mod:`twin`."""
+    check_owner(strategy, f"model {model.name!r}", names.owner_of(model))
+    check_variables(strategy, model, names.held_variables(model))
+    made = twin.make(model, names.TRAINING_STATE, names.fresh_state(), names.builders(model))
+    names.finish_twin(made)
+    adopt(strategy, made, names)
+    return made
+
+
+def adopt_state(strategy: tf.distribute.Strategy, model: Any,
+                names: Any) -> tuple[list[Any], list[Any]]:
+    """Adopts all variables that there are; returns those with one copy and the tower-local ones."""
+    check_no_states(strategy, model, names.RNN)
+    metrics, optimizers = names.metrics_of(model), names.optimizers_of(model)
+    held = names.held_variables(model)
+    slots = [variable for optimizer in optimizers
+             for variable in names.optimizer_variables(optimizer)]
+    check_variables(strategy, model, [*held, *slots])
+    for metric in metrics:
+        check_variables(strategy, model, names.metric_variables(metric))
+    for optimizer in optimizers:
+        check_owner(strategy, f"optimizer {getattr(optimizer, 'name', '')!r} of model "
+                              f"{model.name!r}", names.owner_of_optimizer(optimizer))
+    for optimizer in optimizers:
+        names.set_owner_of_optimizer(optimizer, strategy)
+    losses.wrap_own_losses(type(model), names.MODEL)
+    local = [variable for metric in metrics for variable in names.adopt_metric(strategy, metric)]
+    resident = adopt_variables(strategy, [*held, *slots])
+    adopt_variables(strategy, names.counters_of(model))
+    return resident, local
 
 
 def check_owner(strategy: tf.distribute.Strategy, what: str,
@@ -71,17 +125,15 @@ def check_no_states(strategy: tf.distribute.Strategy, model: Any, rnn: type[Any]
 
 def check_trains_on_towers(model: Any, scope: tf.distribute.Strategy) -> None:
     """Raises ``ValueError`` where a model that is not adopted trains in the scope of towers."""
-    from towerstrategy.strategy import TowerStrategy
-
-    if isinstance(scope, TowerStrategy):
+    if kind.is_tower_strategy(scope):
         raise ValueError(
             f"model {model.name!r} is used inside the scope of {scope!r}, but was built and "
             "compiled outside of it and is not adopted. Compile it inside the scope, or call "
             "strategy.adopt(model), which keeps its optimizer and metrics, state and all.")
 
 
-def adopted_sentence(strategy: tf.distribute.Strategy, model: Any, resident: Iterable[Any],
-                     local: Iterable[Any], without_xla: bool) -> str:
+def _sentence(strategy: tf.distribute.Strategy, model: Any, resident: Iterable[Any],
+              local: Iterable[Any], without_xla: bool) -> str:
     """What ``adopt`` says."""
     count = 0
     homes: dict[str, int] = {}
@@ -89,8 +141,6 @@ def adopted_sentence(strategy: tf.distribute.Strategy, model: Any, resident: Ite
         count += 1
         home = homes_lib.home_of(variable)
         homes[home] = homes.get(home, 0) + homes_lib.size_of(variable)
-    from towerstrategy import devices as devices_lib
-
     where = ", ".join(f"{size:,} bytes on {devices_lib.short_name(home) if home else 'no device'}"
                       for home, size in homes.items()) or "none built yet"
     number = strategy.num_replicas_in_sync

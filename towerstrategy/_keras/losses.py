@@ -1,4 +1,7 @@
-"""TODO
+"""Losses, as both Kerases have them: masks of the whole batch, stand-ins that count for nothing.
+
+Goes in: a tower, and what Keras made of its rows.  Comes out: the tower's part of the whole
+batch's.
 """
 
 from __future__ import annotations

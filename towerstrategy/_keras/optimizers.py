@@ -1,4 +1,6 @@
-"""TODO
+"""Optimizers, as both Kerases have them: merge first, then Keras' own code once.
+
+Goes in: a tower's gradients and their variables.  Comes out: one update of the one copy.
 """
 
 from __future__ import annotations
@@ -55,8 +57,10 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
         per_variable = [_per_tower(value, count) for value in grouped]
         largest = training_rules.take_largest(per_variable, homes, tower.shares, overwriting)
-        summed = (gradients_lib.agreed_gradients(per_variable, homes, tower.shares) if merged_already else
-                  gradients_lib.gradients(per_variable, homes, tower.shares, tower.silenced, from_factors))
+        summed = (gradients_lib.agreed_gradients(per_variable, homes, tower.shares)
+                  if merged_already else
+                  gradients_lib.gradients(per_variable, homes, tower.shares, tower.silenced,
+                                          from_factors))
         for index, value in largest.items():
             summed[index] = value
         with contexts.MergedContext(strategy), tf.device(strategy.extended.merge_device), \

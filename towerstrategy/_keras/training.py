@@ -1,4 +1,7 @@
-"""TODO
+"""Training steps, as both Kerases have them: data split, outputs put together.
+
+Goes in: a step's data and what the towers returned.  Comes out: sub-batches; rows in the order of
+the data.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Global batch -> sub-batches: dealing rows, splitting batches, datasets, iterators, results."""

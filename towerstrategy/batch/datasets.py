@@ -1,4 +1,7 @@
-"""TODO
+"""Datasets of global batches -> datasets of sub-batches, split in the input pipeline.
+
+Goes in: a ``tf.data.Dataset`` of batches, or one a tower.  Comes out: a :class:`TowerDataset`,
+whose elements are nests of :class:`sub_batches.SubBatches`: what Keras and loops iterate over.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import iterators, splitting, sub_batches
 from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch.rows import Nest
 
 # The name scope of the operations that split, in input pipelines.
 SCOPE = "tower_split"
@@ -69,7 +73,7 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
     flat = dataset.map(on_elements(spec, lambda element: tuple(tf.nest.flatten(element))))
     windows = flat.window(towers, drop_remainder=not batched)
 
-    def group(*leaves: tf.data.Dataset) -> rows_lib.Nest:
+    def group(*leaves: tf.data.Dataset) -> Nest:
         window = tf.data.Dataset.zip(leaves)
         first = window.take(1).get_single_element()
         missing = first if stand_ins else tuple(map(rows_lib.rows_of_zeros, tf.nest.flatten(spec)))
@@ -77,7 +81,8 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
             tf.data.Dataset.from_tensors(missing).repeat(towers))
         parts = [tf.nest.pack_sequence_as(spec, padded.skip(tower).take(1).get_single_element())
                  for tower in range(towers)]
-        pack: Callable[[tuple[Any, ...]], Any] = sub_batches.SubBatches if batched else _tf.PerReplica
+        pack: Callable[[tuple[Any, ...]], Any] = (sub_batches.SubBatches if batched
+                                                  else _tf.PerReplica)
         if stand_ins and batched:
             there = tf.range(towers, dtype=tf.int64) < window.reduce(
                 tf.constant(0, tf.int64), lambda count, *_: count + 1)
@@ -113,7 +118,7 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> Tow
     batched = _is_batched(spec)
     pack = sub_batches.SubBatches if batched else _tf.PerReplica
 
-    def group(*elements: rows_lib.Nest) -> rows_lib.Nest:
+    def group(*elements: Nest) -> Nest:
         parts = [tf.nest.pack_sequence_as(spec, element) for element in elements]
         return tf.nest.map_structure(lambda *leaves: pack(leaves), *parts)
 
@@ -160,7 +165,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
         return self._dataset
 
     @property
-    def element_spec(self) -> rows_lib.Nest:
+    def element_spec(self) -> Nest:
         return self._dataset.element_spec
 
     @property
@@ -181,7 +186,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
         iterator.row_count = row_count
         return iterator
 
-    def reduce(self, initial_state: rows_lib.Nest, reduce_func: Callable[[rows_lib.Nest, rows_lib.Nest], rows_lib.Nest]) -> rows_lib.Nest:
+    def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
         """Folds ``reduce_func(state, element)`` over the elements (autograph's ``for``).
 
         The body runs in the caller's graph, where towers have their devices, and not inside the
@@ -189,7 +194,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
         """
         iterator = iter(self)
 
-        def body(element: tf.experimental.Optional, state: rows_lib.Nest) -> tuple[Any, rows_lib.Nest]:
+        def body(element: tf.experimental.Optional, state: Nest) -> tuple[Any, Nest]:
             state = reduce_func(state, element.get_value())
             return iterator.get_next_as_optional(), state
 
@@ -219,10 +224,10 @@ class RestartableIterator:
         return self.initialize()
 
     @property
-    def element_spec(self) -> rows_lib.Nest:
+    def element_spec(self) -> Nest:
         return self._dataset.element_spec
 
-    def get_next(self) -> rows_lib.Nest:
+    def get_next(self) -> Nest:
         """The next element; ``tf.errors.OutOfRangeError`` at the end."""
         return self._iterator.get_next()
 
@@ -230,24 +235,24 @@ class RestartableIterator:
         return self._iterator.get_next_as_optional()
 
 
-def on_elements(spec: rows_lib.Nest, fn: Callable[[rows_lib.Nest], rows_lib.Nest]) -> Callable[..., rows_lib.Nest]:
+def on_elements(spec: Nest, fn: Callable[[Nest], Nest]) -> Callable[..., Nest]:
     """``fn`` as ``Dataset.map`` calls it: tf.data opens plain tuples up, and those alone."""
     if type(spec) is tuple:
         return lambda *element: fn(element)
     return fn
 
 
-def _in_scope(fn: Callable[..., rows_lib.Nest]) -> Callable[..., rows_lib.Nest]:
+def _in_scope(fn: Callable[..., Nest]) -> Callable[..., Nest]:
     """``fn`` with its operations in the scope by which a profile knows them."""
 
-    def scoped(*element: Any) -> rows_lib.Nest:
+    def scoped(*element: Any) -> Nest:
         with tf.name_scope(SCOPE):
             return fn(*element)
 
     return scoped
 
 
-def _is_batched(spec: rows_lib.Nest) -> bool:
+def _is_batched(spec: Nest) -> bool:
     shapes = [leaf.shape for leaf in tf.nest.flatten(spec) if hasattr(leaf, "shape")]
     return all(shape.rank != 0 for shape in shapes)
 
@@ -265,7 +270,8 @@ def check_batched(dataset: Any) -> None:
             raise ValueError(
                 f"the dataset is not batched: {what} ({leaf!r}), so there are no rows to split "
                 "over the towers. Call dataset.batch(global_batch_size) first.")
-    splitting.check_known({path: leaf.shape[0] for path, leaf in zip(*splitting.named_leaves(dataset.element_spec))
+    named = splitting.named_leaves(dataset.element_spec)
+    splitting.check_known({path: leaf.shape[0] for path, leaf in zip(*named)
                   if getattr(leaf, "shape", None) and leaf.shape[0] is not None})
 
 
@@ -275,7 +281,7 @@ def _check_made(dataset: Any) -> None:
                         f"{dataset!r} of type {type(dataset).__name__}.")
 
 
-def _check_like_first(tower: int, spec: rows_lib.Nest, first: rows_lib.Nest) -> None:
+def _check_like_first(tower: int, spec: Nest, first: Nest) -> None:
     """One iterator goes over the towers' datasets, so their elements must be of one kind."""
     try:
         tf.nest.assert_same_structure(spec, first)

@@ -1,4 +1,8 @@
-"""TODO
+"""Iterators over datasets of sub-batches; ``tf.data`` iterators, so they can be checkpointed.
+
+Goes in: the iterator that ``tf.data`` makes.  Comes out: a :class:`TowerIterator`, whose elements
+lie on the towers' devices where that was asked for, and which tells when Python's own loops know no
+end.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch import sub_batches
+from towerstrategy.batch.rows import Nest
 
 # Nobody unrolls so many steps into one graph on purpose.
 _MOST_STEPS_IN_GRAPH = 1000
@@ -45,10 +50,10 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
     _devices: Sequence[str] = ()
     _steps_in_graph = 0
 
-    def get_next(self) -> rows_lib.Nest:
+    def get_next(self) -> Nest:
         return onto_devices(super().get_next(), self._devices)
 
-    def __next__(self) -> rows_lib.Nest:
+    def __next__(self) -> Nest:
         self._check_ends()
         return onto_devices(super().__next__(), self._devices)
 
@@ -65,7 +70,7 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
                 "which autograph converts, and count in it.")
 
 
-def onto_devices(element: rows_lib.Nest, devices: Sequence[str]) -> rows_lib.Nest:
+def onto_devices(element: Nest, devices: Sequence[str]) -> Nest:
     """``element`` with each tower's part on its device; as it is where no devices are given."""
     if not devices:
         return element
@@ -76,7 +81,8 @@ def onto_devices(element: rows_lib.Nest, devices: Sequence[str]) -> rows_lib.Nes
 
     def each(leaf: Any) -> Any:
         if not isinstance(leaf, _tf.PerReplica):
-            return moved(leaf, devices[0]) if len(devices) == 1 and rows_lib.has_rows(leaf) else leaf
+            alone = len(devices) == 1 and rows_lib.has_rows(leaf)
+            return moved(leaf, devices[0]) if alone else leaf
         parts = [moved(part, device) for part, device in zip(leaf.values, devices)]
         if isinstance(leaf, sub_batches.StandInSubBatches):
             return sub_batches.StandInSubBatches(parts, leaf.rows)

@@ -1,4 +1,9 @@
-"""TODO
+"""What the towers returned, which knows the rows that it was computed from.
+
+Goes in: one value a tower, and the :class:`merge.Shares` of the batch.  Comes out:
+:class:`TowerResults`, and the shares of a call that is given some.  A result whose first dimension
+is the tower's rows (an augmented batch) is a batch again.  Scalars, and vectors of another length,
+are none.
 """
 
 from __future__ import annotations
@@ -83,7 +88,8 @@ class TowerResults(_tf.PerReplica):
         return kind(*specs, tf.TensorSpec([count], tf.int64))
 
 
-def shares_of(arguments: Sequence[Any], workers: meeting.Machines | None) -> shares_lib.Shares | None:
+def shares_of(arguments: Sequence[Any],
+              workers: meeting.Machines | None) -> shares_lib.Shares | None:
     """The shares of the rows among ``arguments`` that towers returned before; None without any.
 
     Where that is only known while the function runs, all towers have one row if there are none.

@@ -1,4 +1,8 @@
-"""TODO
+"""Dealing rows: where each tower's begin, how many they are, and cutting them out.
+
+Goes in: a number of rows and of towers, or a tensor and a range of rows.  Comes out: starts and
+sizes, or those rows.  Rows are dealt in order and as evenly as they go: with N rows and R towers
+the first ``N mod R`` towers get ``N // R + 1`` rows, the others ``N // R``.
 """
 
 from __future__ import annotations

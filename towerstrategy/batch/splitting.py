@@ -1,4 +1,8 @@
-"""TODO
+"""Global batch -> sub-batches.
+
+Goes in: a batch, any nest of dense, ragged, sparse and string tensors or arrays.  Comes out: the
+same nest with one :class:`sub_batches.SubBatches` a component, or an error that names the component
+which has no rows, or others than the rest.
 """
 
 from __future__ import annotations
@@ -12,13 +16,14 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch import sub_batches
+from towerstrategy.batch.rows import Nest
 
 _SAME_ROWS = "the components of a batch must have the same number of rows, but"
 _LIST_HINT = " (A list or tuple is a nest of components: make an array of a list of rows.)"
 
 
-def split_batch(batch: rows_lib.Nest, towers: int, stand_ins: bool = False,
-                dealing: rows_lib.Dealing | None = None) -> rows_lib.Nest:
+def split_batch(batch: Nest, towers: int, stand_ins: bool = False,
+                dealing: rows_lib.Dealing | None = None) -> Nest:
     """Deals the rows of ``batch`` to the towers.
 
     Args:
@@ -56,12 +61,13 @@ def split_batch(batch: rows_lib.Nest, towers: int, stand_ins: bool = False,
         if absent:
             starts, sizes = rows_lib.with_stand_ins(rows, starts, sizes)
         pack = functools.partial(sub_batches.StandInSubBatches, rows=counts)
-    dealt = [pack([rows_lib.rows_between(tensor, start, size) for start, size in zip(starts, sizes)])
+    dealt = [pack([rows_lib.rows_between(tensor, start, size)
+                   for start, size in zip(starts, sizes)])
              if rows_lib.has_rows(tensor) else tensor for tensor in tensors]
     return tf.nest.pack_sequence_as(batch, dealt)
 
 
-def as_batch(grouped: rows_lib.Nest) -> rows_lib.Nest:
+def as_batch(grouped: Nest) -> Nest:
     """Per-replica values, as sub-batches where their first dimensions differ between the towers.
 
     These are rows then, unless components contradict each other.
@@ -76,12 +82,13 @@ def as_batch(grouped: rows_lib.Nest) -> rows_lib.Nest:
     if len(set(lengths.values())) != 1:
         return grouped
     return tf.nest.map_structure(
-        lambda leaf: sub_batches.SubBatches([part if rows_lib.has_rows(part) else tf.convert_to_tensor(part)
+        lambda leaf: sub_batches.SubBatches([
+            part if rows_lib.has_rows(part) else tf.convert_to_tensor(part)
                                  for part in leaf.values]) if id(leaf) in lengths else leaf,
         grouped)
 
 
-def named_leaves(batch: rows_lib.Nest) -> tuple[list[str], list[Any]]:
+def named_leaves(batch: Nest) -> tuple[list[str], list[Any]]:
     pairs = _tf.flatten_with_paths(batch, expand_composites=False)
     return [path for path, _ in pairs], [leaf for _, leaf in pairs]
 

@@ -1,4 +1,7 @@
-"""TODO
+"""Sub-batches: per-replica values whose first dimension counts rows.
+
+Goes in: one component of a batch, a part a tower.  Comes out: :class:`SubBatches`, of which every
+floor knows the rows; :class:`StandInSubBatches` where a tower without rows has a copy of another's.
 """
 
 from __future__ import annotations

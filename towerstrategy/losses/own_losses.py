@@ -1,4 +1,13 @@
-"""TODO
+"""The losses of replica functions of one's own: TensorFlow's helpers by rows, and one warning.
+
+Goes in: what a replica function hands to ``tf.nn.compute_average_loss``,
+``tf.nn.scale_regularization_loss``, ``tf.GradientTape.gradient`` and an optimizer.  Comes out: what
+these helpers mean where towers have unequal parts of a batch; and a warning, before any weight
+changes, where a loss that is differentiated is a mean over one tower's rows which nothing has
+scaled.  The towers' gradients are summed, so such a step would be as many times too large as there
+are towers.
+
+Only what is traced is looked at, see :mod:`provenance`; eager code is not warned.
 """
 
 from __future__ import annotations
@@ -84,7 +93,8 @@ def _is_unscaled(tower: contexts.TowerContext, loss: Any) -> bool:
         return False
     extended = tower.strategy.extended
     factor = extended._num_replicas_in_sync if extended.asked else None
-    return not {provenance.Kind.MEAN, provenance.Kind.WEIGHTS}.isdisjoint(parts.kinds(tower, loss, factor))
+    unscaled = {provenance.Kind.MEAN, provenance.Kind.WEIGHTS}
+    return not unscaled.isdisjoint(parts.kinds(tower, loss, factor))
 
 
 def check_number(tower: contexts.TowerContext, loss: tf.Tensor, reduction: Any) -> None:

@@ -1,4 +1,12 @@
-"""TODO
+"""A tower's loss: a mean over its own rows, or its part of the whole batch's loss.
+
+Goes in: a scalar of one tower.  Comes out: the same, as the other of the two.  The parts of all
+towers add up to what one device computes: a part of a mean is the tower's mean times its share of
+the rows.
+
+A tower remembers which scalars are which (:class:`Marks`); what was made of them, and what nobody
+has told, is read off the graph that is being traced (:mod:`provenance`).  In eager code there is no
+graph: what was not marked counts as a mean.
 """
 
 from __future__ import annotations
@@ -40,7 +48,8 @@ def summed(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
     return tower.mark_mean(tf.math.divide_no_nan(value, tf.cast(tower.share, value.dtype)))
 
 
-def part(tower: contexts.TowerContext, value: tf.Tensor, default: provenance.Kind | None = None) -> tf.Tensor:
+def part(tower: contexts.TowerContext, value: tf.Tensor,
+         default: provenance.Kind | None = None) -> tf.Tensor:
     """The part that ``value`` is, or is the mean of; what is no scalar stays as it is.
 
     Args:

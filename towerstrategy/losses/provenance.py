@@ -1,4 +1,13 @@
-"""TODO
+"""What a scalar of a tower is made of: means of the tower's rows, or parts of the batch's loss.
+
+Goes in: a scalar of the graph that is being traced, and what is known of tensors behind it.  Comes
+out: the :class:`Kind` of its terms, and the scalar with those terms scaled that need it.
+
+A sum over a tower's rows, divided by a constant or not, adds up over the towers to what one device
+computes: it is a part of the whole batch's loss as it is.  A mean over a tower's rows is not, nor
+is a term that comes of the weights alone: each counts by the tower's share.  Which of them a scalar
+is shows in its graph: sums, differences and multiples are looked through, down to the operation
+that reduced the rows.
 """
 
 from __future__ import annotations

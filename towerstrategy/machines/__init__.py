@@ -1,1 +1,1 @@
-"""TODO"""
+"""Several machines: the cluster, what crosses it, each one's part of the data, who still answers."""

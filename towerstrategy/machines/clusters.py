@@ -1,4 +1,7 @@
-"""TODO
+"""The cluster in which this process is one worker.
+
+Goes in: ``TF_CONFIG`` or a cluster resolver.  Comes out: a :class:`Cluster`, this process' place in
+it; :func:`join` starts TensorFlow's gRPC server and collective ops.
 """
 
 from __future__ import annotations

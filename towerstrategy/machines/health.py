@@ -1,4 +1,11 @@
-"""TODO
+"""Whether the other workers still answer, so that none waits for one that is gone.
+
+Goes in: a cluster whose workers have met.  Comes out: nothing, until one of them stops answering:
+from then on everything that crosses machines, waiting already or still to come, raises
+``tf.errors.UnavailableError``, whose message names that worker.
+
+What asks is TensorFlow's own check, a call that the other worker's server answers whatever its
+Python is at.
 """
 
 from __future__ import annotations

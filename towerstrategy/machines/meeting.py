@@ -1,4 +1,9 @@
-"""TODO
+"""What crosses machines: sums, rows put behind one another, worker 0's values.
+
+Goes in: one value a machine.  Comes out: the same on all.  Each worker merges its own towers first;
+what crosses is one value a machine, from merge device to merge device, by TensorFlow's collective
+ops (RING, NCCL between GPUs).  All workers must meet in the same order: nothing here is called
+where only some of them get to.
 """
 
 from __future__ import annotations
@@ -85,7 +90,8 @@ class Machines:
 
     def _meet(self, options: Any, on_cpu: bool) -> list[list[int]]:
         """What each worker says of itself, when all have started."""
-        own = tf.constant([[self.index, self.towers, clusters.digest(self.cluster), int(on_cpu)]], tf.int64)
+        own = tf.constant([[self.index, self.towers, clusters.digest(self.cluster), int(on_cpu)]],
+                          tf.int64)
         seconds = getattr(options, "timeout_seconds", None) or START
         try:
             told = _tf.all_gather(self._launcher, own, _tf.Options(timeout_seconds=seconds))

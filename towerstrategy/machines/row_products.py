@@ -1,4 +1,7 @@
-"""TODO
+"""A gradient that is a product over rows.
+
+Goes in: the two factors, rows in the first dimension.  Comes out: their product, made where it is
+wanted: what crosses machines may be the rows instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""TODO
+"""A dataset -> this machine's part of each global batch.
+
+Goes in: the dataset that every worker of a cluster has made, and its auto-shard policy.  Comes out:
+a :class:`workers_data.WorkersDataset`.
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch import splitting, sub_batches
+from towerstrategy.batch.rows import Nest
 from towerstrategy.machines import meeting, workers_data
 
 Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
-Nest = Any
 
 
 def dealing(workers: meeting.Machines, told: slice = slice(None)) -> rows_lib.Dealing:
@@ -31,7 +34,8 @@ def dealing(workers: meeting.Machines, told: slice = slice(None)) -> rows_lib.De
 
 
 def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool = False,
-                  ready: int = datasets_lib.READY, in_order: bool = False) -> workers_data.WorkersDataset:
+                  ready: int = datasets_lib.READY,
+                  in_order: bool = False) -> workers_data.WorkersDataset:
     """This worker's part of a dataset of global batches.
 
     The policy is the dataset's ``options().experimental_distribute.auto_shard_policy``:
@@ -74,7 +78,8 @@ def shard_grouped(grouped: datasets_lib.TowerDataset, workers: meeting.Machines,
     dataset = grouped.dataset
     made = dataset.map(datasets_lib.on_elements(dataset.element_spec, _counted))
     again = functools.partial(shard_grouped, grouped.with_stand_ins(), workers, True, ready)
-    return workers_data.WorkersDataset(made, workers, stand_ins, ready, dataset.cardinality(), again)
+    return workers_data.WorkersDataset(made, workers, stand_ins, ready, dataset.cardinality(),
+                                       again)
 
 
 def _own_batches(dataset: tf.data.Dataset, workers: meeting.Machines,

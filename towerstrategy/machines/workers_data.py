@@ -1,4 +1,9 @@
-"""TODO
+"""What a strategy's workers iterate over: all get to the end at the same step.
+
+Goes in: this worker's part of each global batch (:mod:`shards`).  Comes out: the same with the row
+counts of the towers of all machines in each element.  Those are told in one small all-reduce an
+element, which also tells who still has data: a worker whose data has ended goes on with elements
+without rows until all have ended.
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.batch import iterators, sub_batches
 from towerstrategy.batch import rows as rows_lib
-from towerstrategy.machines import meeting, shards
+from towerstrategy.batch.rows import Nest
+from towerstrategy.machines import meeting
 
 
 class WorkersIteratorSpec(tf.data.IteratorSpec):
@@ -27,7 +33,7 @@ class WorkersIteratorSpec(tf.data.IteratorSpec):
 
     __slots__ = ["_packed", "_number", "_devices"]
 
-    def __init__(self, flat: Any, packed: shards.Nest, number: int, devices: tuple[str, ...]) -> None:
+    def __init__(self, flat: Any, packed: Nest, number: int, devices: tuple[str, ...]) -> None:
         super().__init__(flat)
         self._packed, self._number, self._devices = packed, number, devices
 
@@ -44,10 +50,10 @@ class WorkersIteratorSpec(tf.data.IteratorSpec):
 class WorkersIterator(iterators.TowerIterator):
     """Iterates over a :class:`WorkersDataset`: all workers get to the end at the same step."""
 
-    _packed: shards.Nest
+    _packed: Nest
     _workers: meeting.Machines
 
-    def get_next(self) -> shards.Nest:
+    def get_next(self) -> Nest:
         there, element = self._agreed()
         if tf.executing_eagerly():
             if not bool(there):
@@ -59,7 +65,7 @@ class WorkersIterator(iterators.TowerIterator):
             element = tf.nest.map_structure(tf.identity, element, expand_composites=True)
         return iterators.onto_devices(element, self._devices)
 
-    def __next__(self) -> shards.Nest:
+    def __next__(self) -> Nest:
         self._check_ends()
         try:
             return self.get_next()
@@ -81,7 +87,7 @@ class WorkersIterator(iterators.TowerIterator):
         return tf.cond(there, full, empty)
 
     @property
-    def element_spec(self) -> shards.Nest:
+    def element_spec(self) -> Nest:
         return _packed_spec(self._packed, self._element_spec, self._workers)
 
     @property
@@ -89,7 +95,7 @@ class WorkersIterator(iterators.TowerIterator):
         return WorkersIteratorSpec(self._element_spec, self._packed, self._workers.number,
                                    tuple(self._devices))
 
-    def _agreed(self) -> tuple[tf.Tensor, shards.Nest]:
+    def _agreed(self) -> tuple[tf.Tensor, Nest]:
         """Whether there is an element, on any worker; and this worker's, with all row counts."""
         workers = self._workers
         with tf.device("CPU:0"):
@@ -107,7 +113,7 @@ class WorkersIterator(iterators.TowerIterator):
             return told[0] >= (1 if batched else workers.count), element
 
 
-def _agreeing(iterator: Any, packed: shards.Nest, workers: meeting.Machines,
+def _agreeing(iterator: Any, packed: Nest, workers: meeting.Machines,
               devices: Sequence[str]) -> WorkersIterator:
     iterator.__class__ = WorkersIterator
     iterator._packed, iterator._workers, iterator._devices = packed, workers, devices
@@ -119,8 +125,8 @@ def _raise_ended() -> tf.Tensor:
     return iter(tf.data.Dataset.range(0)).get_next()
 
 
-def _pack(packed: shards.Nest, leaves: Sequence[Any], towers: int, batched: Callable[[list[Any]], Any],
-          plain: Callable[[list[Any]], Any]) -> shards.Nest:
+def _pack(packed: Nest, leaves: Sequence[Any], towers: int, batched: Callable[[list[Any]], Any],
+          plain: Callable[[list[Any]], Any]) -> Nest:
     """``leaves`` in the structure of ``packed``, the towers' values of a component together."""
     left = list(leaves)
 
@@ -133,7 +139,7 @@ def _pack(packed: shards.Nest, leaves: Sequence[Any], towers: int, batched: Call
     return tf.nest.map_structure(of, packed)
 
 
-def _packed_spec(packed: shards.Nest, flat: Any, workers: meeting.Machines) -> shards.Nest:
+def _packed_spec(packed: Nest, flat: Any, workers: meeting.Machines) -> Nest:
     """The spec of an element with the row counts of all machines."""
     counts = tf.TensorSpec([workers.replicas], tf.int64)
     return _pack(packed, flat[2], workers.towers,
@@ -162,7 +168,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
         super().__init__(self._endless(dataset, stand_ins).prefetch(ready), with_stand_ins)
 
     @property
-    def element_spec(self) -> shards.Nest:
+    def element_spec(self) -> Nest:
         return _packed_spec(self._spec, self._dataset.element_spec, self._workers)
 
     @property
@@ -183,7 +189,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
         """
         towers = self._workers.towers
 
-        def flat(element: shards.Nest) -> tuple[Any, ...]:
+        def flat(element: Nest) -> tuple[Any, ...]:
             rows = tf.zeros([towers], tf.int64)
             values: list[Any] = []
             for leaf in tf.nest.flatten(element):

@@ -1,1 +1,1 @@
-"""TODO"""
+"""R results -> one: shares, sums, gradients, factors, reductions."""

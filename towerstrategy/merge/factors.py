@@ -1,4 +1,17 @@
-"""TODO
+"""Gradients that are products over rows, made once from the rows of all towers.
+
+Goes in: one gradient a tower, symbolic tensors of the graph being traced.  Comes out: their sum, or
+None where it has no factors.
+
+The gradient of a dense layer's kernel is ``transpose(x) @ dy``, a product over rows, so the sum
+over towers is ``transpose(concat(x)) @ concat(dy)``: one product as on a single device, in place of
+R products and a sum of R arrays of the kernel's size.  A bias' gradient, the sum of ``dy`` over
+rows, likewise.  What crosses devices is rows, not kernels.  The towers' own products are never run:
+nothing needs them any more.  Known from distributed training as sufficient factors (Xie et al.,
+"Distributed Machine Learning via Sufficient Factor Broadcasting", 2016).
+
+The product is then made on the device of the variable and not by the towers, so this is for towers
+and merge devices that share the same cores: those on CPU (:attr:`devices.Placement.on_cpu`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""TODO
+"""The towers' gradients -> one a variable, where the variable lives.
+
+Goes in: for each variable one gradient a tower, or None.  Comes out: the sum over the towers that
+have rows, and over all machines.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ def gradients(per_variable: Sequence[Sequence[merging.Value] | None], devices: S
             with tf.device(devices[index]):
                 made = _from_factors(rows[devices[index]], values, shares) if from_factors else None
                 if made is None:
-                    made = merging.total(values) if keep_empty else merging.filled_here(values, shares)
+                    made = (merging.total(values) if keep_empty
+                            else merging.filled_here(values, shares))
                 results.append(made)
         return results
 

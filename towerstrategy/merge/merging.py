@@ -1,4 +1,9 @@
-"""TODO
+"""R results -> one, on the merge device: sum, mean and concatenation, dense and sparse.
+
+Goes in: what the towers computed, one tensor or ``tf.IndexedSlices`` a tower, and the towers'
+:class:`shares.Shares`.  Comes out: one tensor or ``tf.IndexedSlices`` on the device asked for.
+Sparse gradients stay sparse: rows of the towers are put behind one another in the towers' order,
+which is the order a single device would have produced.
 """
 
 from __future__ import annotations
@@ -11,8 +16,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
-
-Value = Any  # tf.Tensor or tf.IndexedSlices
+from towerstrategy.merge.shares import Value
 
 # Bytes of a tower's value.  Stacking copies it; of small ones, the number of operations counts.
 LARGEST_STACKED = 2**16
@@ -116,17 +120,10 @@ def total_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value
     return shares.across(filled_here(values, shares))
 
 
-def filled_slices(value: tf.IndexedSlices, tower: int, shares: shares_lib.Shares) -> tf.IndexedSlices:
+def filled_slices(value: tf.IndexedSlices, tower: int,
+                  shares: shares_lib.Shares) -> tf.IndexedSlices:
     """``value``, or no slices at all where ``tower`` has no rows."""
-    return slices_if(shares.filled(tower), value)
-
-
-def slices_if(filled: Any, value: tf.IndexedSlices) -> tf.IndexedSlices:
-    """``value``, or no slices at all where not ``filled`` (a bool or a scalar bool tensor)."""
-    if isinstance(filled, bool) and filled:
-        return value
-    count = tf.where(filled, tf.shape(value.indices)[0], 0)
-    return tf.IndexedSlices(value.values[:count], value.indices[:count], value.dense_shape)
+    return shares_lib.slices_if(shares.filled(tower), value)
 
 
 def concat(values: Sequence[Value], axis: int) -> Any:

@@ -1,4 +1,7 @@
-"""TODO
+"""``strategy.reduce``, ``gather``, ``extended.update``: values handed over outside of towers.
+
+Goes in: per-replica values, and where they are wanted.  Comes out: one value there, over the towers
+of all machines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""TODO
+"""Shares: how much of the global batch each tower has.
+
+Goes in: the towers' rows, as numbers where they are known while tracing, else as tensors.  Comes
+out: each tower's rows over all rows, and whether it has any.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import tensorflow as tf
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch import sub_batches
 from towerstrategy.machines import meeting
-from towerstrategy.merge import merging
+
+Value = Any  # tf.Tensor or tf.IndexedSlices
 
 
 class Shares:
@@ -50,7 +54,8 @@ class Shares:
     def of_batch(cls, batches: sub_batches.SubBatches,
                  workers: meeting.Machines | None = None) -> Shares:
         """The shares of a batch that was split."""
-        shares = cls(sub_batches.row_counts(batches), isinstance(batches, sub_batches.StandInSubBatches),
+        shares = cls(sub_batches.row_counts(batches),
+                     isinstance(batches, sub_batches.StandInSubBatches),
                      workers)
         shares._counted = True
         shares._fed = [rows_lib.known_rows(part) for part in batches.values]
@@ -193,19 +198,27 @@ class Shares:
         """How many towers, on all machines, have rows: a scalar int32 tensor."""
         return tf.add_n([tf.cast(filled, tf.int32) for filled in self._filled])
 
-    def across(self, value: merging.Value) -> merging.Value:
+    def across(self, value: Value) -> Value:
         """The sum over the machines of what the towers of each have summed to."""
         return value if self._workers is None else self._workers.sum_one(value)
 
-    def firsts(self, value: merging.Value) -> merging.Value:
+    def firsts(self, value: Value) -> Value:
         """The value of the first tower of the first machine, given this machine's first tower's."""
         if self._workers is None:
             return value
         if isinstance(value, tf.IndexedSlices):
-            return self._workers.sum_one(merging.slices_if(self._workers.is_chief, value))
+            return self._workers.sum_one(slices_if(self._workers.is_chief, value))
         return self._workers.chiefs([value])[0]
 
     @property
     def all_filled(self) -> Any:
         """Whether every tower has rows: a bool or a scalar bool tensor."""
         return min(self._here(self._rows)) > 0 if self._known else self._all_filled
+
+
+def slices_if(filled: Any, value: tf.IndexedSlices) -> tf.IndexedSlices:
+    """``value``, or no slices at all where not ``filled`` (a bool or a scalar bool tensor)."""
+    if isinstance(filled, bool) and filled:
+        return value
+    count = tf.where(filled, tf.shape(value.indices)[0], 0)
+    return tf.IndexedSlices(value.values[:count], value.indices[:count], value.dense_shape)

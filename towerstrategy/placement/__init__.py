@@ -1,1 +1,1 @@
-"""TODO"""
+"""What was asked for -> who does what, where: devices, homes."""

@@ -1,4 +1,8 @@
-"""TODO
+"""What the user asked for -> the tower devices and the merge device.
+
+Goes in: ``devices`` and ``merge_device`` as given to ``TowerStrategy``, and the logical devices
+that TensorFlow shows.  Comes out: a :class:`Placement`, with full device names.  Every complaint
+about a device is raised here; each names the argument, what was given and which devices there are.
 """
 
 from __future__ import annotations

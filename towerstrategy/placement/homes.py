@@ -1,14 +1,17 @@
-"""TODO
+"""The home of each variable: the device on which its one copy lives.
+
+Goes in: the devices that may be homes, and variables or their sizes.  Comes out: a device for each,
+chosen by bytes where the placement is balanced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.variables import one_copy
 
 
 class Homes:
@@ -32,7 +35,7 @@ class Homes:
         self._bytes[home] += size
         return home
 
-    def spread(self, variables: Iterable[one_copy.TowerVariable]) -> None:
+    def spread(self, variables: Iterable[Any]) -> None:
         """Chooses anew, the largest first, for variables that were made one by one.
 
         A variable is moved once at the most, before it has slots or stands in a traced function.
@@ -69,7 +72,7 @@ def move(variable: tf.Variable, device: str) -> None:
         moved = _tf.ResourceVariable(variable.read_value(), trainable=False, dtype=variable.dtype,
                                      shape=variable.shape, name=variable.name.split(":")[0])
     _tf.replace_resource(variable, moved)
-    if isinstance(variable, one_copy.TowerVariable):
+    if hasattr(variable, "_home"):
         variable._home = variable.device
 
 

@@ -1,4 +1,7 @@
-"""TODO
+"""Where everything sits, for people to read.
+
+Goes in: a strategy.  Comes out: a table of its devices, their roles, variables and bytes, as text
+or HTML.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""TODO
+"""``TowerReport``: how busy each tower is, epoch by epoch.
+
+Goes in: a Keras training.  Comes out: tables, a picture, TensorBoard's events.
 """
 
 from __future__ import annotations
@@ -142,9 +144,9 @@ class TowerReport(Callback):
     def __init__(self, picture: str | os.PathLike[str] | None = None, *, most: float = 0.01,
                  print_fn: Callable[[str], Any] | None = print,
                  log_dir: str | os.PathLike[str] | None = None) -> None:
-        for name, path, kind in (("picture", picture, "PNG file"), ("log_dir", log_dir, "folder")):
+        for name, path, what in (("picture", picture, "PNG file"), ("log_dir", log_dir, "folder")):
             if path is not None and not isinstance(path, (str, os.PathLike)):
-                raise TypeError(f"{name} must be None or the path of a {kind}, but got "
+                raise TypeError(f"{name} must be None or the path of a {what}, but got "
                                 f"{path!r} of type {type(path).__name__}.")
         if not 0 < most <= 1:
             raise ValueError(f"most must be a share of the training's time, above 0 and at most 1, "

@@ -1,4 +1,12 @@
-"""TODO
+"""One call per tower.
+
+Goes in: the replica function and its arguments, per-replica values among them.  Comes out: the
+function's results, grouped as ``tf.distribute`` groups them.
+
+With one tower nothing is added: the function runs in the calling thread.  With several, eager code
+runs in :mod:`threads`, a thread a tower in turn; inside a ``tf.function`` :mod:`once` traces tower
+0 and copies its operations for the others, and hands over to :mod:`threads` where that cannot be
+right.
 """
 
 from __future__ import annotations
@@ -12,7 +20,8 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import results, sub_batches
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import contexts
+from towerstrategy.towers import contexts, once, threads
+from towerstrategy.towers.tables import NeedsOwnTrace
 
 
 def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
@@ -41,13 +50,10 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
         shares = _shares(strategy, args, kwargs)
     if len(devices) == 1:
         return _call_one(strategy, fn, args, kwargs, shares)
-    # Here and not above: both modules are built on this one.
-    from towerstrategy import once, threads
-
     if not tf.executing_eagerly() and strategy.extended.trace_once:
         try:
             return once.call(strategy, fn, args, kwargs, shares)
-        except once.NeedsOwnTrace as reason:
+        except NeedsOwnTrace as reason:
             strategy.extended.own_trace_reasons.append(str(reason))
     return threads.call(strategy, fn, args, kwargs, shares)
 

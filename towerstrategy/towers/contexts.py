@@ -1,4 +1,9 @@
-"""TODO
+"""The replica context of a tower: what it knows of itself, and where it meets the others.
+
+Goes in: a tower's number, the shares of the batch, and the call it belongs to (:mod:`once` or
+:mod:`threads`).  Comes out: what ``tf.distribute.get_replica_context()`` gives there.  Where the
+towers meet (``merge_call``) the function given there runs once, in cross-replica context, on the
+merge device.
 """
 
 from __future__ import annotations

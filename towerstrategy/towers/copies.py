@@ -1,4 +1,15 @@
-"""TODO
+"""Trace once: tower 0 is traced, and its operations are copied for the other towers.
+
+Goes in: the replica function and its arguments, inside a ``tf.function`` that is being traced.
+Comes out: what :mod:`towers` would have made by tracing every tower, for the price of one trace.
+
+Between two meetings (``merge_call``) of the towers, tower 0's operations form a stretch of the
+graph. At the next meeting the stretch is copied for each other tower: the same operations, on that
+tower's device, with that tower's inputs, tower-local variables, share and random seeds put in.  The
+tensor that another tower has in place of one of tower 0's is looked up in a table; a tensor that
+stands in no table is the same for all.
+
+A function that cannot be copied is traced for every tower; :class:`NeedsOwnTrace` says why.
 """
 
 from __future__ import annotations
@@ -10,6 +21,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.towers import operands, reads, tables
+from towerstrategy.towers.tables import NeedsOwnTrace
 
 # Bytes of a node. An operation is compared with earlier ones by all it holds, constants too.
 LARGEST_COMPARED = 4096
@@ -96,11 +108,11 @@ class Copier:
             return
         self._safe_functions.add(name)
         if _tf.asserts(self._graph, name):
-            raise tables.NeedsOwnTrace("an assertion in it would name tower 0 whichever tower fails")
+            raise NeedsOwnTrace("an assertion in it would name tower 0 whichever tower fails")
         definition = _tf.function_definition(self._graph, name)
         for node in definition.node_def if definition is not None else ():
             if "seed2" in node.attr:
-                raise tables.NeedsOwnTrace(f"{node.op} inside a nested function would draw the same "
+                raise NeedsOwnTrace(f"{node.op} inside a nested function would draw the same "
                                     "numbers on every tower")
             for called in _tf.functions_in_attributes(node):
                 self._check_function(called)

@@ -1,4 +1,10 @@
-"""TODO
+"""The towers' work as a function of its own, inside of the one that is being traced.
+
+Goes in: what makes tensors, as a Python function.  Comes out: what it returned, with tensors of the
+caller's graph, and the one operation there that calls it.
+
+So nothing is left behind when the function turns out to be of no use, and a gradient tape around
+the call sees one operation, whatever threads the towers were traced in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,15 @@
-"""TODO
+"""Trace tower 0 once, and have the other towers copied.
+
+Goes in: the replica function and its arguments, while a ``tf.function`` is traced.  Comes out: its
+results, grouped.  Tower 0 runs in the calling thread; where it meets the others, :mod:`copies`
+makes their operations and the function given to ``merge_call`` runs at once.
+
+All of it happens in a function of its own, so that nothing is left behind when the function turns
+out to need a trace for each tower (:class:`NeedsOwnTrace`): its towers' inputs have different
+static shapes, or are no tensors; it looks at its replica id as a Python number; it meets the others
+in ``tf.init_scope``; it draws random numbers in a nested function; it takes the gradient of a loop
+or branch from before a meeting; it hands on something that holds tensors and cannot be looked up;
+it has an assertion, which would name tower 0 whichever tower fails.
 """
 
 from __future__ import annotations
@@ -13,10 +24,9 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import contexts, copies, enclosed, tables
+from towerstrategy.towers import contexts, copies, enclosed
+from towerstrategy.towers.tables import NeedsOwnTrace
 from towerstrategy.variables import alone
-
-__all__ = ["NeedsOwnTrace", "call"]
 
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
@@ -31,7 +41,7 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     try:
         result, operation = enclosed.run(
             lambda: _Once(strategy, shares, made).run(fn, args, kwargs))
-    except tables.NeedsOwnTrace:
+    except NeedsOwnTrace:
         _initialize(made)
         raise
     if not (operation is None or strategy.extended.keep_graphs or _tf.may_be_recorded()):
@@ -78,7 +88,7 @@ class _Once:
     def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call`` of tower 0: the others get there at once."""
         if tf.executing_eagerly():
-            raise tables.NeedsOwnTrace("it meets the other towers in tf.init_scope")
+            raise NeedsOwnTrace("it meets the other towers in tf.init_scope")
         controls = _tf.control_dependencies_of(self._graph)
         written = self._copy((args, kwargs, controls))
         args, kwargs = _tf.regroup(self._group(args)), _tf.regroup(self._group(kwargs))
@@ -140,7 +150,7 @@ class _Once:
         self._copier.stay(before)
 
     def ask(self) -> None:
-        raise tables.NeedsOwnTrace("it looks at its replica id as a Python number")
+        raise NeedsOwnTrace("it looks at its replica id as a Python number")
 
     def _note_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         variable = next_creator(**kwargs)
@@ -163,7 +173,7 @@ class _Once:
         if all(value is values[0] for value in values):
             return values[0]
         if not all(isinstance(value, tf.Tensor) for value in values):
-            raise tables.NeedsOwnTrace("a value that differs between the towers is no tensor: "
+            raise NeedsOwnTrace("a value that differs between the towers is no tensor: "
                                 f"{values[0]!r}")
         # Not an identity: its value must not be known while tracing, as it is tower 0's alone.
         first = tf.compat.v1.placeholder_with_default(values[0], values[0].shape)
@@ -182,10 +192,10 @@ def _check_alike(arguments: Any) -> None:
         except TypeError:
             if all(part is leaf.values[0] for part in leaf.values):
                 continue
-            raise tables.NeedsOwnTrace(
+            raise NeedsOwnTrace(
                 "an argument that differs between the towers is no tensor") from None
         if any(spec != specs[0] for spec in specs):
-            raise tables.NeedsOwnTrace(f"an argument's static shape differs between the towers: {specs}")
+            raise NeedsOwnTrace(f"an argument's static shape differs between the towers: {specs}")
 
 
 def _initialize(made: list[tuple[Any, Any]]) -> None:

@@ -1,4 +1,11 @@
-"""TODO
+"""Products with a transposed weight, written so that the weight is not copied.
+
+Goes in: the operations of tower 0 that are about to be copied for the others.  Comes out: the same,
+some ``dy @ transpose(weight)`` put as ``transpose(weight @ transpose(dy))``.
+
+TensorFlow's CPU kernel copies a transposed right operand into another layout before it multiplies,
+which for a sub-batch's few rows costs more than the product: 29 ms where the other form takes 6 (16
+rows, a 3072 x 3072 weight).  A single device pays that once a step, R towers R times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""TODO
+"""One read of a variable for all towers, and small variables sent to a tower in one piece.
+
+Goes in: a stretch of tower 0's operations that is about to be copied for the others.  Comes out:
+the reads that need no copy, and what each tower has in the place of what they read.
+
+There is one copy of a variable, so what one tower reads is what all read: a copy of the read would
+cost an operation a tower and bring nothing.  A value crosses to each tower's device by itself,
+which for a small one is nearly all overhead (a model of 150 small layers sends 302 of them to each
+tower), so the small ones of one shape cross as one stacked tensor.
 """
 
 from __future__ import annotations

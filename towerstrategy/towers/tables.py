@@ -1,4 +1,7 @@
-"""TODO
+"""What each tower has in place of tower 0's tensors and operations.
+
+Goes in: pairs of tower 0's tensor and the other towers'.  Comes out: any value of tower 0's with
+the tensors of another tower in it; :class:`NeedsOwnTrace` where they cannot be found.
 """
 
 from __future__ import annotations

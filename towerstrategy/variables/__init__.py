@@ -1,1 +1,1 @@
-"""TODO"""
+"""The one copy, tower-local variables, and writes where towers cannot meet."""

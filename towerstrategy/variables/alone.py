@@ -1,4 +1,16 @@
-"""TODO
+"""Writes to the one copy from where the towers cannot meet: branches, loops and nested functions.
+
+Goes in: what one tower has run, or traced, since it last met the others.  Comes out: the variables
+that it has written there, each with the value that this tower has made of it; and, where the towers
+meet next, one value for all.
+
+Each tower writes to a stand-in of its own, which starts with the variable's value.  What the tower
+does from there on until the next meeting reads and writes the stand-in, so that no tower sees what
+another has written, in whatever order they run.  In a graph the stand-in is an anonymous variable,
+put in the variable's place into the operations that are there (:func:`divert`); eager towers take
+turns with the variable itself (:class:`Turns`).
+
+``scatter_update``, ``_min`` and ``_max`` write the rows of all towers, so they go to the variable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""TODO
+"""Making variables in the scope of a strategy.
+
+Goes in: what TensorFlow's variable creators pass on, and the strategy's homes.  Comes out: a
+:class:`one_copy.TowerVariable` at its home, or a :class:`tower_local.TowerLocalVariable`.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from towerstrategy.towers import contexts
 from towerstrategy.variables import one_copy, tower_local
 
 
-def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes, next_creator: Callable[..., Any],
+def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
+           next_creator: Callable[..., Any],
            **kwargs: Any) -> Any:
     """Makes a variable of ``strategy``; the arguments are those of a variable creator.
 

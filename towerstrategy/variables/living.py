@@ -1,4 +1,6 @@
-"""TODO
+"""Variables remembered without being kept alive.
+
+Goes in: variables.  Comes out: those that are still there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,30 @@
-"""TODO
+"""The one copy, and tower-local variables.
+
+Goes in: what TensorFlow's variable creators pass on, and the strategy's placement.  Comes out: for
+a variable that is not tower-local a :class:`TowerVariable`, one real resource variable at its home;
+for a tower-local one (``synchronization=ON_READ``, metrics) a :class:`TowerLocalVariable` with a
+part on every tower.
+
+A write to a :class:`TowerVariable` inside a tower is merged with the other towers' and done once:
+
+=====================  ===================================================================
+aggregation            what is written
+=====================  ===================================================================
+NONE, MEAN (floats)    the mean over the towers, each counted by its share of the batch
+NONE (other dtypes)    tower 0's value
+SUM                    the sum over the towers that have rows
+ONLY_FIRST_REPLICA     tower 0's value
+=====================  ===================================================================
+
+Scatter writes follow the same rules, slice by slice: SUM writes the slices of all towers, in
+order, as one device would have done; NONE of ``scatter_update``, ``_min`` and ``_max`` does so too
+(doing it twice changes nothing), and of ``scatter_mul`` and ``_div`` takes tower 0's.
+``scatter_nd_*`` and ``batch_scatter_update`` do as their namesakes.  A slice (``v[a:b].assign``)
+follows the table element by element, over the towers that have rows and wrote it.
+
+A per-replica value that is written from outside the towers is what ``strategy.run`` returned, so it
+is merged by the rule of NONE, unless the aggregation is ONLY_FIRST_REPLICA: towers that agree write
+what they agree on.
 """
 
 from __future__ import annotations
@@ -318,7 +344,7 @@ class TowerVariable(_tf.ResourceVariable):
         if self.aggregation not in (Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA):
             raise RuntimeError(contexts.NESTED_MERGE)
         if method_name in _REPLACING and self.aggregation is Aggregation.NONE:
-            return plain(merging.slices_if(tower.filled, slices))
+            return plain(shares_lib.slices_if(tower.filled, slices))
         tower.writes_alone(self)
         return plain(slices)
 

@@ -1,4 +1,8 @@
-"""TODO
+"""Writes to pieces of a variable: slices (``v[a:b].assign``) and elements (``scatter_nd_*``).
+
+Goes in: the indices or slices that towers write to, and their values.  Comes out: one set of
+indices and values.  Elements are counted through the variable (flat positions), so that several
+machines exchange them as ``tf.IndexedSlices``, like the rows of other scatters.
 """
 
 from __future__ import annotations

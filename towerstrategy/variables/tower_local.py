@@ -1,4 +1,7 @@
-"""TODO
+"""Tower-local variables (``synchronization=ON_READ``, metrics): a part on every tower.
+
+Goes in: one resource variable a tower.  Comes out: one variable that reads and writes a tower's own
+part there, and is aggregated when it is read outside of towers.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""TODO"""
+"""What is hooked in Keras 3: :mod:`hooks` is the table, the other rooms are its subjects."""

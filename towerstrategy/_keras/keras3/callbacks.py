@@ -1,4 +1,6 @@
-"""TODO
+"""Hooks into Keras 3: callbacks that write files.
+
+Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ def backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
 def _saved_of(model: Any) -> list[Any]:
     """The TensorFlow variables that ``save_weights`` saves."""
     held = [*names.held_variables(model),
-            *(names.held(variable) for part in names.optimizers_of(model) for variable in part.variables)]
+            *(variable for part in names.optimizers_of(model)
+              for variable in names.optimizer_variables(part))]
     return list({id(variable): variable for variable in held
                  if isinstance(variable, _tf.BaseResourceVariable)}.values())
 

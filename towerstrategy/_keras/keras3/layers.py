@@ -1,4 +1,6 @@
-"""TODO
+"""Hooks into Keras 3: layers that look at more than their rows.
+
+Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
 """
 
 from __future__ import annotations

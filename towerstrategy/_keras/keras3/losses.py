@@ -1,15 +1,19 @@
-"""TODO
+"""Hooks into Keras 3: how a loss is scaled, masked and tracked.
+
+Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.losses import losses as keras_losses
 from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf
@@ -122,3 +126,26 @@ def with_own_losses(original: Callable[..., Any]) -> Callable[..., Any]:
             vars(self)["_losses"] = shared
 
     return with_own_losses
+
+
+# Losses that are made of all rows of a batch at once; with axes given, the first two are not.
+_COUPLED = {"dice": keras_losses.Dice, "tversky": keras_losses.Tversky,
+            "circle": keras_losses.Circle}
+
+
+def warn_of_coupled_rows(model: Any) -> None:
+    """Warns of losses that see one tower's rows where one device's see the whole batch's."""
+    given = model._compile_loss._user_loss if model._compile_loss is not None else None
+    for loss in tree.flatten(given):
+        name = next((name for name, cls in _COUPLED.items() if isinstance(loss, cls)
+                     or str(getattr(loss, "__name__", loss)).lower() == name), None)
+        axis = getattr(loss, "axis", None)
+        if name is None or (axis is not None and 0 not in tree.flatten(axis)):
+            continue
+        warnings.warn(
+            f"model {model.name!r} is compiled with the loss {name!r}, which puts all rows of a "
+            "batch into one number. On several towers it is computed on each tower's rows, and the "
+            "mean of the towers' losses is trained: not what one device computes. Use a strategy "
+            "of one tower to have that"
+            + (", or give the loss the axes of one row, as axis=(1, 2, 3)." if name != "circle"
+               else "."), UserWarning, stacklevel=3)

@@ -1,4 +1,6 @@
-"""TODO
+"""Hooks into Keras 3: what a metric counts, and reads.
+
+Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
 """
 
 from __future__ import annotations
@@ -19,12 +21,21 @@ from towerstrategy.towers import contexts
 def metric_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        wrap_result(type(self))
+        _wrap_result(type(self))
 
     return __init__
 
 
-def wrap_result(cls: type) -> None:
+def wrap_known() -> None:
+    """Hooks the metrics whose objects may be there already."""
+    waiting = [metric_module.Metric]
+    while waiting:
+        cls = waiting.pop()
+        _wrap_result(cls)
+        waiting += cls.__subclasses__()
+
+
+def _wrap_result(cls: type) -> None:
     """Hooks ``result`` in ``cls`` and its bases."""
     for base in cls.__mro__:
         if "result" in base.__dict__ and base is not metric_module.Metric:

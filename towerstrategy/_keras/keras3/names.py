@@ -1,17 +1,27 @@
-"""TODO
+"""How Keras 3 names things: what the rules for both Kerases ask for.
+
+Goes in: a Keras 3 model, optimizer, metric or variable.  Comes out: what it holds.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.layers.rnn import rnn
 from keras.src.metrics import metric as metric_module
 from keras.src.optimizers import base_optimizer
+from keras.src.trainers import trainer as base_trainer
 
+from towerstrategy import _tensorflow as _tf
 from towerstrategy.placement import kind
+from towerstrategy.variables import tower_local
+
+# The base class whose methods are hooked, and the class of recurrent layers.
+MODEL, RNN = base_trainer.Trainer, rnn.RNN
 
 
 def is_model(model: Any) -> bool:
@@ -28,7 +38,7 @@ TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), "optimizer", 
 
 def held_variables(model: Any) -> list[Any]:
     """The TensorFlow variables of ``model``, those of its metrics and optimizers left out."""
-    own = {id(variable) for metric in model.metrics for variable in metric.variables}
+    own = {id(variable) for metric in metrics_of(model) for variable in metric.variables}
     return [held(variable) for variable in model.variables if id(variable) not in own]
 
 
@@ -58,6 +68,72 @@ def optimizers_of(model: Any) -> list[Any]:
     return [*held, *inner]
 
 
+def optimizer_variables(optimizer: Any) -> list[Any]:
+    """The TensorFlow variables of an optimizer."""
+    return [held(variable) for variable in optimizer.variables]
+
+
+def metric_variables(metric: Any) -> list[Any]:
+    """The TensorFlow variables of a metric."""
+    return [held(variable) for variable in metric.variables]
+
+
+def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
+    """Makes a metric's variables tower-local, in place; returns them."""
+    for variable in metric.variables:
+        value = variable._value
+        if isinstance(value, _tf.BaseResourceVariable) and strategy.num_replicas_in_sync > 1:
+            variable._value = tower_local.make_tower_local(strategy, value)
+    return list(metric.variables)
+
+
+def owner_of(model: Any) -> Any:
+    """The strategy that a model belongs to."""
+    return model._distribute_strategy
+
+
+def set_owner(model: Any, strategy: tf.distribute.Strategy) -> None:
+    """Makes a model the strategy's."""
+    model._distribute_strategy = strategy
+
+
+def owner_of_optimizer(optimizer: Any) -> Any:
+    """The strategy that an optimizer belongs to."""
+    return optimizer._distribution_strategy
+
+
+def set_owner_of_optimizer(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
+    """Makes an optimizer the strategy's."""
+    optimizer._distribution_strategy = strategy
+
+
+def leave_xla(model: Any) -> None:
+    """Turns ``jit_compile`` off."""
+    model.jit_compile = False
+
+
+def counters_of(model: Any) -> list[Any]:
+    """The model's own counters of steps; Keras 3 has none in variables."""
+    del model
+    return []
+
+
+def fresh_state() -> dict[str, Any]:
+    """The training state of a model that has not been compiled."""
+    return {name: value for name, value in vars(tf_trainer.TensorFlowTrainer()).items()
+            if name in TRAINING_STATE}
+
+
+def builders(model: Any) -> dict[str, Any]:
+    """The methods that build a model, each with whether it is still to be built."""
+    return {"build": lambda: not model.built}
+
+
+def finish_twin(twin: Any) -> None:
+    """What a second handle needs besides; in Keras 3 nothing."""
+    del twin
+
+
 def strategy_of(model: Any) -> Any:
     """The model's TowerStrategy, or None."""
     strategy = getattr(model, "_distribute_strategy", None)
@@ -65,4 +141,5 @@ def strategy_of(model: Any) -> Any:
 
 
 def tf_variable(variable: Any) -> Any:
+    """What TensorFlow reads or updates for a Keras variable."""
     return variable.value if isinstance(variable, keras_variables.Variable) else variable

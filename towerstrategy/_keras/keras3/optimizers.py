@@ -1,4 +1,6 @@
-"""TODO
+"""Hooks into Keras 3: what an optimizer does with the towers' gradients.
+
+Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
 """
 
 from __future__ import annotations
@@ -7,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from towerstrategy._keras import optimizers as optimizers_rules
-from towerstrategy._keras.keras3 import hooks as table
 from towerstrategy._keras.keras3 import names
 from towerstrategy.towers import contexts
 
@@ -21,9 +22,10 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
         grads = list(grads)
         targets = list(self._trainable_variables if trainable_variables is None
                        else trainable_variables)
-        return optimizers_rules.merge_then(tower, grads, [names.tf_variable(target) for target in targets],
+        return optimizers_rules.merge_then(
+            tower, grads, [names.tf_variable(target) for target in targets],
                                  lambda merged: original(self, merged, trainable_variables),
-                                 overwriting=table.overwriting(targets))
+                                 overwriting=_overwriting(targets))
 
     return apply
 
@@ -34,8 +36,14 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
         if tower is None:
             return original(self, grads_and_vars)
         grads, targets = zip(*grads_and_vars)
-        return optimizers_rules.merge_then(tower, grads, [names.tf_variable(target) for target in targets],
+        return optimizers_rules.merge_then(
+            tower, grads, [names.tf_variable(target) for target in targets],
                                  lambda merged: original(self, zip(merged, targets)),
-                                 overwriting=table.overwriting(targets))
+                                 overwriting=_overwriting(targets))
 
     return apply_gradients
+
+
+def _overwriting(targets: Any) -> list[bool]:
+    """Which variables' gradients are their next values."""
+    return [getattr(target, "overwrite_with_gradient", False) for target in targets]

@@ -1,4 +1,6 @@
-"""TODO
+"""Hooks into Keras 3: ``compile``, the step functions, and what they hand back.
+
+Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
 """
 
 from __future__ import annotations
@@ -12,10 +14,9 @@ from keras.src import tree
 from keras.src.backend.tensorflow import trainer as tf_trainer
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import adopting as adopting_rules
+from towerstrategy._keras import adopting
 from towerstrategy._keras import training as training_rules
-from towerstrategy._keras.keras3 import adopting, names
-from towerstrategy._keras.keras3 import hooks as table
+from towerstrategy._keras.keras3 import losses, names
 from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.batch import sub_batches
 from towerstrategy.losses import parts
@@ -31,7 +32,7 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is None:
             return original(self, *args, **kwargs)
         owner = self._distribute_strategy
-        adopting_rules.check_owner(strategy, f"model {self.name!r}", owner)
+        adopting.check_owner(strategy, f"model {self.name!r}", owner)
         with strategy.scope():
             # From here on "auto" means no XLA, as for any model of a strategy.
             self._distribute_strategy = strategy
@@ -45,9 +46,9 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
                     "jit_compile=True is not supported with several towers, nor away from "
                     "TensorFlow's default device: XLA compiles a step for that one device. "
                     'Compile the model with jit_compile=False or leave it at "auto".')
-            adopting.adopt(strategy, self)
+            adopting.adopt(strategy, self, names)
             if strategy.num_replicas_in_sync > 1:
-                table.warn_of_coupled_rows(self)
+                losses.warn_of_coupled_rows(self)
 
     return compile
 
@@ -109,12 +110,12 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
             before = getattr(self, attribute)
             strategy = names.strategy_of(self)
             if strategy is None:
-                adopting_rules.check_trains_on_towers(self, tf.distribute.get_strategy())
+                adopting.check_trains_on_towers(self, tf.distribute.get_strategy())
             result, step = original(self, force), getattr(self, attribute)
             if strategy is None or step is before:
                 return result
             # What was built after compile, outside of the scope.
-            adopting.adopt_state(strategy, self)
+            adopting.adopt_state(strategy, self, names)
 
             def function(iterator: Any) -> Any:
                 if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
@@ -158,7 +159,7 @@ def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, iterator, data_batch)
         if self.train_function is None:
             # The optimizer is built here, around weights that may have been built outside.
-            adopting.adopt_state(strategy, self)
+            adopting.adopt_state(strategy, self, names)
         if iterator is not None:
             data_batch = _batch_spec(iterator._distributed_dataset.element_spec,
                                      _has_fixed_rows(self))

@@ -1,1 +1,1 @@
-"""TODO"""
+"""What is hooked in tf_keras: :mod:`hooks` is the table, the other rooms are its subjects."""

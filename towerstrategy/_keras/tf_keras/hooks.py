@@ -1,9 +1,12 @@
-"""TODO
+"""The table of hooks into tf_keras (``TF_USE_LEGACY_KERAS=1``).
+
+Goes in: the imported Keras.  Comes out: the same, with every hook of :data:`HOOKS`; the rooms
+beside this one hold what they do, by subject.  Upstream places are those of tf_keras 2.21;
+``tests/keras_hooks_test.py`` fails where one has moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tf_keras.src import callbacks
@@ -21,65 +24,70 @@ from towerstrategy._keras.tf_keras import layers, losses, metrics, names, optimi
 from towerstrategy._keras.tf_keras import training as training_lib
 
 # What is hooked and why; the test of upstream names reads this.
-HOOKS: dict[tuple[Any, str], str] = {
-    (losses_utils, "scale_loss_for_distribution"):
-        "scales a replica's mean by 1/R; a tower's counts by its share of the rows",
-    (losses_utils, "apply_valid_mask"): "the mean over unmasked entries is the whole batch's",
-    (losses_utils, "compute_weighted_loss"):
-        "a sum, and a loss that is one number, counts as it is; its mean is wanted in places",
-    (compile_utils.LossesContainer, "__call__"):
+HOOKS: dict[tuple[Any, str], hooks.Hook] = {
+    (losses_utils, "scale_loss_for_distribution"): hooks.Hook(
+        losses.scale,
+        "scales a replica's mean by 1/R; a tower's counts by its share of the rows"),
+    (losses_utils, "apply_valid_mask"): hooks.Hook(
+        losses.apply_valid_mask,
+        "the mean over unmasked entries is the whole batch's"),
+    (losses_utils, "compute_weighted_loss"): hooks.Hook(
+        losses.compute_weighted_loss,
+        "a sum, and a loss that is one number, counts as it is; its mean is wanted in places"),
+    (compile_utils.LossesContainer, "__call__"): hooks.Hook(
+        losses.losses_call,
         "scales each loss by itself, and multiplies a summed one by R for the log; all are means "
-        "over the tower's rows there, and what comes out is scaled",
-    **{(cls, "apply_gradients"): "merge first, then Keras' own code once" for cls in names.OPTIMIZERS},
-    (loss_scale_optimizer, "strategy_supports_loss_scaling"):
+        "over the tower's rows there, and what comes out is scaled"),
+    **{(cls, "apply_gradients"): hooks.Hook(
+        optimizers.apply_gradients, "merge first, then Keras' own code once")
+       for cls in names.OPTIMIZERS},
+    (loss_scale_optimizer, "strategy_supports_loss_scaling"): hooks.Hook(
+        optimizers.supports_loss_scaling,
         "refuses strategies with one copy of a variable, which would unscale it once a replica; "
-        "merged gradients are checked and applied once",
-    (base_metric.Reduce, "update_state"): "a scalar counts by its tower's share",
-    (batch_normalization.BatchNormalizationBase, "build"):
+        "merged gradients are checked and applied once"),
+    (base_metric.Reduce, "update_state"): hooks.Hook(
+        metrics.mean_update_state,
+        "a scalar counts by its tower's share"),
+    (batch_normalization.BatchNormalizationBase, "build"): hooks.Hook(
+        layers.batch_norm_build,
         "keeps moving statistics per replica and averages them plainly; they are one copy, moved "
-        "by each tower's share, as in Keras 3",
-    (data_adapter.DataHandler, "_configure_dataset_and_inferred_steps"):
-        "towers without rows get stand-ins",
-    (data_adapter, "single_batch_iterator"): "the same for *_on_batch",
-    (training, "reduce_per_replica"): "outputs of stand-ins are cut off",
-    (training.Model, "get_metrics_result"):
-        "reads each metric's variables by themselves; those of all machines are read at once",
-    (training.Model, "predict"):
-        "gathers rows of several machines in the order in which they hold them",
-    (training.Model, "compile"): "compiling in the scope adopts; jit_compile is refused early",
-    (training.Model, "compute_loss"): "the loss of a stand-in is 0, and so are its gradients",
-    (training.Model, "make_train_function"):
-        "adopts what was built since compile; refuses a model in the scope that is not adopted",
-    (training.Model, "make_test_function"): "the same for evaluate",
-    (callbacks.BackupAndRestore, "__init__"): "lists the strategies that it works with",
-    (worker_training_state.WorkerTrainingState, "delete_backup"):
-        "deletes the backup file by file",
+        "by each tower's share, as in Keras 3"),
+    (data_adapter.DataHandler, "_configure_dataset_and_inferred_steps"): hooks.Hook(
+        training_lib.configure_dataset,
+        "towers without rows get stand-ins"),
+    (data_adapter, "single_batch_iterator"): hooks.Hook(
+        training_lib.single_batch_iterator,
+        "the same for *_on_batch"),
+    (training, "reduce_per_replica"): hooks.Hook(
+        training_lib.reduce_per_replica,
+        "outputs of stand-ins are cut off"),
+    (training.Model, "get_metrics_result"): hooks.Hook(
+        metrics.get_metrics_result,
+        "reads each metric's variables by themselves; those of all machines are read at once"),
+    (training.Model, "predict"): hooks.Hook(
+        training_rules.predict_in_order,
+        "gathers rows of several machines in the order in which they hold them"),
+    (training.Model, "compile"): hooks.Hook(
+        training_lib.compile,
+        "compiling in the scope adopts; jit_compile is refused early"),
+    (training.Model, "compute_loss"): hooks.Hook(
+        losses.compute_loss,
+        "the loss of a stand-in is 0, and so are its gradients"),
+    (training.Model, "make_train_function"): hooks.Hook(
+        training_lib.make_function("train_function"),
+        "adopts what was built since compile; refuses a model in the scope that is not adopted"),
+    (training.Model, "make_test_function"): hooks.Hook(
+        training_lib.make_function("test_function"),
+        "the same for evaluate"),
+    (callbacks.BackupAndRestore, "__init__"): hooks.Hook(
+        callbacks_lib.backup_init,
+        "lists the strategies that it works with"),
+    (worker_training_state.WorkerTrainingState, "delete_backup"): hooks.Hook(
+        callbacks_lib.delete_backup,
+        "deletes the backup file by file"),
 }
 
 
 def install() -> None:
     """Installs every hook of :data:`HOOKS`."""
-    makers: dict[str, Callable[..., Any]] = {
-        "scale_loss_for_distribution": losses.scale,
-        "apply_valid_mask": losses.apply_valid_mask,
-        "compute_weighted_loss": losses.compute_weighted_loss,
-        "__call__": losses.losses_call,
-        "apply_gradients": optimizers.apply_gradients,
-        "strategy_supports_loss_scaling": optimizers.supports_loss_scaling,
-        "compute_loss": losses.compute_loss,
-        "update_state": metrics.mean_update_state,
-        "get_metrics_result": metrics.get_metrics_result,
-        "predict": training_rules.predict_in_order,
-        "build": layers.batch_norm_build,
-        "_configure_dataset_and_inferred_steps": training_lib.configure_dataset,
-        "single_batch_iterator": training_lib.single_batch_iterator,
-        "reduce_per_replica": training_lib.reduce_per_replica,
-        "compile": training_lib.compile,
-        "make_train_function": training_lib.make_function("train_function"),
-        "make_test_function": training_lib.make_function("test_function"),
-        "__init__": callbacks_lib.backup_init,
-        "delete_backup": callbacks_lib.delete_backup,
-    }
-    hooks.require(HOOKS)
-    for owner, name in HOOKS:
-        hooks.wrap(owner, name, makers[name])
+    hooks.install(HOOKS)

@@ -1,19 +1,29 @@
-"""TODO
+"""How tf_keras names things: what the rules for both Kerases ask for.
+
+Goes in: a tf_keras model, optimizer, metric or variable.  Comes out: what it holds.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import tensorflow as tf
 from tf_keras.src.engine import compile_utils, training
+from tf_keras.src.layers.rnn import base_rnn
 from tf_keras.src.metrics import base_metric
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import optimizer as new_optimizer
 from tf_keras.src.optimizers.legacy import optimizer_v2
 
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.variables import tower_local
+
+# The base class whose methods are hooked, and the class of recurrent layers.
+MODEL, RNN = training.Model, base_rnn.RNN
+
 OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
-               loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
+              loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
 
 
 def is_model(model: Any) -> bool:
@@ -66,6 +76,7 @@ def optimizers_of(model: Any) -> list[Any]:
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
+    """The TensorFlow variables of an optimizer."""
     held = optimizer.variables
     return list(held() if callable(held) and not isinstance(held, list) else held)
 
@@ -74,3 +85,85 @@ def variables_of(layer: Any) -> list[Any]:
     """All variables of a layer, also of a model that is not built to the end."""
     return [variable for part in layer._flatten_layers()
             for variable in (*part._trainable_weights, *part._non_trainable_weights)]
+
+
+def metric_variables(metric: Any) -> list[Any]:
+    """The TensorFlow variables of a metric."""
+    return variables_of(metric)
+
+
+def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
+    """Makes a metric's variables tower-local, in place; returns them."""
+    local: list[Any] = []
+    for layer in metric._flatten_layers():
+        for variable in list(layer._trainable_weights) + list(layer._non_trainable_weights):
+            if (isinstance(variable, _tf.BaseResourceVariable)
+                    and strategy.num_replicas_in_sync > 1):
+                parts = tower_local.make_tower_local(strategy, variable)
+                _replace(layer, variable, parts)
+                variable = parts
+            local.append(variable)
+    return local
+
+
+def owner_of(model: Any) -> Any:
+    """The strategy that a model belongs to."""
+    return model._distribution_strategy
+
+
+def set_owner(model: Any, strategy: tf.distribute.Strategy) -> None:
+    """Makes a model the strategy's."""
+    model._distribution_strategy = strategy
+
+
+def owner_of_optimizer(optimizer: Any) -> Any:
+    """None: tf_keras' optimizers take whatever strategy is there, and only their slots count."""
+    del optimizer
+
+
+def set_owner_of_optimizer(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
+    """Makes an optimizer the strategy's."""
+    # A LossScaleOptimizer has none of its own and asks the one inside.
+    if "_distribution_strategy" in vars(optimizer):
+        optimizer._distribution_strategy = strategy
+
+
+def leave_xla(model: Any) -> None:
+    """Turns ``jit_compile`` off."""
+    model._jit_compile = False
+
+
+def counters_of(model: Any) -> list[Any]:
+    """The model's own counters of steps."""
+    return [model._train_counter, model._test_counter, model._predict_counter]
+
+
+def fresh_state() -> dict[str, Any]:
+    """The training state of a model that has not been compiled."""
+    return {name: value for name, value in vars(training.Model()).items()
+            if name in TRAINING_STATE}
+
+
+def builders(model: Any) -> dict[str, Any]:
+    """The methods that build a model, each with whether it is still to be built."""
+    return {name: lambda: True for name in (
+        "build", "_maybe_build", "_set_save_spec", "_build_graph_network_for_inferred_shape")
+        if hasattr(model, name)}
+
+
+def finish_twin(twin: Any) -> None:
+    """Gives a second handle a checkpoint of its own."""
+    vars(twin)["_checkpoint"] = tf.train.Checkpoint(root=weakref.ref(twin))
+
+
+def _replace(layer: Any, old: Any, new: Any) -> None:
+    """Puts ``new`` wherever ``layer`` holds ``old``, checkpoint dependencies included."""
+    for weights in (layer._trainable_weights, layer._non_trainable_weights):
+        weights[:] = [new if weight is old else weight for weight in weights]
+    for name, value in list(vars(layer).items()):
+        if value is old:
+            layer.__dict__[name] = new
+    for reference in list(layer._trackable_children().items()):
+        name, child = reference
+        if child is old:
+            layer._track_trackable(new, name, overwrite=True)

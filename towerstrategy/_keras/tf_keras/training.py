@@ -1,4 +1,6 @@
-"""TODO
+"""Hooks into tf_keras: ``compile``, the step functions, and what they hand back.
+
+Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from tf_keras.src.engine import training
 from tf_keras.src.metrics import base_metric
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import adopting as adopting_rules
+from towerstrategy._keras import adopting
 from towerstrategy._keras import training as training_rules
-from towerstrategy._keras.tf_keras import adopting, names, optimizers
+from towerstrategy._keras.tf_keras import names, optimizers
 from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.merge import merging
 from towerstrategy.placement import kind
@@ -76,15 +78,15 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
                 "model with jit_compile=False or leave it out.")
         with strategy.scope():
             # tf_keras checks in compile that all variables are the strategy's.
-            adopting.adopt(strategy, self)
+            adopting.adopt(strategy, self, names)
             for part in tf.nest.flatten((args, kwargs)):
                 if isinstance(part, base_metric.Metric):
-                    adopting_rules.check_variables(strategy, self, names.variables_of(part))
-                    adopting.adopt_metric(strategy, part, [])
+                    adopting.check_variables(strategy, self, names.variables_of(part))
+                    names.adopt_metric(strategy, part)
                 elif isinstance(part, names.OPTIMIZERS):
-                    adopting_rules.check_variables(strategy, self, names.optimizer_variables(part))
-                    adopting.adopt_optimizer(strategy, part)
-                    adopting_rules.adopt_variables(strategy, names.optimizer_variables(part))
+                    adopting.check_variables(strategy, self, names.optimizer_variables(part))
+                    names.set_owner_of_optimizer(part, strategy)
+                    adopting.adopt_variables(strategy, names.optimizer_variables(part))
             original(self, *args, **kwargs)
 
     return compile
@@ -95,10 +97,10 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
         def make_function(self: Any, force: bool = False) -> Any:
             strategy = self._distribution_strategy
             if strategy is None:
-                adopting_rules.check_trains_on_towers(self, tf.distribute.get_strategy())
+                adopting.check_trains_on_towers(self, tf.distribute.get_strategy())
             if kind.is_tower_strategy(strategy) and (force or getattr(self, attribute) is None):
                 # What was built after compile, outside of the scope.
-                adopting.adopt_state(strategy, self)
+                adopting.adopt_state(strategy, self, names)
                 optimizers.build_optimizers(strategy, self)
             before = getattr(self, attribute)
             result, step = original(self, force), getattr(self, attribute)
