@@ -14,11 +14,12 @@ import tensorflow as tf
 from towerstrategy.machines import meeting
 from towerstrategy.merge import factors, merging
 from towerstrategy.merge import shares as shares_lib
+from towerstrategy.merge.shares import Value
 
 
-def gradients(per_variable: Sequence[Sequence[merging.Value] | None], devices: Sequence[str],
+def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[str],
               shares: shares_lib.Shares, silenced: bool = False,
-              from_factors: bool = False) -> list[merging.Value | None]:
+              from_factors: bool = False) -> list[Value | None]:
     """Sums each variable's gradients where the variable lives.
 
     A tower without rows adds nothing, even where its gradient is NaN.  The usual case, every tower
@@ -36,10 +37,10 @@ def gradients(per_variable: Sequence[Sequence[merging.Value] | None], devices: S
     """
     present = {index: values for index, values in enumerate(per_variable) if values is not None}
 
-    def filled(value: merging.Value, tower: int) -> merging.Value:
+    def filled(value: Value, tower: int) -> Value:
         return merging.without_empty(value, tower, shares)
 
-    def summed(keep_empty: bool) -> list[merging.Value]:
+    def summed(keep_empty: bool) -> list[Value]:
         rows = {device: factors.Factors(None if keep_empty else filled) for device in set(devices)}
         results = []
         for index, values in present.items():
@@ -60,16 +61,16 @@ def gradients(per_variable: Sequence[Sequence[merging.Value] | None], devices: S
         merged = list(merged) if isinstance(merged, (list, tuple)) else [merged]
     if shares.workers is not None:
         merged = shares.workers.sum(merged)
-    result: list[merging.Value | None] = [None] * len(per_variable)
+    result: list[Value | None] = [None] * len(per_variable)
     for index, value in zip(present, merged):
         result[index] = value
     return result
 
 
-def agreed_gradients(per_variable: Sequence[Sequence[merging.Value] | None], devices: Sequence[str],
-                     shares: shares_lib.Shares) -> list[merging.Value | None]:
+def agreed_gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[str],
+                     shares: shares_lib.Shares) -> list[Value | None]:
     """As :func:`gradients`, of gradients that were merged before: see :func:`agreed`."""
-    result: list[merging.Value | None] = []
+    result: list[Value | None] = []
     for values, device in zip(per_variable, devices):
         with tf.device(device):
             result.append(None if values is None else merging.agreed(values, shares))
