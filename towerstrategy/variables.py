@@ -30,6 +30,7 @@ what they agree on.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -42,6 +43,7 @@ Aggregation = tf.VariableAggregation
 
 _REPLACING = ("scatter_update", "scatter_min", "scatter_max", "scatter_nd_update",
               "scatter_nd_min", "scatter_nd_max", "batch_scatter_update")
+_KERAS_GRAPH = re.compile(r"(^|_)(scratch_graph|keras_graph|build_graph)(_\d+)?$")
 _STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 
 
@@ -69,7 +71,8 @@ class Homes:
     def spread(self, variables: Iterable[TowerVariable]) -> None:
         """Chooses anew, the largest first, for variables that were made one by one.
 
-        A variable is moved once at the most, before it has slots or stands in a traced function.
+        A variable is moved once at the most, before it has slots, and not where a traced function
+        may have it already.
         """
         movable = [variable for variable in variables
                    if self._balanced and getattr(variable, "_home_may_change", False)]
@@ -94,8 +97,17 @@ class TowerVariable(_tf.ResourceVariable):
     Only the writes differ, see the module.
     """
 
+    _home_may_change = False
+
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("a TowerVariable is made by tf.Variable in the scope of a TowerStrategy.")
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The resource; a function that holds it would go on reading it after a move."""
+        if self._home_may_change and _is_captured():
+            self._home_may_change = False
+        return super().handle
 
     def assign(self, value: Any, use_locking: Any = None, name: Any = None,
                read_value: bool = True) -> Any:
@@ -614,6 +626,20 @@ def move(variable: tf.Variable, device: str) -> None:
     _tf.replace_resource(variable, moved)
     if isinstance(variable, TowerVariable):
         variable._home = variable.device
+
+
+def _is_captured() -> bool:
+    """Whether what is used here may be captured by a function that stays.
+
+    Keras builds and measures models in graphs of its own, which it throws away.
+    """
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    # Branches and loops are graphs of subclasses, which go with the function around them.
+    while type(graph) is not tf.__internal__.FuncGraph and hasattr(graph, "outer_graph"):
+        graph = graph.outer_graph
+    return _KERAS_GRAPH.search(getattr(graph, "name", "")) is None
 
 
 def home_of(variable: tf.Variable) -> str:
