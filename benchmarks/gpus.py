@@ -4,7 +4,7 @@ Goes in: models, numbers of GPUs, machines.  Comes out: for each merge device, a
 MirroredStrategy by formula, the step, its efficiency against one GPU, the busiest link and the
 memory of each device; and how far the simulation is from published figures.
 
-    python -m benchmarks gpus                            # half an hour on two idle cores
+    TF_CPP_MIN_LOG_LEVEL=3 python -m benchmarks gpus     # an hour or so on two cores
     python -m benchmarks gpus --gpus_cases=mlp --gpus_towers=1,8
 
 The step is traced on logical CPU devices (:mod:`on_gpus`), costed by TensorFlow (:mod:`flat`), sent
