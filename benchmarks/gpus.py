@@ -4,7 +4,7 @@ Goes in: models, numbers of GPUs, machines.  Comes out: for each merge device, a
 MirroredStrategy by formula, the step, its efficiency against one GPU, the busiest link and the
 memory of each device; and how far the simulation is from published figures.
 
-    python -m benchmarks gpus                            # half an hour on two idle cores
+    TF_CPP_MIN_LOG_LEVEL=3 python -m benchmarks gpus     # an hour or so on two cores
     python -m benchmarks gpus --gpus_cases=mlp --gpus_towers=1,8
 
 The step is traced on logical CPU devices (:mod:`on_gpus`), costed by TensorFlow (:mod:`flat`), sent
@@ -43,7 +43,16 @@ _BACKWARD = 2 / 3  # of a step: two products for each one of the forward pass
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One model: how to make it, what a row of its input is, and how many a GPU gets."""
+    """One model.
+
+    Attributes:
+      what: in words.
+      build: makes it, uncompiled.
+      shape, dtype: of a row of its input.
+      rows: how many a GPU gets.
+      optimizer: its name.
+      table: rows and columns of its embedding, whose gradient is sparse; 0 rows for none.
+    """
 
     what: str
     build: Callable[[], Any]
@@ -51,6 +60,7 @@ class Case:
     dtype: str
     rows: int
     optimizer: str = "adam"
+    table: tuple[int, int] = (0, 0)
 
 
 def _resnet() -> Any:
@@ -87,8 +97,10 @@ def _embedding() -> Any:
 CASES = {
     "resnet50": Case("ResNet-50", _resnet, (224, 224, 3), "float32", 256),
     "mlp": Case("an MLP of 20 M weights", _mlp, (1024,), "float32", 256),
-    "transformer": Case("a transformer of BERT-base's size", _transformer, (128,), "int32", 32),
-    "embedding": Case("a 1,000,000 x 64 embedding", _embedding, (32,), "int32", 2048),
+    "transformer": Case("a transformer of BERT-base's size", _transformer, (128,), "int32", 32,
+                        table=(30_522, 768)),
+    "embedding": Case("a 1,000,000 x 64 embedding", _embedding, (32,), "int32", 2048,
+                      table=(1_000_000, 64)),
 }
 
 
@@ -217,7 +229,7 @@ class Simulation:
                 step = self._traced(name, case, count, merge, rows)
                 found += [self._run(name, machine, count, merge, step, ones[machine])
                           for machine in machines]
-            found += [mirrored(ones[machine], alone, count) for machine in machines]
+            found += [mirrored(ones[machine], case, alone.weights, count) for machine in machines]
         return found
 
     def _traced(self, name: str, case: Case, count: int, merge: str, rows: int | None) -> Step:
@@ -262,9 +274,20 @@ class Simulation:
         return dict(self._factors)
 
 
-def mirrored(one: Result, alone: Step, count: int) -> Result:
-    """MirroredStrategy's step on ``count`` GPUs, by formula."""
-    ring = 1e3 * links.MACHINES[one.machine].ring(alone.weights, count)
+def mirrored(one: Result, case: Case, weights: int, count: int) -> Result:
+    """MirroredStrategy's step on ``count`` GPUs, by formula.
+
+    Args:
+      one: the step of one GPU.
+      case: what is trained.
+      weights: their bytes.
+      count: how many GPUs.
+    """
+    # The slices of a sparse gradient are gathered: (R-1) times those of a GPU pass each link.
+    rows, columns = case.table
+    slices = 4 * case.rows * case.shape[0] * columns if rows else 0
+    size = weights - 4 * rows * columns + slices * count / 2
+    ring = 1e3 * links.MACHINES[one.machine].ring(size, count)
     step = one.step_ms + max(0.0, ring - _BACKWARD * one.step_ms)
     return dataclasses.replace(
         one, gpus=count, merge=MIRRORED, step_ms=step, efficiency=one.step_ms / step,

@@ -98,10 +98,18 @@ class StepTest(parameterized.TestCase):
                   if link.endswith(" out") and "nvlink" not in link)
         self.assertBetween(sent, crossing, 1.02 * crossing)
 
+    def test_sparse_gradients_of_mirrored(self):
+        """Else MirroredStrategy is said to send a whole table for the rows that a batch uses."""
+        one = gpus.Result("embedding", "A100 NVLink", 1, gpus.ONE, 3., 1.)
+        case = gpus.CASES["embedding"]
+        found = gpus.mirrored(one, case, 4 * 64_000_000, 8)
+        gathered = 7 * case.rows * 32 * 64 * 4 / 300e9
+        self.assertAlmostEqual(found.link_share * found.step_ms, 1e3 * gathered)
+
     def test_shown(self):
         """Else figures are computed and lost."""
         one = gpus.Result("mlp", "A100 NVLink", 1, gpus.ONE, 10., 1.)
-        slow = gpus.mirrored(one, gpus.Step([], {}, 300 * 10**7), 4)
+        slow = gpus.mirrored(one, SMALL, 300 * 10**7, 4)
         self.assertAlmostEqual(slow.step_ms, 10 + 15 - 10 * 2 / 3)
         self.assertAlmostEqual(slow.efficiency, 10 / slow.step_ms)
         text = gpus.shown([one, slow], [gpus.Check("ResNet-50", 8., 7.)])

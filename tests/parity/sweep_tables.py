@@ -168,6 +168,7 @@ TARGETS = {
 
 LOSSES: dict[str, Targets] = {
     "CTC": Targets("transcripts"),
+    "CategoricalGeneralizedCrossEntropy": Targets("labels"),
     "Circle": Targets("identities"),
     "Dice axis": Targets("masks", {"axis": (1, 2)}),
     "Tversky axis": Targets("masks", {"axis": (1, 2)}),

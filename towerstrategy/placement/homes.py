@@ -38,7 +38,8 @@ class Homes:
     def spread(self, variables: Iterable[Any]) -> None:
         """Chooses anew, the largest first, for variables that were made one by one.
 
-        A variable is moved once at the most, before it has slots or stands in a traced function.
+        A variable is moved once at the most, before it has slots, and not where a traced function
+        may have it already.
         """
         movable = [variable for variable in variables
                    if self._balanced and getattr(variable, "_home_may_change", False)]

@@ -30,6 +30,7 @@ what they agree on.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,10 @@ _REPLACING = ("scatter_update", "scatter_min", "scatter_max", "scatter_nd_update
 _STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 
 
+# Keras builds and measures models in these graphs, which it throws away.
+_KERAS_GRAPH = re.compile(r"(^|_)(scratch_graph|keras_graph|build_graph)(_\d+)?$")
+
+
 class TowerVariable(_tf.ResourceVariable):
     """A variable of which there is one copy, at its home, whatever the number of towers.
 
@@ -56,8 +61,17 @@ class TowerVariable(_tf.ResourceVariable):
     Only the writes differ, see the module.
     """
 
+    _home_may_change = False
+
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("a TowerVariable is made by tf.Variable in the scope of a TowerStrategy.")
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The resource; a function that holds it would go on reading it after a move."""
+        if self._home_may_change and _is_captured():
+            self._home_may_change = False
+        return super().handle
 
     def assign(self, value: Any, use_locking: Any = None, name: Any = None,
                read_value: bool = True) -> Any:
@@ -409,6 +423,17 @@ def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,
     variable._home = home or variable.device
     strategy.extended.track(variable)
     return variable
+
+
+def _is_captured() -> bool:
+    """Whether what is used here may be captured by a function that stays."""
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    # Branches and loops are graphs of subclasses, which go with the function around them.
+    while type(graph) is not tf.__internal__.FuncGraph and hasattr(graph, "outer_graph"):
+        graph = graph.outer_graph
+    return _KERAS_GRAPH.search(getattr(graph, "name", "")) is None
 
 
 def tower_of(variable: TowerVariable) -> contexts.TowerContext | None:
