@@ -35,7 +35,7 @@ class DoctestTest(parameterized.TestCase):
         _, failed = json.loads(done.stdout.splitlines()[-1])[module]
         self.assertEqual(failed, 0, done.stdout)
 
-    @parameterized.parameters("towerstrategy.devices", "towerstrategy.split",
+    @parameterized.parameters("towerstrategy.placement.devices", "towerstrategy.batch.rows",
                               "towerstrategy.strategy", "towerstrategy.multi_gpu")
     def test_examples_are_found(self, module):
         """Else the test above passes because it runs nothing."""

@@ -27,9 +27,7 @@ from tensorflow.python.framework import (
     func_graph,
 )
 from tensorflow.python.framework import ops as framework_ops
-from tensorflow.python.ops import (
-    control_flow_v2_func_graphs,
-)
+from tensorflow.python.ops import control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow.graphs import operation_count
 

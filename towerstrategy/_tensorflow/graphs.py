@@ -9,12 +9,8 @@ from collections.abc import Collection
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import (
-    auto_control_deps_utils,
-)
-from tensorflow.python.ops import (
-    handle_data_util,
-)
+from tensorflow.python.framework import auto_control_deps_utils
+from tensorflow.python.ops import handle_data_util
 
 PRIVATE_NAMES = {
     "tensorflow.python.framework.auto_control_deps_utils:get_read_write_resource_inputs":
@@ -27,6 +23,7 @@ PRIVATE_NAMES = {
     "tensorflow.python.ops.handle_data_util:copy_handle_data":
         "tells a resource's shape and dtype to its copy",
 }
+
 
 def control_dependencies_of(graph: tf.Graph) -> list[Any]:
     """The control inputs that an operation made now in ``graph`` would get."""

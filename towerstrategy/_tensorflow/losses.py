@@ -10,9 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import (
-    nn_impl_distribute,
-)
+from tensorflow.python.ops import nn_impl_distribute
 from tensorflow.python.training import moving_averages
 
 PRIVATE_NAMES = {
@@ -26,6 +24,7 @@ PRIVATE_NAMES = {
         "tf.compat.v1.train.ExponentialMovingAverage and tf_keras.backend.moving_average_update; "
         "in towers it is given the mean by share of rows",
 }
+
 
 def give_moving_averages(of_all: Callable[[tf.Tensor], tf.Tensor]) -> None:
     """From now on ``assign_moving_average`` moves towards ``of_all(value)``."""

@@ -22,6 +22,7 @@ PRIVATE_NAMES = {
     "tensorflow.python.eager.context:ensure_initialized": "starts TensorFlow before threads do",
 }
 
+
 class ThreadState:
     """What a tower's thread takes over from the thread that starts it.
 

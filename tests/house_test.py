@@ -1,0 +1,59 @@
+"""The house: imports run one way, and private names have their rooms."""
+
+import ast
+import pathlib
+
+from absl.testing import absltest
+
+import towerstrategy
+
+PACKAGE = pathlib.Path(towerstrategy.__file__).parent
+LARGEST = 470  # lines; a room has one purpose
+
+
+def module_of(path):
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path):
+    """What a file imports when it is imported itself."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+class HouseTest(absltest.TestCase):
+
+    def test_no_circle(self):
+        """Else a room cannot be understood, or imported, without those built on it."""
+        files = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+        graph = {name: {found if found in files else found.rpartition(".")[0]
+                        for found in imports(path)} & set(files) - {name}
+                 for name, path in files.items()}
+        while True:
+            ground = {name for name, below in graph.items() if not below}
+            if not ground:
+                break
+            graph = {name: below - ground for name, below in graph.items() if name not in ground}
+        self.assertEmpty(graph)
+
+    def test_private_keras_names_have_their_floor(self):
+        """Else a Keras release breaks more than the rooms that are there for it."""
+        outside = {str(path.relative_to(PACKAGE)): name for path in PACKAGE.rglob("*.py")
+                   for name in imports(path) if "keras.src" in name
+                   and path.relative_to(PACKAGE).parts[0] != "_keras"}
+        self.assertEmpty(outside)
+
+    def test_rooms_are_small_and_say_what_they_are(self):
+        """Else who looks for something has to read a file to its end."""
+        for path in PACKAGE.rglob("*.py"):
+            text = path.read_text()
+            self.assertLessEqual(text.count("\n"), LARGEST, path)
+            self.assertTrue(ast.get_docstring(ast.parse(text)), path)
+
+
+if __name__ == "__main__":
+    absltest.main()
