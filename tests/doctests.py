@@ -19,9 +19,10 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 def modules() -> list[str]:
     """The package and its public modules."""
-    names = [module.name for module in pkgutil.iter_modules(towerstrategy.__path__)]
-    return ["towerstrategy", *(f"towerstrategy.{name}" for name in sorted(names)
-                               if not name.startswith("_"))]
+    names = [module.name for module in pkgutil.walk_packages(towerstrategy.__path__,
+                                                             "towerstrategy.")]
+    return ["towerstrategy", *(name for name in sorted(names)
+                               if not any(part.startswith("_") for part in name.split(".")))]
 
 
 def main() -> None:

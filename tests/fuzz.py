@@ -436,7 +436,7 @@ VARIABLE = {"towers": st.integers(1, MOST_TOWERS), "rows": st.integers(1, 7),
 
 def merged_write(aggregation: Aggregation, values: np.ndarray, rows: np.ndarray,
                  floating: bool) -> np.ndarray:
-    """The table of ``towerstrategy.variables.one_copy``: what is written, from one value a tower."""
+    """The table of ``variables.one_copy``: what is written, from one value a tower."""
     if aggregation is Aggregation.SUM and len(rows) > 1:
         return values[rows > 0].sum(0)
     if aggregation is Aggregation.ONLY_FIRST_REPLICA or not floating or len(rows) == 1:
