@@ -6,7 +6,7 @@ Goes in: a tower's gradients and their variables.  Comes out: one update of the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,14 +20,43 @@ from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
 
 
-def merged_if_alone() -> contextlib.AbstractContextManager[None]:
-    """For an optimizer in the only tower there is: its gradients are merged as they are.
+@contextlib.contextmanager
+def merged_if_alone(gradients: Sequence[Any]) -> Iterator[None]:
+    """For an optimizer in the only tower there is, or outside of towers: nothing is to be merged.
 
-    Without it Keras would all-reduce them, which it does inside of ``tf.cond`` where it accumulates
-    gradients or scales the loss, and there the towers cannot meet.
+    Without it Keras would all-reduce the gradients, which it does inside of ``tf.cond`` where it
+    accumulates them or scales the loss, and there the towers cannot meet; outside of towers it
+    would look for a replica context.
+
+    Raises:
+      ValueError: outside of towers, gradients that differ between towers or machines.
     """
-    tower = contexts.current_tower()
-    return contextlib.nullcontext() if tower is None else contexts.MergedContext(tower.strategy)
+    tower, outside = contexts.current_tower(), contexts.outside_of_towers()
+    with contextlib.ExitStack() as stack:
+        if tower is not None:
+            stack.enter_context(contexts.MergedContext(tower.strategy))
+        elif outside is not None:
+            _check_one_copy(outside, gradients)
+            stack.enter_context(contexts.MergedContext(outside))
+            stack.enter_context(tf.device(outside.extended.merge_device))
+        yield
+
+
+def _check_one_copy(strategy: tf.distribute.Strategy, gradients: Sequence[Any]) -> None:
+    """Raises where gradients that an optimizer gets outside of towers are not one a variable."""
+    for gradient in gradients:
+        if isinstance(gradient, tf.distribute.DistributedValues):
+            raise ValueError(
+                f"an optimizer was given a gradient that differs between the towers, {gradient!r}, "
+                "outside of them. Call it inside of the function given to strategy.run, where "
+                "gradients are merged, or reduce them first: strategy.reduce(\"SUM\", ..., "
+                "axis=None).")
+    if strategy.extended.workers is not None:
+        raise ValueError(
+            "an optimizer was called in the strategy's scope, outside of strategy.run, on one of "
+            "several machines: its gradients are those of this machine alone, and the machines' "
+            "weights would differ from then on. Call it inside of the function given to "
+            "strategy.run.")
 
 
 def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables_: Sequence[Any],

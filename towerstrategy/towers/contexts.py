@@ -22,6 +22,7 @@ from towerstrategy.batch import results
 from towerstrategy.merge import merging
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import devices as devices_lib
+from towerstrategy.placement import kind
 
 TowerResults = results.TowerResults
 
@@ -357,6 +358,14 @@ def merge_error_note(device: str) -> str:
 def scope_name(tower: int, device: str) -> str:
     """The name scope of a tower's operations, so that TensorFlow's errors name tower and device."""
     return f"tower_{tower}_{devices_lib.short_name(device).replace(':', '_')}"
+
+
+def outside_of_towers() -> tf.distribute.Strategy | None:
+    """The ``TowerStrategy`` in whose scope, and outside of whose towers, this runs; else None."""
+    if not (tf.distribute.has_strategy() and tf.distribute.in_cross_replica_context()):
+        return None
+    strategy = tf.distribute.get_strategy()
+    return strategy if kind.is_tower_strategy(strategy) else None
 
 
 def splitting_tower() -> TowerContext | None:

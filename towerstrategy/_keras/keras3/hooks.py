@@ -31,7 +31,8 @@ from towerstrategy._keras.keras3 import metrics as metrics_lib
 HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (loss_module, "scale_loss_for_distribution"): hooks.Hook(
         losses.scale,
-        "scales a replica's mean by 1/R; a tower's counts by its share of the rows"),
+        "scales a replica's mean by 1/R; a tower's counts by its share of the rows, and outside of "
+        "towers a loss is of all rows as it is"),
     (loss_module, "unscale_loss_for_distribution"): hooks.Hook(
         losses.unscale,
         "the inverse, for the logged loss"),

@@ -25,7 +25,9 @@ from towerstrategy.towers import contexts
 def scale(original: Callable[..., Any]) -> Callable[..., Any]:
     def scale_loss_for_distribution(value: Any) -> Any:
         tower = contexts.splitting_tower()
-        return original(value) if tower is None else parts.scaled(tower, value)
+        if tower is None:
+            return value if contexts.outside_of_towers() is not None else original(value)
+        return parts.scaled(tower, value)
 
     return scale_loss_for_distribution
 
@@ -34,7 +36,7 @@ def unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     def unscale_loss_for_distribution(value: Any) -> Any:
         tower = contexts.splitting_tower()
         if tower is None:
-            return original(value)
+            return value if contexts.outside_of_towers() is not None else original(value)
         if value.shape.rank != 0:  # not reduced, so not scaled
             return value
         return parts.unscaled(tower, value)

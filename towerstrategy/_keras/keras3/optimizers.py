@@ -17,15 +17,16 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         tower = contexts.splitting_tower()
         if tower is None:
-            with optimizers_rules.merged_if_alone():
+            grads = list(grads)
+            with optimizers_rules.merged_if_alone(grads):
                 return original(self, grads, trainable_variables)
         grads = list(grads)
         targets = list(self._trainable_variables if trainable_variables is None
                        else trainable_variables)
         return optimizers_rules.merge_then(
             tower, grads, [names.tf_variable(target) for target in targets],
-                                 lambda merged: original(self, merged, trainable_variables),
-                                 overwriting=_overwriting(targets))
+            lambda merged: original(self, merged, trainable_variables),
+            overwriting=_overwriting(targets))
 
     return apply
 
@@ -38,8 +39,8 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
         grads, targets = zip(*grads_and_vars)
         return optimizers_rules.merge_then(
             tower, grads, [names.tf_variable(target) for target in targets],
-                                 lambda merged: original(self, zip(merged, targets)),
-                                 overwriting=_overwriting(targets))
+            lambda merged: original(self, zip(merged, targets)),
+            overwriting=_overwriting(targets))
 
     return apply_gradients
 

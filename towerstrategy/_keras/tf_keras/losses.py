@@ -20,7 +20,9 @@ from towerstrategy.towers import contexts
 def scale(original: Callable[..., Any]) -> Callable[..., Any]:
     def scale_loss_for_distribution(loss_value: Any) -> Any:
         tower = contexts.splitting_tower()
-        return original(loss_value) if tower is None else parts.scaled(tower, loss_value)
+        if tower is None:
+            return loss_value if contexts.outside_of_towers() is not None else original(loss_value)
+        return parts.scaled(tower, loss_value)
 
     return scale_loss_for_distribution
 

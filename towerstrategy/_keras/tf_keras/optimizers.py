@@ -20,6 +20,10 @@ from towerstrategy.towers import contexts
 def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         tower = contexts.splitting_tower()
+        if tower is None and contexts.outside_of_towers() is not None:
+            grads_and_vars = list(grads_and_vars)
+            with optimizers_rules.merged_if_alone([gradient for gradient, _ in grads_and_vars]):
+                return original(self, grads_and_vars, *args, **kwargs)
         if tower is None:
             return original(self, grads_and_vars, *args, **kwargs)
         grads, targets = zip(*grads_and_vars)

@@ -1,0 +1,80 @@
+"""Training in a strategy's scope, outside of its towers: on the one copy, as on one device."""
+
+import contextlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from absl.testing import parameterized
+
+import towerstrategy
+
+ROWS = np.random.RandomState(0).randn(7, 3).astype("float32")
+
+
+def strategy_of(count):
+    return towerstrategy.TowerStrategy([f"CPU:{number}" for number in range(1, count + 1)], "cpu")
+
+
+def optimizers(kit):
+    made = [kit.optimizers.SGD(0.1, momentum=0.9), kit.optimizers.Adam(clipnorm=0.1)]
+    if kit is tf_keras:
+        return [*made, kit.optimizers.legacy.Adam(0.1)]
+    return [*made, kit.optimizers.Adam(gradient_accumulation_steps=2),
+            kit.optimizers.LossScaleOptimizer(kit.optimizers.SGD(0.1))]
+
+
+def trained(kit, number, strategy, in_function):
+    """The weights after a tape around the forward pass and ``apply_gradients``, both in scope."""
+    kit.utils.set_random_seed(1)
+    scope = strategy.scope if strategy else contextlib.nullcontext
+    with scope():
+        model = kit.Sequential([kit.Input([2]), kit.layers.Dense(4, "tanh"), kit.layers.Dense(1)])
+        optimizer = optimizers(kit)[number]
+        if hasattr(optimizer, "build"):
+            optimizer.build(model.trainable_variables)
+    loss_of = kit.losses.MeanSquaredError(
+        reduction="sum_over_batch_size" if kit is keras else "sum")
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = loss_of(x[:, 2:], model(x[:, :2], training=True))
+        weights = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return loss
+
+    step = tf.function(step) if in_function else step
+    with scope():
+        losses = [float(step(tf.constant(ROWS))) for _ in range(4)]
+    return [*model.get_weights(), losses]
+
+
+class OutsideTest(parameterized.TestCase):
+
+    @parameterized.product(kit=[keras, tf_keras], number=[0, 1, 2], towers=[1, 3],
+                           in_function=[False, True])
+    def test_as_on_one_device(self, kit, number, towers, in_function):
+        """Else code with a tape around the forward pass fails, or trains with 1/R of the loss."""
+        got = trained(kit, number, strategy_of(towers), in_function)
+        wanted = trained(kit, number, None, in_function)
+        for one, other in zip(got, wanted):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+    def test_loss_scaling(self):
+        """Else a loss scaled for mixed precision is unscaled by another number."""
+        for number in (2, 3):
+            got = trained(keras, number, strategy_of(3), True)
+            for one, other in zip(got, trained(keras, number, None, True)):
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_gradients_of_towers_are_refused(self, kit):
+        """Else what towers have computed apart is applied as if it were one gradient."""
+        strategy = strategy_of(3)
+        with strategy.scope():
+            v = tf.Variable(1.)
+            optimizer = kit.optimizers.SGD(0.1)
+            gradients = strategy.run(lambda x: tf.reduce_sum(x), (strategy.split(tf.ones([7])),))
+            with self.assertRaisesRegex(ValueError, "inside of the function given to strategy.run"):
+                optimizer.apply_gradients([(gradients, v)])
