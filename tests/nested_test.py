@@ -377,3 +377,42 @@ class LeavingTest(parameterized.TestCase):
         got = step(strategy.split(tf.range(6.)))
         self.assertEqual(float(strategy.experimental_local_results(got)[0]), 15.)
         self.assertIn("cannot be looked up", strategy.extended.own_trace_reasons[0])
+
+
+class CompiledTest(parameterized.TestCase):
+
+    @modes
+    def test_reads_variables_of_another_device(self, trace_once, in_function):
+        """Else a compiled helper in a replica function, which README recommends, fails."""
+        strategy = strategy_with(trace_once)
+        with strategy.scope():
+            v, table = tf.Variable([[1.], [2.], [3.]]), tf.Variable(np.eye(3, dtype="float32"))
+
+        @tf.function(jit_compile=True)
+        def forward(x):
+            return tf.reduce_sum(x @ v) + tf.reduce_sum(tf.gather(table, [0, 2]) * 2.)
+
+        @tf.function(jit_compile=True)
+        def both(x):
+            with tf.GradientTape() as tape:
+                loss = forward(x)
+            return tape.gradient(loss, [v, table])
+
+        def tower(x):
+            with tf.GradientTape() as tape:
+                loss = forward(x)
+            outside = tape.gradient(loss, [v, table])
+            return [context().all_reduce("SUM", [tf.convert_to_tensor(part) for part in parts])
+                    for parts in (outside, both(x))]
+
+        run = stepper(lambda batch: strategy.run(tower, args=(batch,)), in_function)
+        for step in range(2):
+            for gradients in run(strategy.split(tf.constant(ROWS[:6]))):
+                got = [strategy.experimental_local_results(part)[0] for part in gradients]
+                np.testing.assert_allclose(got[0][:, 0], ROWS[:6].sum(0), rtol=1e-5)
+                np.testing.assert_allclose(got[1], 6. * np.array([[1.], [0.], [1.]]) * np.ones(3))
+            v.assign_add(tf.ones_like(v) * (step + 1.))
+        sums = stepper(lambda batch: strategy.run(lambda x: forward(x), args=(batch,)), in_function)
+        got = sums(strategy.split(tf.ones([3, 3])))
+        self.assertEqual([float(part) for part in strategy.experimental_local_results(got)],
+                         [19.] * 3)

@@ -60,6 +60,9 @@ from towerstrategy._tensorflow.functions import (
     inside_function as inside_function,
 )
 from towerstrategy._tensorflow.functions import (
+    is_compiled_here as is_compiled_here,
+)
+from towerstrategy._tensorflow.functions import (
     is_jit_compiled as is_jit_compiled,
 )
 from towerstrategy._tensorflow.functions import (
@@ -246,6 +249,9 @@ from towerstrategy._tensorflow.variables import (
 )
 from towerstrategy._tensorflow.variables import (
     shared_variable_creator_for as shared_variable_creator_for,
+)
+from towerstrategy._tensorflow.variables import (
+    tell_read as tell_read,
 )
 from towerstrategy._tensorflow.variables import (
     variable_creator_scope as variable_creator_scope,

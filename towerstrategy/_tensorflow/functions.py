@@ -27,11 +27,13 @@ from tensorflow.python.framework import (
     func_graph,
 )
 from tensorflow.python.framework import ops as framework_ops
-from tensorflow.python.ops import control_flow_v2_func_graphs
+from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow.graphs import operation_count
 
 PRIVATE_NAMES = {
+    "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext":
+        "asks whether the function that is being traced will be compiled",
     "tensorflow.python.autograph.impl.api:tf_convert": "keeps autograph on in the replica function",
     "tensorflow.python.autograph.core.ag_ctx:control_status_ctx": "its argument",
     "tensorflow.python.autograph.core.config:CONVERSION_RULES":
@@ -143,6 +145,12 @@ def nested_function(own: tf.Graph | None) -> func_graph.FuncGraph | None:
     return graph if graph is not own and isinstance(graph, func_graph.FuncGraph) else None
 
 
+def is_compiled_here() -> bool:
+    """Whether what is being traced here will be compiled (``jit_compile=True``)."""
+    graph = tf.compat.v1.get_default_graph()
+    return not tf.executing_eagerly() and bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
 def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], tf.Tensor],
                     spec: tf.TensorSpec) -> tf.Tensor:
     """A tensor of ``graph`` that at each call of the function is what ``value`` gives there.
@@ -151,7 +159,7 @@ def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], t
       graph: a function that is being traced.
       key: names the capture; asking again gives the same tensor.
       value: called where the function is called, eagerly or while another is traced.
-      spec: of the value, a scalar.
+      spec: of the value.
     """
     captures = graph.function_captures
     if key not in captures.by_ref_internal:

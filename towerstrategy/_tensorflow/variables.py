@@ -22,6 +22,8 @@ from tensorflow.python.ops import (
 from tensorflow.python.trackable import base as trackable_base
 
 PRIVATE_NAMES = {
+    "tensorflow.python.ops.resource_variable_ops:variable_accessed":
+        "tells gradient tapes and functions that a variable is read; they watch its handle",
     "tensorflow.python.distribute.shared_variable_creator:make_fn":
         "lets towers 1.. find the variables that tower 0 made",
     "tensorflow.python.distribute.values:DistributedVariable": "base of SyncOnReadVariable",
@@ -89,6 +91,11 @@ def share_dependencies(copied: Any, original: Any, but: Collection[str]) -> None
 def is_checkpoint_value(value: Any) -> bool:
     """Whether ``value`` is an initial value from a checkpoint."""
     return isinstance(value, trackable_base.CheckpointInitialValue)
+
+
+def tell_read(variable: Any) -> None:
+    """Tells gradient tapes, and the function that is being traced, that ``variable`` is read."""
+    resource_variable_ops.variable_accessed(variable)
 
 
 def is_unread_variable(value: Any) -> bool:

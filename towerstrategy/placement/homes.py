@@ -6,12 +6,16 @@ chosen by bytes where the placement is balanced.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+
+# Keras builds and measures models in these graphs, which it throws away.
+_KERAS_GRAPH = re.compile(r"(^|_)(scratch_graph|keras_graph|build_graph)(_\d+)?$")
 
 
 class Homes:
@@ -89,3 +93,14 @@ def size_of(variable: tf.Variable) -> int:
         return int(count or 0) * variable.dtype.size
     except TypeError:  # strings and variants have no item size
         return 0
+
+
+def may_be_captured() -> bool:
+    """Whether what is used here may be captured by a function that stays."""
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    # Branches and loops are graphs of subclasses, which go with the function around them.
+    while type(graph) is not tf.__internal__.FuncGraph and hasattr(graph, "outer_graph"):
+        graph = graph.outer_graph
+    return _KERAS_GRAPH.search(getattr(graph, "name", "")) is None

@@ -128,6 +128,11 @@ class TowerContext(tf.distribute.ReplicaContext):
         return self.is_nested or self.shares.stand_ins
 
     @property
+    def graph(self) -> tf.Graph | None:
+        """The graph in which the replica function is traced; None where it runs eagerly."""
+        return self._graph
+
+    @property
     def is_nested(self) -> bool:
         """Whether a function is being traced here that the replica function calls."""
         return _tf.nested_function(self._graph) is not None

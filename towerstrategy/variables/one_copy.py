@@ -30,7 +30,6 @@ what they agree on.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -50,10 +49,6 @@ _REPLACING = ("scatter_update", "scatter_min", "scatter_max", "scatter_nd_update
 _STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 
 
-# Keras builds and measures models in these graphs, which it throws away.
-_KERAS_GRAPH = re.compile(r"(^|_)(scratch_graph|keras_graph|build_graph)(_\d+)?$")
-
-
 class TowerVariable(_tf.ResourceVariable):
     """A variable of which there is one copy, at its home, whatever the number of towers.
 
@@ -69,9 +64,43 @@ class TowerVariable(_tf.ResourceVariable):
     @property
     def handle(self) -> tf.Tensor:
         """The resource; a function that holds it would go on reading it after a move."""
-        if self._home_may_change and _is_captured():
+        if self._home_may_change and homes_lib.may_be_captured():
             self._home_may_change = False
-        return super().handle
+        value = self._compiled_value()
+        return super().handle if value is None else value
+
+    def _compiled_value(self) -> tf.Tensor | None:
+        """What stands for this variable in a compiled function that a tower calls; else None.
+
+        XLA reads no variable of another device, so the function is given the value, which is read
+        at each call where the variable lives.  It stands for the handle, too: tapes inside of the
+        function watch that.
+        """
+        if not _tf.is_compiled_here():
+            return None
+        tower = contexts.current_tower()
+        nested = None if tower is None else _tf.nested_function(tower.graph)
+        if nested is None:
+            return None
+        return _tf.capture_at_call(nested, f"towerstrategy/value of {id(self)}", self.value,
+                                   tf.TensorSpec(self.shape, self.dtype))
+
+    def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
+        value = self._compiled_value()
+        if value is None:
+            return super()._read_variable_op(no_copy)
+        _tf.tell_read(self)
+        return tf.identity(value)
+
+    def sparse_read(self, indices: Any, name: Any = None) -> tf.Tensor:
+        if self._compiled_value() is None:
+            return super().sparse_read(indices, name)
+        return tf.gather(self.value(), indices, name=name)
+
+    def gather_nd(self, indices: Any, name: Any = None) -> tf.Tensor:
+        if self._compiled_value() is None:
+            return super().gather_nd(indices, name)
+        return tf.gather_nd(self.value(), indices, name=name)
 
     def assign(self, value: Any, use_locking: Any = None, name: Any = None,
                read_value: bool = True) -> Any:
@@ -423,17 +452,6 @@ def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,
     variable._home = home or variable.device
     strategy.extended.track(variable)
     return variable
-
-
-def _is_captured() -> bool:
-    """Whether what is used here may be captured by a function that stays."""
-    if tf.executing_eagerly():
-        return False
-    graph = tf.compat.v1.get_default_graph()
-    # Branches and loops are graphs of subclasses, which go with the function around them.
-    while type(graph) is not tf.__internal__.FuncGraph and hasattr(graph, "outer_graph"):
-        graph = graph.outer_graph
-    return _KERAS_GRAPH.search(getattr(graph, "name", "")) is None
 
 
 def tower_of(variable: TowerVariable) -> contexts.TowerContext | None:
