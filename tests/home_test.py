@@ -7,7 +7,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
-from towerstrategy import variables
+from towerstrategy.placement import homes
 
 
 def model_in(strategy, kit, seen=False):
@@ -46,6 +46,6 @@ class HomesTest(parameterized.TestCase):
         sizes = {}
         for weight in model.weights:
             weight = getattr(weight, "value", weight) if kit is keras else weight
-            home = variables.home_of(weight)
-            sizes[home] = sizes.get(home, 0) + variables.size_of(weight)
+            home = homes.home_of(weight)
+            sizes[home] = sizes.get(home, 0) + homes.size_of(weight)
         self.assertLess(max(sizes.values()), 1.02 * sum(sizes.values()) / 2)

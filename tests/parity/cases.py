@@ -1076,6 +1076,61 @@ _own_loss_step("a summed loss object", lambda keras, model, y, y_pred: (
     keras.losses.MeanSquaredError(reduction="sum")(y, y_pred) / 8))
 
 
+def _decorated(keras: Any, eagerly: bool = False) -> Run:
+    """``call``, the loss and an update of moving averages in functions, a branch and a loop."""
+
+    class Decorated(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = keras.layers.Dense(4, activation="tanh")
+            self.norm = keras.layers.LayerNormalization()
+            self.last = keras.layers.Dense(3)
+            self.mean = tf.Variable(tf.zeros([5]), trainable=False)
+            self.target = tf.Variable(8.0, trainable=False)
+
+        @tf.function
+        def call(self, x: Any, training: Any = None) -> Any:
+            return self.last(self.norm(self.hidden(x)))
+
+        @tf.function
+        def loss_of(self, y: Any, predicted: Any) -> Any:
+            return self.compute_loss(None, y, predicted)
+
+        def move(self, x: Any) -> Any:
+            self.mean.assign_add(0.1 * (tf.reduce_mean(x, 0) - self.mean))
+
+            def halved(count: Any) -> tuple[Any]:
+                self.target.assign(0.5 * self.target + 1.0)
+                return (count + 1,)
+
+            tf.while_loop(lambda count: count < 2, halved, (0,))
+            return tf.constant(0)
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.loss_of(y, self(x, training=True))
+            _apply(self, tape, loss)
+            tf.cond(tf.shape(x)[0] > 0, lambda: self.move(x), lambda: tf.constant(0))
+            return {"own_loss": loss}
+
+    model = Decorated()
+    model(np.zeros([1, 5], "float32"))
+    data = regression()
+    return Run(model, **data, compile={"run_eagerly": eagerly},
+               seen=lambda model: {"moved": [model.mean.numpy(), model.target.numpy()]})
+
+
+@case("models/functions and control flow in a step")
+def _(keras: Any) -> Run:
+    return _decorated(keras)
+
+
+@case("models/functions and control flow in a step, eagerly")
+def _(keras: Any) -> Run:
+    return _decorated(keras, eagerly=True)
+
+
 @case("models/own test_step and predict_step")
 def _(keras: Any) -> Run:
     class Own(keras.Model):
