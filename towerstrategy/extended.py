@@ -354,7 +354,7 @@ class TowerExtended(_tf.StrategyExtended):
         datasets = [dataset_fn(tf.distribute.InputContext(
             num_input_pipelines=pipelines, input_pipeline_id=first + pipeline,
             num_replicas_in_sync=self._num_replicas_in_sync)) for pipeline in range(here)]
-        made = (datasets_lib.zip_datasets(datasets, ready) if per_replica
+        made = (datasets_lib.zip_datasets(datasets, ready=ready) if per_replica
                 else datasets_lib.group_dataset(datasets[0], count, ready=ready))
         if workers is not None:
             made = shards.shard_grouped(made, workers, self._modes.stand_ins, ready)
