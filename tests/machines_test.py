@@ -15,7 +15,8 @@ from towerstrategy.machines import clusters
 
 WORKERS, TOWERS = 2, 2
 CASES = ("unseeded", "verbs", "ends_early", "sharded", "uneven-keras",
-         "loop-keras", "embedded-tf_keras", "random_start-keras", "counted-keras", "wide-keras")
+         "loop-keras", "embedded-tf_keras", "random_start-keras", "counted-keras", "wide-keras",
+         "handed-keras")
 
 
 class ClusterTest(parameterized.TestCase):
@@ -38,7 +39,7 @@ class ClusterTest(parameterized.TestCase):
         return first
 
     @parameterized.parameters("verbs", "uneven-keras", "loop-keras", "embedded-tf_keras",
-                              "wide-keras")
+                              "wide-keras", "handed-keras")
     def test_as_on_one_device(self, case):
         """Else weights, logs, evaluations or predictions depend on the number of machines."""
         seen, expected = self.seen(case), machines_workers.expected(case)

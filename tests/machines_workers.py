@@ -124,6 +124,36 @@ def on_batch(strategy, kit):
             **{f"weight_{number}": value for number, value in enumerate(model.get_weights())}}
 
 
+def handed(strategy, kit):
+    """Datasets that the user has distributed; with two workers the second's has more batches."""
+    x, y, _ = data(24)
+
+    def batches(context):
+        size = context.get_per_replica_batch_size(8)
+        if context.num_input_pipelines == 1:
+            rows = [row for start in range(0, 16, 4) for row in (
+                *range(start, min(start + 4, 8)), *range(8 + start, 12 + start))]
+            sizes = [8, 8, 4, 4]
+        else:
+            rows = range(8) if context.input_pipeline_id == 0 else range(8, 24)
+            sizes = [size] * (len(rows) // size)
+        starts = np.cumsum([0, *sizes[:-1]])
+        parts = [list(rows[start:start + count]) for start, count in zip(starts, sizes)]
+        return tf.data.Dataset.from_generator(
+            lambda: ((x[part], y[part]) for part in parts), output_signature=(
+                tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None, 1], tf.float32))
+        ).apply(tf.data.experimental.assert_cardinality(len(parts)))
+
+    with strategy.scope():
+        model = model_of(kit)
+        model.compile("sgd", "mse")
+    made = strategy.distribute_datasets_from_function(batches)
+    history = model.fit(made, validation_data=made, epochs=2, verbose=0)
+    return {"loss": history.history["loss"], "val_loss": history.history["val_loss"],
+            "predict": model.predict(made, verbose=0),
+            **{f"weight_{number}": value for number, value in enumerate(model.get_weights())}}
+
+
 def loop(strategy, kit):
     """A loop of one's own over a dataset whose last batch is smaller."""
     x, y, _ = data(11)
@@ -313,6 +343,7 @@ CASES = {f"{function.__name__}-{kit}": functools.partial(function, kit=KITS[kit]
          for function in (even, uneven, one_row, normalized, loss_scaled, embedded, on_batch, loop,
                           random_start, counted, wide) for kit in KITS}
 CASES["accumulated-keras"] = functools.partial(accumulated, kit=keras)
+CASES["handed-keras"] = functools.partial(handed, kit=keras)
 CASES.update({function.__name__: functools.partial(function, _=None)
               for function in (verbs, ends_early, sharded, unseeded)})
 

@@ -24,7 +24,7 @@ from towerstrategy.merge import merging, reductions
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.towers import calls, contexts
+from towerstrategy.towers import calls, contexts, steps
 from towerstrategy.variables import creation, living, one_copy, tower_local
 
 
@@ -37,6 +37,7 @@ class _Modes(threading.local):
     in_order = False
     alike_on_all = False
     totals: dict[int, Any] = {}
+    steps: steps.StepsContext | None = None
 
     @contextlib.contextmanager
     def within(self, **modes: Any) -> Iterator[None]:
@@ -325,7 +326,18 @@ class TowerExtended(_tf.StrategyExtended):
     # The verbs.
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return calls.call_each(self._container_strategy(), fn, args, kwargs)
+        def call(fn: Callable[..., Any]) -> Any:
+            return calls.call_each(self._container_strategy(), fn, args, kwargs)
+
+        return call(fn) if self._modes.steps is None else self._modes.steps.run_towers(call, fn)
+
+    def _experimental_run_steps_on_iterator(self, fn: Callable[..., Any], iterator: Any,
+                                            iterations: Any, initial_loop_values: Any) -> Any:
+        arguments.check_function("fn", fn)
+        context = steps.StepsContext()
+        with self._modes.within(steps=context):
+            return steps.run(self._container_strategy(), context, fn, iterator, iterations,
+                             initial_loop_values)
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset,
                                          options: Any) -> tf.distribute.DistributedDataset:
@@ -354,7 +366,7 @@ class TowerExtended(_tf.StrategyExtended):
         datasets = [dataset_fn(tf.distribute.InputContext(
             num_input_pipelines=pipelines, input_pipeline_id=first + pipeline,
             num_replicas_in_sync=self._num_replicas_in_sync)) for pipeline in range(here)]
-        made = (datasets_lib.zip_datasets(datasets, ready) if per_replica
+        made = (datasets_lib.zip_datasets(datasets, ready=ready) if per_replica
                 else datasets_lib.group_dataset(datasets[0], count, ready=ready))
         if workers is not None:
             made = shards.shard_grouped(made, workers, self._modes.stand_ins, ready)

@@ -67,7 +67,8 @@ class TowerStrategy(kind.Kind):
 
     Args:
       devices: the towers: None (every GPU, or one CPU tower where there is none), a count, or a
-        list of GPU ids or device strings such as ``"GPU:0"`` or ``"/device:CPU:1"``.
+        list of GPU ids, of device strings such as ``"GPU:0"`` or ``"/device:CPU:1"``, or of what
+        ``tf.config.list_logical_devices`` lists.
       merge_device: where variables live, gradients meet and the optimizer runs: ``"cpu"`` (the
         default with several towers), a device string such as ``"GPU:0"``, or ``"balanced"``: each
         variable has one of the towers as its home, chosen by bytes, and lives, merges and updates
@@ -89,7 +90,7 @@ class TowerStrategy(kind.Kind):
     """
 
     def __init__(self, devices: devices_lib.DevicesArgument = None,
-                 merge_device: str | None = None, *,
+                 merge_device: devices_lib.OneDevice | None = None, *,
                  cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
                  cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
                  communication_options: tf.distribute.experimental.CommunicationOptions

@@ -100,6 +100,12 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
     return tower.merge_call(merged, args=tuple(gradients))
 
 
+def apart(grads_and_vars: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Gradients and variables of pairs of them, of which there may be none."""
+    pairs = tuple(grads_and_vars)
+    return tuple(gradient for gradient, _ in pairs), tuple(target for _, target in pairs)
+
+
 def _per_tower(value: Any, count: int) -> list[Any] | None:
     """One gradient a tower from what ``merge_call`` grouped; None where there is none."""
     if value is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -39,12 +39,13 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
       ValueError: its elements are not batched.
     """
     check_batched(dataset)
-    again = functools.partial(split_dataset, dataset, towers, True, ready)
+    source = Source([dataset], stand_ins, lambda sources, stand_ins: split_dataset(
+        sources[0], towers, stand_ins, ready))
     if towers > 1:
         split = on_elements(dataset.element_spec, _in_scope(
             lambda element: splitting.split_batch(element, towers, stand_ins)))
         dataset = dataset.map(split).prefetch(ready)
-    return TowerDataset(dataset, again)
+    return TowerDataset(dataset, source)
 
 
 def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False,
@@ -65,8 +66,10 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
       TypeError: ``dataset`` is no ``tf.data.Dataset``.
     """
     _check_made(dataset)
+    source = Source([dataset], stand_ins, lambda sources, stand_ins: group_dataset(
+        sources[0], towers, stand_ins, ready))
     if towers == 1:
-        return TowerDataset(dataset)
+        return TowerDataset(dataset, source)
     spec = dataset.element_spec
     batched = _is_batched(spec)
     # window() makes a dataset of each leaf; only a flat tuple does it give back plainly.
@@ -91,11 +94,11 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
             pack = functools.partial(sub_batches.StandInSubBatches, rows=counts)
         return tf.nest.map_structure(lambda *values: pack(values), *parts)
 
-    return TowerDataset(windows.map(_in_scope(group)).prefetch(ready),
-                        functools.partial(group_dataset, dataset, towers, True, ready))
+    return TowerDataset(windows.map(_in_scope(group)).prefetch(ready), source)
 
 
-def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> TowerDataset:
+def zip_datasets(datasets: Sequence[tf.data.Dataset], stand_ins: bool = False,
+                 ready: int = READY) -> TowerDataset:
     """One dataset of per-tower batches a tower, put side by side.
 
     A tower whose dataset has ended gets batches with no rows until all have ended; with elements
@@ -103,6 +106,7 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> Tow
 
     Args:
       datasets: one a tower, all with the same element spec.
+      stand_ins: see :func:`split_batch`.
       ready: how many elements the pipeline holds ready.
 
     Raises:
@@ -110,29 +114,66 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> Tow
     """
     for dataset in datasets:
         _check_made(dataset)
+    source = Source(datasets, stand_ins, lambda sources, stand_ins: zip_datasets(
+        sources, stand_ins, ready))
     if len(datasets) == 1:
-        return TowerDataset(datasets[0])
+        return TowerDataset(datasets[0], source)
     spec = datasets[0].element_spec
     for tower, dataset in enumerate(datasets):
         _check_like_first(tower, dataset.element_spec, spec)
     batched = _is_batched(spec)
-    pack = sub_batches.SubBatches if batched else _tf.PerReplica
-
-    def group(*elements: Nest) -> Nest:
-        parts = [tf.nest.pack_sequence_as(spec, element) for element in elements]
-        return tf.nest.map_structure(lambda *leaves: pack(leaves), *parts)
-
     flat = [dataset.map(on_elements(spec, lambda element: tuple(tf.nest.flatten(element))))
             for dataset in datasets]
     if not batched:
-        return TowerDataset(tf.data.Dataset.zip(tuple(flat)).map(group).prefetch(ready))
+        return TowerDataset(tf.data.Dataset.zip(tuple(flat)).map(
+            lambda *parts: _side_by_side(spec, parts, _tf.PerReplica)).prefetch(ready), source)
     nothing = tf.data.Dataset.from_tensors(
         (False, tuple(rows_lib.rows_of_zeros(leaf) for leaf in tf.nest.flatten(spec)))).repeat()
     flagged = [dataset.map(lambda *leaves: (True, leaves)).concatenate(nothing) for dataset in flat]
     zipped = tf.data.Dataset.zip(tuple(flagged)).take_while(
         lambda *pairs: tf.reduce_any([there for there, _ in pairs]))
-    grouped = zipped.map(lambda *pairs: group(*(leaves for _, leaves in pairs)))
-    return TowerDataset(grouped.prefetch(ready))
+
+    def group(*pairs: Any) -> Nest:
+        parts: list[Any] = [leaves for _, leaves in pairs]
+        if not stand_ins:
+            return _side_by_side(spec, parts, sub_batches.SubBatches)
+        rows = tf.stack([tf.cast(rows_lib.rows_in(leaves[0]), tf.int64) for leaves in parts])
+        return _side_by_side(spec, _lent([there for there, _ in pairs], parts),
+                             functools.partial(sub_batches.StandInSubBatches, rows=rows))
+
+    return TowerDataset(zipped.map(_in_scope(group)).prefetch(ready), source)
+
+
+def _side_by_side(spec: Nest, parts: Sequence[Any], pack: Callable[[Any], Any]) -> Nest:
+    """The towers' flat elements as one element with ``spec``'s structure."""
+    nests = [tf.nest.pack_sequence_as(spec, part) for part in parts]
+    return tf.nest.map_structure(lambda *leaves: pack(leaves), *nests)
+
+
+def _lent(there: Sequence[tf.Tensor], parts: Sequence[Any]) -> list[Any]:
+    """``parts`` in which each tower that has none gets another's whole batch."""
+    other = parts[-1]
+    for has, part in zip(there[-2::-1], parts[-2::-1]):
+        other = _either(has, part, other)
+    return [_either(has, part, other) for has, part in zip(there, parts)]
+
+
+def _either(condition: tf.Tensor, yes: Any, no: Any) -> Any:
+    return tf.cond(condition, lambda: yes, lambda: no)
+
+
+class Source(NamedTuple):
+    """What a :class:`TowerDataset` was made of, so that it can be made otherwise.
+
+    Attributes:
+      datasets: of batches as the user gave them.
+      stand_ins: whether towers without rows have stand-ins.
+      make: of such datasets, and of whether there are to be stand-ins, makes the like.
+    """
+
+    datasets: Sequence[Any]
+    stand_ins: bool
+    make: Callable[[Sequence[Any], bool], TowerDataset]
 
 
 class TowerDataset(tf.distribute.DistributedDataset):
@@ -142,17 +183,27 @@ class TowerDataset(tf.distribute.DistributedDataset):
       element_spec: nest of type specs, a :class:`SubBatchesSpec` for each split component.
     """
 
-    def __init__(self, dataset: tf.data.Dataset,
-                 with_stand_ins: Callable[[], TowerDataset] | None = None) -> None:
+    def __init__(self, dataset: tf.data.Dataset, source: Source) -> None:
         self._dataset = dataset
-        self._with_stand_ins = with_stand_ins
+        self._source = source
         self._devices: Sequence[str] = ()
 
     def with_stand_ins(self) -> TowerDataset:
         """The same dataset with stand-ins for towers without rows."""
-        if self._with_stand_ins is None:
-            return self
-        return self._with_stand_ins().fetched_to(self._devices)
+        return self._source.make(self._source.datasets, True).fetched_to(self._devices)
+
+    def map(self, map_func: Callable[..., Nest]) -> TowerDataset:
+        """The same dataset of batches that ``map_func`` has changed before they were dealt.
+
+        Keras turns class weights into sample weights by it.
+        """
+        mapped = [dataset.map(map_func) for dataset in self._source.datasets]
+        return self._source.make(mapped, self._source.stand_ins).fetched_to(self._devices)
+
+    def prefetch(self, buffer_size: Any) -> TowerDataset:
+        """This dataset: its pipeline holds elements ready as it is, see ``tf.distribute``."""
+        del buffer_size
+        return self
 
     def fetched_to(self, devices: Sequence[str]) -> TowerDataset:
         """This dataset, each tower's part of an element put on its device when it is taken."""
@@ -175,6 +226,10 @@ class TowerDataset(tf.distribute.DistributedDataset):
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+    def __bool__(self) -> bool:
+        # As tf.data's: an endless dataset has no length to ask for.
+        return True
 
     def __iter__(self) -> iterators.TowerIterator:
         dataset, row_count = self._dataset, None

@@ -6,7 +6,6 @@ a :class:`workers_data.WorkersDataset`.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -67,19 +66,31 @@ def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines, stand_ins
         length = dataset.cardinality()
     else:
         made = _dealt(own, workers, stand_ins)
-        length = own.cardinality() * workers.count if own.cardinality() > 0 else own.cardinality()
-    again = functools.partial(shard_dataset, dataset, workers, True, ready, in_order)
-    return workers_data.WorkersDataset(made, workers, stand_ins, ready, length, again)
+        length = _length_for_all(own, workers)
+    source = datasets_lib.Source([dataset], stand_ins, lambda sources, stand_ins: shard_dataset(
+        sources[0], workers, stand_ins, ready, in_order))
+    return workers_data.WorkersDataset(made, workers, stand_ins, ready, length, source)
 
 
 def shard_grouped(grouped: datasets_lib.TowerDataset, workers: meeting.Machines, stand_ins: bool,
                   ready: int) -> workers_data.WorkersDataset:
     """A dataset of this worker's own per-tower batches, as :mod:`split` groups them."""
-    dataset = grouped.dataset
+    source = datasets_lib.Source([grouped], stand_ins, lambda sources, stand_ins: shard_grouped(
+        sources[0], workers, stand_ins, ready))
+    dataset = (grouped.with_stand_ins() if stand_ins else grouped).dataset
     made = dataset.map(datasets_lib.on_elements(dataset.element_spec, _counted))
-    again = functools.partial(shard_grouped, grouped.with_stand_ins(), workers, True, ready)
-    return workers_data.WorkersDataset(made, workers, stand_ins, ready, dataset.cardinality(),
-                                       again)
+    length = _length_for_all(dataset, workers)
+    return workers_data.WorkersDataset(made, workers, stand_ins, ready, length, source)
+
+
+def _length_for_all(own: tf.data.Dataset, workers: meeting.Machines) -> Any:
+    """The length of this worker's ``own`` dataset where it is all workers'.
+
+    Others may have more or fewer batches, and Keras ends an epoch after as many as it is told.
+    """
+    length = own.cardinality()
+    finite = length >= 0 and workers.count > 1
+    return tf.constant(tf.data.UNKNOWN_CARDINALITY, tf.int64) if finite else length
 
 
 def _own_batches(dataset: tf.data.Dataset, workers: meeting.Machines,

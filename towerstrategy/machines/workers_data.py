@@ -157,15 +157,15 @@ class WorkersDataset(datasets_lib.TowerDataset):
       stand_ins: whether towers without rows get stand-ins.
       ready: how many elements the pipeline holds ready.
       length: elements in one pass.
-      with_stand_ins: makes the same dataset with stand-ins.
+      source: what it was made of.
     """
 
     def __init__(self, dataset: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool,
-                 ready: int, length: Any, with_stand_ins: Callable[[], WorkersDataset]) -> None:
+                 ready: int, length: Any, source: datasets_lib.Source) -> None:
         self._spec = dataset.element_spec
         self._workers = workers
         self._length = length
-        super().__init__(self._endless(dataset, stand_ins).prefetch(ready), with_stand_ins)
+        super().__init__(self._endless(dataset, stand_ins).prefetch(ready), source)
 
     @property
     def element_spec(self) -> Nest:
@@ -173,7 +173,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
 
     @property
     def cardinality(self) -> Any:
-        """Steps that this worker's own data makes; other workers may have more."""
+        """Steps in one pass, as ``tf.data`` counts them; unknown where workers may have others."""
         return self._length
 
     def __len__(self) -> int:

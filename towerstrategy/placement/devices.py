@@ -14,7 +14,9 @@ from typing import Any, Union
 
 import tensorflow as tf
 
-DevicesArgument = Union[None, int, str, Sequence[Union[int, str]]]
+ListedDevice = Union[tf.config.LogicalDevice, tf.config.PhysicalDevice]
+OneDevice = Union[str, ListedDevice]
+DevicesArgument = Union[None, int, OneDevice, Sequence[Union[int, OneDevice]]]
 BALANCED = "balanced"
 
 # TensorFlow makes as many as it is asked for, until memory ends.
@@ -89,13 +91,13 @@ def split_cpu(count: int) -> list[str]:
     return [f"CPU:{index}" for index in range(count)]
 
 
-def place(devices: DevicesArgument, merge_device: str | None) -> Placement:
+def place(devices: DevicesArgument, merge_device: OneDevice | None) -> Placement:
     """Resolves the two arguments of ``TowerStrategy``.
 
     Args:
-      devices: None (all GPUs; none there: the first CPU device), a count, or a list of GPU ids or
-        device strings.
-      merge_device: None, ``"cpu"``, a device string or ``"balanced"``.
+      devices: None (all GPUs; none there: the first CPU device), a count, or a list of GPU ids,
+        device strings or devices as ``tf.config`` lists them.
+      merge_device: None, ``"cpu"``, ``"balanced"``, a device string or a device of ``tf.config``.
 
     Returns:
       The placement, with full device names such as
@@ -108,6 +110,8 @@ def place(devices: DevicesArgument, merge_device: str | None) -> Placement:
     towers = _towers(devices)
     if merge_device is None:
         merge_device = "cpu" if len(towers) > 1 else towers[0]
+    if _is_listed(merge_device):
+        merge_device = _name_of_listed(merge_device, "merge_device")
     if not isinstance(merge_device, str):
         raise TypeError(
             f'merge_device must be None, "cpu", "{BALANCED}" or a device string, but got '
@@ -148,7 +152,7 @@ def gpu_count() -> int:
 def _towers(devices: DevicesArgument) -> tuple[str, ...]:
     if devices is None:
         asked: list[Any] = [f"GPU:{index}" for index in range(gpu_count())] or ["CPU:0"]
-    elif isinstance(devices, str):
+    elif isinstance(devices, str) or _is_listed(devices):
         asked = [devices]
     elif isinstance(devices, (bool, numbers.Number)):
         asked = _counted(devices)
@@ -186,9 +190,36 @@ def _counted(devices: Any) -> list[str]:
     return [f"{kind}:{index}" for index in range(count)]
 
 
+def _is_listed(value: Any) -> bool:
+    """Whether ``value`` is a device as ``tf.config`` lists them."""
+    return isinstance(value, (tf.config.LogicalDevice, tf.config.PhysicalDevice))
+
+
+def _name_of_listed(device: Any, argument: str) -> str:
+    """The name of a logical device, or of the only one that a physical device has."""
+    if isinstance(device, tf.config.LogicalDevice):
+        return device.name
+    kind, first = device.device_type, 0
+    for visible in tf.config.get_visible_devices(kind):
+        count = len(tf.config.get_logical_device_configuration(visible) or [None])
+        if visible != device:
+            first += count
+            continue
+        if count == 1:
+            return f"{kind}:{first}"
+        joint = "and" if count == 2 else "to"
+        raise ValueError(f"{argument} has {device!r}, which is {count} logical devices, "
+                         f"{kind}:{first} {joint} {kind}:{first + count - 1}: name one of these. "
+                         f"{_there()}")
+    raise ValueError(f"{argument} has {device!r}, which is not visible to TensorFlow (see "
+                     f"tf.config.set_visible_devices). {_there()}")
+
+
 def _tower_name(item: Any) -> str:
     if isinstance(item, str):
         return _full_name(item, "devices")
+    if _is_listed(item):
+        return _full_name(_name_of_listed(item, "devices"), "devices", given=item)
     try:
         index = whole_number("devices", item)
     except TypeError:

@@ -19,7 +19,7 @@ from keras.src.metrics import metric as metric_module
 from keras.src.metrics import reduction_metrics
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
-from keras.src.trainers import compile_utils
+from keras.src.trainers import compile_utils, data_adapters
 from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy._keras import hooks
@@ -92,6 +92,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (tf_trainer, "reduce_per_replica"): hooks.Hook(
         training.reduce_per_replica,
         "means over replicas count each by its share; outputs of stand-ins are cut off"),
+    (data_adapters, "is_tf_dataset"): hooks.Hook(
+        training.is_tf_dataset,
+        "knows distributed datasets by the module of TensorFlow's own class"),
     (tf_trainer.TFEpochIterator, "__init__"): hooks.Hook(
         training.epoch_iterator_init,
         "towers without rows get stand-ins"),

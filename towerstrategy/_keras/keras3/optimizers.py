@@ -23,9 +23,11 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
         grads = list(grads)
         targets = list(self._trainable_variables if trainable_variables is None
                        else trainable_variables)
+        both = min(len(grads), len(targets))  # of other numbers Keras is to say what is wrong
+        targets = targets[:both]
         return optimizers_rules.merge_then(
-            tower, grads, [names.tf_variable(target) for target in targets],
-            lambda merged: original(self, merged, trainable_variables),
+            tower, grads[:both], [names.tf_variable(target) for target in targets],
+            lambda merged: original(self, [*merged, *grads[both:]], trainable_variables),
             overwriting=_overwriting(targets))
 
     return apply
@@ -36,7 +38,7 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
         tower = contexts.splitting_tower()
         if tower is None:
             return original(self, grads_and_vars)
-        grads, targets = zip(*grads_and_vars)
+        grads, targets = optimizers_rules.apart(grads_and_vars)
         return optimizers_rules.merge_then(
             tower, grads, [names.tf_variable(target) for target in targets],
             lambda merged: original(self, zip(merged, targets)),

@@ -53,6 +53,13 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
     return compile
 
 
+def is_tf_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
+    def is_tf_dataset(x: Any) -> bool:
+        return isinstance(x, datasets_lib.TowerDataset) or original(x)
+
+    return is_tf_dataset
+
+
 def epoch_iterator_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

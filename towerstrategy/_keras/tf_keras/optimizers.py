@@ -26,7 +26,7 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(self, grads_and_vars, *args, **kwargs)
         if tower is None:
             return original(self, grads_and_vars, *args, **kwargs)
-        grads, targets = zip(*grads_and_vars)
+        grads, targets = optimizers_rules.apart(grads_and_vars)
         homes = [getattr(target, "_variable", target) for target in targets]
         return optimizers_rules.merge_then(
             tower, grads, homes,
