@@ -191,6 +191,13 @@ class BatchTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "same number of rows, but 0 has 3, 1 has 1"):
             strategy.experimental_distribute_dataset(dataset([3, 2], [1, 2]))
 
+    @parameterized.parameters(2, 1)
+    def test_unbatched_dataset_with_vector_targets(self, towers):
+        """Else a newcomer who forgot to batch looks for labels that do not fit their features."""
+        examples = tf.data.Dataset.from_tensor_slices((np.ones([6, 8]), np.ones([6, 1])))
+        with self.assertRaisesRegex(ValueError, "dataset is not batched: call dataset.batch"):
+            towerstrategy.TowerStrategy(towers).experimental_distribute_dataset(examples)
+
     def test_dataset_functions(self):
         """Else a wrong function ends in a message that does not say which one."""
         strategy = two_towers()
@@ -371,6 +378,25 @@ class FixedBatchTest(parameterized.TestCase):
             model.compile("sgd", "mse")
         model.fit(np.ones([8, 3]), np.ones([8, 1]), batch_size=8, verbose=0)
         self.assertEqual(model.input_shape, (8, 3))
+
+    @parameterized.parameters(False, True)
+    def test_operation_on_no_rows(self, traced):
+        """Else nobody knows that it was the small last batch which the operation could not take."""
+        strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2", "CPU:3"])
+
+        def step():
+            def no_empty_rows(x):
+                if x.shape[0] == 0:
+                    raise ValueError("wrong shape")
+                return tf.reduce_sum(x)
+
+            return strategy.run(no_empty_rows, (strategy.split(np.ones([2, 3])),))
+
+        with self.assertRaisesRegex(ValueError, "wrong shape") as caught:
+            (tf.function(step) if traced else step)()
+        told = str(caught.exception) + " ".join(getattr(caught.exception, "__notes__", []))
+        self.assertIn("tower 2 on CPU:3, which has none of the batch's 2 rows. Some operations "
+                      "cannot work on no rows", told)
 
     @parameterized.named_parameters(*small_models.KERAS)
     def test_reshape_to_the_batch_size(self, kit):

@@ -83,6 +83,9 @@ class PlaceTest(parameterized.TestCase):
         (["GPU:0"], ValueError, "GPU:0.*which is not there"),
         ([0], ValueError, "GPU:0.*which is not there"),
         (["nonsense"], ValueError, "'nonsense', which is no device string"),
+        ("gpu", ValueError, "'gpu'.*split_cpu"),
+        (["CPU:1", "CPU:77"], ValueError, "'CPU:77'.*split_cpu"),
+        ([0, 1], ValueError, "names 0 .GPU:0.*split_cpu"),
         (["/job:worker/task:1/device:CPU:0"], ValueError, "which is on another machine"),
         ([None], TypeError, "A list holds GPU ids or device strings"))
     def test_wrong_devices(self, asked, error, message):
@@ -94,7 +97,8 @@ class PlaceTest(parameterized.TestCase):
     @parameterized.parameters(
         (7, TypeError, "merge_device must be None.*got 7 of type int"),
         ("CPU:77", ValueError, "merge_device names 'CPU:77'"),
-        ("somewhere", ValueError, "merge_device has 'somewhere'"))
+        ("somewhere", ValueError, "merge_device has 'somewhere'"),
+        ("balance", ValueError, """'balance'.*"cpu", "balanced" or a device string"""))
     def test_wrong_merge_device(self, asked, error, message):
         """Else a wrong merge device is noticed when the first variable is made."""
         with self.assertRaisesRegex(error, message) as caught:

@@ -54,6 +54,25 @@ class DocumentsTest(parameterized.TestCase):
             runpy.run_path(str(ROOT / "docs" / "pictures" / "step.py"))["draw"](str(path))
             self.assertEqual(path.read_bytes()[:4], b"\x89PNG")
 
+    def test_printed_output_is_compared(self):
+        """Else a document shows tables of last year, and who follows it believes in a mistake."""
+        block = "```python\nprint('a table')\nprint(3)\n```\n\n{}\n\n{}\n\nMore.\n"
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "page.md")
+            for said, lines in (("It prints:", "    a table\n    3"), ("It prints, last:", "    3"),
+                                ("It\nprints:", "    a ...\n    3"), ("Not so:", "    4")):
+                path.write_text(block.format(said, lines))
+                self.assertEqual(code_blocks.run(path), 1)
+            for lines in ("    4", "    a table\n\n    3", "    a table", "    table\n    3"):
+                path.write_text(block.format("It prints:", lines))
+                with self.assertRaisesRegex(AssertionError, r"(?s)md:1: .*but prints\na table"):
+                    code_blocks.run(path)
+
+    @parameterized.parameters("README.md", "docs/merge_device.md")
+    def test_documents_say_what_is_printed(self, document):
+        """Else the comparison has nothing to compare."""
+        self.assertTrue(any(code_blocks.outputs((ROOT / document).read_text())))
+
     def test_readme_has_the_examples_that_it_promises(self):
         """Else the test above passes with nothing to run."""
         self.assertGreaterEqual(len(code_blocks.blocks((ROOT / "README.md").read_text())), 3)

@@ -4,6 +4,7 @@ import copy
 import os
 import pathlib
 import pickle
+import subprocess
 import sys
 import tempfile
 import types
@@ -20,6 +21,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from towerstrategy import TowerStrategy
 from towerstrategy.batch import iterators
 from towerstrategy.report import description, tower_report
+from towerstrategy.report import quiet as quiet_lib
 from towerstrategy.report import sample as sample_lib
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
@@ -417,15 +419,115 @@ class CallbackTest(parameterized.TestCase):
     @parameterized.parameters(({"picture": 3}, TypeError, "picture must be None or the path"),
                               ({"log_dir": 3}, TypeError, "log_dir must be None or the path of"),
                               ({"most": 0}, ValueError, "most must be a share.*got 0"),
-                              ({"most": 2}, ValueError, "most must be a share.*got 2"))
+                              ({"most": 2}, ValueError, "most must be a share.*got 2"),
+                              ({"most": "a"}, TypeError, "most must be a number.*got 'a'"),
+                              ({"most": True}, TypeError, "most must be a number.*got True"),
+                              ({"print_fn": 3}, TypeError, "print_fn must be.*got 3 of type int"),
+                              ({"picture": "."}, ValueError, "picture must be.*'.' is a folder"),
+                              ({"picture": "no/such/a.png"}, ValueError,
+                               "picture is to be.*'no/such/a.png'.*no folder 'no/such'"),
+                              ({"picture": "a.doc"}, ValueError, "picture must.*ends in '.doc'"),
+                              ({"log_dir": __file__}, ValueError, "log_dir must be a folder"))
     def test_arguments(self, arguments, error, message):
         """Else a mistake shows after an epoch of training."""
         with self.assertRaisesRegex(error, message):
             tower_report.TowerReport(**arguments)
 
+    def test_picture_without_matplotlib(self):
+        """Else a training fails when it ends, hours after the mistake, and its history is lost."""
+        with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
+            with self.assertRaisesRegex(ModuleNotFoundError, r"matplotlib.*towerstrategy\[demo\]"):
+                tower_report.TowerReport("a.png")
+            tower_report.TowerReport()
+
     def test_can_be_copied(self):
         """Else a tuner, which copies its callbacks for each trial, fails."""
         self.assertEqual(copy.deepcopy(tower_report.TowerReport("a.png")).picture, "a.png")
+
+
+def fails(*args, **kwargs):
+    raise OSError("no space left")
+
+
+class HarmlessTest(parameterized.TestCase):
+    """A report that goes wrong, in a training that does not."""
+
+    @parameterized.product(kit=KITS, where=(
+        "print", "towerstrategy.report.picture.draw", "towerstrategy.report.events.Events.write",
+        "towerstrategy.report.events.Events.close", "towerstrategy.report.events.Events.show",
+        "towerstrategy.report.watch.Watch.__init__", "towerstrategy.report.watch.Watch.begin",
+        "towerstrategy.report.watch.Watch.end", "towerstrategy.report.rows.RowCount.follow",
+        "towerstrategy.report.rows.RowCount.read", "towerstrategy.report.sample.read",
+        "tempfile.TemporaryDirectory", "tensorflow.profiler.experimental.start",
+        "tensorflow.profiler.experimental.stop"))
+    def test_never_ends_a_training(self, kit, where):
+        """Else hours of training, their history and the callbacks after this one are lost."""
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        model = small_model(kit[1], TowerStrategy(TOWERS))
+        ended = []
+        found = quiet(picture=os.path.join(folder, "a.png"), log_dir=folder,
+                      print_fn=fails if where == "print" else None)
+        later = kit[1].callbacks.LambdaCallback(on_train_end=ended.append)
+        stop = tf.profiler.experimental.stop
+        if where != "print":
+            self.enter_context(mock.patch(where, fails))
+        try:
+            with self.assertWarnsRegex(RuntimeWarning, "TowerReport could not .*no space left"):
+                history = model.fit(*data(20), batch_size=5, epochs=2, verbose=0,
+                                    callbacks=[found, later])
+        finally:
+            if where.endswith("stop"):
+                stop(save=False)
+        self.assertLen(history.history["loss"], 2)
+        self.assertLen(ended, 1)
+        self.assertEqual(int(model.optimizer.iterations), 8)
+        self.assertIsNone(iterators.counting.follow)
+
+    @parameterized.parameters("0", "1")
+    def test_console(self, legacy):
+        """Else tables are torn by a progress bar, and TensorFlow's lines stand between them."""
+        code = (
+            "import tensorflow as tf, numpy as np, towerstrategy\n"
+            "from towerstrategy.report import TowerReport\n"
+            "with towerstrategy.TowerStrategy(towerstrategy.split_cpu(2)).scope():\n"
+            "    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])\n"
+            "    model.compile('sgd', 'mse')\n"
+            "model.fit(np.ones([32, 3]), np.ones([32, 1]), batch_size=8, epochs=2,\n"
+            "          callbacks=[TowerReport(most=1e-9)])\n")
+        environment = {**os.environ, "TF_USE_LEGACY_KERAS": legacy, "PYTHONUNBUFFERED": "1"}
+        environment.pop("TF_CPP_MIN_LOG_LEVEL", None)
+        done = subprocess.run([sys.executable, "-c", code], env=environment, text=True, check=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        said = done.stdout.replace("\b", "").replace("\r", "\n")
+        self.assertNotRegex(said, r"(?i)profiler|xspace")
+        first, second = said.split("Epoch 1/2")[1].split("Epoch 2/2")
+        self.assertRegex(first, r"(?s)4/4[^\n]*loss: .*\n\s*epoch 1: 32 rows.*tower 1 .*input ")
+        self.assertRegex(second, r"(?s)4/4[^\n]*loss: .*\nepoch 2: .*; rows of the towers: 16, 16")
+        self.assertNotIn("tower 0", second)
+
+
+class QuietTest(absltest.TestCase):
+    """quiet.profiler."""
+
+    def test_keeps_what_others_write(self):
+        """Else an error that TensorFlow logs while a sample begins or ends is lost."""
+        kept = os.dup(2)
+        with tempfile.TemporaryFile() as written:
+            os.dup2(written.fileno(), 2)
+            try:
+                with quiet_lib.profiler():
+                    for line in (b"I0000 00:00:17.6 2574 profiler_session.cc:117] Profiler s\n",
+                                 b"2024-01-02 03:04:05.6: I a/b/save_profile.cc:1] Collecting\n",
+                                 b"E0000 00:00:17.6 2574 cupti_tracer.cc:7] no privilege\n",
+                                 b"mine: profiler_session.cc:117] is named\n"):
+                        os.write(2, line)
+            finally:
+                os.dup2(kept, 2)
+                os.close(kept)
+            written.seek(0)
+            self.assertEqual(written.read().splitlines(), [
+                b"E0000 00:00:17.6 2574 cupti_tracer.cc:7] no privilege",
+                b"mine: profiler_session.cc:117] is named"])
 
 
 def profile(lines, names=(), plane="/host:CPU"):

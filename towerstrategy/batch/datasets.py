@@ -326,8 +326,11 @@ def check_batched(dataset: Any) -> None:
                 f"the dataset is not batched: {what} ({leaf!r}), so there are no rows to split "
                 "over the towers. Call dataset.batch(global_batch_size) first.")
     named = splitting.named_leaves(dataset.element_spec)
-    splitting.check_known({path: leaf.shape[0] for path, leaf in zip(*named)
-                  if getattr(leaf, "shape", None) and leaf.shape[0] is not None})
+    splitting.check_known(
+        {path: leaf.shape[0] for path, leaf in zip(*named)
+         if getattr(leaf, "shape", None) and leaf.shape[0] is not None},
+        " If these are single examples, the dataset is not batched: call "
+        "dataset.batch(global_batch_size) first.")
 
 
 def _check_made(dataset: Any) -> None:

@@ -148,8 +148,8 @@ def _rows_of_all(counted: Sequence[tuple[str, Any]]) -> rows_lib.Rows:
         return tf.identity(rows[0])
 
 
-def check_known(rows: dict[str, int]) -> None:
-    """Raises where the row counts that are known differ."""
+def check_known(rows: dict[str, int], hint: str = "") -> None:
+    """Raises where the row counts that are known differ; ``hint`` says what may have caused it."""
     if len(set(rows.values())) > 1:
         sizes = ", ".join(f"{path} has {count}" for path, count in rows.items())
-        raise ValueError(f"{_SAME_ROWS} {sizes}.")
+        raise ValueError(f"{_SAME_ROWS} {sizes}.{hint}")

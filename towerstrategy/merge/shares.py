@@ -105,7 +105,8 @@ class Shares:
         """The rows of ``tower`` in words, for errors; nothing where they are not known."""
         if not self._counted or not self._known:
             return ""
-        return f"{self._rows[self._first + tower]} of the batch's {self._total} rows"
+        rows = self._rows[self._first + tower]
+        return f"{rows or 'none'} of the batch's {self._total} rows"
 
     def static_rows(self, tower: int) -> int | None:
         """The rows that ``tower`` works on; 0 where only the step knows, None without a batch."""

@@ -238,7 +238,7 @@ def _full_name(name: str, argument: str, given: Any = None) -> str:
         spec = tf.DeviceSpec()
     if spec.device_type is None or "*" in text:
         raise ValueError(f'{argument} has {given!r}, which is no device string such as "GPU:0" or '
-                         f'"/device:CPU:1". {_there()}')
+                         f'"/device:CPU:1". {_choices(argument)}{_there()}{_hint(argument)}')
     kind = spec.device_type.upper()
     index = 0 if spec.device_index is None else spec.device_index
     remote = (spec.job not in (None, "localhost") or spec.task not in (None, 0)
@@ -254,7 +254,21 @@ def _full_name(name: str, argument: str, given: Any = None) -> str:
             return local.to_string()
     place_word = "on another machine" if remote else "not there"
     raise ValueError(f"{argument} names {given!r} ({kind}:{index}), which is {place_word}. "
-                     f"{_there()}")
+                     f"{_choices(argument)}{_there()}{_hint(argument)}")
+
+
+def _choices(argument: str) -> str:
+    if argument != "merge_device":
+        return ""
+    return f'merge_device must be None, "cpu", "{BALANCED}" or a device string. '
+
+
+def _hint(argument: str) -> str:
+    """How to get towers where there is no GPU."""
+    if argument != "devices" or gpu_count():
+        return ""
+    return (" There is no GPU: split_cpu(n), called first of all, makes n logical CPU devices, "
+            "which can be towers.")
 
 
 def _there() -> str:

@@ -7,6 +7,8 @@ step as bars, and each tower's busy share over the epochs as lines.
 from __future__ import annotations
 
 import io
+import os
+import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,36 @@ _TOWER, _OTHER, _IDLE = "#d9730d", "#1f6fb2", "#f5e3d0"
 _MOST_LINES = 10  # as many colors as matplotlib's cycle has
 
 
+def check(path: str | os.PathLike[str]) -> None:
+    """Whether a picture can be drawn into the file ``path``.
+
+    Raises:
+      ValueError: another ending than ``.png``, a folder, or a file in a folder that is not there.
+      ModuleNotFoundError: matplotlib is not installed.
+    """
+    file = pathlib.Path(path)
+    if file.is_dir():
+        raise ValueError(f"picture must be the path of a PNG file, but {str(path)!r} is a folder.")
+    if file.suffix.lower() != ".png":
+        raise ValueError(f'picture must be the path of a PNG file, such as "towers.png", but got '
+                         f"{str(path)!r}, which ends in {file.suffix or 'nothing'!r}.")
+    if not file.parent.is_dir():
+        raise ValueError(f"picture is to be drawn into {str(path)!r}, but there is no folder "
+                         f"{str(file.parent)!r} (here is {str(pathlib.Path.cwd())!r}).")
+    _matplotlib()
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"TowerReport draws its picture with matplotlib, which is not there ({error}). "
+            'pip install "towerstrategy[demo]" brings it; or leave the picture out.') from error
+    return Figure, FigureCanvasAgg
+
+
 def draw(epochs: Sequence[tower_report.Epoch]) -> bytes | None:
     """The picture as a PNG; None where no step has been sampled yet.
 
@@ -30,16 +62,10 @@ def draw(epochs: Sequence[tower_report.Epoch]) -> bytes | None:
                if epoch.sample is not None and epoch.sampled_in == epoch.number]
     if not sampled:
         return None
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"TowerReport draws its picture with matplotlib, which is not there ({error}). "
-            'pip install "towerstrategy[demo]", or leave the picture out.') from error
+    figure_class, canvas_class = _matplotlib()
     last, sample = sampled[-1]
-    figure = Figure(figsize=(11, 2.4 + 0.42 * len(last.parts)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = figure_class(figsize=(11, 2.4 + 0.42 * len(last.parts)), layout="constrained")
+    canvas_class(figure)
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     _bars(left, last, sample)
     _lines(right, sampled)

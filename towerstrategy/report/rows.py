@@ -15,6 +15,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch import sub_batches
+from towerstrategy.report import quiet
 
 
 class RowCount:
@@ -55,12 +56,14 @@ class RowCount:
 
 
 def counting(towers: int,
-             first: int) -> Callable[[tf.data.Dataset], tuple[tf.data.Dataset, RowCount]]:
-    """What ``split.count_rows`` takes: counts each dataset that is iterated over."""
+             first: int) -> Callable[[tf.data.Dataset], tuple[tf.data.Dataset, RowCount | None]]:
+    """What ``iterators.count_rows`` takes: counts each dataset that is iterated over."""
 
-    def follow(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, RowCount]:
-        count = RowCount(towers, first)
-        return count.follow(dataset), count
+    def follow(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, RowCount | None]:
+        with quiet.harmless("count the towers' rows"):
+            count = RowCount(towers, first)
+            return count.follow(dataset), count
+        return dataset, None
 
     return follow
 

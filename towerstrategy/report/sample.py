@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
+from towerstrategy.report import quiet
 from towerstrategy.towers import contexts
 
 _WINDOW = "towerstrategy_sample"
@@ -70,6 +72,10 @@ class Busy(Exception):
     """Someone else's profile is being taken."""
 
 
+class NotTaken(Exception):
+    """The profiler cannot be used here."""
+
+
 def take(call: Callable[[], Any], kinds: Sequence[str],
          merge_kind: str) -> tuple[Any, Callable[[], Sample]]:
     """Runs ``call`` under the profiler.
@@ -80,20 +86,38 @@ def take(call: Callable[[], Any], kinds: Sequence[str],
       merge_kind: the merge device's.
 
     Returns:
-      What ``call`` returned, and a function that makes the sample of it.
+      What ``call`` returned, and a function that makes the sample of it, or raises what the
+      profiler has raised since ``call`` ran.
 
     Raises:
       Busy: another profile is being taken; ``call`` has not run.
+      NotTaken: no profile can be taken; ``call`` has not run.
     """
-    with tempfile.TemporaryDirectory(prefix="towerstrategy_") as folder:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(
+                prefix="towerstrategy_", ignore_cleanup_errors=True))
+            _start(folder)
+        except tf.errors.AlreadyExistsError as error:
+            raise Busy(str(error)) from None
+        except Exception as error:
+            raise NotTaken(f"{type(error).__name__}: {error}") from error
         start = time.perf_counter()
-        with _profile(folder):
+        try:
             with tf.profiler.experimental.Trace(_WINDOW):
                 result = call()
                 if "GPU" in (*kinds, merge_kind):
                     tf.test.experimental.sync_devices()
-            seconds = time.perf_counter() - start
-        written = [path.read_bytes() for path in pathlib.Path(folder).rglob("*.xplane.pb")]
+        except BaseException:
+            with contextlib.suppress(Exception):
+                _stop(save=False)
+            raise
+        seconds = time.perf_counter() - start
+        try:
+            _stop(save=True)
+            written = [path.read_bytes() for path in pathlib.Path(folder).rglob("*.xplane.pb")]
+        except Exception as error:
+            return result, functools.partial(_fail, error)
     return result, lambda: read(map(_tf.read_profile, written), seconds, kinds, merge_kind)
 
 
@@ -126,20 +150,19 @@ def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind
                   time_of("split", "CPU"), time_of("input", "CPU"), steps)
 
 
-@contextlib.contextmanager
-def _profile(folder: str) -> Iterator[None]:
-    options = tf.profiler.experimental.ProfilerOptions(
-        host_tracer_level=2, python_tracer_level=0, device_tracer_level=1)
-    try:
-        tf.profiler.experimental.start(folder, options)
-    except tf.errors.AlreadyExistsError as error:
-        raise Busy(str(error)) from None
-    done = False
-    try:
-        yield
-        done = True
-    finally:
-        tf.profiler.experimental.stop(save=done)
+def _start(folder: str) -> None:
+    # Without options: their defaults are what is needed, and TensorFlow 2.21 warns of each given.
+    with quiet.profiler():
+        tf.profiler.experimental.start(folder)
+
+
+def _stop(save: bool) -> None:
+    with quiet.profiler():
+        tf.profiler.experimental.stop(save=save)
+
+
+def _fail(error: Exception) -> Sample:
+    raise error
 
 
 class _Times:

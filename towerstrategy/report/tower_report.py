@@ -5,18 +5,20 @@ Goes in: a Keras training.  Comes out: tables, a picture, TensorBoard's events.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import numbers
 import os
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from towerstrategy._keras.callback import Callback
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import kind
-from towerstrategy.report import description
+from towerstrategy.report import description, quiet
 from towerstrategy.report import picture as picture_lib
 from towerstrategy.report.events import Events
 from towerstrategy.report.sample import Sample
@@ -84,11 +86,21 @@ class Epoch:
         header = ("part", "device", "rows", "busy ms a step", "idle")
         return f"{title}\n{description.table(header, cells, numbers=(2, 3, 4))}"
 
+    @property
+    def brief(self) -> str:
+        """The table, or one line where it would say again what an earlier epoch's has said."""
+        if self.sample is None or self.sampled_in in (None, self.number):
+            return f"\n{self}"
+        rows = ", ".join("?" if rows is None else f"{rows:,}" for rows in self.rows)
+        return (f"epoch {self.number + 1}: {self.seconds:.3g} s; rows of the towers: {rows}; "
+                f"no step sampled since epoch {(self.sampled_in or 0) + 1}")
+
 
 class TowerReport(Callback):
     """A Keras callback that shows, epoch by epoch, whether the towers are used.
 
-    It works with Keras 3 and with tf_keras.  After each epoch it prints a table:
+    It works with Keras 3 and with tf_keras.  When the next epoch begins, or the training ends, it
+    prints a table of an epoch:
 
     - **rows**: each tower's rows of the epoch, all of them counted.
     - **busy ms a step**: of one sampled step, the time in which at least one operation of this line
@@ -101,15 +113,17 @@ class TowerReport(Callback):
       share the machine's cores: one of them can be busy and still wait for a core.
 
     The sampled step runs under TensorFlow's profiler.  A step is sampled when that leaves the cost
-    of samples below ``most`` of the time trained; the first always is.  An epoch without a sample
-    shows the last one.  The picture is drawn when that costs no more than ``most`` either, and when
-    the training ends.  Without this callback nothing is measured and nothing stays behind.
-    With several machines each shows its own towers.
+    of samples below ``most`` of the time trained; the first always is.  Of an epoch without a
+    sample one line is printed: its rows.  The picture is drawn when that costs no more than
+    ``most`` either, and when the training ends.  Without this callback nothing is measured and
+    nothing stays behind.  With several machines each shows its own towers.  What goes wrong in a
+    report while a training runs is a warning, and the training goes on.
 
     Args:
-      picture: a PNG file to draw (needs matplotlib), or None.
+      picture: a PNG file to draw, in a folder that is there, or None.  Needs matplotlib, which
+        ``pip install "towerstrategy[demo]"`` brings.
       most: the share of the training's time that samples may take, and pictures.
-      print_fn: gets each epoch's table; None prints nothing.
+      print_fn: a function that gets each epoch's table; None prints nothing.
       log_dir: a folder for TensorBoard, or None: a run a tower with its rows, busy time and idle
         share, one with the step's other parts, and the picture where matplotlib is installed.
 
@@ -118,6 +132,7 @@ class TowerReport(Callback):
 
     Raises:
       TypeError, ValueError: an argument that cannot be used.
+      ModuleNotFoundError: a picture is asked for and matplotlib is not installed.
 
     >>> from towerstrategy.report import TowerReport
     >>> strategy = TowerStrategy(split_cpu(4)[:2])
@@ -144,13 +159,7 @@ class TowerReport(Callback):
     def __init__(self, picture: str | os.PathLike[str] | None = None, *, most: float = 0.01,
                  print_fn: Callable[[str], Any] | None = print,
                  log_dir: str | os.PathLike[str] | None = None) -> None:
-        for name, path, what in (("picture", picture, "PNG file"), ("log_dir", log_dir, "folder")):
-            if path is not None and not isinstance(path, (str, os.PathLike)):
-                raise TypeError(f"{name} must be None or the path of a {what}, but got "
-                                f"{path!r} of type {type(path).__name__}.")
-        if not 0 < most <= 1:
-            raise ValueError(f"most must be a share of the training's time, above 0 and at most 1, "
-                             f"but got {most!r}.")
+        _check(picture, log_dir, most, print_fn)
         self.picture = picture
         self.log_dir = log_dir
         self.epochs: list[Epoch] = []
@@ -159,6 +168,7 @@ class TowerReport(Callback):
         self._watch: Watch | None = None
         self._events: Events | None = None
         self._drawn = False
+        self._told = 0  # how many epochs have been printed
         self._picture_cost = 1.0  # seconds; a guess until the first is drawn
         self._pictures_cost = 0.0
 
@@ -171,47 +181,73 @@ class TowerReport(Callback):
                 f"{self.model.name!r} has {strategy!r}. Compile it in the strategy's scope, or "
                 "call strategy.adopt(model).")
         self.epochs = []
+        self._told = 0
         self._pictures_cost = 0.0
-        self._watch = Watch(self.model, self._most)
+        with self._watching("begin to watch"):
+            self._watch = Watch(self.model, self._most)
         if self.log_dir is not None:
             self._events = Events(self.log_dir, strategy.extended.first_replica)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         del logs
-        self._watching.begin(epoch)
+        self._tell()
+        if self._watch is not None:
+            with self._watching("watch an epoch"):
+                self._watch.begin(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         del logs
-        watch = self._watching
-        with watch.spending():
+        watch = self._watch
+        if watch is None:
+            return
+        with self._watching("read what an epoch did"), watch.spending():
             watch.end()
             self.epochs.append(_epoch(epoch, watch))
-            if self._print is not None:
-                self._print(f"\n{self.epochs[-1]}")
-            if self._events is not None:
+        if self._events is not None and self.epochs:
+            with quiet.harmless(f"write into log_dir={str(self.log_dir)!r}"), watch.spending():
                 self._events.write(self.epochs[-1])
-        self._drawn = watch.affords(self._pictures_cost + self._picture_cost)
-        if self._drawn:
-            self._draw()
+        self._drawn = watch.affords(self._pictures_cost + self._picture_cost) and self._draw()
 
     def on_train_end(self, logs: Any = None) -> None:
         del logs
-        self._watching.close()
-        self._watch = None
+        self._tell()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         if not self._drawn:
             self._draw()
         if self._events is not None:
-            self._events.close()
+            with quiet.harmless(f"write into log_dir={str(self.log_dir)!r}"):
+                self._events.close()
             self._events = None
 
-    @property
-    def _watching(self) -> Watch:
-        if self._watch is None:
-            raise RuntimeError("TowerReport sees the beginning of an epoch, or its end, outside of "
-                               "a training: give it to model.fit(callbacks=[...]).")
-        return self._watch
+    @contextlib.contextmanager
+    def _watching(self, what: str) -> Iterator[None]:
+        """An error within ends the watching, with a warning; numbers of a part would be wrong."""
+        try:
+            yield
+        except Exception as error:
+            quiet.warn(what, error)
+            if self._watch is not None:
+                self._watch.close()
+                self._watch = None
 
-    def _draw(self) -> None:
+    def _tell(self) -> None:
+        """Prints what is new: at the next epoch's beginning, as Keras' progress bar is open."""
+        for epoch in self.epochs[self._told:]:
+            self._told += 1
+            if self._print is not None:
+                with quiet.harmless("print a table (print_fn)"):
+                    self._print(epoch.brief)
+
+    def _draw(self) -> bool:
+        """Draws what there is; whether that worked."""
+        with quiet.harmless("draw its picture"):
+            self._draw_picture()
+            return True
+        return False
+
+    def _draw_picture(self) -> None:
         shown = self._events is not None and importlib.util.find_spec("matplotlib") is not None
         if self.picture is None and not shown:
             return
@@ -223,6 +259,28 @@ class TowerReport(Callback):
             self._events.show(png, self.epochs[-1].number)
         self._picture_cost = time.perf_counter() - start
         self._pictures_cost += self._picture_cost
+
+
+def _check(picture: Any, log_dir: Any, most: Any, print_fn: Any) -> None:
+    """Complains of what would else fail in the middle of a training, or after it."""
+    for name, path, what in (("picture", picture, "PNG file"), ("log_dir", log_dir, "folder")):
+        if path is not None and not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"{name} must be None or the path of a {what}, but got "
+                            f"{path!r} of type {type(path).__name__}.")
+    if isinstance(most, bool) or not isinstance(most, numbers.Real):
+        raise TypeError(f"most must be a number, a share of the training's time, but got {most!r} "
+                        f"of type {type(most).__name__}.")
+    if not 0 < float(most) <= 1:
+        raise ValueError(f"most must be a share of the training's time, above 0 and at most 1, "
+                         f"but got {most!r}.")
+    if print_fn is not None and not callable(print_fn):
+        raise TypeError(f"print_fn must be None or a function of a text, but got {print_fn!r} of "
+                        f"type {type(print_fn).__name__}.")
+    if log_dir is not None and os.path.exists(log_dir) and not os.path.isdir(log_dir):
+        raise ValueError(f"log_dir must be a folder, or be free for one, but {str(log_dir)!r} is a "
+                         "file.")
+    if picture is not None:
+        picture_lib.check(picture)
 
 
 def _epoch(number: int, watch: Watch) -> Epoch:

@@ -15,8 +15,9 @@ import tensorflow as tf
 
 from towerstrategy.batch import iterators
 from towerstrategy.placement import devices as devices_lib
+from towerstrategy.report import quiet
 from towerstrategy.report import rows as rows_lib
-from towerstrategy.report.sample import Busy, Sample, take
+from towerstrategy.report.sample import Busy, NotTaken, Sample, take
 
 # Calls of the training function in a training that are not typical: the first traces.
 _WARM_UP = 2
@@ -58,6 +59,7 @@ class Watch:
         self._kinds = [str(tf.DeviceSpec.from_string(device).device_type)
                        for device in (*placement.towers, placement.merge)]
         self._sample_cost = 0.0
+        self._tried_in: int | None = None
         self._epoch = 0
         self._calls = 0
         self._from_call = _WARM_UP
@@ -111,7 +113,7 @@ class Watch:
             if count not in self._before:
                 self._before[count] = [0] * len(self.placement.towers)
             number, self._calls = self._calls, self._calls + 1
-            wanted = number >= self._from_call and self.sampled_in != self._epoch
+            wanted = number >= self._from_call and self._tried_in != self._epoch
             try:
                 if wanted and self.affords(self.spent + self._sample_cost):
                     return self._sampled(iterator)
@@ -125,15 +127,19 @@ class Watch:
     def _sampled(self, iterator: Any) -> Any:
         *towers, merge = self._kinds
         start = time.perf_counter()
-        self.sampled_in = self._epoch
+        self._tried_in = self._epoch
         try:
             result, sample = take(lambda: self._function(iterator), towers, merge)
-        except Busy:
+        except (Busy, NotTaken) as error:
+            if isinstance(error, NotTaken):
+                quiet.warn("sample a step", error)
             return self._function(iterator)
-        self.sample = sample()
-        step = self.sample.step * self.sample.steps
-        self._sample_cost = time.perf_counter() - start - step
-        self.spent += self._sample_cost
+        with quiet.harmless("sample a step"):
+            self.sample = sample()
+            self.sampled_in = self._epoch
+            step = self.sample.step * self.sample.steps
+            self._sample_cost = time.perf_counter() - start - step
+            self.spent += self._sample_cost
         return result
 
     def _rows_taken(self) -> list[int] | None:

@@ -350,8 +350,10 @@ def all_values(value: Any, count: int) -> list[Any]:
 def error_note(tower: int, device: str, shares: shares_lib.Shares) -> str:
     """What an error says that was raised in a tower."""
     rows = shares.told(tower)
+    none = (" Some operations cannot work on no rows, TensorFlow's convolutions on the CPU among "
+            "them: give each batch as many rows as there are towers.")
     return (f"This happened in tower {tower} on {devices_lib.short_name(device)}"
-            + (f", which has {rows}." if rows else "."))
+            + (f", which has {rows}." if rows else ".") + none * rows.startswith("none"))
 
 
 def merge_error_note(device: str) -> str:
