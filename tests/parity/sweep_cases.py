@@ -316,9 +316,10 @@ def _loss_run(keras: Any, *together: Item) -> cases.Run:
 
 
 def _metric_run(keras: Any, *together: Item) -> cases.Run:
+    weighable = [item for item in together if item.targets.unweighted_in != keras.__name__]
     plain, weighted = ([_made(_of_predictions(item.cls), item.targets.arguments, keras,
-                              name=f"{item.key}{end}".replace(" ", "_"))
-                        for item in together] for end in ("", "_weighted"))
+                              name=f"{item.key}{end}".replace(" ", "_")) for item in of]
+                       for of, end in ((together, ""), (weighable, "_weighted")))
     heads = _heads(keras, together[0].targets.data, ["y"])
     return cases.Run(**heads, weights={"y": _weights()}, compile={
         "loss": {"y": _sum_of_squares}, "metrics": {"y": plain},

@@ -150,10 +150,17 @@ LAYERS: dict[str, Layer] = {
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """What a loss or a metric is about, a name of ``sweep_cases.TARGETS``, and its arguments."""
+    """What a loss or a metric is given.
+
+    Attributes:
+      data: a name of ``sweep_cases.TARGETS``.
+      arguments: of the constructor.
+      unweighted_in: a Keras version whose own code fails with sample weights, on one device too.
+    """
 
     data: str = "numbers"
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unweighted_in: str = ""
 
 
 # By the beginning of a class' name, the first that fits; else "numbers".
@@ -178,6 +185,8 @@ LOSSES: dict[str, Targets] = {
 
 METRICS: dict[str, Targets] = {
     "Accuracy": Targets("rounded"),
+    "F1Score": Targets("one hot", unweighted_in="tf_keras"),
+    "FBetaScore": Targets("one hot", unweighted_in="tf_keras"),
     "IoU": Targets("labels", {"sparse_y_pred": False}),
     "MeanIoU": Targets("labels", {"sparse_y_pred": False}),
     "MeanMetricWrapper": Targets("numbers", {
@@ -210,6 +219,7 @@ CANNOT: dict[str, str] = {
     "metrics.MeanTensor": "keeps a mean for each entry, so all batches need the same shape",
     "losses.Loss": _BASE,
     "metrics.Metric": _BASE,
+    "metrics.PyMetric": _BASE,
 }
 
 # Where float32 is ill conditioned; these are compared in float64.
