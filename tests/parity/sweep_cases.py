@@ -273,7 +273,6 @@ TARGETS: dict[str, tuple[Callable[[], Any], tuple[int, ...], str | None]] = {
     "yes or no": (lambda: _labels(2, 1).astype("float32"), (1,), "sigmoid"),
     "one hot": (_one_hot, (3,), "softmax"),
     "labels": (_labels, (3,), "softmax"),
-    "labels of steps": (lambda: _labels(3, 2), (2, 3), "softmax"),
     "masks": (lambda: _labels(2, 2, 3).astype("float32"), (2, 3), "sigmoid"),
     "identities": (_labels, (4,), None),
     "transcripts": (_transcripts, (6, 5), None)}

@@ -179,7 +179,7 @@ LOSSES: dict[str, Targets] = {
     "Circle": Targets("identities"),
     "Dice axis": Targets("masks", {"axis": (1, 2)}),
     "Tversky axis": Targets("masks", {"axis": (1, 2)}),
-    "SparseCategoricalCrossentropy ignoring": Targets("labels of steps", {"ignore_class": 0}),
+    "SparseCategoricalCrossentropy ignoring": Targets("labels", {"ignore_class": 0}),
     "BinaryFocalCrossentropy balanced": Targets("yes or no", {"apply_class_balancing": True}),
 }
 
