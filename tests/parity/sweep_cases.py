@@ -274,7 +274,7 @@ TARGETS: dict[str, tuple[Callable[[], Any], tuple[int, ...], str | None]] = {
     "one hot": (_one_hot, (3,), "softmax"),
     "labels": (_labels, (3,), "softmax"),
     "masks": (lambda: _labels(2, 2, 3).astype("float32"), (2, 3), "sigmoid"),
-    "identities": (_labels, (4,), None),
+    "identities": (_labels, (4,), "tanh"),
     "transcripts": (_transcripts, (6, 5), None)}
 
 

@@ -176,7 +176,7 @@ TARGETS = {
 LOSSES: dict[str, Targets] = {
     "CTC": Targets("transcripts"),
     "CategoricalGeneralizedCrossEntropy": Targets("labels"),
-    "Circle": Targets("identities"),
+    "Circle": Targets("identities", {"gamma": 1.0}),
     "Dice axis": Targets("masks", {"axis": (1, 2)}),
     "Tversky axis": Targets("masks", {"axis": (1, 2)}),
     "SparseCategoricalCrossentropy ignoring": Targets("labels", {"ignore_class": 0}),
