@@ -181,7 +181,8 @@ INPUTS = {
     "features": Input((6,)), "raw features": Input((6,), learned=False),
     "steps": Input((6, 4)), "images": Input((6, 6, 2)), "volumes": Input((4, 4, 4, 2)),
     "films": Input((3, 4, 4, 2)), "films of volumes": Input((2, 3, 3, 3, 2)),
-    "sounds": Input((64,), learned=False), "rgb": Input((6, 6, 3), rows=_colours, learned=False),
+    "sounds": Input((64,), learned=False), "sounds of a channel": Input((64, 1), learned=False),
+    "rgb": Input((6, 6, 3), rows=_colours, learned=False),
     "ids": Input((5,), "int32", _ids, False), "pairs of ids": Input((1,), "int32", _ids, False),
     "words": Input((2,), "string", _words, False),
     "sentences": Input((1,), "string", _sentences, False)}
