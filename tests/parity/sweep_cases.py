@@ -181,7 +181,8 @@ INPUTS = {
     "features": Input((6,)), "raw features": Input((6,), learned=False),
     "steps": Input((6, 4)), "images": Input((6, 6, 2)), "volumes": Input((4, 4, 4, 2)),
     "films": Input((3, 4, 4, 2)), "films of volumes": Input((2, 3, 3, 3, 2)),
-    "sounds": Input((64,), learned=False), "rgb": Input((6, 6, 3), rows=_colours, learned=False),
+    "sounds": Input((64,), learned=False), "sounds of a channel": Input((64, 1), learned=False),
+    "rgb": Input((6, 6, 3), rows=_colours, learned=False),
     "ids": Input((5,), "int32", _ids, False), "pairs of ids": Input((1,), "int32", _ids, False),
     "words": Input((2,), "string", _words, False),
     "sentences": Input((1,), "string", _sentences, False)}
@@ -273,9 +274,8 @@ TARGETS: dict[str, tuple[Callable[[], Any], tuple[int, ...], str | None]] = {
     "yes or no": (lambda: _labels(2, 1).astype("float32"), (1,), "sigmoid"),
     "one hot": (_one_hot, (3,), "softmax"),
     "labels": (_labels, (3,), "softmax"),
-    "labels of steps": (lambda: _labels(3, 2), (2, 3), "softmax"),
     "masks": (lambda: _labels(2, 2, 3).astype("float32"), (2, 3), "sigmoid"),
-    "identities": (_labels, (4,), None),
+    "identities": (_labels, (4,), "tanh"),
     "transcripts": (_transcripts, (6, 5), None)}
 
 
@@ -316,9 +316,10 @@ def _loss_run(keras: Any, *together: Item) -> cases.Run:
 
 
 def _metric_run(keras: Any, *together: Item) -> cases.Run:
+    weighable = [item for item in together if item.targets.unweighted_in != keras.__name__]
     plain, weighted = ([_made(_of_predictions(item.cls), item.targets.arguments, keras,
-                              name=f"{item.key}{end}".replace(" ", "_"))
-                        for item in together] for end in ("", "_weighted"))
+                              name=f"{item.key}{end}".replace(" ", "_")) for item in of]
+                       for of, end in ((together, ""), (weighable, "_weighted")))
     heads = _heads(keras, together[0].targets.data, ["y"])
     return cases.Run(**heads, weights={"y": _weights()}, compile={
         "loss": {"y": _sum_of_squares}, "metrics": {"y": plain},

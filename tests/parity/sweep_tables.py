@@ -117,7 +117,7 @@ LAYERS: dict[str, Layer] = {
     "ActivityRegularization": Layer("features", {"l1": 0.01, "l2": 0.1}),
     "MelSpectrogram": Layer("sounds", {"fft_length": 16, "sequence_stride": 8, "num_mel_bins": 4,
                                        "sampling_rate": 100}),
-    "STFTSpectrogram": Layer("sounds", {"frame_length": 16, "expand_dims": False}),
+    "STFTSpectrogram": Layer("sounds of a channel", {"frame_length": 16, "expand_dims": False}),
     # Of ids and words.
     "Embedding": Layer("ids"),
     "ReversibleEmbedding": Layer("ids"),
@@ -140,7 +140,7 @@ LAYERS: dict[str, Layer] = {
     "RandomContrast": Layer("rgb", {"factor": 1e-12}),  # tf_keras takes no 0
     "RandomColorJitter": Layer("rgb", {"brightness_factor": 0.0, "contrast_factor": 0.0,
                                        "saturation_factor": 0.0, "hue_factor": 0.0}),
-    "RandomPosterization": Layer("rgb", {"factor": 3}),
+    "RandomPosterization": Layer("rgb", {"factor": (3, 3)}),
     "AugMix": _RGB, "CutMix": _RGB, "MixUp": _RGB, "RandAugment": _RGB, "Solarization": _RGB,
     **dict.fromkeys(("Dropout drawing", "AlphaDropout drawing", "GaussianDropout drawing"),
                     Layer("features", {"rate": 0.3})),
@@ -150,10 +150,17 @@ LAYERS: dict[str, Layer] = {
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """What a loss or a metric is about, a name of ``sweep_cases.TARGETS``, and its arguments."""
+    """What a loss or a metric is given.
+
+    Attributes:
+      data: a name of ``sweep_cases.TARGETS``.
+      arguments: of the constructor.
+      unweighted_in: a Keras version whose own code fails with sample weights, on one device too.
+    """
 
     data: str = "numbers"
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unweighted_in: str = ""
 
 
 # By the beginning of a class' name, the first that fits; else "numbers".
@@ -169,15 +176,17 @@ TARGETS = {
 LOSSES: dict[str, Targets] = {
     "CTC": Targets("transcripts"),
     "CategoricalGeneralizedCrossEntropy": Targets("labels"),
-    "Circle": Targets("identities"),
+    "Circle": Targets("identities", {"gamma": 1.0}),
     "Dice axis": Targets("masks", {"axis": (1, 2)}),
     "Tversky axis": Targets("masks", {"axis": (1, 2)}),
-    "SparseCategoricalCrossentropy ignoring": Targets("labels of steps", {"ignore_class": 0}),
+    "SparseCategoricalCrossentropy ignoring": Targets("labels", {"ignore_class": 0}),
     "BinaryFocalCrossentropy balanced": Targets("yes or no", {"apply_class_balancing": True}),
 }
 
 METRICS: dict[str, Targets] = {
     "Accuracy": Targets("rounded"),
+    "F1Score": Targets("one hot", unweighted_in="tf_keras"),
+    "FBetaScore": Targets("one hot", unweighted_in="tf_keras"),
     "IoU": Targets("labels", {"sparse_y_pred": False}),
     "MeanIoU": Targets("labels", {"sparse_y_pred": False}),
     "MeanMetricWrapper": Targets("numbers", {
@@ -210,10 +219,12 @@ CANNOT: dict[str, str] = {
     "metrics.MeanTensor": "keeps a mean for each entry, so all batches need the same shape",
     "losses.Loss": _BASE,
     "metrics.Metric": _BASE,
+    "metrics.PyMetric": _BASE,
 }
 
 # Where float32 is ill conditioned; these are compared in float64.
 FLOAT64: dict[str, str] = {
+    "layers.STFTSpectrogram": "takes logarithms of numbers that may be close to zero",
     "metrics.ConcordanceCorrelation": "divides by differences of means of three numbers",
     "metrics.PearsonCorrelation": "divides by differences of means of three numbers",
 }
