@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import results
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.merge import merging
@@ -80,6 +81,40 @@ def _first_rows(part: Any, filled: Any) -> Any:
         size = tf.where(filled, part.dense_shape, tf.zeros_like(part.dense_shape))
         return tf.sparse.slice(part, tf.zeros_like(size), size)
     return part[:tf.where(filled, tf.cast(rows_lib.rows_in(part), tf.int64), 0)]
+
+
+def reducing(concat: Callable[[list[Any]], Any],
+             means: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The hook for a Keras' ``reduce_per_replica``, which puts the towers' outputs together.
+
+    Args:
+      concat: how this Keras puts rows behind one another.
+      means: whether what is to be neither the first nor rows nor a sum is a mean; else it is a sum.
+    """
+
+    def reduced(value: Any, reduction: str) -> Any:
+        if not isinstance(value, _tf.PerReplica):
+            return value
+        if reduction == "first":
+            return value.shares.firsts(value.values[0])
+        if reduction == "concat":
+            return joined(value, concat)
+        if reduction == "sum" or not means:
+            return merging.total_of_filled(list(value.values), value.shares)
+        floating = value.values[0].dtype.is_floating
+        mean = merging.weighted_mean if floating else merging.mean_of_filled
+        return mean(list(value.values), value.shares)
+
+    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+            if not kind.is_tower_strategy(strategy) or strategy.num_replicas_in_sync == 1:
+                return original(values, strategy, reduction)
+            with tf.device(strategy.extended.merge_device):
+                return tf.nest.map_structure(lambda value: reduced(value, reduction), values)
+
+        return reduce_per_replica
+
+    return hook
 
 
 def predict_in_order(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,6 @@ from towerstrategy._keras.keras3 import losses, names
 from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.batch import sub_batches
 from towerstrategy.losses import parts
-from towerstrategy.merge import merging
 from towerstrategy.placement import kind
 from towerstrategy.towers import contexts
 
@@ -69,27 +68,7 @@ def epoch_iterator_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-def reduce_per_replica(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
-        if not kind.is_tower_strategy(strategy) or strategy.num_replicas_in_sync == 1:
-            return original(values, strategy, reduction)
-        with tf.device(strategy.extended.merge_device):
-            return tree.map_structure(lambda value: _reduce(value, reduction), values)
-
-    return reduce_per_replica
-
-
-def _reduce(value: Any, reduction: str) -> Any:
-    if not isinstance(value, _tf.PerReplica):
-        return value
-    if reduction == "first":
-        return value.shares.firsts(value.values[0])
-    if reduction == "concat":
-        return training_rules.joined(value, tf_trainer.concat)
-    if reduction == "sum":
-        return merging.total_of_filled(list(value.values), value.shares)
-    mean = merging.weighted_mean if value.values[0].dtype.is_floating else merging.mean_of_filled
-    return mean(list(value.values), value.shares)
+reduce_per_replica = training_rules.reducing(tf_trainer.concat, means=True)
 
 
 def unscaled_outputs(original: Callable[..., Any]) -> Callable[..., Any]:

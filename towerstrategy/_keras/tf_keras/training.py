@@ -12,12 +12,10 @@ import tensorflow as tf
 from tf_keras.src.engine import training
 from tf_keras.src.metrics import base_metric
 
-from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import adopting
 from towerstrategy._keras import training as training_rules
 from towerstrategy._keras.tf_keras import names, optimizers
 from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.merge import merging
 from towerstrategy.placement import kind
 
 
@@ -45,24 +43,7 @@ def single_batch_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
     return single_batch_iterator
 
 
-def reduce_per_replica(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
-        if not kind.is_tower_strategy(strategy) or strategy.num_replicas_in_sync == 1:
-            return original(values, strategy, reduction)
-        with tf.device(strategy.extended.merge_device):
-            return tf.nest.map_structure(lambda value: _reduce(value, reduction), values)
-
-    return reduce_per_replica
-
-
-def _reduce(value: Any, reduction: str) -> Any:
-    if not isinstance(value, _tf.PerReplica):
-        return value
-    if reduction == "first":
-        return value.shares.firsts(value.values[0])
-    if reduction == "concat":
-        return training_rules.joined(value, training.concat)
-    return merging.total_of_filled(list(value.values), value.shares)
+reduce_per_replica = training_rules.reducing(training.concat, means=False)
 
 
 def compile(original: Callable[..., Any]) -> Callable[..., Any]:
