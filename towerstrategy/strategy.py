@@ -19,6 +19,7 @@ from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import kind
 from towerstrategy.report import description
 from towerstrategy.towers import contexts
+from towerstrategy.variables import rules
 
 # What calling tf.distribute.experimental.CommunicationOptions gives.
 Options = _tf.Options
@@ -247,6 +248,35 @@ class TowerStrategy(kind.Kind):
         [0.333, 0.667]
         """
         return parts.scale_loss(self, loss)
+
+    def merge_rule(self, variable: Any, rule: str) -> None:
+        """Says that of a variable's values the towers' largest, or smallest, counts.
+
+        What towers write to a variable is merged by its ``aggregation``: a sum, a mean by share of
+        rows, or the first tower's value.  State that is none of these, such as the largest number
+        seen, needs this.
+
+        Args:
+          variable: made in this strategy's scope, or of a model that it has adopted: one copy, or
+            a metric's.
+          rule: ``"max"`` or ``"min"``.
+
+        Raises:
+          TypeError: ``variable`` is none of this strategy's kind.
+          ValueError: an unknown rule; a variable of another strategy.
+
+        >>> strategy = TowerStrategy(split_cpu(4)[:2])
+        >>> with strategy.scope():
+        ...   peak = tf.Variable(0.)
+        >>> strategy.merge_rule(peak, "max")
+        >>> @tf.function
+        ... def see(x):
+        ...   peak.assign(tf.maximum(peak, tf.reduce_max(x)))
+        >>> strategy.run(see, (strategy.split(np.float32([3., 7., 5.])),))
+        >>> float(peak)
+        7.0
+        """
+        rules.set_rule(self, variable, rule)
 
     def describe(self) -> str:
         """Where everything sits: towers, merge device, variables and bytes per device, as a table.

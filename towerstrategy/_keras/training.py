@@ -27,7 +27,7 @@ def take_largest(per_variable: list[list[Any] | None], homes: Sequence[str],
         values = per_variable[index]
         if overwrites and values is not None:
             with tf.device(homes[index]):
-                found[index] = merging.largest(values, shares)
+                found[index] = merging.extreme("max", values, shares)
             per_variable[index] = None
     return found
 

@@ -79,15 +79,29 @@ def _is_same(value: Value, other: Value) -> bool:
     return value is other
 
 
-def largest(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
-    """Element by element the largest of the values of the towers that have rows."""
-    base = first_of_filled(values, shares)
-    here = functools.reduce(tf.maximum, [
-        tf.where(shares.filled(tower), value, base) if shares.may_be_empty else value
-        for tower, value in enumerate(values)])
-    if shares.workers is None:
-        return here
-    return tf.reduce_max(shares.workers.gather(here[tf.newaxis]), 0)
+_EXTREMES = {"max": (tf.maximum, tf.reduce_max), "min": (tf.minimum, tf.reduce_min)}
+
+
+def extreme(rule: str, values: Sequence[Value], shares: shares_lib.Shares) -> Value:
+    """Element by element the largest, or smallest, of the values of the towers that have rows.
+
+    Args:
+      rule: ``"max"`` or ``"min"``.
+      values: one a tower; what stands behind these counts in any case.
+      shares: those of the towers' batch.
+    """
+    towers = len(shares.here)
+    base = first_of_filled(values[:towers], shares)
+    kept = [tf.where(shares.filled(tower), value, base) if shares.may_be_empty else value
+            for tower, value in enumerate(values[:towers])]
+    return extreme_of_parts(rule, [*kept, *values[towers:]], shares.workers)
+
+
+def extreme_of_parts(rule: str, parts: Sequence[Value], workers: Any) -> Value:
+    """The same, where all of ``parts`` count, over all machines."""
+    pick, pick_rows = _EXTREMES[rule]
+    here = functools.reduce(pick, parts)
+    return here if workers is None else pick_rows(workers.gather(here[tf.newaxis]), 0)
 
 
 def first_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value:

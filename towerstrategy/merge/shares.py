@@ -120,6 +120,11 @@ class Shares:
         return self._workers
 
     @property
+    def here(self) -> list[Any]:
+        """The rows of each of this machine's towers."""
+        return self._here(self._rows)
+
+    @property
     def stand_ins(self) -> bool:
         """Whether a tower without rows works on a stand-in, which must not count."""
         return self._stand_ins and self.may_be_empty

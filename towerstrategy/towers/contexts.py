@@ -367,6 +367,22 @@ def scope_name(tower: int, device: str) -> str:
     return f"tower_{tower}_{devices_lib.short_name(device).replace(':', '_')}"
 
 
+def writer_of(variable: Any) -> TowerContext | None:
+    """The tower that writes to a variable of a strategy; None where the write is a plain one.
+
+    Raises:
+      ValueError: a tower of another strategy than the variable's.
+    """
+    tower = current_tower()
+    if tower is None:
+        return None
+    if tower.strategy is not variable._distribute_strategy:
+        raise ValueError(
+            f"variable {variable.name!r} belongs to another strategy: it was made in the scope of "
+            f"{variable._distribute_strategy!r}, but is written in a tower of {tower.strategy!r}.")
+    return tower
+
+
 def outside_of_towers() -> tf.distribute.Strategy | None:
     """The ``TowerStrategy`` in whose scope, and outside of whose towers, this runs; else None."""
     if not (tf.distribute.has_strategy() and tf.distribute.in_cross_replica_context()):

@@ -57,6 +57,7 @@ class TowerVariable(_tf.ResourceVariable):
     """
 
     _home_may_change = False
+    _extreme: str | None = None  # "max" or "min", see rules
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("a TowerVariable is made by tf.Variable in the scope of a TowerStrategy.")
@@ -180,7 +181,7 @@ class TowerVariable(_tf.ResourceVariable):
                read_value: bool) -> Any:
         plain = functools.partial(method, self, use_locking=use_locking, name=name,
                                   read_value=read_value)
-        tower = tower_of(self)
+        tower = contexts.writer_of(self)
         if tower is None:
             return plain(self._one(value))
         value = tf.convert_to_tensor(value, dtype=self.dtype)
@@ -199,7 +200,7 @@ class TowerVariable(_tf.ResourceVariable):
                  name: Any) -> Any:
         plain = functools.partial(getattr(_tf.ResourceVariable, method_name), self,
                                   use_locking=use_locking, name=name)
-        tower = tower_of(self)
+        tower = contexts.writer_of(self)
         if tower is None:
             return plain(self._one_of_slices(method_name, slices))
         slices = tf.IndexedSlices(tf.convert_to_tensor(slices.values, dtype=self.dtype),
@@ -215,7 +216,7 @@ class TowerVariable(_tf.ResourceVariable):
 
     def _merges(self, *arguments: Any) -> bool:
         """Whether a write of ``arguments`` is that of several towers, here or from outside."""
-        tower = tower_of(self)
+        tower = contexts.writer_of(self)
         if tower is not None:
             return tower.several
         return any(isinstance(leaf, tf.distribute.DistributedValues) and not _is_variable(leaf)
@@ -243,7 +244,7 @@ class TowerVariable(_tf.ResourceVariable):
                 indices = pieces.nd_indices(self._sizes(), depth, slices.indices)
             return plain(indices, slices.values)
 
-        tower = tower_of(self)
+        tower = contexts.writer_of(self)
         if tower is None:
             values = [leaf for leaf in tf.nest.flatten(arguments)
                       if isinstance(leaf, tf.distribute.DistributedValues)]
@@ -264,7 +265,7 @@ class TowerVariable(_tf.ResourceVariable):
                               **masks: Any) -> Any:
         plain = functools.partial(_tf.ResourceVariable._strided_slice_assign, self, name=name)
         where = {"begin": begin, "end": end, "strides": strides, **masks}
-        tower = tower_of(self)
+        tower = contexts.writer_of(self)
         if tower is None:
             return plain(value=self._one(value), **where)
         value = tf.convert_to_tensor(value, dtype=self.dtype)
@@ -333,6 +334,8 @@ class TowerVariable(_tf.ResourceVariable):
         if len(values) == 1 and shares.workers is None:
             return values[0]
         with tf.device(homes_lib.home_of(self)):
+            if self._extreme is not None:
+                return merging.extreme(self._extreme, values, shares)
             if self.aggregation is Aggregation.SUM:
                 return merging.total_of_filled(values, shares)
             if self._is_floating() and self.aggregation is not Aggregation.ONLY_FIRST_REPLICA:
@@ -424,6 +427,8 @@ class TowerVariable(_tf.ResourceVariable):
           shares: those of the towers' batch.
           before: the value that the variable had when the towers last met.
         """
+        if self._extreme is not None:
+            return merging.extreme(self._extreme, [*values, before], shares)
         if not self._is_floating() or self._takes_firsts():
             return values[0]
         if shares.may_be_empty:
@@ -452,18 +457,6 @@ def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,
     variable._home = home or variable.device
     strategy.extended.track(variable)
     return variable
-
-
-def tower_of(variable: TowerVariable) -> contexts.TowerContext | None:
-    """The tower that writes to ``variable``, or None where the write is a plain one."""
-    tower = contexts.current_tower()
-    if tower is None:
-        return None
-    if tower.strategy is not variable._distribute_strategy:
-        raise ValueError(
-            f"variable {variable.name!r} belongs to another strategy: it was made in the scope of "
-            f"{variable._distribute_strategy!r}, but is written in a tower of {tower.strategy!r}.")
-    return tower
 
 
 def _is_variable(value: Any) -> bool:

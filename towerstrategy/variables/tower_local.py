@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.merge import merging
 from towerstrategy.towers import contexts
 from towerstrategy.variables import one_copy
 
@@ -34,11 +35,17 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     0's part whole (not 1/R to each), so that counts stay exact.
     """
 
+    _extreme: str | None = None  # "max" or "min", see rules
+
     def _get(self) -> Any:
         tower = contexts.current_tower()
         return tower.part_of(self._values) if tower is not None else super()._get()
 
     def _get_cross_replica(self) -> Any:
+        if self._extreme is not None:
+            workers = self._distribute_strategy.extended.workers
+            return merging.extreme_of_parts(self._extreme, [part.value() for part in self._values],
+                                            workers)
         read = self._distribute_strategy.extended.total_read(self)
         return super()._get_cross_replica() if read is None else read
 
@@ -105,7 +112,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         return tf.where(tower.filled, value, neutral())
 
     def _assigned_from_outside(self) -> bool:
-        one_copy.tower_of(self)  # which raises in a tower of another strategy
+        contexts.writer_of(self)  # which raises in a tower of another strategy
         if _tf.is_saving_one_copy() or self.aggregation is not one_copy.Aggregation.SUM:
             return False
         context = tf.distribute.get_replica_context()

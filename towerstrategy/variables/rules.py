@@ -1,0 +1,36 @@
+"""Rules for state that is no sum and no mean: extremes, in public.
+
+Goes in: a variable of a strategy, one copy or tower-local, and ``"max"`` or ``"min"``.  Comes out:
+the same variable, of whose values the towers' largest, or smallest, counts.  For sums, means and
+tower 0's value ``tf.VariableAggregation`` is the public way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.variables import one_copy, tower_local
+
+EXTREMES = ("max", "min")
+
+
+def set_rule(strategy: tf.distribute.Strategy, variable: Any, rule: str) -> None:
+    """See ``TowerStrategy.merge_rule``."""
+    if rule not in EXTREMES:
+        raise ValueError(f"rule must be one of {list(EXTREMES)}, but got {rule!r}. For a sum, a "
+                         "mean or the first tower's value make the variable with aggregation="
+                         "tf.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA.")
+    held = getattr(variable, "_value", getattr(variable, "_variable", variable))
+    if not isinstance(held, (one_copy.TowerVariable, tower_local.TowerLocalVariable)):
+        raise TypeError("variable must be a variable made in the scope of this strategy, or of a "
+                        f"model that it has adopted, but got {variable!r} of type "
+                        f"{type(variable).__name__}.")
+    if held._distribute_strategy is not strategy:
+        raise ValueError(f"variable {held.name!r} belongs to another strategy: it was made in the "
+                         f"scope of {held._distribute_strategy!r}, not of {strategy!r}.")
+    held._extreme = rule
+    if isinstance(held, tower_local.TowerLocalVariable):
+        # A value given from outside is each part's, and not one part's of a sum.
+        held._aggregation = one_copy.Aggregation.ONLY_FIRST_REPLICA
