@@ -60,7 +60,7 @@ def _pair(model: Any, batches: Any, steps: int) -> tuple[list[float], list[float
     plain, without = model.train_function, iter(batches)
     watched = watch.Watch(model, most=1e-12)
     watched.begin(0)
-    watched.sampled_in = 0
+    watched.tried_in = 0
     stand_in, counted = model.train_function, iter(batches)
     found: tuple[list[float], list[float]] = ([], [])
     for step in range(steps + _WARM_UP):

@@ -41,6 +41,7 @@ class Watch:
       seconds: how long the last epoch took.
       sample: the latest sample, or None.
       sampled_in: the epoch it is of.
+      tried_in: the epoch in which a sample was last tried; there is one try an epoch.
       spent: the seconds spent on samples and tables so far.
     """
 
@@ -59,7 +60,7 @@ class Watch:
         self._kinds = [str(tf.DeviceSpec.from_string(device).device_type)
                        for device in (*placement.towers, placement.merge)]
         self._sample_cost = 0.0
-        self._tried_in: int | None = None
+        self.tried_in: int | None = None
         self._epoch = 0
         self._calls = 0
         self._from_call = _WARM_UP
@@ -113,7 +114,7 @@ class Watch:
             if count not in self._before:
                 self._before[count] = [0] * len(self.placement.towers)
             number, self._calls = self._calls, self._calls + 1
-            wanted = number >= self._from_call and self._tried_in != self._epoch
+            wanted = number >= self._from_call and self.tried_in != self._epoch
             try:
                 if wanted and self.affords(self.spent + self._sample_cost):
                     return self._sampled(iterator)
@@ -127,7 +128,7 @@ class Watch:
     def _sampled(self, iterator: Any) -> Any:
         *towers, merge = self._kinds
         start = time.perf_counter()
-        self._tried_in = self._epoch
+        self.tried_in = self._epoch
         try:
             result, sample = take(lambda: self._function(iterator), towers, merge)
         except (Busy, NotTaken) as error:
