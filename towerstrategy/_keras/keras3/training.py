@@ -18,7 +18,6 @@ from towerstrategy._keras import adopting
 from towerstrategy._keras import training as training_rules
 from towerstrategy._keras.keras3 import losses, names
 from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.batch import sub_batches
 from towerstrategy.losses import parts
 from towerstrategy.placement import kind
 from towerstrategy.towers import contexts
@@ -177,8 +176,10 @@ def _batch_spec(element_spec: Any, fixed_rows: bool) -> Any:
     def whole(spec: Any) -> Any:
         if isinstance(spec, (_tf.NoneTensorSpec, tf.OptionalSpec)):
             return None
-        if isinstance(spec, sub_batches.SubBatchesSpec):
+        if isinstance(spec, _tf.PerReplicaSpec):
             spec = spec._component_specs[0]
+        if spec.shape.rank == 0:
+            return _Symbol(spec.shape, spec.dtype)
         rows = spec.shape[:1] if fixed_rows else tf.TensorShape([None])
         return _Symbol(rows.concatenate(spec.shape[1:]), spec.dtype)
 
