@@ -267,11 +267,11 @@ WRITES = {**LOOP, "wraps": st.lists(st.sampled_from(sorted(NESTING | {"plain"}))
           "what": st.sampled_from(["share", "replica id", "sum", "loss"])}
 
 
-def check_writes(towers, mode, sizes, wraps, aggregation, method, what, reads_too=False):
+def check_writes(towers, mode, sizes, wraps, aggregation, method, what):
     """A write moves the one copy as it does outside of functions, branches and loops.
 
-    Where it is in something nested the towers may not be able to meet, and say so.  With
-    ``reads_too`` every tower reads the same before and after it.
+    In something nested a tower reads its own writes until the towers meet; a sum says that they
+    cannot meet there.
     """
     strategy = strategy_of(towers)
     with strategy.scope():
@@ -292,7 +292,6 @@ def check_writes(towers, mode, sizes, wraps, aggregation, method, what, reads_to
     run = runner(strategy, reading, mode)
     now = 1.0
     for batch in batches(sizes):
-        wanted = 0.0
         for _ in range(2 ** wraps.count("loop")):
             before = now
             parts = parts_of(batch, towers)
@@ -302,19 +301,15 @@ def check_writes(towers, mode, sizes, wraps, aggregation, method, what, reads_to
                 now = before + merged_write(aggregation, steps, counts, True)
             else:
                 now = merged_write(aggregation, written(method, before, steps), counts, True)
-            wanted += 100 * before + now
         try:
-            results = strategy.experimental_local_results(run(tf.constant(batch)))
+            run(tf.constant(batch))
         except RuntimeError as error:
             if towers > 1 and NESTING & set(wraps) and "merge_call" in str(error):
                 return
             raise
         np.testing.assert_allclose(variable, now, rtol=1e-4, atol=1e-5)
-        if reads_too:
-            np.testing.assert_allclose(results, [wanted] * towers, rtol=1e-4, atol=1e-4)
 
 
 PROPERTIES = {
     "nested_reads": (READS, check_reads), "nested_trains": (TRAINS, check_trains),
-    "nested_writes": (WRITES, check_writes),
-    "nested_reads_of_writes": (WRITES, functools.partial(check_writes, reads_too=True))}
+    "nested_writes": (WRITES, check_writes)}

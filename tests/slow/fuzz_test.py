@@ -8,7 +8,6 @@ from absl.testing import parameterized
 
 import fuzz
 import fuzz_nested
-import fuzz_nested_test
 
 EXAMPLES = 2200 // len(fuzz.PROPERTIES)
 
@@ -23,6 +22,4 @@ class FuzzTest(parameterized.TestCase):
     @parameterized.parameters(*fuzz_nested.PROPERTIES)
     def test_nested_property(self, name):
         """Else a function inside the replica function trains on another batch's shares."""
-        if name in fuzz_nested_test.SWITCHED_OFF:
-            self.skipTest(fuzz_nested_test.SWITCHED_OFF[name])
         fuzz.try_out(name, EXAMPLES, derandomize=False, properties=fuzz_nested.PROPERTIES)
