@@ -147,8 +147,10 @@ def nested_function(own: tf.Graph | None) -> func_graph.FuncGraph | None:
 
 def is_compiled_here() -> bool:
     """Whether what is being traced here will be compiled (``jit_compile=True``)."""
+    if tf.executing_eagerly():
+        return False
     graph = tf.compat.v1.get_default_graph()
-    return not tf.executing_eagerly() and bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
 def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], tf.Tensor],
