@@ -3,7 +3,7 @@
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
-from towerstrategy import _tensorflow
+from towerstrategy._tensorflow import errors
 
 
 class _Own(Exception):
@@ -22,7 +22,7 @@ class NotesTest(parameterized.TestCase):
         ValueError("what"), _Own("what"), tf.errors.InvalidArgumentError(None, None, "what"))
     def test_is_in_the_message(self, error):
         """Else somebody with Python 3.10 is not told which tower it was."""
-        _tensorflow._tell(error, "in tower 1")
+        errors._tell(error, "in tower 1")
         self.assertEqual(str(error), "what\nin tower 1")
         self.assertFalse(hasattr(error, "__notes__"))
 
@@ -30,8 +30,8 @@ class NotesTest(parameterized.TestCase):
     def test_leaves_other_arguments_alone(self, error):
         """Else code that looks at an error's arguments finds a sentence in them."""
         arguments, text = error.args, str(error)
-        _tensorflow._tell(error, "in tower 1")
-        _tensorflow._tell(error, "of two")
+        errors._tell(error, "in tower 1")
+        errors._tell(error, "of two")
         self.assertEqual((error.args, str(error)), (arguments, text))
         self.assertEqual(error.__notes__, ["in tower 1", "of two"])
 

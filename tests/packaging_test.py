@@ -25,7 +25,8 @@ import keras
 import tf_keras
 import tensorflow as tf
 import towerstrategy
-from towerstrategy._keras import keras3, tf_keras as legacy
+from towerstrategy._keras.keras3 import hooks as keras3
+from towerstrategy._keras.tf_keras import hooks as legacy
 
 def hooked():
     return {hasattr(owner.__dict__[name], "_towerstrategy_original")

@@ -8,8 +8,15 @@ from absl.testing import absltest, parameterized
 
 from towerstrategy._keras import losses
 from towerstrategy.losses import parts
+from towerstrategy.merge import gradients
 
 from . import cases, runner
+
+
+def half_of(summed):
+    """A rule that takes the towers' sum of gradients for a mean of two."""
+    return lambda *arguments: [None if value is None else 0.5 * value
+                               for value in summed(*arguments)]
 
 
 class HarnessTest(parameterized.TestCase):
@@ -34,7 +41,7 @@ class HarnessTest(parameterized.TestCase):
          lambda tower, value: tower.mark_scaled(value / tower.count)),
         ("losses/a mask and sample weights", losses, "whole_batch_mask",
          lambda tower, weights, mask: weights),
-        ("weights/sample_weight", parts, "unscaled", lambda tower, value: value))
+        ("weights/sample_weight", gradients, "gradients", half_of(gradients.gradients)))
     def test_a_wrong_rule_is_found_out(self, name, module, function, wrong):
         """Else all the other tests may pass whatever a strategy does."""
         with mock.patch.object(module, function, wrong):
