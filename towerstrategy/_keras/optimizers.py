@@ -11,11 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy._keras import training as training_rules
 from towerstrategy.losses import own_losses
 from towerstrategy.machines import row_products
-from towerstrategy.merge import factors
+from towerstrategy.merge import factors, merging
 from towerstrategy.merge import gradients as gradients_lib
+from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
 
@@ -85,7 +85,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
 
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
         per_variable = [_per_tower(value, count) for value in grouped]
-        largest = training_rules.take_largest(per_variable, homes, tower.shares, overwriting)
+        largest = _take_largest(per_variable, homes, tower.shares, overwriting)
         summed = (gradients_lib.agreed_gradients(per_variable, homes, tower.shares)
                   if merged_already else
                   gradients_lib.gradients(per_variable, homes, tower.shares, tower.silenced,
@@ -98,6 +98,19 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
             return apply(summed)
 
     return tower.merge_call(merged, args=tuple(gradients))
+
+
+def _take_largest(per_variable: list[list[Any] | None], homes: Sequence[str],
+                  shares: shares_lib.Shares, overwriting: Sequence[bool]) -> dict[int, Any]:
+    """Takes the variables' next values out of ``per_variable``; by index, the towers' maximum."""
+    found: dict[int, Any] = {}
+    for index, overwrites in enumerate(overwriting):
+        values = per_variable[index]
+        if overwrites and values is not None:
+            with tf.device(homes[index]):
+                found[index] = merging.extreme("max", values, shares)
+            per_variable[index] = None
+    return found
 
 
 def apart(grads_and_vars: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -6,7 +6,7 @@ the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -17,19 +17,6 @@ from towerstrategy.batch import rows as rows_lib
 from towerstrategy.merge import merging
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import kind
-
-
-def take_largest(per_variable: list[list[Any] | None], homes: Sequence[str],
-                  shares: shares_lib.Shares, overwriting: Sequence[bool]) -> dict[int, Any]:
-    """Takes the variables' next values out of ``per_variable``; by index, the towers' maximum."""
-    found: dict[int, Any] = {}
-    for index, overwrites in enumerate(overwriting):
-        values = per_variable[index]
-        if overwrites and values is not None:
-            with tf.device(homes[index]):
-                found[index] = merging.extreme("max", values, shares)
-            per_variable[index] = None
-    return found
 
 
 def split_plain(strategy: tf.distribute.Strategy, data: Any) -> Any:

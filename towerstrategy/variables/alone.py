@@ -44,7 +44,7 @@ def divert(graph: tf.Graph, operations: Sequence[tf.Operation], owned: Iterable[
     Returns:
       The variables that are written, and the handles of their stand-ins.
     """
-    called = [operation for operation in operations if _writes_somewhere(operation)]
+    called = {operation for operation in operations if _writes_somewhere(operation)}
     if not called:
         return {}
     by_handle = _by_handle(graph, owned)
