@@ -11,13 +11,15 @@ RUN := TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(BIN)/python
 TF ?= 2.21
 TF_VENV := .venv-tf-$(TF)
 # Not what is the same on all of them: benchmarks, documents, examples, packaging.
-LEAVES_OUT := benchmarks digits_example doctest packaging readme
+LEAVES_OUT := benchmarks/benchmarks repository/digits_example repository/doctest \
+	repository/packaging repository/readme
 
 # What `make test-python PYTHON=python3.13` makes, and what runs on the oldest and newest of them.
 EXECUTABLE = $(or $(shell $(PYTHON) -c 'import sys; print(sys.executable)' 2>/dev/null),\
 	$(shell sh .ci/pythons $(PYTHON:python%=%)),$(error no $(PYTHON) here))
 VERSION = $(shell $(EXECUTABLE) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-CORE := split merge towers strategy variables input requirements tensorflow_names keras_hooks
+CORE := batch/split merge/merge towers/towers strategy variables/variables batch/input \
+	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks
 
 .PHONY: demo test lint test-parity test-slow test-gpu test-libraries test-tf test-python test-pythons bench \
 	docs test-site release-check clean
@@ -91,7 +93,7 @@ test-pythons:
 docs: $(VENV)/docs.installed $(VENV)/test.installed
 	$(RUN) -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs build/site
 	$(RUN) docs/links.py build/site
-	$(RUN) -m pytest tests/readme_test.py
+	$(RUN) -m pytest tests/repository/readme_test.py
 
 # What is uploaded, in dist; each Python of this machine gets the wheel in an empty environment.
 release-check: $(VENV)/release.installed $(VENV)/test.installed

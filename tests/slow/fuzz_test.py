@@ -6,8 +6,7 @@ The draws are others every time.  A failure prints the draw that failed, made sm
 
 from absl.testing import parameterized
 
-import fuzz
-import fuzz_nested
+from tests.parity import fuzz, fuzz_nested
 
 EXAMPLES = 2200 // len(fuzz.PROPERTIES)
 

@@ -30,7 +30,7 @@ import tensorflow as tf
 import tf_keras
 
 import towerstrategy
-from tests import machines_workers
+from tests.machines import machines_workers
 from towerstrategy.machines import health
 
 WORKERS = 3

@@ -5,7 +5,7 @@ import tempfile
 import numpy as np
 from absl.testing import parameterized
 
-from tests import machines_workers
+from tests.machines import machines_workers
 
 NOT_OF_ONE_DEVICE = ("counted", "random_start", "ends_early", "sharded", "unseeded")
 

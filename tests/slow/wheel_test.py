@@ -89,7 +89,7 @@ class WheelTest(parameterized.TestCase):
         self.run_in(self.folder, [python, "-m", "pip", "install", "--quiet", str(self.wheel)])
         elsewhere = home / "elsewhere"
         elsewhere.mkdir()
-        for path in (ROOT / "README.md", ROOT / "tests" / "code_blocks.py"):
+        for path in (ROOT / "README.md", ROOT / "tests" / "repository" / "code_blocks.py"):
             shutil.copy(path, elsewhere)
         printed = self.run_in(elsewhere, [python, "code_blocks.py", "README.md"])
         self.assertIn("README.md: ran", printed)

@@ -1,8 +1,9 @@
 """Every private TensorFlow name that the package uses, by subject.
 
 Goes in: the installed TensorFlow.  Comes out: the names below, for the rest of the package.
-Nothing else in ``towerstrategy`` imports ``tensorflow.python``; ``tests/tensorflow_names_test.py``
-checks each name, so that a TensorFlow release that moves one fails loudly and here.
+Nothing else in ``towerstrategy`` imports ``tensorflow.python``; each name is checked by
+``tests/_tensorflow/tensorflow_names_test.py``, so that a TensorFlow release that moves one fails
+loudly and here.
 """
 
 from towerstrategy._tensorflow.data import PRIVATE_NAMES as _DATA

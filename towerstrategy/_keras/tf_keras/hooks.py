@@ -2,7 +2,7 @@
 
 Goes in: the imported Keras.  Comes out: the same, with every hook of :data:`HOOKS`; the rooms
 beside this one hold what they do, by subject.  Upstream places are those of tf_keras 2.21;
-``tests/keras_hooks_test.py`` fails where one has moved.
+``tests/_keras/keras_hooks_test.py`` fails where one has moved.
 """
 
 from __future__ import annotations

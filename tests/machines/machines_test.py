@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import towerstrategy
-from tests import machines_workers
+from tests.machines import machines_workers
 from towerstrategy.machines import clusters
 
 WORKERS, TOWERS = 2, 2

@@ -2,7 +2,7 @@
 
 from absl.testing import parameterized
 
-import fuzz
+from tests.parity import fuzz
 
 EXAMPLES = 10
 

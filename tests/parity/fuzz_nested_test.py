@@ -2,8 +2,7 @@
 
 from absl.testing import parameterized
 
-import fuzz
-import fuzz_nested
+from tests.parity import fuzz, fuzz_nested
 
 EXAMPLES = 15
 

@@ -14,7 +14,7 @@ import towerstrategy
 from towerstrategy.merge import gradients as gradients_lib
 from towerstrategy.report.check import advice, command, machine, same, speed
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 DEVICES = ["CPU:1", "CPU:2"]
 JOB = same.Job("keras", "convolutions", "cpu")
 

@@ -192,7 +192,7 @@ class BackupTest(parameterized.TestCase):
     def test_killed_in_the_middle_of_an_epoch(self):
         """Lost otherwise: long trainings on machines that may be taken away."""
         folder = self.enter_context(tempfile.TemporaryDirectory())
-        here = os.path.dirname(os.path.abspath(__file__))
+        here = os.path.dirname(os.path.abspath(small_models.__file__))
         path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
         for how, code in (("keras", 9), ("tf_keras", 9), ("resumed", 0)):
             done = subprocess.run([sys.executable, "-c", KILLED, folder, how], timeout=300,

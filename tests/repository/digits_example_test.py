@@ -12,7 +12,7 @@ from absl.testing import parameterized
 
 import towerstrategy
 
-EXAMPLES = str(pathlib.Path(__file__).resolve().parents[1] / "examples")
+EXAMPLES = str(pathlib.Path(__file__).resolve().parents[2] / "examples")
 
 
 def _module(name):

@@ -71,7 +71,7 @@ LOADER = textwrap.dedent("""
 
 def environment():
     """This process', with the tests' folder on the path and the package's off it."""
-    tests = os.path.dirname(os.path.abspath(__file__))
+    tests = os.path.dirname(os.path.abspath(small_models.__file__))
     return {**os.environ, "PYTHONPATH": tests, "CUDA_VISIBLE_DEVICES": "-1",
             "TF_CPP_MIN_LOG_LEVEL": "3"}
 

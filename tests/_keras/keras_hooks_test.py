@@ -87,7 +87,7 @@ class HooksTest(parameterized.TestCase):
         oldest, newest = (tuple(map(int, version.split("."))) for version in _keras.TESTED[package])
         self.assertBetween(installed, oldest, newest)
         if package == "keras":
-            setup = (pathlib.Path(__file__).parents[1] / "setup.cfg").read_text()
+            setup = (pathlib.Path(__file__).parents[2] / "setup.cfg").read_text()
             self.assertIn(f"\n    keras>={_keras.TESTED['keras'][0]}\n", setup)
 
     @parameterized.parameters(keras, tf_keras)

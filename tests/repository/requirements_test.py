@@ -10,7 +10,7 @@ from absl.testing import parameterized
 
 from towerstrategy import _requirements
 
-SETUP = pathlib.Path(__file__).parents[1] / "setup.cfg"
+SETUP = pathlib.Path(__file__).parents[2] / "setup.cfg"
 
 
 class RequirementsTest(parameterized.TestCase):

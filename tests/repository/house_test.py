@@ -8,6 +8,7 @@ from absl.testing import absltest
 import towerstrategy
 
 PACKAGE = pathlib.Path(towerstrategy.__file__).parent
+TESTS = pathlib.Path(__file__).parents[1]
 LARGEST = 470  # lines; a room has one purpose
 
 
@@ -53,6 +54,15 @@ class HouseTest(absltest.TestCase):
             text = path.read_text()
             self.assertLessEqual(text.count("\n"), LARGEST, path)
             self.assertTrue(ast.get_docstring(ast.parse(text)), path)
+
+    def test_tests_mirror_the_floors(self):
+        """Else who changes a room does not know which tests hold it."""
+        floors = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"__pycache__"}
+        tests = {path.name for path in TESTS.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+        self.assertEqual(tests - floors, {"benchmarks", "gpu", "parity", "repository", "slow"})
+        self.assertEmpty(floors - tests)
+        for path in TESTS.rglob("*_test.py"):
+            self.assertTrue(ast.get_docstring(ast.parse(path.read_text())), path)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from absl.testing import parameterized
 
 import towerstrategy
 from benchmarks import kernels, on_gpus
-from placement_test import function_in
+from tests.placement.placement_test import function_in
 
 # What Keras places so on one device, too.
 KERAS_OWN = {

@@ -9,9 +9,9 @@ import pathlib
 import subprocess
 import sys
 
+import doctests
 from absl.testing import absltest, parameterized
 
-import doctests
 import towerstrategy
 
 HERE = pathlib.Path(__file__).parent
@@ -20,7 +20,7 @@ HERE = pathlib.Path(__file__).parent
 @functools.cache
 def outcome() -> subprocess.CompletedProcess[str]:
     """What ``doctests.py`` prints; its process has as many devices as the examples show."""
-    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     return subprocess.run([sys.executable, str(HERE / "doctests.py")], capture_output=True,
                           text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
 

@@ -9,7 +9,7 @@ from absl.testing import absltest, parameterized
 
 import towerstrategy
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 IMPORTS = """
 import sys

@@ -9,7 +9,7 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 # Answers to everything with its own name: a Python that has all that the script asks for.
 STANDS_FOR_PYTHON = "#!/bin/sh\necho this is {}\n"
 

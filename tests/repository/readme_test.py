@@ -9,11 +9,10 @@ import subprocess
 import sys
 import tempfile
 
+import code_blocks
 from absl.testing import absltest, parameterized
 
-import code_blocks
-
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 DOCUMENTS = [str(path.relative_to(ROOT))
              for path in [ROOT / "README.md", ROOT / "BUILD.md", *sorted(ROOT.glob("docs/*.md"))]]
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
@@ -25,7 +24,7 @@ def outcome() -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as empty:
         return subprocess.run(
-            [sys.executable, str(ROOT / "tests" / "code_blocks.py"),
+            [sys.executable, str(ROOT / "tests" / "repository" / "code_blocks.py"),
              *(str(ROOT / name) for name in DOCUMENTS)],
             cwd=empty, capture_output=True, text=True, check=False,
             env={**os.environ, "PYTHONPATH": path})

@@ -7,7 +7,7 @@ someone reading from the top has typed them in.  Where the text after a block sa
 for anything.  Run by ``readme_test.py``, and by the wheel's test
 against the installed package.
 
-    python tests/code_blocks.py README.md docs/*.md
+    python tests/repository/code_blocks.py README.md docs/*.md
 """
 
 import contextlib

@@ -19,7 +19,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import towerstrategy
-from fuzz import Aggregation, check_close, merged_write, sizes_of, strategy_of
+from tests.parity.fuzz import Aggregation, check_close, merged_write, sizes_of, strategy_of
 
 MOST_TOWERS = 4
 context = tf.distribute.get_replica_context
