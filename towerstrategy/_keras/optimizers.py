@@ -9,11 +9,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from towerstrategy.losses import own_losses
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.losses import own_losses, provenance
 from towerstrategy.machines import row_products
-from towerstrategy.merge import factors, merging
+from towerstrategy.merge import factors, merging, remade
 from towerstrategy.merge import gradients as gradients_lib
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
@@ -76,8 +78,16 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         accumulates them.
     """
     own_losses.check_applied(tower, variables_)
-    count = tower.count
+    gradients, count = list(gradients), tower.count
     homes = [homes_lib.home_of(variable) for variable in variables_]
+
+    made = None if merged_already or any(overwriting) else _made_of_others(tower, gradients)
+    if made is not None:
+        gradients = [None if index in made.places else gradient
+                     for index, gradient in enumerate(gradients)]
+        gradients += [gradient.value for gradient in made.gradients]
+        homes += [gradient.home for gradient in made.gradients]
+    held = () if merged_already else _are_held(tower, gradients)
 
     from_factors = tower.strategy.extended.placement.on_cpu and not merged_already
     if from_factors and tower.is_copied:  # else towers may differ in what they hand over
@@ -85,12 +95,17 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
 
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
         per_variable = [_per_tower(value, count) for value in grouped]
-        largest = _take_largest(per_variable, homes, tower.shares, overwriting)
+        whole = {**_take_largest(per_variable, homes, tower.shares, overwriting),
+                 **_take_held(per_variable, held)}
         summed = (gradients_lib.agreed_gradients(per_variable, homes, tower.shares)
                   if merged_already else
                   gradients_lib.gradients(per_variable, homes, tower.shares, tower.silenced,
                                           from_factors))
-        for index, value in largest.items():
+        if made is not None:
+            with tf.device(strategy.extended.merge_device):
+                whole |= made.again(summed[len(variables_):])
+            summed = summed[:len(variables_)]
+        for index, value in whole.items():
             summed[index] = value
         with contexts.MergedContext(strategy), tf.device(strategy.extended.merge_device), \
                 tf.name_scope(contexts.UPDATE_SCOPE), \
@@ -98,6 +113,51 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
             return apply(summed)
 
     return tower.merge_call(merged, args=tuple(gradients))
+
+
+def _made_of_others(tower: contexts.TowerContext,
+                    gradients: Sequence[Any]) -> remade.Remade | None:
+    """How to make those again that the caller has made of a tape's gradients; None if none is."""
+    if all(gradient is None or tower.gradients.holds(gradient) for gradient in gradients):
+        return None
+    return tower.gradients.remade(gradients, tower.graph)
+
+
+def _are_held(tower: contexts.TowerContext, gradients: Sequence[Any]) -> list[bool]:
+    """Which gradients come of variables that hold the whole batch's, or may do so.
+
+    Eager towers do not tell how they came by a value.
+    """
+    holders = {id(variable._handle) for variable in tower.strategy.extended.variables()
+               if getattr(variable, "holds_gradients", False)}
+    walk = provenance.Walk(lambda _: None, None)
+
+    def is_held(gradient: Any) -> bool:
+        if isinstance(gradient, tf.Variable):
+            return getattr(gradient, "holds_gradients", False)
+        if not holders or not isinstance(gradient, tf.Tensor):
+            return False
+        if _tf.is_eager(gradient):
+            return not tower.gradients.holds(gradient)
+        behind = walk.behind(gradient)
+        return behind is not None and bool(behind) and behind <= holders
+
+    return [is_held(gradient) for gradient in gradients]
+
+
+def _take_held(per_variable: list[list[Any] | None], held: Sequence[bool]) -> dict[int, Any]:
+    """Takes out of ``per_variable`` what the towers have read, not computed; by index, one value.
+
+    It is the same on all of them, which is all that tells it in eager code.
+    """
+    found: dict[int, Any] = {}
+    for index, may_be in enumerate(held):
+        values = per_variable[index]
+        if may_be and values is not None and not (tf.executing_eagerly() and any(
+                not np.array_equal(values[0], value) for value in values[1:])):
+            found[index] = values[0]
+            per_variable[index] = None
+    return found
 
 
 def _take_largest(per_variable: list[list[Any] | None], homes: Sequence[str],

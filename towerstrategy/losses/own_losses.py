@@ -20,10 +20,13 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.losses import parts, provenance
+from towerstrategy.merge import remade
+from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
 from towerstrategy.variables import one_copy
 
 MESSAGE = "towerstrategy: unscaled loss: "
+_UNSCALED = frozenset({provenance.Kind.MEAN, provenance.Kind.WEIGHTS})
 
 
 def install() -> None:
@@ -65,19 +68,36 @@ def _regularization(original: Callable[..., Any]) -> Callable[..., Any]:
 def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
     def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         tower = _several()
+        result = original(self, target, sources, *args, **kwargs)
         if tower is not None:
-            _note(tower, target, sources)
-        return original(self, target, sources, *args, **kwargs)
+            _note(tower, target, sources, result, as_it_is=not (args or kwargs))
+        return result
 
     return gradient
 
 
-def _note(tower: contexts.TowerContext, target: Any, sources: Any) -> None:
-    """Remembers the variables by which a mean that nothing has scaled is differentiated."""
-    by = {id(held) for held in map(_held, tf.nest.flatten(sources))
-          if isinstance(held, one_copy.TowerVariable)}
-    if by and any(_is_unscaled(tower, loss) for loss in tf.nest.flatten(target)):
+def _note(tower: contexts.TowerContext, target: Any, sources: Any, result: Any,
+          as_it_is: bool) -> None:
+    """Remembers the gradients, and the variables by which an unscaled mean is differentiated."""
+    held = [_held(source) for source in tf.nest.flatten(sources)]
+    by = {id(each) for each in held if isinstance(each, one_copy.TowerVariable)}
+    if not by:
+        return
+    kinds = [_kinds(tower, loss) for loss in tf.nest.flatten(target)]
+    if any(not _UNSCALED.isdisjoint(each) for each in kinds):
         tower.suspects |= by
+    kind = _kind(kinds) if as_it_is and not tower.own_means else None
+    for each, value in zip(held, tf.nest.flatten(result)):
+        if id(each) in by and value is not None:
+            tower.gradients.add(remade.Gradient(value, homes_lib.home_of(each), kind))
+
+
+def _kind(kinds: Iterable[provenance.Kinds]) -> provenance.Kind | None:
+    """What the sum of losses of these kinds is: a part, a mean, or None where it is neither."""
+    every = frozenset[provenance.Kind]().union(*kinds) - {provenance.Kind.CONSTANT}
+    if every == {provenance.Kind.PART}:
+        return provenance.Kind.PART
+    return provenance.Kind.MEAN if every and every <= _UNSCALED else None
 
 
 def _held(source: Any) -> Any:
@@ -87,14 +107,13 @@ def _held(source: Any) -> Any:
     return getattr(source, "_value", getattr(source, "_variable", source))
 
 
-def _is_unscaled(tower: contexts.TowerContext, loss: Any) -> bool:
+def _kinds(tower: contexts.TowerContext, loss: Any) -> provenance.Kinds:
+    """The kinds of the terms of a traced scalar; of anything else it is not known."""
     if (not isinstance(loss, tf.Tensor) or _tf.is_eager(loss) or loss.shape.rank != 0
             or not loss.dtype.is_floating):
-        return False
+        return frozenset({provenance.Kind.OTHER})
     extended = tower.strategy.extended
-    factor = extended._num_replicas_in_sync if extended.asked else None
-    unscaled = {provenance.Kind.MEAN, provenance.Kind.WEIGHTS}
-    return not unscaled.isdisjoint(parts.kinds(tower, loss, factor))
+    return parts.kinds(tower, loss, extended._num_replicas_in_sync if extended.asked else None)
 
 
 def check_number(tower: contexts.TowerContext, loss: tf.Tensor, reduction: Any) -> None:

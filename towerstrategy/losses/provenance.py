@@ -90,7 +90,7 @@ class Walk:
             return _add(operation, [self.scaled(part, share) for part in inputs])
         if operation.type == "Mul":
             one, other = inputs
-            steady = self._is_steady(other)
+            steady = self.is_steady(other)
             return self.scaled(one, share) * other if steady else one * self.scaled(other, share)
         first = self.scaled(inputs[0], share)
         if operation.type in _DIVIDED:
@@ -114,7 +114,7 @@ class Walk:
             return self.kinds(operation.inputs[0])
         if operation.type in _ADDED:
             return self._together(operation.inputs)
-        if self._default is None and self._is_steady(value):
+        if self._default is None and self.is_steady(value):
             return _CONSTANT if self._all_behind(value, _reads_nothing) else _WEIGHTS
         if operation.type == "Mul":
             return self._product(*operation.inputs)
@@ -136,14 +136,14 @@ class Walk:
 
     def _product(self, one: tf.Tensor, other: tf.Tensor) -> Kinds:
         for term, factor in ((one, other), (other, one)):
-            if self._is_steady(factor):
+            if self.is_steady(factor):
                 inverse = None if self._factor is None else 1 / self._factor
                 return _PART if self._is_number(factor, inverse) else self.kinds(term)
         return self._leaf(self._function(one.op, [one, other]))
 
     def _quotient(self, one: tf.Tensor, divisor: tf.Tensor) -> Kinds:
         kinds = self.kinds(one)
-        if self._is_steady(divisor):
+        if self.is_steady(divisor):
             if kinds == _PART and one.op.type == "Sum" and self._is_own_count(divisor):
                 return self._leaf(_MEAN)
             return _PART if self._is_number(divisor, self._factor) else kinds
@@ -228,7 +228,7 @@ class Walk:
         return (number is not None and static is not None and np.size(static) == 1
                 and abs(float(static) - number) < 1e-6)
 
-    def _is_steady(self, value: Any) -> bool:
+    def is_steady(self, value: Any) -> bool:
         """Whether ``value`` comes of weights and constants alone."""
         return self._all_behind(value, _is_steady_source)
 
@@ -237,13 +237,22 @@ class Walk:
         return self._all_behind(value, lambda source: source.type != "StopGradient",
                                 ("Shape", "Size"))
 
+    def behind(self, value: tf.Tensor) -> set[int] | None:
+        """The ids of what steady ``value`` comes of outside of all graphs; None if not steady."""
+        found: set[int] = set()
+        return found if self._all_behind(value, _is_steady_source, outside=found) else None
+
     def _all_behind(self, value: Any, allowed: Callable[[tf.Operation], bool],
-                    enough: Sequence[str] = ()) -> bool:
+                    enough: Sequence[str] = (), outside: set[int] | None = None) -> bool:
         """Whether all operations behind ``value``, up to types that are ``enough``, are allowed."""
         waiting, seen = [value], set[int]()
         while waiting:
             tensor = self._origin(waiting.pop())
-            if _tf.is_eager(tensor) or id(tensor) in seen:
+            if _tf.is_eager(tensor):
+                if outside is not None:
+                    outside.add(id(tensor))
+                continue
+            if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
             if not allowed(tensor.op) or len(seen) > _LARGEST_SEARCH:

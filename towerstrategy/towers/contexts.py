@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import results
-from towerstrategy.merge import merging
+from towerstrategy.merge import merging, remade
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import kind
@@ -58,6 +58,7 @@ class TowerContext(tf.distribute.ReplicaContext):
       own_means: whether losses are means over the tower's rows here, scaled by who asked for them.
       asked: whether the replica function has asked how many replicas there are.
       suspects: ids of the variables by which a loss that nothing has scaled was differentiated.
+      gradients: what tapes have given for the weights.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, tower: int, shares: shares_lib.Shares,
@@ -71,6 +72,7 @@ class TowerContext(tf.distribute.ReplicaContext):
         self.own_means = False
         self.asked = False
         self.suspects: set[int] = set()
+        self.gradients = remade.Noted()
         self._graph: tf.Graph | None = None
         self._reducing = False
         self._scaled: dict[int, Any] = {}

@@ -12,6 +12,7 @@ aggregation            what is written
 =====================  ===================================================================
 NONE, MEAN (floats)    the mean over the towers, each counted by its share of the batch
 NONE (other dtypes)    tower 0's value
+NONE (of gradients)    what one device would make of the merged ones
 SUM                    the sum over the towers that have rows
 ONLY_FIRST_REPLICA     tower 0's value
 =====================  ===================================================================
@@ -40,7 +41,7 @@ from towerstrategy.merge import merging
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
-from towerstrategy.variables import pieces
+from towerstrategy.variables import by_gradients, pieces
 
 Aggregation = tf.VariableAggregation
 
@@ -58,6 +59,7 @@ class TowerVariable(_tf.ResourceVariable):
 
     _home_may_change = False
     _extreme: str | None = None  # "max" or "min", see rules
+    holds_gradients = False  # whether towers have written what they made of gradients
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("a TowerVariable is made by tf.Variable in the scope of a TowerStrategy.")
@@ -190,6 +192,9 @@ class TowerVariable(_tf.ResourceVariable):
 
         # A given name may hold the tower's name scope, and the write is on the merge device.
         plain.keywords["name"] = None
+        made = by_gradients.find(tower, self, value)
+        if made is not None:
+            return by_gradients.write(tower, self, made, plain)
 
         def merged(_: Any, values: Any) -> Any:
             return plain(self._aggregate(contexts.all_values(values, tower.count), tower.shares))
@@ -207,12 +212,20 @@ class TowerVariable(_tf.ResourceVariable):
                                   tf.convert_to_tensor(slices.indices), slices.dense_shape)
         if not tower.can_merge:
             return self._scatter_alone(tower, method_name, plain, slices)
+        made = by_gradients.find(tower, self, slices)
+        if made is not None:
+            return by_gradients.write(tower, self, made, plain)
 
         def merged(_: Any, values: Any) -> Any:
             parts = contexts.all_values(values, tower.count)
             return plain(self._aggregate_slices(method_name, self.aggregation, parts, tower.shares))
 
         return tower.merge_call(merged, args=(slices,))
+
+    @property
+    def merges_extremes(self) -> bool:
+        """Whether of the towers' values the largest, or smallest, counts."""
+        return self._extreme is not None
 
     def _merges(self, *arguments: Any) -> bool:
         """Whether a write of ``arguments`` is that of several towers, here or from outside."""

@@ -1,0 +1,192 @@
+"""What a replica function makes of its gradients, made of the merged ones.
+
+Goes in: tensors that a tower has computed from its gradients (clipped ones, a running sum, a step
+of a rule of its own), in the graph that is being traced.  Comes out: which gradients have to be
+merged, and, from the merged ones, what one device would have computed.
+
+A function of the towers' gradients is in general not merged by merging its values: the norm of a
+sum is not the sum of norms.  So the operations between the gradients and the tensor are done again,
+once, behind the merge.  What else goes into them has to be the same on all towers: constants,
+weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.losses import provenance
+from towerstrategy.merge.shares import Value
+
+
+class Gradient(NamedTuple):
+    """A gradient that a tower has computed.
+
+    Attributes:
+      value: a tensor or ``tf.IndexedSlices``.
+      home: the device of the variable that it belongs to.
+      kind: what the differentiated loss was: a part of the batch's, or a mean; None where that is
+        not known.
+    """
+
+    value: Value
+    home: str
+    kind: provenance.Kind | None
+
+
+class Noted:
+    """The gradients of one tower, and what has been made of them."""
+
+    def __init__(self) -> None:
+        self._gradients: dict[int, Gradient] = {}
+        self._since = 0
+
+    def add(self, gradient: Gradient) -> None:
+        """Remembers a gradient that a tape has given."""
+        graph = _graph_of(gradient.value)
+        if not self._gradients and graph is not None:
+            self._since = _tf.operation_count(graph)
+        self._gradients[id(gradient.value)] = gradient
+
+    def holds(self, value: Any) -> bool:
+        """Whether a tape has given ``value`` as it is."""
+        held = self._gradients.get(id(value))
+        return held is not None and held.value is value
+
+    def remade(self, values: Sequence[Any], graph: tf.Graph | None,
+               known: bool = False) -> Remade | None:
+        """What of ``values`` can be made of merged gradients; None where nothing can, or need be.
+
+        Args:
+          values: tensors, ``tf.IndexedSlices`` or None, of one tower.
+          graph: the graph that the tower is traced in.
+          known: whether the kinds of the gradients have to be known.
+        """
+        gradients = [gradient for gradient in self._gradients.values()
+                     if _graph_of(gradient.value) is graph and (gradient.kind or not known)]
+        if graph is None or not gradients:
+            return None
+        found = Remade(gradients, graph.get_operations()[self._since:])
+        for index, value in enumerate(values):
+            if _graph_of(value) is graph:
+                found.take(index, value)
+        return found if found.places else None
+
+
+class Remade:
+    """Values that can be made again, once the gradients behind them have been merged.
+
+    Attributes:
+      places: the numbers of the values.
+      gradients: the gradients to be merged.
+    """
+
+    def __init__(self, gradients: Sequence[Gradient], operations: Sequence[tf.Operation]) -> None:
+        self._gradient_of = {part.name: (number, index) for number, gradient in enumerate(gradients)
+                             for index, part in enumerate(_parts(gradient.value))}
+        self._every = gradients
+        self._made_of = self._all_made_of(operations)
+        self._needed: dict[str, tf.Operation] = {}
+        self._used: dict[int, int] = {}
+        self._values: dict[int, Value] = {}
+        self._walk = provenance.Walk(lambda _: None, None)
+
+    @property
+    def places(self) -> Collection[int]:
+        return self._values.keys()
+
+    @property
+    def gradients(self) -> list[Gradient]:
+        return [self._every[number] for number in self._used]
+
+    def take(self, place: int, value: Value) -> None:
+        """Takes ``value`` in if it is, or is made of, gradients, and of nothing else of a tower's.
+        """
+        needed: dict[str, tf.Operation] = {}
+        used: set[int] = set()
+        waiting = _parts(value)
+        while waiting:
+            tensor = waiting.pop()
+            if tensor.name in self._gradient_of:
+                used.add(self._gradient_of[tensor.name][0])
+            elif tensor.op.name in self._made_of:
+                if tensor.op.name not in needed:
+                    needed[tensor.op.name] = tensor.op
+                    waiting.extend(tensor.op.inputs)
+            elif not self._walk.is_steady(tensor):
+                return
+        if not used or any(operation.op_def.is_stateful for operation in needed.values()):
+            return
+        self._needed.update(needed)
+        for number in used:
+            self._used.setdefault(number, len(self._used))
+        self._values[place] = value
+
+    def again(self, merged: Sequence[Value]) -> dict[int, Value]:
+        """The values by their place, of ``merged`` in place of :attr:`gradients`."""
+        made = self._made_again([_parts(value) for value in merged])
+
+        def instead(tensor: tf.Tensor) -> tf.Tensor:
+            if tensor.name in self._gradient_of:
+                number, index = self._gradient_of[tensor.name]
+                return _parts(merged[self._used[number]])[index]
+            if tensor.op.name in self._needed:
+                return made[tensor.op.name].outputs[tensor.value_index]
+            return tensor
+
+        return {place: _map_parts(instead, value) for place, value in self._values.items()}
+
+    def _all_made_of(self, operations: Sequence[tf.Operation]) -> set[str]:
+        """The names of ``operations`` that something of the gradients goes into."""
+        found: set[str] = set()
+        for operation in operations:
+            if any(tensor.name in self._gradient_of or tensor.op.name in found
+                   for tensor in operation.inputs):
+                found.add(operation.name)
+        return found
+
+    def _made_again(self, merged: Sequence[Sequence[tf.Tensor]]) -> dict[str, tf.Operation]:
+        if not self._needed:
+            return {}
+        graph_def = tf.compat.v1.GraphDef()
+        graph = next(iter(self._needed.values())).graph
+        graph_def.versions.producer = graph.graph_def_versions.producer
+        inputs: dict[str, tf.Tensor] = {}
+        for operation in self._needed.values():
+            node = graph_def.node.add()
+            node.CopyFrom(operation.node_def)
+            node.device = ""
+            node.attr.pop("_class", None)
+            del node.input[:]
+            for tensor in operation.inputs:
+                if tensor.name in self._gradient_of:
+                    number, index = self._gradient_of[tensor.name]
+                    key, value = f"merged/{number}_{index}:0", merged[self._used[number]][index]
+                elif tensor.op.name in self._needed:
+                    node.input.append(tensor.name)
+                    continue
+                else:
+                    key, value = f"same/{tensor.op.name}_{tensor.value_index}:0", tensor
+                inputs[key] = value
+                node.input.append(key)
+        names = list(self._needed)
+        return dict(zip(names, tf.graph_util.import_graph_def(
+            graph_def, input_map=inputs, return_elements=names, name="remade")))
+
+
+def _graph_of(value: Any) -> tf.Graph | None:
+    first = value.values if isinstance(value, tf.IndexedSlices) else value
+    return first.graph if isinstance(first, tf.Tensor) and not _tf.is_eager(first) else None
+
+
+def _parts(value: Value) -> list[tf.Tensor]:
+    return [value.values, value.indices] if isinstance(value, tf.IndexedSlices) else [value]
+
+
+def _map_parts(function: Callable[[tf.Tensor], tf.Tensor], value: Value) -> Value:
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(function(value.values), function(value.indices), value.dense_shape)
+    return function(value)

@@ -1,0 +1,49 @@
+"""Writes of what towers have made of their gradients: sums of several batches, steps of one's own.
+
+Goes in: a tower's value for a variable without an aggregation.  Comes out: what one device would
+have written, made of the merged gradients (:mod:`remade`); None where the rule for writes will do.
+Gradients of a part of the batch's loss are summed, those of a mean over the tower's rows count by
+its share.  A variable that was written so holds the whole batch's, not a tower's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.losses import provenance
+from towerstrategy.merge import merging, remade
+from towerstrategy.merge import shares as shares_lib
+from towerstrategy.placement import homes as homes_lib
+from towerstrategy.towers import contexts
+
+
+def find(tower: contexts.TowerContext, variable: Any, value: Any) -> remade.Remade | None:
+    """How to make ``value``, written to ``variable``, of merged gradients."""
+    if (variable.aggregation is not tf.VariableAggregation.NONE or variable.merges_extremes
+            or not tower.several):
+        return None
+    return tower.gradients.remade([value], tower.graph, known=True)
+
+
+def write(tower: contexts.TowerContext, variable: Any, made: remade.Remade,
+          plain: Callable[[Any], Any]) -> Any:
+    """Does a write, given as ``plain``, of what one device makes of its gradients."""
+    variable.holds_gradients = True
+
+    def merged(_: Any, *grouped: Any) -> Any:
+        values = [_merged(gradient, contexts.all_values(value, tower.count), tower.shares)
+                  for gradient, value in zip(made.gradients, grouped)]
+        with tf.device(homes_lib.home_of(variable)):
+            value = made.again(values)[0]
+        return plain(value)
+
+    return tower.merge_call(merged, args=tuple(gradient.value for gradient in made.gradients))
+
+
+def _merged(gradient: remade.Gradient, values: list[Any], shares: shares_lib.Shares) -> Any:
+    is_part = gradient.kind is provenance.Kind.PART
+    with tf.device(gradient.home):
+        return (merging.total_of_filled if is_part else merging.weighted_mean)(values, shares)
