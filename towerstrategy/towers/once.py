@@ -9,6 +9,7 @@ out to need a trace for each tower (:class:`NeedsOwnTrace`): its towers' inputs 
 static shapes, or are no tensors; it looks at its replica id as a Python number; it meets the others
 in ``tf.init_scope``; it draws random numbers in a nested function; it takes the gradient of a loop
 or branch from before a meeting; it hands on something that holds tensors and cannot be looked up;
+it leaves tensors in a list, a dictionary or an attribute, for the caller to take from there;
 it has an assertion, which would name tower 0 whichever tower fails.
 """
 
@@ -24,7 +25,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import contexts, copies, enclosed
+from towerstrategy.towers import contexts, copies, enclosed, leavings
 from towerstrategy.towers.tables import NeedsOwnTrace
 from towerstrategy.variables import alone
 
@@ -75,11 +76,13 @@ class _Once:
                 _tf.variable_creator_scope(self._note_variable):
             args, kwargs = tf.nest.map_structure(self._enter, (args, kwargs))
             self._copier.skip()
+            before = leavings.Before(fn, (args, kwargs))
             try:
                 result = fn(*args, **kwargs)
             except Exception as error:
                 _tf.add_note(error, self._error_note, traced=True)
                 raise
+            self._check_leavings(before)
             written = self._copy(result)
         self._merge_written(written)
         grouped = self._group(result)
@@ -107,6 +110,12 @@ class _Once:
             answer = tf.nest.map_structure(self._enter, result)
         self._copier.skip()
         return answer
+
+    def _check_leavings(self, before: leavings.Before) -> None:
+        left = before.take_back(self._graph)
+        if left:
+            raise NeedsOwnTrace("it leaves tensors behind, other than in its result, in a "
+                                + ", a ".join(left))
 
     def note_written(self, variable: Any) -> None:
         """Nothing to do: what is written is seen in the graph."""
