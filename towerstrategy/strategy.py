@@ -278,8 +278,17 @@ class TowerStrategy(kind.Kind):
         """
         rules.set_rule(self, variable, rule)
 
-    def describe(self) -> str:
+    def describe(self, model: Any = None) -> str:
         """Where everything sits: towers, merge device, variables and bytes per device, as a table.
+
+        Args:
+          model: a Keras or tf_keras model of this strategy, or None: then a second table has the
+            state that is not trained by gradients (statistics, counters, metrics), where it is kept
+            and how what the towers write to it is merged, see :meth:`merge_rule`.
+
+        Raises:
+          TypeError: ``model`` is no Keras model.
+          ValueError: it is not this strategy's.
 
         >>> print(TowerStrategy(split_cpu(4)).describe())
         TowerStrategy: 4 towers, merge device CPU:0
@@ -289,8 +298,23 @@ class TowerStrategy(kind.Kind):
         CPU:1   tower 1                    0      0
         CPU:2   tower 2                    0      0
         CPU:3   tower 3                    0      0
+
+        >>> strategy = TowerStrategy(split_cpu(4)[:2])
+        >>> with strategy.scope():
+        ...   model = tf.keras.Sequential([
+        ...     tf.keras.Input([3]), tf.keras.layers.BatchNormalization(name="norm")], name="small")
+        ...   model.compile("sgd", "mse")
+        >>> print(strategy.describe(model))
+        TowerStrategy: 2 towers, merge device CPU:0
+        ...
+        state                       kept      merged
+        --...
+        2 trained weights           one copy  gradients: sum of all rows'
+        small/norm/moving_mean      one copy  mean by share of rows
+        small/norm/moving_variance  one copy  mean by share of rows
+        ...
         """
-        return description.describe(self)
+        return description.describe(self, () if model is None else _keras.state_of(self, model))
 
     def _repr_html_(self) -> str:
         return description.describe_html(self)

@@ -127,6 +127,38 @@ class DescribeTest(parameterized.TestCase):
         self.assertEqual(rows(strategy.describe())["CPU:4"], ("variables only", count, size))
 
 
+class DescribeModelTest(parameterized.TestCase):
+
+    @parameterized.named_parameters(*KITS)
+    def test_state_and_its_rules(self, kit):
+        """Else who keeps an extreme, or ranks rows, does not see how the towers' are merged."""
+        strategy = TowerStrategy(TOWERS)
+        with strategy.scope():
+            norm = kit.layers.BatchNormalization(name="norm")
+            model = kit.Sequential([kit.layers.Input([3]), norm, kit.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=[kit.metrics.MeanMetricWrapper(
+                lambda true, predicted: predicted, name="own")])
+        model.train_on_batch(tf.ones([4, 3]), tf.ones([4, 1]))
+        strategy.merge_rule(norm.moving_mean, "max")
+        table = strategy.describe(model).partition("\n\n")[2]
+        lines = dict(line.split("  ", 1) for line in table.splitlines()[2:])
+        found = {name.rpartition("norm/")[2]: rest for name, rest in lines.items()}
+        self.assertIn("gradients: sum of all rows'", found["4 trained weights"])
+        self.assertRegex(found["moving_mean"], "one copy +largest")
+        self.assertRegex(found["moving_variance"], "one copy +mean by share of rows")
+        self.assertRegex(found["own/total"], "a part on each tower +sum, when it is read")
+
+    @parameterized.named_parameters(*KITS)
+    def test_another_model(self, kit):
+        """Else a table of a model that does not train on these towers is believed."""
+        strategy = TowerStrategy(TOWERS)
+        model = kit.Sequential([kit.layers.Input([3]), kit.layers.Dense(1)])
+        with self.assertRaisesRegex(ValueError, "compile it in the strategy's scope"):
+            strategy.describe(model)
+        with self.assertRaisesRegex(TypeError, "model must be a Keras or tf_keras model"):
+            strategy.describe(3)
+
+
 class TableTest(parameterized.TestCase):
 
     def test_numbers_align_right(self):

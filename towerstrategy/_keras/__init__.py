@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import adopting, hooks
+from towerstrategy._keras import adopting, hooks, state
 
 # The oldest and the newest release of each that was tested; docs/versions.md tells what was run.
 TESTED = {"keras": ("3.8", "3.15"), "tf_keras": ("2.16", "2.21")}
@@ -93,6 +93,16 @@ def one_copy_variables(model: Any) -> list[Any]:
     """
     return [variable for variable in _names_of(model).held_variables(model)
             if isinstance(variable, _tf.BaseResourceVariable)]
+
+
+def state_of(strategy: tf.distribute.Strategy, model: Any) -> list[state.Line]:
+    """What ``model`` holds, see ``TowerStrategy.describe``.
+
+    Raises:
+      TypeError: ``model`` is no Keras model.
+      ValueError: it is not the strategy's.
+    """
+    return state.lines(strategy, model, _names_of(model))
 
 
 def forget_functions(model: Any) -> None:

@@ -23,7 +23,7 @@ from towerstrategy.losses import parts, provenance
 from towerstrategy.merge import remade
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
-from towerstrategy.variables import one_copy
+from towerstrategy.variables import one_copy, rules
 
 MESSAGE = "towerstrategy: unscaled loss: "
 _UNSCALED = frozenset({provenance.Kind.MEAN, provenance.Kind.WEIGHTS})
@@ -79,7 +79,7 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
 def _note(tower: contexts.TowerContext, target: Any, sources: Any, result: Any,
           as_it_is: bool) -> None:
     """Remembers the gradients, and the variables by which an unscaled mean is differentiated."""
-    held = [_held(source) for source in tf.nest.flatten(sources)]
+    held = [rules.held_variable(source) for source in tf.nest.flatten(sources)]
     by = {id(each) for each in held if isinstance(each, one_copy.TowerVariable)}
     if not by:
         return
@@ -98,13 +98,6 @@ def _kind(kinds: Iterable[provenance.Kinds]) -> provenance.Kind | None:
     if every == {provenance.Kind.PART}:
         return provenance.Kind.PART
     return provenance.Kind.MEAN if every and every <= _UNSCALED else None
-
-
-def _held(source: Any) -> Any:
-    """The TensorFlow variable that Keras' own holds, in whichever way."""
-    if isinstance(source, tf.Variable):
-        return source
-    return getattr(source, "_value", getattr(source, "_variable", source))
 
 
 def _kinds(tower: contexts.TowerContext, loss: Any) -> provenance.Kinds:

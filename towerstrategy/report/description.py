@@ -31,9 +31,19 @@ class _Shown(str):
         return self.page
 
 
-def describe(strategy: tf.distribute.Strategy) -> str:
-    """A table of the strategy's devices: their role, and the variables and bytes they hold."""
+def describe(strategy: tf.distribute.Strategy,
+             state: Sequence[tuple[str, str, str]] = ()) -> str:
+    """A table of the strategy's devices: their role, and the variables and bytes they hold.
+
+    Args:
+      strategy: a ``TowerStrategy``.
+      state: lines of a second table: what is kept where, and how it is merged.
+    """
     text, page = _described(strategy)
+    if state:
+        header = ("state", "kept", "merged")
+        text, page = (f"{text}\n\n{table(header, state)}",
+                      page + _page("State of the model", header, state, numbers=()))
     if not _in_ipython():
         return text  # plain: R's reticulate takes no kind of str but str
     shown = _Shown(text)

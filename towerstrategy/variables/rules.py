@@ -15,6 +15,32 @@ from towerstrategy.variables import one_copy, tower_local
 
 EXTREMES = ("max", "min")
 
+# What is written by the rule of an aggregation, in words.
+_WORDS = {tf.VariableAggregation.SUM: "sum", tf.VariableAggregation.MEAN: "mean by share of rows",
+          tf.VariableAggregation.ONLY_FIRST_REPLICA: "tower 0's"}
+_EXTREME_WORDS = {"max": "largest", "min": "smallest"}
+
+
+def held_variable(variable: Any) -> Any:
+    """The TensorFlow variable that Keras' own holds, in whichever way."""
+    if isinstance(variable, tf.Variable):
+        return getattr(variable, "_variable", variable)
+    return getattr(variable, "_value", getattr(variable, "_variable", variable))
+
+
+def told(variable: Any) -> tuple[str, str]:
+    """Where a variable of a strategy is kept, and how towers' writes are merged, in words."""
+    extreme = _EXTREME_WORDS.get(getattr(variable, "_extreme", None) or "")
+    if isinstance(variable, tower_local.TowerLocalVariable):
+        default = "tower 0's" if len(variable._values) == 1 else _WORDS.get(
+            variable.aggregation, "tower 0's")
+        return "a part on each tower", f"{extreme or default}, when it is read"
+    if not isinstance(variable, one_copy.TowerVariable):
+        return "one copy", "not written by towers"
+    floats = variable.dtype.is_floating or variable.dtype.is_complex
+    default = _WORDS[tf.VariableAggregation.MEAN] if floats else "tower 0's"
+    return "one copy", extreme or _WORDS.get(variable.aggregation, default)
+
 
 def set_rule(strategy: tf.distribute.Strategy, variable: Any, rule: str) -> None:
     """See ``TowerStrategy.merge_rule``."""
@@ -22,7 +48,7 @@ def set_rule(strategy: tf.distribute.Strategy, variable: Any, rule: str) -> None
         raise ValueError(f"rule must be one of {list(EXTREMES)}, but got {rule!r}. For a sum, a "
                          "mean or the first tower's value make the variable with aggregation="
                          "tf.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA.")
-    held = getattr(variable, "_value", getattr(variable, "_variable", variable))
+    held = held_variable(variable)
     if not isinstance(held, (one_copy.TowerVariable, tower_local.TowerLocalVariable)):
         raise TypeError("variable must be a variable made in the scope of this strategy, or of a "
                         f"model that it has adopted, but got {variable!r} of type "
