@@ -416,3 +416,47 @@ class CompiledTest(parameterized.TestCase):
         got = sums(strategy.split(tf.ones([3, 3])))
         self.assertEqual([float(part) for part in strategy.experimental_local_results(got)],
                          [19.] * 3)
+
+
+class RawTest(parameterized.TestCase):
+    """Writes past a variable's own methods, as TensorFlow 1's functions do."""
+
+    @parameterized.product(
+        write=[lambda v: tf.compat.v1.scatter_add(v, [1], [[2., 4., 6.]]),
+               lambda v: tf.compat.v1.scatter_sub(v, [0], [[-1., 0., 1.]]),
+               lambda v: tf.raw_ops.AssignAddVariableOp(resource=v.handle, value=tf.ones([2, 3])),
+               lambda v: tf.raw_ops.AssignVariableOp(resource=v.handle, value=3 * v)],
+        once=[True, False])
+    def test_on_which_the_towers_agree(self, write, once):
+        """Else it is done once a tower."""
+        strategy = towerstrategy.TowerStrategy(3)
+        strategy.extended.trace_once = once
+        with strategy.scope():
+            v = tf.Variable(tf.ones([2, 3]))
+        alone = tf.Variable(tf.ones([2, 3]))
+
+        @tf.function
+        def step(x):
+            def replica(x):
+                write(v)
+                return tf.reduce_sum(x) + v
+
+            return strategy.run(replica, (x,))
+
+        for _ in range(2):
+            step(strategy.split(tf.range(7.)))
+            write(alone)
+        np.testing.assert_allclose(v.numpy(), alone.numpy(), rtol=1e-6)
+
+    def test_of_a_sum(self):
+        """Else what a variable with aggregation=SUM is to get is guessed."""
+        strategy = towerstrategy.TowerStrategy(2)
+        with strategy.scope():
+            v = tf.Variable([1., 2.], aggregation=tf.VariableAggregation.SUM)
+
+        @tf.function
+        def step():
+            strategy.run(lambda: tf.compat.v1.scatter_add(v, [0], [1.]))
+
+        with self.assertRaisesRegex(RuntimeError, "past the variable's own methods"):
+            step()

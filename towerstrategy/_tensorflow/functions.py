@@ -176,7 +176,10 @@ def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], t
 
 
 def writers_of(graph: tf.Graph, operation: tf.Operation, index: int) -> set[str]:
-    """The types of the operations that write input ``index`` of a call, however deep inside."""
+    """The types of the operations that write input ``index``; of a call, however deep inside."""
+    if operation.type not in _CALLERS:
+        reads = operation.type in auto_control_deps_utils.RESOURCE_READ_OPS
+        return set() if reads else {operation.type}
     found: set[str] = set()
     waiting = [(name, index - _FIRST_ARGUMENT.get(operation.type, 0))
                for name in functions_of(operation)]

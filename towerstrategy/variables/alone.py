@@ -56,6 +56,7 @@ def divert(graph: tf.Graph, operations: Sequence[tf.Operation], owned: Iterable[
                 continue
             if id(variable) not in written and operation in called \
                     and _tf.writers_of(graph, operation, index) - _REPLACING:
+                _check_raw(variable, operation)
                 written[id(variable)] = variable, _stand_in(graph, variable, tensor)
             if id(variable) in written:
                 _tf.set_input(operation, index, written[id(variable)][1])
@@ -124,10 +125,23 @@ class Turns:
 
 
 def _writes_somewhere(operation: tf.Operation) -> bool:
-    """Whether ``operation`` calls a function that writes a resource."""
-    if not _tf.functions_of(operation) or _initializes(operation):
-        return False
-    return bool(_tf.written_resources(operation))
+    """Whether ``operation`` writes a resource, past the variable's methods, or calls what does."""
+    return operation.op_def.is_stateful and not _initializes(operation) \
+        and any(tensor.dtype == tf.resource for tensor in operation.inputs) \
+        and bool(_tf.written_resources(operation))
+
+
+def _check_raw(variable: Any, operation: tf.Operation) -> None:
+    """Raises where an operation past the variable's methods cannot be merged.
+
+    Nested functions and branches never get here: there the variable's own methods raise.
+    """
+    if variable.aggregation is tf.VariableAggregation.SUM:
+        raise RuntimeError(
+            f"variable {variable.name!r} has aggregation=SUM and is written in a tower by the "
+            f"operation {operation.type} ({operation.name}), past the variable's own methods, so "
+            "that it cannot be told what is to be summed. Write v.assign, v.assign_add, "
+            "v.scatter_add and the like.")
 
 
 def _initializes(operation: tf.Operation) -> bool:
