@@ -1076,6 +1076,41 @@ _own_loss_step("a summed loss object", lambda keras, model, y, y_pred: (
     keras.losses.MeanSquaredError(reduction="sum")(y, y_pred) / 8))
 
 
+def _changed_by_hand(name: str, change: Callable[[Any, list[Any]], list[Any]]) -> None:
+    """A step that does something of its own with the gradients before they are applied."""
+    @case(f"models/own train_step, gradients {name}")
+    def make(keras: Any) -> Run:
+        def step(model: Any, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = model.compute_loss(x, y, model(x, training=True))
+            gradients = change(model, tape.gradient(loss, model.trainable_variables))
+            model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+            for metric in model.metrics:
+                metric.update_state(loss)
+            return {metric.name: metric.result() for metric in model.metrics}
+
+        return Run(_own_step(keras, step), **regression(), compile={"optimizer": sgd(keras)})
+
+
+def _running(model: Any, gradients: list[Any]) -> list[Any]:
+    if not hasattr(model, "running"):
+        with tf.init_scope():
+            model.running = [tf.Variable(tf.zeros(each.shape), trainable=False)
+                             for each in gradients]
+    for held, gradient in zip(model.running, gradients):
+        held.assign(0.5 * held + gradient)
+    return [tf.identity(held) for held in model.running]
+
+
+_changed_by_hand("clipped by hand", lambda model, gradients: (
+    tf.clip_by_global_norm(gradients, 0.1)[0]))
+_changed_by_hand("decayed by hand", lambda model, gradients: [
+    gradient + 0.1 * tf.convert_to_tensor(weight)
+    for gradient, weight in zip(gradients, model.trainable_variables)])
+_changed_by_hand("summed by hand", _running)
+
+
 def _decorated(keras: Any, eagerly: bool = False) -> Run:
     """``call``, the loss and an update of moving averages in functions, a branch and a loop."""
 
