@@ -20,6 +20,7 @@ import tensorflow as tf
 from absl import app, flags
 
 from benchmarks import cases, strategies, traffic
+from towerstrategy.report.check import speed
 
 _CASE = flags.DEFINE_enum("case", None, list(cases.CASES), "what to train", required=True)
 _STRATEGY = flags.DEFINE_enum("strategy", None, list(strategies.STRATEGIES), "who trains it",
@@ -70,7 +71,7 @@ def measure(keras: Any, case: cases.Case, strategy: tf.distribute.Strategy, seco
         "gpu_peak_mb": _gpu_peak() / 2**20,
         "parameter_bytes": sum(_size(variable) for variable in model.trainable_variables),
         "largest_bytes": max(_size(variable) for variable in model.trainable_variables),
-        "state_bytes": _state_bytes(model),
+        "state_bytes": speed.state_bytes(model),
         "traffic": None,
     }
     if with_traffic:
@@ -109,19 +110,6 @@ def _clock(keras: Any, seconds: float) -> Any:
 
 def _size(variable: Any) -> int:
     return int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
-
-
-def _state_bytes(model: Any) -> dict[str, int]:
-    """Bytes of weights and optimizer by device, every copy of a mirrored variable counted."""
-    held: dict[str, int] = {}
-    slots = model.optimizer.variables
-    for variable in [*model.variables, *(slots() if callable(slots) else slots)]:
-        one = getattr(variable, "value", variable)
-        one = variable if callable(one) else one
-        for part in getattr(one, "values", None) or (one,):
-            device = traffic.short(part.device)
-            held[device] = held.get(device, 0) + _size(variable)
-    return held
 
 
 def _gpu_peak() -> int:

@@ -58,9 +58,6 @@ from towerstrategy._tensorflow.functions import (
     graph_of_call as graph_of_call,
 )
 from towerstrategy._tensorflow.functions import (
-    inside_function as inside_function,
-)
-from towerstrategy._tensorflow.functions import (
     is_compiled_here as is_compiled_here,
 )
 from towerstrategy._tensorflow.functions import (
@@ -120,9 +117,6 @@ from towerstrategy._tensorflow.losses import (
     wrap_losses as wrap_losses,
 )
 from towerstrategy._tensorflow.machines import PRIVATE_NAMES as _MACHINES
-from towerstrategy._tensorflow.machines import (
-    CollectiveLauncher as CollectiveLauncher,
-)
 from towerstrategy._tensorflow.machines import (
     all_gather as all_gather,
 )

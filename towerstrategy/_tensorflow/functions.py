@@ -26,7 +26,6 @@ from tensorflow.python.framework import (
     auto_control_deps_utils,
     func_graph,
 )
-from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow.graphs import operation_count
@@ -48,7 +47,6 @@ PRIVATE_NAMES = {
         "tells a branch or a loop's body, traced anew each time, from a function, which is kept",
     "tensorflow.python.framework.auto_control_deps_utils:RESOURCE_READ_OPS":
         "the operations that write none",
-    "tensorflow.python.framework.ops:inside_function": "asks whether a function is being traced",
     "tensorflow.python.eager.context:FunctionCallOptions":
         "turns the graph optimizer off for a call",
     "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction._cached_graph":
@@ -72,7 +70,6 @@ _CALLERS = frozenset({
     "StatelessWhile", "While", "RemoteCall", "SymbolicGradient", "MapDefun"})
 # Where the arguments begin: behind the number of a branch.
 _FIRST_ARGUMENT = {"If": 1, "StatelessIf": 1, "Case": 1, "StatelessCase": 1}
-inside_function = framework_ops.inside_function
 # Converting the package's own functions would cost most of the time that tracing takes, and put
 # them into the tracebacks of users' errors.  Functions that users hand over are converted as ever.
 autograph_config.CONVERSION_RULES = (

@@ -22,11 +22,6 @@ from towerstrategy.merge.shares import Value
 LARGEST_STACKED = 2**16
 
 
-def values_of(value: Any) -> list[Value]:
-    """The towers' values of a per-replica value."""
-    return list(value.values)
-
-
 def total(values: Sequence[Value]) -> Value:
     """The sum of the towers' values, on the current device."""
     if len(values) == 1:

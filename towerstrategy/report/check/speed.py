@@ -118,7 +118,7 @@ def _measured(result: Result, devices: Sequence[str], size: Size, seconds: float
         result, step_ms=1e3 * statistics.median(steps), first_step_s=clock.ends[0] - start,
         peak_bytes={device: int(tf.config.experimental.get_memory_info(device)["peak"])
                     for device in _gpus()},
-        state_bytes=_state_bytes(model))
+        state_bytes=state_bytes(model))
 
 
 def _network(keras: Any, size: Size) -> Any:
@@ -158,7 +158,8 @@ def _clock(keras: Any, seconds: float) -> Any:
     return Clock()
 
 
-def _state_bytes(model: Any) -> dict[str, int]:
+def state_bytes(model: Any) -> dict[str, int]:
+    """Bytes of weights and optimizer by device, every copy of a mirrored variable counted."""
     held: dict[str, int] = {}
     slots = model.optimizer.variables
     for variable in [*model.variables, *(slots() if callable(slots) else slots)]:
