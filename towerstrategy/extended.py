@@ -25,7 +25,7 @@ from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import calls, contexts, steps
-from towerstrategy.variables import creation, living, one_copy, tower_local
+from towerstrategy.variables import creation, living, tower_local
 
 
 class _Modes(threading.local):
@@ -60,7 +60,7 @@ class TowerExtended(_tf.StrategyExtended):
         self._cluster_resolver = cluster_resolver
         self.asked = False  # by the user's code outside of towers, for the number of replicas
         super().__init__(container_strategy)
-        _tf.give_moving_averages(one_copy.mean_of_towers)
+        _tf.give_moving_averages(contexts.mean_of_towers)
         homes = placement.towers if placement.balanced else (placement.merge,)
         self._homes = homes_lib.Homes(homes, placement.balanced)
         self._tracked: dict[int, weakref.ref[Any]] = {}

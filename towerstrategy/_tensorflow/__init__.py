@@ -237,6 +237,9 @@ from towerstrategy._tensorflow.variables import (
     is_unread_variable as is_unread_variable,
 )
 from towerstrategy._tensorflow.variables import (
+    is_variable as is_variable,
+)
+from towerstrategy._tensorflow.variables import (
     replace_resource as replace_resource,
 )
 from towerstrategy._tensorflow.variables import (

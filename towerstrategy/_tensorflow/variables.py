@@ -98,6 +98,11 @@ def tell_read(variable: Any) -> None:
     resource_variable_ops.variable_accessed(variable)
 
 
+def is_variable(value: Any) -> bool:
+    """Whether ``value`` is a variable, be it one that is a distributed value as well."""
+    return isinstance(value, (tf.Variable, DistributedVariable))
+
+
 def is_unread_variable(value: Any) -> bool:
     """Whether ``value`` is what a write to a plain variable returns inside a function."""
     return isinstance(value, resource_variable_ops._UnreadVariable)

@@ -393,6 +393,18 @@ def outside_of_towers() -> tf.distribute.Strategy | None:
     return strategy if kind.is_tower_strategy(strategy) else None
 
 
+def mean_of_towers(value: Any) -> Any:
+    """In a tower, the mean over all towers by share of rows; elsewhere ``value``."""
+    tower = current_tower()
+    if tower is None or not tower.several:
+        return value
+
+    def merged(_: Any, values: Any) -> Any:
+        return merging.weighted_mean(all_values(values, tower.count), tower.shares)
+
+    return tower.merge_call(merged, args=(tf.convert_to_tensor(value),))
+
+
 def splitting_tower() -> TowerContext | None:
     """The current tower where there are several of them, on any machine; None otherwise.
 

@@ -55,7 +55,7 @@ def _take_out(leaf: Any, tensors: list[tf.Tensor]) -> Any:
     if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf):
         tensors.append(leaf)
         return _Slot(len(tensors) - 1)
-    if isinstance(leaf, (tf.Variable, _tf.DistributedVariable)):
+    if _tf.is_variable(leaf):
         return leaf
     if isinstance(leaf, (_tf.PerReplica, _tf.Mirrored)):
         return _Slots(leaf, [_take_out(part, tensors) for part in leaf.values])

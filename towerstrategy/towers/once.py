@@ -171,7 +171,7 @@ class _Once:
 
     def _enter(self, leaf: Any) -> Any:
         """Tower 0's part of a per-replica value, the other parts put into the table."""
-        if not isinstance(leaf, tf.distribute.DistributedValues) or _is_variable(leaf):
+        if not isinstance(leaf, tf.distribute.DistributedValues) or _tf.is_variable(leaf):
             return leaf
         parts = [tf.nest.flatten(part, expand_composites=True) for part in leaf.values]
         own = [self._stand_for(list(components)) for components in zip(*parts)]
@@ -194,7 +194,7 @@ class _Once:
 def _check_alike(arguments: Any) -> None:
     """The towers' arguments must look the same, as tower 0's trace serves all."""
     for leaf in tf.nest.flatten(arguments):
-        if not isinstance(leaf, tf.distribute.DistributedValues) or _is_variable(leaf):
+        if not isinstance(leaf, tf.distribute.DistributedValues) or _tf.is_variable(leaf):
             continue
         try:
             specs = [tf.type_spec_from_value(part) for part in leaf.values]
@@ -216,7 +216,3 @@ def _initialize(made: list[tuple[Any, Any]]) -> None:
             value = initial_value() if callable(initial_value) else initial_value
             for part in getattr(variable, "_values", (variable,)):
                 _tf.ResourceVariable.assign(part, tf.cast(value, part.dtype))
-
-
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, (tf.Variable, _tf.DistributedVariable))

@@ -232,7 +232,7 @@ class TowerVariable(_tf.ResourceVariable):
         tower = contexts.writer_of(self)
         if tower is not None:
             return tower.several
-        return any(isinstance(leaf, tf.distribute.DistributedValues) and not _is_variable(leaf)
+        return any(isinstance(leaf, tf.distribute.DistributedValues) and not _tf.is_variable(leaf)
                    for leaf in tf.nest.flatten(arguments))
 
     def _scatter_nd(self, method_name: str, indices: Any, updates: Any, name: Any) -> Any:
@@ -363,7 +363,7 @@ class TowerVariable(_tf.ResourceVariable):
 
     def _one(self, value: Any) -> Any:
         """A value written from outside the towers; per-replica values merged into one."""
-        if not isinstance(value, tf.distribute.DistributedValues) or _is_variable(value):
+        if not isinstance(value, tf.distribute.DistributedValues) or _tf.is_variable(value):
             return value
         if isinstance(value, _tf.Mirrored):
             return value.values[0]
@@ -450,18 +450,6 @@ class TowerVariable(_tf.ResourceVariable):
         return merging.agreed(values, shares)
 
 
-def mean_of_towers(value: Any) -> Any:
-    """In a tower, the mean over all towers by share of rows; elsewhere ``value``."""
-    tower = contexts.current_tower()
-    if tower is None or not tower.several:
-        return value
-
-    def merged(_: Any, values: Any) -> Any:
-        return merging.weighted_mean(contexts.all_values(values, tower.count), tower.shares)
-
-    return tower.merge_call(merged, args=(tf.convert_to_tensor(value),))
-
-
 def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,
                         home: str | None = None) -> TowerVariable:
     """Turns a resource variable into ``strategy``'s own, in place: same object, value and place."""
@@ -470,7 +458,3 @@ def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,
     variable._home = home or variable.device
     strategy.extended.track(variable)
     return variable
-
-
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, (tf.Variable, _tf.DistributedVariable))
