@@ -25,7 +25,7 @@ READY = 2
 
 
 def split_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False,
-                  ready: int = READY) -> TowerDataset:
+                  ready: int = READY, dealing: rows_lib.Dealing | None = None) -> TowerDataset:
     """A dataset of global batches, split in the input pipeline.
 
     Args:
@@ -33,6 +33,7 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
       towers: how many sub-batches each element becomes.
       stand_ins: see :func:`split_batch`.
       ready: how many split elements the pipeline holds ready.
+      dealing: see :func:`split_batch`.
 
     Raises:
       TypeError: ``dataset`` is no ``tf.data.Dataset``.
@@ -40,12 +41,12 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
     """
     check_batched(dataset)
     source = Source([dataset], stand_ins, lambda sources, stand_ins: split_dataset(
-        sources[0], towers, stand_ins, ready))
+        sources[0], towers, stand_ins, ready, dealing))
     if towers > 1:
         split = on_elements(dataset.element_spec, _in_scope(
-            lambda element: splitting.split_batch(element, towers, stand_ins)))
+            lambda element: splitting.split_batch(element, towers, stand_ins, dealing)))
         dataset = dataset.map(split).prefetch(ready)
-    return TowerDataset(dataset, source)
+    return TowerDataset(dataset, source, open_rows=dealing is not None)
 
 
 def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False,
@@ -183,9 +184,10 @@ class TowerDataset(tf.distribute.DistributedDataset):
       element_spec: nest of type specs, a :class:`SubBatchesSpec` for each split component.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, source: Source) -> None:
+    def __init__(self, dataset: tf.data.Dataset, source: Source, open_rows: bool = False) -> None:
         self._dataset = dataset
         self._source = source
+        self._open_rows = open_rows
         self._devices: Sequence[str] = ()
 
     def with_stand_ins(self) -> TowerDataset:
@@ -238,6 +240,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
         iterator = iter(dataset)
         iterator.__class__ = iterators.TowerIterator
         iterator._devices = self._devices
+        iterator._open_rows = self._open_rows
         iterator.row_count = row_count
         return iterator
 

@@ -17,8 +17,23 @@ from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch import splitting, sub_batches
 from towerstrategy.batch.rows import Nest
 from towerstrategy.machines import meeting, workers_data
+from towerstrategy.placement import devices as devices_lib
 
 Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
+
+
+def dealing_of(placement: devices_lib.Placement,
+               workers: meeting.Machines | None) -> rows_lib.Dealing | None:
+    """How a strategy's batches are dealt; None where its towers, all here, get as many rows."""
+    if workers is not None:
+        return dealing(workers)
+    units = units_of(placement, None)
+    return None if units is None else rows_lib.dealing_by(len(placement.towers), units)
+
+
+def units_of(placement: devices_lib.Placement, workers: meeting.Machines | None) -> rows_lib.Units:
+    """The shares of the towers of all machines, see :func:`rows.units_of`."""
+    return rows_lib.units_of(placement.shares or (1.,)) if workers is None else workers.units
 
 
 def dealing(workers: meeting.Machines, told: slice = slice(None)) -> rows_lib.Dealing:
@@ -26,7 +41,7 @@ def dealing(workers: meeting.Machines, told: slice = slice(None)) -> rows_lib.De
     here = slice(workers.first, workers.first + workers.towers)
 
     def deal(rows: rows_lib.Rows) -> tuple[list[Any], list[Any], list[Any]]:
-        starts, sizes = rows_lib.deal(rows, workers.replicas)
+        starts, sizes = rows_lib.deal(rows, workers.replicas, workers.units)
         return starts[here], sizes[here], sizes[told]
 
     return deal
@@ -40,8 +55,9 @@ def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines, stand_ins
     The policy is the dataset's ``options().experimental_distribute.auto_shard_policy``:
 
     * ``DATA``: every worker reads all batches and takes its towers' rows of each.
-    * ``FILE``, ``HINT``: every worker reads files of its own (TensorFlow's sharding), and takes of
-      each batch that it reads as many rows as its towers' share of a global batch is.
+    * ``FILE``, ``HINT``: every worker reads files of its own (TensorFlow's sharding), and takes one
+      of as many parts as there are workers of each batch that it reads.  Its towers' shares divide
+      that part; between workers the files do.
     * ``OFF``: the same from all files: every worker reads everything.
     * ``AUTO``: ``FILE`` where TensorFlow can shard the dataset's files, else ``DATA``.
 
@@ -127,13 +143,14 @@ def _dealt(own: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool) -> 
     spec = own.element_spec
     # Workers begin at different parts, so that each step has a part of every size.
     turn = np.roll(np.arange(workers.count), -workers.index)
-    until = np.cumsum([0, *workers.towers_of])
+    own_units = workers.units and workers.units[workers.first:workers.first + workers.towers]
 
     def parts(element: Nest) -> tf.data.Dataset:
         leaves = tf.nest.flatten(element)
         rows = tf.cast(rows_lib.rows_in(leaves[0]), tf.int64)
-        _, each = rows_lib.deal(rows, workers.replicas)
-        sizes = tf.stack([tf.add_n(each[until[worker]:until[worker + 1]]) for worker in turn])
+        # As many for each: what a worker has to do is what is in its files.
+        _, each = rows_lib.deal(rows, workers.count)
+        sizes = tf.stack([each[worker] for worker in turn])
         starts = tf.cumsum(sizes, exclusive=True)
 
         def part(number: tf.Tensor) -> tuple[tf.Tensor, Nest]:
@@ -147,7 +164,7 @@ def _dealt(own: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool) -> 
         return tf.data.Dataset.range(workers.count).map(part)
 
     def deal_part(size: tf.Tensor, element: Nest) -> Nest:
-        starts, sizes = rows_lib.deal(size, workers.towers)
+        starts, sizes = rows_lib.deal(size, workers.towers, own_units)
         return splitting.split_batch(element, workers.towers, stand_ins,
                                  lambda _: (starts, sizes, sizes))
 
