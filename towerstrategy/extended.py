@@ -19,7 +19,7 @@ from towerstrategy import _keras, arguments
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.batch import input_contexts, splitting
-from towerstrategy.machines import meeting, shards
+from towerstrategy.machines import dealing, meeting, shards
 from towerstrategy.merge import merging, reductions
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import devices as devices_lib
@@ -57,7 +57,7 @@ class TowerExtended(_tf.StrategyExtended):
                  cluster_resolver: Any = None) -> None:
         # TensorFlow's constructor asks for the number of towers.
         self._placement, self._workers = placement, workers
-        self._dealing = shards.dealing_of(placement, workers)
+        self.dealer = dealing.Dealer(placement, workers)
         self._cluster_resolver = cluster_resolver
         self.asked = False  # by the user's code outside of towers, for the number of replicas
         super().__init__(container_strategy)
@@ -97,6 +97,12 @@ class TowerExtended(_tf.StrategyExtended):
         if len(towers) == 1 or kinds != {"CPU"} or self.optimize_graph:
             return contextlib.nullcontext()
         return _tf.without_graph_optimizer()
+
+    def train_step(self, call: Callable[[], Any]) -> Any:
+        """Calls a Keras training step that the strategy's towers run."""
+        with self.step():
+            measuring = self.dealer.measuring
+            return call() if measuring is None else measuring.step(call)
 
     # Where things are.
 
@@ -160,18 +166,13 @@ class TowerExtended(_tf.StrategyExtended):
         """The number, among the towers of all machines, of this machine's first."""
         return 0 if self._workers is None else self._workers.first
 
-    @property
-    def units(self) -> Any:
-        """The shares of all machines' towers, see :func:`rows.units_of`; None: all are equal."""
-        return shards.units_of(self._placement, self._workers)
-
     def equal_shares(self) -> shares_lib.Shares:
         """The shares where no rows are known."""
         return shares_lib.Shares.equal(len(self._placement.towers), self._workers)
 
     def split(self, batch: Any, stand_ins: bool = False) -> Any:
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
-        return splitting.split_batch(batch, len(self._placement.towers), stand_ins, self._dealing)
+        return self.dealer.split(batch, stand_ins)
 
     @contextlib.contextmanager
     def counted_as(self, number: Any) -> Iterator[None]:
@@ -352,11 +353,8 @@ class TowerExtended(_tf.StrategyExtended):
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
-        if self._workers is not None:
-            return shards.shard_dataset(dataset, self._workers, self._modes.stand_ins, ready,
-                                        self._modes.in_order).fetched_to(fetched_to)
-        return datasets_lib.split_dataset(dataset, len(self.worker_devices), self._modes.stand_ins,
-                                          ready, self._dealing).fetched_to(fetched_to)
+        return self.dealer.distribute(dataset, self._modes.stand_ins, self._modes.in_order, ready,
+                                      fetched_to)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> tf.distribute.DistributedDataset:
@@ -364,7 +362,8 @@ class TowerExtended(_tf.StrategyExtended):
         per_replica, fetched_to, ready = self._input_options(options)
         count, workers = len(self.worker_devices), self._workers
         datasets = [dataset_fn(context) for context in input_contexts.contexts(
-            count, workers, per_replica, self._num_replicas_in_sync, self.units)]
+            count, workers, per_replica, self._num_replicas_in_sync,
+            self.dealer.units)]
         made = (datasets_lib.zip_datasets(datasets, ready=ready) if per_replica
                 else datasets_lib.group_dataset(datasets[0], count, ready=ready))
         if workers is not None:

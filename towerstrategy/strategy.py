@@ -207,6 +207,17 @@ class TowerStrategy(kind.Kind):
         """The cluster resolver that the strategy was made with, or that ``TF_CONFIG`` gave."""
         return self.extended.cluster_resolver
 
+    @property
+    def shares(self) -> list[float] | None:
+        """The shares of this machine's towers, or None where all get as many rows.
+
+        With ``shares="measured"`` those that were found so far: a list to give another time.
+
+        >>> TowerStrategy(split_cpu(4)[:2], shares=[3, 1]).shares
+        [3.0, 1.0]
+        """
+        return self.extended.dealer.shares
+
     def adopt(self, model: Any) -> str:
         """Makes ``model``, built outside this strategy's scope, train on its towers.
 

@@ -7,6 +7,7 @@ whose elements are nests of :class:`sub_batches.SubBatches`: what Keras and loop
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -188,11 +189,13 @@ class TowerDataset(tf.distribute.DistributedDataset):
         self._dataset = dataset
         self._source = source
         self._open_rows = open_rows
+        self._watcher: Any = None
         self._devices: Sequence[str] = ()
 
     def with_stand_ins(self) -> TowerDataset:
         """The same dataset with stand-ins for towers without rows."""
-        return self._source.make(self._source.datasets, True).fetched_to(self._devices)
+        return self._source.make(self._source.datasets, True).fetched_to(
+            self._devices).watched_by(self._watcher)
 
     def map(self, map_func: Callable[..., Nest]) -> TowerDataset:
         """The same dataset of batches that ``map_func`` has changed before they were dealt.
@@ -200,7 +203,8 @@ class TowerDataset(tf.distribute.DistributedDataset):
         Keras turns class weights into sample weights by it.
         """
         mapped = [dataset.map(map_func) for dataset in self._source.datasets]
-        return self._source.make(mapped, self._source.stand_ins).fetched_to(self._devices)
+        return self._source.make(mapped, self._source.stand_ins).fetched_to(
+            self._devices).watched_by(self._watcher)
 
     def prefetch(self, buffer_size: Any) -> TowerDataset:
         """This dataset: its pipeline holds elements ready as it is, see ``tf.distribute``."""
@@ -210,6 +214,16 @@ class TowerDataset(tf.distribute.DistributedDataset):
     def fetched_to(self, devices: Sequence[str]) -> TowerDataset:
         """This dataset, each tower's part of an element put on its device when it is taken."""
         self._devices = devices
+        return self
+
+    def watched_by(self, watcher: Any) -> TowerDataset:
+        """This dataset, of whose steps in Python's own loops ``watcher``, if any, is told.
+
+        Args:
+          watcher: its ``between`` is called where a step ends and another begins, ``end_of_loop``
+            when an iterator is no more; or None.
+        """
+        self._watcher = watcher
         return self
 
     @property
@@ -241,6 +255,9 @@ class TowerDataset(tf.distribute.DistributedDataset):
         iterator.__class__ = iterators.TowerIterator
         iterator._devices = self._devices
         iterator._open_rows = self._open_rows
+        if self._watcher is not None:
+            iterator._between = self._watcher.between
+            weakref.finalize(iterator, self._watcher.end_of_loop)
         iterator.row_count = row_count
         return iterator
 

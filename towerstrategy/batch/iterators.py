@@ -49,6 +49,7 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
     row_count: Any = None
     _devices: Sequence[str] = ()
     _open_rows = False
+    _between: Callable[[], None] | None = None
     _steps_in_graph = 0
 
     def get_next(self) -> Nest:
@@ -56,6 +57,8 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
 
     def __next__(self) -> Nest:
         self._check_ends()
+        if self._between is not None and tf.executing_eagerly():
+            self._between()
         return self._handed(super().__next__())
 
     def _handed(self, element: Nest) -> Nest:

@@ -84,7 +84,8 @@ def _deal_by(rows: Rows, towers: int, units: Units) -> tuple[list[Rows], list[Ro
         for tower in largest[:rows - sum(sizes)]:
             sizes[tower] += 1
         return [sum(sizes[:tower]) for tower in range(towers)], sizes
-    rows, units = tf.convert_to_tensor(rows), tf.cast(units, tf.int64)
+    rows = tf.constant(rows, tf.int64) if isinstance(rows, int) else rows
+    units = tf.cast(units, tf.int64)
     wanted, total = tf.cast(rows, tf.int64) * units, tf.reduce_sum(units)
     floors = wanted // total
     # Of equal remainders the first tower's is the larger one.
@@ -142,7 +143,10 @@ def with_stand_ins(rows: Rows, starts: list[Rows],
                     sizes: list[Rows]) -> tuple[list[Rows], list[Rows]]:
     """Starts and sizes that give a tower without rows the batch's last row (if there is any)."""
     if isinstance(rows, int):
-        return [min(start, max(rows - 1, 0)) for start in starts], [max(size, 1) for size in sizes]
+        if all(isinstance(size, int) for size in sizes):
+            last = max(rows - 1, 0)
+            return [min(start, last) for start in starts], [max(size, 1) for size in sizes]
+        rows = tf.constant(rows, sizes[0].dtype)
     one = tf.constant(1, rows.dtype)
     last = tf.maximum(rows - one, 0)
     return (tf.unstack(tf.minimum(tf.stack(starts), last)),

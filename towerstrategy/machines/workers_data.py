@@ -182,6 +182,8 @@ class WorkersDataset(datasets_lib.TowerDataset):
         return int(self._length)
 
     def __iter__(self) -> WorkersIterator:
+        if self._watcher is not None and tf.executing_eagerly():
+            self._watcher.agree()
         return _agreeing(super().__iter__(), self._spec, self._workers, self._devices)
 
     def _endless(self, dataset: tf.data.Dataset, stand_ins: bool) -> tf.data.Dataset:
