@@ -51,6 +51,29 @@ class DevicesTest(parameterized.TestCase):
         self.assertIn("The devices here: CPU:0, CPU:1", str(caught.exception))
 
     @parameterized.parameters(
+        ([1], ValueError, r"a number for each of the 2 devices, but got 1: \[1\].*CPU:0, CPU:1"),
+        ([1, 2, 3], ValueError, "a number for each of the 2 devices, but got 3"),
+        ([], ValueError, "a number for each of the 2 devices, but got 0"),
+        ([1, 0], ValueError, "above 0 and finite, but got 0 for CPU:1.*leave it out"),
+        ([0, 0], ValueError, "above 0 and finite, but got 0 for CPU:0"),
+        ([-1, 2], ValueError, "above 0 and finite, but got -1 for CPU:0"),
+        ([1, NAN], ValueError, "above 0 and finite, but got nan for CPU:1"),
+        ([INFINITY, 1], ValueError, "above 0 and finite, but got inf for CPU:0"),
+        ([1, True], TypeError, "shares must be numbers, but got True of type bool for CPU:1"),
+        (["1", "2"], TypeError, "shares must be numbers, but got '1' of type str"),
+        ([1, None], TypeError, "shares must be numbers, but got None"),
+        ([[1], [2]], TypeError, r"shares must be numbers, but got \[1\] of type list"),
+        (3, TypeError, 'shares must be None, a list .*"measured" or "memory", but got 3 of type'),
+        ({"CPU:0": 1}, TypeError, "shares must be None, a list .*of type dict"),
+        ("equal", ValueError, "shares must be None, a list .*but got 'equal'"),
+        ("", ValueError, "shares must be None, a list .*but got ''"),
+        ("memory", ValueError, "needs to know the memory of each tower.*CPU:0, CPU:1"))
+    def test_shares(self, shares, error, message):
+        """Else a tower gets no rows, or rows that nobody has asked for."""
+        with self.assertRaisesRegex(error, message):
+            towerstrategy.TowerStrategy(["CPU:0", "CPU:1"], shares=shares)
+
+    @parameterized.parameters(
         (True, TypeError, "merge_device must be.*got True of type bool"),
         (["CPU:0"], TypeError, "merge_device must be.*of type list"),
         ("", ValueError, "merge_device has '', which is no device string"),

@@ -18,8 +18,8 @@ import tensorflow as tf
 from towerstrategy import _keras, arguments
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.batch import splitting
-from towerstrategy.machines import meeting, shards
+from towerstrategy.batch import input_contexts, splitting
+from towerstrategy.machines import dealing, meeting, shards
 from towerstrategy.merge import merging, reductions
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import devices as devices_lib
@@ -57,6 +57,7 @@ class TowerExtended(_tf.StrategyExtended):
                  cluster_resolver: Any = None) -> None:
         # TensorFlow's constructor asks for the number of towers.
         self._placement, self._workers = placement, workers
+        self.dealer = dealing.Dealer(placement, workers)
         self._cluster_resolver = cluster_resolver
         self.asked = False  # by the user's code outside of towers, for the number of replicas
         super().__init__(container_strategy)
@@ -92,10 +93,16 @@ class TowerExtended(_tf.StrategyExtended):
         with the towers and gains nothing that was measured (BUILD.md, "Speed").  GPU towers keep
         it, for the memory layouts that it chooses there.
         """
-        kind = tf.DeviceSpec.from_string(self._placement.towers[0]).device_type
-        if len(self._placement.towers) == 1 or kind != "CPU" or self.optimize_graph:
+        towers, kinds = self._placement.towers, self._placement.kinds
+        if len(towers) == 1 or kinds != {"CPU"} or self.optimize_graph:
             return contextlib.nullcontext()
         return _tf.without_graph_optimizer()
+
+    def train_step(self, call: Callable[[], Any]) -> Any:
+        """Calls a Keras training step that the strategy's towers run."""
+        with self.step():
+            measuring = self.dealer.measuring
+            return call() if measuring is None else measuring.step(call)
 
     # Where things are.
 
@@ -165,8 +172,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def split(self, batch: Any, stand_ins: bool = False) -> Any:
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
-        dealing = None if self._workers is None else shards.dealing(self._workers)
-        return splitting.split_batch(batch, len(self._placement.towers), stand_ins, dealing)
+        return self.dealer.split(batch, stand_ins)
 
     @contextlib.contextmanager
     def counted_as(self, number: Any) -> Iterator[None]:
@@ -347,25 +353,17 @@ class TowerExtended(_tf.StrategyExtended):
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
-        if self._workers is not None:
-            return shards.shard_dataset(dataset, self._workers, self._modes.stand_ins, ready,
-                                        self._modes.in_order).fetched_to(fetched_to)
-        return datasets_lib.split_dataset(dataset, len(self.worker_devices), self._modes.stand_ins,
-                                   ready).fetched_to(fetched_to)
+        return self.dealer.distribute(dataset, self._modes.stand_ins, self._modes.in_order, ready,
+                                      fetched_to)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> tf.distribute.DistributedDataset:
         arguments.check_function("dataset_fn", dataset_fn)
         per_replica, fetched_to, ready = self._input_options(options)
         count, workers = len(self.worker_devices), self._workers
-        here = count if per_replica else 1
-        first, pipelines = 0, here
-        if workers is not None:
-            first, pipelines = ((workers.first, workers.replicas) if per_replica
-                                else (workers.index, workers.count))
-        datasets = [dataset_fn(tf.distribute.InputContext(
-            num_input_pipelines=pipelines, input_pipeline_id=first + pipeline,
-            num_replicas_in_sync=self._num_replicas_in_sync)) for pipeline in range(here)]
+        datasets = [dataset_fn(context) for context in input_contexts.contexts(
+            count, workers, per_replica, self._num_replicas_in_sync,
+            self.dealer.units)]
         made = (datasets_lib.zip_datasets(datasets, ready=ready) if per_replica
                 else datasets_lib.group_dataset(datasets[0], count, ready=ready))
         if workers is not None:

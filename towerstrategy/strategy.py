@@ -15,8 +15,8 @@ from towerstrategy import _keras, arguments, extended
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.losses import own_losses, parts
 from towerstrategy.machines import clusters, meeting
+from towerstrategy.placement import asked_shares, kind
 from towerstrategy.placement import devices as devices_lib
-from towerstrategy.placement import kind
 from towerstrategy.report import description
 from towerstrategy.towers import contexts
 from towerstrategy.variables import rules
@@ -74,6 +74,11 @@ class TowerStrategy(kind.Kind):
         default with several towers), a device string such as ``"GPU:0"``, or ``"balanced"``: each
         variable has one of the towers as its home, chosen by bytes, and lives, merges and updates
         there.
+      shares: for towers that are not as fast as each other: a number for each device, to which its
+        rows of every batch are in proportion; ``"measured"``: the towers' times decide, while it
+        trains; ``"memory"``: by what each GPU may use; None: as many rows for each.  Only who
+        computes a row changes, see docs/unequal_devices.md.  With ``shares``, CPU and GPU towers
+        can be in one strategy.
       cross_device_ops: taken so that a ``MirroredStrategy`` can be swapped for this one, and not
         used: how and where results are merged is what ``merge_device`` says.
       cluster_resolver: says which machines train together and which of them this process is; None
@@ -82,16 +87,24 @@ class TowerStrategy(kind.Kind):
       communication_options: for what crosses machines: the implementation (RING or NCCL), the
         timeout.
 
+    A batch is dealt in proportion to the towers' shares where these are not equal:
+
+    >>> unequal = TowerStrategy(split_cpu(4)[:2], shares=[3, 1])
+    >>> [part.numpy().tolist() for part in unequal.split(tf.range(10)).values]
+    [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9]]
+
     Raises:
       TypeError: an argument of the wrong type.
-      ValueError: a device that does not exist, named twice, or of another kind than the others; a
-        cluster in which this process is no worker.
+      ValueError: a device that does not exist, named twice, or, without ``shares``, of another kind
+        than the others; shares that are not above 0, or more or fewer than devices; a cluster in
+        which this process is no worker.
       RuntimeError: made in TensorFlow 1 graph mode; a worker's strategy made after TensorFlow had
         started.
     """
 
     def __init__(self, devices: devices_lib.DevicesArgument = None,
                  merge_device: devices_lib.OneDevice | None = None, *,
+                 shares: asked_shares.SharesArgument = None,
                  cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
                  cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
                  communication_options: tf.distribute.experimental.CommunicationOptions
@@ -110,10 +123,10 @@ class TowerStrategy(kind.Kind):
                             f"{type(communication_options).__name__}.")
         resolver = cluster_resolver or clusters.resolver_of_environment()
         cluster = clusters.join(resolver)
-        placement = devices_lib.place(devices, merge_device)
+        placement = devices_lib.place(devices, merge_device, shares)
         workers = None if cluster is None else meeting.Machines(
             cluster, placement.merge, len(placement.towers), communication_options,
-            placement.on_cpu)
+            placement.on_cpu, placement.shares, placement.shares_from)
         super().__init__(extended.TowerExtended(self, placement, workers, resolver))
         own_losses.install()
         _keras.install_hooks()
@@ -193,6 +206,17 @@ class TowerStrategy(kind.Kind):
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver | None:
         """The cluster resolver that the strategy was made with, or that ``TF_CONFIG`` gave."""
         return self.extended.cluster_resolver
+
+    @property
+    def shares(self) -> list[float] | None:
+        """The shares of this machine's towers, or None where all get as many rows.
+
+        With ``shares="measured"`` those that were found so far: a list to give another time.
+
+        >>> TowerStrategy(split_cpu(4)[:2], shares=[3, 1]).shares
+        [3.0, 1.0]
+        """
+        return self.extended.dealer.shares
 
     def adopt(self, model: Any) -> str:
         """Makes ``model``, built outside this strategy's scope, train on its towers.

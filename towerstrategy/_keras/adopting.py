@@ -114,8 +114,9 @@ def check_no_states(strategy: tf.distribute.Strategy, model: Any, rnn: type[Any]
     for layer in stateful:
         states = [state for state in tf.nest.flatten(layer.states) if state is not None]
         rows = states[0].shape[0] if states else None
+        dealt = rows_lib.deal(rows or 0, towers_, strategy.extended.dealer.units)[1]
         parts = "" if rows is None else (f" ({rows} rows, of which the towers get "
-                                         f"{', '.join(map(str, rows_lib.deal(rows, towers_)[1]))})")
+                                         f"{', '.join(map(str, dealt))})")
         raise ValueError(
             f"layer {layer.name!r} of model {model.name!r} is a stateful RNN. Its state has a row "
             f"for each row of a batch{parts}, and exists once, while each of the {towers_} towers "

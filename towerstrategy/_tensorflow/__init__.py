@@ -16,6 +16,10 @@ from towerstrategy._tensorflow.data import (
 from towerstrategy._tensorflow.data import (
     read_profile as read_profile,
 )
+from towerstrategy._tensorflow.devices import PRIVATE_NAMES as _DEVICES
+from towerstrategy._tensorflow.devices import (
+    memory_limits as memory_limits,
+)
 from towerstrategy._tensorflow.errors import PRIVATE_NAMES as _ERRORS
 from towerstrategy._tensorflow.errors import (
     add_note as add_note,
@@ -261,6 +265,7 @@ PRIVATE_NAMES: dict[str, str] = {
     **_FUNCTIONS,
     **_GRAPHS,
     **_LOSSES,
+    **_DEVICES,
     **_MACHINES,
     **_SEEDS,
     **_STRATEGIES,

@@ -7,6 +7,7 @@ whose elements are nests of :class:`sub_batches.SubBatches`: what Keras and loop
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ READY = 2
 
 
 def split_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False,
-                  ready: int = READY) -> TowerDataset:
+                  ready: int = READY, dealing: rows_lib.Dealing | None = None) -> TowerDataset:
     """A dataset of global batches, split in the input pipeline.
 
     Args:
@@ -33,6 +34,7 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
       towers: how many sub-batches each element becomes.
       stand_ins: see :func:`split_batch`.
       ready: how many split elements the pipeline holds ready.
+      dealing: see :func:`split_batch`.
 
     Raises:
       TypeError: ``dataset`` is no ``tf.data.Dataset``.
@@ -40,12 +42,12 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
     """
     check_batched(dataset)
     source = Source([dataset], stand_ins, lambda sources, stand_ins: split_dataset(
-        sources[0], towers, stand_ins, ready))
+        sources[0], towers, stand_ins, ready, dealing))
     if towers > 1:
         split = on_elements(dataset.element_spec, _in_scope(
-            lambda element: splitting.split_batch(element, towers, stand_ins)))
+            lambda element: splitting.split_batch(element, towers, stand_ins, dealing)))
         dataset = dataset.map(split).prefetch(ready)
-    return TowerDataset(dataset, source)
+    return TowerDataset(dataset, source, open_rows=dealing is not None)
 
 
 def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False,
@@ -183,14 +185,17 @@ class TowerDataset(tf.distribute.DistributedDataset):
       element_spec: nest of type specs, a :class:`SubBatchesSpec` for each split component.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, source: Source) -> None:
+    def __init__(self, dataset: tf.data.Dataset, source: Source, open_rows: bool = False) -> None:
         self._dataset = dataset
         self._source = source
+        self._open_rows = open_rows
+        self._watcher: Any = None
         self._devices: Sequence[str] = ()
 
     def with_stand_ins(self) -> TowerDataset:
         """The same dataset with stand-ins for towers without rows."""
-        return self._source.make(self._source.datasets, True).fetched_to(self._devices)
+        return self._source.make(self._source.datasets, True).fetched_to(
+            self._devices).watched_by(self._watcher)
 
     def map(self, map_func: Callable[..., Nest]) -> TowerDataset:
         """The same dataset of batches that ``map_func`` has changed before they were dealt.
@@ -198,7 +203,8 @@ class TowerDataset(tf.distribute.DistributedDataset):
         Keras turns class weights into sample weights by it.
         """
         mapped = [dataset.map(map_func) for dataset in self._source.datasets]
-        return self._source.make(mapped, self._source.stand_ins).fetched_to(self._devices)
+        return self._source.make(mapped, self._source.stand_ins).fetched_to(
+            self._devices).watched_by(self._watcher)
 
     def prefetch(self, buffer_size: Any) -> TowerDataset:
         """This dataset: its pipeline holds elements ready as it is, see ``tf.distribute``."""
@@ -208,6 +214,16 @@ class TowerDataset(tf.distribute.DistributedDataset):
     def fetched_to(self, devices: Sequence[str]) -> TowerDataset:
         """This dataset, each tower's part of an element put on its device when it is taken."""
         self._devices = devices
+        return self
+
+    def watched_by(self, watcher: Any) -> TowerDataset:
+        """This dataset, of whose steps in Python's own loops ``watcher``, if any, is told.
+
+        Args:
+          watcher: its ``between`` is called where a step ends and another begins, ``end_of_loop``
+            when an iterator is no more; or None.
+        """
+        self._watcher = watcher
         return self
 
     @property
@@ -238,6 +254,10 @@ class TowerDataset(tf.distribute.DistributedDataset):
         iterator = iter(dataset)
         iterator.__class__ = iterators.TowerIterator
         iterator._devices = self._devices
+        iterator._open_rows = self._open_rows
+        if self._watcher is not None:
+            iterator._between = self._watcher.between
+            weakref.finalize(iterator, self._watcher.end_of_loop)
         iterator.row_count = row_count
         return iterator
 

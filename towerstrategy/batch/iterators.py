@@ -48,14 +48,23 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
 
     row_count: Any = None
     _devices: Sequence[str] = ()
+    _open_rows = False
+    _between: Callable[[], None] | None = None
     _steps_in_graph = 0
 
     def get_next(self) -> Nest:
-        return onto_devices(super().get_next(), self._devices)
+        return self._handed(super().get_next())
 
     def __next__(self) -> Nest:
         self._check_ends()
-        return onto_devices(super().__next__(), self._devices)
+        if self._between is not None and tf.executing_eagerly():
+            self._between()
+        return self._handed(super().__next__())
+
+    def _handed(self, element: Nest) -> Nest:
+        """``element`` as whoever iterates gets it."""
+        element = onto_devices(element, self._devices)
+        return sub_batches.with_open_rows(element) if self._open_rows else element
 
     def _check_ends(self) -> None:
         """Python's own loops know no end while a function is traced; stop them with a reason."""

@@ -2,12 +2,16 @@
 
 Goes in: a number of rows and of towers, or a tensor and a range of rows.  Comes out: starts and
 sizes, or those rows.  Rows are dealt in order and as evenly as they go: with N rows and R towers
-the first ``N mod R`` towers get ``N // R + 1`` rows, the others ``N // R``.
+the first ``N mod R`` towers get ``N // R + 1`` rows, the others ``N // R``.  Towers of unequal
+shares get rows in proportion: each the whole part of what it should have, the rows that are left
+going to the largest remainders, of equal ones to the first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -15,14 +19,39 @@ import tensorflow as tf
 
 Nest = Any
 Rows = Any  # an int, or a scalar int64 tensor
+Units = Any  # whole numbers, one a tower: a tuple, or an int64 vector; None where all are equal
+
+# The most units of all towers together: times a number of rows they are to stay an int64.
+_MOST_UNITS = 2**31
 
 
-def deal(rows: Rows, towers: int) -> tuple[list[Rows], list[Rows]]:
+def units_of(shares: Sequence[float]) -> tuple[int, ...] | None:
+    """``shares`` as whole numbers in the same proportion, which deal alike wherever it is done.
+
+    None where all are equal.
+
+    >>> units_of([3, 1]), units_of([.5, .25, .25]), units_of([2., 2.])
+    ((3, 1), (2, 1, 1), None)
+    """
+    # Of 0.1 what was written counts, and not the nearest binary number.
+    exact = [Fraction(repr(float(share))) for share in shares]
+    if len(set(exact)) == 1:
+        return None
+    whole = [int(share * math.lcm(*(part.denominator for part in exact))) for share in exact]
+    whole = [share // math.gcd(*whole) for share in whole]
+    if sum(whole) <= _MOST_UNITS:
+        return tuple(whole)
+    total = sum(exact)
+    return tuple(max(round(share * (_MOST_UNITS - len(exact)) / total), 1) for share in exact)
+
+
+def deal(rows: Rows, towers: int, units: Units = None) -> tuple[list[Rows], list[Rows]]:
     """Where each tower's rows start and how many they are.
 
     Args:
       rows: rows of the batch, an int or a scalar integer tensor.
       towers: how many towers, at least 1.
+      units: the towers' shares, see :func:`units_of`; None where all are equal.
 
     Returns:
       ``(starts, sizes)``, ``towers`` items each, ints or scalar tensors as ``rows`` is.
@@ -31,7 +60,11 @@ def deal(rows: Rows, towers: int) -> tuple[list[Rows], list[Rows]]:
     ([0, 3, 6, 8], [3, 3, 2, 2])
     >>> deal(2, 4)
     ([0, 1, 2, 2], [1, 1, 0, 0])
+    >>> deal(10, 2, (3, 1))
+    ([0, 8], [8, 2])
     """
+    if units is not None:
+        return _deal_by(rows, towers, units)
     base, extra = rows // towers, rows % towers
     if isinstance(rows, int):
         starts = [tower * base + min(tower, extra) for tower in range(towers)]
@@ -42,9 +75,46 @@ def deal(rows: Rows, towers: int) -> tuple[list[Rows], list[Rows]]:
     return tf.unstack(starts), tf.unstack(sizes)
 
 
+def _deal_by(rows: Rows, towers: int, units: Units) -> tuple[list[Rows], list[Rows]]:
+    """:func:`deal` by the largest remainder, in whole numbers: no rounding can lose a row."""
+    if isinstance(rows, int) and isinstance(units, tuple):
+        total = sum(units)
+        sizes = [rows * unit // total for unit in units]
+        largest = sorted(range(towers), key=lambda tower: (-(rows * units[tower] % total), tower))
+        for tower in largest[:rows - sum(sizes)]:
+            sizes[tower] += 1
+        return [sum(sizes[:tower]) for tower in range(towers)], sizes
+    rows = tf.constant(rows, tf.int64) if isinstance(rows, int) else rows
+    units = tf.cast(units, tf.int64)
+    wanted, total = tf.cast(rows, tf.int64) * units, tf.reduce_sum(units)
+    floors = wanted // total
+    # Of equal remainders the first tower's is the larger one.
+    ranks = wanted % total * towers + np.arange(towers, dtype=np.int64)[::-1]
+    larger = tf.cast(ranks[tf.newaxis] > ranks[:, tf.newaxis], tf.int64)
+    extra = tf.cast(rows, tf.int64) - tf.reduce_sum(floors)
+    dealt = tf.cast(floors + tf.cast(tf.reduce_sum(larger, 1) < extra, tf.int64), rows.dtype)
+    return tf.unstack(tf.cumsum(dealt, exclusive=True)), tf.unstack(dealt, towers)
+
+
+def opened(starts: list[Rows], sizes: list[Rows]) -> tuple[list[Rows], list[Rows]]:
+    """The same numbers, known while the function runs alone.
+
+    Parts that are cut by them have an open first dimension, the same on all towers, so one trace
+    serves all.
+    """
+    known = tf.constant([starts, sizes], tf.int64)
+    both = tf.compat.v1.placeholder_with_default(known, known.shape)
+    return tf.unstack(both[0]), tf.unstack(both[1])
+
+
 # Rows of a batch -> where this machine's towers' rows start, how many they are, and the rows to
-# put down with them.
-Dealing = Callable[[Rows], tuple[list[Rows], list[Rows], Sequence[Rows]]]
+# put down with them, or None: those of this machine's.
+Dealing = Callable[[Rows], tuple[list[Rows], list[Rows], "Sequence[Rows] | None"]]
+
+
+def dealing_by(towers: int, units: Units) -> Dealing:
+    """Deals the rows of a batch that stays on this machine."""
+    return lambda rows: (*deal(rows, towers, units() if callable(units) else units), None)
 
 
 def rows_in(component: Any) -> Rows:
@@ -73,7 +143,10 @@ def with_stand_ins(rows: Rows, starts: list[Rows],
                     sizes: list[Rows]) -> tuple[list[Rows], list[Rows]]:
     """Starts and sizes that give a tower without rows the batch's last row (if there is any)."""
     if isinstance(rows, int):
-        return [min(start, max(rows - 1, 0)) for start in starts], [max(size, 1) for size in sizes]
+        if all(isinstance(size, int) for size in sizes):
+            last = max(rows - 1, 0)
+            return [min(start, last) for start in starts], [max(size, 1) for size in sizes]
+        rows = tf.constant(rows, sizes[0].dtype)
     one = tf.constant(1, rows.dtype)
     last = tf.maximum(rows - one, 0)
     return (tf.unstack(tf.minimum(tf.stack(starts), last)),

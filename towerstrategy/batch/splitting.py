@@ -32,7 +32,8 @@ def split_batch(batch: Nest, towers: int, stand_ins: bool = False,
         leaves stay ``None``.
       towers: how many sub-batches.
       stand_ins: whether a tower without rows gets a stand-in, see :class:`StandInSubBatches`.
-      dealing: how rows are dealt where some go to other machines; None where all stay here.
+      dealing: how rows are dealt where some go to other machines, or towers have unequal shares;
+        None where all stay here, and towers get as many.
 
     Returns:
       The same nest with a :class:`SubBatches` for each leaf; with one tower the batch itself, its
@@ -61,10 +62,14 @@ def split_batch(batch: Nest, towers: int, stand_ins: bool = False,
         if absent:
             starts, sizes = rows_lib.with_stand_ins(rows, starts, sizes)
         pack = functools.partial(sub_batches.StandInSubBatches, rows=counts)
+    known = all(isinstance(size, int) for size in sizes) and not tf.executing_eagerly()
+    if dealing is not None and known and len(set(sizes)) > 1:
+        starts, sizes = rows_lib.opened(starts, sizes)
     dealt = [pack([rows_lib.rows_between(tensor, start, size)
                    for start, size in zip(starts, sizes)])
              if rows_lib.has_rows(tensor) else tensor for tensor in tensors]
-    return tf.nest.pack_sequence_as(batch, dealt)
+    dealt = tf.nest.pack_sequence_as(batch, dealt)
+    return dealt if dealing is None else sub_batches.with_open_rows(dealt)
 
 
 def as_batch(grouped: Nest) -> Nest:

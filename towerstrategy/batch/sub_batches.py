@@ -15,6 +15,26 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 
 
+def with_open_rows(element: Any) -> Any:
+    """``element``, of which functions are traced for any number of rows.
+
+    Where towers have unequal shares, one trace serves all of them then, whatever their shares.
+    """
+    for leaf in tf.nest.flatten(element):
+        if isinstance(leaf, SubBatches):
+            leaf.open_rows = True
+    return element
+
+
+def _opened(spec: tf.TypeSpec) -> tf.TypeSpec:
+    shape = spec.shape
+    shape = shape if shape.rank is None else tf.TensorShape([None]).concatenate(shape[1:])
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype,
+                                   spec.flat_values_spec)
+    return type(spec)(shape, spec.dtype)
+
+
 class SubBatchesSpec(_tf.PerReplicaSpec):
     """The type spec of :class:`SubBatches`."""
 
@@ -38,11 +58,20 @@ class SubBatches(_tf.PerReplica):
 
     It is the ``PerReplica`` that ``tf.distribute`` uses, with one thing more to it: whoever gets it
     knows that the first dimension counts rows, so that each tower's share of the batch is known.
+
+    Attributes:
+      open_rows: whether functions are traced for any number of rows.
     """
+
+    open_rows = False
 
     @property
     def _type_spec(self) -> SubBatchesSpec:
-        return SubBatchesSpec(*(tf.type_spec_from_value(value) for value in self._values))
+        return SubBatchesSpec(*self._part_specs())
+
+    def _part_specs(self) -> list[tf.TypeSpec]:
+        specs = [tf.type_spec_from_value(value) for value in self._values]
+        return [_opened(spec) for spec in specs] if self.open_rows else specs
 
 
 class StandInSpec(SubBatchesSpec):
@@ -72,8 +101,7 @@ class StandInSubBatches(SubBatches):
 
     @property
     def _type_spec(self) -> StandInSpec:
-        return StandInSpec(*(tf.type_spec_from_value(value) for value in self._values),
-                           tf.TensorSpec(self.rows.shape, tf.int64))
+        return StandInSpec(*self._part_specs(), tf.TensorSpec(self.rows.shape, tf.int64))
 
 
 def row_counts(batches: SubBatches) -> list[rows_lib.Rows]:

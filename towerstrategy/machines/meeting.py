@@ -15,7 +15,9 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import rows as rows_lib
 from towerstrategy.machines import clusters, health, row_products
+from towerstrategy.placement import asked_shares
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
 
@@ -28,6 +30,9 @@ _NOT_CARRIED = (tf.string, tf.variant, tf.resource)
 
 # Each worker makes a product from the rows of all, which costs time: so many times less must cross.
 _PRODUCT_COSTS = 2
+
+# What shares may be taken from, in the order of the numbers that say so to other workers.
+_KINDS = ("", asked_shares.MEMORY, asked_shares.MEASURED)
 
 # Bytes from which a tensor crosses by itself.
 LARGE = 2**22
@@ -49,9 +54,11 @@ class Machines:
       towers: how many towers this worker has.
       options: ``tf.distribute.experimental.CommunicationOptions`` or None.
       on_cpu: whether this worker's towers and merge device are all on the CPU.
+      shares: a number for each of this worker's towers; None where all get as many.
+      shares_from: what they were taken from, see :class:`devices.Placement`.
 
     Raises:
-      ValueError: workers have different numbers of towers, or are told of different clusters.
+      ValueError: workers have shares of different kinds, or are told of different clusters.
       RuntimeError: not all workers have come in time.
 
     Attributes:
@@ -62,11 +69,13 @@ class Machines:
       first: the global number of this worker's first tower.
       replicas: how many towers all workers have.
       towers_of: how many each has.
+      units: the shares of all towers, see :func:`rows.units_of`; None where all are equal.
       takes_products: whether :meth:`sum` is to be given products as such, on all workers.
     """
 
     def __init__(self, cluster: clusters.Cluster, device: str, towers: int, options: Any = None,
-                 on_cpu: bool = False) -> None:
+                 on_cpu: bool = False, shares: Sequence[float] | None = None,
+                 shares_from: str = "") -> None:
         self.cluster = cluster
         self.number = len(_made)
         _made.append(self)
@@ -75,23 +84,22 @@ class Machines:
         self._launcher = _tf.collective_launcher(device, cluster.count, options)
         # TensorFlow gathers in an order of its own; this tells where each worker's part is.
         self._order = list(range(self.count))
-        told = self._meet(options, on_cpu)
+        told = self._meet(options, on_cpu, shares_from)
         order = sorted(range(self.count), key=lambda position: told[position][0])
         self._order = order
         self._check_clusters([told[position][2] for position in order])
         self.towers_of = [told[position][1] for position in order]
-        if min(self.towers_of) < max(self.towers_of):
-            raise ValueError("all workers must have the same number of towers, but they have "
-                             f"{self.towers_of} (in the workers' order). Give devices= on each.")
+        self._check_kinds([_KINDS[told[position][4]] for position in order])
         self.first = sum(self.towers_of[:self.index])
         self.replicas = sum(self.towers_of)
         self.takes_products = all(told[position][3] for position in order)
+        self.units = self._agree_on_units(shares or (1.,) * towers)
         self._agree_on_seed()
 
-    def _meet(self, options: Any, on_cpu: bool) -> list[list[int]]:
+    def _meet(self, options: Any, on_cpu: bool, shares_from: str) -> list[list[int]]:
         """What each worker says of itself, when all have started."""
-        own = tf.constant([[self.index, self.towers, clusters.digest(self.cluster), int(on_cpu)]],
-                          tf.int64)
+        own = tf.constant([[self.index, self.towers, clusters.digest(self.cluster), int(on_cpu),
+                            _KINDS.index(shares_from)]], tf.int64)
         seconds = getattr(options, "timeout_seconds", None) or START
         try:
             told = _tf.all_gather(self._launcher, own, _tf.Options(timeout_seconds=seconds))
@@ -118,6 +126,17 @@ class Machines:
                 "all workers must be told of the same cluster, in the same words, but "
                 f"{', '.join(others)} was told of another than this one, which was told of "
                 f"{clusters.jobs(self.cluster)}.")
+
+    def _check_kinds(self, kinds: list[str]) -> None:
+        if len(set(kinds)) > 1:
+            told = ", ".join(repr(kind) if kind else "numbers or nothing" for kind in kinds)
+            raise ValueError("shares must be of one kind on all workers, as they are compared over "
+                             f"the towers of all, but they are {told} (in the workers' order).")
+
+    def _agree_on_units(self, shares: Sequence[float]) -> tuple[int, ...] | None:
+        """The shares of the towers of all workers, as :func:`rows.units_of` has them."""
+        own = tf.constant(shares, tf.float64)
+        return rows_lib.units_of(self.gather_rows([own])[0].numpy().tolist())
 
     def _agree_on_seed(self) -> None:
         """Sets worker 0's random seed on all, unless all have set the same.

@@ -6,6 +6,7 @@ a :class:`workers_data.WorkersDataset`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
+from towerstrategy.batch import measured as measured_lib
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch import splitting, sub_batches
 from towerstrategy.batch.rows import Nest
@@ -21,27 +23,32 @@ from towerstrategy.machines import meeting, workers_data
 Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
 
 
-def dealing(workers: meeting.Machines, told: slice = slice(None)) -> rows_lib.Dealing:
-    """Deals a batch that every worker has: each takes its own towers' rows."""
+def dealing(workers: meeting.Machines, units: rows_lib.Units, told: slice = slice(None),
+            note: Callable[[list[Any]], None] | None = None) -> rows_lib.Dealing:
+    """Deals a batch that every worker has, by ``units``: each takes its own towers' rows."""
     here = slice(workers.first, workers.first + workers.towers)
 
     def deal(rows: rows_lib.Rows) -> tuple[list[Any], list[Any], list[Any]]:
-        starts, sizes = rows_lib.deal(rows, workers.replicas)
+        starts, sizes = rows_lib.deal(rows, workers.replicas, units)
+        if note is not None:
+            note(sizes[here])
         return starts[here], sizes[here], sizes[told]
 
     return deal
 
 
 def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool = False,
-                  ready: int = datasets_lib.READY,
-                  in_order: bool = False) -> workers_data.WorkersDataset:
+                  ready: int = datasets_lib.READY, in_order: bool = False,
+                  measured: measured_lib.MeasuredShares | None = None
+                  ) -> workers_data.WorkersDataset:
     """This worker's part of a dataset of global batches.
 
     The policy is the dataset's ``options().experimental_distribute.auto_shard_policy``:
 
     * ``DATA``: every worker reads all batches and takes its towers' rows of each.
-    * ``FILE``, ``HINT``: every worker reads files of its own (TensorFlow's sharding), and takes of
-      each batch that it reads as many rows as its towers' share of a global batch is.
+    * ``FILE``, ``HINT``: every worker reads files of its own (TensorFlow's sharding), and takes one
+      of as many parts as there are workers of each batch that it reads.  Its towers' shares divide
+      that part; between workers the files do.
     * ``OFF``: the same from all files: every worker reads everything.
     * ``AUTO``: ``FILE`` where TensorFlow can shard the dataset's files, else ``DATA``.
 
@@ -51,6 +58,7 @@ def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines, stand_ins
       stand_ins: see :func:`split.split_batch`.
       ready: how many elements the pipeline holds ready.
       in_order: whether ``AUTO`` is to keep the rows' order, which ``DATA`` does.
+      measured: the shares, where they change; those of the workers' else.
 
     Raises:
       TypeError: ``dataset`` is no ``tf.data.Dataset``.
@@ -60,15 +68,16 @@ def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines, stand_ins
     own = _own_batches(dataset, workers, in_order)
     if own is None:
         here = slice(workers.first, workers.first + workers.towers)
-        made = dataset.map(datasets_lib.on_elements(dataset.element_spec, lambda element:
-                           splitting.split_batch(element, workers.towers, stand_ins,
-                                             dealing(workers, here))))
+        note = None if measured is None else measured.note
+        made = _map_by_units(dataset, workers, measured, lambda element, units:
+                             splitting.split_batch(element, workers.towers, stand_ins,
+                                                   dealing(workers, units, here, note)))
         length = dataset.cardinality()
     else:
-        made = _dealt(own, workers, stand_ins)
+        made = _dealt(own, workers, stand_ins, measured)
         length = _length_for_all(own, workers)
     source = datasets_lib.Source([dataset], stand_ins, lambda sources, stand_ins: shard_dataset(
-        sources[0], workers, stand_ins, ready, in_order))
+        sources[0], workers, stand_ins, ready, in_order, measured))
     return workers_data.WorkersDataset(made, workers, stand_ins, ready, length, source)
 
 
@@ -81,6 +90,19 @@ def shard_grouped(grouped: datasets_lib.TowerDataset, workers: meeting.Machines,
     made = dataset.map(datasets_lib.on_elements(dataset.element_spec, _counted))
     length = _length_for_all(dataset, workers)
     return workers_data.WorkersDataset(made, workers, stand_ins, ready, length, source)
+
+
+def _map_by_units(dataset: tf.data.Dataset, workers: meeting.Machines,
+                  measured: measured_lib.MeasuredShares | None,
+                  fn: Callable[[Nest, rows_lib.Units], Nest]) -> tf.data.Dataset:
+    """``fn`` of each element of ``dataset`` and the shares of all towers.
+
+    All elements of an iterator are dealt by the same ones: workers are not at the same element.
+    """
+    if measured is None:
+        return dataset.map(datasets_lib.on_elements(
+            dataset.element_spec, lambda element: fn(element, workers.units)))
+    return tf.data.Dataset.zip((dataset, measured.of_iterator())).map(fn)
 
 
 def _length_for_all(own: tf.data.Dataset, workers: meeting.Machines) -> Any:
@@ -122,18 +144,20 @@ def _by_file(dataset: tf.data.Dataset, workers: meeting.Machines,
     return tf.data.experimental.from_variant(sharded, spec)
 
 
-def _dealt(own: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool) -> tf.data.Dataset:
+def _dealt(own: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool,
+           measured: measured_lib.MeasuredShares | None) -> tf.data.Dataset:
     """Each of this worker's batches as several steps, so that all workers' make one batch."""
     spec = own.element_spec
     # Workers begin at different parts, so that each step has a part of every size.
     turn = np.roll(np.arange(workers.count), -workers.index)
-    until = np.cumsum([0, *workers.towers_of])
+    here = slice(workers.first, workers.first + workers.towers)
 
     def parts(element: Nest) -> tf.data.Dataset:
         leaves = tf.nest.flatten(element)
         rows = tf.cast(rows_lib.rows_in(leaves[0]), tf.int64)
-        _, each = rows_lib.deal(rows, workers.replicas)
-        sizes = tf.stack([tf.add_n(each[until[worker]:until[worker + 1]]) for worker in turn])
+        # As many for each: what a worker has to do is what is in its files.
+        _, each = rows_lib.deal(rows, workers.count)
+        sizes = tf.stack([each[worker] for worker in turn])
         starts = tf.cumsum(sizes, exclusive=True)
 
         def part(number: tf.Tensor) -> tuple[tf.Tensor, Nest]:
@@ -146,12 +170,16 @@ def _dealt(own: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool) -> 
 
         return tf.data.Dataset.range(workers.count).map(part)
 
-    def deal_part(size: tf.Tensor, element: Nest) -> Nest:
-        starts, sizes = rows_lib.deal(size, workers.towers)
+    def deal_part(sized: tuple[tf.Tensor, Nest], units: rows_lib.Units) -> Nest:
+        size, element = sized
+        starts, sizes = rows_lib.deal(size, workers.towers, None if units is None else units[here])
+        if measured is not None:
+            measured.note(sizes)
         return splitting.split_batch(element, workers.towers, stand_ins,
                                  lambda _: (starts, sizes, sizes))
 
-    return own.flat_map(datasets_lib.on_elements(spec, parts)).map(deal_part)
+    sized = own.flat_map(datasets_lib.on_elements(spec, parts))
+    return _map_by_units(sized, workers, measured, deal_part)
 
 
 def _counted(element: Nest) -> Nest:

@@ -58,12 +58,12 @@ class WorkersIterator(iterators.TowerIterator):
         if tf.executing_eagerly():
             if not bool(there):
                 _raise_ended()
-            return iterators.onto_devices(element, self._devices)
+            return self._handed(element)
         # An iterator without elements raises the error that says that data has ended.
         ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
         with tf.control_dependencies([ended]):
             element = tf.nest.map_structure(tf.identity, element, expand_composites=True)
-        return iterators.onto_devices(element, self._devices)
+        return self._handed(element)
 
     def __next__(self) -> Nest:
         self._check_ends()
@@ -182,6 +182,8 @@ class WorkersDataset(datasets_lib.TowerDataset):
         return int(self._length)
 
     def __iter__(self) -> WorkersIterator:
+        if self._watcher is not None and tf.executing_eagerly():
+            self._watcher.agree()
         return _agreeing(super().__iter__(), self._spec, self._workers, self._devices)
 
     def _endless(self, dataset: tf.data.Dataset, stand_ins: bool) -> tf.data.Dataset:

@@ -1,8 +1,9 @@
 """What the user asked for -> the tower devices and the merge device.
 
-Goes in: ``devices`` and ``merge_device`` as given to ``TowerStrategy``, and the logical devices
-that TensorFlow shows.  Comes out: a :class:`Placement`, with full device names.  Every complaint
-about a device is raised here; each names the argument, what was given and which devices there are.
+Goes in: ``devices``, ``merge_device`` and ``shares`` as given to ``TowerStrategy``, and the logical
+devices that TensorFlow shows.  Comes out: a :class:`Placement`, with full device names.  Every
+complaint about a device is raised here; each names the argument, what was given and which devices
+there are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from typing import Any, Union
 
 import tensorflow as tf
+
+from towerstrategy.placement import asked_shares
 
 ListedDevice = Union[tf.config.LogicalDevice, tf.config.PhysicalDevice]
 OneDevice = Union[str, ListedDevice]
@@ -32,17 +35,26 @@ class Placement:
       merge: the device where results meet that belong to no variable, and, unless ``balanced``,
         where every variable lives.
       balanced: whether each variable has a tower of its own choosing as home.
+      shares: a number a tower, to which its rows are in proportion; None where all get as many.
+      shares_from: what they were taken from: ``"measured"``, ``"memory"``, or nothing of these.
     """
 
     towers: tuple[str, ...]
     merge: str
     balanced: bool
+    shares: tuple[float, ...] | None = None
+    shares_from: str = ""
 
     @property
     def compiles(self) -> bool:
         """Whether XLA can compile a whole step: all of it is on TensorFlow's default device."""
         default = _full_name("GPU:0" if gpu_count() else "CPU:0", "devices")
         return {*self.towers, self.merge} == {default}
+
+    @property
+    def kinds(self) -> set[str]:
+        """The towers' kinds of device; several only where shares were asked for."""
+        return {str(tf.DeviceSpec.from_string(device).device_type) for device in self.towers}
 
     @property
     def on_cpu(self) -> bool:
@@ -91,13 +103,15 @@ def split_cpu(count: int) -> list[str]:
     return [f"CPU:{index}" for index in range(count)]
 
 
-def place(devices: DevicesArgument, merge_device: OneDevice | None) -> Placement:
-    """Resolves the two arguments of ``TowerStrategy``.
+def place(devices: DevicesArgument, merge_device: OneDevice | None,
+          shares: asked_shares.SharesArgument = None) -> Placement:
+    """Resolves these arguments of ``TowerStrategy``.
 
     Args:
       devices: None (all GPUs; none there: the first CPU device), a count, or a list of GPU ids,
         device strings or devices as ``tf.config`` lists them.
       merge_device: None, ``"cpu"``, ``"balanced"``, a device string or a device of ``tf.config``.
+      shares: None, a number for each device, ``"measured"`` or ``"memory"``.
 
     Returns:
       The placement, with full device names such as
@@ -105,9 +119,12 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None) -> Placement
 
     Raises:
       TypeError: an argument of the wrong type.
-      ValueError: a device that is not there, a duplicate, an empty list, CPU and GPU mixed.
+      ValueError: a device that is not there, a duplicate, an empty list, CPU and GPU mixed
+        without ``shares``, shares that cannot be.
     """
-    towers = _towers(devices)
+    towers = _towers(devices, mixed=shares is not None)
+    share = asked_shares.checked(shares, towers)
+    taken_from = shares if isinstance(shares, str) else ""
     if merge_device is None:
         merge_device = "cpu" if len(towers) > 1 else towers[0]
     if _is_listed(merge_device):
@@ -117,9 +134,10 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None) -> Placement
             f'merge_device must be None, "cpu", "{BALANCED}" or a device string, but got '
             f"{merge_device!r} of type {type(merge_device).__name__}. {_there()}")
     if merge_device.lower() == BALANCED:
-        return Placement(towers, _full_name("CPU:0", "merge_device"), len(towers) > 1)
+        return Placement(towers, _full_name("CPU:0", "merge_device"), len(towers) > 1, share,
+                         taken_from)
     name = "CPU:0" if merge_device.lower() == "cpu" else merge_device
-    return Placement(towers, _full_name(name, "merge_device"), False)
+    return Placement(towers, _full_name(name, "merge_device"), False, share, taken_from)
 
 
 def whole_number(argument: str, value: Any) -> int:
@@ -149,7 +167,7 @@ def gpu_count() -> int:
     return len(tf.config.list_logical_devices("GPU"))
 
 
-def _towers(devices: DevicesArgument) -> tuple[str, ...]:
+def _towers(devices: DevicesArgument, mixed: bool = False) -> tuple[str, ...]:
     if devices is None:
         asked: list[Any] = [f"GPU:{index}" for index in range(gpu_count())] or ["CPU:0"]
     elif isinstance(devices, str) or _is_listed(devices):
@@ -170,9 +188,10 @@ def _towers(devices: DevicesArgument) -> tuple[str, ...]:
             raise ValueError(f"devices names {short_name(name)} twice, but each tower needs a "
                              f"device of its own: got {devices!r}. {_there()}")
     kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in names})
-    if len(kinds) > 1:
-        raise ValueError(f"devices mixes {' and '.join(kinds)}, but the towers of one strategy "
-                         f"must be of one kind: got {devices!r}. {_there()}")
+    if len(kinds) > 1 and not mixed:
+        raise ValueError(f"devices mixes {' and '.join(kinds)}, but towers that get as many rows "
+                         f"must be of one kind: got {devices!r}. Say what each is to get, with "
+                         f'shares=[...] or shares="measured". {_there()}')
     return names
 
 

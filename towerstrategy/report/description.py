@@ -75,14 +75,43 @@ def _described(strategy: tf.distribute.Strategy) -> tuple[str, str]:
             sizes[device] = sizes.get(device, 0) + homes_lib.size_of(part)
     roles = _roles(placement)
     devices = list(roles) + sorted(set(counts) - set(roles))
-    rows = [(device, roles.get(device, "variables only"), f"{counts.get(device, 0):,}",
-             f"{sizes.get(device, 0):,}") for device in devices]
+    shares = _shares(strategy)
+    rows: list[tuple[str, ...]]
+    rows = [(device, roles.get(device, "variables only"), shares.get(device, ""),
+             f"{counts.get(device, 0):,}", f"{sizes.get(device, 0):,}") for device in devices]
     number = len(placement.towers)
     title = (f"TowerStrategy: {number} tower{'s' if number > 1 else ''}, merge device "
-             f"{merge_name(placement)}")
-    header = ("device", "role", "variables", "bytes")
-    return (f"{title}\n{table(header, rows, numbers=(2, 3))}",
-            _page(title, header, rows, numbers=(2, 3)))
+             f"{merge_name(placement)}{_how_measured(strategy)}")
+    header: tuple[str, ...] = ("device", "role", "share", "variables", "bytes")
+    if not shares:
+        header, rows = _without(header, 2), [_without(row, 2) for row in rows]
+    numbers = range(2, len(header))
+    return f"{title}\n{table(header, rows, numbers)}", _page(title, header, rows, numbers)
+
+
+def _how_measured(strategy: tf.distribute.Strategy) -> str:
+    measuring = strategy.extended.dealer.measuring
+    if measuring is None:
+        return ""
+    if not measuring.rounds:
+        return ", shares to be measured"
+    return f", shares measured (rounds: {measuring.rounds}, changes: {measuring.changes})"
+
+
+def _without(row: tuple[str, ...], column: int) -> tuple[str, ...]:
+    return row[:column] + row[column + 1:]
+
+
+def _shares(strategy: tf.distribute.Strategy) -> dict[str, str]:
+    """Each tower's share of a batch, by its device; nothing where none were asked for."""
+    extended = strategy.extended
+    if extended.placement.shares is None:
+        return {}
+    number = strategy.num_replicas_in_sync
+    units = extended.dealer.units or (1,) * number
+    here = units[extended.first_replica:]
+    return {devices_lib.short_name(tower): f"{unit / sum(units):.1%}"
+            for tower, unit in zip(extended.placement.towers, here)}
 
 
 def _page(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]],

@@ -93,32 +93,71 @@ def take(call: Callable[[], Any], kinds: Sequence[str],
       Busy: another profile is being taken; ``call`` has not run.
       NotTaken: no profile can be taken; ``call`` has not run.
     """
-    with contextlib.ExitStack() as stack:
-        try:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(
-                prefix="towerstrategy_", ignore_cleanup_errors=True))
-            _start(folder)
-        except tf.errors.AlreadyExistsError as error:
-            raise Busy(str(error)) from None
-        except Exception as error:
-            raise NotTaken(f"{type(error).__name__}: {error}") from error
-        start = time.perf_counter()
-        try:
-            with tf.profiler.experimental.Trace(_WINDOW):
-                result = call()
-                if "GPU" in (*kinds, merge_kind):
-                    tf.test.experimental.sync_devices()
-        except BaseException:
-            with contextlib.suppress(Exception):
-                _stop(save=False)
-            raise
-        seconds = time.perf_counter() - start
-        try:
-            _stop(save=True)
-            written = [path.read_bytes() for path in pathlib.Path(folder).rglob("*.xplane.pb")]
-        except Exception as error:
-            return result, functools.partial(_fail, error)
-    return result, lambda: read(map(_tf.read_profile, written), seconds, kinds, merge_kind)
+    recording = Recording()
+    try:
+        result = call()
+        if "GPU" in (*kinds, merge_kind):
+            tf.test.experimental.sync_devices()
+    except BaseException:
+        recording.drop()
+        raise
+    return result, recording.end(kinds, merge_kind)
+
+
+class Recording:
+    """A profile that is being taken, from here to :meth:`end` or :meth:`drop`.
+
+    Raises:
+      Busy: another profile is being taken.
+      NotTaken: no profile can be taken.
+
+    Attributes:
+      cost: seconds that it took, what was profiled left out.
+    """
+
+    def __init__(self) -> None:
+        begun = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            try:
+                self._folder = stack.enter_context(tempfile.TemporaryDirectory(
+                    prefix="towerstrategy_", ignore_cleanup_errors=True))
+                _start(self._folder)
+            except tf.errors.AlreadyExistsError as error:
+                raise Busy(str(error)) from None
+            except Exception as error:
+                raise NotTaken(f"{type(error).__name__}: {error}") from error
+            self._kept = stack.pop_all()
+        self._start = time.perf_counter()
+        self.cost = self._start - begun
+        self._window = tf.profiler.experimental.Trace(_WINDOW)
+        self._window.__enter__()
+
+    def drop(self) -> None:
+        """Ends it; nothing is kept."""
+        with self._kept, contextlib.suppress(Exception):
+            self._window.__exit__(None, None, None)
+            _stop(save=False)
+
+    def end(self, kinds: Sequence[str], merge_kind: str) -> Callable[[], Sample]:
+        """Ends it; a function that makes the sample of it, or raises what was raised since."""
+        self._window.__exit__(None, None, None)
+        ended = time.perf_counter()
+        seconds = ended - self._start
+        with self._kept:
+            try:
+                _stop(save=True)
+                written = [path.read_bytes()
+                           for path in pathlib.Path(self._folder).rglob("*.xplane.pb")]
+            except Exception as error:
+                return functools.partial(_fail, error)
+
+        def made() -> Sample:
+            try:
+                return read(map(_tf.read_profile, written), seconds, kinds, merge_kind)
+            finally:
+                self.cost += time.perf_counter() - ended
+
+        return made
 
 
 def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind: str) -> Sample:

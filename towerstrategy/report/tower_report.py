@@ -59,6 +59,7 @@ class Epoch:
       parts: the lines of the table.
       sample: the times of one step, or None: none has been sampled yet.
       sampled_in: the epoch that the sampled step belongs to.
+      shares: the towers' shares at its end, where they are unequal or measured; else None.
     """
 
     number: int
@@ -66,6 +67,7 @@ class Epoch:
     parts: tuple[Part, ...]
     sample: Sample | None
     sampled_in: int | None
+    shares: tuple[float, ...] | None = None
 
     @property
     def rows(self) -> tuple[int | None, ...]:
@@ -80,6 +82,8 @@ class Epoch:
         else:
             when = "" if self.sampled_in == self.number else f" of epoch {self.sampled_in + 1}"
             title += f"; a step{when} took {1e3 * self.sample.step:.3g} ms"
+        if self.shares is not None:
+            title += f"; shares {', '.join(f'{share:g}' for share in self.shares)}"
         cells = [(part.name, part.device, "" if part.rows is None else f"{part.rows:,}",
                   "" if part.seconds is None else f"{1e3 * part.seconds:.2f}",
                   "" if part.idle is None else f"{part.idle:.0%}") for part in self.parts]
@@ -202,7 +206,8 @@ class TowerReport(Callback):
             return
         with self._watching("read what an epoch did"), watch.spending():
             watch.end()
-            self.epochs.append(_epoch(epoch, watch))
+            shares = self.model.distribute_strategy.shares
+            self.epochs.append(_epoch(epoch, watch, shares))
         if self._events is not None and self.epochs:
             with quiet.harmless(f"write into log_dir={str(self.log_dir)!r}"), watch.spending():
                 self._events.write(self.epochs[-1])
@@ -283,7 +288,7 @@ def _check(picture: Any, log_dir: Any, most: Any, print_fn: Any) -> None:
         picture_lib.check(picture)
 
 
-def _epoch(number: int, watch: Watch) -> Epoch:
+def _epoch(number: int, watch: Watch, shares: list[float] | None) -> Epoch:
     placement, sample, rows = watch.placement, watch.sample, watch.rows
     lines = [Part(f"tower {tower}", devices_lib.short_name(device),
                   None if rows is None else rows[tower],
@@ -295,4 +300,5 @@ def _epoch(number: int, watch: Watch) -> Epoch:
                          ("input", "CPU:0")):
         lines.append(Part(name, device, None, None if sample is None else getattr(sample, name),
                           None))
-    return Epoch(number, watch.seconds, tuple(lines), sample, watch.sampled_in)
+    return Epoch(number, watch.seconds, tuple(lines), sample, watch.sampled_in,
+                 None if shares is None else tuple(shares))

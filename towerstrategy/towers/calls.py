@@ -52,6 +52,9 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
         return _call_one(strategy, fn, args, kwargs, shares)
     if not tf.executing_eagerly() and strategy.extended.trace_once:
         try:
+            # Layers choose kernels by the kind of device that they are traced on.
+            if len(strategy.extended.placement.kinds) > 1:
+                raise NeedsOwnTrace("the towers are devices of different kinds")
             return once.call(strategy, fn, args, kwargs, shares)
         except NeedsOwnTrace as reason:
             strategy.extended.own_trace_reasons.append(str(reason))

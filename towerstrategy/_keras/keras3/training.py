@@ -105,6 +105,8 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
             def function(iterator: Any) -> Any:
                 if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
                     iterator = (training_rules.split_plain(strategy, data) for data in iterator)
+                if attribute == "train_function":
+                    return strategy.extended.train_step(lambda: step(iterator))
                 with strategy.extended.step():
                     return step(iterator)
 

@@ -89,6 +89,8 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
                 return result
 
             def function(iterator: Any) -> Any:
+                if attribute == "train_function":
+                    return strategy.extended.train_step(lambda: step(iterator))
                 with strategy.extended.step():
                     return step(iterator)
 

@@ -1,0 +1,23 @@
+"""What TensorFlow knows of a device and does not tell by a public name.
+
+Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
+"""
+
+from __future__ import annotations
+
+from tensorflow.python.client import device_lib
+from tensorflow.python.eager import context as eager_context
+
+PRIVATE_NAMES = {
+    "tensorflow.python.client.device_lib:list_local_devices":
+        "tells the memory_limit of each GPU; tf.config tells of memory in use alone",
+    "tensorflow.python.eager.context:Context.config":
+        "which GPUs are visible, and how they are divided; list_local_devices asks for it",
+}
+
+
+def memory_limits() -> dict[int, int]:
+    """Bytes that each logical GPU may use, by its index."""
+    devices = device_lib.list_local_devices(eager_context.context().config)
+    gpus = (device for device in devices if device.device_type == "GPU")
+    return {int(device.name.rpartition(":")[2]): device.memory_limit for device in gpus}

@@ -1,0 +1,86 @@
+"""The argument ``shares``: what each tower is to get of every batch.
+
+Goes in: ``shares`` as given to ``TowerStrategy``, and the tower devices.  Comes out: a number a
+tower, checked.  Numbers are compared over the towers of all machines.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, Union
+
+import numpy as np
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+
+MEASURED = "measured"
+MEMORY = "memory"
+SharesArgument = Union[None, Sequence[float], str]
+
+_CHOICES = f'shares must be None, a list of a number for each device, "{MEASURED}" or "{MEMORY}"'
+
+
+def checked(shares: SharesArgument, towers: Sequence[str]) -> tuple[float, ...] | None:
+    """The shares of ``towers`` to begin with; None where none were asked for.
+
+    Args:
+      shares: as given.
+      towers: full device names.
+
+    Raises:
+      TypeError: no list and no string, or an item that is no number.
+      ValueError: an unknown string, another number of items than devices, an item that is not
+        above 0 and finite, ``"memory"`` where a tower is no GPU.
+    """
+    if shares is None:
+        return None
+    if isinstance(shares, str):
+        return _chosen(shares, towers)
+    if isinstance(shares, np.ndarray):
+        shares = shares.tolist()
+    if not isinstance(shares, (list, tuple)):
+        raise TypeError(f"{_CHOICES}, but got {shares!r} of type {type(shares).__name__}.")
+    if len(shares) != len(towers):
+        raise ValueError(f"shares must have a number for each of the {len(towers)} devices, but "
+                         f"got {len(shares)}: {shares!r}. The devices: {_names(towers)}.")
+    return tuple(_number(shares, tower, towers) for tower in range(len(towers)))
+
+
+def _chosen(shares: str, towers: Sequence[str]) -> tuple[float, ...]:
+    if shares == MEASURED:
+        return (1.,) * len(towers)
+    if shares == MEMORY:
+        return _memory(towers)
+    raise ValueError(f"{_CHOICES}, but got {shares!r}.")
+
+
+def _number(shares: Sequence[Any], tower: int, towers: Sequence[str]) -> float:
+    share, where = shares[tower], f"for {_names(towers[tower:tower + 1])} in {shares!r}"
+    if isinstance(share, bool) or not isinstance(share, numbers.Real):
+        raise TypeError(f"shares must be numbers, but got {share!r} of type "
+                        f"{type(share).__name__} {where}.")
+    number = float(share)
+    if not math.isfinite(number) or number <= 0:
+        raise ValueError(f"shares must be above 0 and finite, but got {share!r} {where}. A device "
+                         "that is to get no rows belongs into no strategy: leave it out.")
+    return number
+
+
+def _memory(towers: Sequence[str]) -> tuple[float, ...]:
+    limits = {}
+    if all(tf.DeviceSpec.from_string(tower).device_type == "GPU" for tower in towers):
+        limits = _tf.memory_limits()
+    known = [limits.get(tf.DeviceSpec.from_string(tower).device_index) for tower in towers]
+    if not all(known):
+        raise ValueError(f'shares="{MEMORY}" needs to know the memory of each tower, which '
+                         f"TensorFlow tells of GPUs alone, but the towers are {_names(towers)}. "
+                         "Give a list of numbers.")
+    return tuple(float(limit) for limit in known if limit)
+
+
+def _names(towers: Sequence[str]) -> str:
+    specs = map(tf.DeviceSpec.from_string, towers)
+    return ", ".join(f"{spec.device_type}:{spec.device_index}" for spec in specs)

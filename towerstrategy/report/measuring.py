@@ -1,0 +1,169 @@
+"""``shares="measured"``: the towers' times decide what each gets.
+
+Goes in: the steps of a training.  Comes out: now and then a sample of one, and, when enough of them
+say so, other shares.
+
+A step is sampled under TensorFlow's profiler, as :mod:`sample` does it.  :data:`ROUND` samples make
+a round; a tower's rate, its rows over the time in which it was busy, is the median of the samples
+since shares have changed last.  They change only where that makes the slowest tower so much faster
+that it is no accident: clearly after one round, by little after two.  Then they are settled, and
+other rounds follow as far as they cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.batch import measured as measured_lib
+from towerstrategy.machines import meeting
+from towerstrategy.placement import devices as devices_lib
+from towerstrategy.report import quiet
+from towerstrategy.report.sample import Busy, NotTaken, Recording, Sample
+
+ROUND = 3
+# How much more time the slowest tower must take than it could, for shares to change.
+GAIN, CLEAR_GAIN = 0.05, 0.25
+# Shares that are so near to equal ones are equal.
+NEAR = 0.05
+_KEPT = 3 * ROUND
+# The share of a training's time that may be spent, once shares are settled.
+MOST = 0.005
+# Steps that trace, or are fed with batches that were dealt before shares changed.
+_WARM_UP = 3
+_IN_FLIGHT = 8
+# So many changes are made as soon as can be.
+_EAGER_CHANGES = 8
+
+
+class Measuring:
+    """Measures the towers of one strategy.
+
+    Args:
+      shares: what is to be set.
+      placement: where the strategy runs.
+      workers: where the workers meet; None with a single machine.
+
+    Attributes:
+      rounds: how many times the towers have been measured.
+      changes: how many times shares were changed.
+    """
+
+    def __init__(self, shares: measured_lib.MeasuredShares, placement: devices_lib.Placement,
+                 workers: meeting.Machines | None) -> None:
+        self.rounds = self.changes = 0
+        self._shares, self._workers = shares, workers
+        self._kinds = [str(tf.DeviceSpec.from_string(device).device_type)
+                       for device in (*placement.towers, placement.merge)]
+        self._steps, self._next = 0, _WARM_UP
+        self._rates: list[list[float]] = []
+        self._left = ROUND  # samples of this round
+        self._decided = 0  # how often since shares have changed
+        self._found: list[float] | None = None
+        self._rows = [0] * len(placement.towers)
+        self._start = time.perf_counter()
+        self._spent = 0.0
+        self._recording: Recording | None = None
+
+    def step(self, call: Callable[[], Any]) -> Any:
+        """Calls ``call``, a step or several in one, and takes a sample where it is time to."""
+        if not self._wanted():
+            return call()
+        recording = self._begin()
+        if recording is None:
+            return call()
+        try:
+            result = call()
+        except BaseException:
+            recording.drop()
+            raise
+        self._end(recording)
+        return result
+
+    def between(self) -> None:
+        """A loop of Python's takes its next batch: a step ends here, and another begins."""
+        self.end_of_loop()
+        if self._wanted():
+            self._recording = self._begin()
+
+    def end_of_loop(self) -> None:
+        """The loop's last step has ended."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            self._end(recording)
+
+    def agree(self) -> None:
+        """All machines' iterators begin: decides, if there is a round of each machine's towers."""
+        if self._workers is None:
+            return
+        own = tf.constant([self._found or [0.] * len(self._rows), self._rows], tf.float64)
+        rates, rows = tf.transpose(self._workers.gather_rows([tf.transpose(own)])[0]).numpy()
+        if min(rates) > 0:
+            self._decide(rates.tolist(), int(sum(rows)))
+
+    def _decide(self, rates: Sequence[float], rows: int) -> None:
+        """Changes the shares of all towers, if their rates, and the rows of a batch, say so."""
+        self._found = None
+        if rows < len(rates):
+            return
+        self._decided += 1
+        now = measured_lib.rows_for(self._shares.units, rows)
+        better = measured_lib.rows_for(rates, rows)
+        equal = measured_lib.rows_for([1.] * len(rates), rows)
+        if measured_lib.slowest(equal, rates) <= (1 + NEAR) * measured_lib.slowest(better, rates):
+            better = equal
+        gain = measured_lib.slowest(now, rates) / measured_lib.slowest(better, rates) - 1
+        if gain < (CLEAR_GAIN if self._decided == 1 else GAIN):
+            return
+        self._shares.choose(better)
+        self._rates, self._decided = [], 0
+        self.changes += 1
+        self._next = self._steps + _IN_FLIGHT
+
+    def _wanted(self) -> bool:
+        number, self._steps = self._steps, self._steps + 1
+        if number < self._next:
+            return False
+        settled = self._decided > 1 or self.changes >= _EAGER_CHANGES
+        if not settled or self._left < ROUND:
+            return True
+        elapsed = time.perf_counter() - self._start
+        return self._spent * (1 + 1 / max(self.rounds, 1)) <= MOST * elapsed
+
+    def _begin(self) -> Recording | None:
+        try:
+            return Recording()
+        except Busy:
+            return None
+        except NotTaken as error:
+            self._next = 2**62
+            quiet.warn('measure the towers of shares="measured"', error)
+            return None
+
+    def _end(self, recording: Recording) -> None:
+        with quiet.harmless('measure the towers of shares="measured"'):
+            if "GPU" in self._kinds:
+                tf.test.experimental.sync_devices()
+            *towers, merge = self._kinds
+            sample = recording.end(towers, merge)()
+            self._add(sample)
+        self._spent += recording.cost
+
+    def _add(self, sample: Sample) -> None:
+        rows = self._shares.rows()
+        if not min(sample.towers) > 0 or not min(rows) > 0:
+            return  # such as a last batch, with fewer rows than towers
+        self._rows = rows
+        self._rates.append([count / busy for count, busy in zip(rows, sample.towers)])
+        self._left -= 1
+        if self._left:
+            return
+        self._rates = self._rates[-_KEPT:]
+        self._found = [statistics.median(rates) for rates in zip(*self._rates)]
+        self.rounds, self._left = self.rounds + 1, ROUND
+        if self._workers is None:
+            self._decide(self._found, sum(rows))
