@@ -71,6 +71,7 @@ class TowerExtended(_tf.StrategyExtended):
         self.keep_graphs = False  # for tools that walk traced functions in Python
         self.own_trace_reasons: list[str] = []
         self.optimize_graph = False
+        self.synchronize_batch_norm = False  # also layers that do not say so
         self.warned: set[int] = set()  # ids of variables whose losses were warned of
         self.warned_numbers: set[Any] = set()  # reductions, likewise
         # tf.function -> the same function with the towers inside.
@@ -84,6 +85,7 @@ class TowerExtended(_tf.StrategyExtended):
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""
         copied = memo[id(self)] = TowerExtended(self._container_strategy(), self._placement,
                                                 self._workers, self._cluster_resolver)
+        copied.synchronize_batch_norm = self.synchronize_batch_norm
         return copied
 
     def step(self) -> contextlib.AbstractContextManager[None]:

@@ -86,6 +86,10 @@ class TowerStrategy(kind.Kind):
         worker with towers and one copy of its own, see docs/several_machines.md.
       communication_options: for what crosses machines: the implementation (RING or NCCL), the
         timeout.
+      synchronize_batch_norm: whether every batch norm layer that trains on the towers normalizes
+        with the statistics of the whole batch, as on one device, whatever the layer's own
+        ``synchronized`` says; models and their files stay as they are.  False: those layers that
+        say ``synchronized=True``.
 
     A batch is dealt in proportion to the towers' shares where these are not equal:
 
@@ -108,7 +112,8 @@ class TowerStrategy(kind.Kind):
                  cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
                  cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
                  communication_options: tf.distribute.experimental.CommunicationOptions
-                 | None = None) -> None:
+                 | None = None,
+                 synchronize_batch_norm: bool = False) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is "
                                "off (a tf.compat.v1 graph, or "
@@ -121,6 +126,10 @@ class TowerStrategy(kind.Kind):
                             "tf.distribute.experimental.CommunicationOptions, but got "
                             f"{communication_options!r} of type "
                             f"{type(communication_options).__name__}.")
+        if not isinstance(synchronize_batch_norm, bool):
+            raise TypeError("synchronize_batch_norm must be True or False, but got "
+                            f"{synchronize_batch_norm!r} of type "
+                            f"{type(synchronize_batch_norm).__name__}.")
         resolver = cluster_resolver or clusters.resolver_of_environment()
         cluster = clusters.join(resolver)
         placement = devices_lib.place(devices, merge_device, shares)
@@ -128,6 +137,7 @@ class TowerStrategy(kind.Kind):
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.on_cpu, placement.shares, placement.shares_from)
         super().__init__(extended.TowerExtended(self, placement, workers, resolver))
+        self.extended.synchronize_batch_norm = synchronize_batch_norm
         own_losses.install()
         _keras.install_hooks()
 

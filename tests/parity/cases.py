@@ -60,6 +60,7 @@ class Case:
       reason: why the bound is larger than 1e-5, or why a Keras version is left out.
       policy: the global dtype policy.
       moves: whether training changes the weights (some cases are there to see that it does not).
+      strategy: arguments of the strategy.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Case:
     reason: str = ""
     policy: str = "float32"
     moves: bool = True
+    strategy: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 CASES: dict[str, Case] = {}
@@ -885,6 +887,51 @@ def _(keras: Any) -> Run:
                        layers.Activation("tanh"))
     model.layers[1].trainable = False
     return Run(model, **images(), compile=LABELS)
+
+
+# Batch norm over the whole batch, whatever the layers say.
+WHOLE = {"strategy": {"synchronize_batch_norm": True}}
+
+
+@case("norms/convolution and dense", **WHOLE)
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False),
+                          layers.BatchNormalization(momentum=0.6), layers.Activation("elu"),
+                          layers.Flatten(), layers.Dense(4), layers.Activation("tanh"),
+                          layers.BatchNormalization(scale=False)),
+               **images(ROWS + 2), compile=LABELS, fit={"validation_split": 0.2})
+
+
+@case("norms/a mask", **WHOLE)
+def _(keras: Any) -> Run:
+    return Run(tagger(keras, keras.layers.BatchNormalization()), **words(), compile=LABELS)
+
+
+@case("norms/nested, another axis, renorm", **WHOLE)
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    inner = keras.Sequential([keras.Input((6, 6, 2)), layers.BatchNormalization(axis=1),
+                              layers.Conv2D(4, 3, use_bias=False), layers.Reshape([16, 4]),
+                              layers.BatchNormalization(renorm=True, renorm_clipping={})])
+    return Run(classifier(keras, inner), **images(), compile=LABELS)
+
+
+@case("norms/mixed_float16", policy="mixed_float16", bound=2e-2,
+      reason="float16: sums over fewer rows round otherwise", **WHOLE)
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization(),
+                          layers.Activation("elu")), **images(), compile=LABELS)
+
+
+@case("norms/float64, batches of one row", policy="float64", keras=(KERAS_3,),
+      reason="tf_keras' fused kernel has no float64", **WHOLE)
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization(),
+                          layers.Activation("elu")), **images(), compile=LABELS,
+               fit={"batch_size": 6})
 
 
 @case("models/nested")

@@ -44,12 +44,12 @@ class Towers:
     merge: str = "cpu"
     shares: tuple[float, ...] | None = None
 
-    def strategy(self) -> towerstrategy.TowerStrategy:
+    def strategy(self, **options: Any) -> towerstrategy.TowerStrategy:
         """The strategy, on logical CPU devices; the merge device ``cpu`` is none of the towers'."""
         first = 1 if self.merge == "cpu" and self.count < 8 else 0
         devices = [f"CPU:{first + number}" for number in range(self.count)]
         merge = devices[0] if self.merge == "tower 0" else self.merge
-        return towerstrategy.TowerStrategy(devices, merge, shares=self.shares)
+        return towerstrategy.TowerStrategy(devices, merge, shares=self.shares, **options)
 
     def __str__(self) -> str:
         shares = f" shares={list(self.shares)}" if self.shares else ""
@@ -82,7 +82,7 @@ CORE_TOWERS = [Towers(3, "cpu"), Towers(4, "tower 0"), Towers(3, "balanced"), To
 
 
 # Groups in which the core takes the Keras versions in turn, and the whole product both.
-IN_TURN = ("batches", "optimizers", "fit")
+IN_TURN = ("batches", "optimizers", "fit", "norms")
 
 
 def core() -> list[tuple[cases.Case, str, Towers]]:
@@ -107,7 +107,7 @@ def keras_module(name: str) -> Any:
 def compare(case: cases.Case, keras: Any, towers: Towers) -> Difference:
     """Trains ``case`` on one device (once a process) and on ``towers``."""
     wanted = _single(case.name, keras.__name__)
-    return apart(train(case, keras, towers.strategy()), wanted)
+    return apart(train(case, keras, towers.strategy(**case.strategy)), wanted)
 
 
 def apart(got: Mapping[str, Any], wanted: Mapping[str, Any]) -> Difference:

@@ -236,6 +236,11 @@ class Machines:
         rows = self.gather_rows([tf.transpose(value, order)])[0]
         return tf.transpose(rows, [order.index(place) for place in range(value.shape.rank)])
 
+    def stack(self, value: tf.Tensor) -> tf.Tensor:
+        """The workers' values, of one shape on all, stacked in the workers' order."""
+        with tf.device(self._device):
+            return self._gather(value[tf.newaxis])
+
     def gather_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Each of ``values`` gathered along its first dimension; rows may differ in number."""
         if not values:

@@ -260,9 +260,19 @@ class TowerContext(tf.distribute.ReplicaContext):
         if self.stand_ins:
             filled = self.filled
             value = tf.nest.map_structure(lambda part: merging.kept(filled, part), value)
+        with self._walks_ended():
+            return super().all_reduce(reduce_op, value, options)
+
+    def meet(self, merge_fn: Callable[..., Any], *args: Any) -> Any:
+        """``merge_call`` for whoever gives its result a gradient of his own."""
+        with self._walks_ended():
+            return self.merge_call(merge_fn, args=args)
+
+    @contextlib.contextmanager
+    def _walks_ended(self) -> Iterator[None]:
         before, self._reducing = self._reducing, True
         try:
-            return super().all_reduce(reduce_op, value, options)
+            yield
         finally:
             self._reducing = before
 

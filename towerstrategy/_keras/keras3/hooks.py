@@ -48,7 +48,8 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "adds a mean, scaled, to each of another output's losses, which count as they are"),
     (batch_normalization.BatchNormalization, "_moments"): hooks.Hook(
         layers.moments,
-        "forgets synchronized=True where there is a mask"),
+        "takes a tower's statistics for the batch's, also with synchronized=True where there is a "
+        "mask; three meetings a layer without one, and E[x^2] - E[x]^2 cancels"),
     (base_optimizer.BaseOptimizer, "apply"): hooks.Hook(
         optimizers.apply,
         "merge first, then Keras' own code once"),

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend import config as keras_config
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy._keras import batch_norm
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
@@ -20,18 +20,13 @@ from towerstrategy.variables import one_copy
 
 def moments(original: Callable[..., Any]) -> Callable[..., Any]:
     def _moments(self: Any, inputs: Any, mask: Any) -> Any:
-        tower = contexts.splitting_tower()
-        if tower is None or mask is None or not self.synchronized:
+        tower = batch_norm.synchronizing(self)
+        if tower is None:
             return original(self, inputs, mask)
-        kept = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
-
-        def total(values: Any) -> Any:
-            values = tf.where(kept, values, tf.zeros_like(values))
-            return tower.all_reduce(_tf.ReduceOp.SUM, tf.reduce_sum(values, self._reduction_axes))
-
-        count = total(tf.ones_like(inputs)) + keras_config.epsilon()
-        mean = total(inputs) / count
-        return mean, total(tf.square(inputs - mean)) / count
+        axes = self._reduction_axes
+        epsilon = 0. if mask is None else keras_config.epsilon()
+        _, mean, variance = batch_norm.moments(tower, inputs, axes, mask, epsilon)
+        return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
 
     return _moments
 

@@ -52,6 +52,13 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         layers.batch_norm_build,
         "keeps moving statistics per replica and averages them plainly; they are one copy, moved "
         "by each tower's share, as in Keras 3"),
+    (batch_normalization.BatchNormalizationBase, "_calculate_mean_and_var"): hooks.Hook(
+        layers.calculate_mean_and_var,
+        "takes a tower's statistics for the batch's; with synchronized=True three meetings a layer "
+        "in place of one, and E[x^2] - E[x]^2 cancels"),
+    (batch_normalization.BatchNormalizationBase, "_fused_batch_norm"): hooks.Hook(
+        layers.fused_batch_norm,
+        "a kernel that takes its statistics from its own rows"),
     (data_adapter.DataHandler, "_configure_dataset_and_inferred_steps"): hooks.Hook(
         training_lib.configure_dataset,
         "towers without rows get stand-ins"),
