@@ -95,7 +95,8 @@ class TowerStrategy(kind.Kind):
                  cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
                  cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
                  communication_options: tf.distribute.experimental.CommunicationOptions
-                 | None = None) -> None:
+                 | None = None,
+                 micro_batches: int = 1) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is "
                                "off (a tf.compat.v1 graph, or "
@@ -110,7 +111,7 @@ class TowerStrategy(kind.Kind):
                             f"{type(communication_options).__name__}.")
         resolver = cluster_resolver or clusters.resolver_of_environment()
         cluster = clusters.join(resolver)
-        placement = devices_lib.place(devices, merge_device)
+        placement = devices_lib.place(devices, merge_device, micro_batches)
         workers = None if cluster is None else meeting.Machines(
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.on_cpu)

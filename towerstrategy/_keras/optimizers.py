@@ -79,7 +79,10 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
     count = tower.count
     homes = [homes_lib.home_of(variable) for variable in variables_]
 
-    from_factors = tower.strategy.extended.placement.on_cpu and not merged_already
+    placement = tower.strategy.extended.placement
+    micro_batches = placement.micro_batches
+    # The rows of all micro-batches would be held until the last has come.
+    from_factors = placement.on_cpu and micro_batches == 1 and not merged_already
     if from_factors and tower.is_copied:  # else towers may differ in what they hand over
         gradients = [factors.apart(gradient) for gradient in gradients]
 
@@ -89,7 +92,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         summed = (gradients_lib.agreed_gradients(per_variable, homes, tower.shares)
                   if merged_already else
                   gradients_lib.gradients(per_variable, homes, tower.shares, tower.silenced,
-                                          from_factors))
+                                          from_factors, placement.devices, micro_batches))
         for index, value in largest.items():
             summed[index] = value
         with contexts.MergedContext(strategy), tf.device(strategy.extended.merge_device), \

@@ -28,19 +28,32 @@ class Placement:
     """Where a strategy runs.
 
     Attributes:
-      towers: full device names, one a tower, in order.
+      towers: full device names, one a replica, in order: a tower's device stands there once for each
+        of its micro-batches.
       merge: the device where results meet that belong to no variable, and, unless ``balanced``,
         where every variable lives.
       balanced: whether each variable has a tower of its own choosing as home.
+      micro_batches: into how many parts, one after another, a tower's rows are cut.
     """
 
     towers: tuple[str, ...]
     merge: str
     balanced: bool
+    micro_batches: int = 1
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Full device names, one a tower."""
+        return self.towers[::self.micro_batches]
 
     @property
     def compiles(self) -> bool:
-        """Whether XLA can compile a whole step: all of it is on TensorFlow's default device."""
+        """Whether XLA can compile a whole step: all of it is on TensorFlow's default device.
+
+        A compiled step has an order of its own, which would run the micro-batches side by side.
+        """
+        if self.micro_batches > 1:
+            return False
         default = _full_name("GPU:0" if gpu_count() else "CPU:0", "devices")
         return {*self.towers, self.merge} == {default}
 
@@ -91,13 +104,15 @@ def split_cpu(count: int) -> list[str]:
     return [f"CPU:{index}" for index in range(count)]
 
 
-def place(devices: DevicesArgument, merge_device: OneDevice | None) -> Placement:
-    """Resolves the two arguments of ``TowerStrategy``.
+def place(devices: DevicesArgument, merge_device: OneDevice | None,
+          micro_batches: int = 1) -> Placement:
+    """Resolves the arguments of ``TowerStrategy`` that say where and in how many parts.
 
     Args:
       devices: None (all GPUs; none there: the first CPU device), a count, or a list of GPU ids,
         device strings or devices as ``tf.config`` lists them.
       merge_device: None, ``"cpu"``, ``"balanced"``, a device string or a device of ``tf.config``.
+      micro_batches: into how many parts each tower's rows are cut.
 
     Returns:
       The placement, with full device names such as
@@ -105,9 +120,11 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None) -> Placement
 
     Raises:
       TypeError: an argument of the wrong type.
-      ValueError: a device that is not there, a duplicate, an empty list, CPU and GPU mixed.
+      ValueError: a device that is not there, a duplicate, an empty list, CPU and GPU mixed; less
+        than one micro-batch.
     """
-    towers = _towers(devices)
+    towers, count = _towers(devices), _micro_batches(micro_batches)
+    replicas = tuple(device for device in towers for _ in range(count))
     if merge_device is None:
         merge_device = "cpu" if len(towers) > 1 else towers[0]
     if _is_listed(merge_device):
@@ -117,9 +134,17 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None) -> Placement
             f'merge_device must be None, "cpu", "{BALANCED}" or a device string, but got '
             f"{merge_device!r} of type {type(merge_device).__name__}. {_there()}")
     if merge_device.lower() == BALANCED:
-        return Placement(towers, _full_name("CPU:0", "merge_device"), len(towers) > 1)
+        return Placement(replicas, _full_name("CPU:0", "merge_device"), len(towers) > 1, count)
     name = "CPU:0" if merge_device.lower() == "cpu" else merge_device
-    return Placement(towers, _full_name(name, "merge_device"), False)
+    return Placement(replicas, _full_name(name, "merge_device"), False, count)
+
+
+def _micro_batches(given: Any) -> int:
+    count = whole_number("micro_batches", given)
+    if count < 1:
+        raise ValueError(f"micro_batches must be at least 1, but got {count}: it is into how many "
+                         "parts, one after another, each tower's rows of a batch are cut.")
+    return count
 
 
 def whole_number(argument: str, value: Any) -> int:
