@@ -66,6 +66,14 @@ class TowerStrategy(kind.Kind):
     >>> model.predict(np.ones([10, 3]), verbose=0).shape
     (10, 1)
 
+    A batch whose activations do not fit is cut into micro-batches, which a tower runs one after
+    another; the result stays that of the whole batch:
+
+    >>> strategy = TowerStrategy(["CPU:0"], micro_batches=4)
+    >>> [part.numpy().tolist()
+    ...  for part in strategy.experimental_local_results(strategy.split(batch))]
+    [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]
+
     Args:
       devices: the towers: None (every GPU, or one CPU tower where there is none), a count, or a
         list of GPU ids, of device strings such as ``"GPU:0"`` or ``"/device:CPU:1"``, or of what
@@ -81,11 +89,15 @@ class TowerStrategy(kind.Kind):
         worker with towers and one copy of its own, see docs/several_machines.md.
       communication_options: for what crosses machines: the implementation (RING or NCCL), the
         timeout.
+      micro_batches: into how many parts a tower's rows are cut, to run through the model one after
+        another, for batches that do not fit: the tower holds the activations of one part at a
+        time.  Each part is a replica (``num_replicas_in_sync`` counts them), see
+        docs/micro_batches.md.
 
     Raises:
       TypeError: an argument of the wrong type.
       ValueError: a device that does not exist, named twice, or of another kind than the others; a
-        cluster in which this process is no worker.
+        cluster in which this process is no worker; less than one micro-batch.
       RuntimeError: made in TensorFlow 1 graph mode; a worker's strategy made after TensorFlow had
         started.
     """
@@ -298,5 +310,7 @@ class TowerStrategy(kind.Kind):
 
     def __repr__(self) -> str:
         placement = self.extended.placement
-        towers = ", ".join(devices_lib.short_name(device) for device in placement.towers)
-        return f"<TowerStrategy towers=[{towers}] merge_device={description.merge_name(placement)}>"
+        towers = ", ".join(devices_lib.short_name(device) for device in placement.devices)
+        parts = f" micro_batches={placement.micro_batches}" * (placement.micro_batches > 1)
+        return (f"<TowerStrategy towers=[{towers}]{parts} "
+                f"merge_device={description.merge_name(placement)}>")

@@ -38,20 +38,22 @@ AFTER = {"batches": ("predict",), "losses": ("evaluate",),
 
 @dataclasses.dataclass(frozen=True)
 class Towers:
-    """How many towers, and where they merge: one of :data:`MERGES`."""
+    """How many towers, where they merge (one of :data:`MERGES`), a tower's micro-batches."""
 
     count: int
     merge: str = "cpu"
+    micro_batches: int = 1
 
     def strategy(self) -> towerstrategy.TowerStrategy:
         """The strategy, on logical CPU devices; the merge device ``cpu`` is none of the towers'."""
         first = 1 if self.merge == "cpu" and self.count < 8 else 0
         devices = [f"CPU:{first + number}" for number in range(self.count)]
         merge = devices[0] if self.merge == "tower 0" else self.merge
-        return towerstrategy.TowerStrategy(devices, merge)
+        return towerstrategy.TowerStrategy(devices, merge, micro_batches=self.micro_batches)
 
     def __str__(self) -> str:
-        return f"R={self.count} merge={self.merge}"
+        parts = f" micro_batches={self.micro_batches}" * (self.micro_batches > 1)
+        return f"R={self.count} merge={self.merge}{parts}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +71,12 @@ class Difference:
             self.by_kind.items(), key=lambda item: -item[1]))
 
 
-ALL_TOWERS = [Towers(count, merge) for count in (1, 2, 3, 4, 5, 8) for merge in MERGES]
+IN_PARTS = [Towers(1, "tower 0", 4), Towers(2, "cpu", 2)]
+ALL_TOWERS = [*(Towers(count, merge) for count in (1, 2, 3, 4, 5, 8) for merge in MERGES),
+              *IN_PARTS]
 # One of these a case, in turn, is what ``make test`` runs.
 CORE_TOWERS = [Towers(3, "cpu"), Towers(4, "tower 0"), Towers(3, "balanced"), Towers(4, "cpu"),
-               Towers(1, "cpu"), Towers(4, "balanced"), Towers(3, "tower 0")]
+               Towers(1, "cpu"), Towers(4, "balanced"), Towers(3, "tower 0"), *IN_PARTS]
 
 
 # Groups in which the core takes the Keras versions in turn, and the whole product both.

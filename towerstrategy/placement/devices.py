@@ -28,8 +28,8 @@ class Placement:
     """Where a strategy runs.
 
     Attributes:
-      towers: full device names, one a replica, in order: a tower's device stands there once for each
-        of its micro-batches.
+      towers: full device names, one a replica, in order: a tower's device once for each of its
+        micro-batches.
       merge: the device where results meet that belong to no variable, and, unless ``balanced``,
         where every variable lives.
       balanced: whether each variable has a tower of its own choosing as home.
@@ -45,6 +45,11 @@ class Placement:
     def devices(self) -> tuple[str, ...]:
         """Full device names, one a tower."""
         return self.towers[::self.micro_batches]
+
+    def name(self, replica: int) -> str:
+        """What people call a replica: ``tower 1``, or ``micro-batch 3 of tower 1``."""
+        tower, number = divmod(replica, self.micro_batches)
+        return f"micro-batch {number} of " * (self.micro_batches > 1) + f"tower {tower}"
 
     @property
     def compiles(self) -> bool:

@@ -67,9 +67,10 @@ def _described(strategy: tf.distribute.Strategy) -> tuple[str, str]:
     devices = list(roles) + sorted(set(counts) - set(roles))
     rows = [(device, roles.get(device, "variables only"), f"{counts.get(device, 0):,}",
              f"{sizes.get(device, 0):,}") for device in devices]
-    number = len(placement.towers)
-    title = (f"TowerStrategy: {number} tower{'s' if number > 1 else ''}, merge device "
-             f"{merge_name(placement)}")
+    number, parts = len(placement.devices), placement.micro_batches
+    title = (f"TowerStrategy: {number} tower{'s' if number > 1 else ''}"
+             + f" of {parts} micro-batches" * (parts > 1)
+             + f", merge device {merge_name(placement)}")
     header = ("device", "role", "variables", "bytes")
     return (f"{title}\n{table(header, rows, numbers=(2, 3))}",
             _page(title, header, rows, numbers=(2, 3)))
@@ -103,7 +104,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequenc
 
 def _roles(placement: devices_lib.Placement) -> dict[str, str]:
     roles = {devices_lib.short_name(device): f"tower {number}"
-             for number, device in enumerate(placement.towers)}
+             for number, device in enumerate(placement.devices)}
     if placement.balanced:
         return {device: f"{role} and home" for device, role in roles.items()}
     merge = devices_lib.short_name(placement.merge)

@@ -63,7 +63,7 @@ class _Once:
         self._graph = tf.compat.v1.get_default_graph()
         scopes = [contexts.scope_name(tower, device) for tower, device in enumerate(self._devices)]
         self._scope = f"{scopes[0]}/"
-        self._error_note = contexts.error_note(0, self._devices[0], shares)
+        self._error_note = contexts.error_note(0, strategy.extended.placement, shares)
         self._copier = copies.Copier(self._graph, self._devices, scopes,
                                      strategy.extended.tower_local_parts)
 

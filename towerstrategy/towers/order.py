@@ -121,18 +121,23 @@ class _Traced:
 
 def _parts(traced: _Traced, owners: Mapping[str, int], micro_batches: int) -> dict[str, Part]:
     """The round and the replica of each operation that belongs to one."""
-    rounds: dict[str, int] = {}
+    # For each operation the last round, and the last micro-batch of it, that it needs or is of.
+    until: dict[str, tuple[int, int]] = {}
     for name in traced.in_order():
         own = owners.get(name)
-        found = 0
+        place = 0 if own is None else own % micro_batches
+        found = 0, place
         for other in traced.waits[name]:
+            number, last = until[other]
             owner = owners.get(other)
-            # Of a later micro-batch, or handed to where replicas meet.
-            later = owner is not None and owner != own and (
-                own is None or owner % micro_batches > own % micro_batches)
-            found = max(found, rounds[other] + later)
-        rounds[name] = found
-    return {name: (rounds[name], owner) for name, owner in owners.items() if name in rounds}
+            if own is None:
+                found = max(found, (number, last))
+            elif owner != own and last > (0 if owner is None else place):
+                found = max(found, (number + 1, place))  # all micro-batches have to come so far
+            else:
+                found = max(found, (number, place))
+        until[name] = found
+    return {name: (until[name][0], owner) for name, owner in owners.items() if name in until}
 
 
 def _begins(traced: _Traced, parts: Mapping[str, Part]) -> dict[Part, list[tf.Operation]]:

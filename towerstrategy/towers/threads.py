@@ -264,7 +264,8 @@ class _TowerThread(threading.Thread):
         except _Stop:
             pass
         except BaseException as error:  # handed to the caller's thread
-            note = contexts.error_note(self.number, self._context.device, self._context.shares)
+            placement = self._context.strategy.extended.placement
+            note = contexts.error_note(self.number, placement, self._context.shares)
             _tf.add_note(error, note, not self._state.eager)
             self.error = error
         finally:
