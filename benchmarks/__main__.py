@@ -7,6 +7,7 @@ folder ``benchmarks.json`` and ``benchmarks.png``.
     python -m benchmarks --cases=mlp,deep --rounds=1
     python -m benchmarks --quick                          # does the benchmark itself work?
     python -m benchmarks machines                         # several workers; see machines.py
+    python -m benchmarks micro_batches                    # on one device; see micro_batches.py
     python -m benchmarks gpus                             # simulated GPUs; see gpus.py
 """
 
@@ -27,7 +28,7 @@ from typing import Any
 import tensorflow as tf
 from absl import app, flags
 
-from benchmarks import cases, chart, machines, results, strategies, table
+from benchmarks import cases, chart, machines, micro_batches, results, strategies, table
 
 _CASES = flags.DEFINE_list("cases", [*cases.CASES, "scaling"], "what to measure")
 _STRATEGIES = flags.DEFINE_list("strategies", list(strategies.STRATEGIES), "who to measure")
@@ -45,6 +46,8 @@ _LEGACY = flags.DEFINE_bool("legacy", False, "tf_keras, not Keras 3")
 _QUICK = flags.DEFINE_bool("quick", False, "small models, one round, half a second each")
 _MACHINES_STEPS = flags.DEFINE_integer("machines_steps", 20, "steps that `machines` measures",
                                        lower_bound=2)
+_MICRO_BATCHES_STEPS = flags.DEFINE_integer(
+    "micro_batches_steps", 8, "steps that `micro_batches` measures", lower_bound=2)
 _GPUS_CASES = flags.DEFINE_list("gpus_cases", ["resnet50", "mlp", "transformer", "embedding"],
                                 "what `gpus` simulates")
 _GPUS_TOWERS = flags.DEFINE_list("gpus_towers", ["1", "2", "4", "8"],
@@ -134,6 +137,9 @@ def main(argv: list[str]) -> None:
     if argv[1:] == ["machines"]:
         _measure_machines()
         return
+    if argv[1:] == ["micro_batches"]:
+        _measure_micro_batches()
+        return
     if argv[1:] == ["gpus"]:
         _simulate_gpus()
         return
@@ -182,16 +188,32 @@ def _simulate_gpus() -> None:
 
 def _measure_machines() -> None:
     """``--cases``, ``mlp`` unless given, on clusters of several shapes."""
-    where = [f"{package} {importlib.metadata.version(package)}"
-             for package in ("tensorflow", "tf_keras")]
-    chosen = _CASES.value if flags.FLAGS["cases"].present else ["mlp"]
+    machines.main(_chosen("machines", "mlp"), 1 if _QUICK.value else _ROUNDS.value,
+                  _MACHINES_STEPS.value, _QUICK.value, _LIMIT.value, pathlib.Path(_OUT.value),
+                  _title("tf_keras"))
+
+
+def _measure_micro_batches() -> None:
+    """``--cases``, ``conv`` unless given, in one to eight micro-batches."""
+    micro_batches.main(_chosen("micro_batches", "conv"), 1 if _QUICK.value else _ROUNDS.value,
+                       _MICRO_BATCHES_STEPS.value, _QUICK.value, _LIMIT.value, _LEGACY.value,
+                       pathlib.Path(_OUT.value), _title("tf_keras" if _LEGACY.value else "keras"))
+
+
+def _chosen(what: str, by_default: str) -> list[str]:
+    """``--cases``, where they are given."""
+    chosen = _CASES.value if flags.FLAGS["cases"].present else [by_default]
     wrong = [name for name in chosen if name not in cases.CASES]
     if wrong:
-        raise app.UsageError(f"machines: --cases takes {', '.join(cases.CASES)}, but got "
+        raise app.UsageError(f"{what}: --cases takes {', '.join(cases.CASES)}, but got "
                              f"{', '.join(wrong)}.")
-    machines.main(chosen, 1 if _QUICK.value else _ROUNDS.value, _MACHINES_STEPS.value,
-                  _QUICK.value, _LIMIT.value, pathlib.Path(_OUT.value),
-                  f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores; {', '.join(where)}")
+    return chosen
+
+
+def _title(keras: str) -> str:
+    where = [f"{package} {importlib.metadata.version(package)}"
+             for package in ("tensorflow", keras)]
+    return f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores; {', '.join(where)}"
 
 
 def _write(path: pathlib.Path, where: dict[str, Any], device: str,

@@ -27,6 +27,18 @@ def dataset(*shapes):
 class DevicesTest(parameterized.TestCase):
 
     @parameterized.parameters(
+        (0, ValueError, "micro_batches must be at least 1, but got 0"),
+        (-2, ValueError, "micro_batches must be at least 1, but got -2"),
+        (1.5, TypeError, "micro_batches must be a whole number, but got 1.5"),
+        (True, TypeError, "micro_batches must be a whole number, but got True of type bool"),
+        (None, TypeError, "micro_batches must be a whole number, but got None"),
+        ("8", TypeError, "micro_batches must be a whole number, but got '8' of type str"))
+    def test_micro_batches(self, micro_batches, error, message):
+        """Else a wrong number of parts is noticed in the middle of a training."""
+        with self.assertRaisesRegex(error, message):
+            towerstrategy.TowerStrategy(["CPU:1"], micro_batches=micro_batches)
+
+    @parameterized.parameters(
         (NAN, TypeError, "devices must be a whole number, but got nan"),
         (INFINITY, TypeError, "devices must be a whole number, but got inf"),
         (2 + 0j, TypeError, r"devices must be a whole number, but got \(2\+0j\)"),

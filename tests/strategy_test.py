@@ -22,6 +22,8 @@ class ConstructorTest(parameterized.TestCase):
         self.assertEqual(repr(two_towers()),
                          "<TowerStrategy towers=[CPU:1, CPU:2] merge_device=CPU:0>")
         self.assertIn("merge_device=balanced", repr(two_towers("balanced")))
+        self.assertEqual(repr(towerstrategy.TowerStrategy(["CPU:1"], micro_batches=4)),
+                         "<TowerStrategy towers=[CPU:1] micro_batches=4 merge_device=CPU:1>")
 
     def test_cross_device_ops(self):
         """Else MirroredStrategy's arguments cannot be kept, or a wrong one is taken in silence."""
@@ -245,6 +247,7 @@ class JitCompileTest(parameterized.TestCase):
     def test_model_is_refused_before_training(self, library):
         """Else XLA dies in the middle of a step."""
         for strategy in (two_towers(), towerstrategy.TowerStrategy(["CPU:1"]),
+                         towerstrategy.TowerStrategy(["CPU:0"], micro_batches=2),
                          towerstrategy.TowerStrategy(["CPU:0"], "CPU:1")):
             with strategy.scope():
                 model = library.Sequential([library.layers.Input([3]), library.layers.Dense(1)])

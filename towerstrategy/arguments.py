@@ -175,5 +175,5 @@ def _leaves(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _name(strategy: tf.distribute.Strategy, tower: int) -> str:
-    device = devices_lib.short_name(strategy.extended.worker_devices[tower])
-    return f"tower {tower} on {device}"
+    placement = strategy.extended.placement
+    return f"{placement.name(tower)} on {devices_lib.short_name(placement.towers[tower])}"

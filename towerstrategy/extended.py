@@ -62,7 +62,7 @@ class TowerExtended(_tf.StrategyExtended):
         self.asked = False  # by the user's code outside of towers, for the number of replicas
         super().__init__(container_strategy)
         _tf.give_moving_averages(contexts.mean_of_towers)
-        homes = placement.towers if placement.balanced else (placement.merge,)
+        homes = placement.devices if placement.balanced else (placement.merge,)
         self._homes = homes_lib.Homes(homes, placement.balanced)
         self._tracked: dict[int, weakref.ref[Any]] = {}
         self._written_alone: dict[int, weakref.ref[Any]] = {}
@@ -133,7 +133,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        return self._placement.towers if self._placement.balanced else (self._placement.merge,)
+        return self._placement.devices if self._placement.balanced else (self._placement.merge,)
 
     def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
         del var_list

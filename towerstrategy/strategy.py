@@ -66,6 +66,14 @@ class TowerStrategy(kind.Kind):
     >>> model.predict(np.ones([10, 3]), verbose=0).shape
     (10, 1)
 
+    A batch whose activations do not fit is cut into micro-batches, which a tower runs one after
+    another; the result stays that of the whole batch:
+
+    >>> strategy = TowerStrategy(["CPU:0"], micro_batches=4)
+    >>> [part.numpy().tolist()
+    ...  for part in strategy.experimental_local_results(strategy.split(batch))]
+    [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]
+
     Args:
       devices: the towers: None (every GPU, or one CPU tower where there is none), a count, or a
         list of GPU ids, of device strings such as ``"GPU:0"`` or ``"/device:CPU:1"``, or of what
@@ -90,6 +98,10 @@ class TowerStrategy(kind.Kind):
         with the statistics of the whole batch, as on one device, whatever the layer's own
         ``synchronized`` says; models and their files stay as they are.  False: those layers that
         say ``synchronized=True``.
+      micro_batches: into how many parts a tower's rows are cut, to run through the model one after
+        another, for batches that do not fit: the tower holds the activations of one part at a
+        time.  Each part is a replica (``num_replicas_in_sync`` counts them), see
+        docs/micro_batches.md.
 
     A batch is dealt in proportion to the towers' shares where these are not equal:
 
@@ -101,7 +113,7 @@ class TowerStrategy(kind.Kind):
       TypeError: an argument of the wrong type.
       ValueError: a device that does not exist, named twice, or, without ``shares``, of another kind
         than the others; shares that are not above 0, or more or fewer than devices; a cluster in
-        which this process is no worker.
+        which this process is no worker; less than one micro-batch.
       RuntimeError: made in TensorFlow 1 graph mode; a worker's strategy made after TensorFlow had
         started.
     """
@@ -113,7 +125,7 @@ class TowerStrategy(kind.Kind):
                  cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
                  communication_options: tf.distribute.experimental.CommunicationOptions
                  | None = None,
-                 synchronize_batch_norm: bool = False) -> None:
+                 synchronize_batch_norm: bool = False, micro_batches: int = 1) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is "
                                "off (a tf.compat.v1 graph, or "
@@ -132,7 +144,7 @@ class TowerStrategy(kind.Kind):
                             f"{type(synchronize_batch_norm).__name__}.")
         resolver = cluster_resolver or clusters.resolver_of_environment()
         cluster = clusters.join(resolver)
-        placement = devices_lib.place(devices, merge_device, shares)
+        placement = devices_lib.place(devices, merge_device, shares, micro_batches)
         workers = None if cluster is None else meeting.Machines(
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.on_cpu, placement.shares, placement.shares_from)
@@ -355,5 +367,7 @@ class TowerStrategy(kind.Kind):
 
     def __repr__(self) -> str:
         placement = self.extended.placement
-        towers = ", ".join(devices_lib.short_name(device) for device in placement.towers)
-        return f"<TowerStrategy towers=[{towers}] merge_device={description.merge_name(placement)}>"
+        towers = ", ".join(devices_lib.short_name(device) for device in placement.devices)
+        parts = f" micro_batches={placement.micro_batches}" * (placement.micro_batches > 1)
+        return (f"<TowerStrategy towers=[{towers}]{parts} "
+                f"merge_device={description.merge_name(placement)}>")

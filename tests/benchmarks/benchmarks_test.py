@@ -10,7 +10,17 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
-from benchmarks import cases, chart, machines, measure, results, strategies, table, traffic
+from benchmarks import (
+    cases,
+    chart,
+    machines,
+    measure,
+    micro_batches,
+    results,
+    strategies,
+    table,
+    traffic,
+)
 
 
 def _counted(function, *args, replicas=2):
@@ -186,6 +196,27 @@ class ResultsTest(parameterized.TestCase):
             path = pathlib.Path(folder) / "chart.png"
             chart.draw(path, figures, 4, "a machine")
             self.assertGreater(matplotlib.image.imread(path).shape[0], 300)
+
+
+class MicroBatchesTest(parameterized.TestCase):
+
+    def _figures(self):
+        runs = [("conv", parts, {"added_mb": added, "held_mb": 800., "step_ms": 100.,
+                                 "first_step_s": 2.})
+                for parts in micro_batches.PARTS for added in (80. / max(parts, 1), 9., 300.)]
+        return micro_batches.medians([*runs, ("mlp", 8, {"error": "ValueError: no"})])
+
+    def test_target_compares_medians(self):
+        """Else micro-batches are said to save memory that they do not."""
+        found, = micro_batches.verdicts(self._figures())
+        self.assertAlmostEqual(found.measured, 10 / 80)
+        self.assertTrue(found.holds)
+
+    def test_shows_what_failed(self):
+        """Else one that runs out of memory takes the whole table with it."""
+        text = micro_batches.shown(self._figures())
+        self.assertIn("mlp 8 failed: ValueError: no", text)
+        self.assertIn("no strategy", text)
 
 
 class MachinesTest(parameterized.TestCase):

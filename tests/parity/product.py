@@ -65,6 +65,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has TEXT")
     parser.add_argument("--keras", choices=[cases.KERAS_3, cases.TF_KERAS], help="one version")
     parser.add_argument("--towers", type=int, nargs="+", metavar="R", help="only these numbers")
+    parser.add_argument("--micro-batches", type=int, metavar="M", help="only this number of them")
     parser.add_argument("--merge", choices=runner.MERGES, help="one merge device")
     parser.add_argument("--unequal", action="store_true", help="only towers of unequal shares")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8),
@@ -88,7 +89,8 @@ def _work(options: argparse.Namespace) -> list[tuple[str, str, list[runner.Tower
     for case, keras, choices in pairs:
         towers = [one for one in choices if options.merge in (None, one.merge)
                   and (options.towers is None or one.count in options.towers)
-                  and (one.shares is not None or not options.unequal)]
+                  and (one.shares is not None or not options.unequal)
+                  and options.micro_batches in (None, one.micro_batches)]
         if options.only in case.name and options.keras in (None, keras) and towers:
             work.append((case.name, keras, towers))
     return work

@@ -38,22 +38,25 @@ AFTER = {"batches": ("predict",), "losses": ("evaluate",),
 
 @dataclasses.dataclass(frozen=True)
 class Towers:
-    """How many towers, where they merge (one of :data:`MERGES`), and what each gets of a batch."""
+    """How many towers, where they merge (one of :data:`MERGES`), what each gets, in what parts."""
 
     count: int
     merge: str = "cpu"
     shares: tuple[float, ...] | None = None
+    micro_batches: int = 1
 
     def strategy(self, **options: Any) -> towerstrategy.TowerStrategy:
         """The strategy, on logical CPU devices; the merge device ``cpu`` is none of the towers'."""
         first = 1 if self.merge == "cpu" and self.count < 8 else 0
         devices = [f"CPU:{first + number}" for number in range(self.count)]
         merge = devices[0] if self.merge == "tower 0" else self.merge
-        return towerstrategy.TowerStrategy(devices, merge, shares=self.shares, **options)
+        return towerstrategy.TowerStrategy(devices, merge, shares=self.shares,
+                                           micro_batches=self.micro_batches, **options)
 
     def __str__(self) -> str:
         shares = f" shares={list(self.shares)}" if self.shares else ""
-        return f"R={self.count} merge={self.merge}{shares}"
+        parts = f" micro_batches={self.micro_batches}" * (self.micro_batches > 1)
+        return f"R={self.count} merge={self.merge}{shares}{parts}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +77,13 @@ class Difference:
 # The last leave half of the towers of a batch of eight rows, or of a remainder, empty.
 UNEQUAL_TOWERS = [Towers(2, "cpu", (3, 1)), Towers(3, "tower 0", (1, 2, 5)),
                   Towers(4, "balanced", (1, .001, 1, .001))]
+IN_PARTS = [Towers(1, "tower 0", micro_batches=4), Towers(2, "cpu", micro_batches=2)]
 ALL_TOWERS = [*(Towers(count, merge) for count in (1, 2, 3, 4, 5, 8) for merge in MERGES),
-              *UNEQUAL_TOWERS]
+              *UNEQUAL_TOWERS, *IN_PARTS]
 # One of these a case, in turn, is what ``make test`` runs.
 CORE_TOWERS = [Towers(3, "cpu"), Towers(4, "tower 0"), Towers(3, "balanced"), Towers(4, "cpu"),
-               Towers(1, "cpu"), Towers(4, "balanced"), Towers(3, "tower 0"), *UNEQUAL_TOWERS]
+               Towers(1, "cpu"), Towers(4, "balanced"), Towers(3, "tower 0"), *UNEQUAL_TOWERS,
+               *IN_PARTS]
 
 
 # Groups in which the core takes the Keras versions in turn, and the whole product both.

@@ -112,6 +112,17 @@ class PlaceTest(parameterized.TestCase):
         """Else XLA is asked for a step that it cannot place, and dies in the middle of it."""
         self.assertEqual(devices_lib.place(asked, merge_device).compiles, wanted)
 
+    def test_micro_batches(self):
+        """Else a tower's micro-batches run elsewhere, or XLA orders them as it likes."""
+        placed = devices_lib.place(["CPU:0", "CPU:1"], "balanced", 3)
+        self.assertEqual([devices_lib.short_name(device) for device in placed.towers],
+                         ["CPU:0"] * 3 + ["CPU:1"] * 3)
+        self.assertEqual([devices_lib.short_name(device) for device in placed.devices],
+                         ["CPU:0", "CPU:1"])
+        self.assertEqual(placed.name(4), "micro-batch 1 of tower 1")
+        alone = devices_lib.place(["CPU:0"], None, 2)
+        self.assertEqual((alone.merge, alone.compiles), (alone.towers[0], False))
+
 
 class SplitCpuTest(parameterized.TestCase):
 

@@ -81,6 +81,14 @@ class DescribeTest(parameterized.TestCase):
         text = TowerStrategy(["CPU:1"]).describe()
         self.assertStartsWith(text, "TowerStrategy: 1 tower, merge device CPU:1\n")
 
+    def test_micro_batches(self):
+        """Else a tower is listed once for each of its micro-batches."""
+        text = TowerStrategy(TOWERS, micro_batches=4).describe()
+        self.assertStartsWith(text, "TowerStrategy: 3 towers of 4 micro-batches, merge device CPU")
+        self.assertEqual({device: row[0] for device, row in rows(text).items()},
+                         {"CPU:1": "tower 0", "CPU:2": "tower 1", "CPU:3": "tower 2",
+                          "CPU:0": "merge"})
+
     @parameterized.parameters(None, "CPU:2", "balanced")
     def test_counts_what_is_there(self, merge_device):
         """Else the bytes say nothing about the memory a device needs."""
@@ -222,6 +230,18 @@ class TrainingTest(parameterized.TestCase):
         found = quiet()
         model.fit(batches, steps_per_epoch=4, epochs=3, verbose=0, callbacks=[found])
         self.assertEqual([epoch.rows for epoch in found.epochs], 3 * [(12, 12, 8)])
+
+    @parameterized.parameters(*KITS)
+    def test_micro_batches(self, name, kit):
+        """Else rows and time of a tower's parts are told as those of towers that are not there."""
+        model = small_model(kit, TowerStrategy(TOWERS[:2], micro_batches=3))
+        found = quiet()
+        # 10 rows: 2, 2, 2, then 2, 1, 1.
+        model.fit(*data(30), batch_size=10, epochs=2, verbose=0, callbacks=[found])
+        epoch = found.epochs[1]
+        self.assertEqual(epoch.rows, (18, 12))
+        self.assertLen(epoch.sample.towers, 2)
+        self.assertGreater(min(epoch.sample.towers), 0)
 
     @parameterized.parameters(*KITS)
     def test_one_tower(self, name, kit):

@@ -89,7 +89,10 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         homes += [gradient.home for gradient in made.gradients]
     held = () if merged_already else _are_held(tower, gradients)
 
-    from_factors = tower.strategy.extended.placement.on_cpu and not merged_already
+    placement = tower.strategy.extended.placement
+    micro_batches = placement.micro_batches
+    # The rows of all micro-batches would be held until the last has come.
+    from_factors = placement.on_cpu and micro_batches == 1 and not merged_already
     if from_factors and tower.is_copied:  # else towers may differ in what they hand over
         gradients = [factors.apart(gradient) for gradient in gradients]
 
@@ -100,7 +103,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         summed = (gradients_lib.agreed_gradients(per_variable, homes, tower.shares)
                   if merged_already else
                   gradients_lib.gradients(per_variable, homes, tower.shares, tower.silenced,
-                                          from_factors))
+                                          from_factors, placement.devices, micro_batches))
         if made is not None:
             with tf.device(strategy.extended.merge_device):
                 whole |= made.again(summed[len(variables_):])

@@ -108,6 +108,9 @@ from towerstrategy._tensorflow.graphs import (
     set_input as set_input,
 )
 from towerstrategy._tensorflow.graphs import (
+    touched_resources as touched_resources,
+)
+from towerstrategy._tensorflow.graphs import (
     use_instead as use_instead,
 )
 from towerstrategy._tensorflow.graphs import (

@@ -9,10 +9,12 @@ from collections.abc import Collection
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import auto_control_deps_utils
+from tensorflow.python.framework import auto_control_deps, auto_control_deps_utils
 from tensorflow.python.ops import handle_data_util
 
 PRIVATE_NAMES = {
+    "tensorflow.python.framework.auto_control_deps:op_is_stateful":
+        "tells which operations TensorFlow's own ordering keeps in the order they were made in",
     "tensorflow.python.framework.auto_control_deps_utils:get_read_write_resource_inputs":
         "tells which resources an operation writes, as TensorFlow's own ordering of reads and "
         "writes asks",
@@ -78,3 +80,23 @@ def written_resources(operation: tf.Operation) -> Collection[tf.Tensor]:
     """The resources among the inputs of ``operation`` that it writes."""
     _, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)
     return written
+
+
+def touched_resources(operation: tf.Operation) -> tuple[set[str], set[str]]:
+    """The resources that ``operation`` reads and writes, as TensorFlow's own ordering takes them.
+
+    Each by its tensor's name; ``""`` written stands for an effect on the world outside, in which
+    operations are kept in the order that they were made in.
+    """
+    if operation.type.startswith("Collective"):  # in one order on all machines
+        return set(), {"collective"}
+    if not any(tensor.dtype == tf.resource for tensor in operation.inputs):
+        return set(), {""} if auto_control_deps.op_is_stateful(operation) else set()
+    read, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)
+    return {_origin(tensor) for tensor in read}, {_origin(tensor) for tensor in written}
+
+
+def _origin(resource: tf.Tensor) -> str:
+    while resource.op.type == "Identity":
+        resource = resource.op.inputs[0]
+    return str(resource.name)

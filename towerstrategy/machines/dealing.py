@@ -33,7 +33,7 @@ class Dealer:
 
     def __init__(self, placement: devices_lib.Placement, workers: meeting.Machines | None) -> None:
         self._towers, self._workers = len(placement.towers), workers
-        self._asked = placement.shares
+        self._asked = placement.shares and placement.shares[::placement.micro_batches]
         self._measured: measured_lib.MeasuredShares | None = None
         self.measuring: measuring_lib.Measuring | None = None
         number = self._towers if workers is None else workers.replicas

@@ -18,8 +18,8 @@ from towerstrategy.merge.shares import Value
 
 
 def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[str],
-              shares: shares_lib.Shares, silenced: bool = False,
-              from_factors: bool = False) -> list[Value | None]:
+              shares: shares_lib.Shares, silenced: bool = False, from_factors: bool = False,
+              towers: Sequence[str] = (), micro_batches: int = 1) -> list[Value | None]:
     """Sums each variable's gradients where the variable lives.
 
     A tower without rows adds nothing, even where its gradient is NaN.  The usual case, every tower
@@ -31,6 +31,8 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
       shares: the shares of this step's batch.
       silenced: whether the gradients of towers without rows are zero of themselves.
       from_factors: whether to make dense layers' gradients once, see :mod:`factors`.
+      towers: where there are micro-batches, the devices of the towers.
+      micro_batches: how many of the gradients are of one tower, one after another.
 
     Returns:
       One gradient or None a variable.
@@ -46,6 +48,10 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
         for index, values in present.items():
             with tf.device(devices[index]):
                 made = _from_factors(rows[devices[index]], values, shares) if from_factors else None
+                if made is None and micro_batches > 1 and _are_dense(values):
+                    kept = values if keep_empty else [
+                        filled(value, replica) for replica, value in enumerate(values)]
+                    made = merging.total(_running(kept, towers, micro_batches))
                 if made is None:
                     made = (merging.total(values) if keep_empty
                             else merging.filled_here(values, shares))
@@ -56,6 +62,8 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
         merged = summed(keep_empty=True)
     elif isinstance(shares.all_filled, bool) or tf.executing_eagerly():
         merged = summed(keep_empty=bool(shares.all_filled))
+    elif micro_batches > 1:  # a branch over all gradients would wait for, and hold, all of them
+        merged = summed(keep_empty=False)
     else:
         merged = tf.cond(shares.all_filled, lambda: summed(True), lambda: summed(False))
         merged = list(merged) if isinstance(merged, (list, tuple)) else [merged]
@@ -75,6 +83,22 @@ def agreed_gradients(per_variable: Sequence[Sequence[Value] | None], devices: Se
         with tf.device(device):
             result.append(None if values is None else merging.agreed(values, shares))
     return result
+
+
+def _are_dense(values: Sequence[Value]) -> bool:
+    return not any(isinstance(value, tf.IndexedSlices) for value in values)
+
+
+def _running(values: Sequence[Value], towers: Sequence[str], micro_batches: int) -> list[Value]:
+    """One sum a tower, to which each micro-batch's gradient is added as it comes."""
+    sums = []
+    for tower, device in enumerate(towers):
+        first, *others = values[tower * micro_batches:(tower + 1) * micro_batches]
+        with tf.device(device):
+            for value in others:
+                first = first + value
+        sums.append(first)
+    return sums
 
 
 def _from_factors(rows: factors.Factors, values: Sequence[Any], shares: shares_lib.Shares) -> Any:

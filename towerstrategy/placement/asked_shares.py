@@ -23,20 +23,31 @@ SharesArgument = Union[None, Sequence[float], str]
 _CHOICES = f'shares must be None, a list of a number for each device, "{MEASURED}" or "{MEMORY}"'
 
 
-def checked(shares: SharesArgument, towers: Sequence[str]) -> tuple[float, ...] | None:
-    """The shares of ``towers`` to begin with; None where none were asked for.
+def checked(shares: SharesArgument, towers: Sequence[str],
+            micro_batches: int = 1) -> tuple[float, ...] | None:
+    """The shares of the replicas of ``towers`` to begin with; None where none were asked for.
 
     Args:
       shares: as given.
       towers: full device names.
+      micro_batches: how many replicas each tower runs, one after another, which share alike.
 
     Raises:
       TypeError: no list and no string, or an item that is no number.
       ValueError: an unknown string, another number of items than devices, an item that is not
-        above 0 and finite, ``"memory"`` where a tower is no GPU.
+        above 0 and finite, ``"memory"`` where a tower is no GPU, ``"measured"`` with micro-batches.
     """
     if shares is None:
         return None
+    if shares == MEASURED and micro_batches > 1:
+        raise ValueError(f'shares="{MEASURED}" does not go with micro_batches={micro_batches}, as '
+                         "the parts of a tower have no times of their own. Give a list of a number "
+                         "for each device.")
+    each = _of_towers(shares, towers)
+    return tuple(share for share in each for _ in range(micro_batches))
+
+
+def _of_towers(shares: Any, towers: Sequence[str]) -> tuple[float, ...]:
     if isinstance(shares, str):
         return _chosen(shares, towers)
     if isinstance(shares, np.ndarray):

@@ -31,12 +31,14 @@ class Placement:
     """Where a strategy runs.
 
     Attributes:
-      towers: full device names, one a tower, in order.
+      towers: full device names, one a replica, in order: a tower's device once for each of its
+        micro-batches.
       merge: the device where results meet that belong to no variable, and, unless ``balanced``,
         where every variable lives.
       balanced: whether each variable has a tower of its own choosing as home.
-      shares: a number a tower, to which its rows are in proportion; None where all get as many.
+      shares: a number a replica, to which its rows are in proportion; None where all get as many.
       shares_from: what they were taken from: ``"measured"``, ``"memory"``, or nothing of these.
+      micro_batches: into how many parts, one after another, a tower's rows are cut.
     """
 
     towers: tuple[str, ...]
@@ -44,10 +46,26 @@ class Placement:
     balanced: bool
     shares: tuple[float, ...] | None = None
     shares_from: str = ""
+    micro_batches: int = 1
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Full device names, one a tower."""
+        return self.towers[::self.micro_batches]
+
+    def name(self, replica: int) -> str:
+        """What people call a replica: ``tower 1``, or ``micro-batch 3 of tower 1``."""
+        tower, number = divmod(replica, self.micro_batches)
+        return f"micro-batch {number} of " * (self.micro_batches > 1) + f"tower {tower}"
 
     @property
     def compiles(self) -> bool:
-        """Whether XLA can compile a whole step: all of it is on TensorFlow's default device."""
+        """Whether XLA can compile a whole step: all of it is on TensorFlow's default device.
+
+        A compiled step has an order of its own, which would run the micro-batches side by side.
+        """
+        if self.micro_batches > 1:
+            return False
         default = _full_name("GPU:0" if gpu_count() else "CPU:0", "devices")
         return {*self.towers, self.merge} == {default}
 
@@ -104,14 +122,15 @@ def split_cpu(count: int) -> list[str]:
 
 
 def place(devices: DevicesArgument, merge_device: OneDevice | None,
-          shares: asked_shares.SharesArgument = None) -> Placement:
-    """Resolves these arguments of ``TowerStrategy``.
+          shares: asked_shares.SharesArgument = None, micro_batches: int = 1) -> Placement:
+    """Resolves the arguments of ``TowerStrategy`` that say where, and which parts.
 
     Args:
       devices: None (all GPUs; none there: the first CPU device), a count, or a list of GPU ids,
         device strings or devices as ``tf.config`` lists them.
       merge_device: None, ``"cpu"``, ``"balanced"``, a device string or a device of ``tf.config``.
       shares: None, a number for each device, ``"measured"`` or ``"memory"``.
+      micro_batches: into how many parts each tower's rows are cut.
 
     Returns:
       The placement, with full device names such as
@@ -120,11 +139,12 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None,
     Raises:
       TypeError: an argument of the wrong type.
       ValueError: a device that is not there, a duplicate, an empty list, CPU and GPU mixed
-        without ``shares``, shares that cannot be.
+        without ``shares``, shares that cannot be, less than one micro-batch.
     """
-    towers = _towers(devices, mixed=shares is not None)
-    share = asked_shares.checked(shares, towers)
+    towers, count = _towers(devices, mixed=shares is not None), _micro_batches(micro_batches)
+    share = asked_shares.checked(shares, towers, count)
     taken_from = shares if isinstance(shares, str) else ""
+    replicas = tuple(device for device in towers for _ in range(count))
     if merge_device is None:
         merge_device = "cpu" if len(towers) > 1 else towers[0]
     if _is_listed(merge_device):
@@ -134,10 +154,18 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None,
             f'merge_device must be None, "cpu", "{BALANCED}" or a device string, but got '
             f"{merge_device!r} of type {type(merge_device).__name__}. {_there()}")
     if merge_device.lower() == BALANCED:
-        return Placement(towers, _full_name("CPU:0", "merge_device"), len(towers) > 1, share,
-                         taken_from)
+        return Placement(replicas, _full_name("CPU:0", "merge_device"), len(towers) > 1, share,
+                         taken_from, count)
     name = "CPU:0" if merge_device.lower() == "cpu" else merge_device
-    return Placement(towers, _full_name(name, "merge_device"), False, share, taken_from)
+    return Placement(replicas, _full_name(name, "merge_device"), False, share, taken_from, count)
+
+
+def _micro_batches(given: Any) -> int:
+    count = whole_number("micro_batches", given)
+    if count < 1:
+        raise ValueError(f"micro_batches must be at least 1, but got {count}: it is into how many "
+                         "parts, one after another, each tower's rows of a batch are cut.")
+    return count
 
 
 def whole_number(argument: str, value: Any) -> int:

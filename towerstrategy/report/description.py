@@ -79,9 +79,10 @@ def _described(strategy: tf.distribute.Strategy) -> tuple[str, str]:
     rows: list[tuple[str, ...]]
     rows = [(device, roles.get(device, "variables only"), shares.get(device, ""),
              f"{counts.get(device, 0):,}", f"{sizes.get(device, 0):,}") for device in devices]
-    number = len(placement.towers)
-    title = (f"TowerStrategy: {number} tower{'s' if number > 1 else ''}, merge device "
-             f"{merge_name(placement)}{_how_measured(strategy)}")
+    number, parts = len(placement.devices), placement.micro_batches
+    title = (f"TowerStrategy: {number} tower{'s' if number > 1 else ''}"
+             + f" of {parts} micro-batches" * (parts > 1)
+             + f", merge device {merge_name(placement)}{_how_measured(strategy)}")
     header: tuple[str, ...] = ("device", "role", "share", "variables", "bytes")
     if not shares:
         header, rows = _without(header, 2), [_without(row, 2) for row in rows]
@@ -104,14 +105,14 @@ def _without(row: tuple[str, ...], column: int) -> tuple[str, ...]:
 
 def _shares(strategy: tf.distribute.Strategy) -> dict[str, str]:
     """Each tower's share of a batch, by its device; nothing where none were asked for."""
-    extended = strategy.extended
-    if extended.placement.shares is None:
+    extended, placement = strategy.extended, strategy.extended.placement
+    if placement.shares is None:
         return {}
-    number = strategy.num_replicas_in_sync
+    parts, number = placement.micro_batches, strategy.num_replicas_in_sync
     units = extended.dealer.units or (1,) * number
-    here = units[extended.first_replica:]
-    return {devices_lib.short_name(tower): f"{unit / sum(units):.1%}"
-            for tower, unit in zip(extended.placement.towers, here)}
+    here = units[extended.first_replica::parts]
+    return {devices_lib.short_name(tower): f"{unit * parts / sum(units):.1%}"
+            for tower, unit in zip(placement.devices, here)}
 
 
 def _page(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]],
@@ -142,7 +143,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequenc
 
 def _roles(placement: devices_lib.Placement) -> dict[str, str]:
     roles = {devices_lib.short_name(device): f"tower {number}"
-             for number, device in enumerate(placement.towers)}
+             for number, device in enumerate(placement.devices)}
     if placement.balanced:
         return {device: f"{role} and home" for device, role in roles.items()}
     merge = devices_lib.short_name(placement.merge)

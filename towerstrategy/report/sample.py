@@ -77,13 +77,14 @@ class NotTaken(Exception):
 
 
 def take(call: Callable[[], Any], kinds: Sequence[str],
-         merge_kind: str) -> tuple[Any, Callable[[], Sample]]:
+         merge_kind: str, micro_batches: int = 1) -> tuple[Any, Callable[[], Sample]]:
     """Runs ``call`` under the profiler.
 
     Args:
       call: one call of a step, which may hold several steps.
       kinds: the towers' kinds of device, ``"CPU"`` or ``"GPU"``.
       merge_kind: the merge device's.
+      micro_batches: how many parts each tower's rows are cut into.
 
     Returns:
       What ``call`` returned, and a function that makes the sample of it, or raises what the
@@ -101,7 +102,7 @@ def take(call: Callable[[], Any], kinds: Sequence[str],
     except BaseException:
         recording.drop()
         raise
-    return result, recording.end(kinds, merge_kind)
+    return result, recording.end(kinds, merge_kind, micro_batches)
 
 
 class Recording:
@@ -138,7 +139,8 @@ class Recording:
             self._window.__exit__(None, None, None)
             _stop(save=False)
 
-    def end(self, kinds: Sequence[str], merge_kind: str) -> Callable[[], Sample]:
+    def end(self, kinds: Sequence[str], merge_kind: str,
+            micro_batches: int = 1) -> Callable[[], Sample]:
         """Ends it; a function that makes the sample of it, or raises what was raised since."""
         self._window.__exit__(None, None, None)
         ended = time.perf_counter()
@@ -153,14 +155,16 @@ class Recording:
 
         def made() -> Sample:
             try:
-                return read(map(_tf.read_profile, written), seconds, kinds, merge_kind)
+                return read(map(_tf.read_profile, written), seconds, kinds, merge_kind,
+                            micro_batches)
             finally:
                 self.cost += time.perf_counter() - ended
 
         return made
 
 
-def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind: str) -> Sample:
+def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind: str,
+         micro_batches: int = 1) -> Sample:
     """The sample in a profile.
 
     Args:
@@ -168,8 +172,10 @@ def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind
       seconds: how long the call took, where the profile does not tell.
       kinds: see :func:`take`.
       merge_kind: see :func:`take`.
+      micro_batches: see :func:`take`.
     """
-    host, device, window, steps = _Times(len(kinds)), _Times(len(kinds)), None, 0
+    host, device = (_Times(len(kinds), micro_batches) for _ in range(2))
+    window, steps = None, 0
     for space in spaces:
         for plane in space.planes:
             if plane.name.startswith("/device:"):
@@ -207,8 +213,9 @@ def _fail(error: Exception) -> Sample:
 class _Times:
     """The intervals in which each part of the step ran, on the host or on accelerators."""
 
-    def __init__(self, towers: int) -> None:
-        self._alone = towers == 1
+    def __init__(self, towers: int, micro_batches: int) -> None:
+        self._micro_batches = micro_batches
+        self._alone = towers * micro_batches == 1
         self._intervals: dict[Part, list[Interval]] = {}
         self.window: Interval | None = None
         self.steps = 0
@@ -233,7 +240,7 @@ class _Times:
         waits = {key for key, name in names.items() if _GET_NEXT.search(name)}
         windows = {key for key, name in names.items() if name == _WINDOW}
         eager = {key for key, name in names.items() if name == _EAGER} if spans else set()
-        parts = {key: self._part(name, self._alone) for key, name in names.items() if ":" in name}
+        parts = {key: self._part(name) for key, name in names.items() if ":" in name}
         parts = {key: part for key, part in parts.items() if part is not None}
         for line in plane.lines:
             # All operations are the only tower's, but for those of the input pipeline.
@@ -261,7 +268,7 @@ class _Times:
                 for stat in event.stats:
                     if stat.metadata_id in named:
                         name = stat.str_value or plane.stat_metadata[stat.ref_value].name
-                        part = self._part(name, self._alone)
+                        part = self._part(name)
                         if part is not None:
                             self._add(part, line, event)
 
@@ -282,8 +289,7 @@ class _Times:
     def _add(self, part: Part, line: Any, event: Any) -> None:
         self._intervals.setdefault(part, []).append(_interval(line, event))
 
-    @staticmethod
-    def _span(name: str) -> Part:
+    def _span(self, name: str) -> Part:
         """The part whose eager operations run within a span of this name, or None."""
         name = name.rstrip("/")
         if name == contexts.UPDATE_SCOPE:
@@ -291,19 +297,18 @@ class _Times:
         found = _SCOPE.fullmatch(name)
         if found is None or found["split"]:
             return None
-        return "merge" if found["merge"] else int(found["tower"])
+        return "merge" if found["merge"] else int(found["tower"]) // self._micro_batches
 
-    @staticmethod
-    def _part(name: str, alone: bool) -> Part:
+    def _part(self, name: str) -> Part:
         """The part that the operation ``name:Type`` belongs to, or None."""
         if not _OPERATION.search(name):
             return None
         found = _SCOPE.search(name)
         if found is None:
-            return 0 if alone and not name.startswith("EagerLocalExecute") else None
+            return 0 if self._alone and not name.startswith("EagerLocalExecute") else None
         if found["merge"]:
             return "update" if _UPDATE.search(name, found.end()) else "merge"
-        return "split" if found["split"] else int(found["tower"])
+        return "split" if found["split"] else int(found["tower"]) // self._micro_batches
 
 
 def _interval(line: Any, event: Any) -> Interval:

@@ -190,7 +190,8 @@ class TowerReport(Callback):
         with self._watching("begin to watch"):
             self._watch = Watch(self.model, self._most)
         if self.log_dir is not None:
-            self._events = Events(self.log_dir, strategy.extended.first_replica)
+            self._events = Events(self.log_dir, strategy.extended.first_replica
+                                  // strategy.extended.placement.micro_batches)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         del logs
@@ -294,7 +295,7 @@ def _epoch(number: int, watch: Watch, shares: list[float] | None) -> Epoch:
                   None if rows is None else rows[tower],
                   None if sample is None else sample.towers[tower],
                   None if sample is None else sample.idle(tower))
-             for tower, device in enumerate(placement.towers)]
+             for tower, device in enumerate(placement.devices)]
     where = description.merge_name(placement)
     for name, device in (("merge", where), ("update", where), ("split", "CPU:0"),
                          ("input", "CPU:0")):

@@ -58,7 +58,7 @@ class Watch:
         self._most = most
         self._start = self._epoch_start = time.perf_counter()
         self._kinds = [str(tf.DeviceSpec.from_string(device).device_type)
-                       for device in (*placement.towers, placement.merge)]
+                       for device in (*placement.devices, placement.merge)]
         self._sample_cost = 0.0
         self.tried_in: int | None = None
         self._epoch = 0
@@ -130,7 +130,8 @@ class Watch:
         start = time.perf_counter()
         self.tried_in = self._epoch
         try:
-            result, sample = take(lambda: self._function(iterator), towers, merge)
+            result, sample = take(lambda: self._function(iterator), towers, merge,
+                                  self.placement.micro_batches)
         except (Busy, NotTaken) as error:
             if isinstance(error, NotTaken):
                 quiet.warn("sample a step", error)
@@ -144,14 +145,15 @@ class Watch:
         return result
 
     def _rows_taken(self) -> list[int] | None:
-        """The rows taken in this epoch from the iterators that were trained on."""
+        """The rows taken in this epoch from the iterators that were trained on, by tower."""
         total = [0] * len(self.placement.towers)
         for count, before in self._before.items():
             now = None if count is None else count.read()
             if now is None or before is None:
                 return None
             total = [sum(rows) - then for *rows, then in zip(total, now, before)]
-        return total
+        parts = self.placement.micro_batches
+        return [sum(total[first:first + parts]) for first in range(0, len(total), parts)]
 
     def _step_aside(self) -> None:
         if self._stand_in is not None and self._model.train_function is self._stand_in:

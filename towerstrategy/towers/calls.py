@@ -66,8 +66,9 @@ def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:
     if _tf.is_jit_compiled(fn) and not strategy.extended.placement.compiles:
         raise ValueError(
             "the function given to strategy.run was made with tf.function(jit_compile=True), but "
-            "XLA compiles a function for TensorFlow's default device alone, and this strategy's "
-            "towers and merge device are not all there. Leave jit_compile out, or give "
+            "XLA compiles a function for TensorFlow's default device alone, in an order of its "
+            "own, and this strategy has several towers, micro-batches or another device. Leave "
+            "jit_compile out, or give "
             "jit_compile=True to a function of a single tower's work that is called inside the "
             "replica function and does not synchronize.")
     wrapped = strategy.extended.functions.get(fn)

@@ -359,12 +359,13 @@ def all_values(value: Any, count: int) -> list[Any]:
     return [value] * count
 
 
-def error_note(tower: int, device: str, shares: shares_lib.Shares) -> str:
+def error_note(tower: int, placement: devices_lib.Placement, shares: shares_lib.Shares) -> str:
     """What an error says that was raised in a tower."""
+    device = placement.towers[tower]
     rows = shares.told(tower)
     none = (" Some operations cannot work on no rows, TensorFlow's convolutions on the CPU among "
             "them: give each batch as many rows as there are towers.")
-    return (f"This happened in tower {tower} on {devices_lib.short_name(device)}"
+    return (f"This happened in {placement.name(tower)} on {devices_lib.short_name(device)}"
             + (f", which has {rows}." if rows else ".") + none * rows.startswith("none"))
 
 

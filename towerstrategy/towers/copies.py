@@ -44,6 +44,7 @@ class Copier:
         self._devices = [tf.DeviceSpec.from_string(device).to_string() for device in devices]
         self._scopes = scopes
         self._local_variables = local_variables
+        self.firsts: set[str] = set()  # names of tower 0's operations
         self._done = 0
         self._waiting: list[tf.Operation] = []
         self._kept: set[str] = set()
@@ -66,6 +67,7 @@ class Copier:
           handed: what tower 0 hands to the others: a nest of tensors, operations and other values.
         """
         operands.swap(self._graph, self.added())
+        self.firsts.update(operation.name for operation in self.added())
         stretch = [*self._waiting, *self.added()]
         needed = _needed(stretch, handed)
         self._waiting = [operation for operation in stretch if operation.name not in needed]

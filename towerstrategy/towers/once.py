@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import contexts, copies, enclosed, leavings
+from towerstrategy.towers import contexts, copies, enclosed, leavings, order
 from towerstrategy.towers.tables import NeedsOwnTrace
 from towerstrategy.variables import alone
 
@@ -64,7 +64,7 @@ class _Once:
         self._graph = tf.compat.v1.get_default_graph()
         scopes = [contexts.scope_name(tower, device) for tower, device in enumerate(self._devices)]
         self._scope = f"{scopes[0]}/"
-        self._error_note = contexts.error_note(0, self._devices[0], shares)
+        self._error_note = contexts.error_note(0, strategy.extended.placement, shares)
         self._copier = copies.Copier(self._graph, self._devices, scopes,
                                      strategy.extended.tower_local_parts)
 
@@ -86,7 +86,14 @@ class _Once:
             written = self._copy(result)
         self._merge_written(written)
         grouped = self._group(result)
+        self._put_in_order(grouped)
         return _tf.regroup(grouped, functools.partial(contexts.TowerResults, shares=self._shares))
+
+    def _put_in_order(self, results: Any) -> None:
+        placement, copier = self._strategy.extended.placement, self._copier
+        others = [copier.table.operations_of(tower) for tower in range(1, len(self._devices))]
+        order.put(self._graph, [copier.firsts, *others], self._devices, placement.micro_batches,
+                  results)
 
     def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call`` of tower 0: the others get there at once."""

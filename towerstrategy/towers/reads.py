@@ -63,9 +63,12 @@ def stack(graph: tf.Graph, reads: Sequence[tf.Operation], devices: Sequence[str]
         with graph.as_default(), tf.control_dependencies(None), _tf.not_recorded():
             with tf.device(None), tf.device(home), tf.name_scope("reads/"):
                 stacked = tf.stack(values)
+            there: dict[str, Sequence[tf.Tensor]] = {home: values}  # once for all micro-batches
             for device, scope in zip(devices[1:], scopes[1:]):
-                with tf.device(None), tf.device(device), tf.name_scope(f"{scope}/reads/"):
-                    towers.append(values if device == home else _unstacked(stacked))
+                if device not in there:
+                    with tf.device(None), tf.device(device), tf.name_scope(f"{scope}/reads/"):
+                        there[device] = _unstacked(stacked)
+                towers.append(there[device])
         for value, others in zip(values, zip(*towers)):
             yield value, list(others)
 

@@ -67,6 +67,10 @@ class Table:
         others = self._operations.get(first.name)
         return first if others is None else others[tower - 1]
 
+    def operations_of(self, tower: int) -> set[str]:
+        """The names of the copies that ``tower`` has."""
+        return {others[tower - 1].name for others in self._operations.values()}
+
     def value(self, first: Any, tower: int) -> Any:
         """``tower``'s counterpart of any value: tensors in it are looked up."""
         if tower == 0:

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import contexts, enclosed
+from towerstrategy.towers import contexts, enclosed, order
 from towerstrategy.variables import alone
 
 
@@ -89,6 +89,8 @@ class _Call:
         self._merge_scope = f"{state.name_scope}/merge/" if state.name_scope else "merge/"
         self._turns = alone.Turns(strategy.extended.written_alone)
         self._written: list[alone.Written] = []
+        self._operations: list[set[str]] = [
+            set() for _ in strategy.extended.worker_devices]  # names, by tower
         made: dict[str, list[tf.Variable]] = {}
         self._towers = [
             _TowerThread(contexts.TowerContext(strategy, tower, shares, self), state, made, fn,
@@ -106,6 +108,9 @@ class _Call:
             for tower in self._towers:
                 tower.stop()
         results = tuple(tower.result for tower in self._towers)
+        if not self._state.eager:
+            order.put(self._state.graph, self._operations, self._strategy.extended.worker_devices,
+                      self._strategy.extended.placement.micro_batches, results)
         return _tf.regroup(results, functools.partial(contexts.TowerResults, shares=self._shares))
 
     def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -143,7 +148,7 @@ class _Call:
                 tower.proceed()
             if tower.error is not None:
                 raise tower.error
-            self._end_turn(before)
+            self._end_turn(tower.number, before)
         ended = [tower.ended for tower in self._towers]
         if any(ended) and not all(ended):
             at = [tower.number for tower in self._towers if not tower.ended]
@@ -152,14 +157,16 @@ class _Call:
                 f"tower(s) {at} are at a merge_call, the others have returned.")
         return all(ended)
 
-    def _end_turn(self, before: int) -> None:
+    def _end_turn(self, number: int, before: int) -> None:
         """A tower has come to a meeting or its end; its operations begin at number ``before``."""
         if self._state.eager:
             self._turns.end_turn()
             return
         extended, graph = self._strategy.extended, self._state.graph
+        own = graph.get_operations()[before:]
+        self._operations[number].update(operation.name for operation in own)
         owned = itertools.chain(extended.variables(), extended.written_alone())
-        self._written.append(alone.divert(graph, graph.get_operations()[before:], owned))
+        self._written.append(alone.divert(graph, own, owned))
 
     def _merge_written(self) -> None:
         """One value for what the towers have written since they last met."""
@@ -257,7 +264,8 @@ class _TowerThread(threading.Thread):
         except _Stop:
             pass
         except BaseException as error:  # handed to the caller's thread
-            note = contexts.error_note(self.number, self._context.device, self._context.shares)
+            placement = self._context.strategy.extended.placement
+            note = contexts.error_note(self.number, placement, self._context.shares)
             _tf.add_note(error, note, not self._state.eager)
             self.error = error
         finally:

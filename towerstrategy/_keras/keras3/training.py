@@ -41,8 +41,9 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             if self.jit_compile and not strategy.extended.placement.compiles:
                 raise ValueError(
-                    "jit_compile=True is not supported with several towers, nor away from "
-                    "TensorFlow's default device: XLA compiles a step for that one device. "
+                    "jit_compile=True is not supported with several towers or micro-batches, nor "
+                    "away from TensorFlow's default device: XLA compiles a step for that one "
+                    "device, and in an order of its own. "
                     'Compile the model with jit_compile=False or leave it at "auto".')
             adopting.adopt(strategy, self, names)
             if strategy.num_replicas_in_sync > 1:

@@ -54,9 +54,9 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         if kwargs.get("jit_compile") and not strategy.extended.placement.compiles:
             raise ValueError(
-                "jit_compile=True is not supported with several towers, nor away from "
-                "TensorFlow's default device: XLA compiles a step for that one device. Compile the "
-                "model with jit_compile=False or leave it out.")
+                "jit_compile=True is not supported with several towers or micro-batches, nor away "
+                "from TensorFlow's default device: XLA compiles a step for that one device, and in "
+                "an order of its own. Compile the model with jit_compile=False or leave it out.")
         with strategy.scope():
             # tf_keras checks in compile that all variables are the strategy's.
             adopting.adopt(strategy, self, names)

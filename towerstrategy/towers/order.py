@@ -1,0 +1,161 @@
+"""Micro-batches one after another: what waits for what.
+
+Goes in: a traced graph, and which of its operations belong to which replica.  Comes out: control
+dependencies, by which a micro-batch begins when the one before it on the same device has ended.
+
+TensorFlow runs whatever has its inputs, so all micro-batches of a device would run side by side and
+hold their activations at the same time.  Here the first operations of a micro-batch, those that
+need nothing else of it, wait for the last ones of the micro-batch before, its gradients as a rule.
+So a device holds the activations of one micro-batch.
+
+Where replicas meet and go on with what all of them have brought (a mean over the whole batch), no
+micro-batch can come to its end before all have come to that point.  Their work is in *rounds* then:
+round 0 is what needs nothing of a meeting, round 1 what needs something that was made of round 0's
+results, and so on; in each round micro-batches follow one another.  A meeting whose result no
+replica reads, such as the update of a moving mean, makes no round.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+
+Part = tuple[int, int]  # round, replica
+
+
+def put(graph: tf.Graph, replicas: Sequence[Collection[str]], devices: Sequence[str],
+        micro_batches: int, results: Any) -> None:
+    """Puts each device's micro-batches in order.
+
+    Args:
+      graph: in which all replicas have been traced.
+      replicas: for each replica the names of its operations.
+      devices: for each replica its device.
+      micro_batches: how many replicas in a row are one tower's.
+      results: what the replicas returned, a nest.
+    """
+    if micro_batches == 1:
+        return
+    owners = {name: replica for replica, names in enumerate(replicas) for name in names}
+    traced = _Traced(graph)
+    parts = _parts(traced, owners, micro_batches)
+    begins = _begins(traced, parts)
+    ends = _ends(traced, parts, traced.live(results))
+    for (number, replica), operations in begins.items():
+        last = ends.get((number, replica - 1))
+        if replica % micro_batches == 0 or last is None:
+            continue
+        with graph.as_default(), tf.control_dependencies(None), tf.device(None), \
+                tf.device(devices[replica - 1]):
+            end = tf.no_op("end_of_micro_batch")
+        for operation in last:
+            _tf.add_control_input(end, operation)
+        for operation in operations:
+            _tf.add_control_input(operation, end)
+
+
+class _Traced:
+    """The operations of a graph, and what each waits for.
+
+    TensorFlow is going to order the reads and writes of each resource as they were made, when the
+    function has been traced; :attr:`waits` has that already.
+    """
+
+    def __init__(self, graph: tf.Graph) -> None:
+        self.operations: dict[str, tf.Operation] = {
+            operation.name: operation for operation in graph.get_operations()}
+        self.waits: dict[str, set[str]] = {
+            name: {*(tensor.op.name for tensor in operation.inputs),
+                   *(control.name for control in operation.control_inputs)}
+            for name, operation in self.operations.items()}
+        written: dict[str, str] = {}
+        read: dict[str, list[str]] = collections.defaultdict(list)
+        for name, operation in self.operations.items():
+            reads, writes = _tf.touched_resources(operation)
+            for resource in reads | writes:
+                if resource in written:
+                    self.waits[name].add(written[resource])
+            for resource in reads - writes:
+                read[resource].append(name)
+            for resource in writes:
+                self.waits[name].update(read.pop(resource, ()))
+                written[resource] = name
+        for name, waits in self.waits.items():
+            waits.discard(name)
+
+    def in_order(self) -> Iterator[str]:
+        """The names of the operations, each after all that it waits for."""
+        done: set[str] = set()
+        for name in self.operations:
+            waiting = [name]
+            while waiting:
+                last = waiting[-1]
+                before = [other for other in self.waits[last] if other not in done]
+                if last not in done and not before:
+                    done.add(last)
+                    yield last
+                if before:
+                    waiting += before
+                else:
+                    waiting.pop()
+
+    def live(self, results: Any) -> set[str]:
+        """The names of the operations that have an effect or are needed."""
+        reached = [name for name, operation in self.operations.items()
+                   if operation.op_def.is_stateful]
+        reached += [leaf.op.name for leaf in tf.nest.flatten(results, expand_composites=True)
+                    if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf)]
+        live: set[str] = set()
+        while reached:
+            name = reached.pop()
+            if name not in live and name in self.operations:
+                live.add(name)
+                reached += self.waits[name]
+        return live
+
+
+def _parts(traced: _Traced, owners: Mapping[str, int], micro_batches: int) -> dict[str, Part]:
+    """The round and the replica of each operation that belongs to one."""
+    # For each operation the last round, and the last micro-batch of it, that it needs or is of.
+    until: dict[str, tuple[int, int]] = {}
+    for name in traced.in_order():
+        own = owners.get(name)
+        place = 0 if own is None else own % micro_batches
+        found = 0, place
+        for other in traced.waits[name]:
+            number, last = until[other]
+            owner = owners.get(other)
+            if own is None:
+                found = max(found, (number, last))
+            elif owner != own and last > (0 if owner is None else place):
+                found = max(found, (number + 1, place))  # all micro-batches have to come so far
+            else:
+                found = max(found, (number, place))
+        until[name] = found
+    return {name: (until[name][0], owner) for name, owner in owners.items() if name in until}
+
+
+def _begins(traced: _Traced, parts: Mapping[str, Part]) -> dict[Part, list[tf.Operation]]:
+    """The operations of each part that wait for nothing of the same part."""
+    begins: dict[Part, list[tf.Operation]] = collections.defaultdict(list)
+    for name, part in parts.items():
+        if all(parts.get(other) != part for other in traced.waits[name]):
+            begins[part].append(traced.operations[name])
+    return begins
+
+
+def _ends(traced: _Traced, parts: Mapping[str, Part],
+          live: Collection[str]) -> dict[Part, list[tf.Operation]]:
+    """The operations of each part for which nothing of the same part waits."""
+    inner = {other for name, part in parts.items() if name in live
+             for other in traced.waits[name] if parts.get(other) == part}
+    ends: dict[Part, list[tf.Operation]] = collections.defaultdict(list)
+    for name, part in parts.items():
+        if name in live and name not in inner:
+            ends[part].append(traced.operations[name])
+    return ends
