@@ -1,21 +1,18 @@
 """Iterators over datasets of sub-batches; ``tf.data`` iterators, so they can be checkpointed.
 
-Goes in: the iterator that ``tf.data`` makes.  Comes out: a :class:`TowerIterator`, whose elements
-lie on the towers' devices where that was asked for, and which tells when Python's own loops know no
-end.
+Goes in: the iterator that ``tf.data`` makes.  Comes out: a :class:`TowerIterator`, which tells when
+Python's own loops know no end.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import rows as rows_lib
-from towerstrategy.batch import sub_batches
 from towerstrategy.batch.rows import Nest
 
 # Nobody unrolls so many steps into one graph on purpose.
@@ -47,45 +44,21 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
     """
 
     row_count: Any = None
-    _devices: Sequence[str] = ()
     _steps_in_graph = 0
 
-    def get_next(self) -> Nest:
-        return onto_devices(super().get_next(), self._devices)
-
     def __next__(self) -> Nest:
-        self._check_ends()
-        return onto_devices(super().__next__(), self._devices)
-
-    def _check_ends(self) -> None:
-        """Python's own loops know no end while a function is traced; stop them with a reason."""
-        if tf.executing_eagerly():
-            return
-        self._steps_in_graph += 1
-        if self._steps_in_graph > _MOST_STEPS_IN_GRAPH:
-            raise RuntimeError(
-                f"more than {_MOST_STEPS_IN_GRAPH} batches were taken from a distributed dataset "
-                "while one tf.function was traced. Python's enumerate, zip and comprehensions do "
-                "not see where a dataset ends there. Write a plain `for batch in dataset:` loop, "
-                "which autograph converts, and count in it.")
+        check_ends(self)
+        return super().__next__()
 
 
-def onto_devices(element: Nest, devices: Sequence[str]) -> Nest:
-    """``element`` with each tower's part on its device; as it is where no devices are given."""
-    if not devices:
-        return element
-
-    def moved(part: Any, device: str) -> Any:
-        with tf.device(device):
-            return tf.nest.map_structure(tf.identity, part, expand_composites=True)
-
-    def each(leaf: Any) -> Any:
-        if not isinstance(leaf, _tf.PerReplica):
-            alone = len(devices) == 1 and rows_lib.has_rows(leaf)
-            return moved(leaf, devices[0]) if alone else leaf
-        parts = [moved(part, device) for part, device in zip(leaf.values, devices)]
-        if isinstance(leaf, sub_batches.StandInSubBatches):
-            return sub_batches.StandInSubBatches(parts, leaf.rows)
-        return type(leaf)(parts)
-
-    return tf.nest.map_structure(each, element)
+def check_ends(iterator: Any) -> None:
+    """Python's own loops know no end while a function is traced; stop them with a reason."""
+    if tf.executing_eagerly():
+        return
+    iterator._steps_in_graph += 1
+    if iterator._steps_in_graph > _MOST_STEPS_IN_GRAPH:
+        raise RuntimeError(
+            f"more than {_MOST_STEPS_IN_GRAPH} batches were taken from a distributed dataset "
+            "while one tf.function was traced. Python's enumerate, zip and comprehensions do "
+            "not see where a dataset ends there. Write a plain `for batch in dataset:` loop, "
+            "which autograph converts, and count in it.")

@@ -45,6 +45,12 @@ class Placement:
         return {*self.towers, self.merge} == {default}
 
     @property
+    def towers_on_host(self) -> bool:
+        """Whether the towers share the host's memory, so that no batch need be brought to them."""
+        return all(tf.DeviceSpec.from_string(device).device_type == "CPU"
+                   for device in self.towers)
+
+    @property
     def on_cpu(self) -> bool:
         """Whether towers and merge device are all CPU devices, which share the same cores."""
         return all(tf.DeviceSpec.from_string(device).device_type == "CPU"
