@@ -82,13 +82,14 @@ def measure(keras: Any, case: cases.Case, strategy: tf.distribute.Strategy, seco
 def step_traffic(model: Any, case: cases.Case,
                  strategy: tf.distribute.Strategy) -> traffic.Traffic:
     """What crosses devices in a training step of ``model`` on a batch of known shape."""
-    batches = strategy.experimental_distribute_dataset(cases.dataset(case, drop_remainder=True))
-    batch = next(iter(batches))
+    batches = iter(strategy.experimental_distribute_dataset(
+        cases.dataset(case, drop_remainder=True)))
     strategy.extended.keep_graphs = True  # a TowerStrategy's; the walk is through Python graphs
-    step = tf.function(lambda data: strategy.run(model.train_step, args=(data,)), autograph=False)
+    step = tf.function(lambda batches: strategy.run(model.train_step, args=(next(batches),)),
+                       autograph=False)
     replicas = strategy.num_replicas_in_sync
-    return traffic.count(step.get_concrete_function(batch), replicas,
-                         unknown_dimension=case.batch // replicas)
+    return traffic.count(step.get_concrete_function(batches), replicas,
+                         unknown_dimension=case.batch // replicas, arguments=batches)
 
 
 def _clock(keras: Any, seconds: float) -> Any:

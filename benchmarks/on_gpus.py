@@ -32,6 +32,7 @@ def towers(count: int) -> list[str]:
 def tracing() -> Iterator[None]:
     """Within, a step is traced without the forms that pay on CPU devices only."""
     with mock.patch.object(devices_lib.Placement, "on_cpu", False), \
+            mock.patch.object(devices_lib.Placement, "towers_on_host", False), \
             mock.patch.object(operands, "swap", lambda graph, added: None):  # noqa: ARG005
         yield
 

@@ -12,7 +12,9 @@ Goes in: a ``ConcreteFunction``.  Comes out: a :class:`Traffic`.  The rule:
   that moves more is counted, of a loop one turn.
 - A collective all-reduce is a ring's: each device sends and receives 2 (R-1)/R times the tensor;
   an all-gather (R-1) times.
-- What is an argument of the function is the batch, which starts on the host.  It is counted apart.
+- What is an argument of the function is the batch, and so is what an iterator gives.  It is counted
+  apart.  It starts on the host, or where the arguments that are given lie: a prefetching iterator
+  has some of it on each device.
 - A dimension that is not known counts as ``unknown_dimension``; ``unknown`` says for how many
   tensors that crossed this was needed.
 """
@@ -28,6 +30,7 @@ from towerstrategy import _tensorflow as _tf
 
 _WITH_INPUT = {"Shape", "ShapeN", "Size", "Rank"}
 _PASSED_ON = {"Identity", "IdentityN", "Cast", "Reshape", "ExpandDims"}
+_TAKEN = {"IteratorGetNext", "OptionalGetValue"}
 _NO_BYTES = {tf.resource, tf.variant, tf.string}
 
 
@@ -77,7 +80,8 @@ class _Value:
     taken_to: set[str] = dataclasses.field(default_factory=set)
 
 
-def count(function: Any, replicas: int, host: str = "CPU:0", unknown_dimension: int = 1) -> Traffic:
+def count(function: Any, replicas: int, host: str = "CPU:0", unknown_dimension: int = 1,
+          arguments: Any = None) -> Traffic:
     """Counts the bytes that cross devices when ``function`` runs.
 
     Args:
@@ -85,14 +89,17 @@ def count(function: Any, replicas: int, host: str = "CPU:0", unknown_dimension: 
       replicas: how many take part in a collective operation.
       host: where arguments start, and operations that nothing places.
       unknown_dimension: the size of a dimension that is not known.
+      arguments: what the function is called with, where that does not start on the host.
     """
     walk = _Walk(replicas, host, unknown_dimension)
     graph = function.graph
     values: dict[str, _Value] = {}
     captured = {inner.name: outer for outer, inner in graph.captures}
+    given = iter([] if arguments is None else tf.nest.flatten(arguments, expand_composites=True))
     for tensor in graph.inputs:
         outer = captured.get(tensor.name)
-        place = host if outer is None else short(outer.device) or host
+        start = next(given, None) if outer is None else outer
+        place = host if start is None else short(start.device) or host
         values[tensor.name] = walk.made(tensor, place, from_batch=outer is None)
     walk.graph(graph, values, "")
     return walk.traffic
@@ -172,7 +179,8 @@ class _Walk:
             self._exchange(inputs[0], device, 2 * (self._replicas - 1) / self._replicas)
         elif op.type.startswith("CollectiveGather"):
             self._exchange(inputs[0], device, self._replicas - 1)
-        from_batch = (op.type in _PASSED_ON and bool(inputs) and inputs[0].from_batch)
+        from_batch = op.type in _TAKEN or (
+            op.type in _PASSED_ON and bool(inputs) and inputs[0].from_batch)
         return [self.made(tensor, device, from_batch) for tensor in op.outputs]
 
     def _device(self, op: tf.Operation, inputs: list[_Value], caller: str) -> str:

@@ -256,7 +256,7 @@ class BatchTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"experimental_replication_mode": "PER_REPLICA"}, TypeError, "replication_mode must be"),
         ({"experimental_per_replica_buffer_size": 2.5}, TypeError, "whole number, but got 2.5"),
-        ({"experimental_per_replica_buffer_size": -3}, ValueError, "at least 1, but got -3"))
+        ({"experimental_per_replica_buffer_size": -3}, ValueError, "at least 0, but got -3"))
     def test_input_options(self, options, error, message):
         """Else a wrong option has no effect, without a word."""
         strategy, options = two_towers(), InputOptions(**options)

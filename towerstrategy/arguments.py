@@ -99,9 +99,20 @@ def check_input_options(options: tf.distribute.InputOptions) -> None:
     if isinstance(size, bool) or not isinstance(size, numbers.Integral):
         raise TypeError("InputOptions: experimental_per_replica_buffer_size must be a whole "
                         f"number, but got {size!r} of type {type(size).__name__}.")
-    if size < 1:
-        raise ValueError("InputOptions: experimental_per_replica_buffer_size must be at least 1, "
+    if size < 0:
+        raise ValueError("InputOptions: experimental_per_replica_buffer_size must be at least 0, "
                          f"but got {size}.")
+    if options.experimental_place_dataset_on_device:
+        if mode != tf.distribute.InputReplicationMode.PER_REPLICA:
+            raise ValueError(
+                "InputOptions: experimental_place_dataset_on_device=True needs "
+                "experimental_replication_mode=PER_REPLICA, a dataset for each tower, but got "
+                f"{mode}.")
+        if options.experimental_fetch_to_device:
+            raise ValueError(
+                "InputOptions: experimental_place_dataset_on_device=True needs "
+                "experimental_fetch_to_device=False, but got True, which is the default: what is "
+                "on the device already is not fetched to it.")
 
 
 def _check_op(reduce_op: Any) -> None:

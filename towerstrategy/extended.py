@@ -18,7 +18,7 @@ import tensorflow as tf
 from towerstrategy import _keras, arguments
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.batch import input_contexts, splitting
+from towerstrategy.batch import input_contexts, prefetching, splitting
 from towerstrategy.machines import dealing, meeting, shards
 from towerstrategy.merge import merging, reductions
 from towerstrategy.merge import shares as shares_lib
@@ -350,45 +350,46 @@ class TowerExtended(_tf.StrategyExtended):
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset,
                                          options: Any) -> tf.distribute.DistributedDataset:
         _keras.install_hooks()
-        per_replica, fetched_to, ready = self._input_options(options)
+        per_replica, fetch, ready = self._input_options(options)
         if per_replica:
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
         return self.dealer.distribute(dataset, self._modes.stand_ins, self._modes.in_order, ready,
-                                      fetched_to)
+                                      fetch)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> tf.distribute.DistributedDataset:
         arguments.check_function("dataset_fn", dataset_fn)
-        per_replica, fetched_to, ready = self._input_options(options)
+        per_replica, fetch, ready = self._input_options(options)
         count, workers = len(self.worker_devices), self._workers
-        datasets = [dataset_fn(context) for context in input_contexts.contexts(
-            count, workers, per_replica, self._num_replicas_in_sync,
-            self.dealer.units)]
+        placed = options is not None and options.experimental_place_dataset_on_device
+        datasets = []
+        for pipeline, context in enumerate(input_contexts.contexts(
+                count, workers, per_replica, self._num_replicas_in_sync, self.dealer.units)):
+            with tf.device(self.worker_devices[pipeline]) if placed else contextlib.nullcontext():
+                datasets.append(dataset_fn(context))
         made = (datasets_lib.zip_datasets(datasets, ready=ready) if per_replica
                 else datasets_lib.group_dataset(datasets[0], count, ready=ready))
         if workers is not None:
             made = shards.shard_grouped(made, workers, self._modes.stand_ins, ready)
-        return made.fetched_to(fetched_to)
+        return made.fetched_to(fetch)
 
-    def _input_options(self, options: Any) -> tuple[bool, tuple[str, ...], int]:
+    def _input_options(self, options: Any) -> tuple[bool, prefetching.Fetch, int]:
         """Whether each tower has a pipeline, where parts are fetched to, elements held ready."""
+        devices = () if self._placement.towers_on_host else self.worker_devices
+        fetch = prefetching.Fetch(devices, self.host_device)
         if options is None:
-            return False, (), datasets_lib.READY
+            return False, fetch, datasets_lib.READY
         if not isinstance(options, tf.distribute.InputOptions):
             raise TypeError("options must be None or a tf.distribute.InputOptions, but got "
                             f"{options!r} of type {type(options).__name__}.")
         arguments.check_input_options(options)
-        if options.experimental_place_dataset_on_device:
-            raise ValueError(
-                "InputOptions: experimental_place_dataset_on_device=True is not supported, because "
-                "batches are split by a pipeline on the CPU. Leave it False; "
-                "experimental_fetch_to_device=True puts each tower's part on its device.")
+        ready = options.experimental_per_replica_buffer_size
+        devices = self.worker_devices if options.experimental_fetch_to_device else ()
         mode = options.experimental_replication_mode
         return (mode == tf.distribute.InputReplicationMode.PER_REPLICA,
-                self.worker_devices if options.experimental_fetch_to_device else (),
-                max(datasets_lib.READY, options.experimental_per_replica_buffer_size))
+                fetch._replace(devices=devices, ready=ready), max(datasets_lib.READY, ready))
 
     def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> Any:
         return datasets_lib.RestartableIterator(

@@ -294,7 +294,7 @@ class OptionsTest(parameterized.TestCase):
         strategy = two_towers()
         for options, error, message in (
                 (InputOptions(experimental_place_dataset_on_device=True), ValueError,
-                 "place_dataset_on_device=True is not supported.*Leave it False"),
+                 "place_dataset_on_device=True needs experimental_replication_mode=PER_REPLICA"),
                 ("x", TypeError, "must be None or a tf.distribute.InputOptions")):
             with self.assertRaisesRegex(error, message):
                 strategy.experimental_distribute_dataset(batches(4, 4), options)

@@ -11,6 +11,12 @@ from towerstrategy._tensorflow.data import (
     OwnedIterator as OwnedIterator,
 )
 from towerstrategy._tensorflow.data import (
+    OwnedMultiDeviceIterator as OwnedMultiDeviceIterator,
+)
+from towerstrategy._tensorflow.data import (
+    Trackable as Trackable,
+)
+from towerstrategy._tensorflow.data import (
     map_in_place as map_in_place,
 )
 from towerstrategy._tensorflow.data import (

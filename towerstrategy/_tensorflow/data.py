@@ -9,17 +9,24 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.ops import iterator_ops, map_op
+from tensorflow.python.data.ops import iterator_ops, map_op, multi_device_iterator_ops
+from tensorflow.python.trackable import base as trackable
 
 PRIVATE_NAMES = {
     "tensorflow.python.data.ops.iterator_ops:OwnedIterator": "what iter(dataset) makes",
     "tensorflow.python.data.ops.map_op:_MapDataset":
         "Dataset.map that runs its function in the caller's thread: 10 us an element and not 100",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator":
+        "elements ready on several devices; tf.data.experimental.prefetch_to_device knows one",
+    "tensorflow.python.trackable.base:Trackable":
+        "what a checkpoint takes; an iterator that it cannot save says why",
     "tensorflow.tsl.profiler.protobuf.xplane_pb2:XSpace":
         "reads what tf.profiler.experimental.stop() writes; no public reader",
 }
 
 OwnedIterator = iterator_ops.OwnedIterator
+OwnedMultiDeviceIterator = multi_device_iterator_ops.OwnedMultiDeviceIterator
+Trackable = trackable.Trackable
 
 
 def map_in_place(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import iterators, splitting, sub_batches
+from towerstrategy.batch import iterators, prefetching, splitting, sub_batches
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch.rows import Nest
 
@@ -190,12 +190,12 @@ class TowerDataset(tf.distribute.DistributedDataset):
         self._source = source
         self._open_rows = open_rows
         self._watcher: Any = None
-        self._devices: Sequence[str] = ()
+        self._fetch = prefetching.Fetch()
 
     def with_stand_ins(self) -> TowerDataset:
         """The same dataset with stand-ins for towers without rows."""
         return self._source.make(self._source.datasets, True).fetched_to(
-            self._devices).watched_by(self._watcher)
+            self._fetch).watched_by(self._watcher)
 
     def map(self, map_func: Callable[..., Nest]) -> TowerDataset:
         """The same dataset of batches that ``map_func`` has changed before they were dealt.
@@ -204,16 +204,16 @@ class TowerDataset(tf.distribute.DistributedDataset):
         """
         mapped = [dataset.map(map_func) for dataset in self._source.datasets]
         return self._source.make(mapped, self._source.stand_ins).fetched_to(
-            self._devices).watched_by(self._watcher)
+            self._fetch).watched_by(self._watcher)
 
     def prefetch(self, buffer_size: Any) -> TowerDataset:
         """This dataset: its pipeline holds elements ready as it is, see ``tf.distribute``."""
         del buffer_size
         return self
 
-    def fetched_to(self, devices: Sequence[str]) -> TowerDataset:
-        """This dataset, each tower's part of an element put on its device when it is taken."""
-        self._devices = devices
+    def fetched_to(self, fetch: prefetching.Fetch) -> TowerDataset:
+        """This dataset, each tower's part of an element put on its device ahead of the step."""
+        self._fetch = fetch
         return self
 
     def watched_by(self, watcher: Any) -> TowerDataset:
@@ -247,19 +247,29 @@ class TowerDataset(tf.distribute.DistributedDataset):
         # As tf.data's: an endless dataset has no length to ask for.
         return True
 
-    def __iter__(self) -> iterators.TowerIterator:
-        dataset, row_count = self._dataset, None
-        if iterators.counting.follow is not None:
-            dataset, row_count = iterators.counting.follow(dataset)
-        iterator = iter(dataset)
-        iterator.__class__ = iterators.TowerIterator
-        iterator._devices = self._devices
+    def __iter__(self) -> iterators.TowerIterator | prefetching.PrefetchedIterator:
+        iterator = self._iterator(iterators.counting.follow)
         iterator._open_rows = self._open_rows
         if self._watcher is not None:
             iterator._between = self._watcher.between
             weakref.finalize(iterator, self._watcher.end_of_loop)
+        return iterator
+
+    def _iterator(self, follow: Any) -> Any:
+        dataset, row_count = self._dataset, None
+        if self._fetch.devices:
+            layout = self._layout(dataset.element_spec)
+            if layout.moves:
+                return prefetching.iterate(dataset, layout, self._fetch, follow)
+        if follow is not None:
+            dataset, row_count = follow(dataset)
+        iterator = iter(dataset)
+        iterator.__class__ = iterators.TowerIterator
         iterator.row_count = row_count
         return iterator
+
+    def _layout(self, spec: Nest) -> prefetching.Layout:
+        return prefetching.Layout.of(spec, len(self._fetch.devices))
 
     def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
         """Folds ``reduce_func(state, element)`` over the elements (autograph's ``for``).

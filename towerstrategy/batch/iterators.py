@@ -1,20 +1,18 @@
 """Iterators over datasets of sub-batches; ``tf.data`` iterators, so they can be checkpointed.
 
-Goes in: the iterator that ``tf.data`` makes.  Comes out: a :class:`TowerIterator`, whose elements
-lie on the towers' devices where that was asked for, and which tells when Python's own loops know no
-end.
+Goes in: the iterator that ``tf.data`` makes.  Comes out: a :class:`TowerIterator`, which tells when
+Python's own loops know no end.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch import sub_batches
 from towerstrategy.batch.rows import Nest
 
@@ -47,54 +45,38 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
     """
 
     row_count: Any = None
-    _devices: Sequence[str] = ()
     _open_rows = False
     _between: Callable[[], None] | None = None
     _steps_in_graph = 0
 
     def get_next(self) -> Nest:
-        return self._handed(super().get_next())
+        return handed(self, super().get_next())
 
     def __next__(self) -> Nest:
-        self._check_ends()
-        if self._between is not None and tf.executing_eagerly():
-            self._between()
-        return self._handed(super().__next__())
-
-    def _handed(self, element: Nest) -> Nest:
-        """``element`` as whoever iterates gets it."""
-        element = onto_devices(element, self._devices)
-        return sub_batches.with_open_rows(element) if self._open_rows else element
-
-    def _check_ends(self) -> None:
-        """Python's own loops know no end while a function is traced; stop them with a reason."""
-        if tf.executing_eagerly():
-            return
-        self._steps_in_graph += 1
-        if self._steps_in_graph > _MOST_STEPS_IN_GRAPH:
-            raise RuntimeError(
-                f"more than {_MOST_STEPS_IN_GRAPH} batches were taken from a distributed dataset "
-                "while one tf.function was traced. Python's enumerate, zip and comprehensions do "
-                "not see where a dataset ends there. Write a plain `for batch in dataset:` loop, "
-                "which autograph converts, and count in it.")
+        begin_step(self)
+        return handed(self, super().__next__())
 
 
-def onto_devices(element: Nest, devices: Sequence[str]) -> Nest:
-    """``element`` with each tower's part on its device; as it is where no devices are given."""
-    if not devices:
-        return element
+def handed(iterator: Any, element: Nest) -> Nest:
+    """``element`` as whoever iterates gets it."""
+    return sub_batches.with_open_rows(element) if iterator._open_rows else element
 
-    def moved(part: Any, device: str) -> Any:
-        with tf.device(device):
-            return tf.nest.map_structure(tf.identity, part, expand_composites=True)
 
-    def each(leaf: Any) -> Any:
-        if not isinstance(leaf, _tf.PerReplica):
-            alone = len(devices) == 1 and rows_lib.has_rows(leaf)
-            return moved(leaf, devices[0]) if alone else leaf
-        parts = [moved(part, device) for part, device in zip(leaf.values, devices)]
-        if isinstance(leaf, sub_batches.StandInSubBatches):
-            return sub_batches.StandInSubBatches(parts, leaf.rows)
-        return type(leaf)(parts)
+def begin_step(iterator: Any) -> None:
+    """A loop of Python's asks for its next batch: tells who watches, and stops endless tracing."""
+    check_ends(iterator)
+    if iterator._between is not None and tf.executing_eagerly():
+        iterator._between()
 
-    return tf.nest.map_structure(each, element)
+
+def check_ends(iterator: Any) -> None:
+    """Python's own loops know no end while a function is traced; stop them with a reason."""
+    if tf.executing_eagerly():
+        return
+    iterator._steps_in_graph += 1
+    if iterator._steps_in_graph > _MOST_STEPS_IN_GRAPH:
+        raise RuntimeError(
+            f"more than {_MOST_STEPS_IN_GRAPH} batches were taken from a distributed dataset "
+            "while one tf.function was traced. Python's enumerate, zip and comprehensions do "
+            "not see where a dataset ends there. Write a plain `for batch in dataset:` loop, "
+            "which autograph converts, and count in it.")

@@ -111,3 +111,17 @@ def row_counts(batches: SubBatches) -> list[rows_lib.Rows]:
     if tf.executing_eagerly():
         return batches.rows.numpy().tolist()
     return tf.unstack(batches.rows)
+
+
+def rows_of(element: Any, towers: int) -> Any:
+    """The rows of each tower in an element, a vector; None where none are known."""
+    leaves = tf.nest.flatten(element)
+    for leaf in leaves:
+        if isinstance(leaf, StandInSubBatches):
+            return leaf.rows
+        if isinstance(leaf, SubBatches):
+            return tf.stack([tf.cast(count, tf.int64) for count in row_counts(leaf)])
+    whole = [leaf for leaf in leaves if getattr(getattr(leaf, "shape", None), "rank", 0) != 0]
+    if towers > 1 or not whole:
+        return None
+    return tf.reshape(tf.cast(rows_lib.rows_in(whole[0]), tf.int64), [1])

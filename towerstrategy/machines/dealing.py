@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.batch import measured as measured_lib
+from towerstrategy.batch import prefetching, splitting
 from towerstrategy.batch import rows as rows_lib
-from towerstrategy.batch import splitting
 from towerstrategy.machines import meeting, shards
 from towerstrategy.placement import asked_shares
 from towerstrategy.placement import devices as devices_lib
@@ -61,7 +61,7 @@ class Dealer:
         return splitting.split_batch(batch, self._towers, stand_ins, self._dealing())
 
     def distribute(self, dataset: tf.data.Dataset, stand_ins: bool, in_order: bool, ready: int,
-                   fetched_to: tuple[str, ...]) -> datasets_lib.TowerDataset:
+                   fetch: prefetching.Fetch) -> datasets_lib.TowerDataset:
         """A dataset of global batches, dealt; see :func:`datasets.split_dataset`."""
         if self._measured is not None:
             dataset = measured_lib.saved_without(dataset)
@@ -71,7 +71,7 @@ class Dealer:
         else:
             made = datasets_lib.split_dataset(dataset, self._towers, stand_ins, ready,
                                               self._dealing())
-        return made.fetched_to(fetched_to).watched_by(self.measuring)
+        return made.fetched_to(fetch).watched_by(self.measuring)
 
     def _dealing(self) -> rows_lib.Dealing | None:
         """None where all towers are here and get as many rows."""

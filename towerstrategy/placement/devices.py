@@ -75,6 +75,11 @@ class Placement:
         return {str(tf.DeviceSpec.from_string(device).device_type) for device in self.towers}
 
     @property
+    def towers_on_host(self) -> bool:
+        """Whether the towers share the host's memory, so that no batch need be brought to them."""
+        return self.kinds == {"CPU"}
+
+    @property
     def on_cpu(self) -> bool:
         """Whether towers and merge device are all CPU devices, which share the same cores."""
         return all(tf.DeviceSpec.from_string(device).device_type == "CPU"

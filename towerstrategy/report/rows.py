@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch import sub_batches
 from towerstrategy.report import quiet
 
@@ -46,7 +45,7 @@ class RowCount:
 
     def _add(self, *element: Any) -> Any:
         towers = self._counts.shape[0]
-        rows = _rows(element, towers)
+        rows = sub_batches.rows_of(element, towers)
         if rows is None:
             self._counted = False
         else:
@@ -66,17 +65,3 @@ def counting(towers: int,
         return dataset, None
 
     return follow
-
-
-def _rows(element: Any, towers: int) -> Any:
-    """The rows of each tower in an element, a vector; None where there is nothing to count."""
-    leaves = tf.nest.flatten(element)
-    for leaf in leaves:
-        if isinstance(leaf, sub_batches.StandInSubBatches):
-            return leaf.rows
-        if isinstance(leaf, sub_batches.SubBatches):
-            return tf.stack([tf.cast(count, tf.int64) for count in sub_batches.row_counts(leaf)])
-    whole = [leaf for leaf in leaves if getattr(getattr(leaf, "shape", None), "rank", 0) != 0]
-    if towers > 1 or not whole:
-        return None
-    return tf.reshape(tf.cast(rows_lib.rows_in(whole[0]), tf.int64), [1])

@@ -1,0 +1,360 @@
+"""Elements' parts brought to the towers' own memory before the step asks for them.
+
+Goes in: a pipeline of split elements, and the towers' devices.  Comes out: a
+:class:`PrefetchedIterator`.  TensorFlow's multi-device iterator holds a buffer on each device and
+fills it beside the step; it takes one dataset and deals its elements round in turn.  So each split
+element becomes R + 1 of them: what stays on the host (row counts, strings, ragged components), then
+each tower's components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import iterators, sub_batches
+from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch.rows import Nest
+
+# The owner of what belongs to no tower.
+HOST = -1
+_OUT_OF_STEP = (
+    "the input pipeline has failed before, and since then what was prefetched does not belong "
+    "together. Make a new iterator. To go on behind an error with the same one, drop bad elements "
+    "in the pipeline (dataset.ignore_errors()), or distribute the dataset with "
+    "tf.distribute.InputOptions(experimental_fetch_to_device=False).")
+
+
+class Fetch(NamedTuple):
+    """Where the parts of elements are to be.
+
+    Attributes:
+      devices: the towers'; empty where all stays on the host.
+      host: the CPU that feeds them.
+      ready: how many elements each device holds ready; with 0 none is fetched ahead of the step.
+    """
+
+    devices: tuple[str, ...] = ()
+    host: str = ""
+    ready: int = 1
+
+
+class Layout:
+    """Which of an element's tensors belongs to which tower, and which stays on the host.
+
+    Args:
+      spec: the nest of type specs of an element.
+      owners: for each tensor of an element, in order, the number of a tower or -1, the host.
+    """
+
+    def __init__(self, spec: Nest, owners: Sequence[int]) -> None:
+        self.spec, self.owners = spec, tuple(owners)
+        self._tensors = tf.nest.flatten(spec, expand_composites=True)
+        self._places = [[place for place, owner in enumerate(owners) if owner == number]
+                        for number in range(HOST, max(owners, default=HOST) + 1)]
+
+    @classmethod
+    def of(cls, spec: Nest, towers: int) -> Layout:
+        """The layout of the split elements that ``spec`` describes."""
+        return cls(spec, [owner for leaf in tf.nest.flatten(spec)
+                          for owner in owners_of(leaf, towers)])
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is to be fetched; what holds no plain tensors cannot be."""
+        return len(self._places) > 1 and all(
+            isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource)
+            for spec in self._tensors)
+
+    def apart(self, element: Nest, told: tuple[Any, ...] = ()) -> list[tuple[Any, Any, Any]]:
+        """R + 1 elements of one kind for one: the host's, with ``told`` behind, then each tower's.
+
+        Of each, what belongs to the others has no rows.
+        """
+        tensors = tf.nest.flatten(element, expand_composites=True)
+        own = [tuple(tensors[place] for place in places) for places in self._places]
+        no_host, no_tower = (tuple(rows_lib.rows_of_zeros(self._tensors[place]) for place in places)
+                             for places in self._places[:2])
+        return [(tf.constant(True), own[0] + told, no_tower),
+                *((tf.constant(False), no_host + told, part) for part in own[1:])]
+
+    def deal(self, dataset: tf.data.Dataset, count_rows: bool = False) -> tf.data.Dataset:
+        """``dataset`` with each element taken apart; with the towers' rows, if they are counted.
+
+        The parts have different numbers of rows, so they go through ``unbatch`` in optionals: a
+        dataset of its own for each element, which ``flat_map`` takes, costs milliseconds.
+        """
+        kinds: list[Any] = []
+
+        def wrapped(*element: Any) -> tf.Tensor:
+            rows = self.rows(element) if count_rows else None
+            told = () if rows is None else (rows,)
+            parts = [tf.nest.flatten(part) for part in self.apart(element, told)]
+            kinds[:] = [tf.nest.map_structure(tf.type_spec_from_value, part) for part in parts]
+            return tf.stack([tf.raw_ops.OptionalFromValue(components=part) for part in parts])
+
+        def opened(part: tf.Tensor) -> Any:
+            common = [first.most_specific_common_supertype(others)
+                      for first, *others in zip(*kinds)]
+            tensors = tf.raw_ops.OptionalGetValue(
+                optional=part, output_types=[spec.dtype for spec in common],
+                output_shapes=[spec.shape for spec in common])
+            hosts = len(tensors) - 1 - len(self._places[1])
+            return tensors[0], tuple(tensors[1:1 + hosts]), tuple(tensors[1 + hosts:])
+
+        wrapped_parts = _tf.map_in_place(dataset, wrapped).unbatch()
+        return _tf.map_in_place(wrapped_parts, opened)
+
+    def rows(self, element: Nest) -> Any:
+        """The rows of each tower in an element, a vector; None where none are known."""
+        return sub_batches.rows_of(element, len(self._places) - 1)
+
+    def counted(self, dataset: tf.data.Dataset, follow: Callable[..., Any]) -> tuple[Any, Any]:
+        """The host's elements, followed by ``follow`` when they are taken; and its count."""
+        told = len(self._places[0])
+        if len(dataset.element_spec[1]) == told:
+            return dataset, None
+
+        def with_rows(is_host: Any, host: Any, tower: Any) -> Any:
+            rows = host[told]
+            return is_host, host, tower, sub_batches.StandInSubBatches([rows], rows)
+
+        followed, count = follow(_tf.map_in_place(dataset, with_rows))
+        return _tf.map_in_place(followed, lambda *element: element[:3]), count
+
+    def element(self, dealt: Sequence[tuple[Any, Any, Any]]) -> Nest:
+        """The element again, of what the host and each tower took."""
+        is_host, host, _ = dealt[0]
+        if tf.executing_eagerly():
+            if not is_host:
+                raise tf.errors.DataLossError(None, None, _OUT_OF_STEP)
+        else:
+            tf.debugging.Assert(is_host, [_OUT_OF_STEP])
+        tensors: list[Any] = [None] * len(self._tensors)
+        for places, own in zip(self._places, [host, *(part for _, _, part in dealt[1:])]):
+            for place, tensor in zip(places, own):
+                tensor.set_shape(self._tensors[place].shape)
+                tensors[place] = tensor
+        return tf.nest.pack_sequence_as(self.spec, tensors, expand_composites=True)
+
+    def copied(self, element: Nest, devices: Sequence[str]) -> Nest:
+        """A copy of ``element``, each tensor where it is: the host's on the first device."""
+        copies = []
+        for tensor, owner in zip(tf.nest.flatten(element, expand_composites=True), self.owners):
+            with tf.device(devices[owner - HOST]):
+                copies.append(tf.identity(tensor))
+        return tf.nest.pack_sequence_as(self.spec, copies, expand_composites=True)
+
+
+def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
+    """Who has each tensor of a component.
+
+    Args:
+      spec: the component's.
+      towers: how many there are.
+      counts: whether the row counts that stand-ins have are among the tensors.
+    """
+    several = isinstance(spec, _tf.PerReplicaSpec)
+    parts = spec._component_specs[:None if counts else towers] if several else [spec]
+    owners = []
+    for number, part in enumerate(parts):
+        # Behind the towers' parts are row counts, which the host reads.
+        moves = number < towers and (several or towers == 1) and _moves(part)
+        tensors = tf.nest.flatten(part, expand_composites=True)
+        owners += [number if moves else HOST] * len(tensors)
+    return owners
+
+
+def _moves(spec: Any) -> bool:
+    """Whether a component goes to a tower's own memory.
+
+    Strings cannot; operations on ragged tensors have kernels for the CPU alone; scalars that are no
+    part of a batch are the same for all.
+    """
+    return (isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) and spec.dtype != tf.string
+            and spec.shape.rank != 0)
+
+
+class PrefetchedSpec(tf.TypeSpec):
+    """The type spec of :class:`PrefetchedIterator`."""
+
+    __slots__ = ["_layout", "_streams", "_kept_hash"]
+    value_type = property(lambda _: PrefetchedIterator)
+
+    def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any) -> None:
+        self._layout, self._streams = Layout(spec, owners), streams
+        self._kept_hash: int | None = None
+
+    def _serialize(self) -> tuple[Any, ...]:
+        return self._layout.spec, self._layout.owners, self._streams
+
+    def __hash__(self) -> int:
+        # Each call of a tf.function hashes its arguments' specs some times over.
+        if self._kept_hash is None:
+            self._kept_hash = super().__hash__()
+        return self._kept_hash
+
+    __eq__ = tf.TypeSpec.__eq__
+
+    @property
+    def _component_specs(self) -> list[Any]:
+        return [self._streams]
+
+    def _to_components(self, value: PrefetchedIterator) -> list[Any]:
+        return [value._streams]
+
+    def _from_components(self, components: Sequence[Any]) -> PrefetchedIterator:
+        return PrefetchedIterator(self._layout, components[0])
+
+
+class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.DistributedIterator):
+    """Iterates over split elements of which each tower's part is on its device already.
+
+    Attributes:
+      row_count: what counts the rows, see :func:`iterators.count_rows`; None where nothing does.
+    """
+
+    row_count: Any = None
+    _open_rows = False
+    _between: Callable[[], None] | None = None
+    _steps_in_graph = 0
+    _kept_spec: PrefetchedSpec | None = None
+
+    def __init__(self, layout: Layout, streams: Any) -> None:
+        self._layout, self._streams = layout, streams
+
+    def __iter__(self) -> PrefetchedIterator:
+        return self
+
+    def get_next(self) -> Nest:
+        return iterators.handed(self, self._layout.element(self._streams.get_next()))
+
+    def __next__(self) -> Nest:
+        iterators.begin_step(self)
+        try:
+            return self.get_next()
+        except tf.errors.OutOfRangeError:
+            raise StopIteration from None
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        return PartsOptional(self._layout, self._streams._devices,
+                             self._streams.get_next_as_optional())
+
+    @property
+    def element_spec(self) -> Nest:
+        return self._layout.spec
+
+    @property
+    def _type_spec(self) -> PrefetchedSpec:
+        if self._kept_spec is None:
+            self._kept_spec = PrefetchedSpec(self._layout.spec, self._layout.owners,
+                                             self._streams._type_spec)
+        return self._kept_spec
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        raise NotImplementedError(
+            "an iterator that prefetches to devices cannot be saved in a checkpoint, nor restored, "
+            "because TensorFlow's multi-device iterator cannot. Distribute the dataset with "
+            "tf.distribute.InputOptions(experimental_fetch_to_device=False): that iterator can.")
+
+    def _restore_from_tensors(self, restored: Any) -> None:
+        del restored
+        self._serialize_to_tensors()
+
+
+class PartsOptionalSpec(tf.TypeSpec):
+    """The type spec of :class:`PartsOptional`."""
+
+    __slots__ = ["_layout", "_devices", "_parts"]
+    value_type = property(lambda _: PartsOptional)
+
+    def __init__(self, spec: Nest, owners: tuple[int, ...], devices: tuple[str, ...],
+                 parts: tuple[Any, ...]) -> None:
+        self._layout, self._devices, self._parts = Layout(spec, owners), devices, parts
+
+    def _serialize(self) -> tuple[Any, ...]:
+        return self._layout.spec, self._layout.owners, self._devices, self._parts
+
+    @property
+    def _component_specs(self) -> list[Any]:
+        return list(self._parts)
+
+    def _to_components(self, value: PartsOptional) -> list[Any]:
+        return value._parts
+
+    def _from_components(self, components: Sequence[Any]) -> PartsOptional:
+        return PartsOptional(self._layout, self._devices, list(components))
+
+
+class PartsOptional(tf.experimental.Optional):
+    """An element that is there or not, its parts where they were prefetched to.
+
+    TensorFlow's optionals hold all tensors of a value on one device.
+
+    Args:
+      layout: of the element.
+      devices: the host, then each tower's.
+      parts: for each of them, what its iterator gave.
+    """
+
+    def __init__(self, layout: Layout, devices: Sequence[str],
+                 parts: list[tf.experimental.Optional]) -> None:
+        self._layout, self._devices, self._parts = layout, tuple(devices), parts
+
+    def has_value(self, name: str | None = None) -> tf.Tensor:
+        with tf.device(self._devices[0]):
+            return self._parts[0].has_value(name)
+
+    def get_value(self, name: str | None = None) -> Nest:
+        dealt = []
+        for device, part in zip(self._devices, self._parts):
+            with tf.device(device):
+                dealt.append(part.get_value(name))
+        return self._layout.element(dealt)
+
+    @property
+    def element_spec(self) -> Nest:
+        return self._layout.spec
+
+    @property
+    def _type_spec(self) -> PartsOptionalSpec:
+        return PartsOptionalSpec(self._layout.spec, self._layout.owners, self._devices,
+                                 tuple(part._type_spec for part in self._parts))
+
+
+def optionals(layout: Layout, devices: Sequence[str], element: Nest) -> tuple[Any, Any]:
+    """What makes an optional that holds ``element``, and one that is empty."""
+    dealt = layout.apart(element)
+    specs = [tf.nest.map_structure(tf.type_spec_from_value, part) for part in dealt]
+
+    def make(of: Callable[[Any], tf.experimental.Optional], values: Sequence[Any]) -> PartsOptional:
+        parts = []
+        for device, value in zip(devices, values):
+            with tf.device(device):
+                parts.append(of(value))
+        return PartsOptional(layout, devices, parts)
+
+    return (lambda: make(tf.experimental.Optional.from_value, dealt),
+            lambda: make(tf.experimental.Optional.empty, specs))
+
+
+def iterate(dataset: tf.data.Dataset, layout: Layout, fetch: Fetch,
+            follow: Callable[..., Any] | None = None) -> PrefetchedIterator:
+    """An iterator over ``dataset`` whose parts are on ``fetch.devices``.
+
+    What ``follow`` counts (:func:`iterators.count_rows`) has been taken, not read ahead.
+    """
+    with tf.device(fetch.host):
+        streams = _tf.OwnedMultiDeviceIterator(
+            layout.deal(dataset, follow is not None), (fetch.host, *fetch.devices),
+            source_device=fetch.host, max_buffer_size=max(1, fetch.ready),
+            prefetch_buffer_size=fetch.ready)
+        iterator = PrefetchedIterator(layout, streams)
+        if follow is not None:
+            first, *others = streams._device_iterators
+            taken, iterator.row_count = layout.counted(first._dataset, follow)
+            streams._device_iterators = [iter(taken), *others]
+    return iterator
