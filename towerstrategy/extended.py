@@ -34,7 +34,7 @@ class _Modes(threading.local):
     counted_as: Any = None
     one_copy_of_means = False
     stand_ins = False
-    in_order = False
+    predicting = False
     alike_on_all = False
     totals: dict[int, Any] = {}
     steps: steps.StepsContext | None = None
@@ -181,10 +181,14 @@ class TowerExtended(_tf.StrategyExtended):
             yield
 
     @contextlib.contextmanager
-    def in_order(self) -> Iterator[None]:
-        """Within, datasets are distributed so that gathered rows come in the dataset's order."""
-        with self._modes.within(in_order=True):
+    def predict(self) -> Iterator[None]:
+        """Within, a model predicts: rows that are gathered come in the dataset's order."""
+        with self._modes.within(predicting=True):
             yield
+
+    @property
+    def predicting(self) -> bool:
+        return self._modes.predicting
 
     @property
     def alike_on_all(self) -> bool:
@@ -349,7 +353,7 @@ class TowerExtended(_tf.StrategyExtended):
                 "`distribute_datasets_from_function`.")
         if self._workers is not None:
             return shards.shard_dataset(dataset, self._workers, self._modes.stand_ins, ready,
-                                        self._modes.in_order).fetched_to(fetch)
+                                        self._modes.predicting).fetched_to(fetch)
         return datasets_lib.split_dataset(dataset, len(self.worker_devices), self._modes.stand_ins,
                                    ready).fetched_to(fetch)
 
