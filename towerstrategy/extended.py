@@ -34,7 +34,7 @@ class _Modes(threading.local):
     counted_as: Any = None
     one_copy_of_means = False
     stand_ins = False
-    in_order = False
+    predicting = False
     alike_on_all = False
     totals: dict[int, Any] = {}
     steps: steps.StepsContext | None = None
@@ -189,10 +189,14 @@ class TowerExtended(_tf.StrategyExtended):
             yield
 
     @contextlib.contextmanager
-    def in_order(self) -> Iterator[None]:
-        """Within, datasets are distributed so that gathered rows come in the dataset's order."""
-        with self._modes.within(in_order=True):
+    def predict(self) -> Iterator[None]:
+        """Within, a model predicts: rows that are gathered come in the dataset's order."""
+        with self._modes.within(predicting=True):
             yield
+
+    @property
+    def predicting(self) -> bool:
+        return self._modes.predicting
 
     @property
     def alike_on_all(self) -> bool:
@@ -355,7 +359,7 @@ class TowerExtended(_tf.StrategyExtended):
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
-        return self.dealer.distribute(dataset, self._modes.stand_ins, self._modes.in_order, ready,
+        return self.dealer.distribute(dataset, self._modes.stand_ins, self._modes.predicting, ready,
                                       fetch)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],

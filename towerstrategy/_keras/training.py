@@ -104,13 +104,13 @@ def reducing(concat: Callable[[list[Any]], Any],
     return hook
 
 
-def predict_in_order(original: Callable[..., Any]) -> Callable[..., Any]:
+def predict(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Model.predict`` with its rows in the dataset's order, whoever of the machines has them."""
 
     def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not kind.is_tower_strategy(self.distribute_strategy):
             return original(self, *args, **kwargs)
-        with self.distribute_strategy.extended.in_order():
+        with self.distribute_strategy.extended.predict():
             return original(self, *args, **kwargs)
 
     return predict

@@ -194,6 +194,8 @@ class TowerDataset(tf.distribute.DistributedDataset):
 
     def with_stand_ins(self) -> TowerDataset:
         """The same dataset with stand-ins for towers without rows."""
+        if self._source.stand_ins:
+            return self
         return self._source.make(self._source.datasets, True).fetched_to(
             self._fetch).watched_by(self._watcher)
 

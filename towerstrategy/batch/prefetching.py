@@ -9,6 +9,7 @@ each tower's components.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -217,14 +218,28 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
       row_count: what counts the rows, see :func:`iterators.count_rows`; None where nothing does.
     """
 
-    row_count: Any = None
     _open_rows = False
     _between: Callable[[], None] | None = None
     _steps_in_graph = 0
     _kept_spec: PrefetchedSpec | None = None
 
-    def __init__(self, layout: Layout, streams: Any) -> None:
-        self._layout, self._streams = layout, streams
+    def __init__(self, layout: Layout, streams: Any = None,
+                 make: Callable[[], tuple[Any, Any]] | None = None) -> None:
+        self._layout, self._made, self._make = layout, (streams, None), make
+
+    @property
+    def _streams(self) -> Any:
+        return self._begun()[0]
+
+    @property
+    def row_count(self) -> Any:
+        return self._begun()[1]
+
+    def _begun(self) -> tuple[Any, Any]:
+        # TensorFlow takes long to make one, and Keras makes more of them than it reads.
+        if self._make is not None:
+            self._made, self._make = self._make(), None
+        return self._made
 
     def __iter__(self) -> PrefetchedIterator:
         return self
@@ -347,14 +362,20 @@ def iterate(dataset: tf.data.Dataset, layout: Layout, fetch: Fetch,
 
     What ``follow`` counts (:func:`iterators.count_rows`) has been taken, not read ahead.
     """
-    with tf.device(fetch.host):
-        streams = _tf.OwnedMultiDeviceIterator(
-            layout.deal(dataset, follow is not None), (fetch.host, *fetch.devices),
-            source_device=fetch.host, max_buffer_size=max(1, fetch.ready),
-            prefetch_buffer_size=fetch.ready)
-        iterator = PrefetchedIterator(layout, streams)
-        if follow is not None:
+
+    eager = tf.executing_eagerly()
+
+    def make() -> tuple[Any, Any]:
+        with tf.init_scope() if eager else contextlib.nullcontext(), tf.device(fetch.host):
+            streams = _tf.OwnedMultiDeviceIterator(
+                layout.deal(dataset, follow is not None), (fetch.host, *fetch.devices),
+                source_device=fetch.host, max_buffer_size=max(1, fetch.ready),
+                prefetch_buffer_size=fetch.ready)
+            if follow is None:
+                return streams, None
             first, *others = streams._device_iterators
-            taken, iterator.row_count = layout.counted(first._dataset, follow)
+            taken, count = layout.counted(first._dataset, follow)
             streams._device_iterators = [iter(taken), *others]
-    return iterator
+            return streams, count
+
+    return PrefetchedIterator(layout, make=make)

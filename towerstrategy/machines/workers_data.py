@@ -21,78 +21,83 @@ from towerstrategy.batch.rows import Nest
 from towerstrategy.machines import meeting
 
 
-class _AgreeingIterator:
-    """What iterators over a :class:`WorkersDataset` do: all workers get to the end at once.
+def _agreeing_iterator(base: Any) -> Any:
+    """A subclass of ``base``; with two bases, an iterator could not become one of it."""
 
-    ``_taken`` gives what the pipeline has next, ``(there, rows, leaves)``.
-    """
+    class AgreeingIterator(base):
+        """What iterators over a :class:`WorkersDataset` do: all workers get to the end at once.
 
-    _packed: Nest
-    _workers: meeting.Machines
+        ``_taken`` gives what the pipeline has next, ``(there, rows, leaves)``.
+        """
 
-    def get_next(self) -> Nest:
-        there, leaves, rows = self._agreed()
-        if tf.executing_eagerly():
-            if not bool(there):
-                _raise_ended()
-        else:
-            # An iterator without elements raises the error that says that data has ended.
-            ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
-            with tf.control_dependencies([ended]):
-                leaves = self._copied(leaves)
-        return iterators.handed(self, self._element(leaves, rows))
+        _packed: Nest
+        _workers: meeting.Machines
 
-    def __next__(self) -> Nest:
-        iterators.begin_step(self)
-        try:
-            return self.get_next()
-        except tf.errors.OutOfRangeError:
-            raise StopIteration from None
+        def get_next(self) -> Nest:
+            there, leaves, rows = self._agreed()
+            if tf.executing_eagerly():
+                if not bool(there):
+                    _raise_ended()
+            else:
+                # An iterator without elements raises the error that says that data has ended.
+                ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
+                with tf.control_dependencies([ended]):
+                    leaves = self._copied(leaves)
+            return iterators.handed(self, self._element(leaves, rows))
 
-    def get_next_as_optional(self) -> tf.experimental.Optional:
-        there, leaves, rows = self._agreed()
-        full, empty = self._optionals(self._element(leaves, rows))
-        if tf.executing_eagerly():
-            return full() if bool(there) else empty()
-        return tf.cond(there, full, empty)
+        def __next__(self) -> Nest:
+            iterators.begin_step(self)
+            try:
+                return self.get_next()
+            except tf.errors.OutOfRangeError:
+                raise StopIteration from None
 
-    @property
-    def element_spec(self) -> Nest:
-        return _packed_spec(self._packed, self._flat_spec, self._workers)
+        def get_next_as_optional(self) -> tf.experimental.Optional:
+            there, leaves, rows = self._agreed()
+            full, empty = self._optionals(self._element(leaves, rows))
+            if tf.executing_eagerly():
+                return full() if bool(there) else empty()
+            return tf.cond(there, full, empty)
 
-    def _agreed(self) -> tuple[tf.Tensor, Nest, tf.Tensor]:
-        """Whether there is an element, on any worker; this worker's values; all towers' rows."""
-        workers = self._workers
-        with tf.device("CPU:0"):
-            there, rows, leaves = self._taken()
-            here = tf.cast(there, tf.int64)
-            before, after = workers.first, workers.replicas - workers.first - workers.towers
-            told = workers.sum_one(tf.concat([here[tf.newaxis], tf.pad(here * rows,
-                                                                       [[before, after]])], 0))
-            told.set_shape([1 + workers.replicas])
-            batched = any(isinstance(spec, sub_batches.SubBatchesSpec)
-                          for spec in tf.nest.flatten(self._packed))
-            return told[0] >= (1 if batched else workers.count), leaves, told[1:]
+        @property
+        def element_spec(self) -> Nest:
+            return _packed_spec(self._packed, self._flat_spec, self._workers)
 
-    def _element(self, leaves: Nest, rows: tf.Tensor) -> Nest:
-        return _pack(self._packed, leaves, self._workers.towers,
-                     lambda values: sub_batches.StandInSubBatches(values, rows), _tf.PerReplica)
+        def _agreed(self) -> tuple[tf.Tensor, Nest, tf.Tensor]:
+            """Whether any worker has an element; this one's values; all towers' rows."""
+            workers = self._workers
+            with tf.device("CPU:0"):
+                there, rows, leaves = self._taken()
+                here = tf.cast(there, tf.int64)
+                before, after = workers.first, workers.replicas - workers.first - workers.towers
+                told = workers.sum_one(tf.concat([here[tf.newaxis], tf.pad(here * rows,
+                                                                           [[before, after]])], 0))
+                told.set_shape([1 + workers.replicas])
+                batched = any(isinstance(spec, sub_batches.SubBatchesSpec)
+                              for spec in tf.nest.flatten(self._packed))
+                return told[0] >= (1 if batched else workers.count), leaves, told[1:]
 
-    @property
-    def _flat_spec(self) -> Any:
-        raise NotImplementedError
+        def _element(self, leaves: Nest, rows: tf.Tensor) -> Nest:
+            return _pack(self._packed, leaves, self._workers.towers,
+                         lambda values: sub_batches.StandInSubBatches(values, rows), _tf.PerReplica)
 
-    def _taken(self) -> Any:
-        raise NotImplementedError
+        @property
+        def _flat_spec(self) -> Any:
+            raise NotImplementedError
 
-    def _copied(self, leaves: Nest) -> Nest:
-        return tf.nest.map_structure(tf.identity, leaves, expand_composites=True)
+        def _taken(self) -> Any:
+            raise NotImplementedError
 
-    def _optionals(self, element: Nest) -> tuple[Any, Any]:
-        """What makes an optional with ``element``, and an empty one."""
-        spec = self.element_spec
-        return (lambda: tf.experimental.Optional.from_value(element),
-                lambda: tf.experimental.Optional.empty(spec))
+        def _copied(self, leaves: Nest) -> Nest:
+            return tf.nest.map_structure(tf.identity, leaves, expand_composites=True)
+
+        def _optionals(self, element: Nest) -> tuple[Any, Any]:
+            """What makes an optional with ``element``, and an empty one."""
+            spec = self.element_spec
+            return (lambda: tf.experimental.Optional.from_value(element),
+                    lambda: tf.experimental.Optional.empty(spec))
+
+    return AgreeingIterator
 
 
 class WorkersIteratorSpec(tf.data.IteratorSpec):
@@ -120,7 +125,7 @@ class WorkersIteratorSpec(tf.data.IteratorSpec):
                          meeting.numbered(self._number))
 
 
-class WorkersIterator(_AgreeingIterator, iterators.TowerIterator):
+class WorkersIterator(_agreeing_iterator(iterators.TowerIterator)):  # type: ignore[misc]
     """Iterates over a :class:`WorkersDataset` whose elements are on the host."""
 
     @property
@@ -157,7 +162,8 @@ class PrefetchedWorkersSpec(prefetching.PrefetchedSpec):
                          self._packed, meeting.numbered(self._number))
 
 
-class PrefetchedWorkersIterator(_AgreeingIterator, prefetching.PrefetchedIterator):
+class PrefetchedWorkersIterator(
+        _agreeing_iterator(prefetching.PrefetchedIterator)):  # type: ignore[misc]
     """The same with each tower's part on its device already."""
 
     @property

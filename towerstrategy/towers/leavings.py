@@ -119,4 +119,4 @@ def _holds(value: Any, graph: tf.Graph, depth: int = 0) -> bool:
 _FUNCTIONS = (types.FunctionType, types.MethodType)
 _LEFT_OUT = (tf.Tensor, tf.Variable, tf.Module, tf.Graph, tf.TypeSpec, tf.distribute.Strategy,
              tf.distribute.DistributedValues, types.ModuleType, type, str, bytes, int, float,
-             tf.__internal__.tracking.Trackable, _tf.CompositeTensor, _tf.Function)
+             _tf.Trackable, _tf.CompositeTensor, _tf.Function)

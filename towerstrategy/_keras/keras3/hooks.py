@@ -23,7 +23,6 @@ from keras.src.trainers import compile_utils, data_adapters
 from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy._keras import hooks
-from towerstrategy._keras import training as training_rules
 from towerstrategy._keras.keras3 import callbacks, layers, losses, optimizers, training
 from towerstrategy._keras.keras3 import metrics as metrics_lib
 
@@ -125,7 +124,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         callbacks.tensorboard_set_model,
         "and this"),
     (tf_trainer.TensorFlowTrainer, "predict"): hooks.Hook(
-        training_rules.predict_in_order,
+        training.predict,
         "gathers rows of several machines in the order in which they hold them"),
     (backup_and_restore.BackupAndRestore, "_save_model"): hooks.Hook(
         callbacks.backup_save,

@@ -5,8 +5,11 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import itertools
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -60,12 +63,67 @@ def is_tf_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def epoch_iterator_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+    def __init__(self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
+        if not kind.is_tower_strategy(distribute_strategy):
+            return original(self, distribute_strategy, *args, **kwargs)
+        with distribute_strategy.extended.stand_ins():
+            original(self, distribute_strategy, *args, **kwargs)
         if isinstance(self._distributed_dataset, datasets_lib.TowerDataset):
             self._distributed_dataset = self._distributed_dataset.with_stand_ins()
+            if self.steps_per_execution == 1 and _predicting.begins():
+                self._distributed_dataset = _Untaken(self._distributed_dataset)
 
     return __init__
+
+
+class _Predicting(threading.local):
+    """Whether the next epoch iterator is that of ``Model.predict``, and our function reads it."""
+
+    _begun = False
+
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[None]:
+        self._begun = True
+        try:
+            yield
+        finally:
+            self._begun = False
+
+    def begins(self) -> bool:
+        begun, self._begun = self._begun, False
+        return begun
+
+
+_predicting = _Predicting()
+
+
+def predict(original: Callable[..., Any]) -> Callable[..., Any]:
+    ordered = training_rules.predict(original)
+
+    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hooked = tf_trainer.TensorFlowTrainer.make_predict_function
+        ours = self.predict_function is None or hasattr(self.predict_function, "takes_iterators")
+        if type(self).make_predict_function is not hooked or not ours:
+            return ordered(self, *args, **kwargs)
+        with _predicting.begun():
+            return ordered(self, *args, **kwargs)
+
+    return predict
+
+
+class _Untaken:
+    """A distributed dataset whose batches are taken by the step itself, not by Python before it.
+
+    Iterating over it gives the iterator, as often as is asked; the step that takes from it raises
+    when it has ended.
+    """
+
+    def __init__(self, dataset: datasets_lib.TowerDataset) -> None:
+        self._dataset = dataset
+        self.element_spec = dataset.element_spec
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(iter(self._dataset))
 
 
 reduce_per_replica = training_rules.reducing(tf_trainer.concat, means=True)
@@ -126,14 +184,23 @@ def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
         if step is before or not kind.is_tower_strategy(self.distribute_strategy):
             return result
 
+        def take(iterator: Any) -> Any:
+            return step([iterator.get_next()])
+
+        if not self.run_eagerly:
+            take = tf.function(take, reduce_retracing=True, autograph=False)
+
         def function(steps: Any) -> Any:
             # A model that is not adopted predicts on the towers in whose scope it is called.
             strategy = self.distribute_strategy
             if not kind.is_tower_strategy(strategy):
                 return step(steps)
             with strategy.extended.step():
+                if isinstance(steps[0], tf.distribute.DistributedIterator):
+                    return take(steps[0])
                 return step([training_rules.split_plain(strategy, data) for data in steps])
 
+        function.takes_iterators = True  # type: ignore[attr-defined]
         self.predict_function = function
         return function
 

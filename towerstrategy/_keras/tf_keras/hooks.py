@@ -72,7 +72,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         metrics.get_metrics_result,
         "reads each metric's variables by themselves; those of all machines are read at once"),
     (training.Model, "predict"): hooks.Hook(
-        training_rules.predict_in_order,
+        training_rules.predict,
         "gathers rows of several machines in the order in which they hold them"),
     (training.Model, "compile"): hooks.Hook(
         training_lib.compile,
