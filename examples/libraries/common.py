@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -41,11 +42,24 @@ def difference(some: Sequence[Any], others: Sequence[Any]) -> float:
                for one, other in pairs if one.size)
 
 
+def twins(strategy: towerstrategy.TowerStrategy, make: Callable[[], Any]) -> tuple[Any, Any]:
+    """The model that ``make`` builds on the towers, and on one device, with the same weights."""
+    alone = make()
+    with strategy.scope():
+        together = make()
+    together.set_weights(alone.get_weights())
+    return together, alone
+
+
 class Findings:
-    """Prints what is found, and remembers whether all of it is as promised."""
+    """Prints what is found, and remembers whether all of it is as promised.
+
+    From then on a warning of an unscaled loss is an error: the examples' losses are right.
+    """
 
     def __init__(self, *packages: str) -> None:
         self.good = True
+        warnings.filterwarnings("error", "towerstrategy: unscaled loss:", UserWarning)
         print(", ".join(f"{package} {importlib.metadata.version(package)}"
                         for package in ("towerstrategy", "tensorflow", *packages)))
 
