@@ -19,6 +19,7 @@ from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import kind
 from towerstrategy.report import description
 from towerstrategy.towers import contexts
+from towerstrategy.towers import draws as draws_lib
 from towerstrategy.variables import rules
 
 # What calling tf.distribute.experimental.CommunicationOptions gives.
@@ -81,11 +82,14 @@ class TowerStrategy(kind.Kind):
         worker with towers and one copy of its own, see docs/several_machines.md.
       communication_options: for what crosses machines: the implementation (RING or NCCL), the
         timeout.
+      draws: what random operations draw in a tower (dropout, noise, ``tf.random``): with
+        ``"per row"`` its rows of what one device would draw for the whole batch, see
+        docs/same_as_one_device.md; with ``"per tower"`` numbers of its own.
 
     Raises:
       TypeError: an argument of the wrong type.
       ValueError: a device that does not exist, named twice, or of another kind than the others; a
-        cluster in which this process is no worker.
+        cluster in which this process is no worker; unknown ``draws``.
       RuntimeError: made in TensorFlow 1 graph mode; a worker's strategy made after TensorFlow had
         started.
     """
@@ -95,7 +99,8 @@ class TowerStrategy(kind.Kind):
                  cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
                  cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
                  communication_options: tf.distribute.experimental.CommunicationOptions
-                 | None = None) -> None:
+                 | None = None,
+                 draws: str = draws_lib.PER_ROW) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is "
                                "off (a tf.compat.v1 graph, or "
@@ -108,14 +113,17 @@ class TowerStrategy(kind.Kind):
                             "tf.distribute.experimental.CommunicationOptions, but got "
                             f"{communication_options!r} of type "
                             f"{type(communication_options).__name__}.")
+        draws_lib.check(draws)
         resolver = cluster_resolver or clusters.resolver_of_environment()
         cluster = clusters.join(resolver)
         placement = devices_lib.place(devices, merge_device)
         workers = None if cluster is None else meeting.Machines(
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.on_cpu)
-        super().__init__(extended.TowerExtended(self, placement, workers, resolver))
+        super().__init__(extended.TowerExtended(self, placement, workers, resolver,
+                                                draws == draws_lib.PER_ROW))
         own_losses.install()
+        draws_lib.install()
         _keras.install_hooks()
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:

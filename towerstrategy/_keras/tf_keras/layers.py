@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.placement import kind
+from towerstrategy.towers import contexts
 
 
 def batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,3 +23,18 @@ def batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, input_shape)
 
     return build
+
+
+def make_legacy_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make_legacy_seed(self: Any) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None or not tower.draws_rows:
+            return original(self)
+        before = self._seed
+
+        def again() -> None:
+            self._seed = before
+
+        return tower.for_all(("seed", id(self)), lambda: original(self), again)
+
+    return make_legacy_seed
