@@ -19,6 +19,7 @@ from towerstrategy.placement import asked_shares, kind
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.report import description
 from towerstrategy.towers import contexts
+from towerstrategy.towers import draws as draws_lib
 from towerstrategy.variables import rules
 
 # What calling tf.distribute.experimental.CommunicationOptions gives.
@@ -102,6 +103,9 @@ class TowerStrategy(kind.Kind):
         another, for batches that do not fit: the tower holds the activations of one part at a
         time.  Each part is a replica (``num_replicas_in_sync`` counts them), see
         docs/micro_batches.md.
+      draws: what random operations draw in a tower (dropout, noise, ``tf.random``): with
+        ``"per row"`` its rows of what one device would draw for the whole batch, see
+        docs/same_as_one_device.md; with ``"per tower"`` numbers of its own.
 
     A batch is dealt in proportion to the towers' shares where these are not equal:
 
@@ -113,7 +117,8 @@ class TowerStrategy(kind.Kind):
       TypeError: an argument of the wrong type.
       ValueError: a device that does not exist, named twice, or, without ``shares``, of another kind
         than the others; shares that are not above 0, or more or fewer than devices; a cluster in
-        which this process is no worker; less than one micro-batch.
+        which this process is no worker; less than one micro-batch;
+        unknown ``draws``.
       RuntimeError: made in TensorFlow 1 graph mode; a worker's strategy made after TensorFlow had
         started.
     """
@@ -125,7 +130,8 @@ class TowerStrategy(kind.Kind):
                  cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
                  communication_options: tf.distribute.experimental.CommunicationOptions
                  | None = None,
-                 synchronize_batch_norm: bool = False, micro_batches: int = 1) -> None:
+                 synchronize_batch_norm: bool = False, micro_batches: int = 1,
+                 draws: str = draws_lib.PER_ROW) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is "
                                "off (a tf.compat.v1 graph, or "
@@ -142,15 +148,18 @@ class TowerStrategy(kind.Kind):
             raise TypeError("synchronize_batch_norm must be True or False, but got "
                             f"{synchronize_batch_norm!r} of type "
                             f"{type(synchronize_batch_norm).__name__}.")
+        draws_lib.check(draws)
         resolver = cluster_resolver or clusters.resolver_of_environment()
         cluster = clusters.join(resolver)
         placement = devices_lib.place(devices, merge_device, shares, micro_batches)
         workers = None if cluster is None else meeting.Machines(
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.on_cpu, placement.shares, placement.shares_from)
-        super().__init__(extended.TowerExtended(self, placement, workers, resolver))
+        super().__init__(extended.TowerExtended(self, placement, workers, resolver,
+                                                draws == draws_lib.PER_ROW))
         self.extended.synchronize_batch_norm = synchronize_batch_norm
         own_losses.install()
+        draws_lib.install()
         _keras.install_hooks()
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:

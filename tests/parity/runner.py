@@ -23,7 +23,7 @@ import tensorflow as tf
 
 import towerstrategy
 
-from . import cases
+from . import cases, draw_cases  # noqa: F401
 
 FLOOR = 1e-6
 WEIGHT_FLOOR = 1e-3
@@ -87,7 +87,7 @@ CORE_TOWERS = [Towers(3, "cpu"), Towers(4, "tower 0"), Towers(3, "balanced"), To
 
 
 # Groups in which the core takes the Keras versions in turn, and the whole product both.
-IN_TURN = ("batches", "optimizers", "fit", "norms")
+IN_TURN = ("batches", "optimizers", "fit", "norms", "draws")
 
 
 def core() -> list[tuple[cases.Case, str, Towers]]:

@@ -238,10 +238,6 @@ _COUPLES = "couples the rows: its value is no mean over rows, and a tower sees i
 # listed with all its reductions, or with one of its items.
 DIFFERS: dict[tuple[str, str], str] = {
     ("", "layers.BatchNormalization"): _LOCAL,
-    ("", "layers.Dropout drawing"): _DRAWS,
-    ("", "layers.AlphaDropout drawing"): _DRAWS,
-    ("", "layers.GaussianDropout drawing"): _DRAWS,
-    ("", "layers.GaussianNoise drawing"): _DRAWS,
     ("", "layers.RandomFlip"): _DRAWS,
     **dict.fromkeys((("keras", f"layers.{name}") for name in (
         "AugMix", "RandAugment")), _DRAWS),

@@ -26,6 +26,31 @@ from towerstrategy._tensorflow.devices import PRIVATE_NAMES as _DEVICES
 from towerstrategy._tensorflow.devices import (
     memory_limits as memory_limits,
 )
+from towerstrategy._tensorflow.draws import PRIVATE_NAMES as _DRAWS
+from towerstrategy._tensorflow.draws import (
+    RESERVED as RESERVED,
+)
+from towerstrategy._tensorflow.draws import (
+    count_up as count_up,
+)
+from towerstrategy._tensorflow.draws import (
+    counts as counts,
+)
+from towerstrategy._tensorflow.draws import (
+    draw_by_counter as draw_by_counter,
+)
+from towerstrategy._tensorflow.draws import (
+    is_philox as is_philox,
+)
+from towerstrategy._tensorflow.draws import (
+    key_and_counter as key_and_counter,
+)
+from towerstrategy._tensorflow.draws import (
+    known_shape as known_shape,
+)
+from towerstrategy._tensorflow.draws import (
+    wrap_draws as wrap_draws,
+)
 from towerstrategy._tensorflow.errors import PRIVATE_NAMES as _ERRORS
 from towerstrategy._tensorflow.errors import (
     add_note as add_note,
@@ -153,6 +178,9 @@ from towerstrategy._tensorflow.seeds import (
     SEED_STEP as SEED_STEP,
 )
 from towerstrategy._tensorflow.seeds import (
+    eager_seeds_apart as eager_seeds_apart,
+)
+from towerstrategy._tensorflow.seeds import (
     global_seed as global_seed,
 )
 from towerstrategy._tensorflow.seeds import (
@@ -160,6 +188,9 @@ from towerstrategy._tensorflow.seeds import (
 )
 from towerstrategy._tensorflow.seeds import (
     graph_seeded as graph_seeded,
+)
+from towerstrategy._tensorflow.seeds import (
+    seed_of_first as seed_of_first,
 )
 from towerstrategy._tensorflow.strategies import PRIVATE_NAMES as _STRATEGIES
 from towerstrategy._tensorflow.strategies import (
@@ -270,6 +301,7 @@ from towerstrategy._tensorflow.variables import (
 
 PRIVATE_NAMES: dict[str, str] = {
     **_DATA,
+    **_DRAWS,
     **_ERRORS,
     **_FUNCTIONS,
     **_GRAPHS,

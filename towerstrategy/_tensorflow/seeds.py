@@ -6,6 +6,7 @@ Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 
 import tensorflow as tf
@@ -13,15 +14,27 @@ from tensorflow.python.eager import context as eager_context
 
 PRIVATE_NAMES = {
     "tensorflow.python.eager.context:global_seed": "what tf.random.set_seed set, if anything",
+    "tensorflow.python.eager.context:context":
+        "its generator gives eager operations their seeds",
 }
 
 # An odd number, so that no two towers get the same multiple of it modulo 2**31.
 SEED_STEP = 0x1E3779B1
+# TensorFlow takes seeds modulo this.
+_LARGEST = 2**31 - 1
 
 
 def global_seed() -> int | None:
     """What ``tf.random.set_seed`` was last given; None where it was not called."""
     return eager_context.global_seed()
+
+
+def seed_of_first(seed: int, tower: int) -> int:
+    """The seed that an operation of ``tower``, which got ``seed``, would have got in tower 0."""
+    graph_seed = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph().seed
+    if graph_seed is None or seed != graph_seed % _LARGEST:
+        return seed
+    return (graph_seed - tower * SEED_STEP) % 2**31 % _LARGEST
 
 
 def graph_seed() -> int | None:
@@ -41,3 +54,24 @@ def graph_seeded(seed: int | None, tower: int) -> Iterator[None]:
         yield
     finally:
         graph.seed = seed
+
+
+@contextlib.contextmanager
+def eager_seeds_apart(tower: int) -> Iterator[None]:
+    """Within, eager operations take seeds of ``tower``'s own; after, they go on as before.
+
+    TensorFlow draws each operation's seed from one generator, which one device would have moved on
+    by one tower's operations only.
+    """
+    context = eager_context.context()
+    generator = getattr(context, "_rng", None)
+    if generator is None or tower == 0:
+        yield
+        return
+    own = random.Random()
+    own.setstate(generator.getstate())
+    context._rng = random.Random(own.getrandbits(62) + tower)
+    try:
+        yield
+    finally:
+        context._rng = generator

@@ -114,6 +114,29 @@ class Shares:
             return None
         return max(self._rows[self._first + tower], 1) if self._known else 0
 
+    def given(self, tower: int) -> int | None:
+        """How many rows ``tower`` works on, where that is known before it runs."""
+        fed = self.fed(tower)
+        return fed if fed is not False else self.static_rows(tower) or None
+
+    def worked_on(self) -> list[Any]:
+        """The rows that each of this machine's towers works on, stand-ins counted."""
+        if not self._stand_ins:
+            return self.here
+        return self._here([max(count, 1) if self._known else tf.maximum(count, 1)
+                           for count in self._rows])
+
+    def starts(self) -> list[Any]:
+        """How many rows of the batch come before those of each of this machine's towers."""
+        if self._known:
+            return self._here([sum(self._rows[:tower]) for tower in range(self.number)])
+        return self._here(tf.unstack(tf.cumsum(self.counts(), exclusive=True)))
+
+    @property
+    def total(self) -> Any:
+        """The rows of the whole batch: an int or a scalar int64 tensor."""
+        return self._total
+
     @property
     def workers(self) -> meeting.Machines | None:
         """Where the workers meet; None with a single machine."""

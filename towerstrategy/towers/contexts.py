@@ -40,7 +40,8 @@ OWN_SCOPE = re.compile(r"tower_\d+_[A-Z]+_\d+|merge|tower_update(_\d+)?")
 
 # What a nested function that a tower has traced finds where no tower calls it.
 OUTSIDE = {"share": (tf.float64, 1.), "filled": (tf.bool, True), "number": (tf.int32, 0),
-           "seed_step": (tf.int64, 0)}
+           "seed_step": (tf.int64, 0), "rows": (tf.int64, 0), "first_row": (tf.int64, 0),
+           "batch_rows": (tf.int64, 0)}
 
 
 class TowerContext(tf.distribute.ReplicaContext):
@@ -79,6 +80,7 @@ class TowerContext(tf.distribute.ReplicaContext):
         self._means: dict[int, Any] = {}
         self._met: dict[int, Any] = {}
         self._losses: dict[int, tuple[Any, list[Any]]] = {}
+        self._counts: dict[str, Any] = {}
 
     def __enter__(self) -> None:
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -152,20 +154,40 @@ class TowerContext(tf.distribute.ReplicaContext):
         shares = [self.shares.of(tower) for tower in range(self.count)]
         if isinstance(shares[0], float) and len(set(shares)) == 1:
             return shares[0]
-        return self._own(shares)
+        return self.own(shares)
 
     def _filled_here(self) -> Any:
         filled = [self.shares.filled(tower) for tower in range(self.count)]
-        return filled[self._tower] if not self.shares.may_be_empty else self._own(filled)
+        return filled[self._tower] if not self.shares.may_be_empty else self.own(filled)
 
     def _number_here(self) -> Any:
         first = self._strategy.extended.first_replica
-        return self._own([np.int32(first + tower) for tower in range(self.count)])
+        return self.own([np.int32(first + tower) for tower in range(self.count)])
 
     def _seed_step_here(self) -> Any:
         first = self._strategy.extended.first_replica
-        return self._own([np.int64((first + tower) * _tf.SEED_STEP % 2**31)
+        return self.own([np.int64((first + tower) * _tf.SEED_STEP % 2**31)
                           for tower in range(self.count)])
+
+    def _rows_here(self) -> Any:
+        return self._counted("rows", self.shares.worked_on)
+
+    def _first_row_here(self) -> Any:
+        return self._counted("first_row", self.shares.starts)
+
+    def _batch_rows_here(self) -> Any:
+        return self._counted("batch_rows", lambda: [self.shares.total] * self.count)
+
+    def _counted(self, name: str, make: Callable[[], list[Any]]) -> Any:
+        """This tower's of a count for each, which are made once a call."""
+        if name not in self._counts:
+            counts = self.for_all(name, make)
+            same = all(count is counts[0] for count in counts) or (
+                isinstance(counts[0], int) and len(set(counts)) == 1)
+            self._counts[name] = counts[0] if same else self.own(
+                [np.int64(count) if self.is_copied and isinstance(count, int) else count
+                 for count in counts])
+        return self._counts[name]
 
     @contextlib.contextmanager
     def at(self, device: str) -> Iterator[None]:
@@ -178,7 +200,7 @@ class TowerContext(tf.distribute.ReplicaContext):
         """This tower's part of one part a tower, for callers that treat all towers alike."""
         return values[self._tower]
 
-    def _own(self, values: Any) -> Any:
+    def own(self, values: Any) -> Any:
         """What this tower has of one value a tower."""
         return values[self._tower] if self._call is None else self._call.own(self._tower, values)
 
@@ -234,8 +256,53 @@ class TowerContext(tf.distribute.ReplicaContext):
         """The list of the losses that ``layer`` has added in this tower."""
         return self._losses.setdefault(id(layer), (layer, []))[1]
 
+    @property
+    def draws_rows(self) -> bool:
+        """Whether a random draw is this tower's rows of what one device would draw."""
+        return self.several and self._strategy.extended.draws_rows
+
+    @property
+    def given_rows(self) -> int | None:
+        """The rows that this tower works on, where that is known before it runs."""
+        return self.shares.given(self._tower)
+
+    @property
+    def rows(self) -> Any:
+        """The rows that this tower works on, stand-ins counted: an int or an int64 scalar.
+
+        In a nested function 0 where the caller has no batch.
+        """
+        return self._known("rows")
+
+    @property
+    def first_row(self) -> Any:
+        """How many rows of the whole batch come before this tower's."""
+        return self._known("first_row")
+
+    @property
+    def batch_rows(self) -> Any:
+        """The rows of the whole batch."""
+        return self._known("batch_rows")
+
+    def for_all(self, key: Any, make: Callable[[], Any],
+                again: Callable[[], None] | None = None) -> Any:
+        """What ``make``, which is called once, gives: the same for all towers of this call.
+
+        Not for a nested function, branch or loop, unless ``make`` asks for nothing in there.
+
+        Args:
+          key: tells what is asked for from what else is.
+          make: called when the first tower asks.
+          again: undoes it where the towers turn out to need a trace each.
+        """
+        if self._call is None:
+            return make()
+        return self._call.for_all(self._tower, key, make, again)
+
     def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
-        """``seed`` (integers) made this tower's own; tower 0's is what one device would use."""
+        """``seed`` (integers) for this tower: its own unless it draws rows of the batch's draw."""
+        if self.draws_rows:
+            return seed
         return tf.bitwise.bitwise_xor(seed, tf.cast(self._known("seed_step"), seed.dtype))
 
     @property

@@ -39,11 +39,14 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     """
     _check_alike((args, kwargs))
     made: list[tuple[Any, Any]] = []
+    undo: list[Callable[[], None]] = []
     try:
         result, operation = enclosed.run(
-            lambda: _Once(strategy, shares, made).run(fn, args, kwargs))
+            lambda: _Once(strategy, shares, made, undo).run(fn, args, kwargs))
     except NeedsOwnTrace:
         _initialize(made)
+        for again in reversed(undo):
+            again()
         raise
     if not (operation is None or strategy.extended.keep_graphs or _tf.may_be_recorded()):
         _tf.forget_trace(operation)
@@ -56,11 +59,13 @@ class _Once:
     copies = True
 
     def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares,
-                 made: list[tuple[Any, Any]]) -> None:
+                 made: list[tuple[Any, Any]], undo: list[Callable[[], None]]) -> None:
         self._strategy = strategy
         self._shares = shares
         self._made = made
+        self._undo = undo
         self._devices = strategy.extended.worker_devices
+        self._host = strategy.extended.host_device
         self._graph = tf.compat.v1.get_default_graph()
         scopes = [contexts.scope_name(tower, device) for tower, device in enumerate(self._devices)]
         self._scope = f"{scopes[0]}/"
@@ -157,6 +162,17 @@ class _Once:
             first = self._stand_for([tf.convert_to_tensor(value) for value in values])
         self._copier.keep(before)
         return first
+
+    def for_all(self, tower: int, key: Any, make: Callable[[], Any], again: Any) -> Any:
+        """What ``make`` gives; the copies leave out what it adds to the graph."""
+        del tower, key
+        if again is not None:
+            self._undo.append(again)
+        before = _tf.operation_count(self._graph)
+        with self._graph.as_default(), tf.device(None), tf.device(self._host):
+            made = make()
+        self._copier.keep(before)
+        return made
 
     @contextlib.contextmanager
     def staying(self) -> Iterator[None]:

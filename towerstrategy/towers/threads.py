@@ -9,6 +9,7 @@ trace.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -91,6 +92,9 @@ class _Call:
         self._written: list[alone.Written] = []
         self._operations: list[set[str]] = [
             set() for _ in strategy.extended.worker_devices]  # names, by tower
+        self._made_for_all: dict[Any, list[Any]] = {}
+        self._asked_for_all: dict[int, collections.Counter[Any]] = collections.defaultdict(
+            collections.Counter)
         made: dict[str, list[tf.Variable]] = {}
         self._towers = [
             _TowerThread(contexts.TowerContext(strategy, tower, shares, self), state, made, fn,
@@ -124,6 +128,19 @@ class _Call:
         """What ``tower`` has of one value a tower."""
         return values[tower]
 
+    def for_all(self, tower: int, key: Any, make: Callable[[], Any], again: Any) -> Any:
+        """What ``make`` gives when the first tower asks; the others get it, in turn by ``key``."""
+        del again
+        made = self._made_for_all.setdefault(key, [])
+        asked = self._asked_for_all[tower][key]
+        self._asked_for_all[tower][key] += 1
+        if asked == len(made):
+            root = contextlib.nullcontext() if self._state.eager \
+                else self._state.graph.as_default()
+            with root, tf.device(None), tf.device(self._strategy.extended.host_device):
+                made.append(make())
+        return made[asked]
+
     def staying(self) -> contextlib.AbstractContextManager[None]:
         """Nothing is copied, so all stays where it is."""
         return contextlib.nullcontext()
@@ -144,7 +161,7 @@ class _Call:
         for tower in self._towers:
             replica = self._strategy.extended.first_replica + tower.number
             before = 0 if self._state.eager else _tf.operation_count(self._state.graph)
-            with _tf.graph_seeded(self._graph_seed, replica):
+            with _tf.graph_seeded(self._graph_seed, replica), self._eager_seeds(tower.number):
                 tower.proceed()
             if tower.error is not None:
                 raise tower.error
@@ -156,6 +173,11 @@ class _Call:
                 "Some replicas made a different number of replica_context().merge_call() calls: "
                 f"tower(s) {at} are at a merge_call, the others have returned.")
         return all(ended)
+
+    def _eager_seeds(self, tower: int) -> contextlib.AbstractContextManager[None]:
+        if self._state.eager and self._strategy.extended.draws_rows:
+            return _tf.eager_seeds_apart(tower)
+        return contextlib.nullcontext()
 
     def _end_turn(self, number: int, before: int) -> None:
         """A tower has come to a meeting or its end; its operations begin at number ``before``."""

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend import config as keras_config
 
+from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import batch_norm
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement import homes as homes_lib
@@ -48,8 +49,22 @@ def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
         tower = contexts.splitting_tower()
         if tower is None:
             return original(self, ordered)
+        if tower.draws_rows and tower.can_merge and not _is_written_alone(tower, self.state):
+            return tower.for_all(("seed", id(self)), lambda: once(tower, self, ordered))
         with tower.strategy.extended.writes_alike():
             seed = original(self, ordered)
         return tower.own_seed(seed)
 
+    def once(tower: contexts.TowerContext, generator: Any, ordered: bool) -> Any:
+        # No meeting: recurrent cells keep their masks from one call of theirs to the next, which
+        # another tower that runs meanwhile would find.
+        with _tf.cross_replica_context(tower.strategy):
+            return original(generator, ordered)
+
     return next
+
+
+def _is_written_alone(tower: contexts.TowerContext, variable: Any) -> bool:
+    """Whether a nested function may have written ``variable`` since the towers last met."""
+    held = names.tf_variable(variable)
+    return any(other is held for other in tower.strategy.extended.written_alone())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tf_keras.src import callbacks
+from tf_keras.src import backend, callbacks
 from tf_keras.src.distribute import worker_training_state
 from tf_keras.src.engine import compile_utils, data_adapter, training
 from tf_keras.src.layers.normalization import batch_normalization
@@ -59,6 +59,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (batch_normalization.BatchNormalizationBase, "_fused_batch_norm"): hooks.Hook(
         layers.fused_batch_norm,
         "a kernel that takes its statistics from its own rows"),
+    (backend.RandomGenerator, "make_legacy_seed"): hooks.Hook(
+        layers.make_legacy_seed,
+        "counts up with each operation that is made, so that each tower would get other seeds"),
     (data_adapter.DataHandler, "_configure_dataset_and_inferred_steps"): hooks.Hook(
         training_lib.configure_dataset,
         "towers without rows get stand-ins"),

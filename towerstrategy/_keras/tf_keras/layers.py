@@ -75,3 +75,18 @@ def _unfused(tower: contexts.TowerContext, layer: Any, inputs: tf.Tensor,
         layer.beta, layer.gamma))
     return tf.cast(tf.nn.batch_normalization(x, mean, variance, offset, scale, layer.epsilon),
                    inputs.dtype)
+
+
+def make_legacy_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make_legacy_seed(self: Any) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None or not tower.draws_rows:
+            return original(self)
+        before = self._seed
+
+        def again() -> None:
+            self._seed = before
+
+        return tower.for_all(("seed", id(self)), lambda: original(self), again)
+
+    return make_legacy_seed

@@ -1,0 +1,154 @@
+"""Random operations, as Keras, generators and replica functions call them.
+
+Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.framework import tensor_util
+from tensorflow.python.ops import (
+    gen_random_ops,
+    gen_stateless_random_ops,
+    gen_stateless_random_ops_v2,
+    stateful_random_ops,
+)
+
+_WRAPPED = ("from which tf.random, tf.random.Generator and with them both Kerases take their "
+            "numbers; in towers a draw is of the tower's rows")
+
+PRIVATE_NAMES = {
+    "tensorflow.python.framework.tensor_util:constant_value_as_shape":
+        "what is known of a shape, where some of its dimensions are",
+    **{f"tensorflow.python.ops.gen_stateless_random_ops_v2:{name}": _WRAPPED for name in (
+        "stateless_random_uniform_v2", "stateless_random_normal_v2",
+        "stateless_truncated_normal_v2", "stateless_random_uniform_int_v2",
+        "stateless_random_uniform_full_int_v2", "stateless_random_gamma_v3")},
+    **{f"tensorflow.python.ops.gen_stateless_random_ops:{name}": _WRAPPED for name in (
+        "stateless_random_poisson", "stateless_random_binomial", "stateless_multinomial")},
+    **{f"tensorflow.python.ops.gen_random_ops:{name}": _WRAPPED for name in (
+        "random_uniform", "random_standard_normal", "truncated_normal", "random_uniform_int")},
+    "tensorflow.python.ops.stateful_random_ops:Generator._prepare_key_counter":
+        "moves a generator on by a draw and folds in the replica's number; in towers it is moved "
+        "on once, by the whole batch's draw",
+    "tensorflow.python.ops.stateful_random_ops:Generator._uniform_full_int":
+        "the same for what may be seeds",
+    "tensorflow.python.ops.stateful_random_ops:Generator.skip":
+        "tf.random.Generator.skip, which towers call once",
+    "tensorflow.python.eager.context:anonymous_name": "names a variable that a trace holds",
+}
+
+MARK = "_towerstrategy_original"
+PHILOX, AUTO_SELECT = tf.random.Algorithm.PHILOX.value, tf.random.Algorithm.AUTO_SELECT.value
+# How many 128-bit counters a generator is moved on for each number that is drawn, whatever it takes
+# (GuardedPhiloxRandom::ReserveRandomOutputs, RngReadAndSkip).
+RESERVED = 256
+
+# Takes the function that makes an operation and its arguments by name; None is no answer.
+Rule = Callable[[Callable[..., Any], dict[str, Any]], Any]
+
+_OWNERS = (gen_stateless_random_ops_v2, gen_stateless_random_ops, gen_random_ops)
+
+
+def wrap_draws(rules: Mapping[str, Rule], counter: Callable[..., Any]) -> None:
+    """Wraps the functions that make random operations, once.
+
+    Args:
+      rules: for each function's name what is called instead.
+      counter: given what moves a generator on, makes a function of a generator, a shape, and
+        whether seeds are drawn, that gives key and counter, or None to leave the generator alone.
+    """
+    for owner in _OWNERS:
+        for name in rules.keys() & vars(owner).keys():
+            _replace(owner, name, functools.partial(_wrapped, rules[name]))
+    generator = stateful_random_ops.Generator
+    taken = counter(getattr(generator.skip, MARK, generator.skip))
+    _replace(generator, "_prepare_key_counter", functools.partial(_counting, taken))
+    _replace(generator, "_uniform_full_int", functools.partial(_seeding, taken))
+
+
+def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+             ) -> None:
+    original = getattr(owner, name)
+    if not hasattr(original, MARK):
+        wrapped = functools.wraps(original)(make(original))
+        setattr(wrapped, MARK, original)
+        setattr(owner, name, wrapped)
+
+
+def _counting(taken: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def _prepare_key_counter(self: Any, shape: Any) -> Any:
+        found = taken(self, shape, False) if is_philox({"alg": self.algorithm}) else None
+        return original(self, shape) if found is None else found
+
+    return _prepare_key_counter
+
+
+def _seeding(taken: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def _uniform_full_int(self: Any, shape: Any, dtype: tf.DType, name: str | None = None) -> Any:
+        found = taken(self, shape, True) if is_philox({"alg": self.algorithm}) else None
+        if found is None:
+            return original(self, shape, dtype, name)
+        key, counter = found
+        return draw_by_counter("stateless_random_uniform_full_int_v2", shape=shape, key=key,
+                               counter=counter, dtype=dtype, name=name)
+
+    return _uniform_full_int
+
+
+def _wrapped(rule: Rule, original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return rule(original, bound.arguments)
+
+    return draw
+
+
+def draw_by_counter(function: str, **arguments: Any) -> Any:
+    """Calls one of the wrapped functions that are given key and counter."""
+    return getattr(gen_stateless_random_ops_v2, function)(alg=PHILOX, **arguments)
+
+
+def is_philox(arguments: Mapping[str, Any]) -> bool:
+    """Whether an operation draws by Philox, as it does where it is not told."""
+    return tf.get_static_value(arguments.get("alg", PHILOX)) in (PHILOX, AUTO_SELECT)
+
+
+def known_shape(shape: tf.Tensor) -> tf.TensorShape:
+    """What is known of the value of ``shape``, a vector."""
+    return tensor_util.constant_value_as_shape(shape)
+
+
+def key_and_counter(state: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Of a Philox generator's state, its key and its counter."""
+    return tf.bitcast(state[2:3], tf.uint64), tf.bitcast(state[:2], tf.uint64)
+
+
+def counts(devices: Sequence[str]) -> list[tf.Tensor]:
+    """Handles of counts that begin with the trace, as does the state of an operation's kernel.
+
+    They are freed with the function that is being traced, which alone holds them.
+    """
+    handles = []
+    for device in devices:
+        with tf.init_scope(), tf.device(device):
+            handles.append(tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[],
+                                                  shared_name=eager_context.anonymous_name()))
+            tf.raw_ops.AssignVariableOp(resource=handles[-1], value=tf.constant(0, tf.int64))
+    return handles
+
+
+def count_up(count: tf.Tensor, by: Any) -> tf.Tensor:
+    """Adds to the count of a handle, each time that it runs; what it was before."""
+    before = tf.raw_ops.ReadVariableOp(resource=count, dtype=tf.int64)
+    tf.raw_ops.AssignAddVariableOp(resource=count, value=tf.cast(by, tf.int64))
+    return before

@@ -1,0 +1,299 @@
+"""Random draws: of what one device would draw for the whole batch, a tower draws its rows.
+
+Goes in: a random operation that is made in a tower.  Comes out: the numbers that are this tower's,
+bit for bit those of one device, for the price of as many numbers as it needs.
+
+TensorFlow's generator, Philox, is counter based: each counter gives four numbers, whoever asks.  So
+a tower whose rows begin at row 37 of a ``[103, 13]`` draw moves the counter on by ``37 * 13 // 4``
+and draws its own (three numbers at most in vain).  Distributions that take a varying number of
+numbers have a counter reserved for each value or group of values, or are drawn for the whole batch.
+
+A draw is of the batch's rows where its first dimension is as long as the tower has rows, or, where
+that length is not known while tracing, a multiple of it.  Where the tower's rows are not known
+while tracing, a length that is known is a constant and no number of rows.  Every other draw (noise
+on weights, one number a step) is the same on every tower, as one device draws once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.towers import contexts
+
+PER_ROW, PER_TOWER = "per row", "per tower"
+
+# How many counters there are for each number of a distribution that takes a varying number of them.
+_TRUNCATED, _GAMMA = _tf.RESERVED // 4, _tf.RESERVED
+
+
+def check(draws: Any) -> None:
+    """Refuses what is no choice of draws."""
+    if not isinstance(draws, str):
+        raise TypeError(f"draws must be {PER_ROW!r} or {PER_TOWER!r}, but got {draws!r} of type "
+                        f"{type(draws).__name__}.")
+    if draws not in (PER_ROW, PER_TOWER):
+        raise ValueError(f"draws must be {PER_ROW!r} or {PER_TOWER!r}, but got {draws!r}.")
+
+
+def install() -> None:
+    """Wraps TensorFlow's random operations, once; outside of towers they stay what they are."""
+    rules: dict[str, Callable[..., Any]] = {
+        "stateless_random_uniform_v2": _by_counter,
+        "stateless_random_normal_v2": _by_counter,
+        "stateless_random_uniform_int_v2": _by_counter,
+        "stateless_truncated_normal_v2": functools.partial(_by_counter, reserved=_TRUNCATED),
+        "stateless_random_uniform_full_int_v2": functools.partial(_by_counter, seeds=True),
+        "stateless_random_gamma_v3": _gamma,
+        "stateless_random_poisson": functools.partial(_whole, rows_of=("lam",)),
+        "stateless_random_binomial": functools.partial(_whole, rows_of=("counts", "probs")),
+        "stateless_multinomial": functools.partial(_whole, rows_of=("logits",)),
+        "random_uniform": functools.partial(_seeded, "stateless_random_uniform_v2"),
+        "random_standard_normal": functools.partial(_seeded, "stateless_random_normal_v2"),
+        "truncated_normal": functools.partial(_seeded, "stateless_truncated_normal_v2"),
+        "random_uniform_int": functools.partial(_seeded, "stateless_random_uniform_int_v2"),
+    }
+    _tf.wrap_draws({name: functools.partial(_in_towers, rule) for name, rule in rules.items()},
+                   _generators_counter)
+
+
+class Part(NamedTuple):
+    """A tower's part of a draw for the whole batch, counted in the draw's first dimension.
+
+    Attributes:
+      start: how much of it comes before, an int or an int64 scalar.
+      total: how long it is for the whole batch.
+    """
+
+    start: Any
+    total: Any
+
+
+def _drawing_tower() -> contexts.TowerContext | None:
+    tower = contexts.splitting_tower()
+    return tower if tower is not None and tower.draws_rows else None
+
+
+def _in_towers(rule: Callable[..., Any], original: Callable[..., Any],
+               arguments: dict[str, Any]) -> Any:
+    tower = _drawing_tower()
+    if tower is None or not _tf.is_philox(arguments):
+        return original(**arguments)
+    return rule(tower, original, arguments)
+
+
+def part_of(tower: contexts.TowerContext, shape: tf.Tensor, seeds: bool = False) -> Part | None:
+    """Which part of the batch's a draw of ``shape`` is; None where it is known not to be of rows.
+
+    Args:
+      tower: the tower that draws.
+      shape: an integer vector.
+      seeds: whether a number of them that is known is no number of rows, as in
+        ``tf.random.split(seed, 2)``.
+    """
+    known = _tf.known_shape(shape)
+    if known.rank == 0 or not (tower.is_nested or tower.shares.counted):
+        return None
+    length = known[0] if known.rank is not None else None
+    if length is not None and (seeds or not tower.is_nested):
+        is_rows = not seeds and length == tower.given_rows
+        return Part(tower.first_row, tower.batch_rows) if is_rows else None
+    first = tf.cast(tf.reduce_prod(shape[:1]), tf.int64)
+    rows = tf.cast(tower.rows, tf.int64)
+    times = first // tf.maximum(rows, 1)
+    if length is not None:  # in a nested function, which may be called for other batches
+        times = tf.minimum(times, 1)
+    are_rows = (rows > 0) & (times * rows == first)
+    start = tf.cast(tower.first_row, tf.int64) * times
+    total = tf.cast(tower.batch_rows, tf.int64) * times
+    return Part(tf.where(are_rows, start, 0), tf.where(are_rows, total, first))
+
+
+def _by_counter(tower: contexts.TowerContext, original: Callable[..., Any],
+                arguments: dict[str, Any], reserved: int | None = None,
+                group: int | None = None, seeds: bool = False) -> Any:
+    """Draws a tower's rows by moving the counter on.
+
+    Args:
+      tower: the tower that draws.
+      original: makes the operation.
+      arguments: its arguments, by name.
+      reserved: how many counters there are for each number; None for one a group.
+      group: how many numbers a counter gives; None for four, or two of 64 bits.
+      seeds: as in :func:`part_of`.
+    """
+    group = group or (2 if _dtype_of(arguments).size == 8 else 4)
+    shape = arguments["shape"] = tf.convert_to_tensor(arguments["shape"])
+    with _on_host(tower):
+        part = part_of(tower, shape, seeds)
+        if part is not None:
+            groups, extra = _groups_before(part, _count(shape[1:]), group)
+            counters = groups if reserved is None else groups * (reserved * group)
+    if part is None:
+        return original(**arguments)
+    arguments["counter"] = moved_on(arguments["counter"], counters)
+    if isinstance(extra, int) and extra == 0:
+        return original(**arguments)
+    with _on_host(tower):
+        count = tf.reshape(tf.cast(_count(shape), tf.int32), [1])
+        extra = tf.reshape(tf.cast(extra, tf.int32), [1])
+        arguments["shape"] = count + (group - 1)
+    return tf.reshape(tf.slice(original(**arguments), extra, count), shape)
+
+
+def _groups_before(part: Part, width: Any, group: int) -> tuple[Any, Any]:
+    """How many groups of numbers come before a part's, and how many more numbers."""
+    if isinstance(width, int) and width % group == 0:
+        return part.start * (width // group), 0
+    before = part.start * width
+    return before // group, before % group
+
+
+def moved_on(counter: tf.Tensor, by: Any) -> tf.Tensor:
+    """Philox' counter, two words of 64 bits of which the first is the low one, moved on."""
+    if isinstance(by, int):
+        return counter + np.array([by, 0], np.uint64) if by else counter
+    return counter + tf.cast(tf.stack([by, tf.zeros_like(by)]), tf.uint64)
+
+
+def _gamma(tower: contexts.TowerContext, original: Callable[..., Any],
+           arguments: dict[str, Any]) -> Any:
+    """Each number has its counters, in the order of the numbers if each has an alpha or all one."""
+    shape, alpha = tf.convert_to_tensor(arguments["shape"]), arguments["alpha"].shape
+    in_order = alpha.rank is not None and (alpha.rank == shape.shape[0]
+                                           or alpha.num_elements() == 1)
+    if not in_order:
+        return _whole(tower, original, arguments, rows_of=("alpha",))
+    return _by_counter(tower, original, arguments, reserved=_GAMMA, group=1)
+
+
+def _whole(tower: contexts.TowerContext, original: Callable[..., Any],
+           arguments: dict[str, Any], rows_of: Sequence[str]) -> Any:
+    """Draws for the whole batch and takes the tower's rows.
+
+    Args:
+      tower: the tower that draws.
+      original: makes the operation.
+      arguments: its arguments, by name.
+      rows_of: those of them that may have a row for each of the tower's; what the other towers have
+        there does not change what this one draws.
+    """
+    shape = tf.convert_to_tensor(arguments["shape"] if "shape" in arguments
+                                 else tf.shape(arguments[rows_of[0]]))
+    part = part_of(tower, shape)
+    if part is None:
+        return original(**arguments)
+    length = tf.cast(shape[0], tf.int64)
+    for name in rows_of:
+        value = tf.convert_to_tensor(arguments[name])
+        broadcast = value.shape.rank and value.shape[0] == 1 != tower.given_rows
+        if value.shape.rank == shape.shape[0] and not broadcast:
+            arguments[name] = _padded(value, part.start, part.total - part.start - length)
+    if "shape" in arguments:
+        arguments["shape"] = _whole_shape(shape, part)
+    drawn = original(**arguments)
+    own = drawn[part.start:part.start + length]
+    own.set_shape(_tf.known_shape(shape)[:1].concatenate(drawn.shape[1:]))
+    return own
+
+
+def _padded(value: tf.Tensor, before: Any, after: Any) -> tf.Tensor:
+    """``value`` with rows of ones before and after it."""
+    ends = tf.stack([tf.cast(before, tf.int64), tf.cast(after, tf.int64)])
+    rows = tf.pad(tf.reshape(ends, [1, 2]), [[0, value.shape.rank - 1], [0, 0]])
+    return tf.pad(value, rows, constant_values=tf.ones([], value.dtype))
+
+
+def _seeded(stateless: str, tower: contexts.TowerContext, original: Callable[..., Any],
+            arguments: dict[str, Any]) -> Any:
+    """An operation with a state of its own (``tf.random.uniform``), if its seeds are set.
+
+    Its kernel has a Philox generator, made of the two seeds, which each draw moves on.  On towers
+    the first one's seeds count, and a variable of each tower's counts what the whole batch has
+    drawn; eager code draws for the whole batch once, as a kernel may be an earlier operation's.
+    """
+    seed, seed2 = arguments.pop("seed"), arguments.pop("seed2")
+    if not (seed or seed2) or tower.is_nested:
+        return original(**arguments, seed=seed, seed2=seed2)
+    shape = arguments["shape"] = tf.convert_to_tensor(arguments["shape"])
+    part = part_of(tower, shape)
+    if tf.executing_eagerly():
+        drawn = tower.for_all(stateless, lambda: original(
+            **{**arguments, "shape": _whole_shape(shape, part)}, seed=seed, seed2=seed2))
+        return drawn if part is None else drawn[part.start:part.start + shape[0]]
+    seed, seed2 = tower.for_all(stateless, lambda: (
+        _tf.seed_of_first(seed, tower.strategy.extended.first_replica), seed2))
+    with tf.device(None):  # where the count is
+        before = _tf.count_up(tower.own(_tf.counts(_count_devices(tower))),
+                              _count(_whole_shape(shape, part)))
+    with _on_host(tower):
+        counter = moved_on(np.array([0, seed2], np.uint64), before * _tf.RESERVED)
+    return _tf.draw_by_counter(stateless, **arguments, key=np.array([seed], np.uint64),
+                               counter=counter)
+
+
+def _count_devices(tower: contexts.TowerContext) -> Sequence[str]:
+    extended = tower.strategy.extended
+    return extended.worker_devices if _are_cpus(extended) \
+        else [extended.host_device] * tower.count
+
+
+def _generators_counter(skip: Callable[..., Any]) -> Callable[..., Any]:
+    """What a ``tf.random.Generator`` draws by in a tower, in place of its own rule.
+
+    Args:
+      skip: moves a generator on and returns where it was.
+    """
+
+    def key_and_counter(generator: Any, shape: Any, seeds: bool) -> tuple[Any, Any] | None:
+        tower = _drawing_tower()
+        if tower is None or not tower.can_merge:
+            return None
+        shape = tf.convert_to_tensor(shape)
+
+        def move() -> tf.Tensor:
+            return skip(generator, _count(_whole_shape(shape, part_of(tower, shape, seeds))))
+
+        return _tf.key_and_counter(tower.for_all(id(generator), move))
+
+    return key_and_counter
+
+
+def _whole_shape(shape: tf.Tensor, part: Part | None) -> tf.Tensor:
+    """The shape of the draw for the whole batch."""
+    if part is None:
+        return shape
+    return tf.concat([tf.reshape(tf.cast(part.total, shape.dtype), [1]), shape[1:]], 0)
+
+
+def _count(shape: tf.Tensor) -> Any:
+    """How many numbers ``shape`` has: an int where that is known, else an int64 scalar."""
+    known = _tf.known_shape(shape)
+    if known.is_fully_defined():
+        return known.num_elements()
+    return tf.reduce_prod(tf.cast(shape, tf.int64))
+
+
+def _dtype_of(arguments: dict[str, Any]) -> tf.DType:
+    if "dtype" in arguments:
+        return tf.as_dtype(arguments["dtype"])
+    return tf.convert_to_tensor(arguments["minval"]).dtype
+
+
+def _on_host(tower: contexts.TowerContext) -> contextlib.AbstractContextManager[None]:
+    """Within, numbers that say what a tower draws are made on the CPU that feeds GPU towers.
+
+    Where a slice begins is asked for there, and a GPU would have to be waited for.
+    """
+    extended = tower.strategy.extended
+    return contextlib.nullcontext() if _are_cpus(extended) else tower.at(extended.host_device)
+
+
+def _are_cpus(extended: Any) -> bool:
+    return tf.DeviceSpec.from_string(extended.worker_devices[0]).device_type == "CPU"
