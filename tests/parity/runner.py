@@ -76,7 +76,7 @@ CORE_TOWERS = [Towers(3, "cpu"), Towers(4, "tower 0"), Towers(3, "balanced"), To
 
 
 # Groups in which the core takes the Keras versions in turn, and the whole product both.
-IN_TURN = ("batches", "optimizers", "fit", "norms")
+IN_TURN = ("batches", "optimizers", "fit", "norms", "whole")
 
 
 def core() -> list[tuple[cases.Case, str, Towers]]:
