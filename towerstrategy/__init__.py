@@ -2,8 +2,9 @@
 
 from towerstrategy import _requirements  # noqa: F401  (first: checks TensorFlow's version)
 from towerstrategy._version import __version__
+from towerstrategy.losses.over_rows import whole_batch
 from towerstrategy.multi_gpu import multi_gpu_model
 from towerstrategy.placement.devices import split_cpu
 from towerstrategy.strategy import TowerStrategy
 
-__all__ = ["TowerStrategy", "__version__", "multi_gpu_model", "split_cpu"]
+__all__ = ["TowerStrategy", "__version__", "multi_gpu_model", "split_cpu", "whole_batch"]

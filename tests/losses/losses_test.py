@@ -362,27 +362,3 @@ class OneNumberTest(parameterized.TestCase):
         fits = (reduction is None) == (made == "mean")
         self.assertLen(told, 0 if fits else 1)
         self.assertIn("" if fits else f"a {made} over", "".join(told))
-
-
-class CoupledRowsTest(parameterized.TestCase):
-
-    @parameterized.named_parameters(
-        ("a name", "dice", 3, "'dice'"), ("a function", keras.losses.tversky, 3, "'tversky'"),
-        ("an object", keras.losses.Circle(), 3, "'circle'"),
-        ("one of several", {"a": "mse", "b": keras.losses.Dice()}, 3, "'dice'"),
-        ("all axes", keras.losses.Dice(axis=(0, 1)), 3, "'dice'"),
-        ("by row", keras.losses.Dice(axis=(1,)), 3, None), ("another", "mse", 3, None),
-        ("one tower", "dice", 1, None))
-    def test_compile_says_so(self, loss, towers, named):
-        """Else a segmentation model trains on another loss than on one device, unnoticed."""
-        strategy = towerstrategy.TowerStrategy(towers)
-        with strategy.scope():
-            x = keras.Input((5,))
-            outputs = {name: keras.layers.Dense(3, name=name)(x) for name in "ab"}
-            model = keras.Model(x, outputs if isinstance(loss, dict) else outputs["a"])
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                model.compile("sgd", loss)
-        told = [str(each.message) for each in caught if "puts all rows" in str(each.message)]
-        self.assertLen(told, 0 if named is None else 1)
-        self.assertIn(named or "", "".join(told))

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towerstrategy.losses import WholeBatch
+
 KERAS_3, TF_KERAS = "keras", "tf_keras"
 
 
@@ -887,6 +889,78 @@ def _(keras: Any) -> Run:
                        layers.Activation("tanh"))
     model.layers[1].trainable = False
     return Run(model, **images(), compile=LABELS)
+
+
+# Losses and metrics of all rows.
+
+
+def _nearest(y: Any, outputs: Any) -> tf.Tensor:
+    """In-batch negatives: a row's two halves are to be nearer to each other than to other rows'."""
+    del y
+    one, other = tf.split(tf.cast(outputs, tf.float32), 2, axis=-1)
+    products = tf.matmul(tf.math.l2_normalize(one, -1), tf.math.l2_normalize(other, -1),
+                         transpose_b=True)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(one)[0]),
+                                                          3. * products)
+
+
+def _rank(y: Any, outputs: Any) -> tf.Tensor:
+    """How many of the batch's rows have a larger first output."""
+    del y
+    first = outputs[:, 0]
+    return tf.reduce_sum(tf.cast(first[tf.newaxis] > first[:, tf.newaxis], tf.float32), 1)
+
+
+def _two_towers(keras: Any) -> Any:
+    query, item = keras.Input((5,)), keras.Input((5,))
+    outputs = [dense(keras, 4, "tanh")(query), dense(keras, 4, "tanh")(item)]
+    return keras.Model([query, item], keras.layers.Concatenate()(outputs))
+
+
+@case("whole/two-tower retrieval, weights, a metric that ranks")
+def _(keras: Any) -> Run:
+    data = regression(ROWS + 2)
+    return Run(_two_towers(keras), [data["x"], data["x"][::-1].copy()], data["y"],
+               weights=row_weights(ROWS + 2), fit={"validation_split": 0.2},
+               compile={"loss": WholeBatch(_nearest), "metrics": [WholeBatch(_rank)]})
+
+
+@case("whole/a sum, several outputs, eagerly")
+def _(keras: Any) -> Run:
+    class Spread(keras.losses.Loss):
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            return tf.reduce_sum(tf.square(y_pred[:, tf.newaxis] - y_pred / 2), [1, 2]) / 50
+
+    return Run(_two_outputs(keras), **_two_targets(),
+               compile={"loss": [WholeBatch(Spread(reduction="sum")), "mse"],
+                        "loss_weights": [0.3, 1.], "run_eagerly": True})
+
+
+@case("whole/a mask, a loss that reads a weight")
+def _(keras: Any) -> Run:
+    model = tagger(keras)
+
+    def loss(y: Any, outputs: Any) -> tf.Tensor:
+        weight = tf.reduce_mean(tf.square(tf.convert_to_tensor(model.trainable_weights[-1])))
+        rows = keras.losses.sparse_categorical_crossentropy(y, outputs)
+        return rows * (1 + weight) + tf.reduce_mean(tf.square(outputs))
+
+    return Run(model, **words(), compile={"loss": WholeBatch(loss)})
+
+
+def _coupled(name: str, make: Callable[[Any], Any]) -> None:
+    @case(f"whole/{name}", keras=(KERAS_3,), reason="tf_keras has no such loss")
+    def _(keras: Any) -> Run:
+        data = labelled()
+        if name != "Circle":
+            data["y"] = np.eye(3, dtype="float32")[data["y"]]
+        return Run(keras.Sequential([keras.Input((5,)), dense(keras, 3, "sigmoid")]), **data,
+                   compile={"loss": make(keras)})
+
+
+_coupled("Dice", lambda keras: "dice")
+_coupled("Tversky", lambda keras: keras.losses.Tversky())
+_coupled("Circle", lambda keras: keras.losses.Circle(gamma=2.))
 
 
 # Batch norm over the whole batch, whatever the layers say.

@@ -87,7 +87,7 @@ CORE_TOWERS = [Towers(3, "cpu"), Towers(4, "tower 0"), Towers(3, "balanced"), To
 
 
 # Groups in which the core takes the Keras versions in turn, and the whole product both.
-IN_TURN = ("batches", "optimizers", "fit", "norms", "draws")
+IN_TURN = ("batches", "optimizers", "fit", "norms", "draws", "whole")
 
 
 def core() -> list[tuple[cases.Case, str, Towers]]:

@@ -232,7 +232,6 @@ FLOAT64: dict[str, str] = {
 _DRAWS = "random draws: every tower draws its own"
 _MIXES = "random draws, and rows are mixed with others of their tower"
 _LOCAL = "batch norm that is not synchronized normalizes with a tower's rows"
-_COUPLES = "couples the rows: its value is no mean over rows, and a tower sees its own alone"
 
 # What is known to differ from one device, by Keras version or "" for both, and why.  A loss is
 # listed with all its reductions, or with one of its items.
@@ -243,7 +242,4 @@ DIFFERS: dict[tuple[str, str], str] = {
         "AugMix", "RandAugment")), _DRAWS),
     ("keras", "layers.CutMix"): _MIXES,
     ("keras", "layers.MixUp"): _MIXES,
-    ("keras", "losses.Circle"): _COUPLES,
-    ("keras", "losses.Dice"): _COUPLES,
-    ("keras", "losses.Tversky"): _COUPLES,
 }

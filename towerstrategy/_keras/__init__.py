@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import adopting, hooks, state
+from towerstrategy._keras.over_rows import on_one_device as on_one_device
 
 # The oldest and the newest release of each that was tested; docs/versions.md tells what was run.
 TESTED = {"keras": ("3.8", "3.15"), "tf_keras": ("2.16", "2.21")}

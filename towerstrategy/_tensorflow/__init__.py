@@ -269,6 +269,9 @@ from towerstrategy._tensorflow.variables import (
     SyncOnReadVariable as SyncOnReadVariable,
 )
 from towerstrategy._tensorflow.variables import (
+    VariableWatcher as VariableWatcher,
+)
+from towerstrategy._tensorflow.variables import (
     anonymous_variable as anonymous_variable,
 )
 from towerstrategy._tensorflow.variables import (

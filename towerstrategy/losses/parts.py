@@ -136,7 +136,7 @@ def _walk(tower: contexts.TowerContext, default: provenance.Kind | None = None,
             return provenance.Kind.PART
         return provenance.Kind.MEAN if tower.is_mean(value) else None
 
-    return provenance.Walk(known, tower.static_rows, default, factor)
+    return provenance.Walk(known, tower.static_rows, default, factor, tower.is_whole)
 
 
 @contextlib.contextmanager

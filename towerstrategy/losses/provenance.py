@@ -58,11 +58,14 @@ class Walk:
         None where there is no batch.
       default: the kind of what is neither known nor a sum of other terms; None to find it out.
       factor: a number: what was divided by it counts as a part.
+      is_whole: whether a tensor has the rows of all towers, the same on each, as weights are.
     """
 
     def __init__(self, known: Known, rows: int | None, default: Kind | None = None,
-                 factor: int | None = None) -> None:
+                 factor: int | None = None,
+                 is_whole: Callable[[tf.Tensor], bool] = lambda _: False) -> None:
         self._known = known
+        self._is_whole = is_whole
         self._rows = rows
         self._default = default
         self._factor = factor
@@ -255,6 +258,8 @@ class Walk:
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
+            if self._is_whole(tensor) and not enough:
+                continue
             if not allowed(tensor.op) or len(seen) > _LARGEST_SEARCH:
                 return False
             if tensor.op.type not in enough:

@@ -79,6 +79,7 @@ class TowerContext(tf.distribute.ReplicaContext):
         self._scaled: dict[int, Any] = {}
         self._means: dict[int, Any] = {}
         self._met: dict[int, Any] = {}
+        self._whole: set[str] = set()
         self._losses: dict[int, tuple[Any, list[Any]]] = {}
         self._counts: dict[str, Any] = {}
 
@@ -247,6 +248,16 @@ class TowerContext(tf.distribute.ReplicaContext):
         """Whether ``loss`` went through :meth:`mark_mean`."""
         return self._means.get(id(loss)) is loss
 
+    def mark_whole(self, rows: tf.Tensor) -> tf.Tensor:
+        """Remembers that ``rows`` are those of all towers, the same on each."""
+        if not _tf.is_eager(rows):
+            self._whole.add(rows.name)
+        return rows
+
+    def is_whole(self, value: tf.Tensor) -> bool:
+        """Whether a traced tensor went through :meth:`mark_whole`."""
+        return bool(self._whole) and value.name in self._whole
+
     @property
     def static_rows(self) -> int | None:
         """The rows that this tower works on; 0 where only the step knows, None without a batch."""
@@ -372,8 +383,8 @@ def _ending_walks(merge_fn: Callable[..., Any]) -> Callable[..., Any]:
     with each all-reduce anew.  The walk ends where nothing can be differentiated.
     """
     def ended(leaf: Any) -> Any:
-        if isinstance(leaf, _tf.Mirrored):
-            return _tf.Mirrored([ended(copy) for copy in leaf.values])
+        if isinstance(leaf, (_tf.Mirrored, _tf.PerReplica)):
+            return type(leaf)(tuple(ended(part) for part in leaf.values))
         return tf.stop_gradient(leaf) if isinstance(leaf, tf.Tensor) else leaf
 
     return lambda *args, **kwargs: tf.nest.map_structure(ended, merge_fn(*args, **kwargs))

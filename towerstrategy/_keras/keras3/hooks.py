@@ -42,6 +42,16 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         losses.reduce_values,
         "mean_with_sample_weight divides by the whole batch's weights; a loss that is one number "
         "goes through unscaled"),
+    (loss_module.Loss, "__call__"): hooks.Hook(
+        losses.loss_call,
+        "Dice, Tversky and Circle put all rows of a batch into one number, which is not the mean "
+        "of the towers'"),
+    (compile_utils, "get_loss"): hooks.Hook(
+        losses.get_loss,
+        "makes a loss over the whole batch one that Keras calls"),
+    (compile_utils, "get_metric"): hooks.Hook(
+        metrics_lib.get_metric,
+        "the same for a metric's function"),
     (compile_utils.CompileLoss, "call"): hooks.Hook(
         losses.compiled_loss,
         "adds a mean, scaled, to each of another output's losses, which count as they are"),

@@ -6,19 +6,20 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.losses import loss as loss_module
 from keras.src.losses import losses as keras_losses
 from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import losses as losses_rules
-from towerstrategy.losses import own_losses, parts
+from towerstrategy._keras import over_rows as over_rows_rules
+from towerstrategy.losses import over_rows, own_losses, parts
 from towerstrategy.towers import contexts
 
 
@@ -131,23 +132,45 @@ def with_own_losses(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Losses that are made of all rows of a batch at once; with axes given, the first two are not.
-_COUPLED = {"dice": keras_losses.Dice, "tversky": keras_losses.Tversky,
-            "circle": keras_losses.Circle}
+_COUPLED = ((keras_losses.dice, keras_losses.tversky, keras_losses.circle),
+            (keras_losses.Dice, keras_losses.Tversky, keras_losses.Circle))
 
 
-def warn_of_coupled_rows(model: Any) -> None:
-    """Warns of losses that see one tower's rows where one device's see the whole batch's."""
-    given = model._compile_loss._user_loss if model._compile_loss is not None else None
-    for loss in tree.flatten(given):
-        name = next((name for name, cls in _COUPLED.items() if isinstance(loss, cls)
-                     or str(getattr(loss, "__name__", loss)).lower() == name), None)
-        axis = getattr(loss, "axis", None)
-        if name is None or (axis is not None and 0 not in tree.flatten(axis)):
-            continue
-        warnings.warn(
-            f"model {model.name!r} is compiled with the loss {name!r}, which puts all rows of a "
-            "batch into one number. On several towers it is computed on each tower's rows, and the "
-            "mean of the towers' losses is trained: not what one device computes. Use a strategy "
-            "of one tower to have that"
-            + (", or give the loss the axes of one row, as axis=(1, 2, 3)." if name != "circle"
-               else "."), UserWarning, stacklevel=3)
+def loss_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if contexts.splitting_tower() is None or not _couples_rows(self):
+            return original(self, y_true, y_pred, sample_weight)
+        return over_rows_rules.loss_of_all(functools.partial(original, self), y_true, y_pred,
+                                           sample_weight)
+
+    return __call__
+
+
+def _couples_rows(loss: Any) -> bool:
+    """Whether one of Keras' own losses puts the rows of a batch into one number."""
+    functions, classes = _COUPLED
+    if not isinstance(loss, classes) and not any(
+            getattr(loss, "fn", None) is function for function in functions):
+        return False
+    axis = getattr(loss, "axis", None)
+    return axis is None or 0 in tree.flatten(axis)
+
+
+class LossOfAll(loss_module.Loss):
+    """A compiled loss that is computed once, of all towers' rows."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.name, inner.reduction, inner.dtype)
+        self.inner = inner
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return over_rows_rules.loss_of_all(self.inner, y_true, y_pred, sample_weight)
+
+
+def get_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_loss(identifier: Any, y_true: Any, y_pred: Any) -> Any:
+        if not isinstance(identifier, over_rows.OverRows):
+            return original(identifier, y_true, y_pred)
+        return LossOfAll(original(identifier.inner, y_true, y_pred))
+
+    return get_loss

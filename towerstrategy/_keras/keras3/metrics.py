@@ -12,8 +12,9 @@ import tensorflow as tf
 from keras.src.metrics import metric as metric_module
 
 from towerstrategy._keras import hooks
+from towerstrategy._keras import over_rows as over_rows_rules
 from towerstrategy._keras.keras3 import names
-from towerstrategy.losses import parts
+from towerstrategy.losses import over_rows, parts
 from towerstrategy.placement import kind
 from towerstrategy.towers import contexts
 
@@ -94,3 +95,12 @@ def mean_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, parts.mean(tower, value), sample_weight)
 
     return update_state
+
+
+def get_metric(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_metric(identifier: Any, y_true: Any, y_pred: Any) -> Any:
+        if isinstance(identifier, over_rows.OverRows):
+            identifier = over_rows_rules.metric_function(identifier)
+        return original(identifier, y_true, y_pred)
+
+    return get_metric

@@ -17,13 +17,17 @@ from keras.src import tree
 from keras.src.backend.tensorflow import trainer as tf_trainer
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import adopting
+from towerstrategy._keras import adopting, over_rows
 from towerstrategy._keras import training as training_rules
-from towerstrategy._keras.keras3 import losses, names
+from towerstrategy._keras.keras3 import names
 from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.losses import parts
 from towerstrategy.placement import kind
 from towerstrategy.towers import contexts
+
+_HOLDERS = {"loss": ("_compile_loss", ["_user_loss"]),
+            "metrics": ("_compile_metrics", ["_user_metrics"]),
+            "weighted_metrics": ("_compile_metrics", ["_user_weighted_metrics"])}
 
 
 def compile(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,14 +35,14 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
         scope = tf.distribute.get_strategy()
         strategy = scope if kind.is_tower_strategy(scope) else names.strategy_of(self)
         if strategy is None:
-            return original(self, *args, **kwargs)
+            return over_rows.compiling(original, _HOLDERS, self, args, kwargs)
         owner = self._distribute_strategy
         adopting.check_owner(strategy, f"model {self.name!r}", owner)
         with strategy.scope():
             # From here on "auto" means no XLA, as for any model of a strategy.
             self._distribute_strategy = strategy
             try:
-                original(self, *args, **kwargs)
+                over_rows.compiling(original, _HOLDERS, self, args, kwargs)
             except Exception:
                 self._distribute_strategy = owner
                 raise
@@ -49,8 +53,6 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
                     "device, and in an order of its own. "
                     'Compile the model with jit_compile=False or leave it at "auto".')
             adopting.adopt(strategy, self, names)
-            if strategy.num_replicas_in_sync > 1:
-                losses.warn_of_coupled_rows(self)
 
     return compile
 

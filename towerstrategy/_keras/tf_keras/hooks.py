@@ -38,6 +38,12 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         losses.losses_call,
         "scales each loss by itself, and multiplies a summed one by R for the log; all are means "
         "over the tower's rows there, and what comes out is scaled"),
+    (compile_utils.LossesContainer, "_get_loss_object"): hooks.Hook(
+        losses.get_loss_object,
+        "makes a loss over the whole batch one that tf_keras calls"),
+    (compile_utils.MetricsContainer, "_get_metric_object"): hooks.Hook(
+        metrics.get_metric_object,
+        "the same for a metric's function"),
     **{(cls, "apply_gradients"): hooks.Hook(
         optimizers.apply_gradients, "merge first, then Keras' own code once")
        for cls in names.OPTIMIZERS},

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tf_keras.src import losses as keras_losses
 from tf_keras.src.engine import training
 from tf_keras.src.utils import losses_utils
 
 from towerstrategy._keras import losses as losses_rules
-from towerstrategy.losses import own_losses, parts
+from towerstrategy._keras import over_rows as over_rows_rules
+from towerstrategy.losses import over_rows, own_losses, parts
 from towerstrategy.towers import contexts
 
 
@@ -98,3 +100,24 @@ def _own_mean(tower: Any, loss: Callable[..., Any], *args: Any, **kwargs: Any) -
     with tower.strategy.extended.counted_as(One(1)):
         result = loss(*args, **kwargs)
     return result if result is None else tower.mark_mean(result)
+
+
+class LossOfAll(keras_losses.Loss):
+    """A compiled loss that is computed once, of all towers' rows."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.reduction, inner.name)
+        self.inner = inner
+        self._allow_sum_over_batch_size = True
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return over_rows_rules.loss_of_all(self.inner, y_true, y_pred, sample_weight)
+
+
+def get_loss_object(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _get_loss_object(self: Any, loss: Any) -> Any:
+        if not isinstance(loss, over_rows.OverRows):
+            return original(self, loss)
+        return LossOfAll(original(self, loss.inner))
+
+    return _get_loss_object

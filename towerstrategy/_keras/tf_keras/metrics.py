@@ -11,8 +11,9 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.utils import metrics_utils
 
+from towerstrategy._keras import over_rows as over_rows_rules
 from towerstrategy._keras.tf_keras import losses, names
-from towerstrategy.losses import parts
+from towerstrategy.losses import over_rows, parts
 from towerstrategy.towers import contexts
 
 
@@ -50,3 +51,12 @@ def get_metrics_result(original: Callable[..., Any]) -> Callable[..., Any]:
         return tower.merge_call(of_sums)
 
     return get_metrics_result
+
+
+def get_metric_object(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _get_metric_object(self: Any, metric: Any, y_t: Any, y_p: Any) -> Any:
+        if isinstance(metric, over_rows.OverRows):
+            metric = over_rows_rules.metric_function(metric)
+        return original(self, metric, y_t, y_p)
+
+    return _get_metric_object

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tf_keras.src.engine import training
 from tf_keras.src.metrics import base_metric
 
-from towerstrategy._keras import adopting
+from towerstrategy._keras import adopting, over_rows
 from towerstrategy._keras import training as training_rules
 from towerstrategy._keras.tf_keras import names, optimizers
 from towerstrategy.batch import datasets as datasets_lib
@@ -46,12 +46,18 @@ def single_batch_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
 reduce_per_replica = training_rules.reducing(training.concat, means=False)
 
 
+_HOLDERS = {"loss": ("compiled_loss", ["_user_losses", "_losses"]),
+            "metrics": ("compiled_metrics", ["_user_metrics", "_metrics"]),
+            "weighted_metrics": ("compiled_metrics", ["_user_weighted_metrics",
+                                                      "_weighted_metrics"])}
+
+
 def compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         scope = tf.distribute.get_strategy()
         strategy = scope if kind.is_tower_strategy(scope) else self._distribution_strategy
         if not kind.is_tower_strategy(strategy):
-            return original(self, *args, **kwargs)
+            return over_rows.compiling(original, _HOLDERS, self, args, kwargs)
         if kwargs.get("jit_compile") and not strategy.extended.placement.compiles:
             raise ValueError(
                 "jit_compile=True is not supported with several towers or micro-batches, nor away "
@@ -68,7 +74,7 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
                     adopting.check_variables(strategy, self, names.optimizer_variables(part))
                     names.set_owner_of_optimizer(part, strategy)
                     adopting.adopt_variables(strategy, names.optimizer_variables(part))
-            original(self, *args, **kwargs)
+            over_rows.compiling(original, _HOLDERS, self, args, kwargs)
 
     return compile
 
