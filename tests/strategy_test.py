@@ -242,17 +242,6 @@ class ScopeTest(parameterized.TestCase):
 class JitCompileTest(parameterized.TestCase):
 
     @parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
-    def test_model_is_refused_before_training(self, library):
-        """Else XLA dies in the middle of a step."""
-        for strategy in (two_towers(), towerstrategy.TowerStrategy(["CPU:1"]),
-                         towerstrategy.TowerStrategy(["CPU:0"], "CPU:1")):
-            with strategy.scope():
-                model = library.Sequential([library.layers.Input([3]), library.layers.Dense(1)])
-            with strategy.scope(), self.assertRaisesRegex(
-                    ValueError, "jit_compile=True is not supported with"):
-                model.compile("sgd", "mse", jit_compile=True)
-
-    @parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
     def test_one_tower_trains(self, library):
         """Else one tower loses XLA for nothing."""
         with towerstrategy.TowerStrategy(["CPU:0"]).scope():

@@ -67,6 +67,11 @@ class Table:
         others = self._operations.get(first.name)
         return first if others is None else others[tower - 1]
 
+    def everyones(self, first: tf.Operation) -> list[tf.Operation]:
+        """``first`` and what the other towers have in its place; empty where nothing was put."""
+        others = self._operations.get(first.name)
+        return [] if others is None else [first, *others]
+
     def value(self, first: Any, tower: int) -> Any:
         """``tower``'s counterpart of any value: tensors in it are looked up."""
         if tower == 0:

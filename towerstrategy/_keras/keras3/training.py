@@ -39,12 +39,7 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
             except Exception:
                 self._distribute_strategy = owner
                 raise
-            if self.jit_compile and not strategy.extended.placement.compiles:
-                raise ValueError(
-                    "jit_compile=True is not supported with several towers, nor away from "
-                    "TensorFlow's default device: XLA compiles a step for that one device. "
-                    'Compile the model with jit_compile=False or leave it at "auto".')
-            adopting.adopt(strategy, self, names)
+            adopting.adopt(strategy, self, names, compiling=True)
             if strategy.num_replicas_in_sync > 1:
                 losses.warn_of_coupled_rows(self)
 
@@ -82,7 +77,8 @@ def unscaled_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
                 lambda output: parts.mean(tower, output)
                 if isinstance(output, tf.Tensor) else output, outputs)
 
-        return original(self, step)
+        with names.towers_alone_compiled(self):
+            return original(self, step)
 
     return _make_function
 
@@ -99,13 +95,14 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
             result, step = original(self, force), getattr(self, attribute)
             if strategy is None or step is before:
                 return result
+            compiles = names.compiles_towers(self)
             # What was built after compile, outside of the scope.
             adopting.adopt_state(strategy, self, names)
 
             def function(iterator: Any) -> Any:
                 if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
                     iterator = (training_rules.split_plain(strategy, data) for data in iterator)
-                with strategy.extended.step():
+                with strategy.extended.step(compiles):
                     return step(iterator)
 
             setattr(self, attribute, function)
@@ -119,16 +116,18 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
 def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_predict_function(self: Any, force: bool = False) -> Any:
         before = self.predict_function
-        result, step = original(self, force), self.predict_function
+        with names.towers_alone_compiled(self):
+            result, step = original(self, force), self.predict_function
         if step is before or not kind.is_tower_strategy(self.distribute_strategy):
             return result
+        compiles = names.compiles_towers(self)
 
         def function(steps: Any) -> Any:
             # A model that is not adopted predicts on the towers in whose scope it is called.
             strategy = self.distribute_strategy
             if not kind.is_tower_strategy(strategy):
                 return step(steps)
-            with strategy.extended.step():
+            with strategy.extended.step(compiles):
                 return step([training_rules.split_plain(strategy, data) for data in steps])
 
         self.predict_function = function

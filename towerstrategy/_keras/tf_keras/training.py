@@ -52,11 +52,6 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = scope if kind.is_tower_strategy(scope) else self._distribution_strategy
         if not kind.is_tower_strategy(strategy):
             return original(self, *args, **kwargs)
-        if kwargs.get("jit_compile") and not strategy.extended.placement.compiles:
-            raise ValueError(
-                "jit_compile=True is not supported with several towers, nor away from "
-                "TensorFlow's default device: XLA compiles a step for that one device. Compile the "
-                "model with jit_compile=False or leave it out.")
         with strategy.scope():
             # tf_keras checks in compile that all variables are the strategy's.
             adopting.adopt(strategy, self, names)
@@ -88,13 +83,33 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
             if not kind.is_tower_strategy(strategy) or step is before:
                 return result
 
-            def function(iterator: Any) -> Any:
-                with strategy.extended.step():
-                    return step(iterator)
-
+            function = _in_step(strategy, self, step)
             setattr(self, attribute, function)
             return function
 
         return make_function
 
     return hook
+
+
+def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make_predict_function(self: Any, force: bool = False) -> Any:
+        before = self.predict_function
+        result, step = original(self, force), self.predict_function
+        strategy = self.distribute_strategy
+        if not (kind.is_tower_strategy(strategy) and self.jit_compile) or step is before:
+            return result
+        self.predict_function = _in_step(strategy, self, step)
+        return self.predict_function
+
+    return make_predict_function
+
+
+def _in_step(strategy: Any, model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    compiles = bool(model.jit_compile) and not strategy.extended.placement.compiles
+
+    def function(iterator: Any) -> Any:
+        with strategy.extended.step(compiles):
+            return step(iterator)
+
+    return function
