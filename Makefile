@@ -63,6 +63,7 @@ lint: $(VENV)/test.installed
 
 test-parity: $(VENV)/test.installed
 	$(RUN) -m tests.parity
+	$(RUN) -m tests.parity --quick --jit-compile
 	$(RUN) -m tests.parity.sweep
 
 test-slow: $(VENV)/test.installed $(VENV)/release.installed $(VENV)/docs.installed \

@@ -45,11 +45,11 @@ def dataset(case: Case, drop_remainder: bool = False) -> tf.data.Dataset:
     return rows.repeat().batch(case.batch, drop_remainder).prefetch(tf.data.AUTOTUNE)
 
 
-def compiled(case: Case, keras: Any, small: bool = False) -> Any:
+def compiled(case: Case, keras: Any, small: bool = False, xla: bool = False) -> Any:
     """The case's model, ready for ``fit``; call it in the scope of a strategy."""
     model = case.build(keras, small)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(), loss)
+    model.compile(keras.optimizers.Adam(), loss, jit_compile=xla)
     return model
 
 

@@ -18,9 +18,11 @@ from matplotlib import pyplot as plt
 from benchmarks import cases, results, strategies
 
 _COLORS = {"none": "#9aa5b1", "tower": "#d9730d", "mirrored": "#1f6fb2",
-           "mirrored_reduce": "#7fb0db", "central": "#5f9e6e"}
+           "mirrored_reduce": "#7fb0db", "central": "#5f9e6e", "none_xla": "#616e7c",
+           "tower_xla": "#9c4221"}
 _LABELS = {"none": "no strategy", "tower": "TowerStrategy", "mirrored": "MirroredStrategy",
-           "mirrored_reduce": "Mirrored, ReductionToOneDevice", "central": "CentralStorageStrategy"}
+           "mirrored_reduce": "Mirrored, ReductionToOneDevice", "central": "CentralStorageStrategy",
+           "none_xla": "no strategy, XLA", "tower_xla": "TowerStrategy, XLA"}
 _INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
 _PANELS = (("step_ms", "steady step, ms"), ("first_step_s", "first step, s"),
            ("peak_mb", "peak memory, MB"), ("crossing_mb", "bytes across devices in a step, MB"))

@@ -38,7 +38,8 @@ _ENDLESS = 10**6
 
 
 def measure(keras: Any, case: cases.Case, strategy: tf.distribute.Strategy, seconds: float,
-            small: bool = False, with_traffic: bool = False) -> dict[str, Any]:
+            small: bool = False, with_traffic: bool = False,
+            xla: bool = False) -> dict[str, Any]:
     """Trains ``case`` with ``fit`` until the time is up.
 
     Args:
@@ -48,6 +49,7 @@ def measure(keras: Any, case: cases.Case, strategy: tf.distribute.Strategy, seco
       seconds: how long, after the first steps.
       small: whether to make a small model.
       with_traffic: whether to count the bytes that cross devices, which traces the step once more.
+      xla: whether with ``jit_compile=True``.
 
     Returns:
       ``first_step_s`` (from the call of ``fit`` to the end of its first step: building, tracing and
@@ -57,7 +59,7 @@ def measure(keras: Any, case: cases.Case, strategy: tf.distribute.Strategy, seco
       asked for).
     """
     with strategy.scope():
-        model = cases.compiled(case, keras, small)
+        model = cases.compiled(case, keras, small, xla)
     clock = _clock(keras, seconds)
     start = time.perf_counter()
     model.fit(cases.dataset(case), steps_per_epoch=_ENDLESS, shuffle=False, verbose=0,
@@ -123,10 +125,12 @@ def main(argv: list[str]) -> None:
     del argv
     case = cases.CASES[_CASE.value]
     try:
-        alone = _STRATEGY.value == "none"
+        xla = _STRATEGY.value in strategies.XLA
+        alone = strategies.XLA.get(_STRATEGY.value, _STRATEGY.value) == "none"
         devices = strategies.devices(_DEVICE.value, 1 if alone else _TOWERS.value)
         strategy = strategies.STRATEGIES[_STRATEGY.value](devices, _MERGE.value)
-        result = measure(tf.keras, case, strategy, _SECONDS.value, _SMALL.value, _TRAFFIC.value)
+        result = measure(tf.keras, case, strategy, _SECONDS.value, _SMALL.value,
+                         _TRAFFIC.value and not xla, xla)
     except Exception as error:  # the parent shows it in the table
         traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]}

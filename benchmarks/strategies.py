@@ -23,6 +23,9 @@ STRATEGIES: dict[str, Maker] = {
     "central": lambda devices, merge: tf.distribute.experimental.CentralStorageStrategy(
         devices, merge if merge not in (None, "cpu", "balanced") else "CPU:0"),
 }
+# The same with jit_compile=True.
+XLA = {"none_xla": "none", "tower_xla": "tower"}
+STRATEGIES.update((name, STRATEGIES[plain]) for name, plain in XLA.items())
 
 
 def devices(kind: str, count: int) -> list[str]:

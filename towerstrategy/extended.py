@@ -24,7 +24,7 @@ from towerstrategy.merge import merging, reductions
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.towers import calls, contexts, steps
+from towerstrategy.towers import calls, compiled, contexts, steps
 from towerstrategy.variables import creation, living, tower_local
 
 
@@ -35,6 +35,7 @@ class _Modes(threading.local):
     one_copy_of_means = False
     stand_ins = False
     predicting = False
+    compiles = False
     alike_on_all = False
     totals: dict[int, Any] = {}
     steps: steps.StepsContext | None = None
@@ -90,21 +91,33 @@ class TowerExtended(_tf.StrategyExtended):
         copied.synchronize_batch_norm = self.synchronize_batch_norm
         return copied
 
-    def step(self) -> contextlib.AbstractContextManager[None]:
+    @property
+    def compiles(self) -> bool:
+        """Whether XLA compiles what the towers do in the functions that are traced here."""
+        return self._modes.compiles
+
+    @contextlib.contextmanager
+    def step(self, compiles: bool = False) -> Iterator[None]:
         """Entered around a Keras step that the strategy's towers run.
+
+        ``compiles`` says whether XLA compiles the towers' part of it.
 
         On CPU towers the step's graph goes without TensorFlow's graph optimizer: its work grows
         with the towers and gains nothing that was measured (BUILD.md, "Speed").  GPU towers keep
         it, for the memory layouts that it chooses there.
         """
-        towers, kinds = self._placement.towers, self._placement.kinds
-        if len(towers) == 1 or kinds != {"CPU"} or self.optimize_graph:
-            return contextlib.nullcontext()
-        return _tf.without_graph_optimizer()
+        if len(self._placement.towers) == 1 or self._placement.kinds != {"CPU"} \
+                or self.optimize_graph:
+            optimizer: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        else:
+            optimizer = _tf.without_graph_optimizer()
+        explained = compiled.explained() if compiles else contextlib.nullcontext()
+        with optimizer, explained, self._modes.within(compiles=compiles):
+            yield
 
-    def train_step(self, call: Callable[[], Any]) -> Any:
-        """Calls a Keras training step that the strategy's towers run."""
-        with self.step():
+    def train_step(self, call: Callable[[], Any], compiles: bool = False) -> Any:
+        """Calls a Keras training step that the strategy's towers run, see :meth:`step`."""
+        with self.step(compiles):
             measuring = self.dealer.measuring
             return call() if measuring is None else measuring.step(call)
 

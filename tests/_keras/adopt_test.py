@@ -300,13 +300,6 @@ class RefusedTest(parameterized.TestCase):
             self.assertFalse(model.jit_compile)
         fit(model)
 
-    @BOTH
-    def test_jit_compile_is_refused_in_the_scope(self, kit):
-        """Lost otherwise: the reason, before a step fails in XLA."""
-        model = small_models.make(kit, "functional")
-        with self.strategy.scope(), self.assertRaisesRegex(ValueError, "jit_compile=True is not"):
-            model.compile("sgd", "mse", jit_compile=True)
-
     def test_no_model(self):
         """Lost otherwise: what was given in place of a model."""
         with self.assertRaisesRegex(TypeError, "must be a Keras or tf_keras model"):

@@ -2,7 +2,7 @@
 
 from absl.testing import absltest, parameterized
 
-from . import runner
+from . import cases, runner
 
 
 def _named(index, item):
@@ -16,6 +16,17 @@ class ParityTest(parameterized.TestCase):
     def test_towers_train_as_one_device(self, case, keras, towers):
         """Else a user's model trains differently because of how many devices there are."""
         found = runner.compare(case, runner.keras_module(keras), towers)
+        self.assertLessEqual(found.worst, case.bound, str(found))
+
+    @parameterized.parameters(
+        ("fit/steps_per_execution=3, predict", "keras", runner.Towers(3)),
+        ("losses/add_loss", "tf_keras", runner.Towers(4, "balanced")),
+        ("optimizers/clipnorm", "keras", runner.Towers(1)),
+    )
+    def test_towers_with_xla_train_as_one_device(self, case, keras, towers):
+        """Else XLA on several devices changes a training; more: ``--quick --jit-compile``."""
+        case = cases.CASES[case]
+        found = runner.compare(case, runner.keras_module(keras), towers, jit_compile=True)
         self.assertLessEqual(found.worst, case.bound, str(found))
 
 

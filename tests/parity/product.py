@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs what the command line asks for; the exit status."""
     options = _options(argv)
     work = _work(options)
-    runs = sum(len(towers) for _, _, towers in work)
+    runs = sum(len(item[2]) for item in work)
     print(f"{len(work)} pairs of case and Keras version, {runs} runs on towers, "
           f"{options.jobs} process(es)", flush=True)
     started = time.time()
@@ -68,6 +68,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, metavar="M", help="only this number of them")
     parser.add_argument("--merge", choices=runner.MERGES, help="one merge device")
     parser.add_argument("--unequal", action="store_true", help="only towers of unequal shares")
+    parser.add_argument("--jit-compile", action="store_true",
+                        help="the towers with XLA, beside one device without")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8),
                         help="processes side by side (default %(default)s)")
     parser.add_argument("--markdown", type=pathlib.Path, metavar="FILE",
@@ -75,7 +77,11 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _work(options: argparse.Namespace) -> list[tuple[str, str, list[runner.Towers]]]:
+# A case, a Keras version, the towers to compare on, and whether with XLA.
+Item = tuple[str, str, list[runner.Towers], bool]
+
+
+def _work(options: argparse.Namespace) -> list[Item]:
     """Case, Keras version and the towers to compare on, for all that is asked for."""
     if options.quick:
         pairs = [(case, keras, [towers]) for case, keras, towers in runner.core()]
@@ -92,7 +98,7 @@ def _work(options: argparse.Namespace) -> list[tuple[str, str, list[runner.Tower
                   and (one.shares is not None or not options.unequal)
                   and options.micro_batches in (None, one.micro_batches)]
         if options.only in case.name and options.keras in (None, keras) and towers:
-            work.append((case.name, keras, towers))
+            work.append((case.name, keras, towers, options.jit_compile))
     return work
 
 
@@ -104,7 +110,7 @@ def _third(choices: Sequence[runner.Towers], turn: int) -> list[runner.Towers]:
         (turn + turn // merges + counts.index(one.count)) % merges]]
 
 
-def _each(work: Sequence[tuple[str, str, list[runner.Towers]]], jobs: int) -> Iterator[Found]:
+def _each(work: Sequence[Item], jobs: int) -> Iterator[Found]:
     """The results, as they come."""
     if jobs == 1:
         _start()
@@ -125,12 +131,13 @@ def _start() -> None:
     warnings.filterwarnings("ignore")
 
 
-def _worst(item: tuple[str, str, list[runner.Towers]]) -> Found:
-    name, keras, choices = item
+def _worst(item: Item) -> Found:
+    name, keras, choices, jit_compile = item
     worst = Found(name, keras, -1.0, "", "")
     for towers in choices:
         try:
-            found = runner.compare(cases.CASES[name], runner.keras_module(keras), towers)
+            found = runner.compare(cases.CASES[name], runner.keras_module(keras), towers,
+                                   jit_compile)
             this = Found(name, keras, found.worst, str(towers), str(found))
         except Exception:  # a case that fails is a line of the table, and the others go on
             this = Found(name, keras, float("inf"), str(towers), traceback.format_exc())

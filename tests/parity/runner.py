@@ -109,10 +109,10 @@ def keras_module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def compare(case: cases.Case, keras: Any, towers: Towers) -> Difference:
-    """Trains ``case`` on one device (once a process) and on ``towers``."""
+def compare(case: cases.Case, keras: Any, towers: Towers, jit_compile: bool = False) -> Difference:
+    """Trains ``case`` on one device (once a process, without XLA) and on ``towers``."""
     wanted = _single(case.name, keras.__name__)
-    return apart(train(case, keras, towers.strategy(**case.strategy)), wanted)
+    return apart(train(case, keras, towers.strategy(**case.strategy), jit_compile), wanted)
 
 
 def apart(got: Mapping[str, Any], wanted: Mapping[str, Any]) -> Difference:
@@ -139,8 +139,8 @@ def forget() -> None:
 
 
 def train(case: cases.Case, keras: Any,
-          strategy: tf.distribute.Strategy | None) -> dict[str, Any]:
-    """Trains ``case`` from a fixed seed.
+          strategy: tf.distribute.Strategy | None, jit_compile: bool = False) -> dict[str, Any]:
+    """Trains ``case`` from a fixed seed, with XLA where ``jit_compile`` says so.
 
     Returns:
       Nests of arrays: ``initial weights``, ``weights``, ``optimizer`` (its variables), ``epoch
@@ -155,7 +155,8 @@ def train(case: cases.Case, keras: Any,
         with strategy.scope() if strategy is not None else contextlib.nullcontext():
             run = case.make(keras)
             optimizer = {"optimizer": cases.sgd(keras), "loss": "mse"}
-            run.model.compile(**{**optimizer, **run.compile})
+            xla = {"jit_compile": jit_compile and not run.compile.get("run_eagerly")}
+            run.model.compile(**{**optimizer, **xla, **run.compile})
         return _results(keras, run, AFTER.get(case.name.split("/")[0], ()))
 
 

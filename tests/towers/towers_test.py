@@ -384,13 +384,6 @@ class ErrorTest(parameterized.TestCase):
 
 class JitCompileTest(parameterized.TestCase):
 
-    def test_function_given_to_run_is_refused(self):
-        """Else XLA dies in the middle of a step."""
-        compiled = tf.function(lambda x: x + 1., jit_compile=True)
-        strategy = two_towers()
-        with self.assertRaisesRegex(ValueError, "jit_compile=True.*Leave jit_compile out"):
-            strategy.run(compiled, (per_replica(strategy, 1., 2.),))
-
     def test_one_tower_compiles(self):
         """Else a single tower loses XLA for nothing."""
         compiled = tf.function(lambda x: x + 1., jit_compile=True)

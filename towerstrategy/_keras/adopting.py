@@ -21,12 +21,18 @@ from towerstrategy.placement import kind
 from towerstrategy.variables import one_copy
 
 
-def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any) -> str:
-    """See ``TowerStrategy.adopt``."""
+def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any,
+          compiling: bool = False) -> str:
+    """See ``TowerStrategy.adopt``; ``compiling`` says that ``compile`` does it.
+
+    Keras does not remember whether ``"auto"`` or the user has chosen XLA, so that only in
+    ``compile``, where ``"auto"`` means none for a strategy's model, it is the user's choice.
+    """
     check_owner(strategy, f"model {model.name!r}", names.owner_of(model))
     resident, local = adopt_state(strategy, model, names)
     names.set_owner(model, strategy)
-    without_xla = bool(model._jit_compile) and not strategy.extended.placement.compiles
+    without_xla = (bool(model._jit_compile) and not compiling
+                   and not strategy.extended.placement.compiles)
     if without_xla:
         names.leave_xla(model)
     strategy.extended.spread(resident)

@@ -6,6 +6,22 @@ Nothing else in ``towerstrategy`` imports ``tensorflow.python``; each name is ch
 loudly and here.
 """
 
+from towerstrategy._tensorflow.compiling import PRIVATE_NAMES as _COMPILING
+from towerstrategy._tensorflow.compiling import (
+    hand_on_functions as hand_on_functions,
+)
+from towerstrategy._tensorflow.compiling import (
+    has_xla_kernel as has_xla_kernel,
+)
+from towerstrategy._tensorflow.compiling import (
+    line_of as line_of,
+)
+from towerstrategy._tensorflow.compiling import (
+    set_control_inputs as set_control_inputs,
+)
+from towerstrategy._tensorflow.compiling import (
+    tracing_for_xla as tracing_for_xla,
+)
 from towerstrategy._tensorflow.data import PRIVATE_NAMES as _DATA
 from towerstrategy._tensorflow.data import (
     OwnedIterator as OwnedIterator,
@@ -96,6 +112,9 @@ from towerstrategy._tensorflow.functions import (
     is_compiled_here as is_compiled_here,
 )
 from towerstrategy._tensorflow.functions import (
+    is_in_control_flow as is_in_control_flow,
+)
+from towerstrategy._tensorflow.functions import (
     is_jit_compiled as is_jit_compiled,
 )
 from towerstrategy._tensorflow.functions import (
@@ -109,6 +128,9 @@ from towerstrategy._tensorflow.functions import (
 )
 from towerstrategy._tensorflow.functions import (
     without_graph_optimizer as without_graph_optimizer,
+)
+from towerstrategy._tensorflow.functions import (
+    without_xla as without_xla,
 )
 from towerstrategy._tensorflow.functions import (
     writers_of as writers_of,
@@ -303,6 +325,7 @@ from towerstrategy._tensorflow.variables import (
 )
 
 PRIVATE_NAMES: dict[str, str] = {
+    **_COMPILING,
     **_DATA,
     **_DRAWS,
     **_ERRORS,

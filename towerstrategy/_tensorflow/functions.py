@@ -87,6 +87,12 @@ def clone_function(function: polymorphic_function.Function,
     return function._clone(python_function=python_function)
 
 
+def without_xla(function: polymorphic_function.Function) -> polymorphic_function.Function:
+    """``function``, that nothing has called yet, as one that XLA does not compile as a whole."""
+    function._jit_compile = False
+    return function
+
+
 def is_jit_compiled(function: Any) -> bool:
     """Whether ``function`` is a ``tf.function`` made with ``jit_compile=True``."""
     return isinstance(function, Function) and bool(function._jit_compile)
@@ -140,6 +146,13 @@ def nested_function(own: tf.Graph | None) -> func_graph.FuncGraph | None:
                                           control_flow_v2_func_graphs.ControlFlowFuncGraph):
         graph = graph.outer_graph
     return graph if graph is not own and isinstance(graph, func_graph.FuncGraph) else None
+
+
+def is_in_control_flow(own: tf.Graph) -> bool:
+    """Whether a branch or loop of ``own`` is being traced, however deep."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    return graph is not own and nested_function(own) is None and isinstance(
+        graph, control_flow_v2_func_graphs.ControlFlowFuncGraph)
 
 
 def is_compiled_here() -> bool:

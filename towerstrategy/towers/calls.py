@@ -20,12 +20,12 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import results, sub_batches
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import contexts, once, threads
+from towerstrategy.towers import compiled, contexts, enclosed, once, threads
 from towerstrategy.towers.tables import NeedsOwnTrace
 
 
 def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
-              kwargs: Any) -> Any:
+              kwargs: Any, compiles: bool = False) -> Any:
     """Calls ``fn`` once a tower, on the tower's device, and groups what comes out.
 
     Args:
@@ -33,53 +33,66 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
       fn: the replica function; a ``tf.function`` is entered first and the towers run inside it.
       args: positional arguments; each tower gets its own part of per-replica values.
       kwargs: keyword arguments, likewise.
+      compiles: whether XLA compiles what the towers do between their meetings, as it does for a
+        ``fn`` made with ``jit_compile=True`` and in Keras steps of models compiled so.
 
     Returns:
       ``fn``'s result: values that differ between towers as ``PerReplica``, the same object once.
 
     Raises:
-      ValueError: ``fn`` was made with ``jit_compile=True`` and there are several towers.
+      ValueError: XLA is to compile an operation that it does not have, or what is done where the
+        towers meet.
       Exception: whatever ``fn`` raised, with a note that names the tower and its device.
     """
+    compiles = compiles or strategy.extended.compiles
+    if compiles:
+        strategy.extended.placement.check_compiles()
+    if isinstance(fn, _tf.Function) and compiles and _tf.is_jit_compiled(fn):
+        fn = fn.python_function  # of tf_keras, which makes it anew for each step that it traces
     if isinstance(fn, _tf.Function):
         return _inside_function(strategy, fn)(*args, **kwargs)
+    compiles = compiles and not tf.executing_eagerly()
+    if _tf.is_compiled_here() and not strategy.extended.placement.compiles:
+        raise ValueError(_WHOLE)
     if not tf.executing_eagerly():
         fn = _tf.autograph_convert(fn)
     devices = strategy.extended.worker_devices
     with tf.device(strategy.extended.host_device):
         shares = _shares(strategy, args, kwargs)
     if len(devices) == 1:
-        return _call_one(strategy, fn, args, kwargs, shares)
+        return _call_one(strategy, fn, args, kwargs, shares, compiles)
     if not tf.executing_eagerly() and strategy.extended.trace_once:
         try:
             # Layers choose kernels by the kind of device that they are traced on.
             if len(strategy.extended.placement.kinds) > 1:
                 raise NeedsOwnTrace("the towers are devices of different kinds")
-            return once.call(strategy, fn, args, kwargs, shares)
+            return once.call(strategy, fn, args, kwargs, shares, compiles)
         except NeedsOwnTrace as reason:
             strategy.extended.own_trace_reasons.append(str(reason))
-    return threads.call(strategy, fn, args, kwargs, shares)
+    return threads.call(strategy, fn, args, kwargs, shares, compiles)
+
+
+_WHOLE = (
+    "strategy.run was called inside of a function made with tf.function(jit_compile=True). XLA "
+    "compiles a function for one device, and this strategy's towers and merge device are several, "
+    "or not TensorFlow's default device. Give jit_compile=True to the function that strategy.run "
+    "is given: what each tower does between two meetings is compiled then.")
 
 
 def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:
     """``fn`` as a ``tf.function`` whose body runs the towers; made once a function."""
-    if _tf.is_jit_compiled(fn) and not strategy.extended.placement.compiles:
-        raise ValueError(
-            "the function given to strategy.run was made with tf.function(jit_compile=True), but "
-            "XLA compiles a function for TensorFlow's default device alone, in an order of its "
-            "own, and this strategy has several towers, micro-batches or another device. Leave "
-            "jit_compile out, or give "
-            "jit_compile=True to a function of a single tower's work that is called inside the "
-            "replica function and does not synchronize.")
     wrapped = strategy.extended.functions.get(fn)
     if wrapped is None:
         # Whoever calls it holds fn; a reference from here would keep fn for good.
         reference: Callable[[], Any] = weakref.ref(fn)
+        compiles = _tf.is_jit_compiled(fn) and not strategy.extended.placement.compiles
 
         def run_towers(*args: Any, **kwargs: Any) -> Any:
-            return call_each(strategy, reference().python_function, args, kwargs)
+            return call_each(strategy, reference().python_function, args, kwargs, compiles)
 
         wrapped = _tf.clone_function(fn, run_towers)
+        if compiles:
+            wrapped = _tf.without_xla(wrapped)
         strategy.extended.functions[fn] = wrapped
     return wrapped
 
@@ -97,13 +110,27 @@ def _shares(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> shares_
 
 
 def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
-              shares: shares_lib.Shares) -> Any:
+              shares: shares_lib.Shares, compiles: bool) -> Any:
     context = contexts.TowerContext(strategy, 0, shares)
     device = strategy.extended.worker_devices[0]
     args, kwargs = _tf.select_replica(0, args), _tf.select_replica(0, kwargs)
     first = strategy.extended.first_replica
-    with context, tf.device(device), _tf.graph_seeded(_tf.graph_seed(), first):
-        result = fn(*args, **kwargs)
+
+    def made() -> Any:
+        with context, tf.device(device), _tf.graph_seeded(_tf.graph_seed(), first):
+            return fn(*args, **kwargs)
+
+    result = enclosed.run(lambda: _compiled(device, made))[0] if compiles else made()
     if strategy.extended.workers is None:
         return _tf.regroup((result,))
     return _tf.regroup((result,), context.own_result, always_wrap=True)
+
+
+def _compiled(device: str, made: Callable[[], Any]) -> Any:
+    """What ``made`` makes on a single tower, compiled where it can be."""
+    graph = tf.compat.v1.get_default_graph()
+    before = _tf.operation_count(graph)
+    with _tf.tracing_for_xla():
+        result = made()
+    return compiled.compile_stretches(graph, graph.get_operations()[before:],
+                                      lambda operation: [operation], [device], result)

@@ -82,6 +82,7 @@ class TowerContext(tf.distribute.ReplicaContext):
         self._whole: set[str] = set()
         self._losses: dict[int, tuple[Any, list[Any]]] = {}
         self._counts: dict[str, Any] = {}
+        self._in_branches: dict[int, tuple[Any, tf.Tensor]] = {}
 
     def __enter__(self) -> None:
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -217,9 +218,28 @@ class TowerContext(tf.distribute.ReplicaContext):
     def writes_alone(self, variable: Any) -> None:
         """A write to ``variable`` is being traced where the towers cannot meet, see :mod:`alone`.
         """
+        if id(variable) in self._in_branches:
+            raise RuntimeError(
+                f"variable {variable.name!r} is trained, and a branch or loop that XLA is to "
+                "compile has read it before it writes it, which is not supported. Leave "
+                "jit_compile out, or make the variable with trainable=False.")
         self._strategy.extended.note_written_alone(variable)
         if self._call is not None:
             self._call.note_written(variable)
+
+    def value_in_branch(self, variable: Any) -> tf.Tensor | None:
+        """What a branch or loop that will be compiled reads of ``variable``; None elsewhere.
+
+        Read around the branch, so that it uses values only: XLA can compile that.  Variables that
+        are not trained are what branches write, so those are theirs to read.
+        """
+        graph = self._graph
+        if graph is None or not variable.trainable or not _tf.is_in_control_flow(graph):
+            return None
+        if id(variable) not in self._in_branches:
+            with graph.as_default(), tf.control_dependencies(None):
+                self._in_branches[id(variable)] = variable, variable.value()
+        return self._in_branches[id(variable)][1]
 
     @contextlib.contextmanager
     def weighted(self, weight: Any) -> Iterator[None]:
@@ -357,6 +377,7 @@ class TowerContext(tf.distribute.ReplicaContext):
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.can_merge:
             raise RuntimeError(NESTED_MERGE)
+        self._in_branches.clear()  # whatever is done there may write them
         if self._reducing and not tf.executing_eagerly():
             merge_fn = _ending_walks(merge_fn)
         if self._call is not None:

@@ -35,6 +35,10 @@ class Copier:
       devices: the towers' devices.
       scopes: the name scopes of the towers' operations.
       local_variables: gives the tower-local variables that exist, each a list of its parts.
+
+    Attributes:
+      table: what each tower has in place of tower 0's tensors and operations.
+      copied: those operations of tower 0.
     """
 
     def __init__(self, graph: tf.Graph, devices: Sequence[str], scopes: Sequence[str],
@@ -45,6 +49,7 @@ class Copier:
         self._scopes = scopes
         self._local_variables = local_variables
         self.firsts: set[str] = set()  # names of tower 0's operations
+        self.copied: list[tf.Operation] = []
         self._done = 0
         self._waiting: list[tf.Operation] = []
         self._kept: set[str] = set()
@@ -75,7 +80,9 @@ class Copier:
         if stretch:
             self._check(stretch)
             self._put_local_variables()
-            self._import(self._without_shared_reads(stretch))
+            stretch = self._without_shared_reads(stretch)
+            self._import(stretch)
+            self.copied += stretch
         self.skip()
 
     def _without_shared_reads(self, stretch: Sequence[tf.Operation]) -> list[tf.Operation]:

@@ -25,14 +25,22 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import contexts, copies, enclosed, leavings, order
+from towerstrategy.towers import compiled, contexts, copies, enclosed, leavings, order
 from towerstrategy.towers.tables import NeedsOwnTrace
 from towerstrategy.variables import alone
 
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
-         shares: shares_lib.Shares) -> Any:
+         shares: shares_lib.Shares, compiles: bool = False) -> Any:
     """Calls ``fn`` on every tower, see ``towers.call_each``.
+
+    Args:
+      strategy: the strategy.
+      fn: the replica function.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      shares: the shares of the towers' batch.
+      compiles: whether XLA compiles what the towers do, see :mod:`compiled`.
 
     Raises:
       NeedsOwnTrace: it must be traced for each tower.
@@ -42,7 +50,7 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     undo: list[Callable[[], None]] = []
     try:
         result, operation = enclosed.run(
-            lambda: _Once(strategy, shares, made, undo).run(fn, args, kwargs))
+            lambda: _Once(strategy, shares, made, undo, compiles).run(fn, args, kwargs))
     except NeedsOwnTrace:
         _initialize(made)
         for again in reversed(undo):
@@ -59,8 +67,10 @@ class _Once:
     copies = True
 
     def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares,
-                 made: list[tuple[Any, Any]], undo: list[Callable[[], None]]) -> None:
+                 made: list[tuple[Any, Any]], undo: list[Callable[[], None]],
+                 compiles: bool) -> None:
         self._strategy = strategy
+        self._compiles = compiles
         self._shares = shares
         self._made = made
         self._undo = undo
@@ -83,7 +93,8 @@ class _Once:
             self._copier.skip()
             before = leavings.Before(fn, (args, kwargs))
             try:
-                result = fn(*args, **kwargs)
+                with _tf.tracing_for_xla() if self._compiles else contextlib.nullcontext():
+                    result = fn(*args, **kwargs)
             except Exception as error:
                 _tf.add_note(error, self._error_note, traced=True)
                 raise
@@ -92,6 +103,11 @@ class _Once:
         self._merge_written(written)
         grouped = self._group(result)
         self._put_in_order(grouped)
+        if self._compiles:
+            everyones = self._copier.table.everyones
+            grouped = compiled.compile_stretches(
+                self._graph, filter(everyones, self._copier.copied), everyones, self._devices,
+                grouped)
         return _tf.regroup(grouped, functools.partial(contexts.TowerResults, shares=self._shares))
 
     def _put_in_order(self, results: Any) -> None:

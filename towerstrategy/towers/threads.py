@@ -22,17 +22,19 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import contexts, enclosed, order
+from towerstrategy.towers import compiled, contexts, enclosed, order
 from towerstrategy.variables import alone
 
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
-         shares: shares_lib.Shares) -> Any:
+         shares: shares_lib.Shares, compiles: bool = False) -> Any:
     """Calls ``fn`` on every tower, see ``towers.call_each``."""
 
     def made() -> Any:
-        return _Call(strategy, fn, args, kwargs, shares).run()
+        return _Call(strategy, fn, args, kwargs, shares, compiles).run()
 
+    if compiles:
+        return enclosed.run(made)[0]
     if not _tf.may_be_recorded():
         return made()
     # A gradient tape of this thread sees nothing of what the towers' threads do.
@@ -82,8 +84,9 @@ class _Call:
     copies = False
 
     def __init__(self, strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
-                 kwargs: Any, shares: shares_lib.Shares) -> None:
+                 kwargs: Any, shares: shares_lib.Shares, compiles: bool) -> None:
         self._strategy = strategy
+        self._compiles = compiles
         self._shares = shares
         self._graph_seed = _tf.graph_seed()
         state = self._state = _tf.ThreadState()
@@ -115,6 +118,12 @@ class _Call:
         if not self._state.eager:
             order.put(self._state.graph, self._operations, self._strategy.extended.worker_devices,
                       self._strategy.extended.placement.micro_batches, results)
+        if self._compiles:
+            for tower in self._towers:
+                # Shapes differ or numbers are drawn elsewhere: each tower has functions of its own.
+                results = compiled.compile_stretches(
+                    self._state.graph, tower.operations, lambda operation: [operation],
+                    [self._strategy.extended.worker_devices[tower.number]], results)
         return _tf.regroup(results, functools.partial(contexts.TowerResults, shares=self._shares))
 
     def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -161,10 +170,13 @@ class _Call:
         for tower in self._towers:
             replica = self._strategy.extended.first_replica + tower.number
             before = 0 if self._state.eager else _tf.operation_count(self._state.graph)
-            with _tf.graph_seeded(self._graph_seed, replica), self._eager_seeds(tower.number):
+            with _tf.graph_seeded(self._graph_seed, replica), self._eager_seeds(tower.number), \
+                    _tf.tracing_for_xla() if self._compiles else contextlib.nullcontext():
                 tower.proceed()
             if tower.error is not None:
                 raise tower.error
+            if self._compiles:
+                tower.operations += self._state.graph.get_operations()[before:]
             self._end_turn(tower.number, before)
         ended = [tower.ended for tower in self._towers]
         if any(ended) and not all(ended):
@@ -241,6 +253,7 @@ class _TowerThread(threading.Thread):
         self._running = False
         self._stopping = False
         self.number = context.tower
+        self.operations: list[tf.Operation] = []
         self.meeting: _Meeting | None = None
         self.answer: Any = None
         self.result: Any = None

@@ -5,6 +5,8 @@ Goes in: a Keras 3 model, optimizer, metric or variable.  Comes out: what it hol
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -105,6 +107,28 @@ def owner_of_optimizer(optimizer: Any) -> Any:
 def set_owner_of_optimizer(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
     """Makes an optimizer the strategy's."""
     optimizer._distribution_strategy = strategy
+
+
+def compiles_towers(model: Any) -> bool:
+    """Whether XLA compiles what the towers do in the model's steps, and not the steps as a whole.
+    """
+    strategy = model.distribute_strategy
+    return bool(model.jit_compile) and kind.is_tower_strategy(strategy) \
+        and not strategy.extended.placement.compiles
+
+
+@contextlib.contextmanager
+def towers_alone_compiled(model: Any) -> Iterator[None]:
+    """Within, Keras makes step functions that XLA does not compile as a whole, towers and meetings.
+    """
+    compiles = compiles_towers(model)
+    if compiles:
+        model._jit_compile = False
+    try:
+        yield
+    finally:
+        if compiles:
+            model._jit_compile = True
 
 
 def leave_xla(model: Any) -> None:

@@ -46,13 +46,9 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
             except Exception:
                 self._distribute_strategy = owner
                 raise
-            if self.jit_compile and not strategy.extended.placement.compiles:
-                raise ValueError(
-                    "jit_compile=True is not supported with several towers or micro-batches, nor "
-                    "away from TensorFlow's default device: XLA compiles a step for that one "
-                    "device, and in an order of its own. "
-                    'Compile the model with jit_compile=False or leave it at "auto".')
-            adopting.adopt(strategy, self, names)
+            if self.jit_compile:
+                strategy.extended.placement.check_compiles()
+            adopting.adopt(strategy, self, names, compiling=True)
 
     return compile
 
@@ -143,7 +139,8 @@ def unscaled_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
                 lambda output: parts.mean(tower, output)
                 if isinstance(output, tf.Tensor) else output, outputs)
 
-        return original(self, step)
+        with names.towers_alone_compiled(self):
+            return original(self, step)
 
     return _make_function
 
@@ -160,6 +157,7 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
             result, step = original(self, force), getattr(self, attribute)
             if strategy is None or step is before:
                 return result
+            compiles = names.compiles_towers(self)
             # What was built after compile, outside of the scope.
             adopting.adopt_state(strategy, self, names)
 
@@ -167,8 +165,8 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
                 if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
                     iterator = (training_rules.split_plain(strategy, data) for data in iterator)
                 if attribute == "train_function":
-                    return strategy.extended.train_step(lambda: step(iterator))
-                with strategy.extended.step():
+                    return strategy.extended.train_step(lambda: step(iterator), compiles)
+                with strategy.extended.step(compiles):
                     return step(iterator)
 
             setattr(self, attribute, function)
@@ -182,9 +180,11 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
 def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_predict_function(self: Any, force: bool = False) -> Any:
         before = self.predict_function
-        result, step = original(self, force), self.predict_function
+        with names.towers_alone_compiled(self):
+            result, step = original(self, force), self.predict_function
         if step is before or not kind.is_tower_strategy(self.distribute_strategy):
             return result
+        compiles = names.compiles_towers(self)
 
         def take(iterator: Any) -> Any:
             return step([iterator.get_next()])
@@ -197,7 +197,7 @@ def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
             strategy = self.distribute_strategy
             if not kind.is_tower_strategy(strategy):
                 return step(steps)
-            with strategy.extended.step():
+            with strategy.extended.step(compiles):
                 if isinstance(steps[0], tf.distribute.DistributedIterator):
                     return take(steps[0])
                 return step([training_rules.split_plain(strategy, data) for data in steps])

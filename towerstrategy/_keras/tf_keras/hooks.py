@@ -95,6 +95,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (training.Model, "make_test_function"): hooks.Hook(
         training_lib.make_function("test_function"),
         "the same for evaluate"),
+    (training.Model, "make_predict_function"): hooks.Hook(
+        training_lib.make_predict_function,
+        "tells towers that a model with jit_compile=True predicts"),
     (callbacks.BackupAndRestore, "__init__"): hooks.Hook(
         callbacks_lib.backup_init,
         "lists the strategies that it works with"),

@@ -58,11 +58,8 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = scope if kind.is_tower_strategy(scope) else self._distribution_strategy
         if not kind.is_tower_strategy(strategy):
             return over_rows.compiling(original, _HOLDERS, self, args, kwargs)
-        if kwargs.get("jit_compile") and not strategy.extended.placement.compiles:
-            raise ValueError(
-                "jit_compile=True is not supported with several towers or micro-batches, nor away "
-                "from TensorFlow's default device: XLA compiles a step for that one device, and in "
-                "an order of its own. Compile the model with jit_compile=False or leave it out.")
+        if kwargs.get("jit_compile"):
+            strategy.extended.placement.check_compiles()
         with strategy.scope():
             # tf_keras checks in compile that all variables are the strategy's.
             adopting.adopt(strategy, self, names)
@@ -94,15 +91,37 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
             if not kind.is_tower_strategy(strategy) or step is before:
                 return result
 
-            def function(iterator: Any) -> Any:
-                if attribute == "train_function":
-                    return strategy.extended.train_step(lambda: step(iterator))
-                with strategy.extended.step():
-                    return step(iterator)
-
+            train = attribute == "train_function"
+            function = _in_step(strategy, self, step, train)
             setattr(self, attribute, function)
             return function
 
         return make_function
 
     return hook
+
+
+def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make_predict_function(self: Any, force: bool = False) -> Any:
+        before = self.predict_function
+        result, step = original(self, force), self.predict_function
+        strategy = self.distribute_strategy
+        if not (kind.is_tower_strategy(strategy) and self.jit_compile) or step is before:
+            return result
+        self.predict_function = _in_step(strategy, self, step)
+        return self.predict_function
+
+    return make_predict_function
+
+
+def _in_step(strategy: Any, model: Any, step: Callable[..., Any],
+             train: bool = False) -> Callable[..., Any]:
+    compiles = bool(model.jit_compile) and not strategy.extended.placement.compiles
+
+    def function(iterator: Any) -> Any:
+        if train:
+            return strategy.extended.train_step(lambda: step(iterator), compiles)
+        with strategy.extended.step(compiles):
+            return step(iterator)
+
+    return function

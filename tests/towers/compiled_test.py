@@ -1,0 +1,307 @@
+"""XLA on the towers (``jit_compile=True``): the same results, what is compiled and what is not.
+
+Models are tiny: each compilation takes seconds.
+"""
+
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from absl.testing import parameterized
+
+import towerstrategy
+from towerstrategy.towers import compiled
+
+BOTH = parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
+ROWS = np.random.RandomState(0).rand(10, 3).astype("f")
+TARGETS = ROWS.sum(1, keepdims=True)
+
+
+def towers(count=3):
+    return towerstrategy.TowerStrategy([f"CPU:{1 + number}" for number in range(count)], "CPU:0")
+
+
+def counted():
+    """Within, the functions that are given to XLA are counted."""
+    return mock.patch.object(compiled, "_function", wraps=compiled._function)
+
+
+def dense(kit, units, activation=None):
+    return kit.layers.Dense(units, activation,
+                            kernel_initializer=kit.initializers.GlorotUniform(seed=units))
+
+
+def model_of(kit, layers, strategy, jit_compile, inputs=None):
+    kit.utils.set_random_seed(3)
+    with strategy.scope() if strategy else tf.device(None):
+        model = kit.Sequential([kit.Input([3]) if inputs is None else inputs, *layers()])
+        model.compile(kit.optimizers.SGD(.1, .9), "mse", metrics=["mae"], jit_compile=jit_compile)
+    return model
+
+
+def results(model, x=ROWS, batch_size=4):
+    """Of training with a remainder of two rows, evaluating and predicting."""
+    data = tf.data.Dataset.from_tensor_slices((x, TARGETS)).batch(batch_size)
+    history = model.fit(data, epochs=2, verbose=0).history
+    return {"logs": [history[name] for name in sorted(history)],
+            "evaluated": model.evaluate(data, verbose=0),
+            "predicted": model.predict(x, batch_size=batch_size, verbose=0),
+            "weights": model.get_weights()}
+
+
+def assert_same(got, wanted):
+    for name in wanted:
+        for one, other in zip(tf.nest.flatten(got[name]), tf.nest.flatten(wanted[name])):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def xla_functions(function, *args):
+    """What XLA compiles of a ``tf.function``: for each function its argument shapes and types."""
+    library = function.get_concrete_function(*args).graph.as_graph_def().library
+    return [one for one in library.function if one.attr["_XlaMustCompile"].b]
+
+
+class KerasTest(parameterized.TestCase):
+
+    @BOTH
+    def test_is_as_one_device(self, kit):
+        """Lost otherwise: XLA with several devices, or the result of one."""
+        def layers():
+            return [dense(kit, 4, "tanh"), dense(kit, 1)]
+
+        wanted = results(model_of(kit, layers, None, False))
+        with counted() as function:
+            got = results(model_of(kit, layers, towers(), True))
+        assert_same(got, wanted)
+        # A step of training, evaluation, prediction each, the last two of one size of batch too.
+        self.assertBetween(function.call_count, 3, 6)
+
+    def test_rows_of_several_sizes(self):
+        """Lost otherwise: batches that are not dealt evenly, which need a trace for each tower."""
+        def layers():
+            return [dense(keras, 4, "tanh"), dense(keras, 1)]
+
+        single, model = (model_of(keras, layers, strategy, bool(strategy))
+                         for strategy in (None, towers(2)))
+        for rows in (3, 1):
+            np.testing.assert_allclose(model.train_on_batch(ROWS[:rows], TARGETS[:rows]),
+                                       single.train_on_batch(ROWS[:rows], TARGETS[:rows]),
+                                       rtol=1e-5)
+        assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
+
+    @BOTH
+    def test_synchronized_statistics(self, kit):
+        """Lost otherwise: a step with several meetings, compiled in several pieces."""
+        def layers():
+            return [dense(kit, 4), kit.layers.BatchNormalization(synchronized=True),
+                    kit.layers.ReLU(), dense(kit, 1)]
+
+        single = model_of(kit, layers, None, False)
+        with counted() as function:
+            model = model_of(kit, layers, towers(2), True)
+            got = model.train_on_batch(ROWS, TARGETS)
+        np.testing.assert_allclose(got, single.train_on_batch(ROWS, TARGETS), rtol=1e-5)
+        assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
+        self.assertGreaterEqual(function.call_count, 3)
+
+    @BOTH
+    def test_dropout_draws_what_it_draws_without(self, kit):
+        """Lost otherwise: a run that can be compared with one without XLA."""
+        def layers():
+            return [kit.layers.Dropout(.5, seed=1), dense(kit, 1)]
+
+        plain, model = (model_of(kit, layers, towers(2), jit) for jit in (False, True))
+        for _ in range(2):
+            np.testing.assert_allclose(model.train_on_batch(ROWS, TARGETS),
+                                       plain.train_on_batch(ROWS, TARGETS), rtol=1e-5)
+
+    @BOTH
+    def test_tables_do_not_cross(self, kit):
+        """Lost otherwise: an embedding's whole table goes to each tower in each step."""
+        def layers():
+            return [kit.layers.Embedding(
+                50, 2, embeddings_initializer=kit.initializers.GlorotUniform(seed=50)),
+                    kit.layers.Flatten(), dense(kit, 1)]
+
+        x = np.arange(20).reshape(10, 2).astype("i")
+        inputs = kit.Input([2], dtype="int32")
+        single = model_of(kit, layers, None, False, inputs)
+        shapes = []
+
+        def noting(graph, nodes, inputs, *rest):
+            shapes.extend(graph.get_tensor_by_name(name).shape for name in inputs)
+            return made(graph, nodes, inputs, *rest)
+
+        made = compiled._function
+        with mock.patch.object(compiled, "_function", noting):
+            model = model_of(kit, layers, towers(2), True, inputs)
+            got = model.train_on_batch(x, TARGETS), model.predict_on_batch(x)
+        wanted = single.train_on_batch(x, TARGETS), single.predict_on_batch(x)
+        assert_same({"results": got}, {"results": wanted})
+        assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
+        self.assertNotEmpty(shapes)
+        self.assertNotIn([50, 2], shapes)
+
+    @BOTH
+    def test_one_tower_away_from_the_default_device(self, kit):
+        """Lost otherwise: XLA on the second device, or with the weights elsewhere."""
+        def layers():
+            return [dense(kit, 4, "tanh"), dense(kit, 1)]
+
+        single = model_of(kit, layers, None, False)
+        with counted() as function:
+            model = model_of(kit, layers, towers(1), True)
+            for _ in range(2):
+                np.testing.assert_allclose(model.train_on_batch(ROWS, TARGETS),
+                                           single.train_on_batch(ROWS, TARGETS), rtol=1e-5)
+        assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
+        self.assertGreater(function.call_count, 0)
+
+    @BOTH
+    def test_what_xla_does_not_have_is_refused(self, kit):
+        """Lost otherwise: which layer it is, or the weights of the step that failed."""
+        class Host(kit.layers.Layer):
+            def call(self, x):
+                x.set_shape([None, 3])
+                y = tf.py_function(lambda x: x * 2, [x], tf.float32)
+                y.set_shape(x.shape)
+                return y
+
+        def layers():
+            return [dense(kit, 3), Host(name="doubler"), dense(kit, 1)]
+
+        model = model_of(kit, layers, towers(2), True)
+        before = model.get_weights()
+        with self.assertRaisesRegex(
+                ValueError, "XLA cannot compile EagerPyFunc .*doubler.* leave jit_compile out"):
+            model.fit(ROWS, TARGETS, batch_size=4, verbose=0)
+        assert_same({"weights": model.get_weights()}, {"weights": before})
+
+    def test_what_grows_is_explained(self):
+        """Lost otherwise: what to do about an error of XLA's own."""
+        class Growing(keras.layers.Layer):
+            def call(self, x):
+                def grown(step, rows):
+                    return step + 1, tf.concat([rows, x], 0)
+
+                rows = tf.while_loop(lambda step, _: step < 2, grown, (0, x), shape_invariants=(
+                    tf.TensorShape([]), tf.TensorShape([None, 3])))[1]
+                return rows[:tf.shape(x)[0]]
+
+        model = model_of(keras, lambda: [dense(keras, 3), Growing(name="growing"),
+                                         dense(keras, 1)], towers(2), True)
+        before = model.get_weights()
+        with self.assertRaises(tf.errors.InvalidArgumentError) as caught:
+            model.train_on_batch(ROWS, TARGETS)
+        said = "\n".join([str(caught.exception), *getattr(caught.exception, "__notes__", ())])
+        self.assertRegex(said, r"(?s)growing.*leave jit_compile out")
+        assert_same({"weights": model.get_weights()}, {"weights": before})
+
+
+class RunTest(parameterized.TestCase):
+
+    def setUp(self):
+        super().setUp()
+        self.strategy = towers(3)
+        with self.strategy.scope():
+            self.kernel = tf.Variable(tf.ones([3, 4]))
+            self.seen = tf.Variable(0., trainable=False, aggregation=tf.VariableAggregation.SUM,
+                                    synchronization=tf.VariableSynchronization.ON_READ)
+
+    def gradient(self, x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.tanh(x @ self.kernel) ** 2)
+        self.seen.assign_add(loss)
+        gradient = tape.gradient(loss, self.kernel)
+        total = tf.distribute.get_replica_context().all_reduce("sum", gradient)
+        return tf.reduce_sum(total * total) + 0 * tf.reduce_sum(x)
+
+    @parameterized.named_parameters(("eagerly", False), ("in a function", True))
+    def test_function_given_to_run(self, in_function):
+        """Lost otherwise: XLA in loops of one's own."""
+        fn = tf.function(self.gradient, jit_compile=True)
+
+        def run(x):
+            return self.strategy.run(fn, (x,))
+
+        x = self.strategy.split(tf.constant(ROWS))
+        with counted() as function:
+            got = (tf.function(run) if in_function else run)(x)
+        kernel = tf.Variable(tf.ones([3, 4]))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.tanh(ROWS @ kernel) ** 2)
+        wanted = tf.reduce_sum(tape.gradient(loss, kernel) ** 2)
+        for value in self.strategy.experimental_local_results(got):
+            np.testing.assert_allclose(value, wanted, rtol=1e-5)
+        np.testing.assert_allclose(self.seen.read_value(), loss, rtol=1e-5)
+        self.assertGreaterEqual(function.call_count, 2)  # before and after the all-reduce
+
+    def test_all_towers_call_the_same(self):
+        """Lost otherwise: each tower is compiled anew."""
+        strategy = self.strategy
+        strategy.extended.keep_graphs = True
+        work = tf.function(lambda x: tf.reduce_sum(tf.tanh(x @ self.kernel), 1), jit_compile=True)
+        step = tf.function(lambda x: strategy.run(work, (x,)))
+        found = xla_functions(step, strategy.split(tf.constant(ROWS[:9])))
+        self.assertLen(found, 1)
+        nodes = {node.op for node in found[0].node_def}
+        self.assertIn("MatMul", nodes)
+        self.assertNotIn("ReadVariableOp", nodes)
+
+    def test_loops_read_trained_variables(self):
+        """Lost otherwise: what recurrent layers do is left out of what is compiled."""
+        def work(x):
+            with tf.GradientTape() as tape:
+                y = tf.while_loop(lambda i, y: i < 3, lambda i, y: (
+                    i + 1, tf.tanh(y @ self.kernel @ tf.transpose(self.kernel))), (0, x),
+                    maximum_iterations=3)[1]
+                loss = tf.reduce_sum(y)
+            return tape.gradient(loss, self.kernel)
+
+        x = self.strategy.split(tf.constant(ROWS[:9] - .5))
+        with counted() as function:
+            got = self.strategy.run(tf.function(work, jit_compile=True), (x,))
+        inside = {node.type for call in function.call_args_list for node in call.args[1]}
+        self.assertContainsSubset({"StatelessWhile"}, inside)
+        for value, rows in zip(self.strategy.experimental_local_results(got), x.values):
+            np.testing.assert_allclose(value, work(rows), rtol=1e-4, atol=1e-6)
+
+    def test_gradient_from_outside(self):
+        """Lost otherwise: a tape around strategy.run."""
+        work = tf.function(lambda x: tf.reduce_sum(tf.tanh(x @ self.kernel) ** 2),
+                           jit_compile=True)
+
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = self.strategy.reduce("sum", self.strategy.run(work, (x,)), axis=None)
+            return tape.gradient(loss, self.kernel)
+
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.tanh(ROWS @ self.kernel) ** 2)
+        np.testing.assert_allclose(step(self.strategy.split(tf.constant(ROWS))),
+                                   tape.gradient(loss, self.kernel), rtol=1e-4)
+
+    def test_lookups_are_refused(self):
+        """Lost otherwise: which operation XLA does not have, and where it stands."""
+        table = tf.lookup.StaticHashTable(
+            tf.lookup.KeyValueTensorInitializer(["a", "b"], [1., 2.]), 0.)
+
+        def work(words):
+            with tf.name_scope("words"):
+                return tf.tanh(table.lookup(words))
+
+        words = self.strategy.split(tf.constant([["a"] * 9, ["b"] * 9, ["c"] * 9]))
+        with self.assertRaisesRegex(ValueError, "LookupTableFindV2.*words.*compiled_test.py:"):
+            self.strategy.run(tf.function(work, jit_compile=True), (words,))
+
+    def test_run_inside_of_a_compiled_function_is_refused(self):
+        """Lost otherwise: what to compile, before XLA dies of the other devices."""
+        @tf.function(jit_compile=True)
+        def step():
+            return self.strategy.run(lambda: tf.ones([]))
+
+        with self.assertRaisesRegex(ValueError, "inside of a function made with .*jit_compile"):
+            step()

@@ -1,0 +1,87 @@
+"""XLA: what it can compile, and functions made of operations that are there.
+
+Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import kernels as kernels_lib
+from tensorflow.python.ops import control_flow_ops
+
+PRIVATE_NAMES = {
+    "tensorflow.python.ops.control_flow_ops:XLAControlFlowContext":
+        "tells TensorFlow, which then traces loops of a known length, that what is traced now will "
+        "be compiled; publicly only tf.function(jit_compile=True) does, around a whole function",
+    "tensorflow.python.framework.kernels:get_registered_kernels_for_op":
+        "which operations XLA has, by dtype; publicly only trying tells",
+    "tensorflow.python.framework.ops:Graph._add_function_recursive":
+        "hands a function that an operation calls on to the graph that the operation moves to",
+    "tensorflow.python.framework.ops:Operation._remove_all_control_inputs":
+        "frees an operation from waiting for one that has moved",
+}
+
+
+@contextlib.contextmanager
+def tracing_for_xla() -> Iterator[None]:
+    """Within, operations are traced as they are for a function with ``jit_compile=True``."""
+    context = control_flow_ops.XLAControlFlowContext()
+    context.Enter()
+    try:
+        yield
+    finally:
+        context.Exit()
+
+
+def has_xla_kernel(node: Any, device_type: str) -> bool:
+    """Whether XLA compiles an operation (its NodeDef), as far as types tell."""
+    _prepare()
+    return any(_fits(node, kernel) for kernel in _xla_kernels(node.op, device_type))
+
+
+def _fits(node: Any, kernel: Any) -> bool:
+    return all(node.attr[constraint.name].type in constraint.allowed_values.list.type
+               for constraint in kernel.constraint
+               if node.attr[constraint.name].HasField("type"))
+
+
+@functools.cache
+def _xla_kernels(name: str, device_type: str) -> list[Any]:
+    wanted = f"XLA_{device_type}_JIT"
+    return [kernel for kernel in kernels_lib.get_registered_kernels_for_op(name).kernel
+            if kernel.device_type == wanted]
+
+
+@functools.cache
+def _prepare() -> None:
+    """XLA registers its kernels when it compiles for the first time."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        tf.function(lambda: tf.zeros([]) + 1., jit_compile=True, autograph=False)()
+
+
+def hand_on_functions(source: tf.Graph, target: tf.Graph, names: Iterable[str]) -> None:
+    """Makes functions of ``source`` callable in ``target``."""
+    for name in names:
+        target._add_function_recursive(source._get_function(name))
+
+
+def set_control_inputs(operation: tf.Operation, controls: Iterable[tf.Operation]) -> None:
+    """Makes ``operation`` wait for ``controls`` alone."""
+    operation._remove_all_control_inputs()
+    for control in controls:
+        operation._add_control_input(control)
+
+
+def line_of(operation: tf.Operation) -> str:
+    """The line of the user's code that made ``operation``; nothing where it is not known."""
+    frames = [frame for frame in operation.traceback or ()
+              if not any(part in frame.filename for part in _LIBRARIES)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+_LIBRARIES = ("/tensorflow/", "/keras/src/", "/tf_keras/src/", "/towerstrategy/", "<")
