@@ -20,7 +20,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import results, sub_batches
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import contexts, once, threads
+from towerstrategy.towers import contexts, enclosed, once, threads
 from towerstrategy.towers.tables import NeedsOwnTrace
 
 
@@ -101,8 +101,19 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
     device = strategy.extended.worker_devices[0]
     args, kwargs = _tf.select_replica(0, args), _tf.select_replica(0, kwargs)
     first = strategy.extended.first_replica
-    with context, tf.device(device), _tf.graph_seeded(_tf.graph_seed(), first):
-        result = fn(*args, **kwargs)
+
+    def made() -> Any:
+        with context, tf.device(device), _tf.graph_seeded(_tf.graph_seed(), first):
+            return fn(*args, **kwargs)
+
     if strategy.extended.workers is None:
-        return _tf.regroup((result,))
-    return _tf.regroup((result,), context.own_result, always_wrap=True)
+        return _tf.regroup((made(),))
+
+    def made_for_others() -> Any:
+        return _tf.regroup((made(),), context.own_result, always_wrap=True)
+
+    if tf.executing_eagerly():
+        return made_for_others()
+    # In a function of its own, as where a worker has several towers: in a loop TensorFlow numbers
+    # what crosses machines in another order inside of a function, and all workers must have one.
+    return enclosed.run(made_for_others)[0]
