@@ -2,7 +2,8 @@
 
     python machines_workers.py WORKERS TOWERS FOLDER CASE...
 
-Goes in: how many workers and towers each, and the names of :data:`CASES`.  Comes out: in FOLDER a
+Goes in: how many workers and towers each (a number, or a list of the shares of each worker's
+towers), and the names of :data:`CASES`.  Comes out: in FOLDER a
 file a case and worker, ``CASE_WORKER.npz``, with what the case returned.  A case takes a strategy
 and says what comes of it; given TensorFlow's default strategy it says what one device makes of the
 same global batches.
@@ -31,6 +32,7 @@ import tf_keras
 
 import towerstrategy
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.report import measuring, sample
 
 SECONDS = int(os.environ.get("MACHINES_SECONDS", 300))  # then all workers are killed
 
@@ -344,14 +346,96 @@ def sharded(strategy, _):
     return seen
 
 
+def kinds(strategy, _):
+    """Strings, ragged and sparse values of all towers, gathered along each axis."""
+    words = tf.constant([[b"", b"a\0b\xff"], [b"c", b"dd"], [b"", b""], [b"eee", "\u00e9".encode()],
+                      [b"f", b"\0"], [b"g", b"h"], [b"i", b"j" * 300]])
+    ragged = tf.RaggedTensor.from_row_lengths(tf.range(9), [2, 0, 3, 1, 0, 0, 3])
+    nested = tf.ragged.constant([[[b"k"], []], [], [[b"l", b"m"]], [[]], [], [[b"n"]], [[b"o"]]])
+    sparse = tf.sparse.from_dense(np.arange(42).reshape(7, 3, 2) % 4)
+    parts = words, ragged, nested, sparse
+    numbers = tf.stack([words[:, 1]] * 2)
+    if not hasattr(strategy, "split"):
+        gathered = [*parts, *parts]
+        wide = [numbers[:, :2]] * 2
+    else:
+        split = strategy.split(parts)
+        gathered = [strategy.gather(part, axis=0) for part in split]
+        gathered += tf.function(lambda: [strategy.gather(part, axis=0) for part in split])()
+        here = strategy.extended.first_replica > 0
+        own = [numbers[:, here:2 if here else 1],
+               tf.sparse.slice(sparse, [0, here, 0], [7, 2 if here else 1, 2])]
+        across = strategy.extended.workers
+        wide = [across.gather(own[0], 1)] * 2
+        np.testing.assert_array_equal(tf.sparse.to_dense(across.gather(own[1], 1)),
+                                      tf.sparse.to_dense(sparse))
+        rows = ragged[:2] if here else ragged[:2] + 10
+        np.testing.assert_equal(across.gather(rows, 1).to_list(), [[10, 11, 0, 1], []])
+
+    def plain(value):
+        if isinstance(value, tf.SparseTensor):
+            return tf.sparse.to_dense(value)
+        value = value.to_tensor() if isinstance(value, tf.RaggedTensor) else value
+        array = np.asarray(value)
+        # NumPy saves no objects, and takes zeros off the ends of its own kind of bytes.
+        return np.vectorize(bytes.hex)(array) if array.dtype == object else array
+
+    return {f"kind_{number}": plain(value) for number, value in enumerate([*gathered, *wide])}
+
+
+class Clock:
+    """Stands for the profiler on workers of which tower i takes i + 1 seconds for each row."""
+
+    cost = 0.
+
+    def __init__(self, strategy):
+        self._shares = strategy.extended.dealer.measuring._shares
+        self._first = strategy.extended.first_replica
+
+    def __call__(self):
+        return self
+
+    def drop(self):
+        pass
+
+    def end(self, kinds, merge_kind):
+        del kinds, merge_kind
+        times = [float(rows * (self._first + tower + 1))
+                 for tower, rows in enumerate(self._shares.rows())]
+        return lambda: sample.Sample(1., tuple(times), 0., 0., 0., 0.)
+
+
+def measured(strategy, kit):
+    """Another strategy of the same workers, whose shares change after the first epoch."""
+    dealer = None
+    with contextlib.ExitStack() as stack:
+        if hasattr(strategy, "split"):
+            strategy = towerstrategy.TowerStrategy(
+                [f"CPU:{tower + 1}" for tower in range(len(strategy.extended.worker_devices))],
+                "CPU:0", shares="measured")
+            dealer = strategy.extended.dealer
+            stack.enter_context(mock.patch.object(measuring, "Recording", Clock(strategy)))
+        x, y, _ = data(100)
+        with strategy.scope():
+            model = model_of(kit)
+            model.compile(kit.optimizers.Adam(0.01), "mse")
+        history = model.fit(x, y, batch_size=12, epochs=3, verbose=0, shuffle=False)
+        seen = {"loss": history.history["loss"], "predict": model.predict(x, verbose=0)}
+        if dealer is not None:
+            seen["units"] = dealer.units
+    return {**seen, **{f"weight_{number}": value
+                       for number, value in enumerate(model.get_weights())}}
+
+
 KITS = {"keras": keras, "tf_keras": tf_keras}
 CASES = {f"{function.__name__}-{kit}": functools.partial(function, kit=KITS[kit])
          for function in (even, uneven, one_row, normalized, loss_scaled, embedded, on_batch, loop,
                           random_start, counted, wide) for kit in KITS}
 CASES["accumulated-keras"] = functools.partial(accumulated, kit=keras)
+CASES["measured-keras"] = functools.partial(measured, kit=keras)
 CASES["handed-keras"] = functools.partial(handed, kit=keras)
 CASES.update({function.__name__: functools.partial(function, _=None)
-              for function in (verbs, ends_early, sharded, unseeded)})
+              for function in (verbs, kinds, ends_early, sharded, unseeded)})
 
 
 def ports(count):
@@ -365,7 +449,7 @@ def ports(count):
 
 def run(workers, towers, folder, cases, seconds=SECONDS):
     """Runs a cluster in processes of its own; raises with the workers' output if one fails."""
-    command = [sys.executable, __file__, str(workers), str(towers), str(folder), *cases]
+    command = [sys.executable, __file__, str(workers), json.dumps(towers), str(folder), *cases]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
                    "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2",
                    "MACHINES_FOLDER": str(folder), "MACHINES_SECONDS": str(seconds)}
@@ -390,8 +474,10 @@ def work(worker, addresses, towers, folder, cases):
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses},
                                           "task": {"type": "worker", "index": worker}})
     options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=SECONDS)
+    shares = None if isinstance(towers, int) else towers[worker]
+    towers = towers if shares is None else len(shares)
     strategy = towerstrategy.TowerStrategy(towerstrategy.split_cpu(towers + 1)[1:], "CPU:0",
-                                           communication_options=options)
+                                           shares=shares, communication_options=options)
     for case in cases:
         print(f"worker {worker}: {case}", flush=True)
         np.savez(pathlib.Path(folder) / f"{case}_{worker}.npz",
@@ -405,7 +491,7 @@ def main(workers, towers, folder, *cases):
         child = os.fork()
         if not child:
             try:
-                work(worker, addresses, int(towers), folder, cases)
+                work(worker, addresses, json.loads(towers), folder, cases)
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()

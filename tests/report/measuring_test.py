@@ -140,6 +140,12 @@ class MeasuringTest(parameterized.TestCase):
             fit(keras, strategy, epochs=3)
         self.assertEqual(strategy.shares[1], 4 * strategy.shares[0] + 2)
 
+    def test_a_last_batch_of_few_rows(self):
+        """Else shares come of the rows of another batch than the one that was timed."""
+        with Clock(1., 3.).running() as strategy:
+            fit(keras, strategy, rows=32 * 8 + 3)
+        self.assertEqual(strategy.shares, [24., 8.])
+
     def test_loops(self):
         """Else a loop of one's own goes on with equal shares, or leaves a profile running."""
         clock = Clock(1., 3.)

@@ -31,12 +31,14 @@ class MeasuredShares:
         with tf.init_scope(), tf.device("CPU:0"):
             # Not tf.Variable: they must not become variables of a strategy.
             self._variable = _tf.ResourceVariable(tf.ones([towers], tf.int64), trainable=False)
-            self._dealt = _tf.ResourceVariable(tf.zeros([here], tf.int64), trainable=False)
+            # The rows of a batch, then those of each tower here.
+            self._dealt = _tf.ResourceVariable(tf.zeros([1 + here], tf.int64), trainable=False)
 
     def choose(self, units: Sequence[int]) -> None:
         """From now on rows are dealt by ``units``."""
         self.units = tuple(units)
         self._variable.assign(tf.constant(self.units, tf.int64))
+        self._dealt.assign(tf.zeros_like(self._dealt))
 
     def now(self) -> rows_lib.Units:
         """The units: numbers in eager code, in a function a tensor that is read when it runs."""
@@ -47,18 +49,23 @@ class MeasuredShares:
         begin = tf.data.Dataset.range(1).map(lambda _: self._variable.read_value())
         return begin.flat_map(lambda units: tf.data.Dataset.from_tensors(units).repeat())
 
-    def note(self, sizes: Sequence[rows_lib.Rows]) -> None:
-        """Remembers how many rows this machine's towers were dealt."""
-        self._dealt.assign(tf.stack([tf.cast(size, tf.int64) for size in sizes]), read_value=False)
+    def note(self, rows: rows_lib.Rows, sizes: Sequence[rows_lib.Rows]) -> None:
+        """Remembers how many rows this machine's towers were dealt of ``rows``.
+
+        Pipelines run ahead, and the last batch of many has fewer rows: the largest one counts.
+        """
+        now = tf.stack([tf.cast(count, tf.int64) for count in (rows, *sizes)])
+        before = self._dealt.read_value()
+        self._dealt.assign(tf.where(now[0] >= before[0], now, before), read_value=False)
 
     def rows(self) -> list[int]:
-        """The rows of this machine's towers, of the batch that was dealt last."""
-        return self._dealt.numpy().tolist()
+        """The rows of this machine's towers, of the largest batch since shares have changed."""
+        return self._dealt.numpy().tolist()[1:]
 
     def dealing(self, rows: rows_lib.Rows) -> tuple[list[Any], list[Any], None]:
         """Deals a batch that stays on this machine, see :class:`rows.Dealing`."""
         starts, sizes = rows_lib.deal(rows, len(self.units), self.now())
-        self.note(sizes)
+        self.note(rows, sizes)
         return starts, sizes, None
 
 

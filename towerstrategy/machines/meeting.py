@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
-from towerstrategy.machines import clusters, health, row_products
+from towerstrategy.machines import carried, clusters, health, row_products
 from towerstrategy.placement import asked_shares
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
@@ -219,12 +219,21 @@ class Machines:
             tensors[position] = _unpacked(value, tensors[position].dtype)
         return tensors
 
-    def gather(self, value: Any, axis: int = 0) -> tf.Tensor:
-        """The workers' values put behind one another along ``axis``, in the workers' order."""
+    def gather(self, value: Any, axis: int = 0) -> Any:
+        """The workers' values put behind one another along ``axis``, in the workers' order.
+
+        Args:
+          value: dense, ragged or sparse, of any dtype.
+          axis: of its dimensions.
+        """
+        if isinstance(value, tf.RaggedTensor):
+            return carried.gather_ragged(value, axis % value.shape.rank, self.count,
+                                         self.gather_rows)
+        if isinstance(value, tf.SparseTensor):
+            return carried.gather_sparse(value, axis % value.shape.rank, self.gather_rows)
         if isinstance(value, _tf.CompositeTensor) and not isinstance(value, tf.Variable):
             raise TypeError(f"a {type(value).__name__} cannot be gathered from several machines: "
-                            "TensorFlow's collective ops carry dense tensors only. Gather its "
-                            "parts, or make it dense first.")
+                            "give a dense, ragged or sparse tensor.")
         value = tf.convert_to_tensor(value)
         if not value.shape.rank:
             raise ValueError("values of rank 0 cannot be gathered: there is no axis to put them "
@@ -245,11 +254,21 @@ class Machines:
         """Each of ``values`` gathered along its first dimension; rows may differ in number."""
         if not values:
             return []
+        if any(value.dtype == tf.string for value in values):
+            return self._gather_strings(values)
         with tf.device(self._device):
             rows = tf.stack([tf.shape(value, out_type=tf.int64)[0] for value in values])
             all_rows = self._gather(rows[tf.newaxis])
             return [self._gather_padded(value, all_rows[:, number])
                     for number, value in enumerate(values)]
+
+    def _gather_strings(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """:meth:`gather_rows` of values among which are strings."""
+        sent = [carried.numbers_of(value) if value.dtype == tf.string else [value]
+                for value in values]
+        got = iter(self.gather_rows([part for parts in sent for part in parts]))
+        return [carried.strings_of(next(got), next(got)) if value.dtype == tf.string else next(got)
+                for value in values]
 
     def _sum_pack(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums of tensors that travel as the same dtype, in one all-reduce."""

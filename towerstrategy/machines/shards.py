@@ -24,14 +24,14 @@ Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
 
 
 def dealing(workers: meeting.Machines, units: rows_lib.Units, told: slice = slice(None),
-            note: Callable[[list[Any]], None] | None = None) -> rows_lib.Dealing:
+            note: Callable[[Any, list[Any]], None] | None = None) -> rows_lib.Dealing:
     """Deals a batch that every worker has, by ``units``: each takes its own towers' rows."""
     here = slice(workers.first, workers.first + workers.towers)
 
     def deal(rows: rows_lib.Rows) -> tuple[list[Any], list[Any], list[Any]]:
         starts, sizes = rows_lib.deal(rows, workers.replicas, units)
         if note is not None:
-            note(sizes[here])
+            note(rows, sizes[here])
         return starts[here], sizes[here], sizes[told]
 
     return deal
@@ -174,7 +174,7 @@ def _dealt(own: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool,
         size, element = sized
         starts, sizes = rows_lib.deal(size, workers.towers, None if units is None else units[here])
         if measured is not None:
-            measured.note(sizes)
+            measured.note(size, sizes)
         return splitting.split_batch(element, workers.towers, stand_ins,
                                  lambda _: (starts, sizes, sizes))
 

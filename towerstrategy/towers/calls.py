@@ -120,10 +120,19 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
         with context, tf.device(device), _tf.graph_seeded(_tf.graph_seed(), first):
             return fn(*args, **kwargs)
 
-    result = enclosed.run(lambda: _compiled(device, made))[0] if compiles else made()
     if strategy.extended.workers is None:
+        result = enclosed.run(lambda: _compiled(device, made))[0] if compiles else made()
         return _tf.regroup((result,))
-    return _tf.regroup((result,), context.own_result, always_wrap=True)
+
+    def made_for_others() -> Any:
+        result = _compiled(device, made) if compiles else made()
+        return _tf.regroup((result,), context.own_result, always_wrap=True)
+
+    if tf.executing_eagerly():
+        return made_for_others()
+    # In a function of its own, as where a worker has several towers: in a loop TensorFlow numbers
+    # what crosses machines in another order inside of a function, and all workers must have one.
+    return enclosed.run(made_for_others)[0]
 
 
 def _compiled(device: str, made: Callable[[], Any]) -> Any:

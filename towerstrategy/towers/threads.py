@@ -33,14 +33,12 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     def made() -> Any:
         return _Call(strategy, fn, args, kwargs, shares, compiles).run()
 
-    if compiles:
-        return enclosed.run(made)[0]
-    if not _tf.may_be_recorded():
-        return made()
     # A gradient tape of this thread sees nothing of what the towers' threads do.
     if tf.executing_eagerly():
-        return _refusing_gradients(strategy, made())
-    return enclosed.run(made)[0]
+        return _refusing_gradients(strategy, made()) if _tf.may_be_recorded() else made()
+    if compiles or _tf.may_be_recorded() or strategy.extended.workers is not None:
+        return enclosed.run(made)[0]
+    return made()
 
 
 _OUTSIDE_GRADIENT = (

@@ -1,0 +1,64 @@
+"""Workers with different numbers of towers, and different shares: the same as one device."""
+
+import tempfile
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import machines_workers
+
+# Three towers in all, of which the first has half of every batch.
+SHARES = [[3, 1], [2]]
+CASES = ["uneven-keras", "on_batch-tf_keras", "loop-tf_keras", "embedded-tf_keras", "kinds",
+         "measured-keras", "sharded"]
+
+
+class UnequalMachinesTest(parameterized.TestCase):
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.folder = folder.name
+        machines_workers.run(len(SHARES), SHARES, cls.folder, CASES)
+
+    def seen(self, case):
+        """What each worker saw; fails where they saw different things."""
+        first, other = [machines_workers.results(self.folder, case, worker) for worker in range(2)]
+        for name, value in first.items():
+            np.testing.assert_array_equal(value, other[name], f"{case}: {name}")
+        return first
+
+    @parameterized.parameters("uneven-keras", "on_batch-tf_keras", "loop-tf_keras",
+                              "embedded-tf_keras", "measured-keras")
+    def test_as_on_one_device(self, case):
+        """Else old and new machines together train another model than one of them."""
+        seen = self.seen(case)
+        for name, value in machines_workers.expected(case).items():
+            np.testing.assert_allclose(seen[name], value, 1e-5, 1e-6, err_msg=name)
+
+    def test_every_kind_of_value(self):
+        """Else strings, ragged and sparse values of other machines are an error, or garbled."""
+        seen = self.seen("kinds")
+        for name, value in machines_workers.expected("kinds").items():
+            np.testing.assert_array_equal(seen[name], value, name)
+
+    def test_measured(self):
+        """Else machines deal by different shares, and rows are trained on twice or never."""
+        first, second, third = self.seen("measured-keras")["units"]
+        self.assertBetween(first / second, 1.5, 2.5)
+        self.assertBetween(first / third, 2.5, 4)
+
+    def test_sharding(self):
+        """Else rows of a worker's own files are lost where its towers have unequal shares."""
+        seen = self.seen("sharded")
+        rows = [10 * number + row for number in range(4) for row in range(5 + number)]
+        for policy in ("AUTO", "FILE", "DATA", "HINT"):
+            self.assertCountEqual(seen[f"{policy}_rows"], rows)
+        self.assertEqual(seen["DATA_rows"].tolist(), rows)
+        self.assertEqual(seen["FILE_steps"][0], 8)
+
+
+if __name__ == "__main__":
+    absltest.main()
