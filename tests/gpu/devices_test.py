@@ -123,6 +123,22 @@ class CompiledTest(parameterized.TestCase):
             losses.append(model.fit(x, y, verbose=0).history["loss"])
         np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
+    @parameterized.parameters(keras, tf_keras)
+    def test_models(self, library):
+        """Else jit_compile=True on GPU towers trains differently than without, or not at all."""
+        x, y = np.random.RandomState(0).rand(10, 4).astype("f"), np.ones([10, 1], "f")
+        losses = []
+        for jit_compile in (True, False):
+            library.utils.set_random_seed(1)
+            with towerstrategy.TowerStrategy(TOWERS).scope():
+                model = library.Sequential([
+                    library.Input([4]), library.layers.Dense(8, "tanh"),
+                    library.layers.Dropout(.5, seed=2), library.layers.Dense(1)])
+                model.compile("sgd", "mse", jit_compile=jit_compile)
+            losses.append(model.fit(x, y, batch_size=4, epochs=2, shuffle=False,
+                                    verbose=0).history["loss"])
+        np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
 
 class MixedPrecisionTest(parameterized.TestCase):
 
