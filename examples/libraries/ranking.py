@@ -42,7 +42,7 @@ def make() -> Any:
     scores = keras.layers.Flatten()(keras.layers.Dense(1)(crossed))
     model = keras.Model(inputs, scores)
     model.compile(
-        keras.optimizers.SGD(0.1), keras_rs.losses.PairwiseHingeLoss(),
+        keras.optimizers.SGD(0.05), keras_rs.losses.PairwiseHingeLoss(),
         metrics=[keras_rs.metrics.NDCG(k=3, name="ndcg"),
                  keras_rs.metrics.MeanReciprocalRank(name="mrr")])
     return model

@@ -37,7 +37,34 @@ def model_of(kit, kind):
 KINDS = ("table", "numbers", "mean", "many_rows", "some_rows", "vector_of_rows")
 
 
+class Distribution(tf.Module):
+    """Stands for a tensor, as TensorFlow Probability's distributions do."""
+
+    def __init__(self, mean):
+        super().__init__()
+        self.mean = mean
+
+
+tf.register_tensor_conversion_function(
+    Distribution, lambda value, dtype=None, name=None, as_ref=False: value.mean)
+
+
 class OutputsTest(parameterized.TestCase):
+
+    @parameterized.product(rows=[22, 21, 2])
+    def test_predict_of_what_stands_for_a_tensor(self, rows):
+        """Else a model that ends in TensorFlow Probability's layer trains but cannot predict."""
+
+        class Model(tf_keras.Sequential):
+            def predict_step(self, data):
+                return Distribution(self(data))
+
+        strategy = towerstrategy.TowerStrategy(3)
+        with strategy.scope():
+            model = Model([tf_keras.layers.Dense(2, kernel_initializer="ones")])
+            model.compile()
+        np.testing.assert_allclose(model.predict(X[:rows], batch_size=10, verbose=0),
+                                   np.tile(X[:rows].sum(1, keepdims=True), [1, 2]), rtol=1e-6)
 
     @parameterized.product(kit=[keras, tf_keras], kind=KINDS, towers=[1, 3, 4])
     def test_predict(self, kit, kind, towers):

@@ -308,6 +308,21 @@ class StepsAsideTest(parameterized.TestCase):
             autograph=False)
         return run(strategy.split(ROWS))
 
+    def test_module_that_holds_tensors(self):
+        """Else what is handed on inside of a distribution is tower 0's, of a graph that is gone."""
+        strategy = strategy_with(True)
+
+        def distribution(x):
+            made = tf.Module()
+            made.mean = tf.reduce_mean(x)
+            return made
+
+        run = tf.function(lambda parts: [
+            tf.identity(made.mean) for made in strategy.experimental_local_results(
+                strategy.run(distribution, (parts,)))], autograph=False)
+        self.assertLen(set(map(float, run(strategy.split(ROWS)))), len(DEVICES))
+        self.assertIn("inside of a Module", strategy.extended.own_trace_reasons[0])
+
     def test_static_shapes_that_differ(self):
         """Else a shape known for tower 0 alone is built into every tower."""
         strategy = strategy_with(True)

@@ -37,6 +37,14 @@ def rows_only(values: Any) -> list[Any]:
             for number, part in enumerate(parts)]
 
 
+def _as_tensors(value: Any) -> Any:
+    """``value`` with tensors in place of what stands for one, as a distribution may."""
+    if all(isinstance(part, (tf.Tensor, _tf.CompositeTensor)) for part in value.values):
+        return value
+    return results.TowerResults([tf.convert_to_tensor(part) for part in value.values],
+                                value.shares)
+
+
 def joined(value: Any, concat: Callable[[list[Any]], Any]) -> Any:
     """A model's output for the whole batch, from the towers' outputs ``value``.
 
@@ -82,6 +90,7 @@ def reducing(concat: Callable[[list[Any]], Any],
     def reduced(value: Any, reduction: str) -> Any:
         if not isinstance(value, _tf.PerReplica):
             return value
+        value = _as_tensors(value)
         if reduction == "first":
             return value.shares.firsts(value.values[0])
         if reduction == "concat":

@@ -109,7 +109,7 @@ def _holds(value: Any, graph: tf.Graph, depth: int = 0) -> bool:
     """Whether something new is, or has in it, a tensor of ``graph``."""
     if isinstance(value, tf.Tensor):
         return not _tf.is_eager(value) and value.graph is graph
-    if isinstance(value, _tf.CompositeTensor):
+    if isinstance(value, _tf.CompositeTensor) and not isinstance(value, tf.Variable):
         return any(_holds(part, graph) for part in tf.nest.flatten(value, expand_composites=True))
     if depth > _DEPTH or isinstance(value, _LEFT_OUT):
         return False

@@ -111,6 +111,8 @@ def _holds_tensors(value: Any, depth: int = 0) -> bool:
             map(_tf.is_eager, tf.nest.flatten(value, expand_composites=True)))
     if value is None or isinstance(value, (*_VARIABLES, *_PLAIN, type)) or depth > _DEPTH:
         return False
+    if isinstance(value, tf.Module) and depth > 0:
+        return False  # layers and models; handed on itself, it may be a distribution
     held: list[Any] = list(vars(value).values()) if hasattr(value, "__dict__") else []
     if isinstance(value, dict):
         held += value.values()
@@ -123,4 +125,4 @@ def _holds_tensors(value: Any, depth: int = 0) -> bool:
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, tf.DType, tf.TensorShape,
-          tf.TypeSpec, tf.Graph, tf.Module, types.ModuleType)
+          tf.TypeSpec, tf.Graph, types.ModuleType)
