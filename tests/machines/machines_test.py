@@ -16,7 +16,7 @@ from towerstrategy.machines import clusters
 WORKERS, TOWERS = 2, 2
 CASES = ("unseeded", "verbs", "ends_early", "sharded", "uneven-keras",
          "loop-keras", "embedded-tf_keras", "random_start-keras", "counted-keras", "wide-keras",
-         "handed-keras")
+         "handed-keras", "whole-keras")
 
 
 class ClusterTest(parameterized.TestCase):
@@ -39,7 +39,7 @@ class ClusterTest(parameterized.TestCase):
         return first
 
     @parameterized.parameters("verbs", "uneven-keras", "loop-keras", "embedded-tf_keras",
-                              "wide-keras", "handed-keras")
+                              "wide-keras", "handed-keras", "whole-keras")
     def test_as_on_one_device(self, case):
         """Else weights, logs, evaluations or predictions depend on the number of machines."""
         seen, expected = self.seen(case), machines_workers.expected(case)
@@ -109,7 +109,7 @@ class OneTowerTest(parameterized.TestCase):
 
     def test_as_on_one_device(self):
         """Else a machine's only tower takes what all have summed for its own part of it."""
-        cases = ("on_batch-tf_keras", "on_batch-keras", "loop-tf_keras")
+        cases = ("on_batch-tf_keras", "on_batch-keras", "loop-tf_keras", "whole-tf_keras")
         with tempfile.TemporaryDirectory() as folder:
             machines_workers.run(2, 1, folder, cases)
             for case in cases:

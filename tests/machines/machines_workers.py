@@ -89,6 +89,22 @@ def normalized(strategy, kit):
     return fit(strategy, kit, 13, 6, lambda kit: model_of(kit, layer))
 
 
+def whole(strategy, kit):
+    """A loss of all rows, of all workers; the last batch has one row."""
+    def loss(y_true, y_pred):
+        spread = tf.reduce_mean(tf.square(y_pred[:, tf.newaxis] - y_pred / 2), [1, 2])
+        return spread + tf.reduce_mean(tf.square(y_pred - y_true), -1)
+
+    x, y, weights = data(13)
+    with strategy.scope():
+        model = model_of(kit, kit.layers.BatchNormalization(synchronized=True))
+        model.compile(kit.optimizers.SGD(0.1), towerstrategy.losses.WholeBatch(loss))
+    history = model.fit(x, y, sample_weight=weights, batch_size=6, epochs=2, shuffle=False,
+                        verbose=0)
+    return {"loss": history.history["loss"],
+            **{f"weight_{number}": value for number, value in enumerate(model.get_weights())}}
+
+
 def accumulated(strategy, kit):
     return fit(strategy, kit, 13, 4, optimizer=lambda: kit.optimizers.Adam(
         0.01, gradient_accumulation_steps=2))
@@ -429,8 +445,8 @@ def measured(strategy, kit):
 
 KITS = {"keras": keras, "tf_keras": tf_keras}
 CASES = {f"{function.__name__}-{kit}": functools.partial(function, kit=KITS[kit])
-         for function in (even, uneven, one_row, normalized, loss_scaled, embedded, on_batch, loop,
-                          random_start, counted, wide) for kit in KITS}
+         for function in (even, uneven, one_row, normalized, whole, loss_scaled, embedded,
+                          on_batch, loop, random_start, counted, wide) for kit in KITS}
 CASES["accumulated-keras"] = functools.partial(accumulated, kit=keras)
 CASES["measured-keras"] = functools.partial(measured, kit=keras)
 CASES["handed-keras"] = functools.partial(handed, kit=keras)
