@@ -144,10 +144,6 @@ def other_count(worker):
     worker.strategy(addresses=addresses)
 
 
-def other_towers(worker):
-    worker.strategy(towers=1 + (worker.index == 1))
-
-
 def other_model(worker):
     worker.fault()
     fit(worker.strategy(), units=5 if worker.index == 1 else 4)
@@ -204,6 +200,7 @@ class Case:
     absent: tuple[int, ...] = ()
     namespaces: bool = False
     again: bool = False
+    workers: int = WORKERS
 
 
 CASES = {
@@ -218,11 +215,11 @@ CASES = {
     "stopped_at_the_end": Case(stopped_at_the_end),
     "other_addresses": Case(other_addresses),
     "other_count": Case(other_count),
-    "other_towers": Case(other_towers),
     "other_model": Case(other_model),
     "port_taken": Case(port_taken),
     **{f"uninterrupted-{kit}": Case(uninterrupted(kit)) for kit in KITS},
     **{f"interrupted-{kit}": Case(backed_up(kit, killed=1)) for kit in KITS},
+    **{f"interrupted_four-{kit}": Case(backed_up(kit, killed=1), workers=4) for kit in KITS},
     **{f"resumed-{kit}": Case(backed_up(kit)) for kit in KITS},
 }
 
@@ -276,10 +273,11 @@ def work(worker, namespace):
 
 def run_case(case, folder):
     """Runs a case; what is left after :data:`LIMIT` is killed."""
+    workers = CASES[case].workers
     with contextlib.ExitStack() as stack:
-        names = stack.enter_context(namespaces(WORKERS)) if CASES[case].namespaces else None
-        addresses = ([f"10.99.0.{number + 1}:2345" for number in range(WORKERS)] if names else
-                     [f"127.0.0.1:{port}" for port in machines_workers.ports(WORKERS)])
+        names = stack.enter_context(namespaces(workers)) if CASES[case].namespaces else None
+        addresses = ([f"10.99.0.{number + 1}:2345" for number in range(workers)] if names else
+                     [f"127.0.0.1:{port}" for port in machines_workers.ports(workers)])
         def start(index, life=1):
             child = os.fork()
             if not child:
@@ -288,7 +286,7 @@ def run_case(case, folder):
                 work(worker, names and names[index])
             return child
 
-        children = {start(index): index for index in range(WORKERS)
+        children = {start(index): index for index in range(workers)
                     if index not in CASES[case].absent}
         statuses = wait_for(children, CASES[case].again and start)
     (folder / f"{case}.json").write_text(json.dumps(statuses))
