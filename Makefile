@@ -48,7 +48,9 @@ $(TF_VENV)/test.installed: setup.cfg setup.py
 	test -x .venv-libraries/bin/python || $(PYTHON) -m venv .venv-libraries
 	.venv-libraries/bin/python -m pip install --quiet --upgrade pip
 	.venv-libraries/bin/python -m pip install --quiet -e ".[libraries,trackers]" pytest
-	.venv-libraries/bin/python -m pip install --quiet --no-deps "tf-models-official>=2.20"
+	.venv-libraries/bin/python -m pip install --quiet gin-config pygame
+	.venv-libraries/bin/python -m pip install --quiet --no-deps "tf-models-official>=2.20" \
+		tf-agents gym==0.23.0 gym-notices
 	touch $@
 
 demo: $(VENV)/demo.installed

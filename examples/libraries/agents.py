@@ -3,11 +3,12 @@
 Goes in: made-up observations, and what an expert did.  Comes out: an agent trained by
 ``tf_agents.train.learner.Learner(strategy=...)``, beside one device.
 
-TF-Agents 0.19.0 works with Keras 2 only and asks for packages of older releases, so beside
+TF-Agents 0.19.0 works with Keras 2 only and asks for older releases of other packages, so beside
 TensorFlow 2.21 it is installed alone, with what it imports:
 
     pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
-    pip install --no-deps tf-agents gym==0.23.0 gym-notices gin-config pygame
+    pip install --no-deps tf-agents gym==0.23.0 gym-notices
+    pip install gin-config pygame
     python examples/libraries/agents.py
 """
 

@@ -17,12 +17,19 @@ from absl.testing import parameterized
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 NEEDS = {
+    "agents.py": ["tf_agents", "gym"],
     "applications.py": [],
+    "graphs.py": ["spektral"],
     "hub.py": ["keras_hub", "tensorflow_text"],
+    "keras_features.py": [],
     "orbit_loop.py": ["orbit"],
     "preprocessing.py": ["sklearn"],
+    "probability.py": ["tensorflow_probability", "tf_keras"],
+    "ranking.py": ["keras_rs"],
     "recommenders.py": ["tensorflow_recommenders", "tf_keras"],
+    "scikit_learn.py": ["scikeras"],
     "sonnet_loop.py": ["sonnet"],
+    "trials.py": ["optuna", "optuna_integration", "tensorflow_datasets"],
     "tuner.py": ["keras_tuner", "tensorboard"],
 }
 TRACKERS = ("tensorboard", "wandb", "mlflow")

@@ -145,8 +145,13 @@ def _check_raw(variable: Any, operation: tf.Operation) -> None:
 
 
 def _initializes(operation: tf.Operation) -> bool:
-    """Whether this is TensorFlow's initialization of a variable that a function makes."""
-    return bool(operation.inputs) and operation.inputs[0].op.type == "VarIsInitializedOp"
+    """Whether this is TensorFlow's initialization of a variable that a function makes.
+
+    The question whether that is needed counts as a write for TensorFlow.
+    """
+    asks = "VarIsInitializedOp"
+    return operation.type == asks or (
+        bool(operation.inputs) and operation.inputs[0].op.type == asks)
 
 
 def _by_handle(graph: tf.Graph, owned: Iterable[Any]) -> dict[str, Any]:
