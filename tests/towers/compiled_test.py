@@ -297,6 +297,24 @@ class RunTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "LookupTableFindV2.*words.*compiled_test.py:"):
             self.strategy.run(tf.function(work, jit_compile=True), (words,))
 
+    @parameterized.parameters(False, True)
+    def test_writes_in_nested_functions_are_refused(self, in_loop):
+        """Lost otherwise: why a write fails that works without XLA, or what it has written."""
+        def work(x):
+            def written(_, y):
+                y = y @ self.kernel
+                self.kernel.assign(self.kernel * 2)
+                return 1, y @ tf.transpose(self.kernel)
+
+            if in_loop:
+                return tf.while_loop(lambda i, _: i < 1, written, (0, x), maximum_iterations=1)[1]
+            return tf.function(written)(0, x)[1]
+
+        x = self.strategy.split(tf.constant(ROWS[:9]))
+        with self.assertRaisesRegex(RuntimeError, "is written|before it writes"):
+            self.strategy.run(tf.function(work, jit_compile=True), (x,))
+        np.testing.assert_array_equal(self.kernel, tf.ones([3, 4]))
+
     def test_run_inside_of_a_compiled_function_is_refused(self):
         """Lost otherwise: what to compile, before XLA dies of the other devices."""
         @tf.function(jit_compile=True)

@@ -367,14 +367,14 @@ class _Stretches:
     def _outputs(self, nodes: Sequence[tf.Operation],
                  members: set[str]) -> list[tuple[str, int]]:
         """Results that something else of any tower's needs: an operation's name and the number."""
-        alive = set(self._order)
+        users = set(self._order) - members
         outputs = []
         for node in nodes:
             for index in range(len(node.outputs)):
                 tensors = [own.outputs[index] for tower in range(len(self._devices))
                            for own in self._owned_by(tower, node.name)]
                 if any(tensor.name in self._returned or any(
-                        self._stands_for(user.name) in alive - members
+                        self._stands_for(user.name) in users
                         for user in tensor.consumers()) for tensor in tensors):
                     outputs.append((node.name, index))
         return outputs

@@ -227,6 +227,14 @@ class TowerContext(tf.distribute.ReplicaContext):
         if self._call is not None:
             self._call.note_written(variable)
 
+    def refuse_compiled_write(self, variable: Any) -> None:
+        """Complains of a write to ``variable`` in a nested function that XLA is to compile."""
+        if self.is_nested and _tf.is_compiled_here():
+            raise RuntimeError(
+                f"variable {variable.name!r} is written in a tf.function that a tower calls and "
+                "that XLA is to compile (jit_compile=True). It is given the variable's value and "
+                "cannot write it. Write it outside of that function, or leave jit_compile out.")
+
     def value_in_branch(self, variable: Any) -> tf.Tensor | None:
         """What a branch or loop that will be compiled reads of ``variable``; None elsewhere.
 

@@ -188,6 +188,7 @@ class TowerVariable(_tf.ResourceVariable):
             return plain(self._one(value))
         value = tf.convert_to_tensor(value, dtype=self.dtype)
         if not tower.can_merge:
+            tower.refuse_compiled_write(self)
             return self._write_alone(tower, plain, value)
 
         # A given name may hold the tower's name scope, and the write is on the merge device.
@@ -211,6 +212,7 @@ class TowerVariable(_tf.ResourceVariable):
         slices = tf.IndexedSlices(tf.convert_to_tensor(slices.values, dtype=self.dtype),
                                   tf.convert_to_tensor(slices.indices), slices.dense_shape)
         if not tower.can_merge:
+            tower.refuse_compiled_write(self)
             return self._scatter_alone(tower, method_name, plain, slices)
         made = by_gradients.find(tower, self, slices)
         if made is not None:
