@@ -247,7 +247,8 @@ def random_start(strategy, kit):
 
         @tf.function
         def masks():
-            return strategy.run(lambda: drop(tf.ones([1, 64]), training=True))
+            return strategy.run(lambda x: drop(x, training=True),
+                                (strategy.split(tf.ones([8, 64])),))
 
         drawn = strategy.gather(masks(), axis=0)
     return {"kernel": model.get_weights()[0], "kept": kept, "masks": drawn}

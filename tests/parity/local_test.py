@@ -1,4 +1,4 @@
-"""What is local by nature: batch statistics that are not synchronized, and random draws."""
+"""What is local by nature, such as batch statistics that are not synchronized; random draws."""
 
 import contextlib
 

@@ -229,7 +229,6 @@ FLOAT64: dict[str, str] = {
     "metrics.PearsonCorrelation": "divides by differences of means of three numbers",
 }
 
-_DRAWS = "random draws: every tower draws its own"
 _MIXES = "random draws, and rows are mixed with others of their tower"
 _LOCAL = "batch norm that is not synchronized normalizes with a tower's rows"
 
@@ -237,9 +236,9 @@ _LOCAL = "batch norm that is not synchronized normalizes with a tower's rows"
 # listed with all its reductions, or with one of its items.
 DIFFERS: dict[tuple[str, str], str] = {
     ("", "layers.BatchNormalization"): _LOCAL,
-    ("", "layers.RandomFlip"): _DRAWS,
-    **dict.fromkeys((("keras", f"layers.{name}") for name in (
-        "AugMix", "RandAugment")), _DRAWS),
+    ("keras", "layers.AugMix"): "Python's random numbers choose its layers each time it is traced",
+    ("keras", "layers.RandAugment"): "no reason is known; the layers that it is made of, each by "
+                                     "itself, draw as on one device",
     ("keras", "layers.CutMix"): _MIXES,
     ("keras", "layers.MixUp"): _MIXES,
 }
