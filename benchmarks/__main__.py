@@ -9,11 +9,13 @@ folder ``benchmarks.json`` and ``benchmarks.png``.
     python -m benchmarks machines                         # several workers; see machines.py
     python -m benchmarks micro_batches                    # on one device; see micro_batches.py
     python -m benchmarks gpus                             # simulated GPUs; see gpus.py
+    python -m benchmarks inference                        # predict and evaluate; see inference.py
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
 import json
 import os
@@ -143,6 +145,9 @@ def main(argv: list[str]) -> None:
     if argv[1:] == ["gpus"]:
         _simulate_gpus()
         return
+    if argv[1:] == ["inference"]:
+        _measure_inference()
+        return
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     _check_flags()
@@ -184,6 +189,20 @@ def _simulate_gpus() -> None:
     gpus.main(_GPUS_CASES.value, [int(count) for count in _GPUS_TOWERS.value],
               [name for name in links.MACHINES if not name.startswith("P100")],
               _GPUS_CHECK.value, pathlib.Path(_OUT.value))
+
+
+def _measure_inference() -> None:
+    """``--cases``, ``input,mlp,conv`` unless given: predict and evaluate."""
+    from benchmarks import inference
+
+    chosen = _CASES.value if flags.FLAGS["cases"].present else ["input", "mlp", "conv"]
+    wrong = [name for name in chosen if name not in cases.CASES]
+    if wrong:
+        raise app.UsageError(f"inference: --cases takes {', '.join(cases.CASES)}, but got "
+                             f"{', '.join(wrong)}.")
+    keras = importlib.import_module("tf_keras" if _LEGACY.value else "keras")
+    inference.main(keras, chosen, _TOWERS.value, 1 if _QUICK.value else _ROUNDS.value,
+                   _QUICK.value)
 
 
 def _measure_machines() -> None:

@@ -351,3 +351,16 @@ class PlacedTest(parameterized.TestCase):
         for strategy in (towerstrategy.TowerStrategy(TOWERS[:2], "CPU:0"), mirrored()):
             with self.assertRaisesRegex(ValueError, named):
                 strategy.distribute_datasets_from_function(lambda _: rows(4, 2), options)
+
+    def test_each_pipeline_is_made_on_its_tower(self):
+        """Else who places pipelines on devices, as with MirroredStrategy, cannot change over."""
+        strategy, seen = towerstrategy.TowerStrategy(TOWERS[:2], "CPU:0"), []
+
+        def make(context):
+            seen.append(tf.zeros([]).device[-5:])
+            return Dataset.range(4).shard(2, context.input_pipeline_id).batch(1)
+
+        distributed = strategy.distribute_datasets_from_function(make, ON_HOST._replace(
+            experimental_place_dataset_on_device=True, experimental_replication_mode=PER_REPLICA))
+        self.assertEqual(seen, TOWERS[:2])
+        self.assertEqual([contents(element) for element in distributed], [[[0], [1]], [[2], [3]]])

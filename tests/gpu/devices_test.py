@@ -67,6 +67,38 @@ class PlacementTest(parameterized.TestCase):
         step(strategy.split(tf.ones([4, 8])))
 
 
+class InputTest(parameterized.TestCase):
+
+    def test_batches_lie_on_the_gpus(self):
+        """Else each step waits until its batch has crossed from the host."""
+        strategy = towerstrategy.TowerStrategy(TOWERS)
+        rows = tf.data.Dataset.from_tensor_slices((np.arange(20.), list("abcdefghij" * 2)))
+        found = []
+        for numbers, letters in strategy.experimental_distribute_dataset(rows.batch(6)):
+            places = [tf.DeviceSpec.from_string(part.backing_device) for part in numbers.values]
+            self.assertEqual([(place.device_type, place.device_index) for place in places],
+                             [("GPU", 0), ("GPU", 1)])
+            self.assertIn("CPU:0", letters.values[0].backing_device)
+            found += [number for part in numbers.values for number in part.numpy().tolist()]
+        self.assertEqual(found, list(range(20)))
+
+    @parameterized.product(library=(keras, tf_keras), steps=(1, 3))
+    def test_keras(self, library, steps):
+        """Else fit, evaluate or predict fails on prefetched batches, or sees other rows."""
+        x = np.random.default_rng(0).normal(size=[37, 4]).astype("float32")
+        results = []
+        for scope in (towerstrategy.TowerStrategy(TOWERS).scope(), tf.device("GPU:0")):
+            library.utils.set_random_seed(1)
+            with scope:
+                model = library.Sequential([library.layers.Input([4]), library.layers.Dense(1)])
+                model.compile("adam", "mse", steps_per_execution=steps)
+            logs = model.fit(x, x[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0)
+            results.append((logs.history["loss"], model.evaluate(x, x[:, :1], verbose=0),
+                            model.predict(x, batch_size=8, verbose=0)))
+        for found, wanted in zip(*results):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 class MemoryTest(parameterized.TestCase):
 
     @parameterized.parameters(keras, tf_keras)

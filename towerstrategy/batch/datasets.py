@@ -261,7 +261,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
         dataset, row_count = self._dataset, None
         if self._fetch.devices:
             layout = self._layout(dataset.element_spec)
-            if layout.moves:
+            if layout is not None and layout.moves:
                 return prefetching.iterate(dataset, layout, self._fetch, follow)
         if follow is not None:
             dataset, row_count = follow(dataset)
@@ -270,7 +270,8 @@ class TowerDataset(tf.distribute.DistributedDataset):
         iterator.row_count = row_count
         return iterator
 
-    def _layout(self, spec: Nest) -> prefetching.Layout:
+    def _layout(self, spec: Nest) -> prefetching.Layout | None:
+        """Where an element's tensors are to be fetched to; None: nowhere."""
         return prefetching.Layout.of(spec, len(self._fetch.devices))
 
     def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:

@@ -7,12 +7,13 @@ Python's own loops know no end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch import sub_batches
 from towerstrategy.batch.rows import Nest
 
@@ -80,3 +81,24 @@ def check_ends(iterator: Any) -> None:
             "while one tf.function was traced. Python's enumerate, zip and comprehensions do "
             "not see where a dataset ends there. Write a plain `for batch in dataset:` loop, "
             "which autograph converts, and count in it.")
+
+
+def onto_devices(element: Nest, devices: Sequence[str]) -> Nest:
+    """``element`` with each tower's part on its device; as it is where no devices are given."""
+    if not devices:
+        return element
+
+    def moved(part: Any, device: str) -> Any:
+        with tf.device(device):
+            return tf.nest.map_structure(tf.identity, part, expand_composites=True)
+
+    def each(leaf: Any) -> Any:
+        if not isinstance(leaf, _tf.PerReplica):
+            alone = len(devices) == 1 and rows_lib.has_rows(leaf)
+            return moved(leaf, devices[0]) if alone else leaf
+        parts = [moved(part, device) for part, device in zip(leaf.values, devices)]
+        if isinstance(leaf, sub_batches.StandInSubBatches):
+            return sub_batches.StandInSubBatches(parts, leaf.rows)
+        return type(leaf)(parts)
+
+    return tf.nest.map_structure(each, element)

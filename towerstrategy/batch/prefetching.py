@@ -21,7 +21,7 @@ from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch.rows import Nest
 
 # The owner of what belongs to no tower.
-HOST = -1
+_HOST = -1
 _OUT_OF_STEP = (
     "the input pipeline has failed before, and since then what was prefetched does not belong "
     "together. Make a new iterator. To go on behind an error with the same one, drop bad elements "
@@ -55,13 +55,13 @@ class Layout:
         self.spec, self.owners = spec, tuple(owners)
         self._tensors = tf.nest.flatten(spec, expand_composites=True)
         self._places = [[place for place, owner in enumerate(owners) if owner == number]
-                        for number in range(HOST, max(owners, default=HOST) + 1)]
+                        for number in range(_HOST, max(owners, default=_HOST) + 1)]
 
     @classmethod
     def of(cls, spec: Nest, towers: int) -> Layout:
         """The layout of the split elements that ``spec`` describes."""
         return cls(spec, [owner for leaf in tf.nest.flatten(spec)
-                          for owner in owners_of(leaf, towers)])
+                          for owner in _owners_of(leaf, towers)])
 
     @property
     def moves(self) -> bool:
@@ -141,31 +141,17 @@ class Layout:
                 tensors[place] = tensor
         return tf.nest.pack_sequence_as(self.spec, tensors, expand_composites=True)
 
-    def copied(self, element: Nest, devices: Sequence[str]) -> Nest:
-        """A copy of ``element``, each tensor where it is: the host's on the first device."""
-        copies = []
-        for tensor, owner in zip(tf.nest.flatten(element, expand_composites=True), self.owners):
-            with tf.device(devices[owner - HOST]):
-                copies.append(tf.identity(tensor))
-        return tf.nest.pack_sequence_as(self.spec, copies, expand_composites=True)
 
-
-def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
-    """Who has each tensor of a component.
-
-    Args:
-      spec: the component's.
-      towers: how many there are.
-      counts: whether the row counts that stand-ins have are among the tensors.
-    """
+def _owners_of(spec: Any, towers: int) -> list[int]:
+    """Who has each tensor of a component."""
     several = isinstance(spec, _tf.PerReplicaSpec)
-    parts = spec._component_specs[:None if counts else towers] if several else [spec]
+    parts = spec._component_specs if several else [spec]
     owners = []
     for number, part in enumerate(parts):
         # Behind the towers' parts are row counts, which the host reads.
         moves = number < towers and (several or towers == 1) and _moves(part)
         tensors = tf.nest.flatten(part, expand_composites=True)
-        owners += [number if moves else HOST] * len(tensors)
+        owners += [number if moves else _HOST] * len(tensors)
     return owners
 
 
@@ -338,22 +324,6 @@ class PartsOptional(tf.experimental.Optional):
     def _type_spec(self) -> PartsOptionalSpec:
         return PartsOptionalSpec(self._layout.spec, self._layout.owners, self._devices,
                                  tuple(part._type_spec for part in self._parts))
-
-
-def optionals(layout: Layout, devices: Sequence[str], element: Nest) -> tuple[Any, Any]:
-    """What makes an optional that holds ``element``, and one that is empty."""
-    dealt = layout.apart(element)
-    specs = [tf.nest.map_structure(tf.type_spec_from_value, part) for part in dealt]
-
-    def make(of: Callable[[Any], tf.experimental.Optional], values: Sequence[Any]) -> PartsOptional:
-        parts = []
-        for device, value in zip(devices, values):
-            with tf.device(device):
-                parts.append(of(value))
-        return PartsOptional(layout, devices, parts)
-
-    return (lambda: make(tf.experimental.Optional.from_value, dealt),
-            lambda: make(tf.experimental.Optional.empty, specs))
 
 
 def iterate(dataset: tf.data.Dataset, layout: Layout, fetch: Fetch,

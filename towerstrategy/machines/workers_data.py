@@ -15,89 +15,10 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.batch import iterators, prefetching, sub_batches
+from towerstrategy.batch import iterators, sub_batches
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch.rows import Nest
 from towerstrategy.machines import meeting
-
-
-def _agreeing_iterator(base: Any) -> Any:
-    """A subclass of ``base``; with two bases, an iterator could not become one of it."""
-
-    class AgreeingIterator(base):
-        """What iterators over a :class:`WorkersDataset` do: all workers get to the end at once.
-
-        ``_taken`` gives what the pipeline has next, ``(there, rows, leaves)``.
-        """
-
-        _packed: Nest
-        _workers: meeting.Machines
-
-        def get_next(self) -> Nest:
-            there, leaves, rows = self._agreed()
-            if tf.executing_eagerly():
-                if not bool(there):
-                    _raise_ended()
-            else:
-                # An iterator without elements raises the error that says that data has ended.
-                ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
-                with tf.control_dependencies([ended]):
-                    leaves = self._copied(leaves)
-            return iterators.handed(self, self._element(leaves, rows))
-
-        def __next__(self) -> Nest:
-            iterators.begin_step(self)
-            try:
-                return self.get_next()
-            except tf.errors.OutOfRangeError:
-                raise StopIteration from None
-
-        def get_next_as_optional(self) -> tf.experimental.Optional:
-            there, leaves, rows = self._agreed()
-            full, empty = self._optionals(self._element(leaves, rows))
-            if tf.executing_eagerly():
-                return full() if bool(there) else empty()
-            return tf.cond(there, full, empty)
-
-        @property
-        def element_spec(self) -> Nest:
-            return _packed_spec(self._packed, self._flat_spec, self._workers)
-
-        def _agreed(self) -> tuple[tf.Tensor, Nest, tf.Tensor]:
-            """Whether any worker has an element; this one's values; all towers' rows."""
-            workers = self._workers
-            with tf.device("CPU:0"):
-                there, rows, leaves = self._taken()
-                here = tf.cast(there, tf.int64)
-                before, after = workers.first, workers.replicas - workers.first - workers.towers
-                told = workers.sum_one(tf.concat([here[tf.newaxis], tf.pad(here * rows,
-                                                                           [[before, after]])], 0))
-                told.set_shape([1 + workers.replicas])
-                batched = any(isinstance(spec, sub_batches.SubBatchesSpec)
-                              for spec in tf.nest.flatten(self._packed))
-                return told[0] >= (1 if batched else workers.count), leaves, told[1:]
-
-        def _element(self, leaves: Nest, rows: tf.Tensor) -> Nest:
-            return _pack(self._packed, leaves, self._workers.towers,
-                         lambda values: sub_batches.StandInSubBatches(values, rows), _tf.PerReplica)
-
-        @property
-        def _flat_spec(self) -> Any:
-            raise NotImplementedError
-
-        def _taken(self) -> Any:
-            raise NotImplementedError
-
-        def _copied(self, leaves: Nest) -> Nest:
-            return tf.nest.map_structure(tf.identity, leaves, expand_composites=True)
-
-        def _optionals(self, element: Nest) -> tuple[Any, Any]:
-            """What makes an optional with ``element``, and an empty one."""
-            spec = self.element_spec
-            return (lambda: tf.experimental.Optional.from_value(element),
-                    lambda: tf.experimental.Optional.empty(spec))
-
-    return AgreeingIterator
 
 
 class WorkersIteratorSpec(tf.data.IteratorSpec):
@@ -107,98 +28,95 @@ class WorkersIteratorSpec(tf.data.IteratorSpec):
       flat: the specs of what the pipeline gives: ``(there, rows, leaves)``.
       packed: the nest of specs of an element as the pipeline's end knew it.
       number: of the :class:`machines.Machines`.
+      devices: where the towers' parts are put.
     """
 
-    __slots__ = ["_packed", "_number"]
+    __slots__ = ["_packed", "_number", "_devices"]
 
-    def __init__(self, flat: Any, packed: Nest, number: int) -> None:
+    def __init__(self, flat: Any, packed: Nest, number: int, devices: tuple[str, ...]) -> None:
         super().__init__(flat)
-        self._packed, self._number = packed, number
+        self._packed, self._number, self._devices = packed, number, devices
 
     value_type = property(lambda _: WorkersIterator)
 
     def _serialize(self) -> tuple[Any, ...]:
-        return self._element_spec, self._packed, self._number
+        return self._element_spec, self._packed, self._number, self._devices
 
     def _from_components(self, components: Any) -> WorkersIterator:
-        return _agreeing(super()._from_components(components), WorkersIterator, self._packed,
-                         meeting.numbered(self._number))
+        return _agreeing(super()._from_components(components), self._packed,
+                         meeting.numbered(self._number), self._devices)
 
 
-class WorkersIterator(_agreeing_iterator(iterators.TowerIterator)):  # type: ignore[misc]
-    """Iterates over a :class:`WorkersDataset` whose elements are on the host."""
+class WorkersIterator(iterators.TowerIterator):
+    """Iterates over a :class:`WorkersDataset`: all workers get to the end at the same step."""
+
+    _packed: Nest
+    _workers: meeting.Machines
+
+    def get_next(self) -> Nest:
+        there, element = self._agreed()
+        if tf.executing_eagerly():
+            if not bool(there):
+                _raise_ended()
+            return iterators.handed(self, iterators.onto_devices(element, self._devices))
+        # An iterator without elements raises the error that says that data has ended.
+        ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
+        with tf.control_dependencies([ended]):
+            element = tf.nest.map_structure(tf.identity, element, expand_composites=True)
+        return iterators.handed(self, iterators.onto_devices(element, self._devices))
+
+    def __next__(self) -> Nest:
+        iterators.begin_step(self)
+        try:
+            return self.get_next()
+        except tf.errors.OutOfRangeError:
+            raise StopIteration from None
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        there, element = self._agreed()
+        spec = self.element_spec
+
+        def empty() -> tf.experimental.Optional:
+            return tf.experimental.Optional.empty(spec)
+
+        def full() -> tf.experimental.Optional:
+            return tf.experimental.Optional.from_value(element)
+
+        if tf.executing_eagerly():
+            return full() if bool(there) else empty()
+        return tf.cond(there, full, empty)
 
     @property
-    def _flat_spec(self) -> Any:
-        return self._element_spec
-
-    def _taken(self) -> Any:
-        return _tf.OwnedIterator.get_next(self)
+    def element_spec(self) -> Nest:
+        return _packed_spec(self._packed, self._element_spec, self._workers)
 
     @property
     def _type_spec(self) -> WorkersIteratorSpec:
-        return WorkersIteratorSpec(self._element_spec, self._packed, self._workers.number)
+        return WorkersIteratorSpec(self._element_spec, self._packed, self._workers.number,
+                                   tuple(self._devices))
+
+    def _agreed(self) -> tuple[tf.Tensor, Nest]:
+        """Whether there is an element, on any worker; and this worker's, with all row counts."""
+        workers = self._workers
+        with tf.device("CPU:0"):
+            there, rows, leaves = _tf.OwnedIterator.get_next(self)
+            here = tf.cast(there, tf.int64)
+            before, after = workers.first, workers.replicas - workers.first - workers.towers
+            told = workers.sum_one(tf.concat([here[tf.newaxis], tf.pad(here * rows,
+                                                                       [[before, after]])], 0))
+            told.set_shape([1 + workers.replicas])
+            batched = any(isinstance(spec, sub_batches.SubBatchesSpec)
+                          for spec in tf.nest.flatten(self._packed))
+            element = _pack(self._packed, leaves, workers.towers,
+                            lambda values: sub_batches.StandInSubBatches(values, told[1:]),
+                            _tf.PerReplica)
+            return told[0] >= (1 if batched else workers.count), element
 
 
-class PrefetchedWorkersSpec(prefetching.PrefetchedSpec):
-    """The type spec of :class:`PrefetchedWorkersIterator`."""
-
-    __slots__ = ["_packed", "_number"]
-    value_type = property(lambda _: PrefetchedWorkersIterator)
-
-    def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any, packed: Nest,
-                 number: int) -> None:
-        super().__init__(spec, owners, streams)
-        self._packed, self._number = packed, number
-
-    def _serialize(self) -> tuple[Any, ...]:
-        return (*super()._serialize(), self._packed, self._number)
-
-    __hash__ = prefetching.PrefetchedSpec.__hash__
-    __eq__ = prefetching.PrefetchedSpec.__eq__
-
-    def _from_components(self, components: Sequence[Any]) -> PrefetchedWorkersIterator:
-        return _agreeing(super()._from_components(components), PrefetchedWorkersIterator,
-                         self._packed, meeting.numbered(self._number))
-
-
-class PrefetchedWorkersIterator(
-        _agreeing_iterator(prefetching.PrefetchedIterator)):  # type: ignore[misc]
-    """The same with each tower's part on its device already."""
-
-    @property
-    def _flat_spec(self) -> Any:
-        return self._layout.spec
-
-    def _taken(self) -> Any:
-        return prefetching.PrefetchedIterator.get_next(self)
-
-    def _copied(self, leaves: Nest) -> Nest:
-        _, _, spec = self._layout.spec
-        own = prefetching.Layout(spec, self._layout.owners[2:])
-        return own.copied(leaves, self._streams._devices)
-
-    def _optionals(self, element: Nest) -> tuple[Any, Any]:
-        layout = prefetching.Layout.of(self.element_spec, self._workers.towers)
-        return prefetching.optionals(layout, self._streams._devices, element)
-
-    @property
-    def _type_spec(self) -> PrefetchedWorkersSpec:
-        return PrefetchedWorkersSpec(self._layout.spec, self._layout.owners,
-                                     self._streams._type_spec, self._packed, self._workers.number)
-
-
-class _WorkersLayout(prefetching.Layout):
-    """The layout of what the pipeline gives, ``(there, rows, leaves)``."""
-
-    def rows(self, element: Nest) -> Any:
-        _, rows, _ = element
-        return rows
-
-
-def _agreeing(iterator: Any, kind: type, packed: Nest, workers: meeting.Machines) -> Any:
-    iterator.__class__ = kind
-    iterator._packed, iterator._workers = packed, workers
+def _agreeing(iterator: Any, packed: Nest, workers: meeting.Machines,
+              devices: Sequence[str]) -> WorkersIterator:
+    iterator.__class__ = WorkersIterator
+    iterator._packed, iterator._workers, iterator._devices = packed, workers, devices
     return iterator
 
 
@@ -268,18 +186,15 @@ class WorkersDataset(datasets_lib.TowerDataset):
             self._watcher.agree()
         return super().__iter__()
 
-    def _iterator(self, follow: Any) -> Any:
-        kind: type = WorkersIterator
-        iterator = super()._iterator(follow)
-        if isinstance(iterator, prefetching.PrefetchedIterator):
-            kind = PrefetchedWorkersIterator
-        return _agreeing(iterator, kind, self._spec, self._workers)
+    def _layout(self, spec: Nest) -> None:
+        del spec
+        # The step puts parts on the devices: TensorFlow's multi-device iterator, made in a function
+        # of one of several workers, was seen to hang.
+        return None
 
-    def _layout(self, flat: Any) -> prefetching.Layout:
-        owners = [prefetching.HOST, prefetching.HOST]
-        for spec in tf.nest.flatten(self._spec):
-            owners += prefetching.owners_of(spec, self._workers.towers, counts=False)
-        return _WorkersLayout(flat, owners)
+    def _iterator(self, follow: Any) -> WorkersIterator:
+        return _agreeing(super()._iterator(follow), self._spec, self._workers,
+                         self._fetch.devices)
 
     def _endless(self, dataset: tf.data.Dataset, stand_ins: bool) -> tf.data.Dataset:
         """Elements ``(there, rows, values)``, at the end of the data without end such with no rows.
