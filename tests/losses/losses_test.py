@@ -1,5 +1,6 @@
 """Losses of one's own: what is scaled by whom, and what is said where nobody has."""
 
+import contextlib
 import warnings
 
 import keras
@@ -106,6 +107,36 @@ class SameTest(parameterized.TestCase):
         one, four = weights(tf.distribute.get_strategy()), weights(towerstrategy.TowerStrategy(4))
         for got, wanted in zip(four, one, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+class OutputsTest(parameterized.TestCase):
+
+    @parameterized.product(kit=[keras, tf_keras], size=[6, 7], sparse=[True, False])
+    def test_each_outputs_loss_is_logged_as_on_one_device(self, kit, size, sparse):
+        """Else the log of an output is as many times too large as there are towers."""
+        random = np.random.default_rng(0)
+        x = random.normal(size=[size, 5]).astype("f")
+        y = {"a": random.integers(0, 2, [size]) if sparse else random.normal(size=[size, 2]),
+             "b": random.normal(size=[size, 1])}
+        weights = {name: random.uniform(size=[size]).astype("f") for name in y}
+
+        def logged(scope):
+            kit.utils.set_random_seed(0)
+            with scope:
+                inputs = kit.layers.Input([5])
+                model = kit.Model(inputs, {"a": kit.layers.Dense(2, name="a")(inputs),
+                                           "b": kit.layers.Dense(1, name="b")(inputs)})
+                loss = kit.losses.SparseCategoricalCrossentropy(from_logits=True)
+                model.compile("sgd", {"a": loss if sparse else "mse", "b": "mae"})
+            return {**model.test_on_batch(x, y, return_dict=True),
+                    **{f"weighted {name}": value for name, value in model.test_on_batch(
+                        x, y, sample_weight=weights, return_dict=True).items()}}
+
+        one, towers = (logged(scope) for scope in (
+            contextlib.nullcontext(), towerstrategy.TowerStrategy(3).scope()))
+        self.assertEqual(one.keys(), towers.keys())
+        for name, value in one.items():
+            np.testing.assert_allclose(towers[name], value, rtol=1e-5, err_msg=name)
 
 
 class ScaleLossTest(parameterized.TestCase):

@@ -72,9 +72,10 @@ def compute_weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         tower = contexts.splitting_tower()
         if tower is not None and isinstance(losses, tf.Tensor):
             own_losses.check_number(tower, losses, reduction)
-        if tower is None or reduction in means or loss.shape.rank != 0:
+        if tower is None or loss.shape.rank != 0:
             return loss
-        return parts.summed(tower, loss)
+        # A mean of one or two rows does not show in the graph: its number of rows is a constant.
+        return tower.mark_mean(loss) if reduction in means else parts.summed(tower, loss)
 
     return compute_weighted_loss
 
