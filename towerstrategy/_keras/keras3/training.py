@@ -60,6 +60,7 @@ def is_tf_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def epoch_iterator_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        training_rules.check_dataset(kwargs.get("x"), kwargs.get("distribute_strategy"))
         original(self, *args, **kwargs)
         if isinstance(self._distributed_dataset, datasets_lib.TowerDataset):
             self._distributed_dataset = self._distributed_dataset.with_stand_ins()

@@ -52,6 +52,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         layers.batch_norm_build,
         "keeps moving statistics per replica and averages them plainly; they are one copy, moved "
         "by each tower's share, as in Keras 3"),
+    (data_adapter.DataHandler, "__init__"): hooks.Hook(
+        training_lib.data_handler_init,
+        "asks for a number of steps where the model was not compiled in the dataset's scope"),
     (data_adapter.DataHandler, "_configure_dataset_and_inferred_steps"): hooks.Hook(
         training_lib.configure_dataset,
         "towers without rows get stand-ins"),
