@@ -133,6 +133,16 @@ class DistributedFitTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "Expected shape .None, 3., but input has incomp"):
             model.fit(strategy.distribute_datasets_from_function(lambda _: rows), verbose=0)
 
+    @parameterized.product(module=(keras, tf_keras), method=("fit", "evaluate", "predict"))
+    def test_model_that_is_on_no_towers(self, module, method):
+        """Else who forgets the scope reads of unknown data types, in place of what to do."""
+        strategy = towerstrategy.TowerStrategy(TOWERS)
+        model = module.Sequential([module.layers.Input([3]), module.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        rows = tf.data.Dataset.from_tensor_slices((np.ones([6, 3]), np.ones([6]))).batch(4)
+        with self.assertRaisesRegex(ValueError, "inside of the scope.*strategy.adopt"):
+            getattr(model, method)(strategy.experimental_distribute_dataset(rows), verbose=0)
+
     @parameterized.parameters(keras, tf_keras)
     def test_one_tower(self, module):
         """Else a program for several devices fails on a machine with one."""

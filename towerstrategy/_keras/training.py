@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.batch import results
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.merge import merging
@@ -25,6 +26,16 @@ def split_plain(strategy: tf.distribute.Strategy, data: Any) -> Any:
     if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
         return data
     return strategy.extended.split(data, stand_ins=True)
+
+
+def check_dataset(x: Any, strategy: tf.distribute.Strategy | None) -> None:
+    """Raises ``ValueError`` where a model that is on no towers is given their dataset."""
+    if isinstance(x, datasets_lib.TowerDataset) and not kind.is_tower_strategy(strategy):
+        raise ValueError(
+            "the dataset was made by experimental_distribute_dataset or "
+            "distribute_datasets_from_function of a TowerStrategy, but the model is not on its "
+            "towers. Compile the model inside of the scope (with strategy.scope():), or call "
+            "strategy.adopt(model), or give the model a tf.data.Dataset.")
 
 
 def rows_only(values: Any) -> list[Any]:

@@ -68,6 +68,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (backend.RandomGenerator, "make_legacy_seed"): hooks.Hook(
         layers.make_legacy_seed,
         "counts up with each operation that is made, so that each tower would get other seeds"),
+    (data_adapter.DataHandler, "__init__"): hooks.Hook(
+        training_lib.data_handler_init,
+        "asks for a number of steps where the model was not compiled in the dataset's scope"),
     (data_adapter.DataHandler, "_configure_dataset_and_inferred_steps"): hooks.Hook(
         training_lib.configure_dataset,
         "towers without rows get stand-ins"),

@@ -19,6 +19,15 @@ from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.placement import kind
 
 
+def data_handler_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        x = args[0] if args else kwargs.get("x")
+        training_rules.check_dataset(x, tf.distribute.get_strategy())
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
 def configure_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
     def _configure_dataset_and_inferred_steps(self: Any, strategy: Any, x: Any, *args: Any,
                                               **kwargs: Any) -> Any:
