@@ -8,7 +8,6 @@ decided here.
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,30 +23,8 @@ from towerstrategy.merge import merging, reductions
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.towers import calls, compiled, contexts, steps
+from towerstrategy.towers import calls, compiled, contexts, modes, steps
 from towerstrategy.variables import creation, living, tower_local
-
-
-class _Modes(threading.local):
-    """What holds for a while, in one thread."""
-
-    counted_as: Any = None
-    one_copy_of_means = False
-    stand_ins = False
-    predicting = False
-    compiles = False
-    alike_on_all = False
-    totals: dict[int, Any] = {}
-    steps: steps.StepsContext | None = None
-
-    @contextlib.contextmanager
-    def within(self, **modes: Any) -> Iterator[None]:
-        before = {name: getattr(self, name) for name in modes}
-        vars(self).update(modes)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
 
 
 class TowerExtended(_tf.StrategyExtended):
@@ -81,7 +58,7 @@ class TowerExtended(_tf.StrategyExtended):
         # A nested tf.function may read tower-local variables, so each device has its own trace.
         self._retrace_functions_for_each_device = len(placement.towers) > 1
         self.experimental_enable_get_next_as_optional = True
-        self._modes = _Modes()
+        self._modes = modes.Modes()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""

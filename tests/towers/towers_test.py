@@ -363,6 +363,20 @@ class ErrorTest(parameterized.TestCase):
             RUNS[run](strategy, replica, (per_replica(strategy, 1., 2.),))
         self.assertIn("too large", str(caught.exception))
 
+    def test_an_error_of_a_tower_without_rows_says_so(self):
+        """Else an operation that cannot work on no rows fails without a word of why."""
+        @tf.function(reduce_retracing=True)
+        def replica(x):
+            return tf.raw_ops.EnsureShape(input=tf.shape(x)[:1] // tf.shape(x)[0], shape=[1])
+
+        strategy = towerstrategy.TowerStrategy(3)
+        for rows in (6, 9, 4):
+            strategy.run(replica, (strategy.split(tf.range(rows)),))
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "tower_2_CPU_2") as caught:
+            strategy.run(replica, (strategy.split(tf.range(2)),))
+        notes = " ".join(getattr(caught.exception, "__notes__", []))
+        self.assertIn("tower 2 on CPU:2, which has none of the batch's 2 rows", notes)
+
     def test_next_step_after_an_error(self):
         """Else one bad batch makes the strategy useless."""
         strategy = two_towers()

@@ -11,8 +11,9 @@ right.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -50,7 +51,8 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
     if isinstance(fn, _tf.Function) and compiles and _tf.is_jit_compiled(fn):
         fn = fn.python_function  # of tf_keras, which makes it anew for each step that it traces
     if isinstance(fn, _tf.Function):
-        return _inside_function(strategy, fn)(*args, **kwargs)
+        with _told_rows(strategy, args, kwargs):
+            return _inside_function(strategy, fn)(*args, **kwargs)
     compiles = compiles and not tf.executing_eagerly()
     if _tf.is_compiled_here() and not strategy.extended.placement.compiles:
         raise ValueError(_WHOLE)
@@ -77,6 +79,25 @@ _WHOLE = (
     "compiles a function for one device, and this strategy's towers and merge device are several, "
     "or not TensorFlow's default device. Give jit_compile=True to the function that strategy.run "
     "is given: what each tower does between two meetings is compiled then.")
+
+
+@contextlib.contextmanager
+def _told_rows(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Iterator[None]:
+    """Within, an error of a running function says how many rows the tower had that it names.
+
+    Its trace did not know them.  A function of the user's own that calls ``strategy.run`` inside
+    fails where nobody is told.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        found = contexts.TOWER_SCOPE.search(error.message)
+        if found is not None and tf.executing_eagerly():
+            tower = int(found[1])
+            shares = _shares(strategy, args, kwargs)
+            _tf.add_note(error, contexts.error_note(
+                tower, strategy.extended.placement, shares), traced=False)
+        raise
 
 
 def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:

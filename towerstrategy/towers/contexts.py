@@ -9,20 +9,20 @@ merge device.
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import results
-from towerstrategy.merge import merging, remade
+from towerstrategy.losses import marks
+from towerstrategy.merge import merging
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import kind
+from towerstrategy.towers import known
 
 TowerResults = results.TowerResults
 
@@ -36,51 +36,23 @@ NESTED_MERGE = (
 
 # Within a merge: what the optimizer does with the merged gradients.
 UPDATE_SCOPE = "tower_update"
+TOWER_SCOPE = re.compile(r"\btower_(\d+)_[A-Z]+_\d+\b")
 OWN_SCOPE = re.compile(r"tower_\d+_[A-Z]+_\d+|merge|tower_update(_\d+)?")
 
-# What a nested function that a tower has traced finds where no tower calls it.
-OUTSIDE = {"share": (tf.float64, 1.), "filled": (tf.bool, True), "number": (tf.int32, 0),
-           "seed_step": (tf.int64, 0), "rows": (tf.int64, 0), "first_row": (tf.int64, 0),
-           "batch_rows": (tf.int64, 0)}
 
-
-class TowerContext(tf.distribute.ReplicaContext):
-    """The replica context of one tower.
-
-    What a tower knows about itself (its number, its share, whether it has rows, its seed) belongs
-    to the call of the replica function.  A ``tf.function`` that is called inside of it is traced
-    once and called again, by other towers and for other batches, so in there each of these is a
-    tensor that is asked for at each call.
-
-    Attributes:
-      share: the tower's rows over all rows of the global batch: a float or a scalar float64 tensor.
-      shares: the shares of all towers, for where they meet.
-      silenced: whether the gradients of a tower without rows are zero of themselves.
-      own_means: whether losses are means over the tower's rows here, scaled by who asked for them.
-      asked: whether the replica function has asked how many replicas there are.
-      suspects: ids of the variables by which a loss that nothing has scaled was differentiated.
-      gradients: what tapes have given for the weights.
-    """
+class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
+    """The replica context of one tower; what it knows and remembers is in its bases."""
 
     def __init__(self, strategy: tf.distribute.Strategy, tower: int, shares: shares_lib.Shares,
                  call: Any = None) -> None:
-        super().__init__(strategy, tower)
+        tf.distribute.ReplicaContext.__init__(self, strategy, tower)
+        marks.Marks.__init__(self)
         self._tower = tower
         self._call = call
         self.shares = shares
-        self.weight: Any = None
-        self.silenced = False
-        self.own_means = False
-        self.asked = False
-        self.suspects: set[int] = set()
-        self.gradients = remade.Noted()
         self._graph: tf.Graph | None = None
         self._reducing = False
-        self._scaled: dict[int, Any] = {}
-        self._means: dict[int, Any] = {}
         self._met: dict[int, Any] = {}
-        self._whole: set[str] = set()
-        self._losses: dict[int, tuple[Any, list[Any]]] = {}
         self._counts: dict[str, Any] = {}
         self._in_branches: dict[int, tuple[Any, tf.Tensor]] = {}
 
@@ -100,11 +72,6 @@ class TowerContext(tf.distribute.ReplicaContext):
         return self.tower
 
     @property
-    def replica_id_in_sync_group(self) -> tf.Tensor:
-        """This tower's number, a scalar int32 tensor."""
-        return tf.convert_to_tensor(self._known("number"), name="replica_id_in_sync_group")
-
-    @property
     def count(self) -> int:
         """How many towers there are on this machine."""
         return len(self._strategy.extended.worker_devices)
@@ -113,15 +80,6 @@ class TowerContext(tf.distribute.ReplicaContext):
     def several(self) -> bool:
         """Whether there are other towers, here or on other machines."""
         return self.count > 1 or self._strategy.extended.workers is not None
-
-    @property
-    def share(self) -> Any:
-        return self._known("share")
-
-    @property
-    def filled(self) -> Any:
-        """Whether this tower has rows: a bool, or a scalar bool tensor."""
-        return self._known("filled")
 
     @property
     def may_be_empty(self) -> bool:
@@ -142,54 +100,6 @@ class TowerContext(tf.distribute.ReplicaContext):
     def is_nested(self) -> bool:
         """Whether a function is being traced here that the replica function calls."""
         return _tf.nested_function(self._graph) is not None
-
-    def _known(self, name: str) -> Any:
-        """One of :data:`OUTSIDE`, as this tower has it in this call."""
-        nested = _tf.nested_function(self._graph)
-        if nested is None:
-            return getattr(self, f"_{name}_here")()
-        return _tf.capture_at_call(nested, f"towerstrategy/{name}",
-                                   functools.partial(_known_of_caller, name),
-                                   tf.TensorSpec([], OUTSIDE[name][0]))
-
-    def _share_here(self) -> Any:
-        shares = [self.shares.of(tower) for tower in range(self.count)]
-        if isinstance(shares[0], float) and len(set(shares)) == 1:
-            return shares[0]
-        return self.own(shares)
-
-    def _filled_here(self) -> Any:
-        filled = [self.shares.filled(tower) for tower in range(self.count)]
-        return filled[self._tower] if not self.shares.may_be_empty else self.own(filled)
-
-    def _number_here(self) -> Any:
-        first = self._strategy.extended.first_replica
-        return self.own([np.int32(first + tower) for tower in range(self.count)])
-
-    def _seed_step_here(self) -> Any:
-        first = self._strategy.extended.first_replica
-        return self.own([np.int64((first + tower) * _tf.SEED_STEP % 2**31)
-                          for tower in range(self.count)])
-
-    def _rows_here(self) -> Any:
-        return self._counted("rows", self.shares.worked_on)
-
-    def _first_row_here(self) -> Any:
-        return self._counted("first_row", self.shares.starts)
-
-    def _batch_rows_here(self) -> Any:
-        return self._counted("batch_rows", lambda: [self.shares.total] * self.count)
-
-    def _counted(self, name: str, make: Callable[[], list[Any]]) -> Any:
-        """This tower's of a count for each, which are made once a call."""
-        if name not in self._counts:
-            counts = self.for_all(name, make)
-            same = all(count is counts[0] for count in counts) or (
-                isinstance(counts[0], int) and len(set(counts)) == 1)
-            self._counts[name] = counts[0] if same else self.own(
-                [np.int64(count) if self.is_copied and isinstance(count, int) else count
-                 for count in counts])
-        return self._counts[name]
 
     @contextlib.contextmanager
     def at(self, device: str) -> Iterator[None]:
@@ -249,51 +159,10 @@ class TowerContext(tf.distribute.ReplicaContext):
                 self._in_branches[id(variable)] = variable, variable.value()
         return self._in_branches[id(variable)][1]
 
-    @contextlib.contextmanager
-    def weighted(self, weight: Any) -> Iterator[None]:
-        """Within, losses are scaled by ``weight`` (a scalar tensor), not by the share of rows."""
-        before, self.weight = self.weight, weight
-        try:
-            yield
-        finally:
-            self.weight = before
-
-    def mark_scaled(self, loss: Any) -> Any:
-        """Remembers that ``loss`` is this tower's part of the whole batch's loss already."""
-        self._scaled[id(loss)] = loss
-        return loss
-
-    def is_scaled(self, loss: Any) -> bool:
-        """Whether ``loss`` went through :meth:`mark_scaled`."""
-        return self._scaled.get(id(loss)) is loss
-
-    def mark_mean(self, loss: Any) -> Any:
-        """Remembers that ``loss`` is a mean over this tower's rows."""
-        self._means[id(loss)] = loss
-        return loss
-
-    def is_mean(self, loss: Any) -> bool:
-        """Whether ``loss`` went through :meth:`mark_mean`."""
-        return self._means.get(id(loss)) is loss
-
-    def mark_whole(self, rows: tf.Tensor) -> tf.Tensor:
-        """Remembers that ``rows`` are those of all towers, the same on each."""
-        if not _tf.is_eager(rows):
-            self._whole.add(rows.name)
-        return rows
-
-    def is_whole(self, value: tf.Tensor) -> bool:
-        """Whether a traced tensor went through :meth:`mark_whole`."""
-        return bool(self._whole) and value.name in self._whole
-
     @property
     def static_rows(self) -> int | None:
         """The rows that this tower works on; 0 where only the step knows, None without a batch."""
         return self.shares.static_rows(self._tower)
-
-    def losses_of(self, layer: Any) -> list[Any]:
-        """The list of the losses that ``layer`` has added in this tower."""
-        return self._losses.setdefault(id(layer), (layer, []))[1]
 
     @property
     def draws_rows(self) -> bool:
@@ -304,24 +173,6 @@ class TowerContext(tf.distribute.ReplicaContext):
     def given_rows(self) -> int | None:
         """The rows that this tower works on, where that is known before it runs."""
         return self.shares.given(self._tower)
-
-    @property
-    def rows(self) -> Any:
-        """The rows that this tower works on, stand-ins counted: an int or an int64 scalar.
-
-        In a nested function 0 where the caller has no batch.
-        """
-        return self._known("rows")
-
-    @property
-    def first_row(self) -> Any:
-        """How many rows of the whole batch come before this tower's."""
-        return self._known("first_row")
-
-    @property
-    def batch_rows(self) -> Any:
-        """The rows of the whole batch."""
-        return self._known("batch_rows")
 
     def for_all(self, key: Any, make: Callable[[], Any],
                 again: Callable[[], None] | None = None) -> Any:
@@ -446,12 +297,6 @@ def current_tower() -> TowerContext | None:
     """The context of the tower that runs here, or None outside of towers."""
     context = tf.distribute.get_replica_context()
     return context if isinstance(context, TowerContext) else None
-
-
-def _known_of_caller(name: str) -> Any:
-    """What the tower knows that calls a nested function, or that traces one which does."""
-    tower = current_tower()
-    return OUTSIDE[name][1] if tower is None else tower._known(name)
 
 
 def in_merged_context() -> bool:

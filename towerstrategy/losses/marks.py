@@ -1,0 +1,83 @@
+"""What a tower remembers of losses and gradients, which tensors alone do not tell.
+
+Goes in: tensors of a tower, by whoever knows what they are.  Comes out: the same answer for whoever
+asks later: which scalars are parts of the batch's loss, which are means over the tower's rows,
+which rows are those of all towers, and what tapes have given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.merge import remade
+
+
+class Marks:
+    """The part of a tower's context that remembers.
+
+    Attributes:
+      weight: what losses are scaled by in place of the share of rows, or None.
+      silenced: whether the gradients of a tower without rows are zero of themselves.
+      own_means: whether losses are means over the tower's rows here, scaled by who asked for them.
+      asked: whether the replica function has asked how many replicas there are.
+      suspects: ids of the variables by which a loss that nothing has scaled was differentiated.
+      gradients: what tapes have given for the weights.
+    """
+
+    def __init__(self) -> None:
+        self.weight: Any = None
+        self.silenced = False
+        self.own_means = False
+        self.asked = False
+        self.suspects: set[int] = set()
+        self.gradients = remade.Noted()
+        self._scaled: dict[int, Any] = {}
+        self._means: dict[int, Any] = {}
+        self._whole: set[str] = set()
+        self._losses: dict[int, tuple[Any, list[Any]]] = {}
+
+    @contextlib.contextmanager
+    def weighted(self, weight: Any) -> Iterator[None]:
+        """Within, losses are scaled by ``weight`` (a scalar tensor), not by the share of rows."""
+        before, self.weight = self.weight, weight
+        try:
+            yield
+        finally:
+            self.weight = before
+
+    def mark_scaled(self, loss: Any) -> Any:
+        """Remembers that ``loss`` is this tower's part of the whole batch's loss already."""
+        self._scaled[id(loss)] = loss
+        return loss
+
+    def is_scaled(self, loss: Any) -> bool:
+        """Whether ``loss`` went through :meth:`mark_scaled`."""
+        return self._scaled.get(id(loss)) is loss
+
+    def mark_mean(self, loss: Any) -> Any:
+        """Remembers that ``loss`` is a mean over this tower's rows."""
+        self._means[id(loss)] = loss
+        return loss
+
+    def is_mean(self, loss: Any) -> bool:
+        """Whether ``loss`` went through :meth:`mark_mean`."""
+        return self._means.get(id(loss)) is loss
+
+    def mark_whole(self, rows: tf.Tensor) -> tf.Tensor:
+        """Remembers that ``rows`` are those of all towers, the same on each."""
+        if not _tf.is_eager(rows):
+            self._whole.add(rows.name)
+        return rows
+
+    def is_whole(self, value: tf.Tensor) -> bool:
+        """Whether a traced tensor went through :meth:`mark_whole`."""
+        return bool(self._whole) and value.name in self._whole
+
+    def losses_of(self, layer: Any) -> list[Any]:
+        """The list of the losses that ``layer`` has added in this tower."""
+        return self._losses.setdefault(id(layer), (layer, []))[1]
