@@ -60,9 +60,6 @@ def half(library):
     return model, RANDOM.normal(size=[ROWS, 6]).astype("float32")
 
 
-NETWORKS = (images, words, half)
-
-
 def traced(make, library, strategy):
     """The graph of a training step of ``make`` by ``strategy``; None: on one device."""
     with on_gpus.tracing():
@@ -82,7 +79,7 @@ def traced(make, library, strategy):
 
 class KernelsTest(parameterized.TestCase):
 
-    @parameterized.product(make=NETWORKS, library=(keras, tf_keras))
+    @parameterized.parameters((images, tf_keras), (words, keras), (half, keras))
     def test_on_a_gpu_by_our_choice(self, make, library):
         """Else each step waits for values to cross to the CPU and back, unseen by any test here."""
         for merge_device in ("cpu", "CPU:1", "balanced"):

@@ -86,22 +86,13 @@ CORE_TOWERS = [Towers(3, "cpu"), Towers(4, "tower 0"), Towers(3, "balanced"), To
                *IN_PARTS]
 
 
-# Groups in which the core takes the Keras versions in turn, and the whole product both.
-IN_TURN = ("batches", "optimizers", "fit", "norms", "draws", "whole")
-
-
 def core() -> list[tuple[cases.Case, str, Towers]]:
-    """The core: every case, on towers that take turns."""
-    pairs = [(case, keras) for number, case in enumerate(cases.CASES.values())
-             for keras in _core_versions(case, number)]
+    """The core: every case, in Keras versions and on towers that take turns."""
+    # The versions change places from round to round, so that each meets all towers.
+    pairs = [(case, case.keras[(number + number // len(CORE_TOWERS)) % len(case.keras)])
+             for number, case in enumerate(cases.CASES.values())]
     return [(case, keras, CORE_TOWERS[index % len(CORE_TOWERS)])
             for index, (case, keras) in enumerate(pairs)]
-
-
-def _core_versions(case: cases.Case, number: int) -> Sequence[str]:
-    if case.name.split("/")[0] not in IN_TURN:
-        return case.keras
-    return (case.keras[number % len(case.keras)],)
 
 
 def keras_module(name: str) -> Any:

@@ -36,12 +36,9 @@ class RowCountLoss(keras.losses.Loss):
 class SweepTest(parameterized.TestCase):
 
     @parameterized.parameters(
-        (cases.KERAS_3, "layers.LayerNormalization"),
         (cases.TF_KERAS, "layers.Conv1D"),
-        (cases.KERAS_3, "losses.CategoricalHinge / reduced, weighted"),
         (cases.TF_KERAS, "losses.Huber / not reduced"),
         (cases.KERAS_3, "metrics.F1Score"),
-        (cases.TF_KERAS, "metrics.AUC"),
         (cases.KERAS_3, "layers.BatchNormalization"))
     def test_is_as_listed(self, version, name):
         """Else a public class of Keras gives other results on towers, and nothing says so."""

@@ -114,13 +114,13 @@ class PlaceTest(parameterized.TestCase):
 
     def test_micro_batches(self):
         """Else a tower's micro-batches run elsewhere, or XLA orders them as it likes."""
-        placed = devices_lib.place(["CPU:0", "CPU:1"], "balanced", 3)
+        placed = devices_lib.place(["CPU:0", "CPU:1"], "balanced", micro_batches=3)
         self.assertEqual([devices_lib.short_name(device) for device in placed.towers],
                          ["CPU:0"] * 3 + ["CPU:1"] * 3)
         self.assertEqual([devices_lib.short_name(device) for device in placed.devices],
                          ["CPU:0", "CPU:1"])
         self.assertEqual(placed.name(4), "micro-batch 1 of tower 1")
-        alone = devices_lib.place(["CPU:0"], None, 2)
+        alone = devices_lib.place(["CPU:0"], None, micro_batches=2)
         self.assertEqual((alone.merge, alone.compiles), (alone.towers[0], False))
 
 

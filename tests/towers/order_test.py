@@ -90,7 +90,7 @@ class OrderTest(parameterized.TestCase):
 
     def test_random_masks_wait_too(self):
         """Else what needs no rows, such as dropout's masks, is made for all parts at once."""
-        strategy = TowerStrategy(["CPU:1"], micro_batches=3)
+        strategy = TowerStrategy(["CPU:1"], micro_batches=3, draws="per tower")
 
         def drawn(x):
             return tf.reduce_sum(tf.random.uniform([1000]) * x)

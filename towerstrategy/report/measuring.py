@@ -12,11 +12,11 @@ other rounds follow as far as they cost next to nothing.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towerstrategy.batch import measured as measured_lib
@@ -163,7 +163,7 @@ class Measuring:
         if self._left:
             return
         self._rates = self._rates[-_KEPT:]
-        self._found = [statistics.median(rates) for rates in zip(*self._rates)]
+        self._found = [float(np.median(rates)) for rates in zip(*self._rates)]
         self.rounds, self._left = self.rounds + 1, ROUND
         if self._workers is None:
             self._decide(self._found, sum(rows))

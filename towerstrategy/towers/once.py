@@ -185,7 +185,8 @@ class _Once:
         if again is not None:
             self._undo.append(again)
         before = _tf.operation_count(self._graph)
-        with self._graph.as_default(), tf.device(None), tf.device(self._host):
+        with self._graph.as_default(), tf.name_scope("merge/"), tf.device(None), \
+                tf.device(self._host):
             made = make()
         self._copier.keep(before)
         return made

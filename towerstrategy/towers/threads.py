@@ -144,7 +144,8 @@ class _Call:
         if asked == len(made):
             root = contextlib.nullcontext() if self._state.eager \
                 else self._state.graph.as_default()
-            with root, tf.device(None), tf.device(self._strategy.extended.host_device):
+            with root, tf.name_scope(self._merge_scope), tf.device(None), \
+                    tf.device(self._strategy.extended.host_device):
                 made.append(make())
         return made[asked]
 

@@ -2,9 +2,10 @@
 
 import tempfile
 
-import machines_workers
 import numpy as np
 from absl.testing import absltest, parameterized
+
+from tests.machines import machines_workers
 
 # Three towers in all, of which the first has half of every batch.
 SHARES = [[3, 1], [2]]
