@@ -117,7 +117,9 @@ class Shares:
     def given(self, tower: int) -> int | None:
         """How many rows ``tower`` works on, where that is known before it runs."""
         fed = self.fed(tower)
-        return fed if fed is not False else self.static_rows(tower) or None
+        if fed is not False:
+            return fed
+        return self.worked_on()[tower] if self._counted and self._known else None
 
     def worked_on(self) -> list[Any]:
         """The rows that each of this machine's towers works on, stand-ins counted."""
@@ -127,10 +129,19 @@ class Shares:
                            for count in self._rows])
 
     def starts(self) -> list[Any]:
-        """How many rows of the batch come before those of each of this machine's towers."""
+        """How many rows of the batch come before those of each of this machine's towers.
+
+        A stand-in takes the place of the last row, so that it has one.
+        """
         if self._known:
-            return self._here([sum(self._rows[:tower]) for tower in range(self.number)])
-        return self._here(tf.unstack(tf.cumsum(self.counts(), exclusive=True)))
+            starts = [sum(self._rows[:tower]) for tower in range(self.number)]
+            if self._stand_ins:
+                starts = [min(start, max(self._total - 1, 0)) for start in starts]
+            return self._here(starts)
+        first = tf.cumsum(self.counts(), exclusive=True)
+        if self._stand_ins:
+            first = tf.minimum(first, tf.maximum(tf.cast(self._total, tf.int64) - 1, 0))
+        return self._here(tf.unstack(first))
 
     @property
     def total(self) -> Any:

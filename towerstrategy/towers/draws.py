@@ -229,7 +229,7 @@ def _seeded(stateless: str, tower: contexts.TowerContext, original: Callable[...
         return drawn if part is None else drawn[part.start:part.start + shape[0]]
     seed, seed2 = tower.for_all(stateless, lambda: (
         _tf.seed_of_first(seed, tower.strategy.extended.first_replica), seed2))
-    with tf.device(None):  # where the count is
+    with _on_host(tower):  # where the count is
         before = _tf.count_up(tower.own(_tf.counts(_count_devices(tower))),
                               _count(_whole_shape(shape, part)))
     with _on_host(tower):
