@@ -375,7 +375,8 @@ class ErrorTest(parameterized.TestCase):
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "tower_2_CPU_2") as caught:
             strategy.run(replica, (strategy.split(tf.range(2)),))
         notes = " ".join(getattr(caught.exception, "__notes__", []))
-        self.assertIn("tower 2 on CPU:2, which has none of the batch's 2 rows", notes)
+        self.assertIn("tower 2 on CPU:2, which has none of the batch's 2 rows",
+                      notes + str(caught.exception))
 
     def test_next_step_after_an_error(self):
         """Else one bad batch makes the strategy useless."""
