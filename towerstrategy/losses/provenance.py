@@ -61,7 +61,8 @@ class Walk:
       is_whole: whether a tensor has the rows of all towers, the same on each, as weights are.
     """
 
-    def __init__(self, known: Known, rows: int | None, default: Kind | None = None,
+    def __init__(self, known: Known = lambda _: None, rows: int | None = None,
+                 default: Kind | None = None,
                  factor: int | None = None,
                  is_whole: Callable[[tf.Tensor], bool] = lambda _: False) -> None:
         self._known = known
