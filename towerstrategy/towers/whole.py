@@ -88,7 +88,8 @@ class _Component:
             raise TypeError(f"a SparseTensor has no rows to gather: {leaf!r}. Make it dense first.")
         if isinstance(leaf, tf.RaggedTensor):
             self.tensors = [leaf.flat_values, *leaf.nested_row_lengths()]
-        elif isinstance(leaf, tf.Tensor) or (hasattr(leaf, "__array__") and not _is_variable(leaf)):
+        elif isinstance(leaf, tf.Tensor) or (
+                hasattr(leaf, "__array__") and not _tf.is_variable(leaf)):
             self.tensors = [tf.convert_to_tensor(leaf)]
         else:
             self.tensors = []
@@ -218,8 +219,8 @@ class _Once:
                                                 for source in sources], [asked],
                                  # A layer may read the variables, too, on the way to the inputs.
                                  stop_gradients=self._inputs)
-        return [tf.zeros(source.shape if _is_variable(source) else tf.shape(source), source.dtype)
-                if gradient is None else tf.convert_to_tensor(gradient)
+        return [tf.zeros(source.shape if _tf.is_variable(source) else tf.shape(source),
+                         source.dtype) if gradient is None else tf.convert_to_tensor(gradient)
                 for source, gradient in zip(sources, found)]
 
 
@@ -238,7 +239,3 @@ def _each(values: Sequence[Any]) -> Any:
 
 def _size(part: tf.Tensor) -> Any:
     return tf.shape(part)[0] if part.shape[0] is None else part.shape[0]
-
-
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, (tf.Variable, _tf.DistributedVariable))
