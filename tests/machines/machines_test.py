@@ -20,34 +20,14 @@ CASES = ("unseeded", "verbs", "ends_early", "sharded", "uneven-keras",
          "handed-keras", "whole-keras")
 
 
-class ClusterTest(parameterized.TestCase):
-
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.folder = folder.name
-        machines_workers.run(WORKERS, TOWERS, cls.folder, CASES)
-
-    def seen(self, case):
-        """What each worker saw; fails where they saw different things."""
-        first, *others = [machines_workers.results(self.folder, case, worker)
-                          for worker in range(WORKERS)]
-        for other in others:
-            for name, value in first.items():
-                np.testing.assert_array_equal(value, other[name], f"{case}: {name}")
-        return first
+class ClusterTest(machines_workers.ClusterTestCase):
+    workers, towers, cases = WORKERS, TOWERS, CASES
 
     @parameterized.parameters("verbs", "uneven-keras", "loop-keras", "embedded-tf_keras",
                               "wide-keras", "handed-keras", "whole-keras")
     def test_as_on_one_device(self, case):
         """Else weights, logs, evaluations or predictions depend on the number of machines."""
-        seen, expected = self.seen(case), machines_workers.expected(case)
-        for name in expected:
-            if name.startswith(("eager_", "graph_", "replicas")):
-                continue
-            np.testing.assert_allclose(seen[name], expected[name], 1e-5, 1e-6, err_msg=name)
+        self.assert_as_on_one_device(case)
 
     def test_verbs(self):
         """Else a sum, a mean or a gathered row counts the towers of one machine only."""
