@@ -23,7 +23,7 @@ import tensorflow as tf
 
 import towerstrategy
 
-from . import cases, draw_cases  # noqa: F401
+from . import added_cases, cases, draw_cases  # noqa: F401
 
 FLOOR = 1e-6
 WEIGHT_FLOOR = 1e-3
@@ -87,10 +87,11 @@ CORE_TOWERS = [Towers(3, "cpu"), Towers(4, "tower 0"), Towers(3, "balanced"), To
 
 
 def core() -> list[tuple[cases.Case, str, Towers]]:
-    """The core: every case, in Keras versions and on towers that take turns."""
+    """The core: every case but wide ones, in Keras versions and on towers that take turns."""
     # The versions change places from round to round, so that each meets all towers.
     pairs = [(case, case.keras[(number + number // len(CORE_TOWERS)) % len(case.keras)])
-             for number, case in enumerate(cases.CASES.values())]
+             for number, case in enumerate(
+                 case for case in cases.CASES.values() if not case.wide)]
     return [(case, keras, CORE_TOWERS[index % len(CORE_TOWERS)])
             for index, (case, keras) in enumerate(pairs)]
 

@@ -26,7 +26,8 @@ from towerstrategy.towers import contexts
 from towerstrategy.variables import one_copy, rules
 
 MESSAGE = "towerstrategy: unscaled loss: "
-_UNSCALED = frozenset({provenance.Kind.MEAN, provenance.Kind.WEIGHTS})
+_MEANS = frozenset({provenance.Kind.MEAN, provenance.Kind.WEIGHTS})
+_UNSCALED = _MEANS | {provenance.Kind.COUNTED}
 
 
 def install() -> None:
@@ -92,7 +93,7 @@ def _kind(kinds: Iterable[provenance.Kinds]) -> provenance.Kind | None:
     every = frozenset[provenance.Kind]().union(*kinds) - {provenance.Kind.CONSTANT}
     if every == {provenance.Kind.PART}:
         return provenance.Kind.PART
-    return provenance.Kind.MEAN if every and every <= _UNSCALED else None
+    return provenance.Kind.MEAN if every and every <= _MEANS else None
 
 
 def _kinds(tower: contexts.TowerContext, loss: Any) -> provenance.Kinds:

@@ -32,6 +32,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         losses.scale,
         "scales a replica's mean by 1/R; a tower's counts by its share of the rows, and outside of "
         "towers a loss is of all rows as it is"),
+    (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss"): hooks.Hook(
+        losses.added,
+        "takes whatever a layer adds for a mean over rows"),
     (loss_module, "unscale_loss_for_distribution"): hooks.Hook(
         losses.unscale,
         "the inverse, for the logged loss"),

@@ -33,6 +33,16 @@ def scale(original: Callable[..., Any]) -> Callable[..., Any]:
     return scale_loss_for_distribution
 
 
+def added(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None:
+            return original(self, loss)
+        return parts.added(tower, base_trainer.Trainer._aggregate_additional_loss(self, loss))
+
+    return _aggregate_additional_loss
+
+
 def unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     def unscale_loss_for_distribution(value: Any) -> Any:
         tower = contexts.splitting_tower()
