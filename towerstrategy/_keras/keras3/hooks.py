@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from keras.src.backend.tensorflow import numpy as tf_numpy
+from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
 from keras.src.layers import layer as layer_module
@@ -71,6 +72,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (loss_scale_optimizer.LossScaleOptimizer, "apply"): hooks.Hook(
         optimizers.apply,
         "one look for overflows, at merged gradients"),
+    (tf_optimizer.TFOptimizer, "_distributed_tf_update_step"): hooks.Hook(
+        optimizers.distributed_update_step,
+        "a dozen operations and passes over memory a variable; one where TensorFlow has a kernel"),
     (metric_module.Metric, "__init__"): hooks.Hook(
         metrics_lib.metric_init,
         "a metric's result inside a tower is the whole batch's"),

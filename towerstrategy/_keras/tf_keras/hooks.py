@@ -15,6 +15,7 @@ from tf_keras.src.engine import compile_utils, data_adapter, training
 from tf_keras.src.layers.normalization import batch_normalization
 from tf_keras.src.metrics import base_metric
 from tf_keras.src.mixed_precision import loss_scale_optimizer
+from tf_keras.src.optimizers import optimizer as new_optimizer
 from tf_keras.src.utils import losses_utils
 
 from towerstrategy._keras import hooks
@@ -47,6 +48,12 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     **{(cls, "apply_gradients"): hooks.Hook(
         optimizers.apply_gradients, "merge first, then Keras' own code once")
        for cls in names.OPTIMIZERS},
+    (new_optimizer.Optimizer, "_distributed_apply_gradients_fn"): hooks.Hook(
+        optimizers.distributed_apply,
+        "what all variables' updates have in common is made once"),
+    (new_optimizer._BaseOptimizer, "_update_step"): hooks.Hook(
+        optimizers.update_step,
+        "a dozen operations and passes over memory a variable; one where TensorFlow has a kernel"),
     (loss_scale_optimizer, "strategy_supports_loss_scaling"): hooks.Hook(
         optimizers.supports_loss_scaling,
         "refuses strategies with one copy of a variable, which would unscale it once a replica; "
