@@ -7,6 +7,8 @@ verb each.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -152,6 +154,11 @@ class TowerStrategy(kind.Kind):
         resolver = cluster_resolver or clusters.resolver_of_environment()
         cluster = clusters.join(resolver)
         placement = devices_lib.place(devices, merge_device, shares, micro_batches)
+        if cluster is not None and placement.rows:
+            raise ValueError(
+                f"devices gives each tower {placement.stages} stages, which does not go with "
+                "several machines (cluster_resolver, TF_CONFIG). Give each tower one device, or "
+                "train on one machine.")
         workers = None if cluster is None else meeting.Machines(
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.on_cpu, placement.shares, placement.shares_from)
@@ -303,6 +310,36 @@ class TowerStrategy(kind.Kind):
         [0.333, 0.667]
         """
         return parts.scale_loss(self, loss)
+
+    @contextlib.contextmanager
+    def stage(self, index: int) -> Iterator[None]:
+        """Within, layers that are made or called are of one stage of each tower.
+
+        For towers of several devices, see docs/one_large_model.md.  Around making layers, around
+        calling them while a functional model is built, and in a ``call`` or a replica function.
+        Where both are given for a layer, the call decides.
+
+        Args:
+          index: the stage, from 0.
+
+        Raises:
+          TypeError: ``index`` is no whole number.
+          ValueError: there is no such stage, or the towers have none.
+
+        >>> strategy = TowerStrategy([split_cpu(4)[:2]])
+        >>> with strategy.scope():
+        ...   with strategy.stage(0):
+        ...     layers = [tf.keras.Input([3]), tf.keras.layers.Dense(5)]
+        ...   with strategy.stage(1):
+        ...     layers.append(tf.keras.layers.Dense(1))
+        ...   model = tf.keras.Sequential(layers)
+        ...   model.compile("sgd", "mse")
+        >>> [weight.value.device[-5:] for weight in model.weights]
+        ['CPU:0', 'CPU:0', 'CPU:1', 'CPU:1']
+        """
+        arguments.check_stage(self, index)
+        with self.extended.stages.within(int(index), asked=True):
+            yield
 
     def merge_rule(self, variable: Any, rule: str) -> None:
         """Says that of a variable's values the towers' largest, or smallest, counts.

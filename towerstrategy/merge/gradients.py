@@ -94,7 +94,8 @@ def _running(values: Sequence[Value], towers: Sequence[str], micro_batches: int)
     sums = []
     for tower, device in enumerate(towers):
         first, *others = values[tower * micro_batches:(tower + 1) * micro_batches]
-        with tf.device(device):
+        # A stage's gradients are added up on the stage's device.
+        with tf.device(first.device or device):
             for value in others:
                 first = first + value
         sums.append(first)

@@ -27,7 +27,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import compiled, contexts, copies, enclosed, leavings, order
+from towerstrategy.towers import compiled, contexts, copies, enclosed, leavings, order, stages
 from towerstrategy.towers.tables import NeedsOwnTrace
 from towerstrategy.variables import alone
 
@@ -83,8 +83,11 @@ class _Once:
         scopes = [contexts.scope_name(tower, device) for tower, device in enumerate(self._devices)]
         self._scope = f"{scopes[0]}/"
         self._error_note = contexts.error_note(0, strategy.extended.placement, shares)
-        self._copier = copies.Copier(self._graph, self._devices, scopes,
-                                     strategy.extended.tower_local_parts)
+        placement = strategy.extended.placement
+        self._stages = stages.Placer(self._graph, placement, 0)
+        self._copier = copies.Copier(
+            self._graph, [placement.row(tower) for tower in range(len(self._devices))], scopes,
+            strategy.extended.tower_local_parts, self._stages.stage_of)
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)
@@ -121,8 +124,7 @@ class _Once:
     def _put_in_order(self, results: Any) -> None:
         placement, copier = self._strategy.extended.placement, self._copier
         others = [copier.table.operations_of(tower) for tower in range(1, len(self._devices))]
-        order.put(self._graph, [copier.firsts, *others], self._devices, placement.micro_batches,
-                  results)
+        order.put(self._graph, [copier.firsts, *others], placement, results)
 
     def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call`` of tower 0: the others get there at once."""
@@ -158,6 +160,7 @@ class _Once:
 
     def _copy(self, handed: Any) -> alone.Written:
         """Copies the stretch that ends here; what tower 0 has written alone in it."""
+        self._stages.place(self._copier.added())
         written = alone.divert(self._graph, self._copier.added(), self._owned())
         self._copier.copy(handed)
         return written

@@ -24,21 +24,22 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.placement import devices as devices_lib
 
 Part = tuple[int, int]  # round, replica
 
 
-def put(graph: tf.Graph, replicas: Sequence[Collection[str]], devices: Sequence[str],
-        micro_batches: int, results: Any) -> None:
+def put(graph: tf.Graph, replicas: Sequence[Collection[str]], placement: devices_lib.Placement,
+        results: Any) -> None:
     """Puts each device's micro-batches in order.
 
     Args:
       graph: in which all replicas have been traced.
       replicas: for each replica the names of its operations.
-      devices: for each replica its device.
-      micro_batches: how many replicas in a row are one tower's.
+      placement: their devices, and how many replicas in a row are one tower's.
       results: what the replicas returned, a nest.
     """
+    micro_batches, devices = placement.micro_batches, placement.towers
     if micro_batches == 1:
         return
     owners = {name: replica for replica, names in enumerate(replicas) for name in names}

@@ -18,13 +18,14 @@ from keras.src.layers.normalization import batch_normalization
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import metric as metric_module
 from keras.src.metrics import reduction_metrics
+from keras.src.models import sequential
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
 from keras.src.trainers import compile_utils, data_adapters
 from keras.src.trainers import trainer as base_trainer
 
-from towerstrategy._keras import hooks
-from towerstrategy._keras.keras3 import callbacks, layers, losses, optimizers, training
+from towerstrategy._keras import hooks, stages
+from towerstrategy._keras.keras3 import callbacks, layers, losses, names, optimizers, training
 from towerstrategy._keras.keras3 import metrics as metrics_lib
 
 # What is hooked and why; the test of upstream names reads this.
@@ -88,6 +89,15 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (seed_generator.SeedGenerator, "next"): hooks.Hook(
         layers.next_seed,
         "random layers draw differently on every tower"),
+    (layer_module.Layer, "__init__"): hooks.Hook(
+        stages.layer_init,
+        "does not know for which stage of a tower a layer is made"),
+    (layer_module.Layer, "__call__"): hooks.Hook(
+        stages.layer_call(names),
+        "runs every layer of a tower on one device, and forgets the tf.device around a call"),
+    (sequential.Sequential, "build"): hooks.Hook(
+        stages.sequential_build,
+        "calls all layers anew for each that is added, in the stage of that one"),
     (layer_module.Layer, "add_loss"): hooks.Hook(
         losses.with_own_losses,
         "a layer has one list of losses, in which towers that run in turn would find each other's"),
