@@ -293,6 +293,23 @@ def _uses(model: Any, plan: Plan | None) -> Iterator[tuple[Any, int]]:
         yield position.layer, stage
 
 
+def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[tuple[str, str, str]]:
+    """The stage, the bytes of variables, slots among them, and the layers of each stage."""
+    found: dict[int, dict[str, int]] = collections.defaultdict(dict)
+    seen: set[int] = set()
+    slots = max(map(_slots, names.optimizers_of(model)), default=0)
+    for layer, stage in _uses(model, plan_of(strategy, model, names)):
+        size = 0
+        for variable, trained in names.variables_of_layer(layer):
+            size += 0 if id(variable) in seen else _size(variable) * (1 + trained * slots)
+            seen.add(id(variable))
+        found[stage][layer.name] = found[stage].get(layer.name, 0) + size
+    order = {layer.name: place for place, layer in enumerate(model._flatten_layers())}
+    return [(str(stage), f"{sum(found[stage].values()):,}",
+             ", ".join(sorted(found[stage], key=order.__getitem__)) or "not known")
+            for stage in range(strategy.extended.placement.stages)]
+
+
 def _said_here(strategy: tf.distribute.Strategy) -> int | None:
     """The stage said by hand around what runs here: by ``strategy.stage``, else ``tf.device``."""
     stage = strategy.extended.stages.asked
