@@ -80,8 +80,10 @@ class TowerStrategy(kind.Kind):
     Args:
       devices: the towers: None (every GPU, or one CPU tower where there is none), a count, or a
         list of GPU ids, of device strings such as ``"GPU:0"`` or ``"/device:CPU:1"``, or of what
-        ``tf.config.list_logical_devices`` lists.
-      merge_device: where variables live, gradients meet and the optimizer runs: ``"cpu"`` (the
+        ``tf.config.list_logical_devices`` lists.  A list of lists makes each tower a row of
+        devices, its *stages*, over which one model is laid, see docs/one_large_model.md.
+      merge_device: not with stages, whose weights live, merge and update with them; else where
+        variables live, gradients meet and the optimizer runs: ``"cpu"`` (the
         default with several towers), a device string such as ``"GPU:0"``, or ``"balanced"``: each
         variable has one of the towers as its home, chosen by bytes, and lives, merges and updates
         there.
@@ -118,9 +120,10 @@ class TowerStrategy(kind.Kind):
     Raises:
       TypeError: an argument of the wrong type.
       ValueError: a device that does not exist, named twice, or, without ``shares``, of another kind
-        than the others; shares that are not above 0, or more or fewer than devices; a cluster in
-        which this process is no worker; less than one micro-batch;
-        unknown ``draws``.
+        than the others; towers of unequal numbers of stages, or what does not go with stages
+        (``merge_device``, ``shares`` that are no list, several machines); shares that are not
+        above 0, or more or fewer than devices; a cluster in which this process is no worker; less
+        than one micro-batch; unknown ``draws``.
       RuntimeError: made in TensorFlow 1 graph mode; a worker's strategy made after TensorFlow had
         started.
     """
@@ -376,7 +379,8 @@ class TowerStrategy(kind.Kind):
         Args:
           model: a Keras or tf_keras model of this strategy, or None: then a second table has the
             state that is not trained by gradients (statistics, counters, metrics), where it is kept
-            and how what the towers write to it is merged, see :meth:`merge_rule`.
+            and how what the towers write to it is merged, see :meth:`merge_rule`.  Of towers of
+            several stages another one has the layers and the bytes of each.
 
         Raises:
           TypeError: ``model`` is no Keras model.
@@ -406,14 +410,20 @@ class TowerStrategy(kind.Kind):
         small/norm/moving_variance  one copy  mean by share of rows
         ...
         """
-        return description.describe(self, () if model is None else _keras.state_of(self, model))
+        if model is None:
+            return description.describe(self)
+        return description.describe(self, _keras.state_of(self, model),
+                                    _keras.stages_of(self, model))
 
     def _repr_html_(self) -> str:
         return description.describe_html(self)
 
     def __repr__(self) -> str:
         placement = self.extended.placement
-        towers = ", ".join(devices_lib.short_name(device) for device in placement.devices)
+        towers = ", ".join(
+            f"[{', '.join(map(devices_lib.short_name, row))}]" if placement.rows
+            else devices_lib.short_name(row[0])
+            for row in map(placement.row, range(0, len(placement.towers), placement.micro_batches)))
         parts = f" micro_batches={placement.micro_batches}" * (placement.micro_batches > 1)
         return (f"<TowerStrategy towers=[{towers}]{parts} "
                 f"merge_device={description.merge_name(placement)}>")
