@@ -58,6 +58,8 @@ _LEGACY = flags.DEFINE_bool("legacy", False, "tf_keras, not Keras 3")
 _QUICK = flags.DEFINE_bool("quick", False, "small models, one round, half a second each")
 _MACHINES_STEPS = flags.DEFINE_integer("machines_steps", 20, "steps that `machines` measures",
                                        lower_bound=2)
+_MACHINES_SHAPES = flags.DEFINE_list("machines_shapes", ["2x2", "4x1"],
+                                     "workers x towers of each, of the clusters of `machines`")
 _MICRO_BATCHES_STEPS = flags.DEFINE_integer(
     "micro_batches_steps", 8, "steps that `micro_batches` measures", lower_bound=2)
 _GPUS_CASES = flags.DEFINE_list("gpus_cases", ["resnet50", "mlp", "transformer", "embedding"],
@@ -239,9 +241,13 @@ def _measure_inference() -> None:
 
 def _measure_machines() -> None:
     """``--cases``, ``mlp`` unless given, on clusters of several shapes."""
+    try:
+        of_shapes = machines.shapes(_MACHINES_SHAPES.value)
+    except ValueError as error:
+        raise app.UsageError(f"--machines_shapes: {error}") from error
     machines.main(_chosen("machines", "mlp"), 1 if _QUICK.value else _ROUNDS.value,
                   _MACHINES_STEPS.value, _QUICK.value, _LIMIT.value, pathlib.Path(_OUT.value),
-                  _title("tf_keras"))
+                  _title("tf_keras"), of_shapes)
 
 
 def _measure_micro_batches() -> None:

@@ -75,11 +75,12 @@ def measure(strategy: Any, case: cases.Case, steps: int, small: bool) -> dict[st
             cpu.append(time.process_time())
             counted.append(received())
 
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     model.fit(cases.dataset(case), steps_per_epoch=_WARM_UP + steps, shuffle=False, verbose=0,
               callbacks=[Clock()])
     return {
         "first_step_s": ends[0] - start,
+        "first_cpu_s": cpu[0] - start_cpu,
         "step_ms": 1e3 * statistics.median(np.diff(ends)[_WARM_UP - 1:]),
         "cpu_ms": 1e3 * (cpu[-1] - cpu[_WARM_UP - 1]) / steps,
         "peak_mb": clock.peak_mb(),

@@ -264,7 +264,7 @@ class MachinesTest(parameterized.TestCase):
         for job in machines.jobs(["mlp"]):
             for step in (30., 10., 20.) if job.strategy == "tower" else (40., 50., 60.):
                 runs.append((job, {"step_ms": step, "cpu_ms": step, "first_step_s": 1.,
-                                   "peak_mb": 100.,
+                                   "first_cpu_s": 1., "peak_mb": 100., "worker_mb": 50.,
                                    "between_mb": 160. if job.strategy == "tower" else 240.}))
         runs.append((machines.Job("deep", "multi_worker", 2, 2), {"error": "ValueError: no"}))
         return machines.medians(runs)
@@ -282,6 +282,19 @@ class MachinesTest(parameterized.TestCase):
         text = machines.shown(self._figures())
         self.assertIn("deep 2 2 multi_worker failed: ValueError: no", text)
         self.assertIn("160.00", text)
+
+    def test_growth_is_a_workers(self):
+        """Else what grows faster than the workers does not show."""
+        figures = {}
+        for job in machines.jobs(["mlp"], machines.shapes(["2x1", "8x1", "4x2"])):
+            figures[job] = dict.fromkeys(machines.FIGURES, 1. * job.workers)
+            figures[job]["between_mb"] = job.workers ** 2
+        lines = [line.split() for line in machines.growth(figures).splitlines()[2:]]
+        self.assertEqual([line[1] for line in lines], list(machines.STRATEGIES))
+        self.assertEqual(lines[0][-4:], ["1.00", "1.00", "1.00", "4.00"])
+        for wrong in ("4", "4x", "0x1", "2x2x2", "-1x2"):
+            with self.assertRaisesRegex(ValueError, f"4x2, but got '{wrong}'"):
+                machines.shapes([wrong])
 
     def test_a_worker_that_fails_is_named(self):
         """Else half a cluster's figures pass for all of them."""

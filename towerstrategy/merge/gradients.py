@@ -23,7 +23,7 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
     """Sums each variable's gradients where the variable lives.
 
     A tower without rows adds nothing, even where its gradient is NaN.  The usual case, every tower
-    with rows, pays one predicate a step for that.
+    with rows, pays one predicate a step for that on a single machine.
 
     Args:
       per_variable: for each variable its gradients, one a tower, or None (no gradient).
@@ -62,7 +62,8 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
         merged = summed(keep_empty=True)
     elif isinstance(shares.all_filled, bool) or tf.executing_eagerly():
         merged = summed(keep_empty=bool(shares.all_filled))
-    elif micro_batches > 1:  # a branch over all gradients would wait for, and hold, all of them
+    elif micro_batches > 1 or shares.workers is not None:
+        # A branch over all gradients would wait for, and hold, all of them: none could leave early.
         merged = summed(keep_empty=False)
     else:
         merged = tf.cond(shares.all_filled, lambda: summed(True), lambda: summed(False))
