@@ -52,6 +52,7 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
         self.shares = shares
         self._graph: tf.Graph | None = None
         self._reducing = False
+        self.draws_alike = False
         self._met: dict[int, Any] = {}
         self._counts: dict[str, Any] = {}
         self._in_branches: dict[int, tuple[Any, tf.Tensor]] = {}
@@ -168,8 +169,17 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
 
     @property
     def draws_rows(self) -> bool:
-        """Whether a random draw is this tower's rows of what one device would draw."""
+        """Whether random draws are those of one device, of which a tower takes its rows."""
         return self.several and self._strategy.extended.draws_rows
+
+    @contextlib.contextmanager
+    def drawing_alike(self) -> Iterator[None]:
+        """Within, all towers draw the same numbers, those that one device draws."""
+        before, self.draws_alike = self.draws_alike, True
+        try:
+            yield
+        finally:
+            self.draws_alike = before
 
     @property
     def given_rows(self) -> int | None:

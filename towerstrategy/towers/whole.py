@@ -49,6 +49,29 @@ def rows_of_all(tower: contexts.TowerContext, value: Any) -> Any:
     return tf.nest.pack_sequence_as(value, made)
 
 
+def own_rows_of(tower: contexts.TowerContext, compute: Callable[[Any], Any], value: Any) -> Any:
+    """This tower's rows of what ``compute`` makes of the rows of all towers.
+
+    Each tower computes all of it, and all draw the numbers that one device does.
+
+    Args:
+      tower: where this runs.
+      compute: takes a nest as ``value``, returns one of tensors that have all rows, too.
+      value: a nest of this tower's rows.
+    """
+    rows = rows_of_all(tower, value)
+    with tower.drawing_alike():
+        made = compute(rows)
+    first = tower.first_row
+
+    def own(leaf: tf.Tensor) -> tf.Tensor:
+        part = leaf[first:first + tower.rows]
+        part.set_shape(tf.TensorShape([tower.given_rows]).concatenate(leaf.shape[1:]))
+        return part
+
+    return tf.nest.map_structure(own, made)
+
+
 def computed_once(tower: contexts.TowerContext, compute: Callable[..., Any], args: Any) -> Any:
     """What ``compute`` returns for the rows of all towers: one tensor.
 

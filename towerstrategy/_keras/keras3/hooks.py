@@ -11,10 +11,15 @@ from typing import Any
 
 from keras.src.backend.tensorflow import numpy as tf_numpy
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.backend.tensorflow import random as tf_random
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
 from keras.src.layers import layer as layer_module
 from keras.src.layers.normalization import batch_normalization
+from keras.src.layers.preprocessing.image_preprocessing import (
+    base_image_preprocessing_layer,
+    equalization,
+)
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import metric as metric_module
 from keras.src.metrics import reduction_metrics
@@ -98,6 +103,15 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (sequential.Sequential, "build"): hooks.Hook(
         stages.sequential_build,
         "calls all layers anew for each that is added, in the stage of that one"),
+    (base_image_preprocessing_layer.BaseImagePreprocessingLayer, "call"): hooks.Hook(
+        layers.mix,
+        "MixUp and CutMix mix the rows of a batch, which are those of all towers"),
+    (equalization.Equalization, "_custom_histogram_fixed_width"): hooks.Hook(
+        layers.histogram,
+        "counts the colours of all pictures of a batch"),
+    (tf_random, "shuffle"): hooks.Hook(
+        layers.shuffle,
+        "shuffles a tower's rows among themselves"),
     (layer_module.Layer, "add_loss"): hooks.Hook(
         losses.with_own_losses,
         "a layer has one list of losses, in which towers that run in turn would find each other's"),

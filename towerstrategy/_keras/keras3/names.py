@@ -57,12 +57,22 @@ def held(variable: Any) -> Any:
     return variable._value if isinstance(variable, keras_variables.Variable) else variable
 
 
+def _listed_metrics(model: Any) -> list[Any]:
+    """``model.metrics``; Keras' own list where the model's needs what it makes after ``compile``.
+    """
+    try:
+        return list(model.metrics)
+    except AttributeError:
+        return list(MODEL.metrics.fget(model))
+
+
 def metrics_of(model: Any) -> list[Any]:
     """The model's metrics, those given to ``compile`` and not built yet among them."""
     compiled = model._compile_metrics
     given = [] if compiled is None else tree.flatten(
         (compiled._user_metrics, compiled._user_weighted_metrics))
-    return [*model.metrics, *(part for part in given if isinstance(part, metric_module.Metric))]
+    return [*_listed_metrics(model),
+            *(part for part in given if isinstance(part, metric_module.Metric))]
 
 
 def optimizers_of(model: Any) -> list[Any]:

@@ -45,7 +45,7 @@ TRAINING_STATE = frozenset({
 
 def held_variables(model: Any) -> list[Any]:
     """The TensorFlow variables of ``model``, those of its metrics and optimizers left out."""
-    own = {id(variable) for metric in model.metrics for variable in variables_of(metric)}
+    own = {id(variable) for metric in _listed_metrics(model) for variable in variables_of(metric)}
     return [getattr(variable, "_variable", variable)  # AutoCastVariable holds one
             for variable in variables_of(model) if id(variable) not in own]
 
@@ -54,6 +54,15 @@ def forget_functions(model: Any) -> None:
     """Drops the functions that ``model`` has traced."""
     model.train_function = model.test_function = model.predict_function = None
     model.train_tf_function = None
+
+
+def _listed_metrics(model: Any) -> list[Any]:
+    """``model.metrics``; Keras' own list where the model's needs what it makes after ``compile``.
+    """
+    try:
+        return list(model.metrics)
+    except AttributeError:
+        return list(MODEL.metrics.fget(model))
 
 
 def metrics_of(model: Any) -> list[Any]:
@@ -65,7 +74,7 @@ def metrics_of(model: Any) -> list[Any]:
     if isinstance(model.compiled_loss, compile_utils.LossesContainer):
         given.append(model.compiled_loss._total_loss_mean)
     given = [part for part in given if isinstance(part, base_metric.Metric)]
-    return list({id(metric): metric for metric in [*model.metrics, *given]}.values())
+    return list({id(metric): metric for metric in [*_listed_metrics(model), *given]}.values())
 
 
 def optimizers_of(model: Any) -> list[Any]:
