@@ -70,6 +70,10 @@ from towerstrategy._tensorflow.draws import (
 from towerstrategy._tensorflow.draws import (
     wrap_draws as wrap_draws,
 )
+from towerstrategy._tensorflow.ends import PRIVATE_NAMES as _ENDS
+from towerstrategy._tensorflow.ends import (
+    wait_by_device as wait_by_device,
+)
 from towerstrategy._tensorflow.errors import PRIVATE_NAMES as _ERRORS
 from towerstrategy._tensorflow.errors import (
     add_note as add_note,
@@ -331,6 +335,7 @@ PRIVATE_NAMES: dict[str, str] = {
     **_COMPILING,
     **_DATA,
     **_DRAWS,
+    **_ENDS,
     **_ERRORS,
     **_FUNCTIONS,
     **_GRAPHS,
