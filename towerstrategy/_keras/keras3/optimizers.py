@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from keras.src.optimizers import loss_scale_optimizer
+
 from towerstrategy._keras import optimizers as optimizers_rules
 from towerstrategy._keras.keras3 import names
 from towerstrategy.towers import contexts
@@ -28,7 +30,7 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
         return optimizers_rules.merge_then(
             tower, grads[:both], [names.tf_variable(target) for target in targets],
             lambda merged: original(self, [*merged, *grads[both:]], trainable_variables),
-            overwriting=_overwriting(targets))
+            overwriting=_overwriting(targets), loss_scale=_loss_scale(self))
 
     return apply
 
@@ -42,9 +44,14 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
         return optimizers_rules.merge_then(
             tower, grads, [names.tf_variable(target) for target in targets],
             lambda merged: original(self, zip(merged, targets)),
-            overwriting=_overwriting(targets))
+            overwriting=_overwriting(targets), loss_scale=_loss_scale(self))
 
     return apply_gradients
+
+
+def _loss_scale(optimizer: Any) -> float | None:
+    """Keras unscales in ``apply``, so the gradients are those of the scaled loss."""
+    return 1.0 if isinstance(optimizer, loss_scale_optimizer.LossScaleOptimizer) else None
 
 
 def _overwriting(targets: Any) -> list[bool]:

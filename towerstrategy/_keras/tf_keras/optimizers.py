@@ -10,11 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import optimizer as new_optimizer
 
 from towerstrategy._keras import optimizers as optimizers_rules
 from towerstrategy.placement import kind
 from towerstrategy.towers import contexts
+
+LOSS_SCALE = (loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
 
 
 def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +34,8 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
         return optimizers_rules.merge_then(
             tower, grads, homes,
             lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs),
-            _are_merged(original, args, kwargs))
+            _are_merged(original, args, kwargs),
+            loss_scale=self.loss_scale if isinstance(self, LOSS_SCALE) else None)
 
     return apply_gradients
 
