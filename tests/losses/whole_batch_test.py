@@ -72,6 +72,41 @@ class LoopTest(parameterized.TestCase):
         for value, want in zip(found, wanted):
             np.testing.assert_allclose(value, want, 1e-12, 1e-12)
 
+    @parameterized.product(version=BOTH, eagerly=[False, True], scaled=[False, True],
+                           batch=[(3, 13), (3, 2)])
+    def test_a_loss_object_that_sums(self, version, eagerly, scaled, batch):
+        """Else it counts once a tower, whatever ``scale_loss`` says."""
+        sums = version.losses.MeanSquaredError(reduction="sum")
+
+        def loss_of(one, other, scale):
+            loss = sums(*towerstrategy.whole_batch((one, other * scale)))
+            if scaled and tf.distribute.has_strategy():
+                loss = tf.distribute.get_strategy().scale_loss(loss)
+            return loss + sums(one, other)  # and one of the tower's own rows
+
+        count, rows = batch
+        wanted = self._losses_and_gradients(None, loss_of, eagerly, rows)
+        got = self._losses_and_gradients(strategy_of(count), loss_of, eagerly, rows)
+        for one, other in zip(wanted, got):
+            np.testing.assert_allclose(other, one, 1e-5)
+
+    @parameterized.parameters(*BOTH)
+    def test_an_eager_sum_that_is_one_number_is_refused(self, version):
+        """Else it may be one of all rows or of the tower's, and nobody knows."""
+        class OneNumber(version.losses.Loss):
+            def call(self, y_true, y_pred):
+                return tf.reduce_sum(tf.square(y_true - y_pred))
+
+        def loss_of(one, other, scale):
+            return OneNumber(reduction="sum")(*towerstrategy.whole_batch((one, other * scale)))
+
+        with self.assertRaisesRegex(RuntimeError, "towerstrategy.losses.WholeBatch"):
+            self._losses_and_gradients(strategy_of(3), loss_of, True, 7)
+        wanted, got = (self._losses_and_gradients(strategy, loss_of, False, 7)
+                       for strategy in (None, strategy_of(3)))
+        for one, other in zip(wanted, got):
+            np.testing.assert_allclose(other, one, 1e-5)
+
     def test_outside_of_towers(self):
         """Else code that runs with and without a strategy has to ask which it is."""
         x = tf.ones([3, 2])

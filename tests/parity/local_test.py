@@ -238,6 +238,32 @@ class OverflowTest(parameterized.TestCase):
         scale = optimizer.dynamic_scale if version is keras else optimizer.loss_scale
         self.assertEqual(float(tf.convert_to_tensor(scale)), 2.0**74)
 
+    @parameterized.product(version=BOTH, size=[8, 7])
+    def test_towers_that_are_finite_where_the_batch_is_not(self, version, size):
+        """Else a step is taken, and the scale kept, where one device skips it.
+
+        The gradient of all rows is 2 ** 16 in float16, which is infinite; that of three is not.
+        """
+        optimizers = version.optimizers if version is keras else version.mixed_precision
+        seen = []
+        for scope in (contextlib.nullcontext(), _strategy(3).scope()):
+            with scope:
+                model = version.Sequential([version.Input((1,)), version.layers.Dense(
+                    1, kernel_initializer="zeros", use_bias=False, dtype="mixed_float16")])
+                optimizer = optimizers.LossScaleOptimizer(version.optimizers.SGD(0.1),
+                                                          initial_scale=2.0**15)
+                model.compile(optimizer, "mse")
+            x = np.ones((size, 1), "float32")
+            for y in (x, x / 64):
+                model.train_on_batch(x, y)
+                scale = optimizer.dynamic_scale if version is keras else optimizer.loss_scale
+                seen.append([float(tf.convert_to_tensor(scale)), *model.get_weights()])
+        self.assertEqual(seen[0][1], 0.0)
+        self.assertNotEqual(seen[1][1], 0.0)
+        for one, other in zip(seen[:2], seen[2:]):
+            for wanted, got in zip(one, other):
+                np.testing.assert_allclose(got, wanted, 1e-3)
+
 
 if __name__ == "__main__":
     absltest.main()

@@ -21,6 +21,8 @@ from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
 
+_OVERFLOW = 65520.0  # float16 rounds this to infinity
+
 
 @contextlib.contextmanager
 def merged_if_alone(gradients: Sequence[Any]) -> Iterator[None]:
@@ -63,7 +65,7 @@ def _check_one_copy(strategy: tf.distribute.Strategy, gradients: Sequence[Any]) 
 
 def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables_: Sequence[Any],
                apply: Callable[[list[Any]], Any], merged_already: bool = False,
-               overwriting: Sequence[bool] = ()) -> Any:
+               overwriting: Sequence[bool] = (), loss_scale: Any = None) -> Any:
     """Merges the towers' gradients, then runs the optimizer's own single-device code once.
 
     Args:
@@ -76,9 +78,12 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
       overwriting: for each variable whether its gradient is its next value (the largest numbers
         seen, in float8 layers).  Of these the towers' maximum is taken, by the rule by which Keras
         accumulates them.
+      loss_scale: for an optimizer that looks for overflows, by what the gradients are to be
+        multiplied to be those of the scaled loss; else None.
     """
     own_losses.check_applied(tower, variables_)
     gradients, count = list(gradients), tower.count
+    of_halves = [loss_scale is not None and _is_of_halves(gradient) for gradient in gradients]
     homes = [homes_lib.home_of(variable) for variable in variables_]
 
     made = None if merged_already or any(overwriting) else _made_of_others(tower, gradients)
@@ -110,12 +115,33 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
             summed = summed[:len(variables_)]
         for index, value in whole.items():
             summed[index] = value
+        summed = [_overflowing(value, loss_scale) if is_of_halves else value
+                  for value, is_of_halves in zip(summed, of_halves)]
         with contexts.MergedContext(strategy), tf.device(strategy.extended.merge_device), \
                 tf.name_scope(contexts.UPDATE_SCOPE), \
                 tf.profiler.experimental.Trace(contexts.UPDATE_SCOPE):
             return apply(summed)
 
     return tower.merge_call(merged, args=tuple(gradients))
+
+
+def _is_of_halves(gradient: Any) -> bool:
+    """Whether a gradient was computed in float16; eager ones do not tell."""
+    if not isinstance(gradient, tf.Tensor) or _tf.is_eager(gradient):
+        return False
+    operation = gradient.op
+    while operation.type in ("Mul", "RealDiv", "Identity"):  # by the loss' scale
+        operation = operation.inputs[0].op
+    return bool(operation.type == "Cast" and operation.inputs[0].dtype == tf.float16)
+
+
+def _overflowing(value: tf.Tensor, loss_scale: Any) -> tf.Tensor:
+    """``value``, infinite where the whole batch's would have been in float16.
+
+    Each tower's part may be finite where their sum is not, and one device skips the step.
+    """
+    scaled = tf.abs(value) * tf.cast(loss_scale, value.dtype)
+    return tf.where(scaled >= _OVERFLOW, tf.cast(np.inf, value.dtype), value)
 
 
 def _made_of_others(tower: contexts.TowerContext,

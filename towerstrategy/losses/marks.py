@@ -27,6 +27,7 @@ class Marks:
       asked: whether the replica function has asked how many replicas there are.
       suspects: ids of the variables by which a loss that nothing has scaled was differentiated.
       gradients: what tapes have given for the weights.
+      gathered: whether the replica function has asked for the rows of all towers.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class Marks:
         self.asked = False
         self.suspects: set[int] = set()
         self.gradients = remade.Noted()
+        self.gathered = False
         self._scaled: dict[int, Any] = {}
         self._means: dict[int, Any] = {}
         self._whole: set[str] = set()
@@ -70,6 +72,7 @@ class Marks:
 
     def mark_whole(self, rows: tf.Tensor) -> tf.Tensor:
         """Remembers that ``rows`` are those of all towers, the same on each."""
+        self.gathered = True
         if not _tf.is_eager(rows):
             self._whole.add(rows.name)
         return rows

@@ -52,6 +52,29 @@ def summed(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
     return tower.mark_mean(tf.math.divide_no_nan(value, tf.cast(tower.share, value.dtype)))
 
 
+def summed_values(tower: contexts.TowerContext, values: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+    """As :func:`summed` for a loss object's ``total`` of ``values``, be they of the tower's rows.
+
+    Of the rows of all towers (``whole_batch``) each tower has the same sum, and its share of it.
+
+    Raises:
+      RuntimeError: eagerly, one number, in a replica function that has gathered rows.
+    """
+    if not tower.gathered:
+        return summed(tower, total)
+    if not _tf.is_eager(values):
+        return scaled(tower, total) if _walk(tower).is_steady(values) else summed(tower, total)
+    if not values.shape.rank:
+        raise RuntimeError(
+            'a loss object with reduction="sum" returned one number, after whole_batch: in eager '
+            "code that does not tell whether it is a sum over this tower's rows or over those of "
+            "all towers. Give the loss to towerstrategy.losses.WholeBatch, let it return a value a "
+            "row, or put the step into a tf.function.")
+    rows, whole = tower.given_rows, tower.shares.total
+    of_all = isinstance(whole, int) and 0 < whole != rows and values.shape[0] % whole == 0
+    return scaled(tower, total) if of_all else summed(tower, total)
+
+
 def part(tower: contexts.TowerContext, value: tf.Tensor,
          default: provenance.Kind | None = None) -> tf.Tensor:
     """The part that ``value`` is, or is the mean of; what is no scalar stays as it is.

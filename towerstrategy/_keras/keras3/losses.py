@@ -79,7 +79,7 @@ def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
             own_losses.check_number(tower, values, reduction)
         if reduction in (None, "none", "sum"):
             loss = original(values, sample_weight, reduction)
-            return parts.summed(tower, loss) if loss.shape.rank == 0 else loss
+            return parts.summed_values(tower, values, loss) if loss.shape.rank == 0 else loss
         if values.shape.rank == 0:
             return parts.scaled(tower, values)
         if reduction != "mean_with_sample_weight" or sample_weight is None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
-from keras.src.optimizers import adadelta, adam, adamax, rmsprop, sgd
+from keras.src.optimizers import adadelta, adam, adamax, loss_scale_optimizer, rmsprop, sgd
 
 from towerstrategy._keras import one_pass
 from towerstrategy._keras import optimizers as optimizers_rules
@@ -43,7 +43,7 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
         return optimizers_rules.merge_then(
             tower, grads[:both], [names.tf_variable(target) for target in targets],
             lambda merged: original(self, [*merged, *grads[both:]], trainable_variables),
-            overwriting=_overwriting(targets))
+            overwriting=_overwriting(targets), loss_scale=_loss_scale(self))
 
     return apply
 
@@ -57,9 +57,14 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
         return optimizers_rules.merge_then(
             tower, grads, [names.tf_variable(target) for target in targets],
             lambda merged: original(self, zip(merged, targets)),
-            overwriting=_overwriting(targets))
+            overwriting=_overwriting(targets), loss_scale=_loss_scale(self))
 
     return apply_gradients
+
+
+def _loss_scale(optimizer: Any) -> float | None:
+    """Keras unscales in ``apply``, so the gradients are those of the scaled loss."""
+    return 1.0 if isinstance(optimizer, loss_scale_optimizer.LossScaleOptimizer) else None
 
 
 def _overwriting(targets: Any) -> list[bool]:

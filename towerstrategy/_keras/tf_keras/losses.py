@@ -76,7 +76,10 @@ def compute_weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         if tower is None or loss.shape.rank != 0:
             return loss
         # A mean of one or two rows does not show in the graph: its number of rows is a constant.
-        return tower.mark_mean(loss) if reduction in means else parts.summed(tower, loss)
+        if reduction in means:
+            return tower.mark_mean(loss)
+        values = losses if isinstance(losses, tf.Tensor) else loss
+        return parts.summed_values(tower, values, loss)
 
     return compute_weighted_loss
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import adadelta, adam, adamax, adamw, rmsprop, sgd
 from tf_keras.src.optimizers import optimizer as new_optimizer
 
@@ -29,6 +30,7 @@ _KERNELS: dict[Any, one_pass.Rule] = {
     rmsprop.RMSprop.update_step: one_pass.rmsprop,
 }
 _steps = threading.local()  # optimizers' steps that are being traced, by id
+LOSS_SCALE = (loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
 
 
 def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +47,8 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
         return optimizers_rules.merge_then(
             tower, grads, homes,
             lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs),
-            _are_merged(original, args, kwargs))
+            _are_merged(original, args, kwargs),
+            loss_scale=self.loss_scale if isinstance(self, LOSS_SCALE) else None)
 
     return apply_gradients
 
