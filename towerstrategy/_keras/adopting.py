@@ -70,6 +70,7 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
     losses.wrap_own_losses(type(model), names.MODEL)
     local = [variable for metric in metrics for variable in names.adopt_metric(strategy, metric)]
     resident = adopt_variables(strategy, [*held, *slots])
+    stages.check_all_used(strategy, model, names)
     stages.settle(strategy, model, names)
     adopt_variables(strategy, names.counters_of(model))
     return resident, local

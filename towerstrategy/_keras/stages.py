@@ -49,8 +49,8 @@ class Position:
 class Plan:
     """The stage of each call of each layer of a model, in the order of the calls."""
 
-    def __init__(self, positions: Sequence[Position], stages: Sequence[int], by_hand: bool) -> None:
-        self.positions, self.stages, self.by_hand = positions, stages, by_hand
+    def __init__(self, positions: Sequence[Position], stages: Sequence[int]) -> None:
+        self.positions, self.stages = positions, stages
         self._calls: dict[int, list[int]] = collections.defaultdict(list)
         for position, stage in zip(positions, stages):
             self._calls[id(position.layer)].append(stage)
@@ -174,7 +174,7 @@ def plan_of(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Plan | 
     """The plan of a model whose calls are known beforehand; None of any other layer.
 
     Raises:
-      ValueError: more stages than layers, or a stage without any.
+      ValueError: more stages than layers, of which nothing was said by hand.
     """
     if not names.is_opened(model):
         return None
@@ -199,14 +199,7 @@ def _planned(strategy: tf.distribute.Strategy, model: Any, positions: Sequence[P
         for position in positions:
             last = last if position.said is None else position.said
             stages.append(last)
-        missing = sorted(set(range(placement.stages)) - set(stages))
-        if missing:
-            raise ValueError(
-                f"no layer of model {model.name!r} went to stage {_and(missing)} of the "
-                f"{placement.stages} that each tower has (0 to {placement.stages - 1}): by "
-                f"strategy.stage or tf.device all are in {_and(sorted(set(stages)))}. Put some "
-                "there, or leave all to the strategy.")
-        return Plan(positions, stages, True)
+        return Plan(positions, stages)
     if len(positions) < placement.stages:
         raise ValueError(
             f"devices gives each tower {placement.stages} stages, but model {model.name!r} has "
@@ -214,7 +207,19 @@ def _planned(strategy: tf.distribute.Strategy, model: Any, positions: Sequence[P
             f"{', '.join(position.layer.name for position in positions)}. Give each tower as many "
             "devices at the most.")
     costs = list(_costs(positions, max(map(_slots, names.optimizers_of(model)), default=0), names))
-    return Plan(positions, cuts.cut(costs, placement.stages, placement.micro_batches), False)
+    return Plan(positions, cuts.cut(costs, placement.stages, placement.micro_batches))
+
+
+def check_all_used(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
+    """Raises ``ValueError`` where a model that is trained as a whole leaves out a stage."""
+    count, plan = strategy.extended.placement.stages, plan_of(strategy, model, names)
+    used = range(count) if plan is None else sorted(set(plan.stages))
+    missing = sorted(set(range(count)) - set(used))
+    if missing:
+        raise ValueError(
+            f"no layer of model {model.name!r} went to stage {_and(missing)} of the {count} that "
+            f"each tower has (0 to {count - 1}): by strategy.stage or tf.device all are in "
+            f"{_and(used)}. Put some there, or leave all to the strategy.")
 
 
 def _costs(positions: Sequence[Position], slots: int, names: Any) -> Iterator[cuts.Cost]:
@@ -260,7 +265,7 @@ def settle(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
     """Brings a model's variables, and their slots, to the stages that use them.
 
     Raises:
-      ValueError: more stages than layers, or a stage without any.
+      ValueError: more stages than layers, of which nothing was said by hand.
     """
     if not strategy.extended.placement.rows:
         return

@@ -58,15 +58,17 @@ class Homes:
         Args:
           used: pairs of a variable and its stage.
         """
+        movable = []
         for variable, stage in sorted(used, key=lambda pair: size_of(pair[0]), reverse=True):
             together = [variable, *followers_of(variable)]
-            if home_of(variable) in self._stages[stage] \
-                    or not all(getattr(part, "_home_may_change", False) for part in together):
-                continue
-            size = sum(map(size_of, together))
-            self._bytes[home_of(variable)] -= size
+            if getattr(variable, "_settled", None) != stage \
+                    and all(getattr(part, "_home_may_change", False) for part in together):
+                variable._settled = stage
+                movable.append((together, sum(map(size_of, together)), stage))
+                self._bytes[home_of(variable)] -= movable[-1][1]
+        for together, size, stage in movable:
             home = self.choose(size, stage)
-            for part in together:
+            for part in together if home != home_of(together[0]) else ():
                 move(part, home)
 
     def spread(self, variables: Iterable[Any]) -> None:

@@ -137,13 +137,13 @@ class Placer:
         known = [self._stages[other] for other in inputs if other in self._stages]
         if name not in self._backward:
             return max(known, default=None)
-        of_forward = self._of_forward(name)
+        of_forward = self._of_forward(name) if GRADIENTS in name else None
         return min(known, default=None) if of_forward is None else of_forward
 
     def _of_forward(self, name: str) -> int | None:
         """The stage of what ``name`` is a gradient of, where its scope is in one stage."""
         scope = name.rpartition(GRADIENTS)[2]
-        while scope:
+        while scope and not contexts.TOWER_SCOPE.fullmatch(scope.rpartition("/")[2]):
             if scope in self._forward:
                 stages = self._forward[scope]
                 return next(iter(stages)) if len(stages) == 1 else None
