@@ -9,6 +9,7 @@ folder ``benchmarks.json`` and ``benchmarks.png``.
     make bench-jax                                        # beside Keras 3 on JAX alone
     python -m benchmarks machines                         # several workers; see machines.py
     python -m benchmarks micro_batches                    # on one device; see micro_batches.py
+    python -m benchmarks stages                           # one model over devices; see stages.py
     python -m benchmarks gpus                             # simulated GPUs; see gpus.py
     python -m benchmarks inference                        # predict and evaluate; see inference.py
 """
@@ -62,6 +63,9 @@ _MACHINES_SHAPES = flags.DEFINE_list("machines_shapes", ["2x2", "4x1"],
                                      "workers x towers of each, of the clusters of `machines`")
 _MICRO_BATCHES_STEPS = flags.DEFINE_integer(
     "micro_batches_steps", 8, "steps that `micro_batches` measures", lower_bound=2)
+_STAGES_CASES = flags.DEFINE_list("stages_cases", ["mlp16", "conv"], "what `stages` measures")
+_STAGES_STEPS = flags.DEFINE_integer("stages_steps", 8, "steps that `stages` measures",
+                                     lower_bound=2)
 _GPUS_CASES = flags.DEFINE_list("gpus_cases", ["resnet50", "mlp", "transformer", "embedding"],
                                 "what `gpus` simulates")
 _GPUS_TOWERS = flags.DEFINE_list("gpus_towers", ["1", "2", "4", "8"],
@@ -173,6 +177,9 @@ def main(argv: list[str]) -> None:
     if argv[1:] == ["micro_batches"]:
         _measure_micro_batches()
         return
+    if argv[1:] == ["stages"]:
+        _measure_stages()
+        return
     if argv[1:] == ["gpus"]:
         _simulate_gpus()
         return
@@ -255,6 +262,19 @@ def _measure_micro_batches() -> None:
     micro_batches.main(_chosen("micro_batches", "conv"), 1 if _QUICK.value else _ROUNDS.value,
                        _MICRO_BATCHES_STEPS.value, _QUICK.value, _LIMIT.value, _LEGACY.value,
                        pathlib.Path(_OUT.value), _title("tf_keras" if _LEGACY.value else "keras"))
+
+
+def _measure_stages() -> None:
+    """``--stages_cases`` over one to four stages, in one to eight micro-batches."""
+    from benchmarks import stages
+
+    wrong = [name for name in _STAGES_CASES.value if name not in stages.CASES]
+    if wrong:
+        raise app.UsageError(f"--stages_cases takes {', '.join(stages.CASES)}, but got "
+                             f"{', '.join(wrong)}.")
+    stages.main(_STAGES_CASES.value, 1 if _QUICK.value else _ROUNDS.value,
+                _STAGES_STEPS.value, _QUICK.value, _LIMIT.value, _LEGACY.value,
+                pathlib.Path(_OUT.value), _title("tf_keras" if _LEGACY.value else "keras"))
 
 
 def _chosen(what: str, by_default: str) -> list[str]:

@@ -76,7 +76,7 @@ def compiled(case: Case, keras: Any, small: bool = False, xla: bool = False) -> 
     return model
 
 
-def _dense(widths: list[int], features: int) -> Callable[[Any, bool], Any]:
+def dense(widths: list[int], features: int) -> Callable[[Any, bool], Any]:
     def build(keras: Any, small: bool) -> Any:
         kept = [min(width, 32) for width in widths[:4]] if small else widths
         layers = [keras.layers.Dense(width, activation="relu") for width in kept]
@@ -113,7 +113,7 @@ def _resnet(keras: Any, small: bool) -> Any:
     return keras.Model(inputs, layers.Dense(CLASSES)(layers.GlobalAveragePooling2D()(x)))
 
 
-def _floats(*shape: int) -> Callable[[np.random.Generator, int], np.ndarray]:
+def floats(*shape: int) -> Callable[[np.random.Generator, int], np.ndarray]:
     return lambda random, count: random.standard_normal((count, *shape)).astype("float32")
 
 
@@ -123,11 +123,11 @@ def _ids(random: np.random.Generator, count: int) -> np.ndarray:
 
 CASES: dict[str, Case] = {
     "mlp": Case("merging and updating 20 M parameters", 64,
-                _dense([3072, 3072, 2048], 1024), _floats(1024)),
+                dense([3072, 3072, 2048], 1024), floats(1024)),
     "embedding": Case("sparse gradients of a 500,000 x 32 table", 256, _embedding, _ids),
-    "conv": Case("a ResNet of 9 blocks with batch norm", 64, _resnet, _floats(32, 32, 3)),
-    "deep": Case("302 variables", 64, _dense([64] * 150, 64), _floats(64)),
-    "input": Case("splitting and Python", 64, _dense([], 256), _floats(256)),
+    "conv": Case("a ResNet of 9 blocks with batch norm", 64, _resnet, floats(32, 32, 3)),
+    "deep": Case("302 variables", 64, dense([64] * 150, 64), floats(64)),
+    "input": Case("splitting and Python", 64, dense([], 256), floats(256)),
 }
 
 # The case `scaling` is these two for a rising number of towers.

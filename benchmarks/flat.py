@@ -47,6 +47,7 @@ class Operation:
     waits: list[int]
     sizes: list[int]  # bytes of each output
     node: Any  # for Grappler
+    traced_as: str = ""  # its name in the traced graph
 
 
 def flatten(function: Any, devices: Sequence[str]) -> list[Operation]:
@@ -82,7 +83,7 @@ class _Walk:
 
     def graph(self, graph: tf.Graph, values: dict[str, Source], caller: str) -> None:
         """Adds the operations of ``graph``, whose inputs are in ``values``."""
-        done: dict[str, int] = {}
+        done: dict[str, list[int]] = {}
         for op in traffic.in_order(graph):
             if op.outputs and op.outputs[0].name in values:
                 continue
@@ -96,11 +97,12 @@ class _Walk:
             elif op.type in ("While", "StatelessWhile"):
                 outputs = self._called(op, "body", inputs, caller)
             else:
-                waits = [done[control.name] for control in op.control_inputs
-                         if control.name in done]
+                waits = [number for control in op.control_inputs
+                         for number in done.get(control.name, ())]
                 number = self._plain(op, inputs, waits, caller)
-                done[op.name] = number
                 outputs = [(number, index) for index in range(len(op.outputs))]
+                done[op.name] = [number]
+            done.setdefault(op.name, [number for number, _ in outputs])
             for tensor, value in zip(op.outputs, outputs):
                 values[tensor.name] = value
 
@@ -118,7 +120,7 @@ class _Walk:
                 device = self.operations[number].device
                 break
         return self._add(op.type, device or "GPU:0", inputs, waits, op.outputs,
-                         self._node(op, inputs))
+                         self._node(op, inputs), op.name)
 
     def _node(self, op: tf.Operation, inputs: list[Source]) -> Any:
         """What Grappler is to see of ``op``."""
@@ -142,12 +144,13 @@ class _Walk:
         return node
 
     def _add(self, kind: str, device: str, inputs: list[Source], waits: list[int],
-             outputs: Sequence[tf.Tensor], node: Any) -> int:
+             outputs: Sequence[tf.Tensor], node: Any, traced_as: str = "") -> int:
         number = len(self.operations)
         node.name = f"n{number}"
         node.device = _PREFIX + device
         self.operations.append(Operation(node.name, kind, device, inputs, waits,
-                                         [_size(tensor) for tensor in outputs], node))
+                                         [_size(tensor) for tensor in outputs], node,
+                                         traced_as))
         return number
 
 

@@ -151,12 +151,7 @@ def _collected(folder: pathlib.Path, workers: int, error: str) -> dict[str, Any]
 
 def medians(runs: list[tuple[Job, dict[str, Any]]]) -> Figures:
     """The medians of each job's rounds, or its first error."""
-    grouped: dict[Job, list[dict[str, Any]]] = {}
-    for job, figures in runs:
-        grouped.setdefault(job, []).append(figures)
-    return {job: next((each for each in mine if "error" in each), None) or {
-        name: statistics.median(each[name] for each in mine) for name in FIGURES}
-        for job, mine in grouped.items()}
+    return results.middle(runs, FIGURES)
 
 
 def verdicts(figures: Figures) -> list[results.Verdict]:

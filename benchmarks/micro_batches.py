@@ -17,7 +17,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import statistics
 import subprocess
 import sys
 import time
@@ -42,29 +41,41 @@ Figures = dict[tuple[str, int], dict[str, Any]]
 def measure(case: cases.Case, parts: int, steps: int, small: bool) -> dict[str, float]:
     """Trains ``case`` in ``parts`` micro-batches on one device; :data:`FIGURES`."""
     towerstrategy.split_cpu(1)
-    case = dataclasses.replace(case, batch=TIMES * case.batch)
     strategy = towerstrategy.TowerStrategy(["CPU:0"], micro_batches=parts) if parts else None
+    _, found = trained(larger(case), strategy, steps, small)
+    return {name: found[name] for name in FIGURES}
+
+
+def larger(case: cases.Case) -> cases.Case:
+    """``case`` with :data:`TIMES` its batch."""
+    return dataclasses.replace(case, batch=TIMES * case.batch)
+
+
+def trained(case: cases.Case, strategy: tf.distribute.Strategy | None, steps: int,
+            small: bool) -> tuple[Any, dict[str, float]]:
+    """Trains ``case``; its model, :data:`FIGURES`, and ``cpu_ms``, of a step on all cores."""
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
         model = cases.compiled(case, tf.keras, small)
-    ends: list[float] = []
+    ends: list[tuple[float, float]] = []
 
     class Clock(tf.keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             del batch
             float(logs["loss"])  # the step has ended when it is known
-            ends.append(time.perf_counter())
+            ends.append((time.perf_counter(), time.process_time()))
 
     batches = cases.dataset(case)
     few = batches.map(lambda x, y: (x[:_FEW], y[:_FEW]))
     options = {"shuffle": False, "verbose": 0, "callbacks": [Clock()]}
     start = time.perf_counter()
     model.fit(few, steps_per_epoch=1, **options)
-    first = ends[-1] - start
+    first = ends[-1][0] - start
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
     held = _status("VmRSS")
     model.fit(batches, steps_per_epoch=steps, **options)
-    return {"added_mb": _status("VmHWM") - held, "held_mb": held, "first_step_s": first,
-            "step_ms": 1e3 * float(np.median(np.diff(ends[1:])))}
+    wall, cpu = 1e3 * np.median(np.diff(ends[1:], axis=0), axis=0)
+    return model, {"added_mb": _status("VmHWM") - held, "held_mb": held, "first_step_s": first,
+                   "step_ms": float(wall), "cpu_ms": float(cpu)}
 
 
 def _status(name: str) -> float:
@@ -77,12 +88,7 @@ def _status(name: str) -> float:
 
 def medians(runs: list[tuple[str, int, dict[str, Any]]]) -> Figures:
     """The medians of each job's rounds, or its first error."""
-    grouped: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for case, parts, figures in runs:
-        grouped.setdefault((case, parts), []).append(figures)
-    return {job: next((each for each in mine if "error" in each), None) or {
-        name: statistics.median(each[name] for each in mine) for name in FIGURES}
-        for job, mine in grouped.items()}
+    return results.middle((((case, parts), figures) for case, parts, figures in runs), FIGURES)
 
 
 def verdicts(figures: Figures) -> list[results.Verdict]:
@@ -118,7 +124,8 @@ def main(chosen: list[str], rounds: int, steps: int, small: bool, seconds: float
     todo = [(case, parts) for _ in range(rounds) for case in chosen for parts in PARTS]
     runs: list[tuple[str, int, dict[str, Any]]] = []
     for position, (case, parts) in enumerate(todo, start=1):
-        found = _in_a_process(case, parts, steps, small, seconds, legacy)
+        found = in_a_process("benchmarks.micro_batches", {
+            "case": case, "parts": parts, "steps": steps, "small": small}, seconds, legacy)
         runs.append((case, parts, found))
         print(f"[{position}/{len(todo)}] {case}, {parts or 'no strategy'}: "
               + (f"failed: {found['error']}" if "error" in found else
@@ -132,10 +139,10 @@ def main(chosen: list[str], rounds: int, steps: int, small: bool, seconds: float
           f"{out / 'micro_batches.json'}")
 
 
-def _in_a_process(case: str, parts: int, steps: int, small: bool, seconds: float,
-                  legacy: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.micro_batches",
-               json.dumps({"case": case, "parts": parts, "steps": steps, "small": small})]
+def in_a_process(module: str, asked: dict[str, Any], seconds: float,
+                 legacy: bool) -> dict[str, Any]:
+    """What ``module`` prints of what it is asked, as JSON; or the ``error``."""
+    command = [sys.executable, "-m", module, json.dumps(asked)]
     environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1" if legacy else "0",
                    "TF_CPP_MIN_LOG_LEVEL": "3"}
     try:

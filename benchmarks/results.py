@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 FIGURES = ("first_step_s", "step_ms", "peak_mb", "gpu_peak_mb")
@@ -81,6 +81,17 @@ def _median(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     for name in FIGURES:
         result[name] = statistics.median(figures[name] for figures in good)
     return result
+
+
+def middle(runs: Iterable[tuple[Any, dict[str, Any]]],
+           names: Collection[str]) -> dict[Any, dict[str, Any]]:
+    """For each job the medians of its rounds' figures of these names, or its first error."""
+    grouped: dict[Any, list[dict[str, Any]]] = {}
+    for job, figures in runs:
+        grouped.setdefault(job, []).append(figures)
+    return {job: next((each for each in mine if "error" in each), None) or {
+        name: statistics.median(each[name] for each in mine) for name in names if name in mine[0]}
+        for job, mine in grouped.items()}
 
 
 def ratio(figures: Medians, name: str, job: Job, other: Job) -> float | None:

@@ -25,12 +25,14 @@ class Timeline:
       busy: seconds that each device computes.
       link_seconds: seconds that each link is held.
       link_bytes: bytes over each link.
+      spans: when each operation begins, and when it ends.
     """
 
     seconds: float
     busy: dict[str, float]
     link_seconds: dict[str, float]
     link_bytes: dict[str, int]
+    spans: list[tuple[float, float]] = dataclasses.field(default_factory=list)
 
     @property
     def busiest(self) -> str:
@@ -77,6 +79,7 @@ def run(operations: Sequence[flat.Operation], seconds: dict[str, float], machine
             heapq.heappush(events, (latest[number], number, -1))
 
     latest = [0.0] * len(operations)
+    spans = [(0.0, 0.0)] * len(operations)
     while events:
         now, number, transfer = heapq.heappop(events)
         operation = operations[number]
@@ -84,6 +87,7 @@ def run(operations: Sequence[flat.Operation], seconds: dict[str, float], machine
             time = _time(operation, seconds, factor)
             start = max(now, free[operation.device]) if time else now
             done = start + time
+            spans[number] = start, done
             if time:
                 free[operation.device] = done
                 busy[operation.device] += time
@@ -112,7 +116,7 @@ def run(operations: Sequence[flat.Operation], seconds: dict[str, float], machine
     devices = {operation.device for operation in operations}
     return Timeline(end, {name: busy[name] for name in devices},
                     {name: time for name, time in busy.items() if name not in devices},
-                    dict(link_bytes))
+                    dict(link_bytes), spans)
 
 
 def _time(operation: flat.Operation, seconds: dict[str, float], factor: float) -> float:

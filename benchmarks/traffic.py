@@ -29,9 +29,21 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 
 _WITH_INPUT = {"Shape", "ShapeN", "Size", "Rank"}
-_PASSED_ON = {"Identity", "IdentityN", "Cast", "Reshape", "ExpandDims"}
+_PASSED_ON = {"Identity", "PlaceholderWithDefault", "IdentityN", "Cast", "Reshape", "ExpandDims"}
 _TAKEN = {"IteratorGetNext", "OptionalGetValue"}
 _NO_BYTES = {tf.resource, tf.variant, tf.string}
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossing:
+    """A tensor that crosses: the operation that made it, and from where to where it goes."""
+
+    name: str
+    shape: tf.TensorShape
+    size: int
+    source: str
+    target: str
+    from_batch: bool
 
 
 @dataclasses.dataclass
@@ -43,12 +55,14 @@ class Traffic:
       received: by device, what comes to it, without the batch.
       batch: bytes of the batch that cross.
       unknown: how many tensors had an unknown dimension.
+      crossings: all that crosses, but in collective operations.
     """
 
     sent: dict[str, int] = dataclasses.field(default_factory=dict)
     received: dict[str, int] = dataclasses.field(default_factory=dict)
     batch: int = 0
     unknown: int = 0
+    crossings: list[Crossing] = dataclasses.field(default_factory=list)
 
     @property
     def total(self) -> int:
@@ -61,7 +75,8 @@ class Traffic:
         return max([*self.sent.values(), *self.received.values(), 0])
 
     def copy(self) -> Traffic:
-        return Traffic(dict(self.sent), dict(self.received), self.batch, self.unknown)
+        return Traffic(dict(self.sent), dict(self.received), self.batch, self.unknown,
+                       list(self.crossings))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -173,8 +188,8 @@ class _Walk:
 
     def _plain(self, op: tf.Operation, inputs: list[_Value], caller: str) -> list[_Value]:
         device = self._device(op, inputs, caller)
-        for value in inputs:
-            self._take(value, device)
+        for tensor, value in zip(op.inputs, inputs):
+            self._take(tensor, value, device)
         if op.type.startswith(("CollectiveReduce", "NcclAllReduce")):
             self._exchange(inputs[0], device, 2 * (self._replicas - 1) / self._replicas)
         elif op.type.startswith("CollectiveGather"):
@@ -191,11 +206,13 @@ class _Walk:
             return inputs[0].device
         return short(op.device) or caller or (inputs[0].device if inputs else self._host)
 
-    def _take(self, value: _Value, device: str) -> None:
+    def _take(self, tensor: tf.Tensor, value: _Value, device: str) -> None:
         if value.device == device or device in value.taken_to or not value.size:
             return
         value.taken_to.add(device)
         self.traffic.unknown += not value.known
+        self.traffic.crossings.append(Crossing(
+            tensor.op.name, tensor.shape, value.size, value.device, device, value.from_batch))
         if value.from_batch:
             self.traffic.batch += value.size
             return
@@ -211,7 +228,7 @@ class _Walk:
 
 
 def in_order(graph: tf.Graph) -> list[tf.Operation]:
-    """The operations that run, each behind those whose results it takes."""
+    """The operations that run, each behind those that it waits for."""
     wanted = [tensor.op for tensor in graph.outputs]
     wanted += [op for op in graph.get_operations() if op.op_def.is_stateful]
     ordered: dict[str, tf.Operation] = {}
@@ -220,7 +237,8 @@ def in_order(graph: tf.Graph) -> list[tf.Operation]:
         op = wanted.pop()
         if op.name in ordered:
             continue
-        before = [tensor.op for tensor in op.inputs if tensor.op.name not in ordered]
+        before = [other for other in (*(tensor.op for tensor in op.inputs), *op.control_inputs)
+                  if other.name not in ordered]
         if op.name in entered or not before:
             ordered[op.name] = op
             continue

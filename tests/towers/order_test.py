@@ -1,6 +1,7 @@
 """Micro-batches: one after another on a device, and the result of one device."""
 
 import collections
+import graphlib
 import re
 
 import keras
@@ -10,6 +11,7 @@ import tf_keras
 from absl.testing import absltest, parameterized
 
 from towerstrategy import TowerStrategy
+from towerstrategy.towers import order
 
 SCOPE = re.compile(r"tower_(\d+)_CPU_\d+")
 
@@ -197,6 +199,54 @@ class SameTest(parameterized.TestCase):
         wanted = trained(tf.distribute.get_strategy())
         for one, other in zip(trained(strategy), wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+    def test_a_stage_runs_one_pass_at_a_time(self):
+        """Else a forward pass takes turns with a backward one, and the stages after it wait."""
+        stages, parts = 3, 5
+        strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]], micro_batches=parts)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input([4]), *(
+                keras.layers.Dense(4, "tanh") for _ in range(stages))])
+            model.compile("sgd", "mse")
+        x = np.ones([10, 4], "f")
+        model.train_on_batch(x, x)
+        nodes = traced(strategy, lambda *rows: model.train_step(rows), x, x)
+        passes = {}
+        for kind in ("Tanh", "TanhGrad"):
+            for replica, names in nodes.of(kind).items():
+                for name in names:
+                    stage = int(re.search(r"tower_stage_(\d+)", name)[1])
+                    passes[stage, replica, kind] = name
+        self.assertLen(passes, 2 * stages * parts)
+        for stage in range(stages):
+            ahead = stages - stage
+            turns = [("Tanh", number) for number in range(min(ahead, parts))]
+            for number in range(parts):
+                turns.append(("TanhGrad", number))
+                if number + ahead < parts:
+                    turns.append(("Tanh", number + ahead))
+            names = [passes[stage, number, kind] for kind, number in turns]
+            for first, then in zip(names, names[1:]):
+                self.assertIn(first, nodes.before(then))
+
+    def test_what_needs_an_earlier_backward_pass(self):
+        """Else a forward pass that reads what the last backward one has left waits for ever."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]], micro_batches=2)
+        replicas, waits = ([], []), {}
+        with tf.Graph().as_default() as graph:
+            left = tf.zeros([])
+            for replica in replicas:
+                for scope in ("tower_stage_0", "tower_stage_1", "gradient_tape/tower_stage_1",
+                              "gradient_tape/tower_stage_0"):
+                    with tf.name_scope(f"{len(graph.get_operations())}/{scope}/"):
+                        left = left + 1.
+                    replica += [left.op.name, left.op.inputs[1].op.name]
+            order.put(graph, replicas, strategy.extended.placement, left)
+        for operation in graph.get_operations():
+            waits[operation.name] = [other.name for other in (
+                *(tensor.op for tensor in operation.inputs), *operation.control_inputs)]
+        self.assertTrue(any("end_of_micro_batch" in name for name in waits))
+        graphlib.TopologicalSorter(waits).prepare()
 
     @parameterized.parameters(False, True)
     def test_loops_count_micro_batches(self, eager):

@@ -16,14 +16,17 @@ replica reads, such as the update of a moving mean, makes no round.
 
 Where a tower has stages, each of these does the same for itself, forwards and backwards apart
 (1F1B; Narayanan et al. 2021): of P stages, number s begins a micro-batch when it has the forward
-pass of the one before behind it, and the backward pass of the one P-s before.  So stages work at
-the same time, and no stage holds the activations of more micro-batches than there are stages from
-it to the end.
+pass of the one before behind it, and the backward pass of the one P-s before; and a backward pass
+when it has as many forward passes behind it as it may.  So stages work at the same time, each at
+one pass, and no stage holds the activations of more micro-batches than there are stages from it to
+the end.  Were both kinds of passes to run side by side, the next stages would wait for a forward
+pass twice as long.
 """
 
 from __future__ import annotations
 
 import collections
+import graphlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -63,30 +66,69 @@ def put(graph: tf.Graph, replicas: Sequence[Collection[str]], placement: devices
     legs = _legs(traced, _parts(traced, owners, micro_batches), placement)
     begins = _begins(traced, legs)
     ends = _ends(traced, legs, traced.live(results))
-    for leg, operations in begins.items():
-        for before in _before(leg, placement, ends):
+    for leg, legs_before in _before(traced, begins, ends, placement).items():
+        for before in legs_before:
             with graph.as_default(), tf.control_dependencies(None), tf.device(None), \
                     tf.device(placement.row(before.replica)[before.stage]):
                 end = tf.no_op("end_of_micro_batch")
             for operation in ends[before]:
                 _tf.add_control_input(end, operation)
-            for operation in operations:
+            for operation in begins[leg]:
                 _tf.add_control_input(operation, end)
 
 
-def _before(leg: Leg, placement: devices_lib.Placement, ends: Collection[Leg]) -> Iterator[Leg]:
-    """The legs that have to have ended when ``leg`` begins, all of earlier micro-batches."""
-    if leg.backward:  # begins when what it needs comes back
-        return
+def _before(traced: _Traced, begins: Mapping[Leg, Sequence[tf.Operation]],
+            ends: Mapping[Leg, Sequence[tf.Operation]],
+            placement: devices_lib.Placement) -> dict[Leg, list[Leg]]:
+    """For each leg those that have to have ended when it begins."""
+    found = {leg: [before for before in _earlier(leg, placement, ends) if before in ends]
+             for leg in begins}
+    if placement.stages == 1:
+        return found
+    strict = {leg: [*found[leg], *(after for after in (_alternate(leg, placement),)
+                                   if leg.backward and after in ends)] for leg in begins}
+    return strict if _is_possible(traced, begins, ends, strict) else found
+
+
+def _earlier(leg: Leg, placement: devices_lib.Placement,
+             ends: Collection[Leg]) -> Iterator[Leg]:
+    """What a forward leg waits for, of earlier micro-batches only."""
     earlier = leg.replica % placement.micro_batches
     held = placement.stages - leg.stage
-    found = [leg._replace(replica=leg.replica - 1)] if earlier else []
+    if leg.backward or not earlier:
+        return
+    yield leg._replace(replica=leg.replica - 1)
     if placement.stages > 1 and earlier >= held:
         back = leg._replace(replica=leg.replica - held, backward=True)
         # Where there is no backward pass a micro-batch is held until it is through.
-        found.append(back if back in ends else back._replace(
-            stage=placement.stages - 1, backward=False))
-    yield from (before for before in found if before in ends)
+        yield back if back in ends else back._replace(stage=placement.stages - 1, backward=False)
+
+
+def _alternate(leg: Leg, placement: devices_lib.Placement) -> Leg:
+    """What a backward leg waits for: its stage's leg before it, where both kinds take turns."""
+    place = leg.replica % placement.micro_batches
+    left = placement.micro_batches - 1 - place  # later micro-batches
+    ahead = placement.stages - leg.stage - 1
+    if place and ahead > left:
+        return leg._replace(replica=leg.replica - 1)
+    return leg._replace(replica=leg.replica + min(left, ahead), backward=False)
+
+
+def _is_possible(traced: _Traced, begins: Mapping[Leg, Sequence[tf.Operation]],
+                 ends: Mapping[Leg, Sequence[tf.Operation]],
+                 before: Mapping[Leg, Sequence[Leg]]) -> bool:
+    """Whether nothing waits for itself: a forward pass may need an earlier backward pass' results.
+    """
+    waits: dict[Any, Collection[Any]] = dict(traced.waits)
+    for leg, legs_before in before.items():
+        waits[leg] = {operation.name for other in legs_before for operation in ends[other]}
+        for operation in begins[leg]:
+            waits[operation.name] = {*traced.waits[operation.name], leg}
+    try:
+        graphlib.TopologicalSorter(waits).prepare()
+    except graphlib.CycleError:
+        return False
+    return True
 
 
 class _Traced:
