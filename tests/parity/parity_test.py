@@ -20,8 +20,10 @@ class ParityTest(parameterized.TestCase):
 
     @parameterized.named_parameters(_named(number, (cases.CASES[case], keras, towers))
                                     for number, (case, keras, towers) in enumerate([
-        ("XX", "keras", runner.STAGED[0]),
-    ]))
+                                        ("losses/add_loss", "keras", runner.STAGED[1]),
+                                        ("models/nested", "tf_keras", runner.STAGED[1]),
+                                        ("norms/convolution and dense", "keras", runner.STAGED[2]),
+                                        ("fit/run_eagerly", "keras", runner.STAGED[0])]))
     def test_stages_train_as_one_device(self, case, keras, towers):
         """Else a model over several devices is another one; more: ``--stages``."""
         found = runner.compare(case, runner.keras_module(keras), towers)

@@ -76,8 +76,7 @@ def by_hand(kit, strategy, how):
 
 class SameTest(parameterized.TestCase):
 
-    @parameterized.parameters((keras, "called", 3), (tf_keras, "made", 1), (keras, "tf.device", 1),
-                              (tf_keras, "cut", 3))
+    @parameterized.parameters((keras, "called", 3), (tf_keras, "made", 1), (keras, "tf.device", 1))
     def test_any_rows(self, kit, how, micro_batches):
         """Else a model over several devices trains or predicts something else than on one."""
         random = np.random.default_rng(0)
@@ -85,7 +84,7 @@ class SameTest(parameterized.TestCase):
 
         def trained(strategy):
             with nothing if strategy is None else strategy.scope():
-                model = deep(kit, (4, 3, 1)) if how == "cut" else by_hand(kit, strategy, how)
+                model = by_hand(kit, strategy, how)
                 model.compile(kit.optimizers.Adam(.05), "mse")
             logs = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
             if strategy is not None:
@@ -171,12 +170,11 @@ class PlacesTest(parameterized.TestCase):
             self.assertLess(sum(counted.sent.values()),
                             2 * 2 * activations + 2 * weights + 4 * scalars)
 
-    @parameterized.parameters(keras, tf_keras)
-    def test_each_stage_holds_its_weights_and_slots(self, kit):
+    def test_each_stage_holds_its_weights_and_slots(self):
         """Else a device runs out of memory that has room for its part."""
         strategy = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]])
         with strategy.scope():
-            model = deep(kit, (*[64] * 8, 1))
+            model = deep(keras, (*[64] * 8, 1))
             model.compile("adam", "mse")
         model.train_on_batch(np.ones([4, 8], "f"), np.ones([4, 1], "f"))
         homes = [{device(weight) for weight in layer.weights} for layer in model.layers]
@@ -184,8 +182,7 @@ class PlacesTest(parameterized.TestCase):
         stages = [homes_ <= first for homes_ in homes]
         self.assertEqual(stages, sorted(stages, reverse=True))
         sizes = collections.Counter()
-        held = model.optimizer.variables
-        for variable in [*model.weights, *(held() if callable(held) else held)]:
+        for variable in [*model.weights, *model.optimizer.variables]:
             sizes[device(variable)] += int(np.prod(variable.shape))
         for stage in (("CPU:1", "CPU:3"), ("CPU:2", "CPU:4")):
             one, other = (sizes[name] for name in stage)
@@ -216,6 +213,23 @@ class PlacesTest(parameterized.TestCase):
                 self.assertEqual(forward[other, stage] <= before, other < part)
         # Where nothing is held for it, the first stage does not wait for the last one.
         self.assertFalse(any(forward[0, 2] & nodes.before(name) for name in forward[2, 0]))
+
+
+class DescribeTest(absltest.TestCase):
+
+    def test_layers_and_bytes_of_stages(self):
+        """Else nobody sees which layer is where, or which device is full."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]], micro_batches=2)
+        with strategy.scope():
+            model = deep(keras, (4, 4, 4))
+            model.compile("adam", "mse")
+        text = strategy.describe(model)
+        self.assertIn("2 towers of 2 stages and 2 micro-batches", text)
+        self.assertRegex(text, r"CPU:4 +tower 1, stage 1 ")
+        # Weights and two slots each: (8 * 4 + 4 + 4 * 4 + 4) and (4 * 4 + 4) floats.
+        self.assertRegex(text, r"\n0 +432  layer_0\n1 +480  layer_1, layer_2\n")
+        self.assertEqual(repr(strategy), "<TowerStrategy towers=[[CPU:1, CPU:2], [CPU:3, CPU:4]] "
+                                         "micro_batches=2 merge_device=each stage's>")
 
 
 class RefusedTest(parameterized.TestCase):
