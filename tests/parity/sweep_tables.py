@@ -229,7 +229,6 @@ FLOAT64: dict[str, str] = {
     "metrics.PearsonCorrelation": "divides by differences of means of three numbers",
 }
 
-_MIXES = "random draws, and rows are mixed with others of their tower"
 _LOCAL = "batch norm that is not synchronized normalizes with a tower's rows"
 
 # What is known to differ from one device, by Keras version or "" for both, and why.  A loss is
@@ -237,8 +236,4 @@ _LOCAL = "batch norm that is not synchronized normalizes with a tower's rows"
 DIFFERS: dict[tuple[str, str], str] = {
     ("", "layers.BatchNormalization"): _LOCAL,
     ("keras", "layers.AugMix"): "Python's random numbers choose its layers each time it is traced",
-    ("keras", "layers.RandAugment"): "no reason is known; the layers that it is made of, each by "
-                                     "itself, draw as on one device",
-    ("keras", "layers.CutMix"): _MIXES,
-    ("keras", "layers.MixUp"): _MIXES,
 }
