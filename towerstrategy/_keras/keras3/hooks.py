@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import numpy as tf_numpy
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
@@ -78,6 +79,13 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         layers.take,
         "reads a whole table to take rows of it; the rows are taken where the table lives, so that "
         "they alone go to the tower"),
+    (keras_variables.Variable, "assign_add"): hooks.Hook(
+        layers.added("assign_add"),
+        "writes the sum of the old value and the new one, of which the towers' are summed: the old "
+        "value counts once a tower"),
+    (keras_variables.Variable, "assign_sub"): hooks.Hook(
+        layers.added("assign_sub"),
+        "the same"),
     (seed_generator.SeedGenerator, "next"): hooks.Hook(
         layers.next_seed,
         "random layers draw differently on every tower"),
@@ -96,6 +104,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (base_trainer.Trainer, "compute_loss"): hooks.Hook(
         losses.compute_loss,
         "knows a loss that is scaled by share already"),
+    (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss"): hooks.Hook(
+        losses.additional_loss,
+        "sums an added loss that has a value for each row, then takes it for a mean"),
     (base_trainer.Trainer, "get_metrics_result"): hooks.Hook(
         metrics_lib.get_metrics_result,
         "all results in one meeting of the towers"),

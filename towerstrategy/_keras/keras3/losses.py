@@ -109,6 +109,16 @@ def compiled_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def additional_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None or not losses_rules.is_one_a_row(tower, loss):
+            return original(self, loss)
+        return parts.summed(tower, base_trainer.Trainer._aggregate_additional_loss(self, loss))
+
+    return _aggregate_additional_loss
+
+
 def _is_keras_own(model: Any) -> bool:
     """Whether all gradients of ``model``'s step come of the loss that Keras computes."""
     return (type(model).train_step is tf_trainer.TensorFlowTrainer.train_step
