@@ -198,7 +198,9 @@ class TowerVariable(_tf.ResourceVariable):
             return by_gradients.write(tower, self, made, plain)
 
         def merged(_: Any, values: Any) -> Any:
-            return plain(self._aggregate(contexts.all_values(values, tower.count), tower.shares))
+            values = contexts.all_values(values, tower.count)
+            by_gradients.check_eager(tower, self, values)
+            return plain(self._aggregate(values, tower.shares))
 
         return tower.merge_call(merged, args=(value,))
 
