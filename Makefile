@@ -22,7 +22,7 @@ CORE := batch/split merge/merge towers/towers strategy variables/variables batch
 	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks
 
 .PHONY: demo test lint test-parity test-slow test-gpu test-libraries test-tf test-python test-pythons bench \
-	docs test-site release-check clean
+	bench-jax docs test-site release-check clean
 
 $(VENV)/%.installed: setup.cfg setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -51,6 +51,12 @@ $(TF_VENV)/test.installed: setup.cfg setup.py
 	.venv-libraries/bin/python -m pip install --quiet gin-config pygame
 	.venv-libraries/bin/python -m pip install --quiet --no-deps "tf-models-official>=2.20" \
 		tf-agents gym==0.23.0 gym-notices
+	touch $@
+
+.venv-jax/jax.installed:
+	test -x .venv-jax/bin/python || $(PYTHON) -m venv .venv-jax
+	.venv-jax/bin/python -m pip install --quiet --upgrade pip
+	.venv-jax/bin/python -m pip install --quiet keras jax
 	touch $@
 
 demo: $(VENV)/demo.installed
@@ -115,6 +121,10 @@ test-site: $(VENV)/docs.installed $(VENV)/site-test.installed $(VENV)/notebook.i
 
 bench: $(VENV)/test.installed
 	$(RUN) -m benchmarks
+
+# Beside Keras 3 on JAX, in an environment without TensorFlow.
+bench-jax: $(VENV)/test.installed .venv-jax/jax.installed
+	$(RUN) -m benchmarks --strategies=none,tower,jax,jax_one $(BENCH)
 
 clean:
 	rm -rf $(VENV) .venv-tf-* .venv-python* .venv-libraries build dist out *.egg-info

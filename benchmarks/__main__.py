@@ -6,6 +6,7 @@ folder ``benchmarks.json`` and ``benchmarks.png``.
     python -m benchmarks                                  # everything; takes hours on two cores
     python -m benchmarks --cases=mlp,deep --rounds=1
     python -m benchmarks --quick                          # does the benchmark itself work?
+    make bench-jax                                        # beside Keras 3 on JAX alone
     python -m benchmarks machines                         # several workers; see machines.py
     python -m benchmarks micro_batches                    # on one device; see micro_batches.py
     python -m benchmarks gpus                             # simulated GPUs; see gpus.py
@@ -30,10 +31,19 @@ from typing import Any
 import tensorflow as tf
 from absl import app, flags
 
-from benchmarks import cases, chart, machines, micro_batches, results, strategies, table
+from benchmarks import (
+    cases,
+    chart,
+    jax_peer,
+    machines,
+    micro_batches,
+    results,
+    strategies,
+    table,
+)
 
 _CASES = flags.DEFINE_list("cases", [*cases.CASES, "scaling"], "what to measure")
-_STRATEGIES = flags.DEFINE_list("strategies", list(strategies.STRATEGIES), "who to measure")
+_STRATEGIES = flags.DEFINE_list("strategies", list(strategies.NAMES), "who to measure")
 _TOWERS = flags.DEFINE_integer("towers", 4, "how many towers", lower_bound=1)
 _SCALING_TOWERS = flags.DEFINE_list("scaling_towers", ["1", "2", "4", "8", "16"],
                                     "the numbers of towers of the case `scaling`")
@@ -48,6 +58,8 @@ _LEGACY = flags.DEFINE_bool("legacy", False, "tf_keras, not Keras 3")
 _QUICK = flags.DEFINE_bool("quick", False, "small models, one round, half a second each")
 _MACHINES_STEPS = flags.DEFINE_integer("machines_steps", 20, "steps that `machines` measures",
                                        lower_bound=2)
+_MACHINES_SHAPES = flags.DEFINE_list("machines_shapes", ["2x2", "4x1"],
+                                     "workers x towers of each, of the clusters of `machines`")
 _MICRO_BATCHES_STEPS = flags.DEFINE_integer(
     "micro_batches_steps", 8, "steps that `micro_batches` measures", lower_bound=2)
 _GPUS_CASES = flags.DEFINE_list("gpus_cases", ["resnet50", "mlp", "transformer", "embedding"],
@@ -55,6 +67,8 @@ _GPUS_CASES = flags.DEFINE_list("gpus_cases", ["resnet50", "mlp", "transformer",
 _GPUS_TOWERS = flags.DEFINE_list("gpus_towers", ["1", "2", "4", "8"],
                                  "the numbers of GPUs of `gpus`")
 _GPUS_CHECK = flags.DEFINE_bool("gpus_check", True, "compare `gpus` with published figures")
+_JAX_PYTHON = flags.DEFINE_string("jax_python", ".venv-jax/bin/python",
+                                  "of an environment with Keras 3 and JAX")
 _OUT = flags.DEFINE_string("out", "out/benchmarks", "the folder for the JSON file and the picture")
 
 _SCALING_STRATEGIES = ("tower", "mirrored")
@@ -63,7 +77,7 @@ _SCALING_STRATEGIES = ("tower", "mirrored")
 def jobs() -> list[results.Job]:
     """What to measure in a round: for each case the strategies in turn."""
     found = [results.Job(case, who, _TOWERS.value) for case in _CASES.value if case != "scaling"
-             for who in _STRATEGIES.value]
+             for who in _STRATEGIES.value if who not in strategies.JAX or not without_jax()]
     if "scaling" in _CASES.value:
         found += [results.Job(case, who, int(count)) for case in cases.SCALING
                   for count in _SCALING_TOWERS.value
@@ -71,23 +85,38 @@ def jobs() -> list[results.Job]:
     return list(dict.fromkeys(found))
 
 
+def without_jax() -> str:
+    """Why JAX is not measured; "" where it is."""
+    gpus = _DEVICE.value == "gpu" or (
+        _DEVICE.value == "auto" and tf.config.list_physical_devices("GPU"))
+    return "towers are GPUs, JAX' are CPUs" if gpus else jax_peer.missing(_JAX_PYTHON.value)
+
+
+def command(job: results.Job, number: int, device: str,
+            output: pathlib.Path) -> tuple[list[str], dict[str, str]]:
+    """What measures ``job``, and its environment; the first round counts the traffic, too."""
+    small, seconds = _QUICK.value, 0.5 if _QUICK.value else _SECONDS.value
+    if job.strategy in strategies.JAX:
+        devices = 1 if job.strategy == "jax_one" else job.towers
+        return jax_peer.command(_JAX_PYTHON.value, job.case, devices, seconds, small, output)
+    options = {"case": job.case, "strategy": job.strategy, "towers": job.towers,
+               "device": device, "seconds": seconds, "output": output}
+    if _MERGE.value is not None:
+        options["merge_device"] = _MERGE.value
+    return [sys.executable, "-m", "benchmarks.measure",
+            *(f"--{name}={value}" for name, value in options.items()),
+            *(["--small"] if small else []), *(["--traffic"] if number == 0 else [])], {
+                "TF_USE_LEGACY_KERAS": "1" if _LEGACY.value else "0", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
 def measure(job: results.Job, number: int, device: str) -> results.Run:
-    """Measures ``job`` in a process of its own; the first round counts the traffic, too."""
-    small = _QUICK.value
+    """Measures ``job`` in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder) / "figures.json"
-        options = {"case": job.case, "strategy": job.strategy, "towers": job.towers,
-                   "device": device, "seconds": 0.5 if small else _SECONDS.value, "output": output}
-        if _MERGE.value is not None:
-            options["merge_device"] = _MERGE.value
-        command = [sys.executable, "-m", "benchmarks.measure",
-                   *(f"--{name}={value}" for name, value in options.items()),
-                   *(["--small"] if small else []), *(["--traffic"] if number == 0 else [])]
-        environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1" if _LEGACY.value else "0",
-                       "TF_CPP_MIN_LOG_LEVEL": "3"}
+        line, environment = command(job, number, device, output)
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True,
-                                  timeout=_LIMIT.value, check=False)
+            done = subprocess.run(line, env={**os.environ, **environment}, capture_output=True,
+                                  text=True, timeout=_LIMIT.value, check=False)
         except subprocess.TimeoutExpired:
             return results.Run(job, number, {"error": f"no end after {_LIMIT.value:.0f} s"})
         if output.exists():
@@ -123,12 +152,14 @@ def _device() -> str:
 
 
 def _check_flags() -> None:
-    known = {"cases": [*cases.CASES, "scaling"], "strategies": list(strategies.STRATEGIES)}
+    known = {"cases": [*cases.CASES, "scaling"], "strategies": list(strategies.NAMES)}
     for flag in (_CASES, _STRATEGIES):
         wrong = [name for name in flag.value if name not in known[flag.name]]
         if wrong or not flag.value:
             raise app.UsageError(f"--{flag.name} takes {', '.join(known[flag.name])}, but got "
                                  f"{', '.join(wrong) or 'none'}.")
+    if set(_STRATEGIES.value) <= set(strategies.JAX) and without_jax():
+        raise app.UsageError(f"JAX cannot be measured: {without_jax()}.")
     if not jobs():
         raise app.UsageError("--cases=scaling needs one of --strategies=" +
                              ",".join(_SCALING_STRATEGIES) + ".")
@@ -160,6 +191,9 @@ def main(argv: list[str]) -> None:
              f"Python {where['python']}, {versions}; {device} towers, "
              f"merge device {_MERGE.value or 'by default'}")
     print(title)
+    left_out = [who for who in _STRATEGIES.value if who in strategies.JAX and without_jax()]
+    if left_out:
+        print(f"{', '.join(left_out)} left out: {without_jax()}.")
     runs: list[results.Run] = []
     todo = [(number, job) for number in range(rounds) for job in jobs()]
     for position, (number, job) in enumerate(todo, start=1):
@@ -207,9 +241,13 @@ def _measure_inference() -> None:
 
 def _measure_machines() -> None:
     """``--cases``, ``mlp`` unless given, on clusters of several shapes."""
+    try:
+        of_shapes = machines.shapes(_MACHINES_SHAPES.value)
+    except ValueError as error:
+        raise app.UsageError(f"--machines_shapes: {error}") from error
     machines.main(_chosen("machines", "mlp"), 1 if _QUICK.value else _ROUNDS.value,
                   _MACHINES_STEPS.value, _QUICK.value, _LIMIT.value, pathlib.Path(_OUT.value),
-                  _title("tf_keras"))
+                  _title("tf_keras"), of_shapes)
 
 
 def _measure_micro_batches() -> None:

@@ -1,18 +1,20 @@
 """What is trained: a model, its random data and its batch.
 
 Goes in: the name of a case and a Keras.  Comes out: a :class:`Case`, which builds the model and
-its ``tf.data`` pipeline.  All train with Adam on cross-entropy; the global batch stays the same
-whatever the number of towers.
+its data.  All train with Adam on cross-entropy; the global batch stays the same whatever the number
+of towers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorflow as tf
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 CLASSES = 10
 _BATCHES = 4  # of data; they repeat
@@ -38,15 +40,36 @@ class Case:
 
 def dataset(case: Case, drop_remainder: bool = False) -> tf.data.Dataset:
     """The case's endless pipeline of random batches (``drop_remainder``: of known shape)."""
-    random = np.random.default_rng(0)
-    count = case.batch * _BATCHES
-    labels = random.integers(0, CLASSES, count).astype("int32")
-    rows = tf.data.Dataset.from_tensor_slices((case.rows(random, count), labels))
+    import tensorflow as tf  # where JAX is measured there is none
+
+    rows = tf.data.Dataset.from_tensor_slices(_data(case))
     return rows.repeat().batch(case.batch, drop_remainder).prefetch(tf.data.AUTOTUNE)
 
 
+def batches(case: Case) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The batches of :func:`dataset`, without end, from memory."""
+    rows, labels = _data(case)
+    while True:
+        for start in range(0, len(labels), case.batch):
+            yield rows[start:start + case.batch], labels[start:start + case.batch]
+
+
+def _data(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    count = case.batch * _BATCHES
+    labels = random.integers(0, CLASSES, count).astype("int32")
+    return case.rows(random, count), labels
+
+
 def compiled(case: Case, keras: Any, small: bool = False, xla: bool = False) -> Any:
-    """The case's model, ready for ``fit``; call it in the scope of a strategy."""
+    """The case's model, ready for ``fit``; call it in the scope of a strategy.
+
+    Args:
+      case: which.
+      keras: the Keras to make it with.
+      small: whether to make a small one.
+      xla: whether with ``jit_compile=True``.
+    """
     model = case.build(keras, small)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(), loss, jit_compile=xla)

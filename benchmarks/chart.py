@@ -19,10 +19,11 @@ from benchmarks import cases, results, strategies
 
 _COLORS = {"none": "#9aa5b1", "tower": "#d9730d", "mirrored": "#1f6fb2",
            "mirrored_reduce": "#7fb0db", "central": "#5f9e6e", "none_xla": "#616e7c",
-           "tower_xla": "#9c4221"}
+           "tower_xla": "#9c4221", "jax": "#7b4fa3", "jax_one": "#bda3d4"}
 _LABELS = {"none": "no strategy", "tower": "TowerStrategy", "mirrored": "MirroredStrategy",
            "mirrored_reduce": "Mirrored, ReductionToOneDevice", "central": "CentralStorageStrategy",
-           "none_xla": "no strategy, XLA", "tower_xla": "TowerStrategy, XLA"}
+           "none_xla": "no strategy, XLA", "tower_xla": "TowerStrategy, XLA",
+           "jax": "JAX, DataParallel", "jax_one": "JAX, one device"}
 _INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
 _PANELS = (("step_ms", "steady step, ms"), ("first_step_s", "first step, s"),
            ("peak_mb", "peak memory, MB"), ("crossing_mb", "bytes across devices in a step, MB"))
@@ -57,7 +58,7 @@ def draw(path: pathlib.Path, figures: results.Medians, towers: int, title: str) 
             for column, (name, label) in enumerate(_PANELS[:3]):
                 axes = figure.add_subplot(grid[bar_rows + number, 2 * column:2 * column + 2])
                 _lines(axes, good, case, name, label)
-        shown = [who for who in strategies.STRATEGIES if any(job.strategy == who for job in good)]
+        shown = [who for who in strategies.NAMES if any(job.strategy == who for job in good)]
         figure.legend([patches.Patch(color=_COLORS[who]) for who in shown],
                       [_LABELS[who] for who in shown], loc="outside upper center", ncols=5,
                       frameon=False)
@@ -77,7 +78,7 @@ def _bars(axes: plt.Axes, good: results.Medians, towers: int, name: str, label: 
     """Bars of ratios, so that the cases can stand side by side, with the figures behind them."""
     value = _values(good, towers, name)
     shown = [case for case in cases.CASES if any(job.case == case for job in value)]
-    present = [who for who in strategies.STRATEGIES if any(job.strategy == who for job in value)]
+    present = [who for who in strategies.NAMES if any(job.strategy == who for job in value)]
     reference = _reference(good, towers, name)
     high = 0.8 / max(len(present), 1)
     longest = 1.0

@@ -4,6 +4,7 @@ Goes in: the flags of ``python -m benchmarks``.  Comes out: progress, a table, t
 or MISS, and ``machines.json`` in the output folder.
 
     python -m benchmarks machines --rounds=1
+    python -m benchmarks machines --rounds=1 --machines_shapes=2x1,8x1,2x2,4x2
 
 All workers are processes on this machine; both strategies train tf_keras models, on batches that
 divide evenly.  Bytes between processes are those that the loopback device has received, counted by
@@ -23,13 +24,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import results, table
 
 STRATEGIES = ("tower", "multi_worker")
 SHAPES = ((2, 2), (4, 1))  # workers, towers of each
-FIGURES = ("step_ms", "cpu_ms", "first_step_s", "peak_mb", "between_mb")
+FIGURES = ("step_ms", "cpu_ms", "first_step_s", "first_cpu_s", "peak_mb", "worker_mb",
+           "between_mb")
 # Ratios to MultiWorkerMirroredStrategy: case, shape, figure, limit.
 TARGETS = (("mlp", (2, 2), "step_ms", 0.6), ("mlp", (2, 2), "between_mb", 0.55))
 
@@ -46,10 +49,26 @@ class Job:
     towers: int
 
 
-def jobs(cases: list[str]) -> list[Job]:
+def shapes(written: Sequence[str]) -> list[tuple[int, int]]:
+    """Shapes as they are given on the command line: ``4x2`` is four workers of two towers.
+
+    Raises:
+      ValueError: one is not written so.
+    """
+    found = []
+    for shape in written:
+        numbers = shape.split("x")
+        if len(numbers) != 2 or not all(part.isdecimal() and int(part) for part in numbers):
+            raise ValueError("a cluster's shape is its workers x the towers of each, such as 4x2, "
+                             f"but got {shape!r}.")
+        found.append((int(numbers[0]), int(numbers[1])))
+    return found
+
+
+def jobs(cases: list[str], of_shapes: Sequence[tuple[int, int]] = SHAPES) -> list[Job]:
     """What to measure in a round."""
     return [Job(case, strategy, *shape)
-            for case in cases for shape in SHAPES for strategy in STRATEGIES]
+            for case in cases for shape in of_shapes for strategy in STRATEGIES]
 
 
 def can_isolate() -> bool:
@@ -124,7 +143,9 @@ def _collected(folder: pathlib.Path, workers: int, error: str) -> dict[str, Any]
     return {"step_ms": statistics.median(each["step_ms"] for each in found),
             "cpu_ms": sum(each["cpu_ms"] for each in found),
             "first_step_s": max(each["first_step_s"] for each in found),
+            "first_cpu_s": sum(each["first_cpu_s"] for each in found),
             "peak_mb": sum(each["peak_mb"] for each in found),
+            "worker_mb": max(each["peak_mb"] for each in found),
             "between_mb": found[0]["between_mb"]}
 
 
@@ -153,7 +174,7 @@ def verdicts(figures: Figures) -> list[results.Verdict]:
 def shown(figures: Figures) -> str:
     """The table."""
     header = ("case", "workers", "towers", "strategy", "step ms", "CPU ms a step",
-              "first step s", "peak MB", "MB between processes a step")
+              "first step s", "its CPU s", "peak MB", "a worker's", "MB between processes a step")
     rows, failed = [], []
     for job, mine in figures.items():
         start = [job.case, str(job.workers), str(job.towers), job.strategy]
@@ -164,15 +185,33 @@ def shown(figures: Figures) -> str:
     return "\n".join([table.columns(header, rows), *failed])
 
 
+def growth(figures: Figures) -> str:
+    """What a worker takes beside what it takes in the smallest cluster of its towers."""
+    lines = []
+    for job, mine in figures.items():
+        alike = [other for other in figures if "error" not in figures[other]
+                 and (other.case, other.strategy, other.towers)
+                 == (job.case, job.strategy, job.towers)]
+        if "error" in mine or len(alike) < 2 or job == (
+                few := min(alike, key=lambda other: other.workers)):
+            continue
+        base = figures[few]
+        lines.append([job.case, job.strategy, f"{few.workers} -> {job.workers} x {job.towers}", *(
+            f"{mine[name] / job.workers / (base[name] / few.workers):.2f}" if base[name] else "-"
+            for name in ("first_cpu_s", "cpu_ms", "peak_mb", "between_mb"))])
+    return table.columns(("case", "strategy", "workers", "first step's CPU", "step's CPU", "memory",
+                          "bytes"), lines) if lines else ""
+
+
 def main(cases: list[str], rounds: int, steps: int, small: bool, seconds: float,
-         out: pathlib.Path, title: str) -> None:
+         out: pathlib.Path, title: str, of_shapes: Sequence[tuple[int, int]] = SHAPES) -> None:
     """Measures, prints, writes."""
     isolated = can_isolate()
     counted = ("in a network namespace of the workers' own" if isolated
                else "of the whole machine, other programs' included")
     print(f"{title}\nbytes between processes: loopback, {counted}", flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    todo = [job for _ in range(rounds) for job in jobs(cases)]
+    todo = [job for _ in range(rounds) for job in jobs(cases, of_shapes)]
     runs: list[tuple[Job, dict[str, Any]]] = []
     for position, job in enumerate(todo, start=1):
         found = measure(job, steps, small, seconds, isolated)
@@ -184,4 +223,7 @@ def main(cases: list[str], rounds: int, steps: int, small: bool, seconds: float,
             "title": title, "isolated": isolated, "steps": steps, "small": small,
             "runs": [{**dataclasses.asdict(each), **mine} for each, mine in runs]}, indent=1))
     figures = medians(runs)
-    print(f"\n{shown(figures)}\n\n{table.targets(verdicts(figures))}\n\n{out / 'machines.json'}")
+    grown = growth(figures)
+    print(f"\n{shown(figures)}\n" + (f"\na worker's part beside the fewest workers:\n{grown}\n"
+                                      if grown else "")
+          + f"\n{table.targets(verdicts(figures))}\n\n{out / 'machines.json'}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import resource
 import statistics
 import time
 import traceback
@@ -19,7 +18,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import towerstrategy
-from benchmarks import cases, machines
+from benchmarks import cases, clock, machines
 
 _CASE = flags.DEFINE_enum("case", None, list(cases.CASES), "what to train", required=True)
 _STRATEGY = flags.DEFINE_enum("strategy", None, machines.STRATEGIES, "who trains it", required=True)
@@ -76,14 +75,15 @@ def measure(strategy: Any, case: cases.Case, steps: int, small: bool) -> dict[st
             cpu.append(time.process_time())
             counted.append(received())
 
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     model.fit(cases.dataset(case), steps_per_epoch=_WARM_UP + steps, shuffle=False, verbose=0,
               callbacks=[Clock()])
     return {
         "first_step_s": ends[0] - start,
+        "first_cpu_s": cpu[0] - start_cpu,
         "step_ms": 1e3 * statistics.median(np.diff(ends)[_WARM_UP - 1:]),
         "cpu_ms": 1e3 * (cpu[-1] - cpu[_WARM_UP - 1]) / steps,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_mb": clock.peak_mb(),
         "between_mb": (counted[-1] - counted[_WARM_UP - 1]) / steps / 1e6,
     }
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import resource
-import statistics
-import time
 import traceback
 from typing import Any
 
@@ -19,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import app, flags
 
-from benchmarks import cases, strategies, traffic
+from benchmarks import cases, clock, strategies, traffic
 from towerstrategy.report.check import speed
 
 _CASE = flags.DEFINE_enum("case", None, list(cases.CASES), "what to train", required=True)
@@ -32,9 +29,6 @@ _SECONDS = flags.DEFINE_float("seconds", 6, "how long to measure the steady step
 _SMALL = flags.DEFINE_bool("small", False, "small models, to try the benchmark itself")
 _TRAFFIC = flags.DEFINE_bool("traffic", False, "count the bytes that cross devices, too")
 _OUTPUT = flags.DEFINE_string("output", None, "the JSON file to write", required=True)
-
-_WARM_UP, _LEAST, _MOST = 5, 10, 2000  # steps
-_ENDLESS = 10**6
 
 
 def measure(keras: Any, case: cases.Case, strategy: tf.distribute.Strategy, seconds: float,
@@ -52,24 +46,14 @@ def measure(keras: Any, case: cases.Case, strategy: tf.distribute.Strategy, seco
       xla: whether with ``jit_compile=True``.
 
     Returns:
-      ``first_step_s`` (from the call of ``fit`` to the end of its first step: building, tracing and
-      running it), ``step_ms`` (the median), ``steps``, ``peak_mb`` (resident, of the process),
-      ``gpu_peak_mb`` (the sum over GPUs), ``parameter_bytes``, ``largest_bytes`` (of the largest
-      parameter), ``state_bytes`` (weights and optimizer by device) and ``traffic`` (None unless
-      asked for).
+      What :func:`clock.timed` does, and ``gpu_peak_mb`` (the sum over GPUs), ``parameter_bytes``,
+      ``largest_bytes`` (of the largest parameter), ``state_bytes`` (weights and optimizer by
+      device) and ``traffic`` (None unless asked for).
     """
     with strategy.scope():
         model = cases.compiled(case, keras, small, xla)
-    clock = _clock(keras, seconds)
-    start = time.perf_counter()
-    model.fit(cases.dataset(case), steps_per_epoch=_ENDLESS, shuffle=False, verbose=0,
-              callbacks=[clock])
-    steady = np.diff(clock.ends)[_WARM_UP:]
     result = {
-        "first_step_s": clock.ends[0] - start,
-        "step_ms": 1e3 * statistics.median(steady),
-        "steps": len(steady),
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        **clock.timed(keras, model, cases.dataset(case), seconds),
         "gpu_peak_mb": _gpu_peak() / 2**20,
         "parameter_bytes": sum(_size(variable) for variable in model.trainable_variables),
         "largest_bytes": max(_size(variable) for variable in model.trainable_variables),
@@ -92,23 +76,6 @@ def step_traffic(model: Any, case: cases.Case,
     replicas = strategy.num_replicas_in_sync
     return traffic.count(step.get_concrete_function(batches), replicas,
                          unknown_dimension=case.batch // replicas, arguments=batches)
-
-
-def _clock(keras: Any, seconds: float) -> Any:
-    """A callback that notes when steps end and stops the training when it has seen enough."""
-
-    class Clock(keras.callbacks.Callback):
-        ends: list[float] = []
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            float(logs["loss"])  # as a progress bar does; the step has ended when it is known
-            self.ends.append(time.perf_counter())
-            steps = batch + 1 - _WARM_UP
-            spent = self.ends[-1] - self.ends[min(batch, _WARM_UP)]
-            if steps > _MOST or (steps > _LEAST and spent > seconds):
-                self.model.stop_training = True
-
-    return Clock()
 
 
 def _size(variable: Any) -> int:

@@ -50,12 +50,16 @@ class Verdict:
 _STEP_OVER = {
     "mirrored": {"mlp": 0.30, "embedding": 0.30, "conv": 0.90, "deep": 0.50, "input": 0.45},
     "none": {"mlp": 1.35, "embedding": 1.05, "conv": 1.0, "deep": 2.0, "input": 1.4},
+    "jax": dict.fromkeys(("mlp", "embedding", "conv", "deep", "input"), 1.0),
 }
 _PEAK_OVER = {
     "mirrored": {"mlp": 0.52, "embedding": 0.55},
     "none": dict.fromkeys(("mlp", "embedding", "conv", "deep", "input"), 1.12),
 }
-_FIRST_STEP_OVER = {"mirrored": {"conv": 0.35, "deep": 0.35}}
+_FIRST_STEP_OVER = {
+    "mirrored": {"conv": 0.35, "deep": 0.35},
+    "jax": dict.fromkeys(("mlp", "embedding", "conv", "deep", "input"), 1.0),
+}
 _GROWTH, _FEW, _MANY = 1.3, 2, 8  # the first step with many towers over that with few
 _FULLEST_OVER_MEAN = 1.2
 _BUSIEST_OVER_RING = 1.1

@@ -26,6 +26,9 @@ STRATEGIES: dict[str, Maker] = {
 # The same with jit_compile=True.
 XLA = {"none_xla": "none", "tower_xla": "tower"}
 STRATEGIES.update((name, STRATEGIES[plain]) for name, plain in XLA.items())
+# Keras 3 without TensorFlow: its own data parallelism, and one device; see jax_peer.
+JAX = ("jax", "jax_one")
+NAMES = (*STRATEGIES, *JAX)
 
 
 def devices(kind: str, count: int) -> list[str]:

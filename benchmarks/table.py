@@ -10,12 +10,12 @@ from typing import Any
 
 from benchmarks import results
 
-_HEADER = ("case", "R", "strategy", "step ms", "/ none", "/ mirrored", "first step s", "peak MB",
-           "crossing MB")
+_HEADER = ("case", "R", "strategy", "step ms", "/ none", "/ mirrored", "/ jax", "first step s",
+           "peak MB", "crossing MB")
 
 
 def measured(figures: results.Medians) -> str:
-    """A line for each job: its medians, and its step over those of no strategy and Mirrored."""
+    """A line for each job: its medians, and its step over no strategy's, Mirrored's and JAX'."""
     failed = [f"{job.case} {job.strategy} R={job.towers} failed: {mine['error']}"
               for job, mine in figures.items() if "error" in mine]
     return "\n".join([columns(_HEADER, [_row(figures, job) for job in figures]), *failed])
@@ -27,7 +27,7 @@ def _row(figures: results.Medians, job: results.Job) -> list[str]:
     if "error" in mine:
         return [*start, *["-"] * (len(_HEADER) - len(start))]
     over = [results.ratio(figures, "step_ms", job, results.Job(job.case, peer, job.towers))
-            for peer in ("none", "mirrored")]
+            for peer in ("none", "mirrored", "jax")]
     crossing = mine.get("traffic")
     return [*start, f"{mine['step_ms']:,.2f}",
             *("-" if value is None else f"{value:.2f}" for value in over),

@@ -188,3 +188,27 @@ def _leaves(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
 def _name(strategy: tf.distribute.Strategy, tower: int) -> str:
     placement = strategy.extended.placement
     return f"{placement.name(tower)} on {devices_lib.short_name(placement.towers[tower])}"
+
+
+def check_stage(strategy: Any, index: Any) -> None:
+    """Checks the argument of ``TowerStrategy.stage``.
+
+    Raises:
+      TypeError: it is no whole number.
+      ValueError: there is no such stage.
+    """
+    index, placement = devices_lib.whole_number("index", index), strategy.extended.placement
+    if not placement.rows:
+        raise ValueError(
+            f"stage({index}) was called on a strategy whose towers are one device each: "
+            f"{_devices(placement.devices)}. Give each tower a list of devices, one a stage: "
+            'TowerStrategy([["GPU:0", "GPU:1"]]).')
+    if not 0 <= index < placement.stages:
+        raise ValueError(
+            f"index must be from 0 to {placement.stages - 1}, as each tower has "
+            f"{placement.stages} stages, but got {index}: stage({index}). The towers: "
+            f"{'; '.join(map(_devices, placement.rows))}.")
+
+
+def _devices(names: Any) -> str:
+    return ", ".join(map(devices_lib.short_name, names))

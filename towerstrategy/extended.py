@@ -8,6 +8,7 @@ decided here.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +24,7 @@ from towerstrategy.merge import merging, reductions
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.towers import calls, compiled, contexts, modes, steps
+from towerstrategy.towers import calls, compiled, contexts, modes, stages, steps
 from towerstrategy.variables import creation, living, tower_local
 
 
@@ -41,8 +42,8 @@ class TowerExtended(_tf.StrategyExtended):
         self.asked = False  # by the user's code outside of towers, for the number of replicas
         super().__init__(container_strategy)
         _tf.give_moving_averages(contexts.mean_of_towers)
-        homes = placement.devices if placement.balanced else (placement.merge,)
-        self._homes = homes_lib.Homes(homes, placement.balanced)
+        self._homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows)
+        self.settle, self.stages = self._homes.settle, stages.Stages(placement)
         self._tracked: dict[int, weakref.ref[Any]] = {}
         self._written_alone: dict[int, weakref.ref[Any]] = {}
         # Whether functions are traced for tower 0 alone, and why some were not.
@@ -125,6 +126,8 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
+        if self._placement.rows:
+            return tuple(itertools.chain(*self._placement.rows))
         return self._placement.devices if self._placement.balanced else (self._placement.merge,)
 
     def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ verb each.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -78,8 +80,10 @@ class TowerStrategy(kind.Kind):
     Args:
       devices: the towers: None (every GPU, or one CPU tower where there is none), a count, or a
         list of GPU ids, of device strings such as ``"GPU:0"`` or ``"/device:CPU:1"``, or of what
-        ``tf.config.list_logical_devices`` lists.
-      merge_device: where variables live, gradients meet and the optimizer runs: ``"cpu"`` (the
+        ``tf.config.list_logical_devices`` lists.  A list of lists makes each tower a row of
+        devices, its *stages*, over which one model is laid, see docs/one_large_model.md.
+      merge_device: not with stages, whose weights live, merge and update with them; else where
+        variables live, gradients meet and the optimizer runs: ``"cpu"`` (the
         default with several towers), a device string such as ``"GPU:0"``, or ``"balanced"``: each
         variable has one of the towers as its home, chosen by bytes, and lives, merges and updates
         there.
@@ -116,9 +120,10 @@ class TowerStrategy(kind.Kind):
     Raises:
       TypeError: an argument of the wrong type.
       ValueError: a device that does not exist, named twice, or, without ``shares``, of another kind
-        than the others; shares that are not above 0, or more or fewer than devices; a cluster in
-        which this process is no worker; less than one micro-batch;
-        unknown ``draws``.
+        than the others; towers of unequal numbers of stages, or what does not go with stages
+        (``merge_device``, ``shares`` that are no list, several machines); shares that are not
+        above 0, or more or fewer than devices; a cluster in which this process is no worker; less
+        than one micro-batch; unknown ``draws``.
       RuntimeError: made in TensorFlow 1 graph mode; a worker's strategy made after TensorFlow had
         started.
     """
@@ -152,6 +157,11 @@ class TowerStrategy(kind.Kind):
         resolver = cluster_resolver or clusters.resolver_of_environment()
         cluster = clusters.join(resolver)
         placement = devices_lib.place(devices, merge_device, shares, micro_batches)
+        if cluster is not None and placement.rows:
+            raise ValueError(
+                f"devices gives each tower {placement.stages} stages, which does not go with "
+                "several machines (cluster_resolver, TF_CONFIG). Give each tower one device, or "
+                "train on one machine.")
         workers = None if cluster is None else meeting.Machines(
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.on_cpu, placement.shares, placement.shares_from)
@@ -304,6 +314,36 @@ class TowerStrategy(kind.Kind):
         """
         return parts.scale_loss(self, loss)
 
+    @contextlib.contextmanager
+    def stage(self, index: int) -> Iterator[None]:
+        """Within, layers that are made or called are of one stage of each tower.
+
+        For towers of several devices, see docs/one_large_model.md.  Around making layers, around
+        calling them while a functional model is built, and in a ``call`` or a replica function.
+        Where both are given for a layer, the call decides.
+
+        Args:
+          index: the stage, from 0.
+
+        Raises:
+          TypeError: ``index`` is no whole number.
+          ValueError: there is no such stage, or the towers have none.
+
+        >>> strategy = TowerStrategy([split_cpu(4)[:2]])
+        >>> with strategy.scope():
+        ...   with strategy.stage(0):
+        ...     layers = [tf.keras.Input([3]), tf.keras.layers.Dense(5)]
+        ...   with strategy.stage(1):
+        ...     layers.append(tf.keras.layers.Dense(1))
+        ...   model = tf.keras.Sequential(layers)
+        ...   model.compile("sgd", "mse")
+        >>> [weight.value.device[-5:] for weight in model.weights]
+        ['CPU:0', 'CPU:0', 'CPU:1', 'CPU:1']
+        """
+        arguments.check_stage(self, index)
+        with self.extended.stages.within(int(index), asked=True):
+            yield
+
     def merge_rule(self, variable: Any, rule: str) -> None:
         """Says that of a variable's values the towers' largest, or smallest, counts.
 
@@ -339,7 +379,8 @@ class TowerStrategy(kind.Kind):
         Args:
           model: a Keras or tf_keras model of this strategy, or None: then a second table has the
             state that is not trained by gradients (statistics, counters, metrics), where it is kept
-            and how what the towers write to it is merged, see :meth:`merge_rule`.
+            and how what the towers write to it is merged, see :meth:`merge_rule`.  Of towers of
+            several stages another one has the layers and the bytes of each.
 
         Raises:
           TypeError: ``model`` is no Keras model.
@@ -369,14 +410,20 @@ class TowerStrategy(kind.Kind):
         small/norm/moving_variance  one copy  mean by share of rows
         ...
         """
-        return description.describe(self, () if model is None else _keras.state_of(self, model))
+        if model is None:
+            return description.describe(self)
+        return description.describe(self, _keras.state_of(self, model),
+                                    _keras.stages_of(self, model))
 
     def _repr_html_(self) -> str:
         return description.describe_html(self)
 
     def __repr__(self) -> str:
         placement = self.extended.placement
-        towers = ", ".join(devices_lib.short_name(device) for device in placement.devices)
+        towers = ", ".join(
+            f"[{', '.join(map(devices_lib.short_name, row))}]" if placement.rows
+            else devices_lib.short_name(row[0])
+            for row in map(placement.row, range(0, len(placement.towers), placement.micro_batches)))
         parts = f" micro_batches={placement.micro_batches}" * (placement.micro_batches > 1)
         return (f"<TowerStrategy towers=[{towers}]{parts} "
                 f"merge_device={description.merge_name(placement)}>")

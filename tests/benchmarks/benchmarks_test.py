@@ -1,10 +1,14 @@
 """benchmarks: what is counted and compared is what the tables say."""
 
+import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 
 import keras
 import matplotlib.image
+import numpy as np
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
@@ -13,6 +17,7 @@ import towerstrategy
 from benchmarks import (
     cases,
     chart,
+    jax_peer,
     machines,
     measure,
     micro_batches,
@@ -198,6 +203,39 @@ class ResultsTest(parameterized.TestCase):
             self.assertGreater(matplotlib.image.imread(path).shape[0], 300)
 
 
+class JaxTest(parameterized.TestCase):
+
+    def test_needs_no_tensorflow(self):
+        """Else the environment in which JAX is measured has to hold TensorFlow as well."""
+        code = ("import sys; sys.modules['tensorflow'] = None; from benchmarks import jax_peer; "
+                "rows, labels = next(jax_peer.cases.batches(jax_peer.cases.CASES['mlp'])); "
+                "print(rows.shape, labels.shape)")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        shown = subprocess.run([sys.executable, "-c", code], env=environment, check=True,
+                               capture_output=True, text=True).stdout
+        self.assertEqual(shown.strip(), "(64, 1024) (64,)")
+
+    def test_batches_are_those_of_the_others(self):
+        """Else the peers train on different data."""
+        case = cases.CASES["embedding"]
+        for (x, y), (x_there, y_there) in zip(cases.dataset(case).take(5), cases.batches(case)):
+            np.testing.assert_array_equal(x, x_there)
+            np.testing.assert_array_equal(y, y_there)
+
+    def test_says_what_is_missing(self):
+        """Else who has no JAX finds its figures missing without a word."""
+        self.assertIn("no nowhere/python; `make bench-jax`", jax_peer.missing("nowhere/python"))
+        self.assertEqual(jax_peer.missing(sys.executable), "")
+
+    def test_has_the_devices_that_are_asked_for(self):
+        """Else figures of one device pass for those of four."""
+        line, environment = jax_peer.command("python", "mlp", 4, 2., True, pathlib.Path("a.json"))
+        self.assertEqual(line[:6], ["python", "-m", "benchmarks.jax_peer", "mlp", "4", "a.json"])
+        self.assertEndsWith(environment["XLA_FLAGS"], "=4")
+        with self.assertRaisesRegex(ValueError, "devices, but 3 were asked for.*count=3"):
+            jax_peer.measure(keras, cases.CASES["input"], 3, 0)
+
+
 class MicroBatchesTest(parameterized.TestCase):
 
     def _figures(self):
@@ -226,7 +264,7 @@ class MachinesTest(parameterized.TestCase):
         for job in machines.jobs(["mlp"]):
             for step in (30., 10., 20.) if job.strategy == "tower" else (40., 50., 60.):
                 runs.append((job, {"step_ms": step, "cpu_ms": step, "first_step_s": 1.,
-                                   "peak_mb": 100.,
+                                   "first_cpu_s": 1., "peak_mb": 100., "worker_mb": 50.,
                                    "between_mb": 160. if job.strategy == "tower" else 240.}))
         runs.append((machines.Job("deep", "multi_worker", 2, 2), {"error": "ValueError: no"}))
         return machines.medians(runs)
@@ -244,6 +282,19 @@ class MachinesTest(parameterized.TestCase):
         text = machines.shown(self._figures())
         self.assertIn("deep 2 2 multi_worker failed: ValueError: no", text)
         self.assertIn("160.00", text)
+
+    def test_growth_is_a_workers(self):
+        """Else what grows faster than the workers does not show."""
+        figures = {}
+        for job in machines.jobs(["mlp"], machines.shapes(["2x1", "8x1", "4x2"])):
+            figures[job] = dict.fromkeys(machines.FIGURES, 1. * job.workers)
+            figures[job]["between_mb"] = job.workers ** 2
+        lines = [line.split() for line in machines.growth(figures).splitlines()[2:]]
+        self.assertEqual([line[1] for line in lines], list(machines.STRATEGIES))
+        self.assertEqual(lines[0][-4:], ["1.00", "1.00", "1.00", "4.00"])
+        for wrong in ("4", "4x", "0x1", "2x2x2", "-1x2"):
+            with self.assertRaisesRegex(ValueError, f"4x2, but got '{wrong}'"):
+                machines.shapes([wrong])
 
     def test_a_worker_that_fails_is_named(self):
         """Else half a cluster's figures pass for all of them."""

@@ -340,6 +340,61 @@ class WarningTest(parameterized.TestCase):
                           if "towerstrategy" in str(each.message)], [])
 
 
+    @parameterized.product(version=list(KITS), wrong=[None, "critic", "generator"])
+    def test_a_gan_of_keras_examples(self, version, wrong):
+        """Else the usual GAN does not compile, or is warned, or trains wrongly without a word.
+
+        It compiles before it makes the metrics that its own list names.
+        """
+        kit = KITS[version]
+        right = kit.losses.BinaryCrossentropy(from_logits=True, **(
+            {} if kit is keras else {"reduction": "none"}))
+
+        class Gan(kit.Model):
+            def __init__(self):
+                super().__init__()
+                self.generator, self.critic = (
+                    kit.Sequential([kit.Input([4]), kit.layers.Dense(units)]) for units in (4, 1))
+
+            def compile(self, optimizers):
+                super().compile()
+                self.optimizers = optimizers
+                self.trackers = [kit.metrics.Mean(name=name) for name in ("ours", "theirs")]
+
+            @property
+            def metrics(self):
+                return self.trackers
+
+            def loss_of(self, name, labels, logits):
+                if name == wrong:
+                    return tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels, logits))
+                loss = right(labels, logits)
+                return loss if kit is keras else tf.nn.compute_average_loss(loss)
+
+            def train_step(self, real):
+                fake = self.generator(tf.random.normal(tf.shape(real)))
+                logits = {"critic": tf.concat([fake, real], 0), "generator": fake}
+                labels = {"critic": tf.concat([tf.ones_like(fake), tf.zeros_like(real)], 0)[:, :1],
+                          "generator": tf.zeros_like(fake)[:, :1]}
+                for name, optimizer, tracker in zip(logits, self.optimizers, self.trackers):
+                    with tf.GradientTape() as tape:
+                        given = logits["critic"] if name == "critic" else self.generator(real)
+                        loss = self.loss_of(name, labels[name], self.critic(given))
+                    variables = getattr(self, name).trainable_variables
+                    optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+                    tracker.update_state(loss)
+                return {tracker.name: tracker.result() for tracker in self.trackers}
+
+        with towerstrategy.TowerStrategy(3).scope():
+            model = Gan()
+            model.compile([kit.optimizers.Adam(), kit.optimizers.Adam()])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.fit(np.ones([7, 4], "float32"), batch_size=7, verbose=0)
+        told = [each for each in caught if own_losses.MESSAGE in str(each.message)]
+        self.assertLen(told, 0 if wrong is None else 1)
+
+
 class HelpersTest(parameterized.TestCase):
 
     @parameterized.product(count=[1, 3, 4], traced=[False, True], size=[7, 2])

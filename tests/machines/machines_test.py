@@ -12,7 +12,10 @@ from absl.testing import parameterized
 
 import towerstrategy
 from tests.machines import machines_workers
-from towerstrategy.machines import clusters
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.machines import clusters, meeting
+from towerstrategy.merge import gradients
+from towerstrategy.merge import shares as shares_lib
 
 WORKERS, TOWERS = 2, 2
 CASES = ("unseeded", "verbs", "ends_early", "sharded", "uneven-keras",
@@ -20,34 +23,14 @@ CASES = ("unseeded", "verbs", "ends_early", "sharded", "uneven-keras",
          "handed-keras", "whole-keras")
 
 
-class ClusterTest(parameterized.TestCase):
-
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.folder = folder.name
-        machines_workers.run(WORKERS, TOWERS, cls.folder, CASES)
-
-    def seen(self, case):
-        """What each worker saw; fails where they saw different things."""
-        first, *others = [machines_workers.results(self.folder, case, worker)
-                          for worker in range(WORKERS)]
-        for other in others:
-            for name, value in first.items():
-                np.testing.assert_array_equal(value, other[name], f"{case}: {name}")
-        return first
+class ClusterTest(machines_workers.ClusterTestCase):
+    workers, towers, cases = WORKERS, TOWERS, CASES
 
     @parameterized.parameters("verbs", "uneven-keras", "loop-keras", "embedded-tf_keras",
                               "wide-keras", "handed-keras", "whole-keras")
     def test_as_on_one_device(self, case):
         """Else weights, logs, evaluations or predictions depend on the number of machines."""
-        seen, expected = self.seen(case), machines_workers.expected(case)
-        for name in expected:
-            if name.startswith(("eager_", "graph_", "replicas")):
-                continue
-            np.testing.assert_allclose(seen[name], expected[name], 1e-5, 1e-6, err_msg=name)
+        self.assert_as_on_one_device(case)
 
     def test_verbs(self):
         """Else a sum, a mean or a gathered row counts the towers of one machine only."""
@@ -129,6 +112,58 @@ def resolver(jobs, task_type, task_id):
 
 
 TWO = ["127.0.0.1:1", "127.0.0.1:2"]
+
+
+class LeavesEarlyTest(parameterized.TestCase):
+
+    def machines(self):
+        """Two workers as a graph needs them, which is never run."""
+        machines = meeting.Machines.__new__(meeting.Machines)
+        machines.__dict__.update(
+            count=2, index=0, first=0, towers=1, replicas=2, takes_products=False,
+            _device="/device:CPU:0", _order=[0, 1],
+            _launcher=_tf.collective_launcher("/device:CPU:0", 2, None))
+        return machines
+
+    @parameterized.parameters(False, True)
+    def test_while_the_backward_pass_runs(self, silenced):
+        """Else a worker's network idles while it computes, and its GPUs while gradients cross."""
+        layers, width = 6, 32  # a pack holds two of them, with their biases
+        machines = self.machines()
+
+        @tf.function
+        def step(x, rows):
+            weights = [tf.ones([width, width]) / width for _ in range(layers)]
+            biases = [tf.zeros([width]) for _ in range(layers)]
+            variables = [value for pair in zip(weights, biases) for value in pair]
+            with tf.GradientTape() as tape:
+                tape.watch(variables)
+                for number, (weight, bias) in enumerate(zip(weights, biases)):
+                    with tf.name_scope(f"layer_{number}"):
+                        x = tf.tanh(x @ weight + bias)
+            found = tape.gradient(x, variables)
+            shares = shares_lib.Shares(tf.unstack(rows), workers=machines)
+            return gradients.gradients([[value] for value in found],
+                                       ["/device:CPU:0"] * len(found), shares, silenced)
+
+        with mock.patch.object(meeting, "LARGE", 2 * 4 * width * (width + 1)):
+            graph = step.get_concrete_function(
+                tf.TensorSpec([None, width]), tf.TensorSpec([2], tf.int64)).graph
+        reduced = [operation for operation in graph.get_operations()
+                   if operation.type == "CollectiveReduceV2"]
+        self.assertLen(reduced, layers // 2)
+        for number, operation in enumerate(reduced):
+            reached, names = [operation], set()
+            while reached:
+                before = reached.pop()
+                if before.name not in names:
+                    names.add(before.name)
+                    reached += [tensor.op for tensor in before.inputs] + before.control_inputs
+            earliest = layers - 2 * (number + 1)
+            backward = {int(name.split("layer_")[1].split("/")[0]) for name in names
+                        if name.startswith("gradient_tape/") and "layer_" in name}
+            self.assertEqual(min(backward), earliest, f"all-reduce {number} waits for others")
+            self.assertLen(names & {other.name for other in reduced}, number + 1)
 
 
 class RefusedTest(parameterized.TestCase):

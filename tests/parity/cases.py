@@ -63,6 +63,7 @@ class Case:
       policy: the global dtype policy.
       moves: whether training changes the weights (some cases are there to see that it does not).
       strategy: arguments of the strategy.
+      wide: whether it is run in the whole product alone, as a relative of others.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Case:
     policy: str = "float32"
     moves: bool = True
     strategy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    wide: bool = False
 
 
 CASES: dict[str, Case] = {}

@@ -187,3 +187,51 @@ def _(keras: Any) -> Run:
     return Run(model, **data, seen=seen)
 
 
+
+
+def _mixing(name: str, make: Any, **options: Any) -> None:
+    @case(f"draws/{name}", keras=(KERAS_3,), reason=_OWN, **options)
+    def _(keras: Any) -> Run:
+        run = Run(_augmented(keras, make(keras)), **_pictures(), compile=LABELS)
+        # Whole numbers: where a layer compares or counts colours, no rounding decides.
+        run.x = run.x.round()
+        return run
+
+
+_mixing("MixUp and CutMix", lambda keras: keras.Sequential([
+    keras.layers.MixUp(0.5), keras.layers.CutMix()]))
+_mixing("RandAugment", lambda keras: keras.layers.RandAugment(), wide=True)
+_mixing("Equalization", lambda keras: keras.layers.Equalization(), wide=True)
+
+
+def _shuffling_step(keras: Any, eagerly: bool = False) -> Run:
+    """Noise that is another row's, by every shuffle; one of columns; one of indices of rows."""
+    class Shuffling(keras.Model):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.drawn = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            x += 0.3 * tf.random.experimental.stateless_shuffle(x, seed=tf.stack([self.drawn, 5]))
+            x += 0.2 * tf.random.shuffle(x, seed=8)
+            x *= tf.random.experimental.stateless_shuffle(tf.linspace(0.5, 1.5, 5), seed=[3, 4])
+            if cases.is_keras_3(keras):
+                x += 0.3 * keras.random.shuffle(x, seed=2)
+                x = keras.random.shuffle(x, axis=1, seed=6)
+            self.drawn.assign_add(1)
+            return super().train_step((x, y))
+
+    inputs = keras.Input([5])
+    return Run(Shuffling(inputs, keras.layers.Dense(3)(inputs)), **cases.regression(),
+               compile={"run_eagerly": eagerly}, fit={"epochs": 3})
+
+
+@case("draws/shuffles in an own train_step")
+def _(keras: Any) -> Run:
+    return _shuffling_step(keras)
+
+
+@case("draws/shuffles in an own train_step, eagerly", wide=True)
+def _(keras: Any) -> Run:
+    return _shuffling_step(keras, eagerly=True)

@@ -88,18 +88,19 @@ class BatchStatisticsTest(parameterized.TestCase):
 
 class AddedSumTest(parameterized.TestCase):
 
-    @parameterized.product(version=BOTH, whole=[False, True])
-    def test_rows_summed_in_add_loss(self, version, whole):
-        """Else nobody can say what a sum in ``add_loss`` is: Keras hands on a number, not rows.
+    @parameterized.product(version=BOTH, written=["rows", "an all-reduce", "eager rows"])
+    def test_rows_summed_in_add_loss(self, version, written):
+        """Else a sum in ``add_loss`` shrinks where it is said to be the whole batch's.
 
-        It counts as a mean does, by the tower's share; summed over the towers it is the batch's.
+        Eager towers do not tell what a number is made of: there it counts as a mean, by the share.
         """
         class Summed(version.layers.Layer):
 
             def call(self, x):
                 total = tf.reduce_sum(tf.square(x))
                 replica = tf.distribute.get_replica_context()
-                if whole and replica is not None:  # there is none while the model is made
+                # There is none while the model is made.
+                if written == "an all-reduce" and replica is not None:
                     total = replica.all_reduce("SUM", total)
                 self.add_loss(total)
                 return x
@@ -110,10 +111,10 @@ class AddedSumTest(parameterized.TestCase):
             version.utils.set_random_seed(3)
             with scope:
                 model = version.Sequential([version.Input([3]), version.layers.Dense(2), Summed()])
-                model.compile(version.optimizers.SGD(0.1))
+                model.compile(version.optimizers.SGD(0.1), run_eagerly="eager" in written)
             loss = model.train_on_batch(x)
             seen.append([loss, *model.get_weights()])
-        if whole:
+        if "eager" not in written:
             for one, other in zip(*seen):
                 np.testing.assert_allclose(other, one, 1e-5, 1e-6)
             return

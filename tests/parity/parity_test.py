@@ -18,6 +18,15 @@ class ParityTest(parameterized.TestCase):
         found = runner.compare(case, runner.keras_module(keras), towers)
         self.assertLessEqual(found.worst, case.bound, str(found))
 
+    @parameterized.named_parameters(_named(number, (cases.CASES[case], keras, towers))
+                                    for number, (case, keras, towers) in enumerate([
+        ("XX", "keras", runner.STAGED[0]),
+    ]))
+    def test_stages_train_as_one_device(self, case, keras, towers):
+        """Else a model over several devices is another one; more: ``--stages``."""
+        found = runner.compare(case, runner.keras_module(keras), towers)
+        self.assertLessEqual(found.worst, case.bound, str(found))
+
     @parameterized.parameters(
         ("fit/steps_per_execution=3, predict", "keras", runner.Towers(3)),
         ("losses/add_loss", "tf_keras", runner.Towers(4, "balanced")),

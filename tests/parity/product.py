@@ -67,6 +67,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--towers", type=int, nargs="+", metavar="R", help="only these numbers")
     parser.add_argument("--micro-batches", type=int, metavar="M", help="only this number of them")
     parser.add_argument("--merge", choices=runner.MERGES, help="one merge device")
+    parser.add_argument("--stages", action="store_true", help="only towers of several stages")
     parser.add_argument("--unequal", action="store_true", help="only towers of unequal shares")
     parser.add_argument("--jit-compile", action="store_true",
                         help="the towers with XLA, beside one device without")
@@ -96,6 +97,7 @@ def _work(options: argparse.Namespace) -> list[Item]:
         towers = [one for one in choices if options.merge in (None, one.merge)
                   and (options.towers is None or one.count in options.towers)
                   and (one.shares is not None or not options.unequal)
+                  and (one.stages > 1 or not options.stages)
                   and options.micro_batches in (None, one.micro_batches)]
         if options.only in case.name and options.keras in (None, keras) and towers:
             work.append((case.name, keras, towers, options.jit_compile))
@@ -139,7 +141,9 @@ def _worst(item: Item) -> Found:
             found = runner.compare(cases.CASES[name], runner.keras_module(keras), towers,
                                    jit_compile)
             this = Found(name, keras, found.worst, str(towers), str(found))
-        except Exception:  # a case that fails is a line of the table, and the others go on
+        except Exception as error:  # a case that fails is a line, and the others go on
+            if towers.stages > 1 and runner.UNCUT.search(str(error)):
+                continue
             this = Found(name, keras, float("inf"), str(towers), traceback.format_exc())
         worst = max(worst, this, key=lambda result: result.worst)
     runner.forget()
@@ -151,6 +155,8 @@ def _within(result: Found) -> bool:
 
 
 def _line(result: Found) -> str:
+    if not result.towers:
+        return f"         {result.case} ({result.keras}): cannot be cut into stages by itself"
     verdict = "" if _within(result) else "  <-- NOT WITHIN ITS BOUND"
     return f"{result.worst:.1e}  {result.case} ({result.keras}, {result.towers}){verdict}"
 
@@ -169,4 +175,4 @@ def _table(found: dict[tuple[str, str], Found]) -> str:
 
 
 def _cell(result: Found | None) -> str:
-    return "-" if result is None else f"{result.worst:.1e}"
+    return "-" if result is None or not result.towers else f"{result.worst:.1e}"

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ import tensorflow as tf
 
 import towerstrategy
 
-from . import cases, draw_cases  # noqa: F401
+from . import added_cases, cases, draw_cases  # noqa: F401
 
 FLOOR = 1e-6
 WEIGHT_FLOOR = 1e-3
@@ -38,15 +39,24 @@ AFTER = {"batches": ("predict",), "losses": ("evaluate",),
 
 @dataclasses.dataclass(frozen=True)
 class Towers:
-    """How many towers, where they merge (one of :data:`MERGES`), what each gets, in what parts."""
+    """How many towers, where they merge (one of :data:`MERGES`), what each gets, in what parts.
+
+    Towers of several stages merge where their weights are.
+    """
 
     count: int
     merge: str = "cpu"
     shares: tuple[float, ...] | None = None
     micro_batches: int = 1
+    stages: int = 1
 
     def strategy(self, **options: Any) -> towerstrategy.TowerStrategy:
         """The strategy, on logical CPU devices; the merge device ``cpu`` is none of the towers'."""
+        if self.stages > 1:
+            rows = [[f"CPU:{tower * self.stages + stage}" for stage in range(self.stages)]
+                    for tower in range(self.count)]
+            return towerstrategy.TowerStrategy(rows, shares=self.shares,
+                                               micro_batches=self.micro_batches, **options)
         first = 1 if self.merge == "cpu" and self.count < 8 else 0
         devices = [f"CPU:{first + number}" for number in range(self.count)]
         merge = devices[0] if self.merge == "tower 0" else self.merge
@@ -56,7 +66,8 @@ class Towers:
     def __str__(self) -> str:
         shares = f" shares={list(self.shares)}" if self.shares else ""
         parts = f" micro_batches={self.micro_batches}" * (self.micro_batches > 1)
-        return f"R={self.count} merge={self.merge}{shares}{parts}"
+        where = f"stages={self.stages}" if self.stages > 1 else f"merge={self.merge}"
+        return f"R={self.count} {where}{shares}{parts}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,19 +89,26 @@ class Difference:
 UNEQUAL_TOWERS = [Towers(2, "cpu", (3, 1)), Towers(3, "tower 0", (1, 2, 5)),
                   Towers(4, "balanced", (1, .001, 1, .001))]
 IN_PARTS = [Towers(1, "tower 0", micro_batches=4), Towers(2, "cpu", micro_batches=2)]
+STAGED = [Towers(1, stages=2), Towers(1, stages=3, micro_batches=4),
+          Towers(2, stages=2, micro_batches=2)]
 ALL_TOWERS = [*(Towers(count, merge) for count in (1, 2, 3, 4, 5, 8) for merge in MERGES),
-              *UNEQUAL_TOWERS, *IN_PARTS]
+              *UNEQUAL_TOWERS, *IN_PARTS, *STAGED]
 # One of these a case, in turn, is what ``make test`` runs.
 CORE_TOWERS = [Towers(3, "cpu"), Towers(4, "tower 0"), Towers(3, "balanced"), Towers(4, "cpu"),
                Towers(1, "cpu"), Towers(4, "balanced"), Towers(3, "tower 0"), *UNEQUAL_TOWERS,
                *IN_PARTS]
 
 
+# What a model that cannot be cut into stages by itself is refused with.
+UNCUT = re.compile("cannot be cut into the|layer.s. to deal to them")
+
+
 def core() -> list[tuple[cases.Case, str, Towers]]:
-    """The core: every case, in Keras versions and on towers that take turns."""
+    """The core: every case but wide ones, in Keras versions and on towers that take turns."""
     # The versions change places from round to round, so that each meets all towers.
     pairs = [(case, case.keras[(number + number // len(CORE_TOWERS)) % len(case.keras)])
-             for number, case in enumerate(cases.CASES.values())]
+             for number, case in enumerate(
+                 case for case in cases.CASES.values() if not case.wide)]
     return [(case, keras, CORE_TOWERS[index % len(CORE_TOWERS)])
             for index, (case, keras) in enumerate(pairs)]
 

@@ -1,7 +1,5 @@
 """Workers with different numbers of towers, and different shares: the same as one device."""
 
-import tempfile
-
 import numpy as np
 from absl.testing import absltest, parameterized
 
@@ -13,30 +11,14 @@ CASES = ["uneven-keras", "on_batch-tf_keras", "loop-tf_keras", "embedded-tf_kera
          "measured-keras", "sharded"]
 
 
-class UnequalMachinesTest(parameterized.TestCase):
-
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.folder = folder.name
-        machines_workers.run(len(SHARES), SHARES, cls.folder, CASES)
-
-    def seen(self, case):
-        """What each worker saw; fails where they saw different things."""
-        first, other = [machines_workers.results(self.folder, case, worker) for worker in range(2)]
-        for name, value in first.items():
-            np.testing.assert_array_equal(value, other[name], f"{case}: {name}")
-        return first
+class UnequalMachinesTest(machines_workers.ClusterTestCase):
+    workers, towers, cases = len(SHARES), SHARES, CASES
 
     @parameterized.parameters("uneven-keras", "on_batch-tf_keras", "loop-tf_keras",
                               "embedded-tf_keras", "measured-keras")
     def test_as_on_one_device(self, case):
         """Else old and new machines together train another model than one of them."""
-        seen = self.seen(case)
-        for name, value in machines_workers.expected(case).items():
-            np.testing.assert_allclose(seen[name], value, 1e-5, 1e-6, err_msg=name)
+        self.assert_as_on_one_device(case)
 
     def test_every_kind_of_value(self):
         """Else strings, ragged and sparse values of other machines are an error, or garbled."""

@@ -146,15 +146,16 @@ class StatelessTest(parameterized.TestCase):
 
 class StateTest(parameterized.TestCase):
 
-    @parameterized.product(how=["eagerly", "dynamic", "a trace each"], in_scope=[False, True])
-    def test_a_generator(self, how, in_scope):
+    @parameterized.product(how=["eagerly", "dynamic", "a trace each"], in_scope=[False, True],
+                           count=[1, 3])
+    def test_a_generator(self, how, in_scope, count):
         """Else a generator's numbers, or what it is left with, depend on the towers."""
         def fn(generator, x):
             return tf.stack([
                 generator.normal(tf.shape(x)), 0.0 * x + generator.uniform([WIDTH]),
                 tf.random.stateless_normal(tf.shape(x), generator.make_seeds()[:, 0])], -1)
 
-        x, strategy = rows_of(7), strategy_of(3)
+        x, strategy = rows_of(7), strategy_of(count)
         alone = tf.random.Generator.from_seed(5)
         with strategy.scope() if in_scope else contextlib.nullcontext():
             generator = tf.random.Generator.from_seed(5)
@@ -162,6 +163,27 @@ class StateTest(parameterized.TestCase):
             np.testing.assert_array_equal(
                 drawn(strategy, lambda x: fn(generator, x), x, how), fn(alone, x))
         np.testing.assert_array_equal(generator.state, alone.state)
+
+    @parameterized.product(how=["eagerly", "dynamic", "a trace each"], count=[1, 3])
+    def test_shuffled_rows(self, how, count):
+        """Else rows are mixed with those of their tower alone, or indices with another's."""
+        shuffles = {
+            "rows": lambda x: tf.random.experimental.stateless_shuffle(x, SEED),
+            "with a state": lambda x: tf.random.shuffle(x, seed=3),
+            "keras.random": lambda x: keras.random.shuffle(x, seed=5),
+            "columns": lambda x: keras.random.shuffle(x, axis=1, seed=6),
+            "numbers": lambda x: 0.0 * x + tf.random.experimental.stateless_shuffle(
+                tf.range(float(WIDTH)), SEED)}
+        x, strategy = rows_of(7), strategy_of(count)
+        for name, fn in shuffles.items():
+            with self.subTest(name):
+                tf.random.set_seed(4)
+                wanted = tf.function(fn)(x) if how != "eagerly" else fn(x)
+                tf.random.set_seed(4)
+                np.testing.assert_array_equal(drawn(strategy, fn, x, how), wanted)
+        own = drawn(strategy, lambda x: tf.gather(x, tf.random.experimental.stateless_shuffle(
+            tf.range(tf.shape(x)[0]), SEED)), x, how)
+        np.testing.assert_array_equal(np.sort(own, 0), np.sort(x, 0))  # a row of its tower each
 
     @parameterized.product(how=["eagerly", "dynamic", "static"])
     def test_operations_with_a_state(self, how):

@@ -88,6 +88,71 @@ FUNCTIONS = {
 }
 
 
+class OpenRowsTest(parameterized.TestCase):
+    """Batches of one size that the towers cannot share evenly."""
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_as_one_device_by_one_trace(self, which):
+        """Else start-up grows with the towers, for a batch size that R does not divide."""
+        random = np.random.default_rng(0)
+        batches = tf.data.Dataset.from_tensor_slices((
+            random.standard_normal((14, 3)).astype("float32"),
+            random.standard_normal((14, 1)).astype("float32"))).batch(7, True)
+
+        def trained(strategy):
+            which.utils.set_random_seed(1)
+            with strategy.scope():
+                model = which.Sequential([
+                    which.Input([3]), which.layers.Dense(4),
+                    which.layers.BatchNormalization(synchronized=True),
+                    which.layers.Dropout(0.3, seed=3), which.layers.Dense(1)])
+                model.compile("sgd", "mse", metrics=["mae"])
+            history = model.fit(batches, epochs=2, shuffle=False, verbose=0).history
+            return [*model.get_weights(), *history.values(), model.predict(batches, verbose=0)]
+
+        strategy = strategy_with(True)
+        tf.nest.map_structure(
+            lambda own, wanted: np.testing.assert_allclose(own, wanted, rtol=1e-4, atol=1e-5),
+            trained(strategy), trained(tf.distribute.get_strategy()))
+        self.assertEmpty(strategy.extended.own_trace_reasons)
+
+    @parameterized.parameters((6, 2), (7, None), (8, None))
+    def test_known_wherever_all_have_as_many(self, rows, known):
+        """Else kernels that need static shapes, and XLA, lose them."""
+        strategy, shapes = strategy_with(True), []
+
+        def fn(x):
+            shapes.append(x.shape.as_list())
+            return tf.reduce_sum(x)
+
+        batch = tf.random.normal([rows, 2])
+        results_of(strategy, fn, batch)
+        self.assertEqual(shapes, [[known, 2]])
+
+    def test_ragged_and_sparse_batches(self):
+        """Else one of them is traced for every tower, or has tower 0's rows on all."""
+        strategy = strategy_with(True)
+        ragged = tf.RaggedTensor.from_row_lengths(tf.range(10.), [1, 2, 3, 0, 2, 1, 1])
+        batch = {"ragged": ragged, "sparse": ragged.to_sparse()}
+        found = results_of(strategy, lambda x: (
+            tf.reduce_sum(x["ragged"], 1), x["ragged"].nrows(),
+            tf.sparse.reduce_sum(x["sparse"], 1), tf.shape(x["sparse"])), batch)
+        sums = [[0., 3., 12.], [0., 13.], [8., 9.]]
+        for own, wanted in zip(found, (sums, [3, 2, 2], sums, [[3, 3], [2, 3], [2, 3]])):
+            for tower in range(3):
+                np.testing.assert_array_equal(own[tower], wanted[tower])
+        self.assertEmpty(strategy.extended.own_trace_reasons)
+
+    def test_an_error_of_ones_own_stays_that(self):
+        """Else it is told as one of tracing, and not of the tower that has it."""
+        def fn(x):
+            raise KeyError(f"no {x.dtype.name}")
+
+        with self.assertRaisesRegex(KeyError, "no float32") as caught:
+            results_of(strategy_with(True), fn, tf.range(7.))
+        self.assertIn("tower 0", "".join(getattr(caught.exception, "__notes__", ["tower 0"])))
+
+
 class SameResultsTest(parameterized.TestCase):
 
     @parameterized.parameters(*FUNCTIONS)
@@ -323,11 +388,26 @@ class StepsAsideTest(parameterized.TestCase):
         self.assertLen(set(map(float, run(strategy.split(ROWS)))), len(DEVICES))
         self.assertIn("inside of a Module", strategy.extended.own_trace_reasons[0])
 
-    def test_static_shapes_that_differ(self):
+    def test_a_number_of_rows_that_has_to_be_known(self):
         """Else a shape known for tower 0 alone is built into every tower."""
         strategy = strategy_with(True)
         sums = results_of(strategy, lambda x: tf.reduce_sum(x) / x.shape[0], tf.range(7.))
         self.assertEqual([float(value) for value in sums], [1., 3.5, 5.5])
+        self.assertIn("number of rows", strategy.extended.own_trace_reasons[0])
+
+    def test_no_rows_are_known(self):
+        """Else a function that asks whether it has any rows gets tower 0's answer."""
+        strategy = strategy_with(True)
+        has = results_of(strategy, lambda x: tf.constant(x.shape[0] == 0), tf.range(2.))
+        self.assertEqual([bool(value) for value in has], [False, False, True])
+
+    def test_static_shapes_that_differ_in_more_than_rows(self):
+        """Else a shape known for tower 0 alone is built into every tower."""
+        strategy = strategy_with(True)
+        values = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.ones([2, context.replica_id_in_sync_group + 1]))
+        sums = tf.function(lambda: strategy.run(tf.reduce_sum, (values,)), autograph=False)()
+        self.assertEqual([float(value) for value in sums.values], [2., 4., 6.])
         self.assertIn("static shape", strategy.extended.own_trace_reasons[0])
 
     def test_values_that_are_no_tensors(self):

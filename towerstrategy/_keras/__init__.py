@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import adopting, hooks, state
+from towerstrategy._keras import adopting, hooks, stages, state
 from towerstrategy._keras.over_rows import on_one_device as on_one_device
 
 # The oldest and the newest release of each that was tested; docs/versions.md tells what was run.
@@ -104,6 +104,16 @@ def state_of(strategy: tf.distribute.Strategy, model: Any) -> list[state.Line]:
       ValueError: it is not the strategy's.
     """
     return state.lines(strategy, model, _names_of(model))
+
+
+def stages_of(strategy: tf.distribute.Strategy, model: Any) -> list[state.Line]:
+    """The layers and the bytes of each of a tower's stages; nothing where a tower is one device.
+
+    Raises:
+      TypeError: ``model`` is no Keras model.
+    """
+    names = _names_of(model)
+    return stages.lines(strategy, model, names) if strategy.extended.placement.rows else []
 
 
 def forget_functions(model: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import losses, twin
+from towerstrategy._keras import losses, stages, twin
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import homes as homes_lib
@@ -70,6 +70,8 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
     losses.wrap_own_losses(type(model), names.MODEL)
     local = [variable for metric in metrics for variable in names.adopt_metric(strategy, metric)]
     resident = adopt_variables(strategy, [*held, *slots])
+    stages.check_all_used(strategy, model, names)
+    stages.settle(strategy, model, names)
     adopt_variables(strategy, names.counters_of(model))
     return resident, local
 

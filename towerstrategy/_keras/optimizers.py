@@ -133,7 +133,7 @@ def _are_held(tower: contexts.TowerContext, gradients: Sequence[Any]) -> list[bo
     """
     holders = {id(variable._handle) for variable in tower.strategy.extended.variables()
                if getattr(variable, "holds_gradients", False)}
-    walk = provenance.Walk(lambda _: None, None)
+    walk = provenance.Walk()
 
     def is_held(gradient: Any) -> bool:
         if isinstance(gradient, tf.Variable):

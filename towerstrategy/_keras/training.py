@@ -89,13 +89,14 @@ def _first_rows(part: Any, filled: Any) -> Any:
     return part[:tf.where(filled, tf.cast(rows_lib.rows_in(part), tf.int64), 0)]
 
 
-def reducing(concat: Callable[[list[Any]], Any],
-             means: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def reducing(concat: Callable[[list[Any]], Any]
+             ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The hook for a Keras' ``reduce_per_replica``, which puts the towers' outputs together.
+
+    What is to be neither the first nor rows nor a sum is a mean, see ``parts.logged``.
 
     Args:
       concat: how this Keras puts rows behind one another.
-      means: whether what is to be neither the first nor rows nor a sum is a mean; else it is a sum.
     """
 
     def reduced(value: Any, reduction: str) -> Any:
@@ -106,11 +107,12 @@ def reducing(concat: Callable[[list[Any]], Any],
             return value.shares.firsts(value.values[0])
         if reduction == "concat":
             return joined(value, concat)
-        if reduction == "sum" or not means:
+        if reduction == "sum":
             return merging.total_of_filled(list(value.values), value.shares)
-        floating = value.values[0].dtype.is_floating
-        mean = merging.weighted_mean if floating else merging.mean_of_filled
-        return mean(list(value.values), value.shares)
+        parts, dtype = list(value.values), value.values[0].dtype
+        if dtype.is_floating:
+            return merging.weighted_mean(parts, value.shares)
+        return tf.cast(merging.mean_of_filled(parts, value.shares), dtype)
 
     def hook(original: Callable[..., Any]) -> Callable[..., Any]:
         def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:

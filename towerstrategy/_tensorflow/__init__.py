@@ -40,6 +40,9 @@ from towerstrategy._tensorflow.data import (
 )
 from towerstrategy._tensorflow.devices import PRIVATE_NAMES as _DEVICES
 from towerstrategy._tensorflow.devices import (
+    current_device as current_device,
+)
+from towerstrategy._tensorflow.devices import (
     memory_limits as memory_limits,
 )
 from towerstrategy._tensorflow.draws import PRIVATE_NAMES as _DRAWS

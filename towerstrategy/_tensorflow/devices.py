@@ -11,9 +11,18 @@ from tensorflow.python.eager import context as eager_context
 PRIVATE_NAMES = {
     "tensorflow.python.client.device_lib:list_local_devices":
         "tells the memory_limit of each GPU; tf.config tells of memory in use alone",
+    "tensorflow.python.eager.context:Context.device_name":
+        "tells the tf.device that eager code is in, without making a tensor; layers that are "
+        "called there while a functional model is built make none",
     "tensorflow.python.eager.context:Context.config":
         "which GPUs are visible, and how they are divided; list_local_devices asks for it",
 }
+
+
+def current_device() -> str:
+    """The full name of the device of the ``tf.device`` around eager code; "" where there is none.
+    """
+    return eager_context.context().device_name or ""
 
 
 def memory_limits() -> dict[int, int]:

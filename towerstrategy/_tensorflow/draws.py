@@ -29,11 +29,13 @@ PRIVATE_NAMES = {
     **{f"tensorflow.python.ops.gen_stateless_random_ops_v2:{name}": _WRAPPED for name in (
         "stateless_random_uniform_v2", "stateless_random_normal_v2",
         "stateless_truncated_normal_v2", "stateless_random_uniform_int_v2",
-        "stateless_random_uniform_full_int_v2", "stateless_random_gamma_v3")},
+        "stateless_random_uniform_full_int_v2", "stateless_random_gamma_v3",
+        "stateless_shuffle")},
     **{f"tensorflow.python.ops.gen_stateless_random_ops:{name}": _WRAPPED for name in (
         "stateless_random_poisson", "stateless_random_binomial", "stateless_multinomial")},
     **{f"tensorflow.python.ops.gen_random_ops:{name}": _WRAPPED for name in (
-        "random_uniform", "random_standard_normal", "truncated_normal", "random_uniform_int")},
+        "random_uniform", "random_standard_normal", "truncated_normal", "random_uniform_int",
+        "random_shuffle")},
     "tensorflow.python.ops.stateful_random_ops:Generator._prepare_key_counter":
         "moves a generator on by a draw and folds in the replica's number; in towers it is moved "
         "on once, by the whole batch's draw",
@@ -125,7 +127,21 @@ def is_philox(arguments: Mapping[str, Any]) -> bool:
 
 def known_shape(shape: tf.Tensor) -> tf.TensorShape:
     """What is known of the value of ``shape``, a vector."""
-    return tensor_util.constant_value_as_shape(shape)
+    known = tensor_util.constant_value_as_shape(shape)
+    if tf.is_symbolic_tensor(shape) and shape.op.type == "Pack":
+        known = known.merge_with([_known_length(length) for length in shape.op.inputs])
+    return known
+
+
+def _known_length(length: tf.Tensor) -> int | None:
+    """What is known of one length, written as ``tf.shape(value)[dimension]``."""
+    operation = length.op
+    source = operation.inputs[0].op if operation.type == "StridedSlice" else None
+    if source is None or source.type != "Shape" or operation.get_attr("shrink_axis_mask") != 1:
+        return None
+    begin = tf.get_static_value(operation.inputs[1])
+    value = source.inputs[0]
+    return None if begin is None or value.shape.rank is None else value.shape[int(begin[0])]
 
 
 def key_and_counter(state: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -70,6 +70,15 @@ def begin_step(iterator: Any) -> None:
         iterator._between()
 
 
+def next_in_python(iterator: Any) -> Nest:
+    """The next batch for a loop of Python's, which a StopIteration ends."""
+    begin_step(iterator)
+    try:
+        return iterator.get_next()
+    except tf.errors.OutOfRangeError:
+        raise StopIteration from None
+
+
 def check_ends(iterator: Any) -> None:
     """Python's own loops know no end while a function is traced; stop them with a reason."""
     if tf.executing_eagerly():

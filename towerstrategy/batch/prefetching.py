@@ -234,11 +234,7 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
         return iterators.handed(self, self._layout.element(self._streams.get_next()))
 
     def __next__(self) -> Nest:
-        iterators.begin_step(self)
-        try:
-            return self.get_next()
-        except tf.errors.OutOfRangeError:
-            raise StopIteration from None
+        return iterators.next_in_python(self)
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
         return PartsOptional(self._layout, self._streams._devices,

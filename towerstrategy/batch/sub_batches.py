@@ -26,9 +26,12 @@ def with_open_rows(element: Any) -> Any:
     return element
 
 
-def _opened(spec: tf.TypeSpec) -> tf.TypeSpec:
-    shape = spec.shape
-    shape = shape if shape.rank is None else tf.TensorShape([None]).concatenate(shape[1:])
+def with_any_rows(spec: tf.TypeSpec) -> tf.TypeSpec:
+    """``spec`` with an open first dimension; as it is where it has none."""
+    if not isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)) \
+            or not spec.shape.rank:
+        return spec
+    shape = tf.TensorShape([None]).concatenate(spec.shape[1:])
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype,
                                    spec.flat_values_spec)
@@ -71,7 +74,7 @@ class SubBatches(_tf.PerReplica):
 
     def _part_specs(self) -> list[tf.TypeSpec]:
         specs = [tf.type_spec_from_value(value) for value in self._values]
-        return [_opened(spec) for spec in specs] if self.open_rows else specs
+        return [with_any_rows(spec) for spec in specs] if self.open_rows else specs
 
 
 class StandInSpec(SubBatchesSpec):

@@ -26,7 +26,8 @@ from towerstrategy.towers import contexts
 from towerstrategy.variables import one_copy, rules
 
 MESSAGE = "towerstrategy: unscaled loss: "
-_UNSCALED = frozenset({provenance.Kind.MEAN, provenance.Kind.WEIGHTS})
+_MEANS = frozenset({provenance.Kind.MEAN, provenance.Kind.WEIGHTS})
+_UNSCALED = _MEANS | {provenance.Kind.COUNTED}
 
 
 def install() -> None:
@@ -34,15 +35,10 @@ def install() -> None:
     _tf.wrap_losses(_average, _regularization, _gradient)
 
 
-def _several() -> contexts.TowerContext | None:
-    tower = contexts.current_tower()
-    return tower if tower is not None and tower.several else None
-
-
 def _average(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute_average_loss(per_example_loss: Any, sample_weight: Any = None,
                              global_batch_size: Any = None) -> Any:
-        tower = _several()
+        tower = contexts.splitting_tower()
         if tower is None:
             return original(per_example_loss, sample_weight, global_batch_size)
         if global_batch_size is not None:
@@ -57,7 +53,7 @@ def _average(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _regularization(original: Callable[..., Any]) -> Callable[..., Any]:
     def scale_regularization_loss(regularization_loss: Any) -> Any:
-        tower = _several()
+        tower = contexts.splitting_tower()
         if tower is None:
             return original(regularization_loss)
         return parts.scaled(tower, tf.reduce_sum(regularization_loss))
@@ -67,7 +63,7 @@ def _regularization(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
     def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        tower = _several()
+        tower = contexts.splitting_tower()
         result = original(self, target, sources, *args, **kwargs)
         if tower is not None:
             _note(tower, target, sources, result, as_it_is=not (args or kwargs))
@@ -97,7 +93,7 @@ def _kind(kinds: Iterable[provenance.Kinds]) -> provenance.Kind | None:
     every = frozenset[provenance.Kind]().union(*kinds) - {provenance.Kind.CONSTANT}
     if every == {provenance.Kind.PART}:
         return provenance.Kind.PART
-    return provenance.Kind.MEAN if every and every <= _UNSCALED else None
+    return provenance.Kind.MEAN if every and every <= _MEANS else None
 
 
 def _kinds(tower: contexts.TowerContext, loss: Any) -> provenance.Kinds:

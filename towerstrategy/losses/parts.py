@@ -19,7 +19,11 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.losses import provenance
+from towerstrategy.merge import merging
 from towerstrategy.towers import contexts
+
+# Terms of these kinds do not simply count by the tower's share.
+_LOOKED_INTO = frozenset({provenance.Kind.PART, provenance.Kind.COUNTED})
 
 
 def scaled(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
@@ -67,6 +71,35 @@ def part(tower: contexts.TowerContext, value: tf.Tensor,
     return tower.mark_scaled(made)
 
 
+def added(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
+    """The part, or the mean where means are wanted, of a term that a layer adds to the loss.
+
+    A sum over rows is a sum over those of all towers.  What it is shows in the graph; eager terms,
+    and those of which that does not tell, count as means.
+    """
+    if value.shape.rank != 0 or not value.dtype.is_floating or _tf.is_eager(value):
+        return scaled(tower, value)
+    walk = _walk(tower)
+    if walk.kinds(value).isdisjoint(_LOOKED_INTO):
+        return scaled(tower, value)
+    made = walk.scaled(value, tower.share)
+    if tower.stand_ins:
+        made = merging.kept(tower.filled, made)
+    return summed(tower, made)
+
+
+def logged(tower: contexts.TowerContext, value: Any) -> Any:
+    """Of what a step returns as a log: what has one device's log for its mean by share of rows."""
+    if not isinstance(value, tf.Tensor) or value.shape.rank != 0:
+        return value
+    if value.dtype.is_floating:
+        return mean(tower, value)
+    counts = value.dtype.is_integer and not _tf.is_eager(value) and tower.can_merge
+    if counts and kinds(tower, value, None) == {provenance.Kind.PART}:
+        return tower.all_reduce(_tf.ReduceOp.SUM, value)
+    return value
+
+
 def own_loss(tower: contexts.TowerContext, compute: Callable[[], Any]) -> Any:
     """The part of what ``compute`` returns, a loss in which others' means are not scaled yet.
 
@@ -107,7 +140,8 @@ def mean(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
     if _tf.is_eager(value):
         is_part = tower.is_scaled(value)
     else:
-        is_part = provenance.Kind.PART in _walk(tower, None, _factor(tower)).kinds(value)
+        found = _walk(tower, None, _factor(tower)).kinds(value)
+        is_part = not found.isdisjoint(_LOOKED_INTO)
     if not is_part:
         return value
     return tf.math.divide_no_nan(_part_alone(tower, value), tf.cast(tower.share, value.dtype))

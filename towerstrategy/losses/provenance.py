@@ -28,6 +28,7 @@ class Kind(enum.Enum):
 
     PART = "a part of the whole batch's"
     MEAN = "a mean over the tower's rows"
+    COUNTED = "no part, divided by the number of the tower's rows"
     CONSTANT = "of constants alone"
     WEIGHTS = "of weights and constants alone"
     OTHER = "not known"
@@ -35,7 +36,7 @@ class Kind(enum.Enum):
 
 Kinds = frozenset[Kind]
 Known = Callable[[tf.Tensor], Kind | None]
-_PART, _MEAN, _CONSTANT, _WEIGHTS, _OTHER = (frozenset({kind}) for kind in Kind)
+_PART, _MEAN, _COUNTED, _CONSTANT, _WEIGHTS, _OTHER = (frozenset({kind}) for kind in Kind)
 
 # Those that give on what they get: a term goes through, whatever it is.
 _SAME = frozenset({"Identity", "CheckNumerics", "EnsureShape", "PreventGradient", "Snapshot",
@@ -61,7 +62,8 @@ class Walk:
       is_whole: whether a tensor has the rows of all towers, the same on each, as weights are.
     """
 
-    def __init__(self, known: Known, rows: int | None, default: Kind | None = None,
+    def __init__(self, known: Known = lambda _: None, rows: int | None = None,
+                 default: Kind | None = None,
                  factor: int | None = None,
                  is_whole: Callable[[tf.Tensor], bool] = lambda _: False) -> None:
         self._known = known
@@ -81,13 +83,17 @@ class Walk:
         return found[1]
 
     def scaled(self, value: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
-        """``value`` with all terms but parts times ``share``, a float64 scalar."""
+        """``value`` with all terms but parts times ``share``, a float64 scalar.
+
+        What divides by the number of the tower's rows divides by that of all rows on one device.
+        """
         kinds = self.kinds(value)
         if kinds == _PART:
             return value
         operation = value.op
         inputs = list(operation.inputs)
-        if Kind.PART not in kinds or operation.type in (*_CALLS, "Placeholder"):
+        looked_into = not kinds.isdisjoint({Kind.PART, Kind.COUNTED})
+        if not looked_into or operation.type in (*_CALLS, "Placeholder"):
             return value * tf.cast(share, value.dtype)
         if operation.type in _ADDED:
             return _add(operation, [self.scaled(part, share) for part in inputs])
@@ -98,7 +104,9 @@ class Walk:
         first = self.scaled(inputs[0], share)
         if operation.type in _DIVIDED:
             divide = tf.math.divide_no_nan if operation.type == "DivNoNan" else tf.divide
-            return divide(first, inputs[1])
+            divided = divide(first, inputs[1])
+            by_count = self._divides_by_count(operation)
+            return divided * tf.cast(share, value.dtype) if by_count else divided
         if operation.type in _REDUCED:
             return _REDUCED[operation.type](first, inputs[1],
                                             keepdims=operation.get_attr("keep_dims"))
@@ -122,7 +130,7 @@ class Walk:
         if operation.type == "Mul":
             return self._product(*operation.inputs)
         if operation.type in _DIVIDED:
-            return self._quotient(*operation.inputs)
+            return self._quotient(operation)
         if operation.type in _REDUCED:
             return self._reduction(operation)
         if operation.type == "L2Loss":
@@ -144,18 +152,39 @@ class Walk:
                 return _PART if self._is_number(factor, inverse) else self.kinds(term)
         return self._leaf(self._function(one.op, [one, other]))
 
-    def _quotient(self, one: tf.Tensor, divisor: tf.Tensor) -> Kinds:
+    def _quotient(self, operation: tf.Operation) -> Kinds:
+        one, divisor = operation.inputs
         kinds = self.kinds(one)
+        if self._divides_by_count(operation):
+            return self._leaf(_MEAN if kinds == _PART else _COUNTED)
         if self.is_steady(divisor):
-            if kinds == _PART and one.op.type == "Sum" and self._is_own_count(divisor):
-                return self._leaf(_MEAN)
             return _PART if self._is_number(divisor, self._factor) else kinds
-        if self._known(one) is not None or self._default is not None:
+        if self._known(one) is not None or self._default is not None or self._counts_here(divisor):
             return kinds
-        if self._counts_here(divisor):
-            return _MEAN if kinds == _PART else kinds
         # A number of all rows comes of an all-reduce, behind which nothing is known.
         return kinds if kinds == _PART else _OTHER
+
+    def _divides_by_count(self, operation: tf.Operation) -> bool:
+        """Whether a quotient's divisor is the number of the tower's rows, written or asked for."""
+        one, divisor = operation.inputs
+        if not self._is_made_here(one):
+            return False
+        if self.is_steady(divisor):
+            # As Keras divides what an activity regularizer returns, by how many rows so ever.
+            return self._is_own_count(divisor, operation.type == "DivNoNan")
+        return self._default is None and self._known(one) is None and self._counts_here(divisor)
+
+    def _is_made_here(self, value: tf.Tensor) -> bool:
+        """Whether no term of ``value`` is a part because somebody has told."""
+        value = self._origin(value)
+        known = self._known(value)
+        if known is not None or _tf.is_eager(value):
+            return known is not Kind.PART
+        if value.op.type in _SAME:
+            return self._is_made_here(value.op.inputs[0])
+        if value.op.type in (*_ADDED, "Mul"):
+            return all(self._is_made_here(part) for part in value.op.inputs)
+        return True
 
     def _reduction(self, operation: tf.Operation) -> Kinds:
         value, axes = operation.inputs
@@ -174,6 +203,9 @@ class Walk:
             first = 0 in [axis % rank for axis in known.reshape([-1])]
         if not first or not self._may_be_rows(value):
             return False
+        while value.op.type in _SAME or (value.op.type == "Mul" and self.is_steady(
+                value.op.inputs[1])):
+            value = value.op.inputs[0]
         inner = value.op
         return inner.type not in _REDUCED or not self._takes_rows(
             inner.inputs[0], inner.inputs[1], value)
@@ -213,16 +245,18 @@ class Walk:
             value = self._outer[id(value)]
         return value
 
-    def _is_own_count(self, divisor: tf.Tensor) -> bool:
+    def _is_own_count(self, divisor: tf.Tensor, of_any_size: bool) -> bool:
         """Whether a constant is the number of the tower's rows.
 
-        A number of 1 or 2 that is written there, and not taken from a shape, is something else.
+        A number of 1 or 2 that is written there, and not taken from a shape, is something else,
+        unless ``of_any_size``.
         """
         divisor = self._origin(divisor)
         while not _tf.is_eager(divisor) and divisor.op.type in ("Cast", "Identity"):
             divisor = self._origin(divisor.op.inputs[0])
         if _tf.is_eager(divisor) or divisor.op.type != "StridedSlice":
-            return (self._rows or 0) > 2 and self._is_number(divisor, self._rows)
+            least = 1 if of_any_size else 3
+            return (self._rows or 0) >= least and self._is_number(divisor, self._rows)
         shape, begin = (tf.get_static_value(value) for value in divisor.op.inputs[:2])
         return shape is not None and list(begin) == [0] and shape[0] == self._rows
 

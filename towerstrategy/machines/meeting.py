@@ -34,7 +34,7 @@ _PRODUCT_COSTS = 2
 # What shares may be taken from, in the order of the numbers that say so to other workers.
 _KINDS = ("", asked_shares.MEMORY, asked_shares.MEASURED)
 
-# Bytes from which a tensor crosses by itself.
+# Bytes from which a tensor crosses by itself, and which smaller ones wait to be together.
 LARGE = 2**22
 _watched: list[clusters.Cluster] = []
 _made: list[Machines] = []
@@ -157,34 +157,27 @@ class Machines:
         return self.index == 0
 
     def sum(self, values: Sequence[Value | None]) -> list[Value | None]:
-        """The sums over the workers of their ``values``, packed: one all-reduce a dtype.
+        """The sums over the workers of their ``values``, packed: an all-reduce a dtype and 4 MiB.
 
-        A large tensor has one to itself.  So has a ``factors.Product``, of which the rows cross
+        Gradients are taken to be in the order of their layers, so the last are ready first: each
+        pack waits for its own values and those behind them, and for nothing before them.  A large
+        tensor has an all-reduce to itself.  So has a ``factors.Product``, of which the rows cross
         and not the product wherever that is less.
 
         ``tf.IndexedSlices`` stay slices: those of all workers are put behind one another, and their
         number may differ between workers.  None stays None; it must be None on every worker.
         """
         results = list(values)
-        packs: dict[Any, list[int]] = {}
         for position, value in enumerate(values):
-            if value is None or isinstance(value, tf.IndexedSlices):
-                continue
-            if isinstance(value, row_products.Product):
-                packs[position] = [position]
+            if value is None or isinstance(value, (tf.IndexedSlices, row_products.Product)):
                 continue
             tensor = results[position] = tf.convert_to_tensor(value)
             if tensor.dtype == tf.bool or tensor.dtype in _NOT_CARRIED:
                 raise TypeError(f"a sum of {tensor.dtype.name} values is not defined.")
-            # Large ones cross alone: packing copies them, and keeps what is ready waiting.
-            alone = tensor.shape.num_elements() or 0
-            key = position if alone * tensor.dtype.size >= LARGE else _carrier(tensor.dtype)
-            packs.setdefault(key, []).append(position)
         products = {position: value for position, value in enumerate(values)
                     if isinstance(value, row_products.Product)}
         most = self._most_rows(products)
-        # The last first: gradients of the last layers are ready first.
-        for positions in reversed(list(packs.values())):
+        for positions in _packs(results):
             if positions[0] in products:
                 summed = [self._sum_product(products[positions[0]], most[positions[0]])]
             else:
@@ -350,6 +343,33 @@ class Machines:
         if self._order == list(range(self.count)):
             return gathered
         return tf.gather(gathered, self._order)
+
+
+def _packs(values: Sequence[Any]) -> list[list[int]]:
+    """Which dense ones of ``values`` cross together; who waits for the last values alone is first.
+
+    Large ones cross alone: packing copies them, and keeps what is ready waiting.
+    """
+    packs: list[list[int]] = []
+    filling: dict[tf.DType, tuple[list[int], int]] = {}
+    for position in reversed(range(len(values))):
+        value = values[position]
+        if value is None or isinstance(value, tf.IndexedSlices):
+            continue
+        size = LARGE
+        if not isinstance(value, row_products.Product):
+            size = (value.shape.num_elements() or 0) * value.dtype.size
+        if size >= LARGE:
+            packs.append([position])
+            continue
+        carrier = _carrier(value.dtype)
+        pack, held = filling.get(carrier, ([], LARGE + 1))
+        if held + size > LARGE:
+            pack, held = [], 0
+            packs.append(pack)
+        pack.append(position)
+        filling[carrier] = pack, held + size
+    return sorted(packs, key=min, reverse=True)
 
 
 def _carrier(dtype: tf.DType) -> tf.DType:

@@ -66,11 +66,7 @@ class WorkersIterator(iterators.TowerIterator):
         return iterators.handed(self, iterators.onto_devices(element, self._devices))
 
     def __next__(self) -> Nest:
-        iterators.begin_step(self)
-        try:
-            return self.get_next()
-        except tf.errors.OutOfRangeError:
-            raise StopIteration from None
+        return iterators.next_in_python(self)
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
         there, element = self._agreed()

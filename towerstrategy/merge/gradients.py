@@ -27,7 +27,7 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
     """Sums each variable's gradients where the variable lives.
 
     A tower without rows adds nothing, even where its gradient is NaN.  The usual case, every tower
-    with rows, pays one predicate a step for that.
+    with rows, pays one predicate a step for that on a single machine.
 
     Args:
       per_variable: for each variable its gradients, one a tower, or None (no gradient).
@@ -66,7 +66,8 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
         merged = summed(keep_empty=True)
     elif isinstance(shares.all_filled, bool) or tf.executing_eagerly():
         merged = summed(keep_empty=bool(shares.all_filled))
-    elif micro_batches > 1:  # a branch over all gradients would wait for, and hold, all of them
+    elif micro_batches > 1 or shares.workers is not None:
+        # A branch over all gradients would wait for, and hold, all of them: none could leave early.
         merged = summed(keep_empty=False)
     else:
         merged = tf.cond(shares.all_filled, lambda: summed(True), lambda: summed(False))
@@ -114,7 +115,8 @@ def _running(values: Sequence[Value], towers: Sequence[str], micro_batches: int)
     sums = []
     for tower, device in enumerate(towers):
         first, *others = values[tower * micro_batches:(tower + 1) * micro_batches]
-        with tf.device(device):
+        # A stage's gradients are added up on the stage's device.
+        with tf.device(first.device or device):
             for value in others:
                 first = first + value
         sums.append(first)

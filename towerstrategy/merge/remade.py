@@ -42,13 +42,14 @@ class Noted:
 
     def __init__(self) -> None:
         self._gradients: dict[int, Gradient] = {}
-        self._since = 0
+        self._behind: dict[int, _Behind] = {}
 
     def add(self, gradient: Gradient) -> None:
         """Remembers a gradient that a tape has given."""
         graph = _graph_of(gradient.value)
-        if not self._gradients and graph is not None:
-            self._since = _tf.operation_count(graph)
+        if graph is not None:
+            behind = self._behind.setdefault(id(graph), _Behind(graph))
+            behind.gradients.update(part.name for part in _parts(gradient.value))
         self._gradients[id(gradient.value)] = gradient
 
     def holds(self, value: Any) -> bool:
@@ -74,11 +75,30 @@ class Noted:
                      if _graph_of(gradient.value) is graph and (gradient.kind or not known)]
         if graph is None or not gradients:
             return None
-        found = Remade(gradients, graph.get_operations()[self._since:])
+        found = Remade(gradients, self._behind[id(graph)].operations())
         for index, value in enumerate(values):
             if _graph_of(value) is graph:
                 found.take(index, value)
         return found if found.places else None
+
+
+class _Behind:
+    """What gradients go into in one graph; each of its operations is looked at once."""
+
+    def __init__(self, graph: tf.Graph) -> None:
+        self.gradients: set[str] = set()
+        self._graph = graph
+        self._seen = _tf.operation_count(graph)
+        self._found: set[str] = set()
+
+    def operations(self) -> set[str]:
+        """The names of the operations that something of the gradients goes into."""
+        for operation in self._graph.get_operations()[self._seen:]:
+            if any(tensor.name in self.gradients or tensor.op.name in self._found
+                   for tensor in operation.inputs):
+                self._found.add(operation.name)
+        self._seen = _tf.operation_count(self._graph)
+        return self._found
 
 
 class Remade:
@@ -89,15 +109,15 @@ class Remade:
       gradients: the gradients to be merged.
     """
 
-    def __init__(self, gradients: Sequence[Gradient], operations: Sequence[tf.Operation]) -> None:
+    def __init__(self, gradients: Sequence[Gradient], made_of: Collection[str]) -> None:
         self._gradient_of = {part.name: (number, index) for number, gradient in enumerate(gradients)
                              for index, part in enumerate(_parts(gradient.value))}
         self._every = gradients
-        self._made_of = self._all_made_of(operations)
+        self._made_of = made_of
         self._needed: dict[str, tf.Operation] = {}
         self._used: dict[int, int] = {}
         self._values: dict[int, Value] = {}
-        self._walk = provenance.Walk(lambda _: None, None)
+        self._walk = provenance.Walk()
 
     @property
     def places(self) -> Collection[int]:
@@ -143,15 +163,6 @@ class Remade:
             return tensor
 
         return {place: _map_parts(instead, value) for place, value in self._values.items()}
-
-    def _all_made_of(self, operations: Sequence[tf.Operation]) -> set[str]:
-        """The names of ``operations`` that something of the gradients goes into."""
-        found: set[str] = set()
-        for operation in operations:
-            if any(tensor.name in self._gradient_of or tensor.op.name in found
-                   for tensor in operation.inputs):
-                found.add(operation.name)
-        return found
 
     def _made_again(self, merged: Sequence[Sequence[tf.Tensor]]) -> dict[str, tf.Operation]:
         if not self._needed:

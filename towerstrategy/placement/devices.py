@@ -9,6 +9,7 @@ there are.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import numbers
 from collections.abc import Sequence
 from typing import Any, Union
@@ -19,7 +20,8 @@ from towerstrategy.placement import asked_shares
 
 ListedDevice = Union[tf.config.LogicalDevice, tf.config.PhysicalDevice]
 OneDevice = Union[str, ListedDevice]
-DevicesArgument = Union[None, int, OneDevice, Sequence[Union[int, OneDevice]]]
+DevicesArgument = Union[None, int, OneDevice, Sequence[Union[int, OneDevice]],
+                        Sequence[Sequence[Union[int, OneDevice]]]]
 BALANCED = "balanced"
 
 # TensorFlow makes as many as it is asked for, until memory ends.
@@ -39,6 +41,8 @@ class Placement:
       shares: a number a replica, to which its rows are in proportion; None where all get as many.
       shares_from: what they were taken from: ``"measured"``, ``"memory"``, or nothing of these.
       micro_batches: into how many parts, one after another, a tower's rows are cut.
+      rows: where a tower is several *stages*, the devices of each tower, stage by stage, of which
+        ``towers`` has the first; empty where a tower is one device.
     """
 
     towers: tuple[str, ...]
@@ -47,6 +51,21 @@ class Placement:
     shares: tuple[float, ...] | None = None
     shares_from: str = ""
     micro_batches: int = 1
+    rows: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def stages(self) -> int:
+        """How many stages a tower has."""
+        return len(self.rows[0]) if self.rows else 1
+
+    def row(self, replica: int) -> tuple[str, ...]:
+        """The devices of a replica's stages."""
+        return self.rows[replica // self.micro_batches] if self.rows else (self.towers[replica],)
+
+    def stage_at(self, device: str) -> int | None:
+        """The stage, of whichever tower, that is on ``device``; None where that is no stage's."""
+        return next((stage for row in self.rows for stage, name in enumerate(row)
+                     if name == device), None)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -64,13 +83,17 @@ class Placement:
 
         A compiled step has an order of its own, which would run the micro-batches side by side.
         """
-        if self.micro_batches > 1:
+        if self.micro_batches > 1 or self.rows:
             return False
         default = _full_name("GPU:0" if gpu_count() else "CPU:0", "devices")
         return {*self.towers, self.merge} == {default}
 
     def check_compiles(self) -> None:
         """Raises ``ValueError`` where XLA cannot keep the order of what a tower does."""
+        if self.rows:
+            raise ValueError(
+                f"jit_compile=True does not go with a tower of {self.stages} stages: XLA compiles "
+                "what is on one device. Leave jit_compile out, or give each tower one device.")
         if self.micro_batches > 1:
             raise ValueError(
                 f"jit_compile=True does not go with micro_batches={self.micro_batches}: what XLA "
@@ -80,7 +103,8 @@ class Placement:
     @property
     def kinds(self) -> set[str]:
         """The towers' kinds of device; several only where shares were asked for."""
-        return {str(tf.DeviceSpec.from_string(device).device_type) for device in self.towers}
+        return {str(tf.DeviceSpec.from_string(device).device_type)
+                for device in (*self.towers, *itertools.chain(*self.rows))}
 
     @property
     def towers_on_host(self) -> bool:
@@ -90,8 +114,7 @@ class Placement:
     @property
     def on_cpu(self) -> bool:
         """Whether towers and merge device are all CPU devices, which share the same cores."""
-        return all(tf.DeviceSpec.from_string(device).device_type == "CPU"
-                   for device in (*self.towers, self.merge))
+        return self.kinds == {tf.DeviceSpec.from_string(self.merge).device_type} == {"CPU"}
 
 
 def split_cpu(count: int) -> list[str]:
@@ -140,7 +163,8 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None,
 
     Args:
       devices: None (all GPUs; none there: the first CPU device), a count, or a list of GPU ids,
-        device strings or devices as ``tf.config`` lists them.
+        device strings or devices as ``tf.config`` lists them; a list of such lists for towers of
+        several stages.
       merge_device: None, ``"cpu"``, ``"balanced"``, a device string or a device of ``tf.config``.
       shares: None, a number for each device, ``"measured"`` or ``"memory"``.
       micro_batches: into how many parts each tower's rows are cut.
@@ -152,9 +176,14 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None,
     Raises:
       TypeError: an argument of the wrong type.
       ValueError: a device that is not there, a duplicate, an empty list, CPU and GPU mixed
-        without ``shares``, shares that cannot be, less than one micro-batch.
+        without ``shares``, shares that cannot be, less than one micro-batch, towers of unequal
+        numbers of stages, what does not go with stages.
     """
-    towers, count = _towers(devices, mixed=shares is not None), _micro_batches(micro_batches)
+    count = _micro_batches(micro_batches)
+    rows = _rows(devices, mixed=shares is not None)
+    towers = tuple(row[0] for row in rows)
+    if len(rows[0]) > 1:
+        return _staged(rows, merge_device, shares, count)
     share = asked_shares.checked(shares, towers, count)
     taken_from = shares if isinstance(shares, str) else ""
     replicas = tuple(device for device in towers for _ in range(count))
@@ -171,6 +200,23 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None,
                          taken_from, count)
     name = "CPU:0" if merge_device.lower() == "cpu" else merge_device
     return Placement(replicas, _full_name(name, "merge_device"), False, share, taken_from, count)
+
+
+def _staged(rows: tuple[tuple[str, ...], ...], merge_device: Any, shares: Any,
+            count: int) -> Placement:
+    """The placement of towers of several stages."""
+    if merge_device is not None:
+        raise ValueError(
+            f"merge_device={merge_device!r} does not go with towers of {len(rows[0])} stages: a "
+            "stage's weights live, merge and update on that stage's devices. Leave it out.")
+    if isinstance(shares, str):
+        raise ValueError(
+            f"shares={shares!r} does not go with towers of {len(rows[0])} stages, as it is asked "
+            "of one device a tower. Give a list of a number for each tower.")
+    towers = tuple(row[0] for row in rows)
+    merge = towers[0] if len(rows) == 1 else _full_name("CPU:0", "merge_device")
+    return Placement(tuple(tower for tower in towers for _ in range(count)), merge, False,
+                     asked_shares.checked(shares, towers, count), "", count, rows)
 
 
 def _micro_batches(given: Any) -> int:
@@ -208,7 +254,8 @@ def gpu_count() -> int:
     return len(tf.config.list_logical_devices("GPU"))
 
 
-def _towers(devices: DevicesArgument, mixed: bool = False) -> tuple[str, ...]:
+def _rows(devices: DevicesArgument, mixed: bool = False) -> tuple[tuple[str, ...], ...]:
+    """The towers, each a row of the devices of its stages, one as a rule."""
     if devices is None:
         asked: list[Any] = [f"GPU:{index}" for index in range(gpu_count())] or ["CPU:0"]
     elif isinstance(devices, str) or _is_listed(devices):
@@ -223,17 +270,36 @@ def _towers(devices: DevicesArgument, mixed: bool = False) -> tuple[str, ...]:
             f"{devices!r} of type {type(devices).__name__}. {_there()}")
     if not asked:
         raise ValueError(f"devices is empty, but at least one tower is needed. {_there()}")
-    names = tuple(_tower_name(item) for item in asked)
+    rows = tuple(tuple(map(_tower_name, row)) for row in _of_stages(asked))
+    names = list(itertools.chain(*rows))
     for position, name in enumerate(names):
         if name in names[:position]:
-            raise ValueError(f"devices names {short_name(name)} twice, but each tower needs a "
+            whose = "stage of each tower" if len(rows[0]) > 1 else "tower"
+            raise ValueError(f"devices names {short_name(name)} twice, but each {whose} needs a "
                              f"device of its own: got {devices!r}. {_there()}")
     kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in names})
     if len(kinds) > 1 and not mixed:
         raise ValueError(f"devices mixes {' and '.join(kinds)}, but towers that get as many rows "
                          f"must be of one kind: got {devices!r}. Say what each is to get, with "
                          f'shares=[...] or shares="measured". {_there()}')
-    return names
+    return rows
+
+
+def _of_stages(asked: list[Any]) -> list[list[Any]]:
+    """Each tower as a list of the devices of its stages, as many for each."""
+    staged = [isinstance(item, (list, tuple)) and not _is_listed(item) for item in asked]
+    if not any(staged):
+        return [[item] for item in asked]
+    if not all(staged):
+        raise TypeError(
+            "devices must be a list of devices, a tower each, or a list of lists, each a tower of "
+            f"stages, but got both: {asked!r}. {_there()}")
+    counts = [len(row) for row in asked]
+    if len(set(counts)) > 1 or not counts[0]:
+        raise ValueError(
+            "devices must give each tower as many stages, at least one, but got towers of "
+            f"{', '.join(map(str, counts))} stages: {asked!r}. {_there()}")
+    return [list(row) for row in asked]
 
 
 def _counted(devices: Any) -> list[str]:

@@ -7,7 +7,8 @@ chosen by bytes where the placement is balanced.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,22 +23,53 @@ class Homes:
     """Chooses the device on which each variable lives.
 
     With a fixed merge device that is the home of all.  ``balanced`` gives a new variable to the
-    tower that holds the fewest bytes.
+    tower that holds the fewest bytes.  Where towers have stages, given as ``rows`` of devices, it
+    goes to that device of its stage, of whichever tower, that holds the fewest.
     """
 
-    def __init__(self, devices: Iterable[str], balanced: bool) -> None:
+    def __init__(self, devices: Iterable[str], balanced: bool,
+                 rows: Sequence[Sequence[str]] = ()) -> None:
         self._bytes = dict.fromkeys(devices, 0)
         self._balanced = balanced
+        self._stages = list(zip(*rows))
 
     @property
-    def balanced(self) -> bool:
-        return self._balanced
+    def by_bytes(self) -> bool:
+        """Whether the size of a variable decides where it lives."""
+        return len(self._bytes) > 1
 
-    def choose(self, size: int) -> str:
-        """The home of a new variable of ``size`` bytes."""
-        home = min(self._bytes, key=self._bytes.__getitem__)
+    @property
+    def of_stages(self) -> bool:
+        """Whether variables live with the stages that use them."""
+        return bool(self._stages)
+
+    def choose(self, size: int, stage: int | None = None) -> str:
+        """The home of a new variable of ``size`` bytes, of a stage where that is known."""
+        devices = self._bytes if stage is None or not self._stages else self._stages[stage]
+        home = min(devices, key=self._bytes.__getitem__)
         self._bytes[home] += size
         return home
+
+    def settle(self, used: Iterable[tuple[Any, int]]) -> None:
+        """Brings variables to the stages that use them, the largest first, slots with them.
+
+        Those stay where they are that a traced function may have.
+
+        Args:
+          used: pairs of a variable and its stage.
+        """
+        movable = []
+        for variable, stage in sorted(used, key=lambda pair: size_of(pair[0]), reverse=True):
+            together = [variable, *followers_of(variable)]
+            if getattr(variable, "_settled", None) != stage \
+                    and all(getattr(part, "_home_may_change", False) for part in together):
+                variable._settled = stage
+                movable.append((together, sum(map(size_of, together)), stage))
+                self._bytes[home_of(variable)] -= movable[-1][1]
+        for together, size, stage in movable:
+            home = self.choose(size, stage)
+            for part in together if home != home_of(together[0]) else ():
+                move(part, home)
 
     def spread(self, variables: Iterable[Any]) -> None:
         """Chooses anew, the largest first, for variables that were made one by one.
@@ -59,6 +91,17 @@ class Homes:
         """Counts a variable that lives on ``device`` for another reason."""
         if device in self._bytes:
             self._bytes[device] += size
+
+
+def follow(follower: Any, variable: Any) -> None:
+    """Remembers that ``follower``, such as an optimizer's slot, is to live with ``variable``."""
+    variable._followers = [*getattr(variable, "_followers", ()), weakref.ref(follower)]
+
+
+def followers_of(variable: Any) -> list[Any]:
+    """The living variables that :func:`follow` was told of."""
+    return [follower for reference in getattr(variable, "_followers", ())
+            if (follower := reference()) is not None]
 
 
 def move(variable: tf.Variable, device: str) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
+# Whether there has been a strategy whose towers have stages: layers are looked at only then.
+staged = False
+
 
 class Kind(tf.distribute.Strategy):
     """The base of ``TowerStrategy``, by which it is known."""

@@ -18,7 +18,9 @@ from towerstrategy.placement import homes as homes_lib
 
 
 def merge_name(placement: devices_lib.Placement) -> str:
-    """The merge device as people write it: ``CPU:0`` or ``balanced``."""
+    """The merge device as people write it: ``CPU:0``, ``balanced`` or ``each stage's``."""
+    if placement.rows:
+        return "each stage's"
     return devices_lib.BALANCED if placement.balanced else devices_lib.short_name(placement.merge)
 
 
@@ -31,19 +33,22 @@ class _Shown(str):
         return self.page
 
 
-def describe(strategy: tf.distribute.Strategy,
-             state: Sequence[tuple[str, str, str]] = ()) -> str:
+def describe(strategy: tf.distribute.Strategy, state: Sequence[tuple[str, str, str]] = (),
+             stages: Sequence[tuple[str, str, str]] = ()) -> str:
     """A table of the strategy's devices: their role, and the variables and bytes they hold.
 
     Args:
       strategy: a ``TowerStrategy``.
       state: lines of a second table: what is kept where, and how it is merged.
+      stages: lines of another table: the layers and the bytes of each stage.
     """
     text, page = _described(strategy)
-    if state:
-        header = ("state", "kept", "merged")
-        text, page = (f"{text}\n\n{table(header, state)}",
-                      page + _page("State of the model", header, state, numbers=()))
+    for title, header, lines, numbers in (
+            ("Stages of the model", ("stage", "bytes", "layers"), stages, (1,)),
+            ("State of the model", ("state", "kept", "merged"), state, ())):
+        if lines:
+            text += f"\n\n{table(header, lines, numbers)}"
+            page += _page(title, header, lines, numbers)
     if not _in_ipython():
         return text  # plain: R's reticulate takes no kind of str but str
     shown = _Shown(text)
@@ -81,7 +86,8 @@ def _described(strategy: tf.distribute.Strategy) -> tuple[str, str]:
              f"{counts.get(device, 0):,}", f"{sizes.get(device, 0):,}") for device in devices]
     number, parts = len(placement.devices), placement.micro_batches
     title = (f"TowerStrategy: {number} tower{'s' if number > 1 else ''}"
-             + f" of {parts} micro-batches" * (parts > 1)
+             + f" of {placement.stages} stages" * (placement.stages > 1)
+             + f"{' and' * bool(placement.rows) or ' of'} {parts} micro-batches" * (parts > 1)
              + f", merge device {merge_name(placement)}{_how_measured(strategy)}")
     header: tuple[str, ...] = ("device", "role", "share", "variables", "bytes")
     if not shares:
@@ -144,6 +150,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequenc
 def _roles(placement: devices_lib.Placement) -> dict[str, str]:
     roles = {devices_lib.short_name(device): f"tower {number}"
              for number, device in enumerate(placement.devices)}
+    if placement.rows:
+        return {devices_lib.short_name(device): f"tower {number}, stage {stage}"
+                for number, row in enumerate(placement.rows) for stage, device in enumerate(row)}
     if placement.balanced:
         return {device: f"{role} and home" for device, role in roles.items()}
     merge = devices_lib.short_name(placement.merge)

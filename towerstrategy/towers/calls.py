@@ -61,7 +61,7 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
     devices = strategy.extended.worker_devices
     with tf.device(strategy.extended.host_device):
         shares = _shares(strategy, args, kwargs)
-    if len(devices) == 1:
+    if len(devices) == 1 and not strategy.extended.placement.rows:
         return _call_one(strategy, fn, args, kwargs, shares, compiles)
     if not tf.executing_eagerly() and strategy.extended.trace_once:
         try:

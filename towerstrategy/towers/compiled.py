@@ -9,9 +9,9 @@ outside on the way to it; a tower's operations of one level become one function,
 from its results back to its arguments.  A step without a meeting but the gradients' is one function
 a tower; each all-reduce or read of what was just written begins another.  All towers call the same.
 
-What stays outside besides: random numbers (of the same seed XLA makes others), lookups in an
-embedding (so that its table does not cross), loops and branches that write variables, and small
-numbers that nothing large comes of (a seed's next state, a metric's quotient).
+What stays outside besides (see :mod:`compilable`): random numbers, lookups in an embedding (so that
+its table does not cross), loops and branches that write variables, and small numbers that nothing
+large comes of (a seed's next state, a metric's quotient).
 """
 
 from __future__ import annotations
@@ -23,17 +23,10 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.towers import contexts
+from towerstrategy.towers import compilable
 
 # Elements. What is known to be so small, and leads to the outside, is not worth a call.
 SMALL = 8
-
-_ON_VARIABLES = ("ReadVariableOp", "VariableShape", "Assign", "Resource", "VarIsInitialized")
-# Not the keys and counters of draws.
-_DRAWS = ("StatelessRandomUniform", "StatelessRandomNormal", "StatelessRandomBinomial",
-          "StatelessRandomGamma", "StatelessRandomPoisson", "StatelessTruncatedNormal",
-          "StatelessParameterized", "StatelessMultinomial", "StatelessShuffle")
-_FED = ("Placeholder", "PlaceholderWithDefault")
 
 # tower 0's operation -> every tower's
 Counterparts = Callable[[tf.Operation], Sequence[tf.Operation]]
@@ -84,7 +77,6 @@ class _Stretches:
                  counterparts: Counterparts, devices: Sequence[str], handed: Any) -> None:
         self._graph = graph
         self._devices = [tf.DeviceSpec.from_string(device).to_string() for device in devices]
-        self._kind = tf.DeviceSpec.from_string(devices[0]).device_type
         self._handed = handed
         # Tower 0's operation -> every tower's. Where tower 0 repeats one, the others have it once.
         self._of: dict[str, list[tf.Operation]] = {}
@@ -99,7 +91,7 @@ class _Stretches:
         self._order = self._in_order()
         self._inside: set[str] = set()
         self._levels: dict[str, int] = {}
-        self._missing_of: dict[str, str | None] = {}  # a function's name -> what XLA has not
+        self._can = compilable.Compilable(graph, self._devices[0])
         self._now: dict[str, tf.Tensor] = {}  # a tensor's name -> the function's result
         self._calls: dict[str, tf.Operation] = {}  # an operation's name -> the function's call
 
@@ -178,8 +170,7 @@ class _Stretches:
     def _choose(self) -> None:
         """Which operations go into functions, and the level of each."""
         self._inside = {name for name in self._order if name in self._of
-                        and self._is_pure(self._all[name])
-                        and self._supported(self._all[name])}
+                        and self._can.compile(self._all[name])}
         self._inside -= self._steering()
         while True:
             self._set_levels()
@@ -187,44 +178,6 @@ class _Stretches:
             if not left:
                 return
             self._inside -= left
-
-    def _is_pure(self, operation: tf.Operation) -> bool:
-        """Whether an operation makes values of values, on its tower's device."""
-        return (bool(operation.outputs) and not operation.op_def.is_stateful
-                and operation.type not in _FED
-                and operation.device == self._devices[0]
-                and all(tensor.dtype != tf.resource
-                        for tensor in (*operation.inputs, *operation.outputs))
-                and not self._draws(operation.node_def))
-
-    def _draws(self, node: Any) -> bool:
-        """Whether ``node`` draws random numbers, which XLA would draw others of."""
-        return node.op.startswith(_DRAWS) or any(
-            map(self._draws_in, _tf.functions_in_attributes(node)))
-
-    def _draws_in(self, function: str) -> bool:
-        definition = _tf.function_definition(self._graph, function)
-        return any(map(self._draws, definition.node_def if definition is not None else ()))
-
-    def _supported(self, operation: tf.Operation) -> bool:
-        return self._missing(operation.node_def) is None
-
-    def _missing(self, node: Any) -> str | None:
-        """The type of the first operation in ``node`` that XLA does not have, or None."""
-        if node.op == "Const":
-            return None
-        if not _tf.has_xla_kernel(node, self._kind):
-            return str(node.op)
-        found = (self._missing_in(name) for name in _tf.functions_in_attributes(node))
-        return next(filter(None, found), None)
-
-    def _missing_in(self, function: str) -> str | None:
-        if function not in self._missing_of:
-            self._missing_of[function] = None
-            definition = _tf.function_definition(self._graph, function)
-            nodes = definition.node_def if definition is not None else ()
-            self._missing_of[function] = next(filter(None, map(self._missing, nodes)), None)
-        return self._missing_of[function]
 
     def _steering(self) -> set[str]:
         """Small values that come of nothing compiled and that something outside waits for."""
@@ -290,30 +243,8 @@ class _Stretches:
         for name in self._order:
             operation = self._all[name]
             if name in self._of and name in leads_inside and name not in self._inside \
-                    and not self._may_stay(operation):
-                self._refuse(operation)
-
-    def _may_stay(self, operation: tf.Operation) -> bool:
-        if "seed2" in operation.node_def.attr or operation.type.startswith(_ON_VARIABLES):
-            return True
-        if operation.device != self._devices[0] or operation.type in _FED \
-                or self._draws(operation.node_def):
-            return True
-        uses = any(tensor.dtype == tf.resource for tensor in operation.inputs)
-        if uses and not _tf.functions_of(operation):
-            return False
-        return self._supported(operation)
-
-    def _refuse(self, operation: tf.Operation) -> None:
-        kind = self._missing(operation.node_def) or operation.type
-        where = _plain(operation.name)
-        where = where.rpartition("/")[0] or where
-        line = _tf.line_of(operation)
-        raise ValueError(
-            f"XLA cannot compile {kind} on a {self._kind}, which jit_compile=True asks for here: "
-            f"operation {where!r}{f' ({line})' if line else ''}. Nothing has been trained. Move it "
-            "out of the step (for data: into dataset.map, before the strategy has the dataset), or "
-            "leave jit_compile out.")
+                    and not self._can.leave(operation):
+                self._can.refuse(operation)
 
     # The functions.
 
@@ -438,15 +369,10 @@ def _own_names(nodes: Sequence[tf.Operation]) -> dict[str, str]:
     names: dict[str, str] = {}
     taken: set[str] = set()
     for node in nodes:
-        plain = _plain(node.name) or node.type
+        plain = compilable.plain_name(node.name) or node.type
         names[node.name] = node.name if plain in taken else plain
         taken.add(names[node.name])
     return names
-
-
-def _plain(name: str) -> str:
-    """An operation's name without a tower's scope, as what is compiled is every tower's."""
-    return "/".join(part for part in name.split("/") if not contexts.OWN_SCOPE.fullmatch(part))
 
 
 def _tensors(nest: Any) -> list[tf.Tensor]:

@@ -37,7 +37,7 @@ NESTED_MERGE = (
 # Within a merge: what the optimizer does with the merged gradients.
 UPDATE_SCOPE = "tower_update"
 TOWER_SCOPE = re.compile(r"\btower_(\d+)_[A-Z]+_\d+\b")
-OWN_SCOPE = re.compile(r"tower_\d+_[A-Z]+_\d+|merge|tower_update(_\d+)?")
+OWN_SCOPE = re.compile(r"tower_\d+_[A-Z]+_\d+|merge|tower_update(_\d+)?|tower_stage_\d+(_\d+)?")
 
 
 class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
@@ -52,9 +52,11 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
         self.shares = shares
         self._graph: tf.Graph | None = None
         self._reducing = False
+        self.draws_alike = False
         self._met: dict[int, Any] = {}
         self._counts: dict[str, Any] = {}
         self._in_branches: dict[int, tuple[Any, tf.Tensor]] = {}
+        self.stage_run: Any = None  # of the model that runs, see _keras/stages.py
 
     def __enter__(self) -> None:
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -78,8 +80,9 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
 
     @property
     def several(self) -> bool:
-        """Whether there are other towers, here or on other machines."""
-        return self.count > 1 or self._strategy.extended.workers is not None
+        """Whether there is more to a step than one device: towers, stages, machines."""
+        extended = self._strategy.extended
+        return self.count > 1 or extended.workers is not None or bool(extended.placement.rows)
 
     @property
     def may_be_empty(self) -> bool:
@@ -166,8 +169,17 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
 
     @property
     def draws_rows(self) -> bool:
-        """Whether a random draw is this tower's rows of what one device would draw."""
+        """Whether random draws are those of one device, of which a tower takes its rows."""
         return self.several and self._strategy.extended.draws_rows
+
+    @contextlib.contextmanager
+    def drawing_alike(self) -> Iterator[None]:
+        """Within, all towers draw the same numbers, those that one device draws."""
+        before, self.draws_alike = self.draws_alike, True
+        try:
+            yield
+        finally:
+            self.draws_alike = before
 
     @property
     def given_rows(self) -> int | None:
@@ -200,6 +212,11 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
         """The full name of this tower's device."""
         self._ask()
         return self._strategy.extended.worker_devices[self._tower]
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The devices of this tower's stages; where the others are copies, those of tower 0."""
+        return self._strategy.extended.placement.row(self._tower)
 
     @property
     def devices(self) -> list[str]:

@@ -32,20 +32,24 @@ class Copier:
 
     Args:
       graph: the graph that is being traced.
-      devices: the towers' devices.
+      rows: the towers' devices, one a stage.
       scopes: the name scopes of the towers' operations.
       local_variables: gives the tower-local variables that exist, each a list of its parts.
+      stage_of: the stage of an operation of tower 0.
 
     Attributes:
       table: what each tower has in place of tower 0's tensors and operations.
       copied: those operations of tower 0.
     """
 
-    def __init__(self, graph: tf.Graph, devices: Sequence[str], scopes: Sequence[str],
-                 local_variables: Callable[[], Iterator[Sequence[tf.Variable]]]) -> None:
-        self.table = tables.Table(len(devices))
+    def __init__(self, graph: tf.Graph, rows: Sequence[Sequence[str]], scopes: Sequence[str],
+                 local_variables: Callable[[], Iterator[Sequence[tf.Variable]]],
+                 stage_of: Callable[[tf.Operation], int]) -> None:
+        self.table = tables.Table(len(rows))
         self._graph = graph
-        self._devices = [tf.DeviceSpec.from_string(device).to_string() for device in devices]
+        self._rows = [[tf.DeviceSpec.from_string(device).to_string() for device in row]
+                      for row in rows]
+        self._stage_of = stage_of
         self._scopes = scopes
         self._local_variables = local_variables
         self.firsts: set[str] = set()  # names of tower 0's operations
@@ -54,7 +58,7 @@ class Copier:
         self._waiting: list[tf.Operation] = []
         self._kept: set[str] = set()
         self._staying: set[str] = set()
-        self._on_first: dict[str, bool] = {}  # device as written -> whether it is tower 0's
+        self._stages: dict[str, int | None] = {}  # device as written -> its stage in tower 0
         self._safe_functions: set[str] = set()
         self._firsts: dict[bytes, str] = {}  # what an operation computes -> the first that does
         self._same_as: dict[str, str] = {}  # a later one -> the first
@@ -87,9 +91,10 @@ class Copier:
 
     def _without_shared_reads(self, stretch: Sequence[tf.Operation]) -> list[tf.Operation]:
         shared = reads.shared(stretch, self.table)
-        for value, others in reads.stack(self._graph, shared, self._devices,
-                                         self._scopes):
-            self.table.put(value, others)
+        for stage, devices in enumerate(zip(*self._rows)):
+            mine = [operation for operation in shared if self._stage_of(operation) == stage]
+            for value, others in reads.stack(self._graph, mine, devices, self._scopes):
+                self.table.put(value, others)
         names = {operation.name for operation in shared}
         return [operation for operation in stretch if operation.name not in names]
 
@@ -144,7 +149,7 @@ class Copier:
         nodes = [(operation, node) for operation in stretch
                  if not self._repeats(operation, node := operation.node_def)]
         self._put_repeats(stretch)
-        for tower in range(1, len(self._devices)):
+        for tower in range(1, len(self._rows)):
             renamed = {operation.name: self._name(operation.name, tower)
                        for operation, _ in nodes}
             for operation, node in nodes:
@@ -220,10 +225,11 @@ class Copier:
 
     def _device(self, device: str, tower: int) -> str:
         """The device of ``tower``'s copy of an operation on ``device``."""
-        if device not in self._on_first:
+        if device not in self._stages:
             name = tf.DeviceSpec.from_string(device).to_string()
-            self._on_first[device] = name == self._devices[0]
-        return self._devices[tower] if self._on_first[device] else device
+            self._stages[device] = self._rows[0].index(name) if name in self._rows[0] else None
+        stage = self._stages[device]
+        return device if stage is None else self._rows[tower][stage]
 
     def _set_seed(self, node: Any, tower: int) -> None:
         """Gives a stateful random operation other numbers than tower 0's."""

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.towers import contexts
+from towerstrategy.towers import contexts, whole
 
 PER_ROW, PER_TOWER = "per row", "per tower"
 
@@ -58,6 +58,8 @@ def install() -> None:
         "random_standard_normal": functools.partial(_seeded, "stateless_random_normal_v2"),
         "truncated_normal": functools.partial(_seeded, "stateless_truncated_normal_v2"),
         "random_uniform_int": functools.partial(_seeded, "stateless_random_uniform_int_v2"),
+        "stateless_shuffle": _shuffled,
+        "random_shuffle": _shuffled,
     }
     _tf.wrap_draws({name: functools.partial(_in_towers, rule) for name, rule in rules.items()},
                    _generators_counter)
@@ -77,7 +79,8 @@ class Part(NamedTuple):
 
 def _drawing_tower() -> contexts.TowerContext | None:
     tower = contexts.splitting_tower()
-    return tower if tower is not None and tower.draws_rows else None
+    drawing = tower is not None and tower.draws_rows and not tower.draws_alike
+    return tower if drawing else None
 
 
 def _in_towers(rule: Callable[..., Any], original: Callable[..., Any],
@@ -238,6 +241,32 @@ def _seeded(stateless: str, tower: contexts.TowerContext, original: Callable[...
                                counter=counter)
 
 
+def shuffling_tower(value: tf.Tensor) -> contexts.TowerContext | None:
+    """The tower that shuffles the rows of ``value``, if that is to be a shuffle of all rows.
+
+    Numbers without further dimensions are indices of the tower's rows, and stay these.
+    """
+    tower = _drawing_tower()
+    if tower is None or not tower.can_merge or not tower.shares.counted or not value.shape.rank:
+        return None
+    if value.shape.rank == 1 and value.dtype.is_integer:
+        return None
+    return tower if value.shape[0] in (None, tower.given_rows) else None
+
+
+def _shuffled(tower: contexts.TowerContext, original: Callable[..., Any],
+              arguments: dict[str, Any]) -> Any:
+    """Shuffles all rows, once: an operation with a state may only run as often as on one device."""
+    value = arguments["value"] = tf.convert_to_tensor(arguments["value"])
+    if shuffling_tower(value) is None:
+        return original(**arguments)
+    if "seed2" in arguments:
+        seeds = arguments["seed"], arguments["seed2"]
+        arguments["seed"], arguments["seed2"] = tower.for_all("random_shuffle", lambda: seeds)
+    return whole.computed_once(
+        tower, lambda rows: original(**{**arguments, "value": rows}), (value,))
+
+
 def _count_devices(tower: contexts.TowerContext) -> Sequence[str]:
     extended = tower.strategy.extended
     return extended.worker_devices if _are_cpus(extended) \
@@ -252,15 +281,17 @@ def _generators_counter(skip: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def key_and_counter(generator: Any, shape: Any, seeds: bool) -> tuple[Any, Any] | None:
-        tower = _drawing_tower()
-        if tower is None or not tower.can_merge:
+        tower = contexts.current_tower()
+        if tower is None or not tower.strategy.extended.draws_rows:
             return None
         shape = tf.convert_to_tensor(shape)
-
-        def move() -> tf.Tensor:
-            return skip(generator, _count(_whole_shape(shape, part_of(tower, shape, seeds))))
-
-        return _tf.key_and_counter(tower.for_all(id(generator), move))
+        if not tower.several:  # TensorFlow folds in the number of the only replica, too
+            return _tf.key_and_counter(skip(generator, _count(shape)))
+        if not tower.can_merge:
+            return None
+        part = None if tower.draws_alike else part_of(tower, shape, seeds)
+        return _tf.key_and_counter(tower.for_all(
+            id(generator), lambda: skip(generator, _count(_whole_shape(shape, part)))))
 
     return key_and_counter
 

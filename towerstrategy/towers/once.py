@@ -5,9 +5,10 @@ results, grouped.  Tower 0 runs in the calling thread; where it meets the others
 makes their operations and the function given to ``merge_call`` runs at once.
 
 All of it happens in a function of its own, so that nothing is left behind when the function turns
-out to need a trace for each tower (:class:`NeedsOwnTrace`): its towers' inputs have different
-static shapes, or are no tensors; it looks at its replica id as a Python number; it meets the others
-in ``tf.init_scope``; it draws random numbers in a nested function; it takes the gradient of a loop
+out to need a trace for each tower (:class:`NeedsOwnTrace`): its towers' inputs differ in more of
+their static shapes than the number of rows, which is left open, or are no tensors; it needs that
+number to be known; it looks at its replica id as a Python number; it meets the others in
+``tf.init_scope``; it draws random numbers in a nested function; it takes the gradient of a loop
 or branch from before a meeting; it hands on something that holds tensors and cannot be looked up;
 it leaves tensors in a list, a dictionary or an attribute, for the caller to take from there;
 it has an assertion, which would name tower 0 whichever tower fails.
@@ -24,8 +25,9 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import sub_batches
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import compiled, contexts, copies, enclosed, leavings, order
+from towerstrategy.towers import compiled, contexts, copies, enclosed, leavings, order, stages
 from towerstrategy.towers.tables import NeedsOwnTrace
 from towerstrategy.variables import alone
 
@@ -74,14 +76,18 @@ class _Once:
         self._shares = shares
         self._made = made
         self._undo = undo
+        self._opened = False
         self._devices = strategy.extended.worker_devices
         self._host = strategy.extended.host_device
         self._graph = tf.compat.v1.get_default_graph()
         scopes = [contexts.scope_name(tower, device) for tower, device in enumerate(self._devices)]
         self._scope = f"{scopes[0]}/"
         self._error_note = contexts.error_note(0, strategy.extended.placement, shares)
-        self._copier = copies.Copier(self._graph, self._devices, scopes,
-                                     strategy.extended.tower_local_parts)
+        placement = strategy.extended.placement
+        self._stages = stages.Placer(self._graph, placement, 0)
+        self._copier = copies.Copier(
+            self._graph, [placement.row(tower) for tower in range(len(self._devices))], scopes,
+            strategy.extended.tower_local_parts, self._stages.stage_of)
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)
@@ -95,7 +101,12 @@ class _Once:
             try:
                 with _tf.tracing_for_xla() if self._compiles else contextlib.nullcontext():
                     result = fn(*args, **kwargs)
+            except NeedsOwnTrace:
+                raise
             except Exception as error:
+                if self._opened:  # it may be why; where it is not, the towers' own traces fail, too
+                    raise NeedsOwnTrace("it fails where the number of rows, which differs between "
+                                        f"the towers, is open: {error}") from error
                 _tf.add_note(error, self._error_note, traced=True)
                 raise
             self._check_leavings(before)
@@ -113,8 +124,7 @@ class _Once:
     def _put_in_order(self, results: Any) -> None:
         placement, copier = self._strategy.extended.placement, self._copier
         others = [copier.table.operations_of(tower) for tower in range(1, len(self._devices))]
-        order.put(self._graph, [copier.firsts, *others], self._devices, placement.micro_batches,
-                  results)
+        order.put(self._graph, [copier.firsts, *others], placement, results)
 
     def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call`` of tower 0: the others get there at once."""
@@ -150,6 +160,7 @@ class _Once:
 
     def _copy(self, handed: Any) -> alone.Written:
         """Copies the stretch that ends here; what tower 0 has written alone in it."""
+        self._stages.place(self._copier.added())
         written = alone.divert(self._graph, self._copier.added(), self._owned())
         self._copier.copy(handed)
         return written
@@ -215,7 +226,18 @@ class _Once:
             return leaf
         parts = [tf.nest.flatten(part, expand_composites=True) for part in leaf.values]
         own = [self._stand_for(list(components)) for components in zip(*parts)]
-        return tf.nest.pack_sequence_as(leaf.values[0], own, expand_composites=True)
+        return tf.nest.pack_sequence_as(self._structure(leaf), own, expand_composites=True)
+
+    def _structure(self, leaf: Any) -> Any:
+        """What tower 0's part looks like where it serves all."""
+        first = leaf.values[0]
+        if not isinstance(first, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
+            return first
+        specs = [tf.type_spec_from_value(part) for part in leaf.values]
+        if all(spec == specs[0] for spec in specs):
+            return first
+        self._opened = True
+        return sub_batches.with_any_rows(specs[0])
 
     def _stand_for(self, values: list[Any]) -> Any:
         """A tensor of tower 0's own that has ``values[r]`` in its place on tower r."""
@@ -225,7 +247,10 @@ class _Once:
             raise NeedsOwnTrace("a value that differs between the towers is no tensor: "
                                 f"{values[0]!r}")
         # Not an identity: its value must not be known while tracing, as it is tower 0's alone.
-        first = tf.compat.v1.placeholder_with_default(values[0], values[0].shape)
+        shape = values[0].shape
+        if any(value.shape != shape for value in values):
+            shape = tf.TensorShape([None]).concatenate(shape[1:])
+        first = tf.compat.v1.placeholder_with_default(values[0], shape)
         _tf.copy_handle_data(values[0], first)
         self._copier.table.put(first, [_tf.capture(self._graph, value) for value in values[1:]])
         return first
@@ -243,8 +268,15 @@ def _check_alike(arguments: Any) -> None:
                 continue
             raise NeedsOwnTrace(
                 "an argument that differs between the towers is no tensor") from None
-        if any(spec != specs[0] for spec in specs):
+        # Functions may ask whether there are any rows: one tower's answer does not serve others.
+        opened = [sub_batches.with_any_rows(spec) if _some_rows(spec) else spec for spec in specs]
+        if any(spec != opened[0] for spec in opened):
             raise NeedsOwnTrace(f"an argument's static shape differs between the towers: {specs}")
+
+
+def _some_rows(spec: tf.TypeSpec) -> bool:
+    shape = getattr(spec, "shape", None)
+    return shape is None or not shape.rank or shape[0] != 0
 
 
 def _initialize(made: list[tuple[Any, Any]]) -> None:

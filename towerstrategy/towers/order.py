@@ -13,50 +13,80 @@ micro-batch can come to its end before all have come to that point.  Their work 
 round 0 is what needs nothing of a meeting, round 1 what needs something that was made of round 0's
 results, and so on; in each round micro-batches follow one another.  A meeting whose result no
 replica reads, such as the update of a moving mean, makes no round.
+
+Where a tower has stages, each of these does the same for itself, forwards and backwards apart
+(1F1B; Narayanan et al. 2021): of P stages, number s begins a micro-batch when it has the forward
+pass of the one before behind it, and the backward pass of the one P-s before.  So stages work at
+the same time, and no stage holds the activations of more micro-batches than there are stages from
+it to the end.
 """
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.placement import devices as devices_lib
+from towerstrategy.towers import stages
 
 Part = tuple[int, int]  # round, replica
 
 
-def put(graph: tf.Graph, replicas: Sequence[Collection[str]], devices: Sequence[str],
-        micro_batches: int, results: Any) -> None:
+class Leg(NamedTuple):
+    """A part of a replica's work in a round: one way through one of its stages."""
+
+    round: int
+    replica: int
+    stage: int = 0
+    backward: bool = False
+
+
+def put(graph: tf.Graph, replicas: Sequence[Collection[str]], placement: devices_lib.Placement,
+        results: Any) -> None:
     """Puts each device's micro-batches in order.
 
     Args:
       graph: in which all replicas have been traced.
       replicas: for each replica the names of its operations.
-      devices: for each replica its device.
-      micro_batches: how many replicas in a row are one tower's.
+      placement: their devices, and how many replicas in a row are one tower's.
       results: what the replicas returned, a nest.
     """
+    micro_batches = placement.micro_batches
     if micro_batches == 1:
         return
     owners = {name: replica for replica, names in enumerate(replicas) for name in names}
     traced = _Traced(graph)
-    parts = _parts(traced, owners, micro_batches)
-    begins = _begins(traced, parts)
-    ends = _ends(traced, parts, traced.live(results))
-    for (number, replica), operations in begins.items():
-        last = ends.get((number, replica - 1))
-        if replica % micro_batches == 0 or last is None:
-            continue
-        with graph.as_default(), tf.control_dependencies(None), tf.device(None), \
-                tf.device(devices[replica - 1]):
-            end = tf.no_op("end_of_micro_batch")
-        for operation in last:
-            _tf.add_control_input(end, operation)
-        for operation in operations:
-            _tf.add_control_input(operation, end)
+    legs = _legs(traced, _parts(traced, owners, micro_batches), placement)
+    begins = _begins(traced, legs)
+    ends = _ends(traced, legs, traced.live(results))
+    for leg, operations in begins.items():
+        for before in _before(leg, placement, ends):
+            with graph.as_default(), tf.control_dependencies(None), tf.device(None), \
+                    tf.device(placement.row(before.replica)[before.stage]):
+                end = tf.no_op("end_of_micro_batch")
+            for operation in ends[before]:
+                _tf.add_control_input(end, operation)
+            for operation in operations:
+                _tf.add_control_input(operation, end)
+
+
+def _before(leg: Leg, placement: devices_lib.Placement, ends: Collection[Leg]) -> Iterator[Leg]:
+    """The legs that have to have ended when ``leg`` begins, all of earlier micro-batches."""
+    if leg.backward:  # begins when what it needs comes back
+        return
+    earlier = leg.replica % placement.micro_batches
+    held = placement.stages - leg.stage
+    found = [leg._replace(replica=leg.replica - 1)] if earlier else []
+    if placement.stages > 1 and earlier >= held:
+        back = leg._replace(replica=leg.replica - held, backward=True)
+        # Where there is no backward pass a micro-batch is held until it is through.
+        found.append(back if back in ends else back._replace(
+            stage=placement.stages - 1, backward=False))
+    yield from (before for before in found if before in ends)
 
 
 class _Traced:
@@ -140,22 +170,53 @@ def _parts(traced: _Traced, owners: Mapping[str, int], micro_batches: int) -> di
     return {name: (until[name][0], owner) for name, owner in owners.items() if name in until}
 
 
-def _begins(traced: _Traced, parts: Mapping[str, Part]) -> dict[Part, list[tf.Operation]]:
-    """The operations of each part that wait for nothing of the same part."""
-    begins: dict[Part, list[tf.Operation]] = collections.defaultdict(list)
-    for name, part in parts.items():
-        if all(parts.get(other) != part for other in traced.waits[name]):
-            begins[part].append(traced.operations[name])
+def _legs(traced: _Traced, parts: Mapping[str, Part],
+          placement: devices_lib.Placement) -> dict[str, Leg]:
+    """The leg of each operation that belongs to a replica.
+
+    What needs another stage's results is of that stage, forwards, wherever it is: a metric's count
+    is on the first stage's device and the last thing of all.  So no leg waits for a later one.
+    """
+    if placement.stages == 1:
+        return {name: Leg(*part) for name, part in parts.items()}
+    legs: dict[str, Leg] = {}
+    for name in traced.in_order():
+        if name not in parts:
+            continue
+        part = parts[name]
+        before = [legs[other] for other in traced.waits[name]
+                  if other in legs and parts[other] == part]
+        backward = stages.GRADIENTS in name or any(leg.backward for leg in before)
+        reached = [leg.stage for leg in before if leg.backward == backward]
+        own = _stage(traced.operations[name], placement.row(part[1]))
+        stage = min([own, *reached]) if backward else max([own, *reached])
+        legs[name] = Leg(*part, stage, backward)
+    return legs
+
+
+def _stage(operation: tf.Operation, row: Sequence[str]) -> int:
+    stage = stages.scoped(operation.name)
+    if stage is None:
+        stage = row.index(operation.device) if operation.device in row else 0
+    return stage
+
+
+def _begins(traced: _Traced, legs: Mapping[str, Leg]) -> dict[Leg, list[tf.Operation]]:
+    """The operations of each leg that wait for nothing of the same leg."""
+    begins: dict[Leg, list[tf.Operation]] = collections.defaultdict(list)
+    for name, leg in legs.items():
+        if all(legs.get(other) != leg for other in traced.waits[name]):
+            begins[leg].append(traced.operations[name])
     return begins
 
 
-def _ends(traced: _Traced, parts: Mapping[str, Part],
-          live: Collection[str]) -> dict[Part, list[tf.Operation]]:
-    """The operations of each part for which nothing of the same part waits."""
-    inner = {other for name, part in parts.items() if name in live
-             for other in traced.waits[name] if parts.get(other) == part}
-    ends: dict[Part, list[tf.Operation]] = collections.defaultdict(list)
-    for name, part in parts.items():
+def _ends(traced: _Traced, legs: Mapping[str, Leg],
+          live: Collection[str]) -> dict[Leg, list[tf.Operation]]:
+    """The operations of each leg for which nothing of the same leg waits."""
+    inner = {other for name, leg in legs.items() if name in live
+             for other in traced.waits[name] if legs.get(other) == leg}
+    ends: dict[Leg, list[tf.Operation]] = collections.defaultdict(list)
+    for name, leg in legs.items():
         if name in live and name not in inner:
-            ends[part].append(traced.operations[name])
+            ends[leg].append(traced.operations[name])
     return ends

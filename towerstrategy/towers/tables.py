@@ -65,7 +65,7 @@ class Table:
 
     def operation(self, first: tf.Operation, tower: int) -> tf.Operation:
         others = self._operations.get(first.name)
-        return first if others is None else others[tower - 1]
+        return first if others is None or tower == 0 else others[tower - 1]
 
     def operations_of(self, tower: int) -> set[str]:
         """The names of the copies that ``tower`` has."""

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import compiled, contexts, enclosed, order
+from towerstrategy.towers import compiled, contexts, enclosed, order, stages
 from towerstrategy.variables import alone
 
 
@@ -93,6 +93,10 @@ class _Call:
         self._written: list[alone.Written] = []
         self._operations: list[set[str]] = [
             set() for _ in strategy.extended.worker_devices]  # names, by tower
+        placement = strategy.extended.placement
+        self._stages = [] if state.eager else [
+            stages.Placer(state.graph, placement, tower)
+            for tower in range(len(placement.towers))]
         self._made_for_all: dict[Any, list[Any]] = {}
         self._asked_for_all: dict[int, collections.Counter[Any]] = collections.defaultdict(
             collections.Counter)
@@ -114,8 +118,8 @@ class _Call:
                 tower.stop()
         results = tuple(tower.result for tower in self._towers)
         if not self._state.eager:
-            order.put(self._state.graph, self._operations, self._strategy.extended.worker_devices,
-                      self._strategy.extended.placement.micro_batches, results)
+            order.put(self._state.graph, self._operations, self._strategy.extended.placement,
+                      results)
         if self._compiles:
             for tower in self._towers:
                 # Shapes differ or numbers are drawn elsewhere: each tower has functions of its own.
@@ -197,6 +201,7 @@ class _Call:
             return
         extended, graph = self._strategy.extended, self._state.graph
         own = graph.get_operations()[before:]
+        self._stages[number].place(own)
         self._operations[number].update(operation.name for operation in own)
         owned = itertools.chain(extended.variables(), extended.written_alone())
         self._written.append(alone.divert(graph, own, owned))

@@ -49,6 +49,29 @@ def rows_of_all(tower: contexts.TowerContext, value: Any) -> Any:
     return tf.nest.pack_sequence_as(value, made)
 
 
+def own_rows_of(tower: contexts.TowerContext, compute: Callable[[Any], Any], value: Any) -> Any:
+    """This tower's rows of what ``compute`` makes of the rows of all towers.
+
+    Each tower computes all of it, and all draw the numbers that one device does.
+
+    Args:
+      tower: where this runs.
+      compute: takes a nest as ``value``, returns one of tensors that have all rows, too.
+      value: a nest of this tower's rows.
+    """
+    rows = rows_of_all(tower, value)
+    with tower.drawing_alike():
+        made = compute(rows)
+    first = tower.first_row
+
+    def own(leaf: tf.Tensor) -> tf.Tensor:
+        part = leaf[first:first + tower.rows]
+        part.set_shape(tf.TensorShape([tower.given_rows]).concatenate(leaf.shape[1:]))
+        return part
+
+    return tf.nest.map_structure(own, made)
+
+
 def computed_once(tower: contexts.TowerContext, compute: Callable[..., Any], args: Any) -> Any:
     """What ``compute`` returns for the rows of all towers: one tensor.
 
@@ -88,7 +111,8 @@ class _Component:
             raise TypeError(f"a SparseTensor has no rows to gather: {leaf!r}. Make it dense first.")
         if isinstance(leaf, tf.RaggedTensor):
             self.tensors = [leaf.flat_values, *leaf.nested_row_lengths()]
-        elif isinstance(leaf, tf.Tensor) or (hasattr(leaf, "__array__") and not _is_variable(leaf)):
+        elif isinstance(leaf, tf.Tensor) or (
+                hasattr(leaf, "__array__") and not _tf.is_variable(leaf)):
             self.tensors = [tf.convert_to_tensor(leaf)]
         else:
             self.tensors = []
@@ -218,8 +242,8 @@ class _Once:
                                                 for source in sources], [asked],
                                  # A layer may read the variables, too, on the way to the inputs.
                                  stop_gradients=self._inputs)
-        return [tf.zeros(source.shape if _is_variable(source) else tf.shape(source), source.dtype)
-                if gradient is None else tf.convert_to_tensor(gradient)
+        return [tf.zeros(source.shape if _tf.is_variable(source) else tf.shape(source),
+                         source.dtype) if gradient is None else tf.convert_to_tensor(gradient)
                 for source, gradient in zip(sources, found)]
 
 
@@ -238,7 +262,3 @@ def _each(values: Sequence[Any]) -> Any:
 
 def _size(part: tf.Tensor) -> Any:
     return tf.shape(part)[0] if part.shape[0] is None else part.shape[0]
-
-
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, (tf.Variable, _tf.DistributedVariable))

@@ -25,6 +25,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.variables import one_copy
+from towerstrategy.variables import written as written_lib
 
 # What writes the rows of all towers, one after another.
 _REPLACING = frozenset({"ResourceScatterUpdate", "ResourceScatterMin", "ResourceScatterMax"})
@@ -79,8 +80,8 @@ def merge_written(shares: shares_lib.Shares, towers: Sequence[Written],
             before = read_stand_in(variable, variable.handle)
             values = [read(variable, written[key][1]) if key in written else before
                       for written in towers]
-            _tf.ResourceVariable.assign(variable, variable.merged_alone(values, shares, before),
-                                        read_value=False)
+            value = written_lib.value_alone(variable, values, shares, before)
+            _tf.ResourceVariable.assign(variable, value, read_value=False)
 
 
 def read_stand_in(variable: Any, handle: tf.Tensor) -> tf.Tensor:

@@ -37,7 +37,7 @@ def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
         return _create_tower_local(strategy, devices, next_creator, kwargs)
     if workers is not None:
         kwargs["initial_value"] = _chiefs_initial_value(workers, **kwargs)
-    home = _home_for(homes, colocate_with, kwargs)
+    home = _home_for(homes, colocate_with, kwargs, strategy.extended.stages.index)
     with tf.device(home), _outside_tower_scope():
         variable = next_creator(**kwargs)
     if not isinstance(variable, _tf.BaseResourceVariable):
@@ -45,7 +45,10 @@ def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
     if workers is not None and not tf.executing_eagerly():
         variable.chiefs_initial_value = kwargs["initial_value"]
     _check_mean(kwargs["aggregation"], variable.dtype)
-    variable._home_may_change = colocate_with is None and tf.executing_eagerly()
+    together = colocate_with is not None and homes.of_stages
+    if together:
+        homes_lib.follow(variable, _primary(colocate_with))
+    variable._home_may_change = tf.executing_eagerly() and (colocate_with is None or together)
     return one_copy.into_tower_variable(variable, strategy, home)
 
 
@@ -149,16 +152,21 @@ def _outside_tower_scope() -> Any:
     return tf.name_scope(f"{kept}/" if kept else "")
 
 
-def _home_for(homes: homes_lib.Homes, colocate_with: Any, kwargs: dict[str, Any]) -> str:
-    size = _bytes_of(kwargs) if homes.balanced else 0
+def _home_for(homes: homes_lib.Homes, colocate_with: Any, kwargs: dict[str, Any],
+              stage: int | None) -> str:
+    size = _bytes_of(kwargs) if homes.by_bytes else 0
     if colocate_with is not None:
-        if isinstance(colocate_with, _tf.DistributedVariable):
-            colocate_with = colocate_with._primary
+        colocate_with = _primary(colocate_with)
         home = homes_lib.home_of(colocate_with)
-        colocate_with._home_may_change = False
+        if not homes.of_stages:
+            colocate_with._home_may_change = False
         homes.add(home, size)
         return home
-    return homes.choose(size)
+    return homes.choose(size, stage)
+
+
+def _primary(variable: Any) -> Any:
+    return variable._primary if isinstance(variable, _tf.DistributedVariable) else variable
 
 
 def _bytes_of(kwargs: dict[str, Any]) -> int:

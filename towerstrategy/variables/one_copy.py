@@ -5,27 +5,8 @@ a variable that is not tower-local a :class:`TowerVariable`, one real resource v
 for a tower-local one (``synchronization=ON_READ``, metrics) a :class:`TowerLocalVariable` with a
 part on every tower.
 
-A write to a :class:`TowerVariable` inside a tower is merged with the other towers' and done once:
-
-=====================  ===================================================================
-aggregation            what is written
-=====================  ===================================================================
-NONE, MEAN (floats)    the mean over the towers, each counted by its share of the batch
-NONE (other dtypes)    tower 0's value
-NONE (of gradients)    what one device would make of the merged ones
-SUM                    the sum over the towers that have rows
-ONLY_FIRST_REPLICA     tower 0's value
-=====================  ===================================================================
-
-Scatter writes follow the same rules, slice by slice: SUM writes the slices of all towers, in
-order, as one device would have done; NONE of ``scatter_update``, ``_min`` and ``_max`` does so too
-(doing it twice changes nothing), and of ``scatter_mul`` and ``_div`` takes tower 0's.
-``scatter_nd_*`` and ``batch_scatter_update`` do as their namesakes.  A slice (``v[a:b].assign``)
-follows the table element by element, over the towers that have rows and wrote it.
-
-A per-replica value that is written from outside the towers is what ``strategy.run`` returned, so it
-is merged by the rule of NONE, unless the aggregation is ONLY_FIRST_REPLICA: towers that agree write
-what they agree on.
+A write to a :class:`TowerVariable` inside a tower is merged with the other towers' and done once,
+see :mod:`written`; what is made of gradients is made of the merged ones, see :mod:`by_gradients`.
 """
 
 from __future__ import annotations
@@ -37,17 +18,13 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.merge import merging
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
-from towerstrategy.variables import by_gradients, pieces
+from towerstrategy.variables import by_gradients, pieces, written
 
 Aggregation = tf.VariableAggregation
 
-_REPLACING = ("scatter_update", "scatter_min", "scatter_max", "scatter_nd_update",
-              "scatter_nd_min", "scatter_nd_max", "batch_scatter_update")
-_STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 
 
 class TowerVariable(_tf.ResourceVariable):
@@ -185,7 +162,7 @@ class TowerVariable(_tf.ResourceVariable):
                                   read_value=read_value)
         tower = contexts.writer_of(self)
         if tower is None:
-            return plain(self._one(value))
+            return plain(written.value_from_outside(self, value))
         value = tf.convert_to_tensor(value, dtype=self.dtype)
         if not tower.can_merge:
             tower.refuse_compiled_write(self)
@@ -200,7 +177,7 @@ class TowerVariable(_tf.ResourceVariable):
         def merged(_: Any, values: Any) -> Any:
             values = contexts.all_values(values, tower.count)
             by_gradients.check_eager(tower, self, values)
-            return plain(self._aggregate(values, tower.shares))
+            return plain(written.value(self, values, tower.shares))
 
         return tower.merge_call(merged, args=(value,))
 
@@ -210,7 +187,7 @@ class TowerVariable(_tf.ResourceVariable):
                                   use_locking=use_locking, name=name)
         tower = contexts.writer_of(self)
         if tower is None:
-            return plain(self._one_of_slices(method_name, slices))
+            return plain(written.slices_from_outside(self, method_name, slices))
         slices = tf.IndexedSlices(tf.convert_to_tensor(slices.values, dtype=self.dtype),
                                   tf.convert_to_tensor(slices.indices), slices.dense_shape)
         if not tower.can_merge:
@@ -222,7 +199,7 @@ class TowerVariable(_tf.ResourceVariable):
 
         def merged(_: Any, values: Any) -> Any:
             parts = contexts.all_values(values, tower.count)
-            return plain(self._aggregate_slices(method_name, self.aggregation, parts, tower.shares))
+            return plain(written.slices(self, method_name, parts, tower.shares))
 
         return tower.merge_call(merged, args=(slices,))
 
@@ -252,13 +229,13 @@ class TowerVariable(_tf.ResourceVariable):
 
         def sliced(*own: Any) -> tf.IndexedSlices:
             indices, updates = located(*own)
-            return pieces.flat_slices(self._sizes(), indices,
+            return pieces.flat_slices(written.sizes_of(self), indices,
                                       tf.convert_to_tensor(updates, dtype=self.dtype))
 
         def write(slices: tf.IndexedSlices) -> Any:
             with tf.device(homes_lib.home_of(self)):
-                depth = tf.size(self._sizes()) + 1 - tf.rank(slices.values)
-                indices = pieces.nd_indices(self._sizes(), depth, slices.indices)
+                depth = tf.size(written.sizes_of(self)) + 1 - tf.rank(slices.values)
+                indices = pieces.nd_indices(written.sizes_of(self), depth, slices.indices)
             return plain(indices, slices.values)
 
         tower = contexts.writer_of(self)
@@ -267,14 +244,15 @@ class TowerVariable(_tf.ResourceVariable):
                       if isinstance(leaf, tf.distribute.DistributedValues)]
             parts = [sliced(*_tf.select_replica(number, arguments))
                      for number in range(len(values[0].values))]
-            shares = self._shares_of(values[0])
-            return write(self._one_of_slices(method_name, contexts.TowerResults(parts, shares)))
+            shares = written.shares_of(self, values[0])
+            return write(written.slices_from_outside(self, method_name,
+                                                     contexts.TowerResults(parts, shares)))
         if not tower.can_merge:
             raise RuntimeError(contexts.NESTED_MERGE)
 
         def merged(_: Any, values: Any) -> Any:
             parts = contexts.all_values(values, tower.count)
-            return write(self._aggregate_slices(method_name, self.aggregation, parts, tower.shares))
+            return write(written.slices(self, method_name, parts, tower.shares))
 
         return tower.merge_call(merged, args=(sliced(*arguments),))
 
@@ -284,7 +262,7 @@ class TowerVariable(_tf.ResourceVariable):
         where = {"begin": begin, "end": end, "strides": strides, **masks}
         tower = contexts.writer_of(self)
         if tower is None:
-            return plain(value=self._one(value), **where)
+            return plain(value=written.value_from_outside(self, value), **where)
         value = tf.convert_to_tensor(value, dtype=self.dtype)
         if not tower.several:
             return plain(value=value, **where)
@@ -297,106 +275,14 @@ class TowerVariable(_tf.ResourceVariable):
             places = [dict(zip(parts, own)) for own in zip(*parts.values())]
             values = contexts.all_values(value, tower.count)
             if self.shape.rank == 0 or tower.shares.workers is None and pieces.are_alike(places):
-                return plain(value=self._aggregate(values, tower.shares), **places[0])
-            return self._write_elements(places, values, tower.shares)
+                return plain(value=written.value(self, values, tower.shares), **places[0])
+            found = written.elements(self, places, values, tower.shares)
+            with tf.device(homes_lib.home_of(self)):
+                sizes = written.sizes_of(self)
+                indices = pieces.nd_indices(sizes, tf.size(sizes), found.indices)
+            return _tf.ResourceVariable.scatter_nd_update(self, indices, found.values)
 
         return tower.merge_call(merged, args=(where, value))
-
-    def _write_elements(self, places: list[Any], values: list[tf.Tensor],
-                        shares: shares_lib.Shares) -> Any:
-        """Writes the slices of the towers at ``places`` that are not known to be the same."""
-        with tf.device(homes_lib.home_of(self)):
-            sizes = self._sizes()
-            parts = [pieces.elements(sizes, place, value) for place, value in zip(places, values)]
-            if self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
-                written = shares.firsts(parts[0])
-            elif self.aggregation is Aggregation.SUM:
-                written = pieces.total(parts, shares)
-            else:
-                written = (pieces.mean if self._is_floating() else pieces.first)(parts, shares)
-            indices = pieces.nd_indices(sizes, tf.size(sizes), written.indices)
-        return _tf.ResourceVariable.scatter_nd_update(self, indices, written.values)
-
-    def _sizes(self) -> tf.Tensor:
-        """The shape as an int64 vector."""
-        if self.shape.is_fully_defined():
-            return tf.constant(self.shape.as_list(), tf.int64)
-        return tf.shape(self.read_value(), out_type=tf.int64)
-
-    def _aggregate_slices(self, method_name: str, aggregation: tf.VariableAggregation,
-                          parts: list[tf.IndexedSlices],
-                          shares: shares_lib.Shares) -> tf.IndexedSlices:
-        """The slices to write from those of the towers, on this variable's home."""
-        replaces = method_name in _REPLACING
-        if replaces and aggregation in (Aggregation.SUM, Aggregation.MEAN):
-            raise NotImplementedError(
-                f"{method_name} is only supported for mirrored variable (variable created within "
-                "certain `tf.distribute.Strategy` scope) with NONE or `ONLY_FIRST_REPLICA` "
-                f"aggregation, got: {aggregation}.")
-        if len(parts) == 1 and shares.workers is None:
-            return parts[0]
-        if aggregation is Aggregation.ONLY_FIRST_REPLICA:
-            return shares.firsts(parts[0])
-        with tf.device(homes_lib.home_of(self)):
-            kept = [merging.filled_slices(part, tower, shares) for tower, part in enumerate(parts)]
-            if replaces or aggregation is Aggregation.SUM:
-                return shares.across(merging.total(kept))
-            steps = method_name in _STEPPING and self._is_floating()
-            if steps or aggregation is Aggregation.MEAN:
-                return merging.weighted_mean(kept, shares)
-            return shares.firsts(kept[0])
-
-    def _aggregate(self, values: list[Any], shares: shares_lib.Shares) -> Any:
-        """The one value to write from one a tower, on this variable's home."""
-        if len(values) == 1 and shares.workers is None:
-            return values[0]
-        with tf.device(homes_lib.home_of(self)):
-            if self._extreme is not None:
-                return merging.extreme(self._extreme, values, shares)
-            if self.aggregation is Aggregation.SUM:
-                return merging.total_of_filled(values, shares)
-            if self._is_floating() and self.aggregation is not Aggregation.ONLY_FIRST_REPLICA:
-                return merging.weighted_mean(values, shares)
-            return self._first_of(values[0], shares)
-
-    def _first_of(self, value: Any, shares: shares_lib.Shares) -> Any:
-        """The value of the first tower of all machines."""
-        if self._distribute_strategy.extended.alike_on_all:
-            return value
-        return shares.firsts(value)
-
-    def _one(self, value: Any) -> Any:
-        """A value written from outside the towers; per-replica values merged into one."""
-        if not isinstance(value, tf.distribute.DistributedValues) or _tf.is_variable(value):
-            return value
-        if isinstance(value, _tf.Mirrored):
-            return value.values[0]
-        if self.aggregation is Aggregation.ONLY_FIRST_REPLICA or not self._is_floating():
-            return self._first_of(value.values[0], self._shares_of(value))
-        parts = [tf.convert_to_tensor(part, dtype=self.dtype) for part in value.values]
-        with tf.device(homes_lib.home_of(self)):
-            return merging.weighted_mean(parts, self._shares_of(value))
-
-    def _shares_of(self, value: Any) -> shares_lib.Shares:
-        """The shares with which ``strategy.run`` computed a per-replica value; else equal ones."""
-        extended = self._distribute_strategy.extended
-        if isinstance(value, contexts.TowerResults):
-            return value.shares_among(extended.workers)
-        return extended.equal_shares()
-
-    def _one_of_slices(self, method_name: str, slices: Any) -> Any:
-        if not isinstance(slices, tf.distribute.DistributedValues):
-            return slices
-        parts = list(slices.values)
-        if isinstance(slices, _tf.Mirrored):
-            return parts[0]
-        shares = self._shares_of(slices)
-        if self.aggregation is Aggregation.ONLY_FIRST_REPLICA:
-            return shares.firsts(parts[0])
-        return self._aggregate_slices(method_name, Aggregation.NONE, parts, shares)
-
-    def _is_floating(self) -> bool:
-        return self.dtype.is_floating or self.dtype.is_complex
 
     def _scatter_alone(self, tower: contexts.TowerContext, method_name: str,
                        plain: Callable[..., Any], slices: tf.IndexedSlices) -> Any:
@@ -406,7 +292,7 @@ class TowerVariable(_tf.ResourceVariable):
         self._check_alone(tower)
         if self.aggregation not in (Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA):
             raise RuntimeError(contexts.NESTED_MERGE)
-        if method_name in _REPLACING and self.aggregation is Aggregation.NONE:
+        if method_name in written.REPLACING and self.aggregation is Aggregation.NONE:
             return plain(shares_lib.slices_if(tower.filled, slices))
         tower.writes_alone(self)
         return plain(slices)
@@ -424,34 +310,12 @@ class TowerVariable(_tf.ResourceVariable):
         """
         if not tower.several:
             return plain(value)
-        first = self._takes_firsts()
+        first = written.takes_firsts(self)
         self._check_alone(tower, first)
         if self.aggregation is Aggregation.SUM:  # of values or of steps: that cannot be told later
             raise RuntimeError(contexts.NESTED_MERGE)
         tower.writes_alone(self)
         return plain(value)
-
-    def _takes_firsts(self) -> bool:
-        """Whether the rule for writes is tower 0's value."""
-        return self.aggregation is Aggregation.ONLY_FIRST_REPLICA or (
-            self.aggregation is Aggregation.NONE and not self._is_floating())
-
-    def merged_alone(self, values: list[Any], shares: shares_lib.Shares, before: tf.Tensor) -> Any:
-        """The one value to write where each tower has written one for itself.
-
-        Args:
-          values: one a tower.
-          shares: those of the towers' batch.
-          before: the value that the variable had when the towers last met.
-        """
-        if self._extreme is not None:
-            return merging.extreme(self._extreme, [*values, before], shares)
-        if not self._is_floating() or self._takes_firsts():
-            return values[0]
-        if shares.may_be_empty:
-            values = [tf.where(shares.filled(tower), value, before)
-                      for tower, value in enumerate(values)]
-        return merging.agreed(values, shares)
 
 
 def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,

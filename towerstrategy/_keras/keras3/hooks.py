@@ -11,20 +11,27 @@ from typing import Any
 
 from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import numpy as tf_numpy
+from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.backend.tensorflow import random as tf_random
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
 from keras.src.layers import layer as layer_module
 from keras.src.layers.normalization import batch_normalization
+from keras.src.layers.preprocessing.image_preprocessing import (
+    base_image_preprocessing_layer,
+    equalization,
+)
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import metric as metric_module
 from keras.src.metrics import reduction_metrics
+from keras.src.models import sequential
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
 from keras.src.trainers import compile_utils, data_adapters
 from keras.src.trainers import trainer as base_trainer
 
-from towerstrategy._keras import hooks
-from towerstrategy._keras.keras3 import callbacks, layers, losses, optimizers, training
+from towerstrategy._keras import hooks, stages
+from towerstrategy._keras.keras3 import callbacks, layers, losses, names, optimizers, training
 from towerstrategy._keras.keras3 import metrics as metrics_lib
 
 # What is hooked and why; the test of upstream names reads this.
@@ -33,6 +40,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         losses.scale,
         "scales a replica's mean by 1/R; a tower's counts by its share of the rows, and outside of "
         "towers a loss is of all rows as it is"),
+    (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss"): hooks.Hook(
+        losses.added,
+        "takes whatever a layer adds for a mean over rows"),
     (loss_module, "unscale_loss_for_distribution"): hooks.Hook(
         losses.unscale,
         "the inverse, for the logged loss"),
@@ -69,6 +79,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (loss_scale_optimizer.LossScaleOptimizer, "apply"): hooks.Hook(
         optimizers.apply,
         "one look for overflows, at merged gradients"),
+    (tf_optimizer.TFOptimizer, "_distributed_tf_update_step"): hooks.Hook(
+        optimizers.distributed_update_step,
+        "a dozen operations and passes over memory a variable; one where TensorFlow has a kernel"),
     (metric_module.Metric, "__init__"): hooks.Hook(
         metrics_lib.metric_init,
         "a metric's result inside a tower is the whole batch's"),
@@ -89,6 +102,24 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (seed_generator.SeedGenerator, "next"): hooks.Hook(
         layers.next_seed,
         "random layers draw differently on every tower"),
+    (layer_module.Layer, "__init__"): hooks.Hook(
+        stages.layer_init,
+        "does not know for which stage of a tower a layer is made"),
+    (layer_module.Layer, "__call__"): hooks.Hook(
+        stages.layer_call(names),
+        "runs every layer of a tower on one device, and forgets the tf.device around a call"),
+    (sequential.Sequential, "build"): hooks.Hook(
+        stages.sequential_build,
+        "calls all layers anew for each that is added, in the stage of that one"),
+    (base_image_preprocessing_layer.BaseImagePreprocessingLayer, "call"): hooks.Hook(
+        layers.mix,
+        "MixUp and CutMix mix the rows of a batch, which are those of all towers"),
+    (equalization.Equalization, "_custom_histogram_fixed_width"): hooks.Hook(
+        layers.histogram,
+        "counts the colours of all pictures of a batch"),
+    (tf_random, "shuffle"): hooks.Hook(
+        layers.shuffle,
+        "shuffles a tower's rows among themselves"),
     (layer_module.Layer, "add_loss"): hooks.Hook(
         losses.with_own_losses,
         "a layer has one list of losses, in which towers that run in turn would find each other's"),
@@ -104,9 +135,6 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (base_trainer.Trainer, "compute_loss"): hooks.Hook(
         losses.compute_loss,
         "knows a loss that is scaled by share already"),
-    (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss"): hooks.Hook(
-        losses.additional_loss,
-        "sums an added loss that has a value for each row, then takes it for a mean"),
     (base_trainer.Trainer, "get_metrics_result"): hooks.Hook(
         metrics_lib.get_metrics_result,
         "all results in one meeting of the towers"),

@@ -12,12 +12,13 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend import config as keras_config
 from keras.src.backend.common import stateless_scope
+from keras.src.layers.preprocessing.image_preprocessing import cut_mix, mix_up
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import batch_norm
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.towers import contexts
+from towerstrategy.towers import contexts, draws, whole
 from towerstrategy.variables import one_copy
 
 
@@ -62,6 +63,40 @@ def added(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return assign_added
 
     return hook
+
+
+def mix(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, data: Any, training: bool = True) -> Any:
+        tower = contexts.splitting_tower()
+        mixes = isinstance(self, (mix_up.MixUp, cut_mix.CutMix)) and training
+        if tower is None or not mixes or not (tower.draws_rows and tower.can_merge):
+            return original(self, data, training)
+        return whole.own_rows_of(tower, lambda rows: original(self, rows, training), data)
+
+    return call
+
+
+def histogram(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _custom_histogram_fixed_width(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts, tower = original(self, *args, **kwargs), contexts.splitting_tower()
+        if tower is None or not tower.can_merge:
+            return counts
+        return tower.all_reduce(_tf.ReduceOp.SUM, counts)
+
+    return _custom_histogram_fixed_width
+
+
+def shuffle(original: Callable[..., Any]) -> Callable[..., Any]:
+    def shuffle(x: Any, axis: int = 0, seed: Any = None) -> Any:
+        tower = None
+        if contexts.splitting_tower() is not None and axis == 0:
+            x = tf.convert_to_tensor(x)
+            tower = draws.shuffling_tower(x)
+        if tower is None:
+            return original(x, axis, seed)
+        return whole.own_rows_of(tower, lambda rows: original(rows, axis, seed), x)
+
+    return shuffle
 
 
 def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,19 @@ def scale(original: Callable[..., Any]) -> Callable[..., Any]:
     return scale_loss_for_distribution
 
 
+def added(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None:
+            return original(self, loss)
+        total = base_trainer.Trainer._aggregate_additional_loss(self, loss)
+        # Of what is traced the graph tells more than the shape.
+        by_rows = _tf.is_eager(total) and losses_rules.is_one_a_row(tower, loss)
+        return (parts.summed if by_rows else parts.added)(tower, total)
+
+    return _aggregate_additional_loss
+
+
 def unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     def unscale_loss_for_distribution(value: Any) -> Any:
         tower = contexts.splitting_tower()
@@ -107,16 +120,6 @@ def compiled_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         return parts.own_loss(tower, lambda: original(self, *args, **kwargs))
 
     return call
-
-
-def additional_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
-        tower = contexts.splitting_tower()
-        if tower is None or not losses_rules.is_one_a_row(tower, loss):
-            return original(self, loss)
-        return parts.summed(tower, base_trainer.Trainer._aggregate_additional_loss(self, loss))
-
-    return _aggregate_additional_loss
 
 
 def _is_keras_own(model: Any) -> bool:

@@ -6,6 +6,7 @@ Goes in: a Keras 3 model, optimizer, metric or variable.  Comes out: what it hol
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,10 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.layers import layer as layer_module
 from keras.src.layers.rnn import rnn
 from keras.src.metrics import metric as metric_module
+from keras.src.models import functional, sequential
 from keras.src.optimizers import base_optimizer
 from keras.src.trainers import trainer as base_trainer
 
@@ -54,12 +57,22 @@ def held(variable: Any) -> Any:
     return variable._value if isinstance(variable, keras_variables.Variable) else variable
 
 
+def _listed_metrics(model: Any) -> list[Any]:
+    """``model.metrics``; Keras' own list where the model's needs what it makes after ``compile``.
+    """
+    try:
+        return list(model.metrics)
+    except AttributeError:
+        return list(MODEL.metrics.fget(model))
+
+
 def metrics_of(model: Any) -> list[Any]:
     """The model's metrics, those given to ``compile`` and not built yet among them."""
     compiled = model._compile_metrics
     given = [] if compiled is None else tree.flatten(
         (compiled._user_metrics, compiled._user_weighted_metrics))
-    return [*model.metrics, *(part for part in given if isinstance(part, metric_module.Metric))]
+    return [*_listed_metrics(model),
+            *(part for part in given if isinstance(part, metric_module.Metric))]
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -167,3 +180,38 @@ def strategy_of(model: Any) -> Any:
 def tf_variable(variable: Any) -> Any:
     """What TensorFlow reads or updates for a Keras variable."""
     return variable.value if isinstance(variable, keras_variables.Variable) else variable
+
+
+def is_opened(layer: Any) -> bool:
+    """Whether the order in which ``layer`` calls its layers is known beforehand."""
+    call = type(layer).call
+    return (isinstance(layer, functional.Functional) and call is functional.Functional.call
+            or isinstance(layer, sequential.Sequential) and call is sequential.Sequential.call)
+
+
+def calls_of(model: Any) -> Iterator[tuple[Any, Any]]:
+    """The layers that a model calls, in order, each with the node of its graph, if there is one."""
+    graph = getattr(model, "_functional", None) or model
+    if not isinstance(graph, functional.Functional):
+        yield from ((layer, None) for layer in model.layers)
+        return
+    for _, nodes in sorted(graph._nodes_by_depth.items(), reverse=True):
+        for node in nodes:
+            if not node.is_input and isinstance(node.operation, layer_module.Layer):
+                yield node.operation, node
+
+
+def result_bytes(node: Any) -> tuple[int, int | None]:
+    """Bytes of a call's results for a row, and how many rows they are made for."""
+    outputs = node.outputs
+    sizes = [math.prod(size or 1 for size in output.shape[1:]) * tf.as_dtype(output.dtype).size
+             for output in outputs]
+    return sum(sizes), next((output.shape[0] for output in outputs if output.shape), None)
+
+
+def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
+    """The TensorFlow variables of a layer, so far as they are made, and whether they are trained.
+    """
+    for variable in layer.variables:
+        if held(variable) is not None:
+            yield held(variable), variable.trainable

@@ -8,9 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.optimizers import adadelta, adam, adamax, rmsprop, sgd
+
+from towerstrategy._keras import one_pass
 from towerstrategy._keras import optimizers as optimizers_rules
 from towerstrategy._keras.keras3 import names
+from towerstrategy.placement import kind
 from towerstrategy.towers import contexts
+
+# Keras' way to update -> the kernel that does the same.
+_KERNELS: dict[Any, one_pass.Rule] = {
+    sgd.SGD.update_step: lambda optimizer, numbers: (
+        one_pass.momentum if optimizer.momentum else one_pass.sgd)(optimizer, numbers),
+    adam.Adam.update_step: one_pass.adam,
+    adamax.Adamax.update_step: one_pass.adamax,
+    adadelta.Adadelta.update_step: one_pass.adadelta,
+    rmsprop.RMSprop.update_step: one_pass.rmsprop,
+}
 
 
 def apply(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,3 +65,30 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
 def _overwriting(targets: Any) -> list[bool]:
     """Which variables' gradients are their next values."""
     return [getattr(target, "overwrite_with_gradient", False) for target in targets]
+
+
+def distributed_update_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _distributed_tf_update_step(self: Any, distribution: Any, grads_and_vars: Any,
+                                    learning_rate: Any) -> Any:
+        if not kind.is_tower_strategy(distribution):
+            return original(self, distribution, grads_and_vars, learning_rate)
+        step = one_pass.Step(self, _rule(self), learning_rate)
+
+        def is_left(gradient: Any, target: Any) -> bool:
+            return not step.update(target, gradient, lambda held: names.held(
+                getattr(self, held)[self._get_variable_index(target)]))
+
+        left = [(gradient, target) for gradient, target in grads_and_vars
+                if is_left(gradient, target)]
+        return original(self, distribution, left, learning_rate)
+
+    return _distributed_tf_update_step
+
+
+def _rule(optimizer: Any) -> one_pass.Rule | None:
+    """How an optimizer updates, where neither that nor how it writes was overridden."""
+    writes = ("assign", "assign_add", "assign_sub")
+    if any(getattr(getattr(optimizer, name), "__func__", None)
+           is not getattr(tf_optimizer.TFOptimizer, name) for name in writes):
+        return None
+    return _KERNELS.get(getattr(optimizer.update_step, "__func__", None))

@@ -125,7 +125,7 @@ class _Untaken:
         return itertools.repeat(iter(self._dataset))
 
 
-reduce_per_replica = training_rules.reducing(tf_trainer.concat, means=True)
+reduce_per_replica = training_rules.reducing(tf_trainer.concat)
 
 
 def unscaled_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,9 +136,7 @@ def unscaled_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
             tower = contexts.splitting_tower()
             if tower is None:
                 return outputs
-            return tree.map_structure(
-                lambda output: parts.mean(tower, output)
-                if isinstance(output, tf.Tensor) else output, outputs)
+            return tree.map_structure(lambda output: parts.logged(tower, output), outputs)
 
         with names.towers_alone_compiled(self):
             return original(self, step)

@@ -11,13 +11,14 @@ from typing import Any
 
 from tf_keras.src import backend, callbacks
 from tf_keras.src.distribute import worker_training_state
-from tf_keras.src.engine import compile_utils, data_adapter, training
+from tf_keras.src.engine import base_layer, compile_utils, data_adapter, training
 from tf_keras.src.layers.normalization import batch_normalization
 from tf_keras.src.metrics import base_metric
 from tf_keras.src.mixed_precision import loss_scale_optimizer
+from tf_keras.src.optimizers import optimizer as new_optimizer
 from tf_keras.src.utils import losses_utils
 
-from towerstrategy._keras import hooks
+from towerstrategy._keras import hooks, stages
 from towerstrategy._keras import training as training_rules
 from towerstrategy._keras.tf_keras import callbacks as callbacks_lib
 from towerstrategy._keras.tf_keras import layers, losses, metrics, names, optimizers
@@ -47,6 +48,12 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     **{(cls, "apply_gradients"): hooks.Hook(
         optimizers.apply_gradients, "merge first, then Keras' own code once")
        for cls in names.OPTIMIZERS},
+    (new_optimizer.Optimizer, "_distributed_apply_gradients_fn"): hooks.Hook(
+        optimizers.distributed_apply,
+        "what all variables' updates have in common is made once"),
+    (new_optimizer._BaseOptimizer, "_update_step"): hooks.Hook(
+        optimizers.update_step,
+        "a dozen operations and passes over memory a variable; one where TensorFlow has a kernel"),
     (loss_scale_optimizer, "strategy_supports_loss_scaling"): hooks.Hook(
         optimizers.supports_loss_scaling,
         "refuses strategies with one copy of a variable, which would unscale it once a replica; "
@@ -54,6 +61,12 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (base_metric.Reduce, "update_state"): hooks.Hook(
         metrics.mean_update_state,
         "a scalar counts by its tower's share"),
+    (base_layer.Layer, "__init__"): hooks.Hook(
+        stages.layer_init,
+        "does not know for which stage of a tower a layer is made"),
+    (base_layer.Layer, "__call__"): hooks.Hook(
+        stages.layer_call(names),
+        "runs every layer of a tower on one device"),
     (batch_normalization.BatchNormalizationBase, "build"): hooks.Hook(
         layers.batch_norm_build,
         "keeps moving statistics per replica and averages them plainly; they are one copy, moved "

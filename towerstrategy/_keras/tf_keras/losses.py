@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tf_keras.src import backend
 from tf_keras.src import losses as keras_losses
 from tf_keras.src.engine import training
 from tf_keras.src.utils import losses_utils
@@ -85,15 +86,24 @@ class One(int):
 
 
 def losses_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None,
+                 regularization_losses: Any = None) -> Any:
         tower = contexts.splitting_tower()
         if tower is None:
-            return original(self, *args, **kwargs)
-        if tower.own_means:
-            return _own_mean(tower, original, self, *args, **kwargs)
-        return parts.own_loss(tower, lambda: _own_mean(tower, original, self, *args, **kwargs))
+            return original(self, y_true, y_pred, sample_weight, regularization_losses)
+
+        def own() -> Any:
+            added = [parts.added(tower, _floating(loss)) for loss in regularization_losses or ()]
+            return _own_mean(tower, original, self, y_true, y_pred, sample_weight, added)
+
+        return own() if tower.own_means else parts.own_loss(tower, own)
 
     return __call__
+
+
+def _floating(loss: Any) -> tf.Tensor:
+    loss = tf.convert_to_tensor(loss)
+    return loss if loss.dtype.is_floating else tf.cast(loss, backend.floatx())
 
 
 def _own_mean(tower: Any, loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -5,11 +5,13 @@ Goes in: a tf_keras model, optimizer, metric or variable.  Comes out: what it ho
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tf_keras.src.engine import compile_utils, training
+from tf_keras.src.engine import compile_utils, functional, sequential, training
 from tf_keras.src.layers.rnn import base_rnn
 from tf_keras.src.metrics import base_metric
 from tf_keras.src.mixed_precision import loss_scale_optimizer
@@ -43,7 +45,7 @@ TRAINING_STATE = frozenset({
 
 def held_variables(model: Any) -> list[Any]:
     """The TensorFlow variables of ``model``, those of its metrics and optimizers left out."""
-    own = {id(variable) for metric in model.metrics for variable in variables_of(metric)}
+    own = {id(variable) for metric in _listed_metrics(model) for variable in variables_of(metric)}
     return [getattr(variable, "_variable", variable)  # AutoCastVariable holds one
             for variable in variables_of(model) if id(variable) not in own]
 
@@ -52,6 +54,15 @@ def forget_functions(model: Any) -> None:
     """Drops the functions that ``model`` has traced."""
     model.train_function = model.test_function = model.predict_function = None
     model.train_tf_function = None
+
+
+def _listed_metrics(model: Any) -> list[Any]:
+    """``model.metrics``; Keras' own list where the model's needs what it makes after ``compile``.
+    """
+    try:
+        return list(model.metrics)
+    except AttributeError:
+        return list(MODEL.metrics.fget(model))
 
 
 def metrics_of(model: Any) -> list[Any]:
@@ -63,7 +74,7 @@ def metrics_of(model: Any) -> list[Any]:
     if isinstance(model.compiled_loss, compile_utils.LossesContainer):
         given.append(model.compiled_loss._total_loss_mean)
     given = [part for part in given if isinstance(part, base_metric.Metric)]
-    return list({id(metric): metric for metric in [*model.metrics, *given]}.values())
+    return list({id(metric): metric for metric in [*_listed_metrics(model), *given]}.values())
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -154,6 +165,36 @@ def builders(model: Any) -> dict[str, Any]:
 def finish_twin(twin: Any) -> None:
     """Gives a second handle a checkpoint of its own."""
     vars(twin)["_checkpoint"] = tf.train.Checkpoint(root=weakref.ref(twin))
+
+
+def is_opened(layer: Any) -> bool:
+    """Whether the order in which ``layer`` calls its layers is known beforehand."""
+    return isinstance(layer, functional.Functional) and type(layer).call in (
+        functional.Functional.call, sequential.Sequential.call)
+
+
+def calls_of(model: Any) -> Iterator[tuple[Any, Any]]:
+    """The layers that a model calls, in order, each with the node of its graph, if there is one."""
+    if not model._is_graph_network:
+        yield from ((layer, None) for layer in model.layers)
+        return
+    for _, nodes in sorted(model._nodes_by_depth.items(), reverse=True):
+        yield from ((node.layer, node) for node in nodes if not node.is_input)
+
+
+def result_bytes(node: Any) -> tuple[int, int | None]:
+    """Bytes of a call's results for a row, and how many rows they are made for."""
+    outputs = tf.nest.flatten(node.outputs)
+    sizes = [math.prod(size or 1 for size in output.shape[1:]) * output.dtype.size
+             for output in outputs]
+    return sum(sizes), next((output.shape[0] for output in outputs if output.shape.rank), None)
+
+
+def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
+    """The TensorFlow variables of a layer, so far as they are made, and whether they are trained.
+    """
+    for variable in variables_of(layer):
+        yield getattr(variable, "_variable", variable), variable.trainable
 
 
 def _replace(layer: Any, old: Any, new: Any) -> None:

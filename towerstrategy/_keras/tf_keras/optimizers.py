@@ -6,15 +6,29 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tf_keras.src.optimizers import adadelta, adam, adamax, adamw, rmsprop, sgd
 from tf_keras.src.optimizers import optimizer as new_optimizer
 
+from towerstrategy._keras import one_pass
 from towerstrategy._keras import optimizers as optimizers_rules
 from towerstrategy.placement import kind
 from towerstrategy.towers import contexts
+
+# Keras' way to update -> the kernel that does the same.
+_KERNELS: dict[Any, one_pass.Rule] = {
+    sgd.SGD.update_step: one_pass.momentum,  # with momentum=0, too
+    adam.Adam.update_step: one_pass.adam,
+    adamw.AdamW.update_step: one_pass.adam,
+    adamax.Adamax.update_step: one_pass.adamax,
+    adadelta.Adadelta.update_step: one_pass.adadelta,
+    rmsprop.RMSprop.update_step: one_pass.rmsprop,
+}
+_steps = threading.local()  # optimizers' steps that are being traced, by id
 
 
 def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +71,37 @@ def build_optimizers(strategy: tf.distribute.Strategy, model: Any) -> None:
         return
     for optimizer in tf.nest.flatten(model.optimizer or []):
         new = isinstance(optimizer, new_optimizer.Optimizer)
-        if new and not getattr(optimizer, "_built", True):
-            with strategy.scope():
+        # Before it is built an optimizer does not have the attribute.
+        if new and not getattr(optimizer, "_built", False):
+            with strategy.scope(), tf.name_scope(getattr(optimizer, "name", "")):
                 optimizer.build(model.trainable_variables)
+
+
+def distributed_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _distributed_apply_gradients_fn(self: Any, distribution: Any, *args: Any,
+                                        **kwargs: Any) -> Any:
+        if not kind.is_tower_strategy(distribution):
+            return original(self, distribution, *args, **kwargs)
+        rule = _KERNELS.get(getattr(self.update_step, "__func__", None))
+        steps = vars(_steps)
+        steps[str(id(self))] = one_pass.Step(self, rule, self.learning_rate)
+        try:
+            return original(self, distribution, *args, **kwargs)
+        finally:
+            del steps[str(id(self))]
+
+    return _distributed_apply_gradients_fn
+
+
+def update_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _update_step(self: Any, gradient: Any, variable: Any) -> Any:
+        step = vars(_steps).get(str(id(self)))
+        if step is None or self._var_key(variable) not in self._index_dict:
+            return original(self, gradient, variable)
+        index = self._index_dict[self._var_key(variable)]
+        if step.update(getattr(variable, "_variable", variable), gradient,
+                       lambda held: getattr(self, held)[index]):
+            return None
+        return original(self, gradient, variable)
+
+    return _update_step

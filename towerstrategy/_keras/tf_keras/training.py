@@ -5,7 +5,8 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +17,9 @@ from towerstrategy._keras import adopting, over_rows
 from towerstrategy._keras import training as training_rules
 from towerstrategy._keras.tf_keras import names, optimizers
 from towerstrategy.batch import datasets as datasets_lib
+from towerstrategy.losses import parts
 from towerstrategy.placement import kind
+from towerstrategy.towers import contexts
 
 
 def data_handler_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,7 +55,7 @@ def single_batch_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
     return single_batch_iterator
 
 
-reduce_per_replica = training_rules.reducing(training.concat, means=False)
+reduce_per_replica = training_rules.reducing(training.concat)
 
 
 _HOLDERS = {"loss": ("compiled_loss", ["_user_losses", "_losses"]),
@@ -101,7 +104,8 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
                 return result
 
             train = attribute == "train_function"
-            function = _in_step(strategy, self, step, train)
+            function = _in_step(strategy, self, step, train,
+                                logs_of="train_step" if train else "test_step")
             setattr(self, attribute, function)
             return function
 
@@ -123,14 +127,44 @@ def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_predict_function
 
 
-def _in_step(strategy: Any, model: Any, step: Callable[..., Any],
-             train: bool = False) -> Callable[..., Any]:
+def _in_step(strategy: Any, model: Any, step: Callable[..., Any], train: bool = False,
+             logs_of: str = "") -> Callable[..., Any]:
     compiles = bool(model.jit_compile) and not strategy.extended.placement.compiles
 
     def function(iterator: Any) -> Any:
-        if train:
-            return strategy.extended.train_step(lambda: step(iterator), compiles)
-        with strategy.extended.step(compiles):
-            return step(iterator)
+        with _logging(model, logs_of):
+            if train:
+                return strategy.extended.train_step(lambda: step(iterator), compiles)
+            with strategy.extended.step(compiles):
+                return step(iterator)
 
     return function
+
+
+@contextlib.contextmanager
+def _logging(model: Any, name: str) -> Iterator[None]:
+    """Within, what the method ``name`` of ``model`` returns are means by rows, to be put together.
+
+    An attribute of the model hides the method: what overrides it may call ``super()``'s.
+    """
+    if not name or model.distribute_reduction_method != "auto":
+        yield
+        return
+    attributes, own = vars(model), getattr(model, name)
+    before = attributes.get(name)
+
+    def step(data: Any) -> Any:
+        logs = own(data)
+        tower = contexts.splitting_tower()
+        if tower is not None:
+            logs = tf.nest.map_structure(lambda log: parts.logged(tower, log), logs)
+        return logs
+
+    attributes[name] = step
+    try:
+        yield
+    finally:
+        if before is None:
+            del attributes[name]
+        else:
+            attributes[name] = before

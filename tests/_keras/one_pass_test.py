@@ -1,0 +1,173 @@
+"""Updates that are one operation a variable, and those that stay as Keras writes them."""
+
+import contextlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from absl.testing import parameterized
+
+import towerstrategy
+from peers import two_towers
+
+KITS = {"keras": keras, "tf_keras": tf_keras}
+# Steps of the learning rate's size, so that a difference is not lost in the weights.
+KERNELS = {
+    "sgd": lambda kit: kit.SGD(0.1),
+    "momentum": lambda kit: kit.SGD(0.1, momentum=0.9),
+    "nesterov": lambda kit: kit.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda kit: kit.Adam(0.1),
+    "adam_rates": lambda kit: kit.Adam(0.1, beta_1=0.5, beta_2=0.9, epsilon=0.01),
+    "amsgrad": lambda kit: kit.Adam(0.1, amsgrad=True, beta_2=0.3),
+    "adamw": lambda kit: kit.AdamW(0.1, weight_decay=0.3, amsgrad=True),
+    "adamax": lambda kit: kit.Adamax(0.1),
+    "adadelta": lambda kit: kit.Adadelta(10.0),
+    "rmsprop": lambda kit: kit.RMSprop(0.1, momentum=0.5),
+    "centered": lambda kit: kit.RMSprop(0.1, momentum=0.5, centered=True),
+    "schedule": lambda kit: kit.Adam(kit.schedules.ExponentialDecay(0.1, 1, 0.5)),
+    "clipping_decay_and_ema": lambda kit: kit.Adam(
+        0.1, global_clipnorm=0.5, weight_decay=0.1, use_ema=True, ema_overwrite_frequency=3)}
+AS_KERAS = {
+    "rmsprop_without_momentum": lambda kit: kit.RMSprop(0.1),
+    "adagrad": lambda kit: kit.Adagrad(0.1),
+    "nadam": lambda kit: kit.Nadam(0.1),
+    "lion": lambda kit: kit.Lion(0.1),
+    # 1 - 0.999 of these is off by 1e-5 in a kernel.
+    "adam_inexact_rate": lambda kit: kit.Adam(0.1, beta_1=0.999),
+    "adadelta_inexact_rate": lambda kit: kit.Adadelta(10.0, rho=0.999),
+    "adam_of_ones_own": lambda kit: half_adam(kit)(0.1)}
+STEPS = 4
+
+
+def half_adam(kit):
+    """An Adam whose update is not Keras'."""
+
+    class HalfAdam(kit.Adam):
+        def update_step(self, gradient, variable, *learning_rate):
+            super().update_step(gradient / 2, variable, *learning_rate)
+
+    return HalfAdam
+
+
+def trained(kit, make, strategy, dtype="float32", initial=None, gradient_of=None):
+    """The optimizer's state and the weights after a few steps, and the step's operations."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((7, 3)).astype(dtype)
+    y = rng.standard_normal((7, 2)).astype(dtype)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        variables = [tf.Variable(rng.standard_normal((3, 2)), dtype=dtype),
+                     tf.Variable(np.ones(2), dtype=dtype)]
+        optimizer = make(kit.optimizers)
+        optimizer.build(variables)
+
+    def step(x, y):
+        gradients = [tf.transpose(x) @ y, tf.reduce_sum(y, 0)]
+        if gradient_of is not None:
+            gradients = [gradient_of(gradient) for gradient in gradients]
+        optimizer.apply_gradients(zip(gradients, variables))
+
+    @tf.function
+    def train(scale):
+        if strategy:
+            strategy.run(step, strategy.split((x * scale, y)))
+        else:
+            step(x * scale, y)
+
+    for number in range(STEPS):
+        train(tf.constant(1 - 0.5 * number, dtype))
+    state = optimizer.variables
+    state = state() if callable(state) else state
+    graph = train.get_concrete_function(tf.constant(1, dtype)).graph.as_graph_def()
+    nodes = [*graph.node, *(node for part in graph.library.function for node in part.node_def)]
+    return [np.array(part) for part in [*variables, *state]], [node.op for node in nodes]
+
+
+def kernels(operations):
+    return [name for name in operations if name.startswith("ResourceApply")]
+
+
+class UpdateTest(parameterized.TestCase):
+
+    def assert_same(self, found, wanted):
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
+
+    @parameterized.product(kit=tuple(KITS), name=tuple(KERNELS))
+    def test_kernels(self, kit, name):
+        """Else a step goes over the weights a dozen times, or trains other weights in one go."""
+        found, operations = trained(KITS[kit], KERNELS[name], two_towers())
+        self.assert_same(found, trained(KITS[kit], KERNELS[name], None)[0])
+        self.assertTrue(kernels(operations))
+
+    @parameterized.product(kit=tuple(KITS), name=tuple(AS_KERAS))
+    def test_others_do_as_keras_does(self, kit, name):
+        """Else an update that no kernel does is done by one that does something else."""
+        found, operations = trained(KITS[kit], AS_KERAS[name], two_towers())
+        self.assert_same(found, trained(KITS[kit], AS_KERAS[name], None)[0])
+        self.assertEmpty(kernels(operations))
+
+    @parameterized.product(kit=tuple(KITS))
+    def test_other_gradients_and_weights(self, kit):
+        """Else sparse gradients, those of another shape and float64 weights fail in a kernel."""
+        for options in ({"gradient_of": lambda gradient: tf.IndexedSlices(
+                            gradient[:2], tf.constant([0, 1]), gradient.shape)},
+                        {"gradient_of": tf.reduce_sum}, {"dtype": "float64"}):
+            found, operations = trained(KITS[kit], KERNELS["momentum"], two_towers(), **options)
+            self.assert_same(
+                found, trained(KITS[kit], KERNELS["momentum"], None, **options)[0])
+            self.assertEmpty(kernels(operations))
+
+    def test_own_way_to_write(self):
+        """Else an optimizer that looks at what it writes sees nothing."""
+        written = []
+
+        class Watched(keras.optimizers.SGD):
+            def assign_sub(self, variable, value):
+                written.append(variable.name)
+                super().assign_sub(variable, value)
+
+        trained(keras, lambda _: Watched(0.1), two_towers())
+        self.assertNotEmpty(written)
+
+    @parameterized.product(kit=tuple(KITS))
+    def test_without_the_strategy(self, kit):
+        """Else who does not use this package gets its updates."""
+        two_towers()
+        self.assertEmpty(kernels(trained(KITS[kit], KERNELS["adam"], None)[1]))
+
+    def test_numbers_are_made_once_a_home(self):
+        """Else each of hundreds of variables raises the rates to the step's power anew."""
+        operations = trained(keras, KERNELS["adam"], two_towers())[1]
+        self.assertEqual(operations.count("Pow"), 2)
+
+    @parameterized.product(merge=("CPU:1", "balanced"))
+    def test_on_the_home(self, merge):
+        """Else an update, and with it the slots, crosses devices."""
+        strategy = towerstrategy.TowerStrategy(["CPU:0", "CPU:1"], merge)
+        self.assert_same(trained(keras, KERNELS["adam"], strategy)[0],
+                         trained(keras, KERNELS["adam"], None)[0])
+
+
+class FitTest(parameterized.TestCase):
+
+    @parameterized.parameters("Adam", "SGD")
+    def test_tf_keras_traces_a_step_once(self, name):
+        """Else the first step takes twice as long: what makes slots is traced for nothing."""
+        traced = []
+
+        class Model(tf_keras.Sequential):
+            def train_step(self, data):
+                traced.append(data)
+                return super().train_step(data)
+
+        def fitted(strategy):
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                model = Model([tf_keras.Input([3]), tf_keras.layers.Dense(2, name="dense")])
+                model.compile(getattr(tf_keras.optimizers, name)(), "mse")
+            model.fit(np.ones([8, 3]), np.ones([8, 2]), batch_size=4, verbose=0)
+            return [variable.name for variable in model.optimizer.variables]
+
+        names = fitted(two_towers())
+        self.assertLen(traced, 1)
+        self.assertEqual(names, fitted(None))

@@ -1,0 +1,278 @@
+"""Towers of stages: what is where, what crosses, and the result of one device."""
+
+import collections
+import contextlib
+import re
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from absl.testing import absltest, parameterized
+from order_test import Nodes
+
+from benchmarks import traffic
+from towerstrategy import TowerStrategy
+
+STAGE = re.compile(r"tower_stage_(\d+)")
+nothing = contextlib.nullcontext()
+
+
+def device(variable):
+    return getattr(variable, "value", variable).device[-5:] if hasattr(variable, "path") \
+        else variable.device[-5:]
+
+
+def deep(kit, sizes=(16, 16, 16, 4, 1), regularizer="l2"):
+    kit.utils.set_random_seed(3)
+    return kit.Sequential([kit.Input([8]), *(kit.layers.Dense(
+        size, "tanh", kernel_regularizer=regularizer, name=f"layer_{number}")
+        for number, size in enumerate(sizes))])
+
+
+def traced(strategy, model, rows):
+    """A training step of a model with 8 features on that many rows."""
+    strategy.extended.keep_graphs = True
+    x, y = np.ones([rows, 8], "f"), np.ones([rows, 1], "f")
+    model.train_on_batch(x, y)
+    step = tf.function(lambda *parts: strategy.run(lambda *own: model.train_step(own), parts),
+                       autograph=False)
+    return step.get_concrete_function(*strategy.split((x, y)))
+
+
+def by_hand(kit, strategy, how):
+    """A model of two stages, said in one of the ways there are."""
+    def stage(index):
+        if strategy is None:
+            return nothing
+        return tf.device(f"CPU:{1 + index}") if how == "tf.device" else strategy.stage(index)
+
+    class Net(kit.Model):
+        """Layers of its own, in a stage where they are made, or where they are called."""
+
+        def __init__(self):
+            super().__init__()
+            with stage(0) if how == "made" else nothing:
+                self.first = kit.layers.Dense(7, "tanh")
+            with stage(1) if how == "made" else nothing:
+                self.second, self.third = kit.layers.Dense(5, "tanh"), kit.layers.Dense(1)
+
+        def call(self, x):
+            with stage(0) if how == "called" else nothing:
+                x = self.first(x)
+            with stage(1) if how == "called" else nothing:
+                return self.third(self.second(x))
+
+    kit.utils.set_random_seed(5)
+    if how in ("made", "called"):
+        return Net()
+    inputs, shared = kit.Input([8]), kit.layers.Dense(8, "tanh")
+    with stage(0):
+        x = shared(inputs)
+    with stage(1):
+        x = shared(x) + inputs
+        return kit.Model(inputs, kit.layers.Dense(1)(x))
+
+
+class SameTest(parameterized.TestCase):
+
+    @parameterized.parameters((keras, "called", 3), (tf_keras, "made", 1), (keras, "tf.device", 1),
+                              (tf_keras, "cut", 3))
+    def test_any_rows(self, kit, how, micro_batches):
+        """Else a model over several devices trains or predicts something else than on one."""
+        random = np.random.default_rng(0)
+        x, y = random.random([11, 8]).astype("f"), random.random([11, 1]).astype("f")
+
+        def trained(strategy):
+            with nothing if strategy is None else strategy.scope():
+                model = deep(kit, (4, 3, 1)) if how == "cut" else by_hand(kit, strategy, how)
+                model.compile(kit.optimizers.Adam(.05), "mse")
+            logs = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+            if strategy is not None:
+                self.assertEqual({device(weight) for weight in model.weights}, {"CPU:1", "CPU:2"})
+                self.assertEmpty(strategy.extended.own_trace_reasons)
+            return [logs["loss"], model.predict(x, batch_size=8, verbose=0),
+                    model.test_on_batch(x[:1], y[:1]), *model.get_weights()]
+
+        wanted = trained(None)
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]], micro_batches=micro_batches)
+        for one, other in zip(trained(strategy), wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+    @parameterized.parameters((keras, "eager"), (tf_keras, "a trace for each"))
+    def test_not_traced_once(self, kit, way):
+        """Else what cannot be copied, or debugging it step by step, gives other weights."""
+        x, y = np.arange(80, dtype="f").reshape([10, 8]) / 80, np.ones([10, 1], "f")
+
+        def trained(strategy):
+            with nothing if strategy is None else strategy.scope():
+                model = deep(kit)
+                model.compile("sgd", "mse", run_eagerly=strategy is not None and way == "eager")
+            model.fit(x, y, batch_size=5, verbose=0, shuffle=False)
+            return model.get_weights()
+
+        strategy = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]], micro_batches=2)
+        strategy.extended.trace_once = way == "eager"
+        for one, other in zip(trained(strategy), trained(None), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+    def test_loop_of_ones_own(self):
+        """Else two models that are trained together in a loop are not divided, or not rightly."""
+        x = np.random.default_rng(0).random([6, 3]).astype("f")
+
+        def trained(strategy):
+            keras.utils.set_random_seed(1)
+            with nothing if strategy is None else strategy.scope():
+                with nothing if strategy is None else strategy.stage(0):
+                    encoder = keras.Sequential([keras.Input([3]), keras.layers.Dense(2, "tanh")])
+                decoder = keras.Sequential([keras.Input([2]), keras.layers.Dense(3)])
+                optimizer = keras.optimizers.SGD(.5)
+                weights = [*encoder.trainable_variables, *decoder.trainable_variables]
+                optimizer.build(weights)
+
+            def step(x):
+                with tf.GradientTape() as tape:
+                    code = encoder(x)
+                    with nothing if strategy is None else strategy.stage(1):
+                        loss = tf.reduce_mean((decoder(code) - x)**2)
+                    if strategy is not None:
+                        loss = strategy.scale_loss(loss)
+                optimizer.apply(tape.gradient(loss, weights), weights)
+
+            if strategy is None:
+                step(x)
+            else:
+                tf.function(lambda part: strategy.run(step, (part,)))(strategy.split(x))
+            return [weight.numpy() for weight in weights]
+
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]], micro_batches=2)
+        for one, other in zip(trained(strategy), trained(None), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+class PlacesTest(parameterized.TestCase):
+
+    @parameterized.parameters((keras, 2), (tf_keras, 1))
+    def test_activations_alone_cross(self, kit, towers):
+        """Else weights or gradients go from device to device in each step, and links decide."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]][:towers],
+                                 micro_batches=2)
+        with strategy.scope():
+            model = deep(kit, regularizer="l2" if towers == 1 else None)
+            model.compile("sgd", "mse")
+        counted = traffic.count(traced(strategy, model, 32 * towers), 1)
+        activations = 2 * 16 * 16 * 4  # two micro-batches of 16 rows of 16 floats
+        weights = 4 * sum(int(np.prod(weight.shape)) for weight in model.weights)
+        scalars = 1000
+        if towers == 1:
+            for moved in (counted.sent["CPU:1"], counted.received["CPU:1"]):
+                self.assertBetween(moved, activations, activations + scalars)
+        else:  # and each weight to the tower that has it not, and its gradient back
+            self.assertLess(sum(counted.sent.values()),
+                            2 * 2 * activations + 2 * weights + 4 * scalars)
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_each_stage_holds_its_weights_and_slots(self, kit):
+        """Else a device runs out of memory that has room for its part."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]])
+        with strategy.scope():
+            model = deep(kit, (*[64] * 8, 1))
+            model.compile("adam", "mse")
+        model.train_on_batch(np.ones([4, 8], "f"), np.ones([4, 1], "f"))
+        homes = [{device(weight) for weight in layer.weights} for layer in model.layers]
+        first = {"CPU:1", "CPU:3"}
+        stages = [homes_ <= first for homes_ in homes]
+        self.assertEqual(stages, sorted(stages, reverse=True))
+        sizes = collections.Counter()
+        held = model.optimizer.variables
+        for variable in [*model.weights, *(held() if callable(held) else held)]:
+            sizes[device(variable)] += int(np.prod(variable.shape))
+        for stage in (("CPU:1", "CPU:3"), ("CPU:2", "CPU:4")):
+            one, other = (sizes[name] for name in stage)
+            self.assertLess(max(one, other), .8 * (one + other))
+            self.assertLess(one + other, .7 * sum(sizes.values()))
+
+    def test_alternating_forward_and_backward(self):
+        """Else a stage holds the activations of all micro-batches, or waits for the others."""
+        stages, parts = 3, 6
+        strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]], micro_batches=parts)
+        with strategy.scope():
+            model = deep(keras, (16, 16, 1))
+            model.compile("sgd", "mse")
+        nodes = Nodes(traced(strategy, model, 24))
+        forward, backward = collections.defaultdict(set), collections.defaultdict(set)
+        for name, node in nodes.ops.items():
+            if node.op in ("Tanh", "TanhGrad"):
+                key = int(re.search(r"tower_(\d+)_CPU", name)[1]), int(STAGE.search(name)[1])
+                (forward if node.op == "Tanh" else backward)[key].add(name)
+        self.assertLen(forward, stages * parts)
+        self.assertLen(backward, stages * parts)
+        for (part, stage), names in forward.items():
+            before = set().union(*map(nodes.before, names))
+            for other in range(parts):
+                held = stages - stage
+                self.assertEqual(backward[other, stage] <= before, other <= part - held,
+                                 f"{part} and {other} in stage {stage}")
+                self.assertEqual(forward[other, stage] <= before, other < part)
+        # Where nothing is held for it, the first stage does not wait for the last one.
+        self.assertFalse(any(forward[0, 2] & nodes.before(name) for name in forward[2, 0]))
+
+
+class RefusedTest(parameterized.TestCase):
+
+    @parameterized.parameters(
+        ({"merge_device": "CPU:0"}, "merge_device='CPU:0' does not go with towers of 2 stages"),
+        ({"shares": "measured"}, "shares='measured' does not go with towers of 2 stages"),
+        ({"shares": "memory"}, "shares='memory' does not go with towers of 2 stages"))
+    def test_arguments(self, arguments, message):
+        """Else what cannot be done together is done by halves."""
+        with self.assertRaisesRegex(ValueError, message):
+            TowerStrategy([["CPU:1", "CPU:2"]], **arguments)
+
+    @parameterized.parameters(
+        (2, ValueError, "index must be from 0 to 1, as each tower has 2 stages, but got 2"),
+        (-1, ValueError, "index must be from 0 to 1.*but got -1.*CPU:1, CPU:2"),
+        (.5, TypeError, "index must be a whole number, but got 0.5"),
+        (None, TypeError, "index must be a whole number, but got None"))
+    def test_stage(self, index, error, message):
+        """Else layers are in another stage than the user thinks."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]])
+        with self.assertRaisesRegex(error, message), strategy.stage(index):
+            pass
+
+    def test_stage_of_towers_without_any(self):
+        """Else a model that was meant to be divided is copied."""
+        strategy = TowerStrategy(["CPU:1", "CPU:2"])
+        with self.assertRaisesRegex(ValueError, "one device each: CPU:1, CPU:2"), strategy.stage(0):
+            pass
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_models_that_cannot_be_cut(self, kit):
+        """Else all of a model that is too large for a device is on that device."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]])
+        with strategy.scope():
+            few = kit.Sequential([kit.Input([8]), kit.layers.Dense(1, name="only")])
+            with self.assertRaisesRegex(ValueError, "2 stages, but model .* only 1 layer.*only"):
+                few.compile("sgd", "mse")
+            with strategy.stage(1):
+                late = kit.Sequential([kit.Input([8]), kit.layers.Dense(2), kit.layers.Dense(1)])
+            with self.assertRaisesRegex(ValueError, "went to stage 0 of the 2.*all are in 1"):
+                late.compile("sgd", "mse")
+            own = by_hand(kit, strategy, "called")
+            own.call = lambda x: own.third(own.second(own.first(x)))
+            own.compile("sgd", "mse")
+        with self.assertRaisesRegex(ValueError, "cannot be cut into the 2 stages.*strategy.stage"):
+            own.fit(np.ones([4, 8]), np.ones([4, 1]), verbose=0)
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_xla(self, kit):
+        """Else XLA is asked to compile for several devices, and fails in a way of its own."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]])
+        with strategy.scope():
+            model = deep(kit)
+            with self.assertRaisesRegex(ValueError, "jit_compile=True does not go with a tower of"):
+                model.compile("sgd", "mse", jit_compile=True)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,341 @@
+"""Layers and stages, as both Kerases have them: who runs where.
+
+Goes in: models, and what was said by hand: ``strategy.stage`` or ``tf.device`` around making or
+calling layers.  Comes out: a stage for each call of a layer in a tower, and for each variable.
+
+A model whose layers are called in an order that can be told beforehand, a functional or sequential
+one, nested ones opened, has a :class:`Plan`: as said by hand where anything was said, else cut by
+cost.  Of other models what is said by hand holds, and there has to be something.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.placement import cuts, kind
+from towerstrategy.towers import contexts
+from towerstrategy.variables import one_copy
+
+# Attributes of layers, and of the nodes of functional models.
+_MADE, _CALLED, _PLAN = "_tower_stage", "_tower_stages_called", "_tower_plan"
+
+# Rows of a micro-batch, where a model does not say how many its batches have.
+ROWS = 32
+# Bytes of a weight count once for the weight, once for its gradient, and once for each slot.
+_WEIGHT_AND_GRADIENT = 2
+
+
+class Position:
+    """A call of a layer in a model whose calls are known beforehand.
+
+    Attributes:
+      layer: the layer.
+      said: the stage that was said by hand, or None.
+      row_bytes: bytes of its results for a row.
+      rows: of a batch, where the model says how many; else None.
+    """
+
+    def __init__(self, layer: Any, said: int | None, row_bytes: int, rows: int | None) -> None:
+        self.layer, self.said = layer, said
+        self.row_bytes, self.rows = row_bytes, rows
+
+
+class Plan:
+    """The stage of each call of each layer of a model, in the order of the calls."""
+
+    def __init__(self, positions: Sequence[Position], stages: Sequence[int]) -> None:
+        self.positions, self.stages = positions, stages
+        self._calls: dict[int, list[int]] = collections.defaultdict(list)
+        for position, stage in zip(positions, stages):
+            self._calls[id(position.layer)].append(stage)
+
+    def stage_of(self, layer: Any, number: int) -> int | None:
+        """The stage of a layer's call of that number; None of a layer that is not in the plan."""
+        calls = self._calls.get(id(layer))
+        return None if calls is None else calls[min(number, len(calls) - 1)]
+
+
+class Run:
+    """A model's run in a tower: counts how often each layer has been called."""
+
+    def __init__(self, plan: Plan | None) -> None:
+        self._plan = plan
+        self._counts: collections.Counter[int] = collections.Counter()
+        self.entered: set[int] = set()
+
+    def stage_of(self, layer: Any) -> int | None:
+        """The stage of the call of ``layer`` that begins; None where none is known of it."""
+        stage = None
+        if self._plan is not None:
+            stage = self._plan.stage_of(layer, self._counts[id(layer)])
+            self._counts[id(layer)] += 1
+        return vars(layer).get(_MADE) if stage is None else stage
+
+
+def layer_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Remembers the stage that a layer is made for."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        strategy = _staged_scope()
+        if strategy is not None and contexts.current_tower() is None:
+            stage = _said_here(strategy)
+            if stage is not None:
+                vars(self)[_MADE] = stage
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def layer_call(names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Runs a layer in its stage, and remembers where it was called while a model was built."""
+
+    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            strategy = _staged_scope()
+            if strategy is None:
+                return original(self, *args, **kwargs)
+            tower = contexts.current_tower()
+            if tower is None:
+                return _called_outside(strategy, original, self, args, kwargs)
+            if not tower.can_merge:  # in a branch, a loop or a function, which are in one stage
+                return original(self, *args, **kwargs)
+            with _stage_in_tower(strategy, tower, self, names):
+                return original(self, *args, **kwargs)
+
+        return __call__
+
+    return hook
+
+
+def sequential_build(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls all layers anew for each that is added: where that is done says nothing of the others.
+    """
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = _staged_scope()
+        if strategy is None or contexts.current_tower() is not None:
+            return original(self, *args, **kwargs)
+        with strategy.extended.stages.within(None), tf.device(None):
+            return original(self, *args, **kwargs)
+
+    return build
+
+
+def _called_outside(strategy: tf.distribute.Strategy, original: Callable[..., Any], layer: Any,
+                    args: Any, kwargs: Any) -> Any:
+    said = _said_here(strategy)
+    stage = vars(layer).get(_MADE) if said is None else said
+    if stage is None:
+        return original(layer, *args, **kwargs)
+    called = vars(layer).setdefault(_CALLED, [])
+    if stage not in called:
+        called.append(stage)
+    before = len(layer._inbound_nodes)  # of a functional model that is being built
+    with strategy.extended.stages.within(stage, said is not None):
+        result = original(layer, *args, **kwargs)
+    if said is not None:
+        for node in layer._inbound_nodes[before:]:
+            vars(node)[_MADE] = said
+    return result
+
+
+@contextlib.contextmanager
+def _stage_in_tower(strategy: tf.distribute.Strategy, tower: contexts.TowerContext, layer: Any,
+                    names: Any) -> Iterator[None]:
+    if strategy.extended.stages.asked is not None:  # around the call; that holds for all inside
+        yield
+        return
+    outermost = tower.stage_run is None
+    if outermost:
+        tower.stage_run = Run(plan_of(strategy, layer, names))
+        settle(strategy, layer, names)
+    try:
+        run = tower.stage_run
+        stage = run.stage_of(layer)
+        if stage is None:
+            yield
+        else:
+            with strategy.extended.stages.within(stage):
+                yield
+        if outermost and names.is_model(layer) and not run.entered:
+            raise ValueError(_cannot_be_cut(strategy, layer))
+    finally:
+        if outermost:
+            tower.stage_run = None
+
+
+def plan_of(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Plan | None:
+    """The plan of a model whose calls are known beforehand; None of any other layer.
+
+    Raises:
+      ValueError: more stages than layers, of which nothing was said by hand.
+    """
+    if not names.is_opened(model):
+        return None
+    positions = list(_positions(model, names, None))
+    weights = sum(1 for position in positions
+                  for _ in names.variables_of_layer(position.layer))
+    key = strategy, weights, [(id(position.layer), position.said) for position in positions]
+    known = vars(model).get(_PLAN)
+    if known is None or known[0] != key:
+        known = key, _planned(strategy, model, positions, names)
+        vars(model)[_PLAN] = known
+    return known[1]
+
+
+def _planned(strategy: tf.distribute.Strategy, model: Any, positions: Sequence[Position],
+             names: Any) -> Plan | None:
+    placement = strategy.extended.placement
+    if not positions:
+        return None
+    if any(position.said is not None for position in positions):
+        stages, last = [], 0
+        for position in positions:
+            last = last if position.said is None else position.said
+            stages.append(last)
+        return Plan(positions, stages)
+    if len(positions) < placement.stages:
+        raise ValueError(
+            f"devices gives each tower {placement.stages} stages, but model {model.name!r} has "
+            f"only {len(positions)} layer(s) to deal to them: "
+            f"{', '.join(position.layer.name for position in positions)}. Give each tower as many "
+            "devices at the most.")
+    costs = list(_costs(positions, max(map(_slots, names.optimizers_of(model)), default=0), names))
+    return Plan(positions, cuts.cut(costs, placement.stages, placement.micro_batches))
+
+
+def check_all_used(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
+    """Raises ``ValueError`` where a model that is trained as a whole leaves out a stage."""
+    count, plan = strategy.extended.placement.stages, plan_of(strategy, model, names)
+    used = range(count) if plan is None else sorted(set(plan.stages))
+    missing = sorted(set(range(count)) - set(used))
+    if missing:
+        raise ValueError(
+            f"no layer of model {model.name!r} went to stage {_and(missing)} of the {count} that "
+            f"each tower has (0 to {count - 1}): by strategy.stage or tf.device all are in "
+            f"{_and(used)}. Put some there, or leave all to the strategy.")
+
+
+def _costs(positions: Sequence[Position], slots: int, names: Any) -> Iterator[cuts.Cost]:
+    seen: set[int] = set()
+    for position in positions:
+        held = 0
+        for variable, trained in names.variables_of_layer(position.layer):
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                times = _WEIGHT_AND_GRADIENT + slots if trained else 1
+                held += times * _size(variable)
+        yield cuts.Cost(held, position.row_bytes * (position.rows or ROWS))
+
+
+def _slots(optimizer: Any) -> int:
+    """How many slots of a weight's size an optimizer has, built or not."""
+    options = ("momentum", "amsgrad", "centered", "use_ema")
+    return _SLOTS.get(type(optimizer).__name__, 2) + sum(
+        getattr(optimizer, option, None) not in (None, 0, False) for option in options)
+
+
+_SLOTS = {"SGD": 0, "RMSprop": 1, "Adagrad": 1, "Lion": 1, "Adafactor": 0, "LossScaleOptimizer": 0,
+          "LossScaleOptimizerV3": 0}
+
+
+def _size(variable: Any) -> int:
+    return int(variable.shape.num_elements() or 0) * variable.dtype.size
+
+
+def _positions(model: Any, names: Any, said: int | None) -> Iterator[Position]:
+    """The calls of layers in ``model``, which was said to be in a stage or not."""
+    for layer, node in names.calls_of(model):
+        here = vars(node).get(_MADE) if node is not None else None
+        here = vars(layer).get(_MADE) if here is None else here
+        here = said if here is None else here
+        if names.is_opened(layer):
+            yield from _positions(layer, names, here)
+        else:
+            yield Position(layer, here, *(0, None) if node is None else names.result_bytes(node))
+
+
+def settle(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
+    """Brings a model's variables, and their slots, to the stages that use them.
+
+    Raises:
+      ValueError: more stages than layers, of which nothing was said by hand.
+    """
+    if not strategy.extended.placement.rows:
+        return
+    used: dict[int, tuple[Any, int]] = {}
+    for layer, stage in _uses(model, plan_of(strategy, model, names)):
+        for variable, _ in names.variables_of_layer(layer):
+            if isinstance(variable, one_copy.TowerVariable):
+                used.setdefault(id(variable), (variable, stage))
+    strategy.extended.settle(used.values())
+
+
+def _uses(model: Any, plan: Plan | None) -> Iterator[tuple[Any, int]]:
+    """Layers and their stages; of a layer that comes again the first counts."""
+    if plan is None:
+        for layer in reversed(list(model._flatten_layers())):  # what is inside comes first
+            said = vars(layer).get(_CALLED, [vars(layer).get(_MADE)])[0]
+            if said is not None:
+                yield layer, said
+        return
+    for position, stage in zip(plan.positions, plan.stages):
+        for layer in reversed(list(position.layer._flatten_layers())):
+            made = vars(layer).get(_MADE)
+            if made is not None and layer is not position.layer:
+                yield layer, made
+        yield position.layer, stage
+
+
+def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[tuple[str, str, str]]:
+    """The stage, the bytes of variables, slots among them, and the layers of each stage."""
+    found: dict[int, dict[str, int]] = collections.defaultdict(dict)
+    seen: set[int] = set()
+    slots = max(map(_slots, names.optimizers_of(model)), default=0)
+    for layer, stage in _uses(model, plan_of(strategy, model, names)):
+        size = 0
+        for variable, trained in names.variables_of_layer(layer):
+            size += 0 if id(variable) in seen else _size(variable) * (1 + trained * slots)
+            seen.add(id(variable))
+        found[stage][layer.name] = found[stage].get(layer.name, 0) + size
+    order = {layer.name: place for place, layer in enumerate(model._flatten_layers())}
+    return [(str(stage), f"{sum(found[stage].values()):,}",
+             ", ".join(sorted(found[stage], key=order.__getitem__)) or "not known")
+            for stage in range(strategy.extended.placement.stages)]
+
+
+def _said_here(strategy: tf.distribute.Strategy) -> int | None:
+    """The stage said by hand around what runs here: by ``strategy.stage``, else ``tf.device``."""
+    stage = strategy.extended.stages.asked
+    if stage is not None or not tf.executing_eagerly():
+        return stage
+    device = _tf.current_device()
+    return strategy.extended.placement.stage_at(device) if device else None
+
+
+def _staged_scope() -> tf.distribute.Strategy | None:
+    """The strategy whose scope, or tower, this is, where its towers have stages."""
+    if not kind.staged:
+        return None
+    strategy = tf.distribute.get_strategy()
+    staged = kind.is_tower_strategy(strategy) and strategy.extended.placement.rows
+    return strategy if staged else None
+
+
+def _cannot_be_cut(strategy: tf.distribute.Strategy, model: Any) -> str:
+    count = strategy.extended.placement.stages
+    return (f"model {model.name!r} of type {type(model).__name__} cannot be cut into the "
+            f"{count} stages that each tower has: the order in which its layers are called is in "
+            "its call method, not in a graph of layers as in a functional or sequential model. "
+            "Say by hand where they run: `with strategy.stage(0):`, `with strategy.stage(1):` "
+            "around calling them in `call`, or around making them.")
+
+
+def _and(numbers: Sequence[int]) -> str:
+    return " and ".join(map(str, numbers))

@@ -1,0 +1,174 @@
+"""The one value that a variable gets of what the towers write.
+
+Goes in: a variable of which there is one copy, and a value, or the slices of one, a tower.  Comes
+out: what is written, on the variable's home:
+
+=====================  ===================================================================
+aggregation            what is written
+=====================  ===================================================================
+NONE, MEAN (floats)    the mean over the towers, each counted by its share of the batch
+NONE (other dtypes)    tower 0's value
+SUM                    the sum over the towers that have rows
+ONLY_FIRST_REPLICA     tower 0's value
+=====================  ===================================================================
+
+A variable that merges extremes gets the largest, or smallest.  Scatter writes follow the same
+rules, slice by slice: SUM writes the slices of all towers, in order, as one device would have done;
+NONE of ``scatter_update``, ``_min`` and ``_max`` does so too (doing it twice changes nothing), and
+of ``scatter_mul`` and ``_div`` takes tower 0's.  A slice (``v[a:b].assign``) follows the table
+element by element, over the towers that have rows and wrote it.
+
+A per-replica value that is written from outside the towers is what ``strategy.run`` returned, so it
+is merged by the rule of NONE, unless the aggregation is ONLY_FIRST_REPLICA: towers that agree write
+what they agree on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.merge import merging
+from towerstrategy.merge import shares as shares_lib
+from towerstrategy.placement import homes as homes_lib
+from towerstrategy.towers import contexts
+from towerstrategy.variables import pieces
+
+Aggregation = tf.VariableAggregation
+
+REPLACING = ("scatter_update", "scatter_min", "scatter_max", "scatter_nd_update",
+             "scatter_nd_min", "scatter_nd_max", "batch_scatter_update")
+_STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
+
+
+def value(variable: Any, values: list[Any], shares: shares_lib.Shares) -> Any:
+    """What is written where each tower writes one of ``values``."""
+    if len(values) == 1 and shares.workers is None:
+        return values[0]
+    with tf.device(homes_lib.home_of(variable)):
+        if variable.merges_extremes:
+            return merging.extreme(variable._extreme, values, shares)
+        if variable.aggregation is Aggregation.SUM:
+            return merging.total_of_filled(values, shares)
+        if _is_floating(variable) and variable.aggregation is not Aggregation.ONLY_FIRST_REPLICA:
+            return merging.weighted_mean(values, shares)
+        return _first_of(variable, values[0], shares)
+
+
+def slices(variable: Any, method_name: str, parts: list[tf.IndexedSlices],
+           shares: shares_lib.Shares) -> tf.IndexedSlices:
+    """The slices that ``method_name`` writes where each tower writes one of ``parts``."""
+    return _slices(variable, method_name, variable.aggregation, parts, shares)
+
+
+def elements(variable: Any, places: list[Any], values: list[tf.Tensor],
+             shares: shares_lib.Shares) -> tf.IndexedSlices:
+    """Of slices at ``places``, which differ, each element that is written and its flat index."""
+    with tf.device(homes_lib.home_of(variable)):
+        sizes = sizes_of(variable)
+        parts = [pieces.elements(sizes, place, part) for place, part in zip(places, values)]
+        if variable.aggregation is Aggregation.ONLY_FIRST_REPLICA:
+            return shares.firsts(parts[0])
+        if variable.aggregation is Aggregation.SUM:
+            return pieces.total(parts, shares)
+        return (pieces.mean if _is_floating(variable) else pieces.first)(parts, shares)
+
+
+def value_from_outside(variable: Any, given: Any) -> Any:
+    """What is written outside the towers; of a per-replica value one."""
+    if not isinstance(given, tf.distribute.DistributedValues) or _tf.is_variable(given):
+        return given
+    if isinstance(given, _tf.Mirrored):
+        return given.values[0]
+    if variable.aggregation is Aggregation.ONLY_FIRST_REPLICA or not _is_floating(variable):
+        return _first_of(variable, given.values[0], shares_of(variable, given))
+    parts = [tf.convert_to_tensor(part, dtype=variable.dtype) for part in given.values]
+    with tf.device(homes_lib.home_of(variable)):
+        return merging.weighted_mean(parts, shares_of(variable, given))
+
+
+def slices_from_outside(variable: Any, method_name: str, given: Any) -> Any:
+    """The slices that ``method_name`` writes outside the towers."""
+    if not isinstance(given, tf.distribute.DistributedValues):
+        return given
+    parts = list(given.values)
+    if isinstance(given, _tf.Mirrored):
+        return parts[0]
+    shares = shares_of(variable, given)
+    if variable.aggregation is Aggregation.ONLY_FIRST_REPLICA:
+        return shares.firsts(parts[0])
+    return _slices(variable, method_name, Aggregation.NONE, parts, shares)
+
+
+def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
+                before: tf.Tensor) -> Any:
+    """What is written where each tower has written one for itself, see :mod:`alone`.
+
+    Args:
+      variable: what was written.
+      values: one a tower.
+      shares: those of the towers' batch.
+      before: the value that the variable had when the towers last met.
+    """
+    if variable.merges_extremes:
+        return merging.extreme(variable._extreme, [*values, before], shares)
+    if takes_firsts(variable) or not _is_floating(variable):
+        return values[0]
+    if shares.may_be_empty:
+        values = [tf.where(shares.filled(tower), written, before)
+                  for tower, written in enumerate(values)]
+    return merging.agreed(values, shares)
+
+
+def takes_firsts(variable: Any) -> bool:
+    """Whether the rule for writes is tower 0's value."""
+    return variable.aggregation is Aggregation.ONLY_FIRST_REPLICA or (
+        variable.aggregation is Aggregation.NONE and not _is_floating(variable))
+
+
+def sizes_of(variable: Any) -> tf.Tensor:
+    """The shape as an int64 vector."""
+    if variable.shape.is_fully_defined():
+        return tf.constant(variable.shape.as_list(), tf.int64)
+    return tf.shape(variable.read_value(), out_type=tf.int64)
+
+
+def shares_of(variable: Any, given: Any) -> shares_lib.Shares:
+    """The shares with which ``strategy.run`` computed a per-replica value; else equal ones."""
+    extended = variable.distribute_strategy.extended
+    if isinstance(given, contexts.TowerResults):
+        return given.shares_among(extended.workers)
+    return extended.equal_shares()
+
+
+def _slices(variable: Any, method_name: str, aggregation: tf.VariableAggregation,
+            parts: list[tf.IndexedSlices], shares: shares_lib.Shares) -> tf.IndexedSlices:
+    replaces = method_name in REPLACING
+    if replaces and aggregation in (Aggregation.SUM, Aggregation.MEAN):
+        raise NotImplementedError(
+            f"{method_name} is only supported for mirrored variable (variable created within "
+            "certain `tf.distribute.Strategy` scope) with NONE or `ONLY_FIRST_REPLICA` "
+            f"aggregation, got: {aggregation}.")
+    if len(parts) == 1 and shares.workers is None:
+        return parts[0]
+    if aggregation is Aggregation.ONLY_FIRST_REPLICA:
+        return shares.firsts(parts[0])
+    with tf.device(homes_lib.home_of(variable)):
+        kept = [merging.filled_slices(part, tower, shares) for tower, part in enumerate(parts)]
+        if replaces or aggregation is Aggregation.SUM:
+            return shares.across(merging.total(kept))
+        steps = method_name in _STEPPING and _is_floating(variable)
+        if steps or aggregation is Aggregation.MEAN:
+            return merging.weighted_mean(kept, shares)
+        return shares.firsts(kept[0])
+
+
+def _first_of(variable: Any, first: Any, shares: shares_lib.Shares) -> Any:
+    """The value of the first tower of all machines."""
+    return first if variable.distribute_strategy.extended.alike_on_all else shares.firsts(first)
+
+
+def _is_floating(variable: Any) -> bool:
+    return variable.dtype.is_floating or variable.dtype.is_complex
