@@ -52,7 +52,7 @@ class TowerExtended(_tf.StrategyExtended):
         self.own_trace_reasons: list[str] = []
         self.optimize_graph = False
         self.synchronize_batch_norm = False  # also layers that do not say so
-        self.warned: set[int] = set()  # ids of variables whose losses were warned of
+        self.warned: set[int] = set()  # ids of variables that were warned of
         self.warned_numbers: set[Any] = set()  # reductions, likewise
         # tf.function -> the same function with the towers inside.
         self.functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -1,8 +1,8 @@
 """KerasHub on towers: a BERT classifier and a GPT-2 language model, both tiny, with random weights.
 
 Goes in: made-up sentences, and vocabularies made of them on the spot.  Comes out: both trained by
-``fit``, their weights without dropout beside one device's, the classifier's answers, and texts that
-the language model goes on with.
+``fit``, their weights without dropout beside one device's, also when LoRA fine-tunes them; the
+classifier's answers, and texts that the language model goes on with.
 
     pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/hub.py
@@ -76,9 +76,35 @@ def twins(strategy: towerstrategy.TowerStrategy, make: Any, data: tuple[Any, ...
     with strategy.scope():
         together = make(0.0, keras.optimizers.SGD(0.05, momentum=0.9))
     together.set_weights(alone.get_weights())
+    train(together, alone, data)
+    return together, alone
+
+
+def train(together: Any, alone: Any, data: tuple[Any, ...]) -> None:
+    """The same two epochs for both."""
     for model in (together, alone):
         model.fit(*data, batch_size=common.BATCH, epochs=2, shuffle=False, verbose=0)
-    return together, alone
+
+
+def fine_tune(findings: common.Findings, name: str, together: Any, alone: Any,
+              data: tuple[Any, ...]) -> None:
+    """Two more epochs, of LoRA's weights and the head alone; the backbone stays as it was."""
+    for model in (together, alone):
+        model.backbone.enable_lora(2)
+        # A compiled step has its list of weights: compile again, as on one device.
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), model.loss, jit_compile=False)
+    together.set_weights(alone.get_weights())  # what LoRA adds starts at random
+    before = [weight.numpy() for weight in together.non_trainable_weights]
+    train(together, alone, data)
+    added = [weight.numpy() for weight in together.trainable_weights if "lora" in weight.path]
+    second = added[1::2]  # of the two factors of each kernel, the one that starts as zeros
+    findings.says(f"{name}, LoRA's weights", f"{len(added)}, all trained",
+                  bool(second) and all(np.any(factor) for factor in second))
+    findings.at_most(f"{name}, fine-tuned by LoRA beside one device's", common.difference(
+        together.get_weights(), alone.get_weights()), MOST_DIFFERENCE)
+    findings.says(f"{name}, frozen weights", "as before", all(
+        np.array_equal(weight.numpy(), old) or "seed" in weight.path
+        for weight, old in zip(together.non_trainable_weights, before)))
 
 
 def main() -> None:
@@ -105,6 +131,7 @@ def main() -> None:
             findings.says(f"{name}, generate as on one device", repr(texts[0]),
                           texts[0] == texts[1])
             findings.says(f"{name}, generate", repr(texts[2]), len(texts[2][0]) > len("the cat"))
+        fine_tune(findings, name, together, alone, data)
     findings.exit()
 
 

@@ -44,6 +44,18 @@ class HooksTest(parameterized.TestCase):
         self.assertEqual(original.__module__.split(".")[0], package)
         self.assertNotEmpty(why)
         self.assertIsNot(inspect.unwrap(hooked), hooked)
+        self.assertEqual(inspect.signature(hooked), inspect.signature(original))
+        if not hasattr(original, "__wrapped__"):  # Keras asks for both
+            self.assertEqual(inspect.getfullargspec(hooked), inspect.getfullargspec(original))
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_layers_without_an_init_are_made(self, kit):
+        """Else the plainest layer of one's own fails as soon as there is a strategy."""
+        class Doubled(kit.layers.Layer):
+            def call(self, x):
+                return 2 * x
+
+        np.testing.assert_array_equal(Doubled()(tf.ones([2])), [2, 2])
 
     @parameterized.parameters(
         ("keras", keras3_names.MODEL), ("tf_keras", tf_keras_names.MODEL))

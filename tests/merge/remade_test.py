@@ -5,6 +5,7 @@ batches or turned into an optimizer's step by hand.
 """
 
 import contextlib
+import warnings
 
 import keras
 import numpy as np
@@ -216,6 +217,42 @@ class RemadeTest(parameterized.TestCase):
         kit = KERAS[kit]
         self.assert_same(accumulate(None, kit, where, sparse),
                          accumulate(towerstrategy.TowerStrategy(towers), kit, where, sparse))
+
+    @parameterized.parameters("by hand", "merged first", "in a function")
+    def test_eager_step_by_hand(self, how):
+        """Else an eager step that is right on one device is R times too small without a word."""
+        x, y = np.arange(14, dtype="float32").reshape([7, 2]) / 14, np.ones([7, 1], "float32")
+
+        def trained(strategy):
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                weight = tf.Variable([[1.], [2.]])
+
+            def replica(x, y):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(tf.matmul(x, weight) - y))
+                    loss = strategy.scale_loss(loss) if strategy else loss
+                gradient = tape.gradient(loss, weight)
+                if strategy and how == "merged first":
+                    gradient = tf.distribute.get_replica_context().all_reduce("SUM", gradient)
+                weight.assign_sub(0.1 * gradient)
+
+            def step(*batch):
+                if strategy:
+                    strategy.run(replica, strategy.split(batch))
+                else:
+                    replica(*batch)
+
+            (tf.function(step) if how == "in a function" else step)(x, y)
+            return weight.numpy()
+
+        strategy = towerstrategy.TowerStrategy(3)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = trained(strategy)
+        words = [str(each.message) for each in caught if "eager towers write" in str(each.message)]
+        self.assertLen(words, int(how == "by hand"))
+        if how != "by hand":
+            np.testing.assert_allclose(found, trained(None), rtol=1e-5)
 
     def test_what_is_the_towers_own_stays(self):
         """Else a gradient that is weighted by a number of each tower's counts as another's."""

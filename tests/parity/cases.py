@@ -484,6 +484,27 @@ def _(keras: Any) -> Run:
     return Run(Reconstruct(), regression()["x"], compile={"loss": None})
 
 
+def _row_errors(name: str, eagerly: bool = False) -> None:
+    @case(f"losses/{name}")
+    def make(keras: Any) -> Run:
+        class Errors(keras.layers.Layer):
+            """As a layer of a connectionist temporal loss does it: an added loss for each row."""
+
+            def call(self, y: Any, y_pred: Any) -> Any:
+                self.add_loss(tf.reduce_sum(tf.square(y - y_pred), -1))
+                return y_pred
+
+        x, y = keras.Input((5,)), keras.Input((3,))
+        data = regression()
+        return Run(keras.Model([x, y], Errors()(y, keras.layers.Dense(3)(x))),
+                   [data["x"], data["y"]], compile={"loss": None, "optimizer": sgd(keras, 0.01),
+                                                    "run_eagerly": eagerly})
+
+
+_row_errors("add_loss, one a row")
+_row_errors("add_loss, one a row, eagerly", eagerly=True)
+
+
 @case("losses/regularizers")
 def _(keras: Any) -> Run:
     return Run(dense(keras, kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02),
@@ -801,6 +822,17 @@ def _(keras: Any) -> Run:
                compile={"optimizer": adam(keras, gradient_accumulation_steps=2)})
 
 
+@case("optimizers/sparse inputs, Adam")
+def _(keras: Any) -> Run:
+    x = keras.Input((9,), sparse=True)
+    data = numbers(ROWS, 9, seed=7)
+    rows = tf.sparse.from_dense(np.where(data > 0.5, data, 0.))
+    y = numbers(ROWS, 1, seed=8)
+    return Run(keras.Model(x, keras.layers.Dense(1)(x)),
+               tf.data.Dataset.from_tensor_slices((rows, y)).batch(8),
+               compile={"optimizer": adam(keras)}, fit={"batch_size": None})
+
+
 def _bag(keras: Any) -> Any:
     layers = keras.layers
     return keras.Sequential([keras.Input((4,), dtype="int32"), layers.Embedding(9, 3),
@@ -1055,6 +1087,26 @@ def _own_step(keras: Any, step: Callable[[Any, Any], dict[str, Any]]) -> Any:
     x = keras.Input((5,))
     hidden = keras.layers.Dense(6, activation="tanh")(x)
     return Own(x, keras.layers.Dense(3)(hidden))
+
+
+@case("models/a layer that counts rows in a summed variable")
+def _(keras: Any) -> Run:
+    summed = "sum" if is_keras_3(keras) else tf.VariableAggregation.SUM
+
+    class Counting(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.rows, self.left = (self.add_weight(
+                name=name, shape=(), initializer="zeros", trainable=False, aggregation=summed)
+                for name in ("rows", "left"))
+
+        def call(self, x: Any, training: Any = None) -> Any:
+            if training:
+                self.rows.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+                self.left.assign_sub(tf.cast(tf.shape(x)[0], tf.float32))
+            return x
+
+    return Run(keras.Sequential([keras.Input((5,)), Counting(), keras.layers.Dense(3)]),
+               **regression())
 
 
 @case("models/own train_step, Keras' loss")

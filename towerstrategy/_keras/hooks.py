@@ -8,6 +8,7 @@ on models of a ``TowerStrategy`` and hands everybody else on to the original.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -43,6 +44,9 @@ def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..
     original = owner.__dict__[name]
     if hasattr(original, MARK):
         return
-    hooked = functools.wraps(original)(make(original))
+    hooked: Any = functools.wraps(original)(make(original))
+    if not hasattr(original, "__wrapped__"):
+        # Keras asks inspect in two ways, of which one does not look at what a function wraps.
+        hooked.__signature__ = inspect.signature(original)
     setattr(hooked, MARK, original)
     setattr(owner, name, hooked)

@@ -47,6 +47,12 @@ def silence_stand_ins(tower: contexts.TowerContext, loss: tf.Tensor) -> tf.Tenso
     return merging.kept(tower.filled, loss)
 
 
+def is_one_a_row(tower: contexts.TowerContext, loss: Any) -> bool:
+    """Whether ``loss`` has a value for each row of a tower, as far as its shape tells."""
+    shape, rows = tf.convert_to_tensor(loss).shape, tower.static_rows
+    return bool(shape.rank) and rows is not None and shape[0] in (None, rows)
+
+
 def whole_batch_mask(tower: contexts.TowerContext, weights: tf.Tensor, mask: Any) -> tf.Tensor:
     """Sample weights that hold a tower's ``total / valid`` factor -> those of the whole batch.
 

@@ -97,7 +97,9 @@ def _kind(kinds: Iterable[provenance.Kinds]) -> provenance.Kind | None:
 
 
 def _kinds(tower: contexts.TowerContext, loss: Any) -> provenance.Kinds:
-    """The kinds of the terms of a traced scalar; of anything else it is not known."""
+    """The kinds of the terms of a traced scalar; of anything else what the tower remembers."""
+    if isinstance(loss, tf.Tensor) and _tf.is_eager(loss) and tower.is_scaled(loss):
+        return frozenset({provenance.Kind.PART})
     if (not isinstance(loss, tf.Tensor) or _tf.is_eager(loss) or loss.shape.rank != 0
             or not loss.dtype.is_floating):
         return frozenset({provenance.Kind.OTHER})

@@ -11,10 +11,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy import _tensorflow as _tf
 from towerstrategy.machines import meeting
 from towerstrategy.merge import factors, merging
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.merge.shares import Value
+
+# What hands on the rows that slices name.
+_SAME_ROWS = frozenset({"Identity", "Reshape", "Cast", "StopGradient"})
 
 
 def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[str],
@@ -72,7 +76,9 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
         merged = shares.workers.sum(merged)
     result: list[Value | None] = [None] * len(per_variable)
     for index, value in zip(present, merged):
-        result[index] = value
+        with tf.device(devices[index]):
+            result[index] = merging.once_each(value) if all(
+                map(_has_no_repeats, present[index])) else value
     return result
 
 
@@ -88,6 +94,20 @@ def agreed_gradients(per_variable: Sequence[Sequence[Value] | None], devices: Se
 
 def _are_dense(values: Sequence[Value]) -> bool:
     return not any(isinstance(value, tf.IndexedSlices) for value in values)
+
+
+def _has_no_repeats(value: Value) -> bool:
+    """Whether a tower's slices name each row once, as those of a lookup of sparse rows do.
+
+    So would those of the whole batch, and a Keras 3 optimizer squares each slice by itself.  Eager
+    tensors do not tell.
+    """
+    if not isinstance(value, tf.IndexedSlices) or _tf.is_eager(value.indices):
+        return False
+    made = value.indices.op
+    while made.type in _SAME_ROWS:
+        made = made.inputs[0].op
+    return made.type in ("Unique", "UniqueV2")
 
 
 def _running(values: Sequence[Value], towers: Sequence[str], micro_batches: int) -> list[Value]:

@@ -195,6 +195,13 @@ def _behind_one_another(values: Sequence[Value]) -> tf.IndexedSlices:
                             sparse[0].dense_shape)
 
 
+def once_each(value: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The same sum, with one slice for each row that ``value`` names."""
+    rows, place = tf.unique(value.indices)
+    return tf.IndexedSlices(tf.math.unsorted_segment_sum(value.values, place, tf.size(rows)), rows,
+                            value.dense_shape)
+
+
 def _as_slices(value: tf.Tensor, dtype: tf.DType) -> tf.IndexedSlices:
     shape = tf.shape(value, out_type=dtype)
     return tf.IndexedSlices(value, tf.range(shape[0]), shape)

@@ -57,6 +57,11 @@ class Noted:
         held = self._gradients.get(id(value))
         return held is not None and held.value is value
 
+    def has_eager_parts(self) -> bool:
+        """Whether a tape has given, in eager code, a gradient of a part of the batch's loss."""
+        return any(gradient.kind is provenance.Kind.PART and _graph_of(gradient.value) is None
+                   for gradient in self._gradients.values())
+
     def remade(self, values: Sequence[Any], graph: tf.Graph | None,
                known: bool = False) -> Remade | None:
         """What of ``values`` can be made of merged gradients; None where nothing can, or need be.

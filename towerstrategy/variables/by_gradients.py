@@ -8,9 +8,11 @@ its share.  A variable that was written so holds the whole batch's, not a tower'
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towerstrategy.losses import provenance
@@ -26,6 +28,27 @@ def find(tower: contexts.TowerContext, variable: Any, value: Any) -> remade.Rema
             or not tower.several):
         return None
     return tower.gradients.remade([value], tower.graph, known=True)
+
+
+def check_eager(tower: contexts.TowerContext, variable: Any, values: list[Any]) -> None:
+    """Warns, once a variable, where eager towers write steps of their own parts of a gradient.
+
+    What eager code makes of a gradient is not known; but a trained variable to which towers that
+    have taken one write different values is, as good as always, updated by hand.
+    """
+    warned = tower.strategy.extended.warned
+    if (not tf.executing_eagerly() or not variable.trainable or id(variable) in warned
+            or variable.aggregation is not tf.VariableAggregation.NONE
+            or not tower.gradients.has_eager_parts()
+            or all(np.array_equal(values[0], value) for value in values[1:])):
+        return
+    warned.add(id(variable))
+    warnings.warn(
+        f"towerstrategy: eager towers write different values to variable {variable.name!r} after "
+        "they took gradients of their parts of the batch's loss. The values are merged as their "
+        "mean by share of rows, but gradients of parts add up. Merge the gradients first: "
+        'tf.distribute.get_replica_context().all_reduce("SUM", gradients); or call strategy.run '
+        "in a tf.function, where that is done for you.", stacklevel=2)
 
 
 def write(tower: contexts.TowerContext, variable: Any, made: remade.Remade,

@@ -175,8 +175,9 @@ class TowerVariable(_tf.ResourceVariable):
             return by_gradients.write(tower, self, made, plain)
 
         def merged(_: Any, values: Any) -> Any:
-            return plain(written.value(
-                self, contexts.all_values(values, tower.count), tower.shares))
+            values = contexts.all_values(values, tower.count)
+            by_gradients.check_eager(tower, self, values)
+            return plain(written.value(self, values, tower.shares))
 
         return tower.merge_call(merged, args=(value,))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import numpy as tf_numpy
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import random as tf_random
@@ -91,6 +92,13 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         layers.take,
         "reads a whole table to take rows of it; the rows are taken where the table lives, so that "
         "they alone go to the tower"),
+    (keras_variables.Variable, "assign_add"): hooks.Hook(
+        layers.added("assign_add"),
+        "writes the sum of the old value and the new one, of which the towers' are summed: the old "
+        "value counts once a tower"),
+    (keras_variables.Variable, "assign_sub"): hooks.Hook(
+        layers.added("assign_sub"),
+        "the same"),
     (seed_generator.SeedGenerator, "next"): hooks.Hook(
         layers.next_seed,
         "random layers draw differently on every tower"),

@@ -5,11 +5,13 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from keras.src.backend import config as keras_config
+from keras.src.backend.common import stateless_scope
 from keras.src.layers.preprocessing.image_preprocessing import cut_mix, mix_up
 
 from towerstrategy import _tensorflow as _tf
@@ -43,6 +45,24 @@ def take(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(x, indices, axis=axis)
 
     return take
+
+
+def added(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Hooks ``assign_add`` or ``assign_sub``, as ``name`` says."""
+    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def assign_added(self: Any, value: Any) -> Any:
+            held = names.held(self)
+            if (contexts.splitting_tower() is None or stateless_scope.in_stateless_scope()
+                    or not isinstance(held, one_copy.TowerVariable)
+                    or held.aggregation != tf.VariableAggregation.SUM):
+                return original(self, value)
+            getattr(held, name)(self._convert_to_tensor(value, dtype=self.dtype))
+            return self.value
+
+        return assign_added
+
+    return hook
 
 
 def mix(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,7 +38,10 @@ def added(original: Callable[..., Any]) -> Callable[..., Any]:
         tower = contexts.splitting_tower()
         if tower is None:
             return original(self, loss)
-        return parts.added(tower, base_trainer.Trainer._aggregate_additional_loss(self, loss))
+        total = base_trainer.Trainer._aggregate_additional_loss(self, loss)
+        # Of what is traced the graph tells more than the shape.
+        by_rows = _tf.is_eager(total) and losses_rules.is_one_a_row(tower, loss)
+        return (parts.summed if by_rows else parts.added)(tower, total)
 
     return _aggregate_additional_loss
 
