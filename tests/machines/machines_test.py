@@ -46,7 +46,11 @@ class ClusterTest(machines_workers.ClusterTestCase):
         rows = [2 * WORKERS * TOWERS * (worker + 1) for worker in range(WORKERS)]
         steps = max(rows) // 2 // TOWERS
         seen = self.seen("ends_early")
-        self.assertEqual([seen["steps"], seen["eager_steps"]], [steps, steps])
+        self.assertEqual([seen["steps"], seen["eager_steps"], seen["fetched_eager_steps"]],
+                         [steps] * 3)
+        for name in ("rows", "fetched_rows"):
+            self.assertEqual(seen[name].tolist(),
+                             [count // TOWERS for count in rows for _ in range(TOWERS)])
         self.assertEqual(seen["found"], sum(sum(range(count)) for count in rows))
 
     def test_shuffled_without_a_seed(self):

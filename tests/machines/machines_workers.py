@@ -34,9 +34,14 @@ from absl.testing import parameterized
 
 import towerstrategy
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import iterators
 from towerstrategy.report import measuring, sample
+from towerstrategy.report import rows as rows_report
 
 SECONDS = int(os.environ.get("MACHINES_SECONDS", 300))  # then all workers are killed
+
+# Parts are brought to the towers' devices ahead of the step, as they are by default on GPUs.
+FETCHED = tf.distribute.InputOptions()
 
 
 def data(rows, features=3):
@@ -202,9 +207,25 @@ def loop(strategy, kit):
             total += strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None)
         return total
 
-    totals = [epoch(strategy.experimental_distribute_dataset(dataset)) for _ in range(2)]
+    @tf.function
+    def fetched_epoch(iterator):
+        total = tf.constant(0.)
+        element = iterator.get_next_as_optional()
+        while element.has_value():
+            x, y = element.get_value()
+            total += strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None)
+            element = iterator.get_next_as_optional()
+        return total
+
+    fetched = strategy.experimental_distribute_dataset(dataset, FETCHED)
+    totals = [epoch(strategy.experimental_distribute_dataset(dataset)),
+              fetched_epoch(iter(fetched)), epoch(fetched)]
     rows = []
-    for batch, _ in strategy.experimental_distribute_dataset(dataset):
+    for batch, _ in fetched:
+        if hasattr(strategy, "split"):
+            places = [part.device[-5:] for part in strategy.experimental_local_results(batch)]
+            np.testing.assert_equal(places, [device[-5:] for device in
+                                             strategy.extended.worker_devices])
         rows.append(strategy.gather(batch, axis=0))
     return {"totals": totals, "rows": np.concatenate(rows), "seen": seen,
             **{f"weight_{number}": value for number, value in enumerate(model.get_weights())}}
@@ -268,9 +289,16 @@ def ends_early(strategy, _):
             found += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
         return steps, found
 
-    dataset = strategy.distribute_datasets_from_function(dataset_fn)
-    steps, found = total(dataset)
-    return {"steps": steps, "found": found, "eager_steps": sum(1 for _ in dataset)}
+    steps, found = total(strategy.distribute_datasets_from_function(dataset_fn))
+    seen = {"steps": steps, "found": found}
+    extended = strategy.extended
+    for name, options in (("", None), ("fetched_", FETCHED)):
+        iterators.count_rows(rows_report.counting(extended.workers.towers, extended.first_replica))
+        iterator = iter(strategy.distribute_datasets_from_function(dataset_fn, options))
+        seen[f"{name}eager_steps"] = sum(1 for _ in iterator)
+        iterators.count_rows(None)
+        seen[f"{name}rows"] = extended.workers.gather(tf.constant(iterator.row_count.read()))
+    return seen
 
 
 def counted(strategy, kit):

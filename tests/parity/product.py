@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import multiprocessing
 import os
 import pathlib
@@ -94,6 +95,9 @@ def _work(options: argparse.Namespace) -> list[Item]:
                  for number, (case, keras, towers) in enumerate(pairs)]
     work = []
     for case, keras, choices in pairs:
+        if options.jit_compile:  # which micro-batches do not go with
+            choices = list(dict.fromkeys(dataclasses.replace(one, micro_batches=1)
+                                         for one in choices))
         towers = [one for one in choices if options.merge in (None, one.merge)
                   and (options.towers is None or one.count in options.towers)
                   and (one.shares is not None or not options.unequal)

@@ -259,20 +259,29 @@ class TowerDataset(tf.distribute.DistributedDataset):
 
     def _iterator(self, follow: Any) -> Any:
         dataset, row_count = self._dataset, None
-        if self._fetch.devices:
+        if self._fetch.devices and self._fetch.is_safe:
             layout = self._layout(dataset.element_spec)
-            if layout is not None and layout.moves:
-                return prefetching.iterate(dataset, layout, self._fetch, follow)
+            if layout.moves:
+                return prefetching.iterate(dataset, layout, self._fetch, follow, self._rows_of)
         if follow is not None:
-            dataset, row_count = follow(dataset)
+            dataset, row_count = self._followed(dataset, follow)
         iterator = iter(dataset)
         iterator.__class__ = iterators.TowerIterator
         iterator.row_count = row_count
         return iterator
 
-    def _layout(self, spec: Nest) -> prefetching.Layout | None:
-        """Where an element's tensors are to be fetched to; None: nowhere."""
+    def _layout(self, spec: Nest) -> prefetching.Layout:
+        """Where an element's tensors are to be fetched to."""
         return prefetching.Layout.of(spec, len(self._fetch.devices))
+
+    def _rows_of(self, element: Nest) -> Any:
+        """The rows of each tower in an element, a vector; None where none are known."""
+        return sub_batches.rows_of(element, len(self._fetch.devices))
+
+    def _followed(self, dataset: tf.data.Dataset, follow: Any) -> tuple[tf.data.Dataset, Any]:
+        """``dataset``, of which ``follow`` counts the rows, and the count."""
+        counted: tuple[tf.data.Dataset, Any] = follow(dataset)
+        return counted
 
     def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
         """Folds ``reduce_func(state, element)`` over the elements (autograph's ``for``).

@@ -38,6 +38,24 @@ def count_rows(follow: Callable[[tf.data.Dataset], tuple[tf.data.Dataset, Any]] 
     counting.follow = follow
 
 
+def followed(dataset: tf.data.Dataset, rows_of: Callable[..., tf.Tensor],
+             follow: Callable[..., Any]) -> tuple[tf.data.Dataset, Any]:
+    """``dataset``, whose elements are no split batches, as ``follow`` counts them, and its count.
+
+    Args:
+      dataset: elements are tuples.
+      rows_of: takes what is in such a tuple, and gives the rows of each tower, a vector.
+      follow: see :func:`count_rows`.
+    """
+
+    def told(*element: Any) -> Any:
+        rows = rows_of(*element)
+        return element, sub_batches.StandInSubBatches([rows], rows)
+
+    counted, count = follow(_tf.map_in_place(dataset, told))
+    return _tf.map_in_place(counted, lambda element, _: element), count
+
+
 class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
     """Iterates over a :class:`TowerDataset`; a ``tf.data`` iterator, so it can be checkpointed.
 

@@ -10,18 +10,19 @@ each tower's components.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import iterators, sub_batches
+from towerstrategy.batch import iterators
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch.rows import Nest
 
 # The owner of what belongs to no tower.
-_HOST = -1
+HOST = -1
 _OUT_OF_STEP = (
     "the input pipeline has failed before, and since then what was prefetched does not belong "
     "together. Make a new iterator. To go on behind an error with the same one, drop bad elements "
@@ -42,6 +43,24 @@ class Fetch(NamedTuple):
     host: str = ""
     ready: int = 1
 
+    @property
+    def is_safe(self) -> bool:
+        """Whether what is made here can be done away with.
+
+        The iterators of a graph end in TensorFlow's threads: each holds one until what it fetches
+        has come, which takes a thread, too. Where all are held, nothing goes on for ever. Python
+        ends the others, in its own thread.
+        """
+        return tf.executing_eagerly() or threads() >= 2 * (1 + len(self.devices))
+
+
+def threads() -> int:
+    """How many operations TensorFlow runs side by side."""
+    asked = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (tf.config.threading.get_inter_op_parallelism_threads()
+            or (int(asked) if asked.isdigit() else 0) or cores or 1)
+
 
 class Layout:
     """Which of an element's tensors belongs to which tower, and which stays on the host.
@@ -55,13 +74,13 @@ class Layout:
         self.spec, self.owners = spec, tuple(owners)
         self._tensors = tf.nest.flatten(spec, expand_composites=True)
         self._places = [[place for place, owner in enumerate(owners) if owner == number]
-                        for number in range(_HOST, max(owners, default=_HOST) + 1)]
+                        for number in range(HOST, max(owners, default=HOST) + 1)]
 
     @classmethod
     def of(cls, spec: Nest, towers: int) -> Layout:
         """The layout of the split elements that ``spec`` describes."""
         return cls(spec, [owner for leaf in tf.nest.flatten(spec)
-                          for owner in _owners_of(leaf, towers)])
+                          for owner in owners_of(leaf, towers)])
 
     @property
     def moves(self) -> bool:
@@ -82,8 +101,9 @@ class Layout:
         return [(tf.constant(True), own[0] + told, no_tower),
                 *((tf.constant(False), no_host + told, part) for part in own[1:])]
 
-    def deal(self, dataset: tf.data.Dataset, count_rows: bool = False) -> tf.data.Dataset:
-        """``dataset`` with each element taken apart; with the towers' rows, if they are counted.
+    def deal(self, dataset: tf.data.Dataset,
+             rows_of: Callable[[Nest], Any] | None = None) -> tf.data.Dataset:
+        """``dataset`` with each element taken apart, and with what ``rows_of`` tells of it, if any.
 
         The parts have different numbers of rows, so they go through ``unbatch`` in optionals: a
         dataset of its own for each element, which ``flat_map`` takes, costs milliseconds.
@@ -91,7 +111,7 @@ class Layout:
         kinds: list[Any] = []
 
         def wrapped(*element: Any) -> tf.Tensor:
-            rows = self.rows(element) if count_rows else None
+            rows = None if rows_of is None else rows_of(element)
             told = () if rows is None else (rows,)
             parts = [tf.nest.flatten(part) for part in self.apart(element, told)]
             kinds[:] = [tf.nest.map_structure(tf.type_spec_from_value, part) for part in parts]
@@ -109,22 +129,12 @@ class Layout:
         wrapped_parts = _tf.map_in_place(dataset, wrapped).unbatch()
         return _tf.map_in_place(wrapped_parts, opened)
 
-    def rows(self, element: Nest) -> Any:
-        """The rows of each tower in an element, a vector; None where none are known."""
-        return sub_batches.rows_of(element, len(self._places) - 1)
-
     def counted(self, dataset: tf.data.Dataset, follow: Callable[..., Any]) -> tuple[Any, Any]:
         """The host's elements, followed by ``follow`` when they are taken; and its count."""
         told = len(self._places[0])
         if len(dataset.element_spec[1]) == told:
             return dataset, None
-
-        def with_rows(is_host: Any, host: Any, tower: Any) -> Any:
-            rows = host[told]
-            return is_host, host, tower, sub_batches.StandInSubBatches([rows], rows)
-
-        followed, count = follow(_tf.map_in_place(dataset, with_rows))
-        return _tf.map_in_place(followed, lambda *element: element[:3]), count
+        return iterators.followed(dataset, lambda _, host, __: host[told], follow)
 
     def element(self, dealt: Sequence[tuple[Any, Any, Any]]) -> Nest:
         """The element again, of what the host and each tower took."""
@@ -141,17 +151,31 @@ class Layout:
                 tensors[place] = tensor
         return tf.nest.pack_sequence_as(self.spec, tensors, expand_composites=True)
 
+    def copied(self, element: Nest, devices: Sequence[str]) -> Nest:
+        """A copy of ``element``, each tensor where it is: the host's on the first device."""
+        copies = []
+        for tensor, owner in zip(tf.nest.flatten(element, expand_composites=True), self.owners):
+            with tf.device(devices[owner - HOST]):
+                copies.append(tf.identity(tensor))
+        return tf.nest.pack_sequence_as(self.spec, copies, expand_composites=True)
 
-def _owners_of(spec: Any, towers: int) -> list[int]:
-    """Who has each tensor of a component."""
+
+def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
+    """Who has each tensor of a component.
+
+    Args:
+      spec: the component's.
+      towers: how many there are.
+      counts: whether the row counts that stand-ins have are among the tensors.
+    """
     several = isinstance(spec, _tf.PerReplicaSpec)
-    parts = spec._component_specs if several else [spec]
+    parts = spec._component_specs[:None if counts else towers] if several else [spec]
     owners = []
     for number, part in enumerate(parts):
         # Behind the towers' parts are row counts, which the host reads.
         moves = number < towers and (several or towers == 1) and _moves(part)
         tensors = tf.nest.flatten(part, expand_composites=True)
-        owners += [number if moves else _HOST] * len(tensors)
+        owners += [number if moves else HOST] * len(tensors)
     return owners
 
 
@@ -323,20 +347,22 @@ class PartsOptional(tf.experimental.Optional):
 
 
 def iterate(dataset: tf.data.Dataset, layout: Layout, fetch: Fetch,
-            follow: Callable[..., Any] | None = None) -> PrefetchedIterator:
+            follow: Callable[..., Any] | None = None,
+            rows_of: Callable[[Nest], Any] | None = None) -> PrefetchedIterator:
     """An iterator over ``dataset`` whose parts are on ``fetch.devices``.
 
-    What ``follow`` counts (:func:`iterators.count_rows`) has been taken, not read ahead.
+    What ``follow`` counts (:func:`iterators.count_rows`) has been taken, not read ahead;
+    ``rows_of`` tells the rows of each tower in an element.
     """
 
     eager = tf.executing_eagerly()
 
     def make() -> tuple[Any, Any]:
         with tf.init_scope() if eager else contextlib.nullcontext(), tf.device(fetch.host):
+            dealt = layout.deal(dataset, None if follow is None else rows_of)
             streams = _tf.OwnedMultiDeviceIterator(
-                layout.deal(dataset, follow is not None), (fetch.host, *fetch.devices),
-                source_device=fetch.host, max_buffer_size=max(1, fetch.ready),
-                prefetch_buffer_size=fetch.ready)
+                dealt, (fetch.host, *fetch.devices), source_device=fetch.host,
+                max_buffer_size=max(1, fetch.ready), prefetch_buffer_size=fetch.ready)
             if follow is None:
                 return streams, None
             first, *others = streams._device_iterators
@@ -344,4 +370,8 @@ def iterate(dataset: tf.data.Dataset, layout: Layout, fetch: Fetch,
             streams._device_iterators = [iter(taken), *others]
             return streams, count
 
-    return PrefetchedIterator(layout, make=make)
+    iterator = PrefetchedIterator(layout, make=make)
+    if not eager:
+        # First read in a loop's body, it would be made anew in each turn.
+        iterator._begun()
+    return iterator

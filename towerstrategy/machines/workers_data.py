@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.batch import iterators, sub_batches
+from towerstrategy.batch import iterators, prefetching, sub_batches
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch.rows import Nest
 from towerstrategy.machines import meeting
@@ -43,76 +43,202 @@ class WorkersIteratorSpec(tf.data.IteratorSpec):
         return self._element_spec, self._packed, self._number, self._devices
 
     def _from_components(self, components: Any) -> WorkersIterator:
-        return _agreeing(super()._from_components(components), self._packed,
-                         meeting.numbered(self._number), self._devices)
+        iterator = super()._from_components(components)
+        iterator = _become(iterator, WorkersIterator, self._packed, meeting.numbered(self._number))
+        iterator._devices = self._devices
+        return iterator
 
 
-class WorkersIterator(iterators.TowerIterator):
-    """Iterates over a :class:`WorkersDataset`: all workers get to the end at the same step."""
+def _agreeing(base: Any) -> Any:
+    """A subclass of ``base``: with two bases no iterator that is there could become one of it."""
 
-    _packed: Nest
-    _workers: meeting.Machines
+    class Agreeing(base):
+        """What iterators over a :class:`WorkersDataset` do: all workers get to the end at once."""
 
-    def get_next(self) -> Nest:
-        there, element = self._agreed()
-        if tf.executing_eagerly():
-            if not bool(there):
-                _raise_ended()
-            return iterators.handed(self, iterators.onto_devices(element, self._devices))
-        # An iterator without elements raises the error that says that data has ended.
-        ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
-        with tf.control_dependencies([ended]):
-            element = tf.nest.map_structure(tf.identity, element, expand_composites=True)
-        return iterators.handed(self, iterators.onto_devices(element, self._devices))
+        _packed: Nest
+        _workers: meeting.Machines
 
-    def __next__(self) -> Nest:
-        return iterators.next_in_python(self)
+        def get_next(self) -> Nest:
+            there, leaves, rows = self._agreed()
+            if tf.executing_eagerly():
+                if not bool(there):
+                    _raise_ended()
+            else:
+                # An iterator without elements raises the error that says that data has ended.
+                ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
+                with tf.control_dependencies([ended]):
+                    leaves = self._copied(leaves)
+            return iterators.handed(self, self._onto_devices(self._element(leaves, rows)))
 
-    def get_next_as_optional(self) -> tf.experimental.Optional:
-        there, element = self._agreed()
-        spec = self.element_spec
+        def __next__(self) -> Nest:
+            return iterators.next_in_python(self)
 
-        def empty() -> tf.experimental.Optional:
-            return tf.experimental.Optional.empty(spec)
+        def get_next_as_optional(self) -> tf.experimental.Optional:
+            there, leaves, rows = self._agreed()
+            return AgreedOptional(self.element_spec, there, self._element(leaves, rows))
 
-        def full() -> tf.experimental.Optional:
-            return tf.experimental.Optional.from_value(element)
+        @property
+        def element_spec(self) -> Nest:
+            return _packed_spec(self._packed, self._flat_spec, self._workers)
 
-        if tf.executing_eagerly():
-            return full() if bool(there) else empty()
-        return tf.cond(there, full, empty)
+        def _agreed(self) -> tuple[tf.Tensor, Any, tf.Tensor]:
+            """Whether any worker has an element; this one's values; the rows of all towers."""
+            workers = self._workers
+            with tf.device("CPU:0"):
+                there, rows, leaves = self._taken()
+                here = tf.cast(there, tf.int64)
+                before, after = workers.first, workers.replicas - workers.first - workers.towers
+                told = workers.sum_one(tf.concat([here[tf.newaxis], tf.pad(here * rows,
+                                                                           [[before, after]])], 0))
+                told.set_shape([1 + workers.replicas])
+                batched = any(isinstance(spec, sub_batches.SubBatchesSpec)
+                              for spec in tf.nest.flatten(self._packed))
+                return told[0] >= (1 if batched else workers.count), leaves, told[1:]
+
+        def _element(self, leaves: Sequence[Any], rows: tf.Tensor) -> Nest:
+            return _pack(self._packed, leaves, self._workers.towers,
+                         lambda values: sub_batches.StandInSubBatches(values, rows), _tf.PerReplica)
+
+        @property
+        def _flat_spec(self) -> Any:
+            """The specs of ``(there, rows, leaves)``."""
+            raise NotImplementedError
+
+        def _taken(self) -> tuple[tf.Tensor, tf.Tensor, Any]:
+            """What this worker's pipeline has next: ``(there, rows, leaves)``."""
+            raise NotImplementedError
+
+        def _copied(self, leaves: Any) -> Any:
+            return tf.nest.map_structure(tf.identity, leaves, expand_composites=True)
+
+        def _onto_devices(self, element: Nest) -> Nest:
+            return element
+
+    return Agreeing
+
+
+class WorkersIterator(_agreeing(iterators.TowerIterator)):  # type: ignore[misc]
+    """Iterates over a :class:`WorkersDataset`; parts are put on devices in the step, if at all."""
+
+    _devices: Sequence[str]
 
     @property
-    def element_spec(self) -> Nest:
-        return _packed_spec(self._packed, self._element_spec, self._workers)
+    def _flat_spec(self) -> Any:
+        return self._element_spec
+
+    def _taken(self) -> Any:
+        return _tf.OwnedIterator.get_next(self)
+
+    def _onto_devices(self, element: Nest) -> Nest:
+        return iterators.onto_devices(element, self._devices)
 
     @property
     def _type_spec(self) -> WorkersIteratorSpec:
         return WorkersIteratorSpec(self._element_spec, self._packed, self._workers.number,
                                    tuple(self._devices))
 
-    def _agreed(self) -> tuple[tf.Tensor, Nest]:
-        """Whether there is an element, on any worker; and this worker's, with all row counts."""
-        workers = self._workers
-        with tf.device("CPU:0"):
-            there, rows, leaves = _tf.OwnedIterator.get_next(self)
-            here = tf.cast(there, tf.int64)
-            before, after = workers.first, workers.replicas - workers.first - workers.towers
-            told = workers.sum_one(tf.concat([here[tf.newaxis], tf.pad(here * rows,
-                                                                       [[before, after]])], 0))
-            told.set_shape([1 + workers.replicas])
-            batched = any(isinstance(spec, sub_batches.SubBatchesSpec)
-                          for spec in tf.nest.flatten(self._packed))
-            element = _pack(self._packed, leaves, workers.towers,
-                            lambda values: sub_batches.StandInSubBatches(values, told[1:]),
-                            _tf.PerReplica)
-            return told[0] >= (1 if batched else workers.count), element
+
+class PrefetchedWorkersSpec(prefetching.PrefetchedSpec):
+    """The type spec of :class:`PrefetchedWorkersIterator`."""
+
+    __slots__ = ["_packed", "_number"]
+    value_type = property(lambda _: PrefetchedWorkersIterator)
+
+    def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any, packed: Nest,
+                 number: int) -> None:
+        super().__init__(spec, owners, streams)
+        self._packed, self._number = packed, number
+
+    def _serialize(self) -> tuple[Any, ...]:
+        return (*super()._serialize(), self._packed, self._number)
+
+    __hash__ = prefetching.PrefetchedSpec.__hash__
+    __eq__ = prefetching.PrefetchedSpec.__eq__
+
+    def _from_components(self, components: Sequence[Any]) -> PrefetchedWorkersIterator:
+        iterator = super()._from_components(components)
+        return _become(iterator, PrefetchedWorkersIterator, self._packed,
+                       meeting.numbered(self._number))
 
 
-def _agreeing(iterator: Any, packed: Nest, workers: meeting.Machines,
-              devices: Sequence[str]) -> WorkersIterator:
-    iterator.__class__ = WorkersIterator
-    iterator._packed, iterator._workers, iterator._devices = packed, workers, devices
+class PrefetchedWorkersIterator(
+        _agreeing(prefetching.PrefetchedIterator)):  # type: ignore[misc]
+    """The same with each tower's part on its device already."""
+
+    @property
+    def _flat_spec(self) -> Any:
+        return self._layout.spec
+
+    def _taken(self) -> Any:
+        return self._layout.element(self._streams.get_next())
+
+    def _copied(self, leaves: Any) -> Any:
+        _, _, spec = self._layout.spec
+        return prefetching.Layout(spec, self._layout.owners[2:]).copied(
+            leaves, self._streams._devices)
+
+    @property
+    def _type_spec(self) -> PrefetchedWorkersSpec:
+        return PrefetchedWorkersSpec(self._layout.spec, self._layout.owners,
+                                     self._streams._type_spec, self._packed, self._workers.number)
+
+
+class AgreedOptionalSpec(tf.TypeSpec):
+    """The type spec of :class:`AgreedOptional`."""
+
+    __slots__ = ["_spec"]
+    value_type = property(lambda _: AgreedOptional)
+
+    def __init__(self, spec: Nest) -> None:
+        self._spec = spec
+
+    def _serialize(self) -> tuple[Any, ...]:
+        return (self._spec,)
+
+    @property
+    def _component_specs(self) -> tuple[Any, ...]:
+        return tf.TensorSpec([], tf.bool), self._spec
+
+    def _to_components(self, value: AgreedOptional) -> tuple[Any, ...]:
+        return value._there, value._element
+
+    def _from_components(self, components: Any) -> AgreedOptional:
+        return AgreedOptional(self._spec, *components)
+
+
+class AgreedOptional(tf.experimental.Optional):
+    """An element that counts or not; where it does not, it is one without rows.
+
+    Args:
+      spec: the element's.
+      there: whether it counts, a bool.
+      element: its parts where they were prefetched to.
+    """
+
+    def __init__(self, spec: Nest, there: tf.Tensor, element: Nest) -> None:
+        self._spec, self._there, self._element = spec, there, element
+
+    def has_value(self, name: str | None = None) -> tf.Tensor:
+        return tf.identity(self._there, name)
+
+    def get_value(self, name: str | None = None) -> Nest:
+        del name
+        tf.debugging.Assert(self._there, ["the optional has no value: all data has ended"])
+        return self._element
+
+    @property
+    def element_spec(self) -> Nest:
+        return self._spec
+
+    @property
+    def _type_spec(self) -> AgreedOptionalSpec:
+        return AgreedOptionalSpec(self._spec)
+
+
+def _become(iterator: Any, kind: Any, packed: Nest, workers: meeting.Machines) -> Any:
+    """``iterator``, from now on of that ``kind``."""
+    iterator.__class__ = kind
+    iterator._packed, iterator._workers = packed, workers
     return iterator
 
 
@@ -182,15 +308,26 @@ class WorkersDataset(datasets_lib.TowerDataset):
             self._watcher.agree()
         return super().__iter__()
 
-    def _layout(self, spec: Nest) -> None:
-        del spec
-        # The step puts parts on the devices: TensorFlow's multi-device iterator, made in a function
-        # of one of several workers, was seen to hang.
-        return None
+    def _layout(self, spec: Nest) -> prefetching.Layout:
+        owners = [prefetching.HOST, prefetching.HOST]
+        for leaf in tf.nest.flatten(self._spec):
+            owners += prefetching.owners_of(leaf, self._workers.towers, counts=False)
+        return prefetching.Layout(spec, owners)
 
-    def _iterator(self, follow: Any) -> WorkersIterator:
-        return _agreeing(super()._iterator(follow), self._spec, self._workers,
-                         self._fetch.devices)
+    def _rows_of(self, element: Nest) -> Any:
+        _, rows, _ = element
+        return rows
+
+    def _followed(self, dataset: tf.data.Dataset, follow: Any) -> tuple[tf.data.Dataset, Any]:
+        return iterators.followed(dataset, lambda _, rows, __: rows, follow)
+
+    def _iterator(self, follow: Any) -> WorkersIterator | PrefetchedWorkersIterator:
+        iterator = super()._iterator(follow)
+        if isinstance(iterator, prefetching.PrefetchedIterator):
+            return _become(iterator, PrefetchedWorkersIterator, self._spec, self._workers)
+        iterator = _become(iterator, WorkersIterator, self._spec, self._workers)
+        iterator._devices = self._fetch.devices
+        return iterator
 
     def _endless(self, dataset: tf.data.Dataset, stand_ins: bool) -> tf.data.Dataset:
         """Elements ``(there, rows, values)``, at the end of the data without end such with no rows.
