@@ -8,6 +8,7 @@ folder ``benchmarks.json`` and ``benchmarks.png``.
     python -m benchmarks --quick                          # does the benchmark itself work?
     python -m benchmarks machines                         # several workers; see machines.py
     python -m benchmarks micro_batches                    # on one device; see micro_batches.py
+    python -m benchmarks stages                           # one model over devices; see stages.py
     python -m benchmarks gpus                             # simulated GPUs; see gpus.py
     python -m benchmarks inference                        # predict and evaluate; see inference.py
 """
@@ -142,6 +143,9 @@ def main(argv: list[str]) -> None:
     if argv[1:] == ["micro_batches"]:
         _measure_micro_batches()
         return
+    if argv[1:] == ["stages"]:
+        _measure_stages()
+        return
     if argv[1:] == ["gpus"]:
         _simulate_gpus()
         return
@@ -219,9 +223,18 @@ def _measure_micro_batches() -> None:
                        pathlib.Path(_OUT.value), _title("tf_keras" if _LEGACY.value else "keras"))
 
 
-def _chosen(what: str, by_default: str) -> list[str]:
+def _measure_stages() -> None:
+    """``--cases``, ``mlp,conv`` unless given, in stages and micro-batches."""
+    from benchmarks import stages  # it needs Keras 3 and TensorFlow's Grappler
+
+    stages.main(_chosen("stages", "mlp", "conv"), 1 if _QUICK.value else _ROUNDS.value,
+                _MICRO_BATCHES_STEPS.value, _QUICK.value, _LIMIT.value, _LEGACY.value,
+                pathlib.Path(_OUT.value), _title("tf_keras" if _LEGACY.value else "keras"))
+
+
+def _chosen(what: str, *by_default: str) -> list[str]:
     """``--cases``, where they are given."""
-    chosen = _CASES.value if flags.FLAGS["cases"].present else [by_default]
+    chosen = _CASES.value if flags.FLAGS["cases"].present else [*by_default]
     wrong = [name for name in chosen if name not in cases.CASES]
     if wrong:
         raise app.UsageError(f"{what}: --cases takes {', '.join(cases.CASES)}, but got "

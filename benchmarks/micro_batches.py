@@ -42,8 +42,19 @@ Figures = dict[tuple[str, int], dict[str, Any]]
 def measure(case: cases.Case, parts: int, steps: int, small: bool) -> dict[str, float]:
     """Trains ``case`` in ``parts`` micro-batches on one device; :data:`FIGURES`."""
     towerstrategy.split_cpu(1)
-    case = dataclasses.replace(case, batch=TIMES * case.batch)
     strategy = towerstrategy.TowerStrategy(["CPU:0"], micro_batches=parts) if parts else None
+    return trained(case, strategy, steps, small)[0]
+
+
+def enlarged(case: cases.Case) -> cases.Case:
+    """``case`` with :data:`TIMES` its batch."""
+    return dataclasses.replace(case, batch=TIMES * case.batch)
+
+
+def trained(case: cases.Case, strategy: tf.distribute.Strategy | None, steps: int,
+            small: bool) -> tuple[dict[str, float], Any]:
+    """What training ``case`` takes, and the model."""
+    case = enlarged(case)
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
         model = cases.compiled(case, tf.keras, small)
     ends: list[float] = []
@@ -62,9 +73,12 @@ def measure(case: cases.Case, parts: int, steps: int, small: bool) -> dict[str, 
     first = ends[-1] - start
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
     held = _status("VmRSS")
+    worked = time.process_time()
     model.fit(batches, steps_per_epoch=steps, **options)
+    worked = time.process_time() - worked
     return {"added_mb": _status("VmHWM") - held, "held_mb": held, "first_step_s": first,
-            "step_ms": 1e3 * float(np.median(np.diff(ends[1:])))}
+            "step_ms": 1e3 * float(np.median(np.diff(ends[1:]))),
+            "step_cpu_ms": 1e3 * worked / steps}, model
 
 
 def _status(name: str) -> float:
@@ -118,7 +132,8 @@ def main(chosen: list[str], rounds: int, steps: int, small: bool, seconds: float
     todo = [(case, parts) for _ in range(rounds) for case in chosen for parts in PARTS]
     runs: list[tuple[str, int, dict[str, Any]]] = []
     for position, (case, parts) in enumerate(todo, start=1):
-        found = _in_a_process(case, parts, steps, small, seconds, legacy)
+        found = in_a_process("benchmarks.micro_batches", {
+            "case": case, "parts": parts, "steps": steps, "small": small}, seconds, legacy)
         runs.append((case, parts, found))
         print(f"[{position}/{len(todo)}] {case}, {parts or 'no strategy'}: "
               + (f"failed: {found['error']}" if "error" in found else
@@ -132,10 +147,10 @@ def main(chosen: list[str], rounds: int, steps: int, small: bool, seconds: float
           f"{out / 'micro_batches.json'}")
 
 
-def _in_a_process(case: str, parts: int, steps: int, small: bool, seconds: float,
-                  legacy: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.micro_batches",
-               json.dumps({"case": case, "parts": parts, "steps": steps, "small": small})]
+def in_a_process(module: str, asked: dict[str, Any], seconds: float,
+                 legacy: bool) -> dict[str, Any]:
+    """What ``module``, run with ``asked`` as JSON, prints as JSON; or its error."""
+    command = [sys.executable, "-m", module, json.dumps(asked)]
     environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1" if legacy else "0",
                    "TF_CPP_MIN_LOG_LEVEL": "3"}
     try:

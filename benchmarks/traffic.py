@@ -211,7 +211,7 @@ class _Walk:
 
 
 def in_order(graph: tf.Graph) -> list[tf.Operation]:
-    """The operations that run, each behind those whose results it takes."""
+    """The operations that run, each behind those that it waits for."""
     wanted = [tensor.op for tensor in graph.outputs]
     wanted += [op for op in graph.get_operations() if op.op_def.is_stateful]
     ordered: dict[str, tf.Operation] = {}
@@ -220,7 +220,8 @@ def in_order(graph: tf.Graph) -> list[tf.Operation]:
         op = wanted.pop()
         if op.name in ordered:
             continue
-        before = [tensor.op for tensor in op.inputs if tensor.op.name not in ordered]
+        before = [other for other in (*(tensor.op for tensor in op.inputs), *op.control_inputs)
+                  if other.name not in ordered]
         if op.name in entered or not before:
             ordered[op.name] = op
             continue

@@ -17,6 +17,7 @@ from benchmarks import (
     measure,
     micro_batches,
     results,
+    stages,
     strategies,
     table,
     traffic,
@@ -217,6 +218,36 @@ class MicroBatchesTest(parameterized.TestCase):
         text = micro_batches.shown(self._figures())
         self.assertIn("mlp 8 failed: ValueError: no", text)
         self.assertIn("no strategy", text)
+
+
+class StagesTest(parameterized.TestCase):
+
+    def _figures(self):
+        runs = [(("conv", layout, parts), {
+            "added_mb": 80. / parts, "step_ms": 9., "crossing_mb": 1.,
+            "step_cpu_ms": 100. if layout == stages.NONE else 130.})
+            for layout, parts in stages.LAYOUTS]
+        return stages.medians([*runs, (("mlp", "2 stages", 8), {"error": "ValueError: no"})])
+
+    def test_targets(self):
+        """Else stages are said to cost, or to save, what they do not."""
+        memory, step, idle = stages.verdicts(self._figures(), {8: .3})
+        self.assertAlmostEqual(memory.measured, 1 / 8)
+        self.assertAlmostEqual(step.measured, 1.3)
+        self.assertAlmostEqual(idle.measured, .3 / (3 / 11))
+        self.assertEqual([memory.holds, step.holds, idle.holds], [True, False, True])
+
+    def test_shows_what_failed(self):
+        """Else one that runs out of memory takes the whole table with it."""
+        text = stages.shown(self._figures())
+        self.assertIn("mlp 2 stages 8 failed: ValueError: no", text)
+        self.assertIn("4 towers", text)
+
+    def test_simulated_stages_take_turns(self):
+        """Else a simulation forgets what waits for what, and all micro-batches run at once."""
+        one, many = (stages.simulated(parts, 2, width=2048) for parts in (1, 8))
+        self.assertGreater(one, .4)
+        self.assertLess(many, .25)
 
 
 class MachinesTest(parameterized.TestCase):
