@@ -116,7 +116,7 @@ class _Walk:
     def _plain(self, op: tf.Operation, inputs: list[Source], waits: list[int], caller: str) -> int:
         device = on_gpus.name(op.device) or caller
         for tensor, (number, _) in zip(op.inputs, inputs):
-            if tensor.dtype == tf.resource or op.type in _WITH_INPUT:
+            if tensor.dtype == tf.resource or (op.type in _WITH_INPUT and len(inputs) == 1):
                 device = self.operations[number].device
                 break
         return self._add(op.type, device or "GPU:0", inputs, waits, op.outputs,

@@ -134,17 +134,15 @@ def crossing(step: Any, job: Job, batch: int) -> dict[str, int]:
     found = dict.fromkeys(CROSSING, 0)
     for each in traffic.count(step, job.towers * job.parts).crossings:
         source, target = places.get(each.source), places.get(each.target)
-        backward = stages_lib.GRADIENTS in each.name
         if each.from_batch:
             kind = "batch"
         elif each.size <= _SCALAR:
             kind = "scalars"
         elif source is None or target is None or source[0] != target[0] or \
-                not each.shape.rank or each.shape[0] != batch // (job.towers * job.parts) or \
-                backward != (source[1] > target[1]):
+                not each.shape.rank or each.shape[0] != batch // (job.towers * job.parts):
             kind = "other"
         else:
-            kind = "gradients" if backward else "activations"
+            kind = "gradients" if source[1] > target[1] else "activations"
         found[kind] += each.size
     return found
 

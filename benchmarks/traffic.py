@@ -4,7 +4,7 @@ Goes in: a ``ConcreteFunction``.  Comes out: a :class:`Traffic`.  The rule:
 
 - An operation sits where its resource lives if it takes one (TensorFlow moves such operations),
   else on the device that it asks for, else on that of the function call it is in, else with its
-  first input.  ``Shape`` and its like always sit with their input.
+  first input.  ``Shape`` and its like of one input always sit with it.
 - A tensor made on one device and taken on another crosses once for each device that takes it,
   however many operations there do: static shape times item size.  So a read of a variable on the
   merge device crosses once for each tower that uses it.  Handles, variants and strings count 0.
@@ -202,7 +202,7 @@ class _Walk:
         for tensor, value in zip(op.inputs, inputs):
             if tensor.dtype == tf.resource:
                 return value.device
-        if op.type in _WITH_INPUT:
+        if op.type in _WITH_INPUT and len(inputs) == 1:
             return inputs[0].device
         return short(op.device) or caller or (inputs[0].device if inputs else self._host)
 

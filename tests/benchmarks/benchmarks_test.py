@@ -97,6 +97,19 @@ class TrafficTest(parameterized.TestCase):
         self.assertEqual(found.sent, {"CPU:1": 3 * 4 * 4})
         self.assertEqual(found.batch, 12)
 
+    def test_shapes_of_several_tensors(self):
+        """Else a kernel's gradient, which asks for two shapes, looks as if the kernel crossed."""
+        def step():
+            with tf.device("CPU:1"):
+                x = tf.random.normal([4, 25])
+            with tf.device("CPU:2"):
+                kernel = tf.random.normal([25, 8])
+                product = x @ kernel
+                return product, tf.raw_ops.ShapeN(input=[x, kernel])
+
+        found = _counted(step)
+        self.assertEqual(found.received, {"CPU:2": 4 * 4 * 25})
+
     @parameterized.parameters(None, "balanced")
     def test_towers_move_weights_out_and_gradients_back(self, merge_device):
         """Else the target for the busiest link compares with nothing real."""
