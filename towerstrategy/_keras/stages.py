@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -90,8 +89,6 @@ def layer_init(original: Callable[..., Any]) -> Callable[..., Any]:
                 vars(self)[_MADE] = stage
         original(self, *args, **kwargs)
 
-    # Keras 3 looks at the signature to keep the arguments of layers that have no __init__.
-    setattr(__init__, "__signature__", inspect.signature(original))  # noqa: B010
     return __init__
 
 
