@@ -17,7 +17,7 @@ from towerstrategy import _keras, arguments, extended
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.losses import own_losses, parts
 from towerstrategy.machines import clusters, meeting
-from towerstrategy.placement import asked_shares, kind
+from towerstrategy.placement import asked_shares, cuts, kind
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.report import description
 from towerstrategy.towers import contexts
@@ -110,6 +110,9 @@ class TowerStrategy(kind.Kind):
       draws: what random operations draw in a tower (dropout, noise, ``tf.random``): with
         ``"per row"`` its rows of what one device would draw for the whole batch, see
         docs/same_as_one_device.md; with ``"per tower"`` numbers of its own.
+      balance: what of the stages of a tower is to be as equal as can be: ``"bytes"`` of weights,
+        slots and activations; or ``"time"``, for which each layer of a functional or sequential
+        model is tried once when the model is compiled.
 
     A batch is dealt in proportion to the towers' shares where these are not equal:
 
@@ -123,7 +126,8 @@ class TowerStrategy(kind.Kind):
         than the others; towers of unequal numbers of stages, or what does not go with stages
         (``merge_device``, ``shares`` that are no list, several machines); shares that are not
         above 0, or more or fewer than devices; a cluster in which this process is no worker; less
-        than one micro-batch; unknown ``draws``.
+        than one micro-batch; unknown ``draws`` or ``balance``, or ``balance="time"`` without
+        stages.
       RuntimeError: made in TensorFlow 1 graph mode; a worker's strategy made after TensorFlow had
         started.
     """
@@ -136,7 +140,7 @@ class TowerStrategy(kind.Kind):
                  communication_options: tf.distribute.experimental.CommunicationOptions
                  | None = None,
                  synchronize_batch_norm: bool = False, micro_batches: int = 1,
-                 draws: str = draws_lib.PER_ROW) -> None:
+                 draws: str = draws_lib.PER_ROW, balance: str = cuts.BYTES) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is "
                                "off (a tf.compat.v1 graph, or "
@@ -156,7 +160,7 @@ class TowerStrategy(kind.Kind):
         draws_lib.check(draws)
         resolver = cluster_resolver or clusters.resolver_of_environment()
         cluster = clusters.join(resolver)
-        placement = devices_lib.place(devices, merge_device, shares, micro_batches)
+        placement = devices_lib.place(devices, merge_device, shares, micro_batches, balance)
         if cluster is not None and placement.rows:
             raise ValueError(
                 f"devices gives each tower {placement.stages} stages, which does not go with "

@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy._keras import trials
 from towerstrategy.placement import cuts, kind
 from towerstrategy.towers import contexts
 from towerstrategy.variables import one_copy
@@ -36,13 +37,15 @@ class Position:
 
     Attributes:
       layer: the layer.
+      node: the call's in the graph of a functional model, or None.
       said: the stage that was said by hand, or None.
       row_bytes: bytes of its results for a row.
       rows: of a batch, where the model says how many; else None.
     """
 
-    def __init__(self, layer: Any, said: int | None, row_bytes: int, rows: int | None) -> None:
-        self.layer, self.said = layer, said
+    def __init__(self, layer: Any, node: Any, said: int | None, row_bytes: int,
+                 rows: int | None) -> None:
+        self.layer, self.node, self.said = layer, node, said
         self.row_bytes, self.rows = row_bytes, rows
 
 
@@ -206,7 +209,13 @@ def _planned(strategy: tf.distribute.Strategy, model: Any, positions: Sequence[P
             f"only {len(positions)} layer(s) to deal to them: "
             f"{', '.join(position.layer.name for position in positions)}. Give each tower as many "
             "devices at the most.")
-    costs = list(_costs(positions, max(map(_slots, names.optimizers_of(model)), default=0), names))
+    if placement.balance == cuts.TIME and all(position.node for position in positions):
+        times = trials.seconds([(position.layer, position.node) for position in positions], ROWS,
+                               placement.rows[0][0], names)
+        costs = [cuts.Cost(seconds) for seconds in times]
+    else:
+        slots = max(map(_slots, names.optimizers_of(model)), default=0)
+        costs = list(_costs(positions, slots, names))
     return Plan(positions, cuts.cut(costs, placement.stages, placement.micro_batches))
 
 
@@ -258,7 +267,8 @@ def _positions(model: Any, names: Any, said: int | None) -> Iterator[Position]:
         if names.is_opened(layer):
             yield from _positions(layer, names, here)
         else:
-            yield Position(layer, here, *(0, None) if node is None else names.result_bytes(node))
+            yield Position(layer, node, here,
+                           *(0, None) if node is None else names.result_bytes(node))
 
 
 def settle(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:

@@ -7,9 +7,30 @@ that the costliest stage costs least.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+# What stages may be balanced by.
+BYTES, TIME = "bytes", "time"
+
+
+def check(balance: Any, stages: int) -> None:
+    """Refuses what stages cannot be balanced by.
+
+    Raises:
+      TypeError: it is no string.
+      ValueError: it is no choice, or there are no stages to balance.
+    """
+    if not isinstance(balance, str):
+        raise TypeError(f"balance must be {BYTES!r} or {TIME!r}, but got {balance!r} of type "
+                        f"{type(balance).__name__}.")
+    if balance not in (BYTES, TIME):
+        raise ValueError(f"balance must be {BYTES!r} or {TIME!r}, but got {balance!r}.")
+    if stages == 1 and balance != BYTES:
+        raise ValueError(
+            f"balance={balance!r} says how layers are dealt to the stages of a tower, but devices "
+            'gives each tower one device. For stages give it lists: [["GPU:0", "GPU:1"]].')
 
 
 class Cost(NamedTuple):

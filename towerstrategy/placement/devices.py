@@ -16,7 +16,7 @@ from typing import Any, Union
 
 import tensorflow as tf
 
-from towerstrategy.placement import asked_shares
+from towerstrategy.placement import asked_shares, cuts
 
 ListedDevice = Union[tf.config.LogicalDevice, tf.config.PhysicalDevice]
 OneDevice = Union[str, ListedDevice]
@@ -43,6 +43,7 @@ class Placement:
       micro_batches: into how many parts, one after another, a tower's rows are cut.
       rows: where a tower is several *stages*, the devices of each tower, stage by stage, of which
         ``towers`` has the first; empty where a tower is one device.
+      balance: what of the stages is to be as equal as can be, ``"bytes"`` or ``"time"``.
     """
 
     towers: tuple[str, ...]
@@ -52,6 +53,7 @@ class Placement:
     shares_from: str = ""
     micro_batches: int = 1
     rows: tuple[tuple[str, ...], ...] = ()
+    balance: str = cuts.BYTES
 
     @property
     def stages(self) -> int:
@@ -158,7 +160,8 @@ def split_cpu(count: int) -> list[str]:
 
 
 def place(devices: DevicesArgument, merge_device: OneDevice | None,
-          shares: asked_shares.SharesArgument = None, micro_batches: int = 1) -> Placement:
+          shares: asked_shares.SharesArgument = None, micro_batches: int = 1,
+          balance: str = cuts.BYTES) -> Placement:
     """Resolves the arguments of ``TowerStrategy`` that say where, and which parts.
 
     Args:
@@ -168,6 +171,7 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None,
       merge_device: None, ``"cpu"``, ``"balanced"``, a device string or a device of ``tf.config``.
       shares: None, a number for each device, ``"measured"`` or ``"memory"``.
       micro_batches: into how many parts each tower's rows are cut.
+      balance: what the stages of a tower are balanced by, ``"bytes"`` or ``"time"``.
 
     Returns:
       The placement, with full device names such as
@@ -177,13 +181,14 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None,
       TypeError: an argument of the wrong type.
       ValueError: a device that is not there, a duplicate, an empty list, CPU and GPU mixed
         without ``shares``, shares that cannot be, less than one micro-batch, towers of unequal
-        numbers of stages, what does not go with stages.
+        numbers of stages, what does not go with stages, or only with them.
     """
     count = _micro_batches(micro_batches)
     rows = _rows(devices, mixed=shares is not None)
     towers = tuple(row[0] for row in rows)
+    cuts.check(balance, len(rows[0]))
     if len(rows[0]) > 1:
-        return _staged(rows, merge_device, shares, count)
+        return _staged(rows, merge_device, shares, count, balance)
     share = asked_shares.checked(shares, towers, count)
     taken_from = shares if isinstance(shares, str) else ""
     replicas = tuple(device for device in towers for _ in range(count))
@@ -203,7 +208,7 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None,
 
 
 def _staged(rows: tuple[tuple[str, ...], ...], merge_device: Any, shares: Any,
-            count: int) -> Placement:
+            count: int, balance: str) -> Placement:
     """The placement of towers of several stages."""
     if merge_device is not None:
         raise ValueError(
@@ -216,7 +221,7 @@ def _staged(rows: tuple[tuple[str, ...], ...], merge_device: Any, shares: Any,
     towers = tuple(row[0] for row in rows)
     merge = towers[0] if len(rows) == 1 else _full_name("CPU:0", "merge_device")
     return Placement(tuple(tower for tower in towers for _ in range(count)), merge, False,
-                     asked_shares.checked(shares, towers, count), "", count, rows)
+                     asked_shares.checked(shares, towers, count), "", count, rows, balance)
 
 
 def _micro_batches(given: Any) -> int:

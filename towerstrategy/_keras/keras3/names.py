@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from keras.src import tree
+from keras.src import backend, tree
 from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.layers import layer as layer_module
@@ -207,6 +207,36 @@ def result_bytes(node: Any) -> tuple[int, int | None]:
     sizes = [math.prod(size or 1 for size in output.shape[1:]) * tf.as_dtype(output.dtype).size
              for output in outputs]
     return sum(sizes), next((output.shape[0] for output in outputs if output.shape), None)
+
+
+def call_of(node: Any, rows: int) -> tuple[Any, Any]:
+    """What a call is given, args and kwargs, with ones in place of what is not known yet.
+
+    Args:
+      node: the call's.
+      rows: of a batch, where the model does not say.
+    """
+    def ones(value: Any) -> Any:
+        if not isinstance(value, backend.KerasTensor):
+            return value
+        first, *others = value.shape
+        return tf.ones([first or rows, *(size or 1 for size in others)], value.dtype)
+
+    return node.arguments.convert(ones)
+
+
+def tells_training(layer: Any) -> bool:
+    """Whether a layer's ``call`` takes ``training``."""
+    return bool(layer._call_has_training_arg)
+
+
+@contextlib.contextmanager
+def trying(layer: Any) -> Iterator[None]:
+    """Within, a layer is called for a trial, which leaves nothing in it but what variables hold."""
+    try:
+        yield
+    finally:
+        layer._clear_losses()
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:

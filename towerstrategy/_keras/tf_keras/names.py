@@ -5,13 +5,14 @@ Goes in: a tf_keras model, optimizer, metric or variable.  Comes out: what it ho
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tf_keras.src.engine import compile_utils, functional, sequential, training
+from tf_keras.src.engine import compile_utils, functional, keras_tensor, sequential, training
 from tf_keras.src.layers.rnn import base_rnn
 from tf_keras.src.metrics import base_metric
 from tf_keras.src.mixed_precision import loss_scale_optimizer
@@ -188,6 +189,41 @@ def result_bytes(node: Any) -> tuple[int, int | None]:
     sizes = [math.prod(size or 1 for size in output.shape[1:]) * output.dtype.size
              for output in outputs]
     return sum(sizes), next((output.shape[0] for output in outputs if output.shape.rank), None)
+
+
+def call_of(node: Any, rows: int) -> tuple[Any, Any]:
+    """What a call is given, args and kwargs, with ones in place of what is not known yet.
+
+    Args:
+      node: the call's.
+      rows: of a batch, where the model does not say.
+    """
+    def ones(value: Any) -> Any:
+        if not isinstance(value, keras_tensor.KerasTensor):
+            return value
+        first, *others = value.shape
+        return tf.ones([first or rows, *(size or 1 for size in others)], value.dtype)
+
+    return tf.nest.map_structure(ones, (node.call_args, node.call_kwargs))
+
+
+def tells_training(layer: Any) -> bool:
+    """Whether a layer's ``call`` takes ``training``."""
+    return bool(layer._expects_training_arg)
+
+
+@contextlib.contextmanager
+def trying(layer: Any) -> Iterator[None]:
+    """Within, a layer is called for a trial, which leaves nothing in it but what variables hold."""
+    drawing = [generator for part in layer._flatten_layers()
+               if (generator := getattr(part, "_random_generator", None)) is not None]
+    before = [generator._seed for generator in drawing]
+    try:
+        yield
+    finally:
+        layer._clear_losses()
+        for generator, seed in zip(drawing, before):
+            generator._seed = seed
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
