@@ -45,8 +45,9 @@ def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..
     if hasattr(original, MARK):
         return
     hooked: Any = functools.wraps(original)(make(original))
-    if not hasattr(original, "__wrapped__"):
-        # Keras asks inspect in two ways, of which one does not look at what a function wraps.
+    if name == "__init__" and not hasattr(original, "__wrapped__"):
+        # To remember arguments Keras asks inspect in a way that does not look at what is wrapped.
+        # Nothing else may have it: Keras hands it on with a method's own attributes, self and all.
         hooked.__signature__ = inspect.signature(original)
     setattr(hooked, MARK, original)
     setattr(owner, name, hooked)
