@@ -242,7 +242,7 @@ class WritesTest(parameterized.TestCase):
 
         run = stepper(lambda batch: strategy.run(tower, args=(batch,)), mode != "eager")
         wanted_target, wanted_mean = 8., np.zeros(3)
-        for number, rows in enumerate((8, 7, 2)):
+        for number, rows in enumerate((6, 8, 2)):
             seen = run(strategy.split(tf.constant(ROWS[:rows])))
             wanted_target = .5 * wanted_target + 1.
             wanted_mean = wanted_mean + .1 * (ROWS[:rows].mean(0) - wanted_mean)

@@ -146,6 +146,7 @@ class Copier:
         controls: list[tuple[str, tf.Operation]] = []
         wanted: list[str] = []
         devices: list[str] = []
+        stretch = _in_order(stretch)
         nodes = [(operation, node) for operation in stretch
                  if not self._repeats(operation, node := operation.node_def)]
         self._put_repeats(stretch)
@@ -253,6 +254,29 @@ def _needed(operations: Sequence[tf.Operation], handed: Any) -> set[str]:
             reached += [tensor.op.name for tensor in by_name[name].inputs]
             reached += [control.name for control in by_name[name].control_inputs]
     return needed
+
+
+def _in_order(stretch: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """``stretch`` with each operation behind those that it needs, else as it is.
+
+    A stand-in for a variable is made after what writes to it.  An import makes operations when all
+    that they need is there, and in which order a variable is read and written is found out by the
+    order in which they were made.
+    """
+    left = {operation.name: operation for operation in stretch}
+    ordered: list[tf.Operation] = []
+    for operation in stretch:
+        waiting = [operation]
+        while waiting:
+            needed = [left[tensor.op.name] for tensor in waiting[-1].inputs
+                      if tensor.op.name in left]
+            if needed:
+                waiting += needed[:1]
+            else:
+                done = waiting.pop()
+                if left.pop(done.name, None) is not None:
+                    ordered.append(done)
+    return ordered
 
 
 def _set_colocation(node: Any, renamed: dict[str, str]) -> None:
