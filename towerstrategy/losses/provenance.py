@@ -44,6 +44,8 @@ _SAME = frozenset({"Identity", "CheckNumerics", "EnsureShape", "PreventGradient"
 _ADDED = frozenset({"AddV2", "Add", "Sub", "AddN", "Pack"})
 _DIVIDED = frozenset({"RealDiv", "Div", "DivNoNan"})
 _REDUCED = {"Sum": tf.reduce_sum, "Mean": tf.reduce_mean}
+# What all-reduces end in, and what state, such as a metric's count, begins with.
+_SHARED = frozenset({"StopGradient", "ReadVariableOp"})
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 
 # Operations that are looked at to find out whether something comes of weights and constants alone.
@@ -271,7 +273,7 @@ class Walk:
 
     def _counts_here(self, value: Any) -> bool:
         """Whether ``value`` comes of the tower's rows, and of nothing that the towers share."""
-        return self._all_behind(value, lambda source: source.type != "StopGradient",
+        return self._all_behind(value, lambda source: source.type not in _SHARED,
                                 ("Shape", "Size"))
 
     def behind(self, value: tf.Tensor) -> set[int] | None:
