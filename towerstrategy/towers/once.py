@@ -101,7 +101,7 @@ class _Once:
             try:
                 with _tf.tracing_for_xla() if self._compiles else contextlib.nullcontext():
                     result = fn(*args, **kwargs)
-            except NeedsOwnTrace:
+            except (NeedsOwnTrace, Warning):  # whoever makes errors of warnings wants to see them
                 raise
             except Exception as error:
                 if self._opened:  # it may be why; where it is not, the towers' own traces fail, too
