@@ -152,8 +152,8 @@ class UpdateTest(parameterized.TestCase):
 class FitTest(parameterized.TestCase):
 
     @parameterized.parameters("Adam", "SGD")
-    def test_tf_keras_traces_a_step_once(self, name):
-        """Else the first step takes twice as long: what makes slots is traced for nothing."""
+    def test_tf_keras_traces_as_often_as_on_one_device(self, name):
+        """Else seeded layers, which count traces, draw other numbers than on one device."""
         traced = []
 
         class Model(tf_keras.Sequential):
@@ -166,8 +166,8 @@ class FitTest(parameterized.TestCase):
                 model = Model([tf_keras.Input([3]), tf_keras.layers.Dense(2, name="dense")])
                 model.compile(getattr(tf_keras.optimizers, name)(), "mse")
             model.fit(np.ones([8, 3]), np.ones([8, 2]), batch_size=4, verbose=0)
-            return [variable.name for variable in model.optimizer.variables]
+            names, count = [variable.name for variable in model.optimizer.variables], len(traced)
+            traced.clear()
+            return names, count
 
-        names = fitted(two_towers())
-        self.assertLen(traced, 1)
-        self.assertEqual(names, fitted(None))
+        self.assertEqual(fitted(two_towers()), fitted(None))

@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import adadelta, adam, adamax, adamw, rmsprop, sgd
-from tf_keras.src.optimizers import optimizer as new_optimizer
 
 from towerstrategy._keras import one_pass
 from towerstrategy._keras import optimizers as optimizers_rules
@@ -66,18 +65,6 @@ def supports_loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
         return kind.is_tower_strategy(tf.distribute.get_strategy()) or original()
 
     return strategy_supports_loss_scaling
-
-
-def build_optimizers(strategy: tf.distribute.Strategy, model: Any) -> None:
-    """Makes the slots before the first step is traced: making them there would trace it twice."""
-    if not model._is_compiled or not model.built:
-        return
-    for optimizer in tf.nest.flatten(model.optimizer or []):
-        new = isinstance(optimizer, new_optimizer.Optimizer)
-        # Before it is built an optimizer does not have the attribute.
-        if new and not getattr(optimizer, "_built", False):
-            with strategy.scope(), tf.name_scope(getattr(optimizer, "name", "")):
-                optimizer.build(model.trainable_variables)
 
 
 def distributed_apply(original: Callable[..., Any]) -> Callable[..., Any]:

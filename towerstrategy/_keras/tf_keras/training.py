@@ -15,7 +15,7 @@ from tf_keras.src.metrics import base_metric
 
 from towerstrategy._keras import adopting, over_rows
 from towerstrategy._keras import training as training_rules
-from towerstrategy._keras.tf_keras import names, optimizers
+from towerstrategy._keras.tf_keras import names
 from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.losses import parts
 from towerstrategy.placement import kind
@@ -97,7 +97,6 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
             if kind.is_tower_strategy(strategy) and (force or getattr(self, attribute) is None):
                 # What was built after compile, outside of the scope.
                 adopting.adopt_state(strategy, self, names)
-                optimizers.build_optimizers(strategy, self)
             before = getattr(self, attribute)
             result, step = original(self, force), getattr(self, attribute)
             if not kind.is_tower_strategy(strategy) or step is before:
