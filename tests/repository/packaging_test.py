@@ -16,7 +16,7 @@ import sys
 import tensorflow as tf
 before = set(sys.modules)
 import towerstrategy
-new = {name.split(".")[0] for name in set(sys.modules) - before}
+new = {name.split(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
 print(*sorted(new))
 """
 

@@ -246,8 +246,9 @@ def _costs(positions: Sequence[Position], slots: int, names: Any) -> Iterator[cu
 def _slots(optimizer: Any) -> int:
     """How many slots of a weight's size an optimizer has, built or not."""
     options = ("momentum", "amsgrad", "centered", "use_ema")
+    # Not by comparing: legacy optimizers hold some of them as variables, which are 0 or are not.
     return _SLOTS.get(type(optimizer).__name__, 2) + sum(
-        getattr(optimizer, option, None) not in (None, 0, False) for option in options)
+        bool(getattr(optimizer, option, False)) for option in options)
 
 
 _SLOTS = {"SGD": 0, "RMSprop": 1, "Adagrad": 1, "Lion": 1, "Adafactor": 0, "LossScaleOptimizer": 0,
