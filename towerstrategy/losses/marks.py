@@ -8,13 +8,17 @@ which rows are those of all towers, and what tapes have given.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import remade
+
+# What a nested function has scaled it scales at each call, in whichever trace: tensors' names.
+_PARTS: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
 
 
 class Marks:
@@ -55,11 +59,12 @@ class Marks:
     def mark_scaled(self, loss: Any) -> Any:
         """Remembers that ``loss`` is this tower's part of the whole batch's loss already."""
         self._scaled[id(loss)] = loss
+        _note_in_graph(_PARTS, loss)
         return loss
 
     def is_scaled(self, loss: Any) -> bool:
         """Whether ``loss`` went through :meth:`mark_scaled`."""
-        return self._scaled.get(id(loss)) is loss
+        return self._scaled.get(id(loss)) is loss or _is_noted(_PARTS, loss)
 
     def mark_mean(self, loss: Any) -> Any:
         """Remembers that ``loss`` is a mean over this tower's rows."""
@@ -84,3 +89,13 @@ class Marks:
     def losses_of(self, layer: Any) -> list[Any]:
         """The list of the losses that ``layer`` has added in this tower."""
         return self._losses.setdefault(id(layer), (layer, []))[1]
+
+
+def _note_in_graph(noted: MutableMapping[tf.Graph, set[str]], loss: Any) -> None:
+    if isinstance(loss, tf.Tensor) and not _tf.is_eager(loss):
+        noted.setdefault(loss.graph, set()).add(loss.name)
+
+
+def _is_noted(noted: Mapping[tf.Graph, set[str]], loss: Any) -> bool:
+    return (isinstance(loss, tf.Tensor) and not _tf.is_eager(loss)
+            and loss.name in noted.get(loss.graph, ()))

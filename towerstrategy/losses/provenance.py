@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -174,7 +174,8 @@ class Walk:
         if self.is_steady(divisor):
             # As Keras divides what an activity regularizer returns, by how many rows so ever.
             return self._is_own_count(divisor, operation.type == "DivNoNan")
-        return self._default is None and self._known(one) is None and self._counts_here(divisor)
+        return (self._default is None and self._known(one) is None
+                and self._counts_here(divisor, without=_SHARED))
 
     def _is_made_here(self, value: tf.Tensor) -> bool:
         """Whether no term of ``value`` is a part because somebody has told."""
@@ -271,9 +272,9 @@ class Walk:
         """Whether ``value`` comes of weights and constants alone."""
         return self._all_behind(value, _is_steady_source)
 
-    def _counts_here(self, value: Any) -> bool:
+    def _counts_here(self, value: Any, without: Collection[str] = ("StopGradient",)) -> bool:
         """Whether ``value`` comes of the tower's rows, and of nothing that the towers share."""
-        return self._all_behind(value, lambda source: source.type not in _SHARED,
+        return self._all_behind(value, lambda source: source.type not in without,
                                 ("Shape", "Size"))
 
     def behind(self, value: tf.Tensor) -> set[int] | None:
