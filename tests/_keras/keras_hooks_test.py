@@ -45,7 +45,7 @@ class HooksTest(parameterized.TestCase):
         self.assertNotEmpty(why)
         self.assertIsNot(inspect.unwrap(hooked), hooked)
         self.assertEqual(inspect.signature(hooked), inspect.signature(original))
-        if not hasattr(original, "__wrapped__"):  # Keras asks for both
+        if name == "__init__":  # of which Keras asks in this way, too
             self.assertEqual(inspect.getfullargspec(hooked), inspect.getfullargspec(original))
 
     @parameterized.parameters(keras, tf_keras)
