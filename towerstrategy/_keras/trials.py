@@ -34,11 +34,15 @@ def seconds(calls: Sequence[tuple[Any, Any]], rows: int, device: str, names: Any
     found: list[float] = []
     errors: list[Exception] = []
 
+    def ones(tensor: Any) -> tf.Tensor:
+        first, *others = tensor.shape
+        return tf.ones([first or rows, *(size or 1 for size in others)], tensor.dtype)
+
     def try_all() -> None:
         try:
             for layer, node in calls:
                 with tf.device(device):
-                    args, kwargs = names.call_of(node, rows)
+                    args, kwargs = names.call_of(node, ones)
                     found.append(_seconds(layer, args, kwargs, names))
         except Exception as error:
             errors.append(error)

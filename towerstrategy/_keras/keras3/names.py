@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -209,20 +209,17 @@ def result_bytes(node: Any) -> tuple[int, int | None]:
     return sum(sizes), next((output.shape[0] for output in outputs if output.shape), None)
 
 
-def call_of(node: Any, rows: int) -> tuple[Any, Any]:
-    """What a call is given, args and kwargs, with ones in place of what is not known yet.
+def call_of(node: Any, instead: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """What a call is given, args and kwargs.
 
     Args:
       node: the call's.
-      rows: of a batch, where the model does not say.
+      instead: gives what to take in place of a tensor that is not known yet.
     """
-    def ones(value: Any) -> Any:
-        if not isinstance(value, backend.KerasTensor):
-            return value
-        first, *others = value.shape
-        return tf.ones([first or rows, *(size or 1 for size in others)], value.dtype)
+    def known(value: Any) -> Any:
+        return instead(value) if isinstance(value, backend.KerasTensor) else value
 
-    return node.arguments.convert(ones)
+    return node.arguments.convert(known)
 
 
 def tells_training(layer: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -191,20 +191,17 @@ def result_bytes(node: Any) -> tuple[int, int | None]:
     return sum(sizes), next((output.shape[0] for output in outputs if output.shape.rank), None)
 
 
-def call_of(node: Any, rows: int) -> tuple[Any, Any]:
-    """What a call is given, args and kwargs, with ones in place of what is not known yet.
+def call_of(node: Any, instead: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """What a call is given, args and kwargs.
 
     Args:
       node: the call's.
-      rows: of a batch, where the model does not say.
+      instead: gives what to take in place of a tensor that is not known yet.
     """
-    def ones(value: Any) -> Any:
-        if not isinstance(value, keras_tensor.KerasTensor):
-            return value
-        first, *others = value.shape
-        return tf.ones([first or rows, *(size or 1 for size in others)], value.dtype)
+    def known(value: Any) -> Any:
+        return instead(value) if isinstance(value, keras_tensor.KerasTensor) else value
 
-    return tf.nest.map_structure(ones, (node.call_args, node.call_kwargs))
+    return tf.nest.map_structure(known, (node.call_args, node.call_kwargs))
 
 
 def tells_training(layer: Any) -> bool:
