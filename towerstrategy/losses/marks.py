@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -59,12 +59,12 @@ class Marks:
     def mark_scaled(self, loss: Any) -> Any:
         """Remembers that ``loss`` is this tower's part of the whole batch's loss already."""
         self._scaled[id(loss)] = loss
-        _note_in_graph(_PARTS, loss)
+        _note_in_graph(loss)
         return loss
 
     def is_scaled(self, loss: Any) -> bool:
         """Whether ``loss`` went through :meth:`mark_scaled`."""
-        return self._scaled.get(id(loss)) is loss or _is_noted(_PARTS, loss)
+        return self._scaled.get(id(loss)) is loss or _is_noted(loss)
 
     def mark_mean(self, loss: Any) -> Any:
         """Remembers that ``loss`` is a mean over this tower's rows."""
@@ -91,11 +91,11 @@ class Marks:
         return self._losses.setdefault(id(layer), (layer, []))[1]
 
 
-def _note_in_graph(noted: MutableMapping[tf.Graph, set[str]], loss: Any) -> None:
+def _note_in_graph(loss: Any) -> None:
     if isinstance(loss, tf.Tensor) and not _tf.is_eager(loss):
-        noted.setdefault(loss.graph, set()).add(loss.name)
+        _PARTS.setdefault(loss.graph, set()).add(loss.name)
 
 
-def _is_noted(noted: Mapping[tf.Graph, set[str]], loss: Any) -> bool:
+def _is_noted(loss: Any) -> bool:
     return (isinstance(loss, tf.Tensor) and not _tf.is_eager(loss)
-            and loss.name in noted.get(loss.graph, ()))
+            and loss.name in _PARTS.get(loss.graph, ()))
