@@ -85,8 +85,11 @@ def _before(traced: _Traced, begins: Mapping[Leg, Sequence[tf.Operation]],
              for leg in begins}
     if placement.stages == 1:
         return found
-    strict = {leg: [*found[leg], *(after for after in (_alternate(leg, placement),)
-                                   if leg.backward and after in ends)] for leg in begins}
+    strict = dict(found)
+    for leg in begins:
+        after = _alternate(leg, placement)
+        if leg.backward and after in ends:
+            strict[leg] = [*found[leg], after]
     return strict if _is_possible(traced, begins, ends, strict) else found
 
 
