@@ -1,5 +1,7 @@
 """The harness itself: it sees differences where there are some."""
 
+import pathlib
+import tempfile
 from unittest import mock
 
 import keras
@@ -10,7 +12,7 @@ from towerstrategy._keras import losses
 from towerstrategy.losses import parts
 from towerstrategy.merge import gradients
 
-from . import cases, runner
+from . import cases, kept, product, runner
 
 
 def half_of(summed):
@@ -47,6 +49,19 @@ class HarnessTest(parameterized.TestCase):
         with mock.patch.object(module, function, wrong):
             found = runner.compare(cases.CASES[name], keras, runner.Towers(3))
         self.assertGreater(found.worst, 1e-3)
+
+    def test_what_is_kept(self):
+        """Else hours of the product start anew, or count what other code found."""
+        path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "kept")
+        item = ("a case", "keras", [runner.Towers(3)], False)
+        found = product.Found("a case", "keras", 1e-7, "R=3", "")
+        kept.Kept(path, product.Found).add(item, found)
+        with path.open("a") as file:
+            file.write('["a line that was cut')
+        self.assertEqual(kept.Kept(path, product.Found).get(item), found)
+        self.assertIsNone(kept.Kept(path, product.Found).get((*item[:3], True)))
+        with mock.patch.object(kept, "_state", lambda: "other code"):
+            self.assertIsNone(kept.Kept(path, product.Found).get(item))
 
     def test_every_exception_has_a_reason(self):
         """Else a case that cannot be exact is dropped in silence."""

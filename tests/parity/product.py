@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import towerstrategy
 
-from . import cases, runner
+from . import cases, kept, runner
 
 
 class Found(NamedTuple):
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
           f"{options.jobs} process(es)", flush=True)
     started = time.time()
     found: dict[tuple[str, str], Found] = {}
-    for done, result in enumerate(_each(work, options.jobs), start=1):
+    for done, result in enumerate(_not_kept(work, options), start=1):
         found[result.case, result.keras] = result
         print(f"[{done}/{len(work)}, {time.time() - started:.0f} s] {_line(result)}", flush=True)
     table = _table(found)
@@ -74,6 +74,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="the towers with XLA, beside one device without")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8),
                         help="processes side by side (default %(default)s)")
+    parser.add_argument("--keep", type=pathlib.Path, metavar="FILE",
+                        help="each result goes there at once; what it has of the same code and "
+                             "versions is not run again")
     parser.add_argument("--markdown", type=pathlib.Path, metavar="FILE",
                         help="where to write the table")
     return parser.parse_args(argv)
@@ -116,20 +119,33 @@ def _third(choices: Sequence[runner.Towers], turn: int) -> list[runner.Towers]:
         (turn + turn // merges + counts.index(one.count)) % merges]]
 
 
-def _each(work: Sequence[Item], jobs: int) -> Iterator[Found]:
-    """The results, as they come."""
+def _not_kept(work: Sequence[Item], options: argparse.Namespace) -> Iterator[Found]:
+    """The results of ``work``: first those that ``--keep`` has, then the others as they come."""
+    if options.keep is None:
+        yield from (found for _, found in _each(work, options.jobs))
+        return
+    file = kept.Kept(options.keep, Found)
+    earlier = {item[:2]: file.get(item) for item in work}
+    yield from (found for found in earlier.values() if found)
+    for item, found in _each([item for item in work if not earlier[item[:2]]], options.jobs):
+        file.add(item, found)
+        yield found
+
+
+def _each(work: Sequence[Item], jobs: int) -> Iterator[tuple[Item, Found]]:
+    """What was asked for and the result, as they come."""
     if jobs == 1:
         _start()
-        yield from (_worst(item) for item in work)
+        yield from ((item, _worst(item)) for item in work)
         return
     # A few cases a process: TensorFlow keeps what it has traced, and the memory for it.
     at_once = 10 * jobs
     for start in range(0, len(work), at_once):
         with concurrent.futures.ProcessPoolExecutor(
                 jobs, multiprocessing.get_context("spawn"), _start) as pool:
-            tasks = [pool.submit(_worst, item) for item in work[start:start + at_once]]
+            tasks = {pool.submit(_worst, item): item for item in work[start:start + at_once]}
             for task in concurrent.futures.as_completed(tasks):
-                yield task.result()
+                yield tasks[task], task.result()
 
 
 def _start() -> None:
