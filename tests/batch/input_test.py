@@ -323,6 +323,25 @@ class FromFunctionTest(parameterized.TestCase):
         self.assertEqual(read(strategy, distributed), [[[0, 1], [2, 3]], [[4], []]])
         self.assertEqual(distributed.cardinality, 2)
 
+    @parameterized.product(
+        mode=[tf.distribute.InputReplicationMode.PER_WORKER, PER_REPLICA], stand_ins=[True, False],
+        one_value=[True, False])
+    def test_absent_components(self, mode, stand_ins, one_value):
+        """Else inputs without targets (None), which one device takes, fail in the pipeline."""
+        strategy = two_towers()
+        dataset = Dataset.range(3) if one_value else batches(3, 1)
+        distributed = strategy.distribute_datasets_from_function(
+            lambda _: dataset.map(lambda x: (None, {"x": x, "y": None})),
+            InputOptions(experimental_replication_mode=mode))
+        elements = list(distributed.with_stand_ins() if stand_ins else distributed)
+        self.assertLen(elements, 3 if mode is PER_REPLICA else 1 if one_value else 2)
+        for nothing, named in elements:
+            self.assertIsNone(nothing)
+            self.assertIsNone(named["y"])
+        self.assertEqual(local(strategy, elements[0][1]["x"]),
+                         ([0, 0] if one_value else [[0], [0]]) if mode is PER_REPLICA
+                         else [0, 1] if one_value else [[0], [1]])
+
     def test_single_values_have_no_share(self):
         """Else values that are no batches are counted by their first dimension."""
         strategy = two_towers()

@@ -54,6 +54,8 @@ def several():
         "fewer_than_towers": lambda s, o: s.experimental_distribute_dataset(rows(5, 4), o),
         "empty": lambda s, o: s.experimental_distribute_dataset(rows(1, 1).skip(1), o),
         "grouped": lambda s, o: s.distribute_datasets_from_function(lambda _: rows(7, 2), o),
+        "absent": lambda s, o: s.distribute_datasets_from_function(
+            lambda _: rows(7, 2).map(lambda batch: (None, batch["x"])), o),
         "pipelines": lambda s, o: s.distribute_datasets_from_function(
             lambda context: rows(4 - context.input_pipeline_id, 1),
             o._replace(experimental_replication_mode=PER_REPLICA)),
@@ -224,6 +226,11 @@ class IterationTest(parameterized.TestCase):
         for _ in range(3):
             with self.assertRaisesRegex(tf.errors.OpError, "has failed before.*ignore_err"):
                 take(iterator)
+        # A loop over the rest of the data asks so: no value is its end.
+        there = lambda iterator: iterator.get_next_as_optional().has_value()  # noqa: E731
+        for ask in (there, tf.function(there)):
+            with self.assertRaisesRegex(tf.errors.OpError, "has failed before"):
+                ask(iterator)
 
     def test_checkpoint(self):
         """Else an iterator seems to be saved, and training resumes elsewhere in the data."""

@@ -380,10 +380,10 @@ def sharded(strategy, _):
         if policy == "HINT":
             lines = tf.data.Dataset.from_tensor_slices(files).shard(
                 tf.data.experimental.SHARD_HINT, 0).flat_map(tf.data.TextLineDataset)
-        dataset = lines.map(
-            lambda line: tf.strings.to_number(line, tf.int32)).batch(8).with_options(options)
+        dataset = lines.map(lambda line: (
+            None, tf.strings.to_number(line, tf.int32))).batch(8).with_options(options)
         steps = [strategy.gather(batch, axis=0).numpy()
-                 for batch in strategy.experimental_distribute_dataset(dataset)]
+                 for _, batch in strategy.experimental_distribute_dataset(dataset)]
         seen[f"{policy}_rows"] = np.concatenate(steps)
         seen[f"{policy}_steps"] = [len(step) for step in steps]
     return seen
@@ -541,6 +541,17 @@ class ClusterTestCase(parameterized.TestCase):
             for name, value in first.items():
                 np.testing.assert_array_equal(value, other[name], f"{case}: {name}")
         return first
+
+    def assert_sharded(self):
+        """What the case "sharded" saw, in which each row was dealt once, or once by each worker."""
+        seen = self.seen("sharded")
+        rows = [10 * number + row for number in range(4) for row in range(5 + number)]
+        for policy in ("AUTO", "FILE", "DATA", "HINT"):
+            self.assertCountEqual(seen[f"{policy}_rows"], rows)
+        self.assertEqual(seen["DATA_rows"].tolist(), rows)
+        self.assertCountEqual(seen["OFF_rows"], rows * self.workers)
+        self.assertEqual(seen["FILE_steps"][0], 8)
+        return seen
 
     def assert_as_on_one_device(self, case):
         """Every worker saw what one device makes of a case; what tells of the cluster is left."""

@@ -75,26 +75,25 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
     spec = dataset.element_spec
     batched = _is_batched(spec)
     # window() makes a dataset of each leaf; only a flat tuple does it give back plainly.
-    flat = dataset.map(on_elements(spec, lambda element: tuple(tf.nest.flatten(element))))
+    flat = dataset.map(on_elements(spec, _tensors))
     windows = flat.window(towers, drop_remainder=not batched)
 
     def group(*leaves: tf.data.Dataset) -> Nest:
         window = tf.data.Dataset.zip(leaves)
         first = window.take(1).get_single_element()
-        missing = first if stand_ins else tuple(map(rows_lib.rows_of_zeros, tf.nest.flatten(spec)))
+        missing = first if stand_ins else _no_rows(spec)
         padded = window if not batched else window.concatenate(
             tf.data.Dataset.from_tensors(missing).repeat(towers))
-        parts = [tf.nest.pack_sequence_as(spec, padded.skip(tower).take(1).get_single_element())
-                 for tower in range(towers)]
+        parts = [padded.skip(tower).take(1).get_single_element() for tower in range(towers)]
         pack: Callable[[tuple[Any, ...]], Any] = (sub_batches.SubBatches if batched
                                                   else _tf.PerReplica)
         if stand_ins and batched:
             there = tf.range(towers, dtype=tf.int64) < window.reduce(
                 tf.constant(0, tf.int64), lambda count, *_: count + 1)
-            rows = [tf.cast(rows_lib.rows_in(tf.nest.flatten(part)[0]), tf.int64) for part in parts]
+            rows = [tf.cast(rows_lib.rows_in(part[0]), tf.int64) for part in parts]
             counts = tf.where(there, tf.stack(rows), tf.zeros([towers], tf.int64))
             pack = functools.partial(sub_batches.StandInSubBatches, rows=counts)
-        return tf.nest.map_structure(lambda *values: pack(values), *parts)
+        return _side_by_side(spec, parts, pack)
 
     return TowerDataset(windows.map(_in_scope(group)).prefetch(ready), source)
 
@@ -124,13 +123,12 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], stand_ins: bool = False,
     for tower, dataset in enumerate(datasets):
         _check_like_first(tower, dataset.element_spec, spec)
     batched = _is_batched(spec)
-    flat = [dataset.map(on_elements(spec, lambda element: tuple(tf.nest.flatten(element))))
-            for dataset in datasets]
+    flat = [dataset.map(on_elements(spec, _tensors)) for dataset in datasets]
     if not batched:
         return TowerDataset(tf.data.Dataset.zip(tuple(flat)).map(
             lambda *parts: _side_by_side(spec, parts, _tf.PerReplica)).prefetch(ready), source)
     nothing = tf.data.Dataset.from_tensors(
-        (False, tuple(rows_lib.rows_of_zeros(leaf) for leaf in tf.nest.flatten(spec)))).repeat()
+        (False, _no_rows(spec))).repeat()
     flagged = [dataset.map(lambda *leaves: (True, leaves)).concatenate(nothing) for dataset in flat]
     zipped = tf.data.Dataset.zip(tuple(flagged)).take_while(
         lambda *pairs: tf.reduce_any([there for there, _ in pairs]))
@@ -147,9 +145,22 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], stand_ins: bool = False,
 
 
 def _side_by_side(spec: Nest, parts: Sequence[Any], pack: Callable[[Any], Any]) -> Nest:
-    """The towers' flat elements as one element with ``spec``'s structure."""
-    nests = [tf.nest.pack_sequence_as(spec, part) for part in parts]
-    return tf.nest.map_structure(lambda *leaves: pack(leaves), *nests)
+    """The towers' flat elements as one element with ``spec``'s structure, None where it has None.
+    """
+    together = zip(*parts)
+    return tf.nest.map_structure(
+        lambda leaf: None if rows_lib.is_absent(leaf) else pack(next(together)), spec)
+
+
+def _tensors(element: Nest) -> tuple[Any, ...]:
+    """The components that ``element`` has, flat."""
+    return tuple(leaf for leaf in tf.nest.flatten(element) if leaf is not None)
+
+
+def _no_rows(spec: Nest) -> tuple[Any, ...]:
+    """The same of an element without rows."""
+    return tuple(rows_lib.rows_of_zeros(leaf) for leaf in tf.nest.flatten(spec)
+                 if not rows_lib.is_absent(leaf))
 
 
 def _lent(there: Sequence[tf.Tensor], parts: Sequence[Any]) -> list[Any]:

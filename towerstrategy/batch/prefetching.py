@@ -17,17 +17,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import iterators
+from towerstrategy.batch import iterators, taking
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch.rows import Nest
 
 # The owner of what belongs to no tower.
 HOST = -1
-_OUT_OF_STEP = (
-    "the input pipeline has failed before, and since then what was prefetched does not belong "
-    "together. Make a new iterator. To go on behind an error with the same one, drop bad elements "
-    "in the pipeline (dataset.ignore_errors()), or distribute the dataset with "
-    "tf.distribute.InputOptions(experimental_fetch_to_device=False).")
 
 
 class Fetch(NamedTuple):
@@ -89,17 +84,16 @@ class Layout:
             isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource)
             for spec in self._tensors)
 
-    def apart(self, element: Nest, told: tuple[Any, ...] = ()) -> list[tuple[Any, Any, Any]]:
+    def apart(self, element: Nest, told: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
         """R + 1 elements of one kind for one: the host's, with ``told`` behind, then each tower's.
 
         Of each, what belongs to the others has no rows.
         """
-        tensors = tf.nest.flatten(element, expand_composites=True)
+        tensors = _tensors(element)
         own = [tuple(tensors[place] for place in places) for places in self._places]
         no_host, no_tower = (tuple(rows_lib.rows_of_zeros(self._tensors[place]) for place in places)
                              for places in self._places[:2])
-        return [(tf.constant(True), own[0] + told, no_tower),
-                *((tf.constant(False), no_host + told, part) for part in own[1:])]
+        return [(own[0] + told, no_tower), *((no_host + told, part) for part in own[1:])]
 
     def deal(self, dataset: tf.data.Dataset,
              rows_of: Callable[[Nest], Any] | None = None) -> tf.data.Dataset:
@@ -123,8 +117,8 @@ class Layout:
             tensors = tf.raw_ops.OptionalGetValue(
                 optional=part, output_types=[spec.dtype for spec in common],
                 output_shapes=[spec.shape for spec in common])
-            hosts = len(tensors) - 1 - len(self._places[1])
-            return tensors[0], tuple(tensors[1:1 + hosts]), tuple(tensors[1 + hosts:])
+            hosts = len(tensors) - len(self._places[1])
+            return tuple(tensors[:hosts]), tuple(tensors[hosts:])
 
         wrapped_parts = _tf.map_in_place(dataset, wrapped).unbatch()
         return _tf.map_in_place(wrapped_parts, opened)
@@ -132,20 +126,15 @@ class Layout:
     def counted(self, dataset: tf.data.Dataset, follow: Callable[..., Any]) -> tuple[Any, Any]:
         """The host's elements, followed by ``follow`` when they are taken; and its count."""
         told = len(self._places[0])
-        if len(dataset.element_spec[1]) == told:
+        if len(dataset.element_spec[0]) == told:
             return dataset, None
-        return iterators.followed(dataset, lambda _, host, __: host[told], follow)
+        return iterators.followed(dataset, lambda host, _: host[told], follow)
 
-    def element(self, dealt: Sequence[tuple[Any, Any, Any]]) -> Nest:
+    def element(self, dealt: Sequence[tuple[Any, Any]]) -> Nest:
         """The element again, of what the host and each tower took."""
-        is_host, host, _ = dealt[0]
-        if tf.executing_eagerly():
-            if not is_host:
-                raise tf.errors.DataLossError(None, None, _OUT_OF_STEP)
-        else:
-            tf.debugging.Assert(is_host, [_OUT_OF_STEP])
+        host, _ = dealt[0]
         tensors: list[Any] = [None] * len(self._tensors)
-        for places, own in zip(self._places, [host, *(part for _, _, part in dealt[1:])]):
+        for places, own in zip(self._places, [host, *(part for _, part in dealt[1:])]):
             for place, tensor in zip(places, own):
                 tensor.set_shape(self._tensors[place].shape)
                 tensors[place] = tensor
@@ -154,10 +143,15 @@ class Layout:
     def copied(self, element: Nest, devices: Sequence[str]) -> Nest:
         """A copy of ``element``, each tensor where it is: the host's on the first device."""
         copies = []
-        for tensor, owner in zip(tf.nest.flatten(element, expand_composites=True), self.owners):
+        for tensor, owner in zip(_tensors(element), self.owners):
             with tf.device(devices[owner - HOST]):
                 copies.append(tf.identity(tensor))
         return tf.nest.pack_sequence_as(self.spec, copies, expand_composites=True)
+
+
+def _tensors(element: Nest) -> list[Any]:
+    """All tensors of ``element``; components that are None have none."""
+    return [leaf for leaf in tf.nest.flatten(element, expand_composites=True) if leaf is not None]
 
 
 def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
@@ -212,13 +206,14 @@ class PrefetchedSpec(tf.TypeSpec):
 
     @property
     def _component_specs(self) -> list[Any]:
-        return [self._streams]
+        return [self._streams, tf.TensorSpec([], tf.resource)]
 
     def _to_components(self, value: PrefetchedIterator) -> list[Any]:
-        return [value._streams]
+        return [value._streams, value._taking.handle]
 
     def _from_components(self, components: Sequence[Any]) -> PrefetchedIterator:
-        return PrefetchedIterator(self._layout, components[0])
+        streams, handle = components
+        return PrefetchedIterator(self._layout, streams, taking.Taking(handle, streams._devices[0]))
 
 
 class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.DistributedIterator):
@@ -233,19 +228,23 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
     _steps_in_graph = 0
     _kept_spec: PrefetchedSpec | None = None
 
-    def __init__(self, layout: Layout, streams: Any = None,
-                 make: Callable[[], tuple[Any, Any]] | None = None) -> None:
-        self._layout, self._made, self._make = layout, (streams, None), make
+    def __init__(self, layout: Layout, streams: Any = None, under_way: taking.Taking | None = None,
+                 make: Callable[[], tuple[Any, Any, Any]] | None = None) -> None:
+        self._layout, self._made, self._make = layout, (streams, under_way, None), make
 
     @property
     def _streams(self) -> Any:
         return self._begun()[0]
 
     @property
-    def row_count(self) -> Any:
+    def _taking(self) -> taking.Taking:
         return self._begun()[1]
 
-    def _begun(self) -> tuple[Any, Any]:
+    @property
+    def row_count(self) -> Any:
+        return self._begun()[2]
+
+    def _begun(self) -> tuple[Any, Any, Any]:
         # TensorFlow takes long to make one, and Keras makes more of them than it reads.
         if self._make is not None:
             self._made, self._make = self._make(), None
@@ -255,14 +254,35 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
         return self
 
     def get_next(self) -> Nest:
-        return iterators.handed(self, self._layout.element(self._streams.get_next()))
+        return iterators.handed(self, self._layout.element(self._dealt()))
+
+    def _dealt(self) -> list[Any]:
+        """What each stream has next."""
+        eager = tf.executing_eagerly()
+        return self._taking.all_of(self._streams.get_next if eager else self._host_first)
+
+    def _host_first(self) -> list[Any]:
+        """The same in a graph, where only the host's stream is to say that the data has ended."""
+        first, *others = self._streams._device_iterators
+        host, *devices = self._streams._devices
+        with tf.device(host):
+            optional = first.get_next_as_optional()
+            there = optional.has_value()
+            with tf.control_dependencies([self._taking.say(there)]):
+                # Behind the end it raises the error that says so.
+                dealt = [tf.cond(there, optional.get_value, first.get_next)]
+        with tf.control_dependencies(tf.nest.flatten(dealt)):
+            for device, other in zip(devices, others):
+                with tf.device(device):
+                    dealt.append(other.get_next())
+        return dealt
 
     def __next__(self) -> Nest:
         return iterators.next_in_python(self)
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
         return PartsOptional(self._layout, self._streams._devices,
-                             self._streams.get_next_as_optional())
+                             self._taking.all_of(self._streams.get_next_as_optional))
 
     @property
     def element_spec(self) -> Nest:
@@ -357,18 +377,19 @@ def iterate(dataset: tf.data.Dataset, layout: Layout, fetch: Fetch,
 
     eager = tf.executing_eagerly()
 
-    def make() -> tuple[Any, Any]:
+    def make() -> tuple[Any, Any, Any]:
         with tf.init_scope() if eager else contextlib.nullcontext(), tf.device(fetch.host):
             dealt = layout.deal(dataset, None if follow is None else rows_of)
             streams = _tf.OwnedMultiDeviceIterator(
                 dealt, (fetch.host, *fetch.devices), source_device=fetch.host,
                 max_buffer_size=max(1, fetch.ready), prefetch_buffer_size=fetch.ready)
+            under_way = taking.Taking.made(fetch.host)
             if follow is None:
-                return streams, None
+                return streams, under_way, None
             first, *others = streams._device_iterators
             taken, count = layout.counted(first._dataset, follow)
             streams._device_iterators = [iter(taken), *others]
-            return streams, count
+            return streams, under_way, count
 
     iterator = PrefetchedIterator(layout, make=make)
     if not eager:

@@ -139,6 +139,11 @@ def has_rows(leaf: Any) -> bool:
     return isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
 
 
+def is_absent(spec: Any) -> bool:
+    """Whether ``spec`` is that of ``None``, a component that a dataset leaves out."""
+    return not tf.nest.flatten(spec, expand_composites=True)
+
+
 def with_stand_ins(rows: Rows, starts: list[Rows],
                     sizes: list[Rows]) -> tuple[list[Rows], list[Rows]]:
     """Starts and sizes that give a tower without rows the batch's last row (if there is any)."""

@@ -135,12 +135,13 @@ def _by_file(dataset: tf.data.Dataset, workers: meeting.Machines,
              policy: Policy) -> tf.data.Dataset:
     """``dataset`` from this worker's files alone, as TensorFlow shards it."""
     spec = dataset.element_spec
+    leaves = [leaf for leaf in tf.nest.flatten(spec) if not rows_lib.is_absent(leaf)]
     sharded = tf.raw_ops.AutoShardDataset(
         input_dataset=tf.data.experimental.to_variant(dataset), num_workers=workers.count,
         index=workers.index, auto_shard_policy=policy.value, num_replicas=workers.replicas,
         output_types=[tf.variant if isinstance(leaf, tf.SparseTensorSpec) else leaf.dtype
-                      for leaf in tf.nest.flatten(spec)],
-        output_shapes=[leaf.shape for leaf in tf.nest.flatten(spec)])
+                      for leaf in leaves],
+        output_shapes=[leaf.shape for leaf in leaves])
     return tf.data.experimental.from_variant(sharded, spec)
 
 
@@ -154,7 +155,7 @@ def _dealt(own: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool,
 
     def parts(element: Nest) -> tf.data.Dataset:
         leaves = tf.nest.flatten(element)
-        rows = tf.cast(rows_lib.rows_in(leaves[0]), tf.int64)
+        rows = tf.cast(rows_lib.rows_in(next(filter(rows_lib.has_rows, leaves))), tf.int64)
         # As many for each: what a worker has to do is what is in its files.
         _, each = rows_lib.deal(rows, workers.count)
         sizes = tf.stack([each[worker] for worker in turn])
@@ -165,7 +166,8 @@ def _dealt(own: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool,
             if stand_ins:
                 start = tf.minimum(start, tf.maximum(rows - 1, 0))
             taken = tf.maximum(size, 1) if stand_ins else size
-            cut = [rows_lib.rows_between(leaf, start, taken) for leaf in leaves]
+            cut = [None if leaf is None else rows_lib.rows_between(leaf, start, taken)
+                   for leaf in leaves]
             return size, tf.nest.pack_sequence_as(spec, cut)
 
         return tf.data.Dataset.range(workers.count).map(part)
@@ -186,7 +188,7 @@ def _counted(element: Nest) -> Nest:
     """An element of grouped batches with the row counts of this worker's towers."""
 
     def counted(leaf: Any) -> Any:
-        if isinstance(leaf, sub_batches.StandInSubBatches):
+        if leaf is None or isinstance(leaf, sub_batches.StandInSubBatches):
             return leaf
         parts = leaf.values if isinstance(leaf, _tf.PerReplica) else [leaf]
         if not isinstance(leaf, sub_batches.SubBatches) and not _has_rows(parts[0]):

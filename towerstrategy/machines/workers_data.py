@@ -170,7 +170,7 @@ class PrefetchedWorkersIterator(
         return self._layout.spec
 
     def _taken(self) -> Any:
-        return self._layout.element(self._streams.get_next())
+        return self._layout.element(self._dealt())
 
     def _copied(self, leaves: Any) -> Any:
         _, _, spec = self._layout.spec
@@ -253,6 +253,8 @@ def _pack(packed: Nest, leaves: Sequence[Any], towers: int, batched: Callable[[l
     left = list(leaves)
 
     def of(spec: tf.TypeSpec) -> Any:
+        if rows_lib.is_absent(spec):
+            return None
         if not isinstance(spec, _tf.PerReplicaSpec):
             return left.pop(0)
         values = [left.pop(0) for _ in range(towers)]
@@ -338,6 +340,8 @@ class WorkersDataset(datasets_lib.TowerDataset):
             rows = tf.zeros([towers], tf.int64)
             values: list[Any] = []
             for leaf in tf.nest.flatten(element):
+                if leaf is None:
+                    continue
                 if isinstance(leaf, sub_batches.StandInSubBatches):
                     rows = leaf.rows
                 values += leaf.values if isinstance(leaf, _tf.PerReplica) else [leaf]
@@ -345,6 +349,8 @@ class WorkersDataset(datasets_lib.TowerDataset):
 
         missing = []
         for spec in tf.nest.flatten(self._spec):
+            if rows_lib.is_absent(spec):
+                continue
             several = isinstance(spec, _tf.PerReplicaSpec)
             specs = spec._component_specs[:towers] if several else [spec]
             missing += [rows_lib.rows_of_zeros(value, 1 if stand_ins else 0) for value in specs]
