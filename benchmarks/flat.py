@@ -6,7 +6,8 @@ at the device's peak and each device's peak memory.
 
 Called functions are put in the place of their calls; of a conditional the longer branch, of a loop
 one turn.  Grappler gets a graph without variables: a read is a placeholder, an ``assign_add`` an
-addition, a sparse write an addition of the rows, a sparse read costs nothing.
+addition, a sparse write an addition of the rows, an optimizer's kernel a sum that goes over as much
+memory, a sparse read costs nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _NO_BYTES = (tf.resource, tf.variant, tf.string)
 _PREFIX = "/job:localhost/replica:0/task:0/device:"
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _ADDS = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
+UPDATES = "ResourceApply"  # optimizers' kernels, whose last input is the gradient
 # No kernel runs, or one that looks at shapes only.
 FREE = {"Placeholder", "Const", "Identity", "IdentityN", "NoOp", "Reshape", "ExpandDims", "Squeeze",
         "Shape", "ShapeN", "Size", "Rank", "StopGradient", "ReadVariableOp", "AssignVariableOp",
@@ -135,6 +137,12 @@ class _Walk:
             node.op = _ADDS.get(op.type, "AddV2")
             node.attr["T"].type = op.inputs[-1].dtype.as_datatype_enum
             plain = [plain[-1], plain[-1]]
+        elif op.type.startswith(UPDATES):  # reads each variable and the gradient, writes each
+            times = 2 * (len(inputs) - len(plain))
+            node.op = "AddN"
+            node.attr["N"].i = times
+            node.attr["T"].type = op.inputs[-1].dtype.as_datatype_enum
+            plain = [plain[-1]] * times
         elif op.outputs and op.outputs[0].dtype not in _NO_BYTES:
             return _placeholder(op.outputs[0])
         else:
@@ -185,9 +193,10 @@ def costs(operations: Sequence[Operation], machine: links.Machine) -> Costs:
     graph.node.extend(operation.node for operation in operations)
     meta = tf.compat.v1.MetaGraphDef(graph_def=graph)
     meta.meta_info_def.stripped_op_list.SetInParent()
-    used = {number for operation in operations for number, _ in operation.inputs}
-    last = [operation.name for number, operation in enumerate(operations)
-            if number not in used and operation.node.op not in ("Placeholder", "NoOp")]
+    # What nothing in this graph takes has to be asked for: what is assigned, for one.
+    used = {source.partition(":")[0] for operation in operations for source in operation.node.input}
+    last = [operation.name for operation in operations
+            if operation.name not in used and operation.node.op not in ("Placeholder", "NoOp")]
     meta.collection_def["train_op"].node_list.value.extend(last)
     devices = sorted({operation.device for operation in operations} | {on_gpus.HOST})
     virtual = cluster.Cluster(devices=[_properties(device, machine) for device in devices],

@@ -125,6 +125,7 @@ def _time(operation: flat.Operation, seconds: dict[str, float], factor: float) -
     kind = operation.device[:3]
     cost = seconds.get(operation.name, 0.0)
     # Numbers that say how a tensor lies are computed by the host while it launches.
-    if kind == "GPU" and max(operation.sizes, default=0) <= 64 and cost * factor <= 1e-6:
+    small = max(operation.sizes, default=0) <= 64 and not operation.type.startswith(flat.UPDATES)
+    if kind == "GPU" and small and cost * factor <= 1e-6:
         return 0.0
     return max(cost * (factor if kind == "GPU" else 1.0), links.LAUNCH[kind])

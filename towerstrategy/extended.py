@@ -44,6 +44,7 @@ class TowerExtended(_tf.StrategyExtended):
         _tf.give_moving_averages(contexts.mean_of_towers)
         self._homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows)
         self.settle, self.stages = self._homes.settle, stages.Stages(placement)
+        self.places = stages.Places(placement)
         self._tracked: dict[int, weakref.ref[Any]] = {}
         self._written_alone: dict[int, weakref.ref[Any]] = {}
         # Whether functions are traced for tower 0 alone, and why some were not.

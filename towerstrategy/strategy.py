@@ -159,13 +159,8 @@ class TowerStrategy(kind.Kind):
                             f"{type(synchronize_batch_norm).__name__}.")
         draws_lib.check(draws)
         resolver = cluster_resolver or clusters.resolver_of_environment()
-        cluster = clusters.join(resolver)
+        cluster = clusters.join(resolver, devices_lib.stages_asked(devices))
         placement = devices_lib.place(devices, merge_device, shares, micro_batches, balance)
-        if cluster is not None and placement.rows:
-            raise ValueError(
-                f"devices gives each tower {placement.stages} stages, which does not go with "
-                "several machines (cluster_resolver, TF_CONFIG). Give each tower one device, or "
-                "train on one machine.")
         workers = None if cluster is None else meeting.Machines(
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.on_cpu, placement.shares, placement.shares_from)

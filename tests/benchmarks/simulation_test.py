@@ -79,6 +79,18 @@ class StepTest(parameterized.TestCase):
                                + 4 * (64 * 256 + 256 * 512 + 64 * 512) / 1555e3, delta=1.1)
         self.assertGreater(costs.peak["GPU:0"], 4 * (256 * 512 + 64 * 256))
 
+    def test_updates_cost_what_they_go_over(self):
+        """Else an optimizer's kernel is free, and so is all that only it needs: the gradients."""
+        step = gpus.traced(SMALL, 2, "GPU:0")
+        seconds = flat.costs(step.operations, NVLINK).seconds
+        self.assertContainsSubset([each.name for each in step.operations if each.type == "MatMul"],
+                                  seconds)
+        updates = [each for each in step.operations if each.type == "ResourceApplyAdam"]
+        self.assertLen(updates, 4)
+        # The largest weight, its two slots and its gradient are read, all but the last written.
+        self.assertAlmostEqual(max(1e6 * seconds[each.name] for each in updates),
+                               7 * 4 * 256 * 512 / 1555e3, delta=1.1)
+
     @parameterized.parameters(("cpu", "CPU:0"), ("GPU:0", "GPU:0"))
     def test_what_is_where(self, merge, home):
         """Else the weights' way to the towers, or the gradients' back, is left out."""

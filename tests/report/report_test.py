@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from unittest import mock
 from xml.etree import ElementTree
@@ -23,6 +24,7 @@ from towerstrategy.batch import iterators
 from towerstrategy.report import description, tower_report
 from towerstrategy.report import quiet as quiet_lib
 from towerstrategy.report import sample as sample_lib
+from towerstrategy.towers import stages
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
 KITS = (("keras", keras), ("tf_keras", tf_keras))
@@ -243,6 +245,51 @@ class TrainingTest(parameterized.TestCase):
         self.assertLen(epoch.sample.towers, 2)
         self.assertGreater(min(epoch.sample.towers), 0)
 
+    @parameterized.product(kit=KITS, options=({}, {"steps_per_execution": 2},
+                                              {"run_eagerly": True}))
+    def test_stages(self, kit, options):
+        """Else nobody sees which stage the others wait for, or how long all of them stand idle."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]], micro_batches=2)
+        model = small_model(kit[1], strategy, **options)
+        found = quiet()
+        model.fit(*data(40), batch_size=10, epochs=2, verbose=0, callbacks=[found])
+        epoch = found.epochs[1]
+        self.assertEqual(epoch.rows, (24, 16))  # 3, 3, 2, 2 a batch
+        self.assertEqual([(part.name, part.device) for part in epoch.parts[:6]], [
+            ("tower 0", "2 stages"), ("tower 0, stage 0", "CPU:1"), ("tower 0, stage 1", "CPU:2"),
+            ("tower 1", "2 stages"), ("tower 1, stage 0", "CPU:3"), ("tower 1, stage 1", "CPU:4")])
+        stages = [part for part in epoch.parts if part.is_stage]
+        for part in stages:
+            self.assertBetween(part.seconds, 1e-9, epoch.sample.step)
+            self.assertAlmostEqual(part.idle, 1 - part.seconds / epoch.sample.step)
+        self.assertAlmostEqual(epoch.bubble, sum(part.idle for part in stages) / 4)
+        self.assertIn(f"; bubble {epoch.bubble:.0%}\n", str(epoch))
+
+    def test_a_stage_with_more_work_is_busier(self):
+        """Else someone balances stages by numbers that are another stage's."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]], micro_batches=2)
+
+        class Slow(keras.layers.Layer):
+            def call(self, x):
+                def wait(x):
+                    time.sleep(.03)
+                    return x
+
+                return tf.ensure_shape(tf.numpy_function(wait, [x], x.dtype), x.shape)
+
+        with strategy.scope():
+            model = keras.Sequential([keras.Input([3])])
+            for stage in range(3):
+                with strategy.stage(stage):
+                    model.add(keras.layers.Dense(3))
+                    if stage == 1:
+                        model.add(Slow())
+            model.compile("sgd", "mse")
+        found = quiet()
+        model.fit(*data(12), batch_size=4, epochs=2, verbose=0, callbacks=[found])
+        first, slow, last = found.epochs[1].sample.stages[0]
+        self.assertGreater(slow, max(first, last))
+
     @parameterized.parameters(*KITS)
     def test_one_tower(self, name, kit):
         """Else who tries the script on one device first gets an error."""
@@ -413,6 +460,26 @@ class TensorBoardTest(parameterized.TestCase):
         width, height, png = pictures[1]
         self.assertEqual(tf.io.decode_png(png).shape[:2], (int(height), int(width)))
         self.assertEmpty(found)
+
+    def test_stages(self):
+        """Else TensorBoard shows towers of stages, but not which stage is idle."""
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        model = small_model(keras, TowerStrategy([["CPU:1", "CPU:2"]], micro_batches=2))
+        kept = quiet(log_dir=folder, most=1., picture=os.path.join(folder, "stages.png"))
+        model.fit(*data(20), batch_size=5, epochs=2, verbose=0, callbacks=[kept])
+        found = events(folder)
+        self.assertEqual({run for run, _ in found}, {"step", "tower_0", "tower_0_stage_0",
+                                                     "tower_0_stage_1"})
+        for stage in range(2):
+            for tag, name, factor in (("busy_ms_a_step", "seconds", 1e3),
+                                      ("idle_share", "idle", 1)):
+                _, values = found[f"tower_0_stage_{stage}", f"stages/{tag}"]
+                self.assert_near(values, {epoch.number: factor * getattr(
+                    epoch.parts[1 + stage], name) for epoch in kept.epochs})
+        self.assert_near(found["step", "step/bubble"][1],
+                         {epoch.number: epoch.bubble for epoch in kept.epochs})
+        self.assertIn(("step", "step/merge_ms"), found)
+        self.assertEqual(pathlib.Path(folder, "stages.png").read_bytes()[:4], b"\x89PNG")
 
     def assert_near(self, found, wanted):
         self.assertEqual(list(found), list(wanted))
@@ -599,8 +666,8 @@ def profile(lines, names=(), plane="/host:CPU"):
     return space
 
 
-def read(*spaces, kinds=("CPU", "CPU"), merge_kind="CPU", seconds=1.):
-    return sample_lib.read(spaces, seconds, kinds, merge_kind)
+def read(*spaces, kinds=("CPU", "CPU"), merge_kind="CPU", seconds=1., **options):
+    return sample_lib.read(spaces, seconds, kinds, merge_kind, **options)
 
 
 class SampleTest(parameterized.TestCase):
@@ -669,6 +736,31 @@ class SampleTest(parameterized.TestCase):
             "one": [("tower_0_CPU_1/", 1, 20), ("EagerKernelExecute", 2, 6)],
             "two": [("tower_1_CPU_2/", 22, 10), ("EagerKernelExecute", 23, 1)]}))
         self.assert_ms([*found.towers, found.merge, found.update], 6, 1, 2, 4)
+
+    def test_operations_belong_to_the_stage_they_are_in(self):
+        """Else one stage's time, or its update's, is told as another's, or as nobody's."""
+        placement = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]],
+                                  micro_batches=2).extended.placement
+        places = stages.Places(placement)
+        with tf.Graph().as_default() as graph:
+            for device, name in (("CPU:2", "tower_1_CPU_1/loss/Mean"), ("CPU:3", "merge/AddN"),
+                                 ("CPU:1", "tower_0_CPU_1/gradient_tape/tower_stage_1/x/Mul"),
+                                 ("CPU:4", "merge/tower_update/If"), ("CPU:0", "merge/other")):
+                with tf.device(f"/job:localhost/replica:0/task:0/device:{device}"):
+                    tf.no_op(name)
+        places.note(graph)
+        found = read(profile({"tf_Compute": [
+            ("towerstrategy_sample", 0, 100),
+            ("f/tower_0_CPU_1/tower_stage_0/dense/MatMul:MatMul", 0, 1),
+            ("f/tower_0_CPU_1/gradient_tape/tower_stage_1/x/Mul:Mul", 2, 2),
+            ("f/tower_1_CPU_1/loss/Mean:Mean", 5, 4),
+            ("f/tower_2_CPU_3/tower_stage_0_1/x/tower_stage_1/MatMul:MatMul", 10, 8),
+            ("merge/AddN:AddN", 20, 16),
+            ("merge/tower_update/If/then/Mul:Mul", 40, 32),
+            ("merge/other:Mul", 80, 1), ("f/tower_3_CPU_3/unknown:Mul", 90, 1)]}),
+            micro_batches=2, places=places)
+        self.assert_ms([*found.stages[0], *found.stages[1]], 1, 6, 16, 40)
+        self.assert_ms([*found.towers, found.merge, found.update], 7, 9, 17, 32)
 
     def test_one_tower_has_all_operations(self):
         """Else one tower, which has no scope, is never busy."""

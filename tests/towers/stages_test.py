@@ -2,7 +2,10 @@
 
 import collections
 import contextlib
+import json
+import os
 import re
+from unittest import mock
 
 import keras
 import numpy as np
@@ -244,7 +247,7 @@ class RefusedTest(parameterized.TestCase):
             TowerStrategy([["CPU:1", "CPU:2"]], **arguments)
 
     @parameterized.parameters(
-        (2, ValueError, "index must be from 0 to 1, as each tower has 2 stages, but got 2"),
+        (7, ValueError, "index must be from 0 to 1, as each tower has 2 stages, but got 7"),
         (-1, ValueError, "index must be from 0 to 1.*but got -1.*CPU:1, CPU:2"),
         (.5, TypeError, "index must be a whole number, but got 0.5"),
         (None, TypeError, "index must be a whole number, but got None"))
@@ -277,6 +280,35 @@ class RefusedTest(parameterized.TestCase):
             own.compile("sgd", "mse")
         with self.assertRaisesRegex(ValueError, "cannot be cut into the 2 stages.*strategy.stage"):
             own.fit(np.ones([4, 8]), np.ones([4, 1]), verbose=0)
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_a_stage_that_a_call_leaves_out(self, kit):
+        """Else a device stands idle unseen, where the stages are said in a call."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]])
+        with strategy.scope():
+            model = by_hand(kit, strategy, "called")
+            model.compile("sgd", "mse")
+        x, y = np.ones([4, 8], "f"), np.ones([4, 1], "f")
+        with self.assertRaisesRegex(
+                ValueError, "no layer of model .* went to stage 2 of the 3.*all are in 0 and 1"):
+            model.fit(x, y, verbose=0)
+        self.assertEqual(model.predict(x, verbose=0).shape, (4, 1))  # may well be a part of it
+
+    @parameterized.parameters("argument", "environment")
+    def test_several_machines(self, how):
+        """Else a worker joins its cluster, and fails when the others wait for it already."""
+        jobs = {"worker": ["one:1234", "two:1234"]}
+        resolver = None
+        if how == "argument":
+            resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+                tf.train.ClusterSpec(jobs), task_type="worker", task_id=1)
+        else:
+            self.enter_context(mock.patch.dict(os.environ, TF_CONFIG=json.dumps(
+                {"cluster": jobs, "task": {"type": "worker", "index": 1}})))
+        with self.assertRaisesRegex(
+                ValueError, "devices gives each tower 2 stages, which does not go with several "
+                            "machines, but the cluster .* 2 workers: one:1234, two:1234"):
+            TowerStrategy([["CPU:1", "CPU:2"]], cluster_resolver=resolver)
 
     @parameterized.parameters(keras, tf_keras)
     def test_xla(self, kit):

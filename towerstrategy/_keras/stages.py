@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -166,11 +166,21 @@ def _stage_in_tower(strategy: tf.distribute.Strategy, tower: contexts.TowerConte
         else:
             with strategy.extended.stages.within(stage):
                 yield
-        if outermost and names.is_model(layer) and not run.entered:
-            raise ValueError(_cannot_be_cut(strategy, layer))
+        if outermost and names.is_model(layer):
+            _check_entered(strategy, layer, run, names)
     finally:
         if outermost:
             tower.stage_run = None
+
+
+def _check_entered(strategy: tf.distribute.Strategy, model: Any, run: Run, names: Any) -> None:
+    """Raises ``ValueError`` where a model has not said by hand where it runs, or not all of it."""
+    if not run.entered:
+        raise ValueError(_cannot_be_cut(strategy, model))
+    # What is not compiled may be one part of several; what is not trained, a part of itself.
+    if plan_of(strategy, model, names) is None and names.optimizers_of(model) \
+            and _tf.may_be_recorded():
+        _check_used(strategy, model, run.entered)
 
 
 def plan_of(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Plan | None:
@@ -221,14 +231,19 @@ def _planned(strategy: tf.distribute.Strategy, model: Any, positions: Sequence[P
 
 def check_all_used(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
     """Raises ``ValueError`` where a model that is trained as a whole leaves out a stage."""
-    count, plan = strategy.extended.placement.stages, plan_of(strategy, model, names)
-    used = range(count) if plan is None else sorted(set(plan.stages))
+    plan = plan_of(strategy, model, names)
+    if plan is not None:
+        _check_used(strategy, model, plan.stages)
+
+
+def _check_used(strategy: tf.distribute.Strategy, model: Any, used: Iterable[int]) -> None:
+    count, used = strategy.extended.placement.stages, sorted(set(used))
     missing = sorted(set(range(count)) - set(used))
     if missing:
         raise ValueError(
             f"no layer of model {model.name!r} went to stage {_and(missing)} of the {count} that "
             f"each tower has (0 to {count - 1}): by strategy.stage or tf.device all are in "
-            f"{_and(used)}. Put some there, or leave all to the strategy.")
+            f"{_and(used)}. Put some there, or give each tower fewer devices.")
 
 
 def _costs(positions: Sequence[Position], slots: int, names: Any) -> Iterator[cuts.Cost]:

@@ -69,18 +69,20 @@ def resolver_of_environment() -> tf.distribute.cluster_resolver.ClusterResolver 
     return tf.distribute.cluster_resolver.TFConfigClusterResolver()
 
 
-def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Cluster | None:
+def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
+         stages: int = 1) -> Cluster | None:
     """Makes this process a worker of the resolver's cluster; once a process.
 
     Args:
       resolver: None, or says which workers there are and which of them this process is.
+      stages: how many devices are asked for each tower.
 
     Returns:
       This process' place, or None where there is no cluster of several workers.
 
     Raises:
       TypeError: ``resolver`` is no cluster resolver.
-      ValueError: the cluster or this process' task cannot be used.
+      ValueError: the cluster or this process' task cannot be used, or not with ``stages``.
       RuntimeError: TensorFlow has started already without this cluster.
     """
     if resolver is None:
@@ -90,6 +92,11 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Clu
                         "tf.distribute.cluster_resolver.ClusterResolver, but got "
                         f"{resolver!r} of type {type(resolver).__name__}.")
     cluster = place_in(resolver)
+    if cluster is not None and stages > 1:  # before anything has started
+        raise ValueError(
+            f"devices gives each tower {stages} stages, which does not go with several machines, "
+            f"but the cluster (cluster_resolver or TF_CONFIG) has {cluster.count} workers: "
+            f"{', '.join(cluster.addresses)}. Give each tower one device, or train on one machine.")
     if cluster is None or cluster in _joined:
         return cluster
     if _joined:

@@ -290,6 +290,13 @@ def _rows(devices: DevicesArgument, mixed: bool = False) -> tuple[tuple[str, ...
     return rows
 
 
+def stages_asked(devices: Any) -> int:
+    """How many stages ``devices`` gives a tower at the most; no device is looked at."""
+    asked = devices if isinstance(devices, (list, tuple)) and not _is_listed(devices) else ()
+    return max((len(row) for row in asked
+                if isinstance(row, (list, tuple)) and not _is_listed(row)), default=1)
+
+
 def _of_stages(asked: list[Any]) -> list[list[Any]]:
     """Each tower as a list of the devices of its stages, as many for each."""
     staged = [isinstance(item, (list, tuple)) and not _is_listed(item) for item in asked]

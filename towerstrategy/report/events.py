@@ -1,8 +1,8 @@
 """The report of a training as TensorBoard's events.
 
 Goes in: what ``TowerReport`` found, epoch by epoch, and its picture.  Comes out: files for
-TensorBoard, a run for each tower, so that TensorBoard draws the towers into one chart, and one for
-the step.  They are written without the package ``tensorboard``.
+TensorBoard, a run for each tower, so that TensorBoard draws the towers into one chart, one for each
+of its stages, and one for the step.  They are written without the package ``tensorboard``.
 """
 
 from __future__ import annotations
@@ -36,15 +36,21 @@ class Events:
         """An epoch's numbers; times only in the epoch that they were sampled in."""
         sampled = epoch.sample is not None and epoch.sampled_in == epoch.number
         towers = [part for part in epoch.parts if part.is_tower]
-        for number, part in enumerate(towers, self._first):
-            run = f"tower_{number}"
-            self._scalar(run, "towers/rows", part.rows, epoch.number)
+        stages = [part for part in epoch.parts if part.is_stage]
+        lines = [(f"tower_{number}", "towers", part)
+                 for number, part in enumerate(towers, self._first)]
+        # Stages are on one machine, so their towers have the same numbers everywhere.
+        lines += [(part.name.replace(", ", "_").replace(" ", "_"), "stages", part)
+                  for part in stages]
+        for run, chart, part in lines:
+            self._scalar(run, f"{chart}/rows", part.rows, epoch.number)
             if sampled:
-                self._scalar(run, "towers/busy_ms_a_step", _ms(part.seconds), epoch.number)
-                self._scalar(run, "towers/idle_share", part.idle, epoch.number)
+                self._scalar(run, f"{chart}/busy_ms_a_step", _ms(part.seconds), epoch.number)
+                self._scalar(run, f"{chart}/idle_share", part.idle, epoch.number)
         if epoch.sample is not None and sampled:
             self._scalar(self._step, "step/step_ms", _ms(epoch.sample.step), epoch.number)
-            for part in epoch.parts[len(towers):]:
+            self._scalar(self._step, "step/bubble", epoch.bubble, epoch.number)
+            for part in epoch.parts[len(lines):]:
                 self._scalar(self._step, f"step/{part.name}_ms", _ms(part.seconds), epoch.number)
         self._flush()
 

@@ -1,7 +1,7 @@
 """The report of a training as a PNG.
 
 Goes in: what ``TowerReport`` found, epoch by epoch.  Comes out: the parts of the last sampled
-step as bars, and each tower's busy share over the epochs as lines.
+step as bars, and each tower's, or stage's, busy share over the epochs as lines.
 """
 
 from __future__ import annotations
@@ -78,12 +78,13 @@ def _bars(axes: Any, epoch: tower_report.Epoch, sample: Sample) -> None:
     step = 1e3 * sample.step
     for height, part in enumerate(epoch.parts):
         busy = 1e3 * (part.seconds or 0)
-        if part.is_tower:
+        can_idle = part.idle is not None
+        if can_idle:
             axes.barh(height, step, height=0.62, color=_IDLE)
-        axes.barh(height, busy, height=0.62, color=_TOWER if part.is_tower else _OTHER)
+        axes.barh(height, busy, height=0.62, color=_TOWER if can_idle else _OTHER)
         rows = f"{part.rows:,} rows, " if part.rows is not None else ""
         idle = f", {part.idle:.0%} idle" if part.idle is not None else ""
-        axes.text(max(busy, step if part.is_tower else 0) + 0.015 * step, height,
+        axes.text(max(busy, step if can_idle else 0) + 0.015 * step, height,
                   f"{rows}{busy:.3g} ms{idle}", va="center", color=_INK, fontsize=9)
     axes.set_yticks(range(len(epoch.parts)),
                     [f"{part.name}, {part.device}" for part in epoch.parts], color=_INK)
@@ -91,22 +92,27 @@ def _bars(axes: Any, epoch: tower_report.Epoch, sample: Sample) -> None:
     axes.set_xlim(0, 1.5 * step)
     axes.axvline(step, color=_MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
     axes.set_xlabel("ms in which at least one operation was running")
-    _style(axes, f"A step of epoch {epoch.number + 1}: {step:.3g} ms", "x")
+    bubble = "" if epoch.bubble is None else f", bubble {epoch.bubble:.0%}"
+    _style(axes, f"A step of epoch {epoch.number + 1}: {step:.3g} ms{bubble}", "x")
 
 
 def _lines(axes: Any, sampled: Sequence[tuple[tower_report.Epoch, Sample]]) -> None:
     numbers = [epoch.number + 1 for epoch, _ in sampled]
-    towers = len(sampled[-1][1].towers)
-    for tower in range(min(towers, _MOST_LINES)):
-        axes.plot(numbers, [1 - sample.idle(tower) for _, sample in sampled], marker="o",
-                  markersize=4, linewidth=1.5, label=f"tower {tower}")
+    lines: list[tuple[int, int | None]] = [
+        (tower, stage) for tower, row in enumerate(sampled[-1][1].stages)
+        for stage in range(len(row))] or [(tower, None) for tower in
+                                          range(len(sampled[-1][1].towers))]
+    for tower, stage in lines[:_MOST_LINES]:
+        label = f"tower {tower}" if stage is None else f"tower {tower}, stage {stage}"
+        axes.plot(numbers, [1 - sample.idle(tower, stage) for _, sample in sampled], marker="o",
+                  markersize=4, linewidth=1.5, label=label)
     axes.set_ylim(0, 1.02)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     axes.set_xlim(0.5, numbers[-1] + 0.5)
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.set_xlabel("epoch")
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="best")
-    more = f" (of {towers}, the first {_MOST_LINES})" if towers > _MOST_LINES else ""
+    more = f" (of {len(lines)}, the first {_MOST_LINES})" if len(lines) > _MOST_LINES else ""
     _style(axes, f"Busy share of the sampled step{more}", "y")
 
 

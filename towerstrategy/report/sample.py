@@ -1,12 +1,13 @@
 """Where the time of a step goes, from one that ran under TensorFlow's profiler.
 
-Goes in: the call of a step.  Comes out: its result and a :class:`Sample`: for each tower, and for
-split, merge and update, how long at least one operation of it was running.
+Goes in: the call of a step.  Comes out: its result and a :class:`Sample`: for each tower, each of
+its stages, and for split, merge and update, how long at least one operation of it was running.
 
 TensorFlow's profiler notes the start and the end of every operation.  An operation belongs to the
 part of the step in whose name scope it is; operations of eager code have none and belong to the
 span that they run in.  Times of operations that run at once are not added up: a part's time is that
-of the union of their intervals, so it is at most the step's.
+of the union of their intervals, so it is at most the step's.  A stage is busy with whatever is on
+its device: the tower's work, and the merge and the update of its weights.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.report import quiet
 from towerstrategy.towers import contexts
+from towerstrategy.towers import stages as stages_lib
 
 _WINDOW = "towerstrategy_sample"
 _SCOPE = re.compile(rf"(?:^|/)(?:tower_(?P<tower>\d+)_[A-Z]+_\d+|(?P<merge>merge)"
@@ -36,7 +38,8 @@ _OPERATION = re.compile(r"(?<!:):_?[A-Z]\w*$")
 _GET_NEXT = re.compile(r"IteratorGetNext\w*Op::DoCompute$")
 _EAGER = "EagerKernelExecute"
 
-# A part of the step: a tower's number, or one of "merge", "update", "split", "input".
+# A part of the step: a tower's number, the numbers of a tower and its stage, or one of "merge",
+# "update", "split", "input".
 Part = Any
 Interval = tuple[int, int]  # picoseconds
 
@@ -53,6 +56,8 @@ class Sample:
       split: the same for the split, in the input pipeline, beside the step.
       input: how long the step waited for its batch.
       steps: how many steps ran in the sampled call; the times above are of one of them.
+      stages: by tower and stage, the time in which at least one operation was running on the
+        stage's device; empty where a tower is one device.
     """
 
     step: float
@@ -62,10 +67,13 @@ class Sample:
     split: float
     input: float
     steps: int = 1
+    stages: tuple[tuple[float, ...], ...] = ()
 
-    def idle(self, tower: int) -> float:
-        """The share of the step in which no operation of ``tower`` was running."""
-        return 1 - min(self.towers[tower] / self.step, 1)
+    def idle(self, tower: int, stage: int | None = None) -> float:
+        """The share of the step in which no operation of ``tower``, or its stage, was running."""
+        busy = self.towers[tower] if stage is None else self.stages[tower][stage]
+        return 1 - min(busy / self.step, 1)
+
 
 
 class Busy(Exception):
@@ -76,8 +84,8 @@ class NotTaken(Exception):
     """The profiler cannot be used here."""
 
 
-def take(call: Callable[[], Any], kinds: Sequence[str],
-         merge_kind: str, micro_batches: int = 1) -> tuple[Any, Callable[[], Sample]]:
+def take(call: Callable[[], Any], kinds: Sequence[str], merge_kind: str, micro_batches: int = 1,
+         places: stages_lib.Places | None = None) -> tuple[Any, Callable[[], Sample]]:
     """Runs ``call`` under the profiler.
 
     Args:
@@ -85,6 +93,7 @@ def take(call: Callable[[], Any], kinds: Sequence[str],
       kinds: the towers' kinds of device, ``"CPU"`` or ``"GPU"``.
       merge_kind: the merge device's.
       micro_batches: how many parts each tower's rows are cut into.
+      places: where towers have stages, which operation is in which.
 
     Returns:
       What ``call`` returned, and a function that makes the sample of it, or raises what the
@@ -102,7 +111,7 @@ def take(call: Callable[[], Any], kinds: Sequence[str],
     except BaseException:
         recording.drop()
         raise
-    return result, recording.end(kinds, merge_kind, micro_batches)
+    return result, recording.end(kinds, merge_kind, micro_batches, places)
 
 
 class Recording:
@@ -139,8 +148,8 @@ class Recording:
             self._window.__exit__(None, None, None)
             _stop(save=False)
 
-    def end(self, kinds: Sequence[str], merge_kind: str,
-            micro_batches: int = 1) -> Callable[[], Sample]:
+    def end(self, kinds: Sequence[str], merge_kind: str, micro_batches: int = 1,
+            places: stages_lib.Places | None = None) -> Callable[[], Sample]:
         """Ends it; a function that makes the sample of it, or raises what was raised since."""
         self._window.__exit__(None, None, None)
         ended = time.perf_counter()
@@ -156,7 +165,7 @@ class Recording:
         def made() -> Sample:
             try:
                 return read(map(_tf.read_profile, written), seconds, kinds, merge_kind,
-                            micro_batches)
+                            micro_batches, places)
             finally:
                 self.cost += time.perf_counter() - ended
 
@@ -164,7 +173,7 @@ class Recording:
 
 
 def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind: str,
-         micro_batches: int = 1) -> Sample:
+         micro_batches: int = 1, places: stages_lib.Places | None = None) -> Sample:
     """The sample in a profile.
 
     Args:
@@ -173,8 +182,9 @@ def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind
       kinds: see :func:`take`.
       merge_kind: see :func:`take`.
       micro_batches: see :func:`take`.
+      places: see :func:`take`.
     """
-    host, device = (_Times(len(kinds), micro_batches) for _ in range(2))
+    host, device = (_Times(len(kinds), micro_batches, places) for _ in range(2))
     window, steps = None, 0
     for space in spaces:
         for plane in space.planes:
@@ -190,9 +200,12 @@ def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind
         return (device if on_device else host).total(part, window) / steps
 
     step = seconds if window is None else (window[1] - window[0]) / 1e12
+    stages = () if places is None else places.kinds
     return Sample(step / steps, tuple(time_of(tower, kind) for tower, kind in enumerate(kinds)),
                   time_of("merge", merge_kind), time_of("update", merge_kind),
-                  time_of("split", "CPU"), time_of("input", "CPU"), steps)
+                  time_of("split", "CPU"), time_of("input", "CPU"), steps,
+                  tuple(tuple(time_of((tower, stage), kind) for stage, kind in enumerate(row))
+                        for tower, row in enumerate(stages)))
 
 
 def _start(folder: str) -> None:
@@ -213,9 +226,11 @@ def _fail(error: Exception) -> Sample:
 class _Times:
     """The intervals in which each part of the step ran, on the host or on accelerators."""
 
-    def __init__(self, towers: int, micro_batches: int) -> None:
+    def __init__(self, towers: int, micro_batches: int,
+                 places: stages_lib.Places | None) -> None:
         self._micro_batches = micro_batches
-        self._alone = towers * micro_batches == 1
+        self._places = places
+        self._alone = towers * micro_batches == 1 and places is None
         self._intervals: dict[Part, list[Interval]] = {}
         self.window: Interval | None = None
         self.steps = 0
@@ -236,12 +251,12 @@ class _Times:
         """Adds what ran on the host."""
         names = {key: metadata.name for key, metadata in plane.event_metadata.items()}
         spans = {key: self._span(name) for key, name in names.items() if ":" not in name}
-        spans = {key: part for key, part in spans.items() if part is not None}
+        spans = {key: parts for key, parts in spans.items() if parts}
         waits = {key for key, name in names.items() if _GET_NEXT.search(name)}
         windows = {key for key, name in names.items() if name == _WINDOW}
         eager = {key for key, name in names.items() if name == _EAGER} if spans else set()
-        parts = {key: self._part(name) for key, name in names.items() if ":" in name}
-        parts = {key: part for key, part in parts.items() if part is not None}
+        parts = {key: self._parts(name) for key, name in names.items() if ":" in name}
+        parts = {key: found for key, found in parts.items() if found}
         for line in plane.lines:
             # All operations are the only tower's, but for those of the input pipeline.
             mine = {} if self._alone and line.name.startswith("tf_data") else parts
@@ -249,11 +264,10 @@ class _Times:
                 self._add_eager(line, spans, eager)
             for event in line.events:
                 key = event.metadata_id
-                part = mine.get(key)
-                if part is not None:
-                    self._add(part, line, event)
+                if key in mine:
+                    self._add(mine[key], line, event)
                 elif key in waits:
-                    self._add("input", line, event)
+                    self._add(["input"], line, event)
                     self.steps += 1
                 elif key in windows:
                     self.window = _interval(line, event)
@@ -268,11 +282,9 @@ class _Times:
                 for stat in event.stats:
                     if stat.metadata_id in named:
                         name = stat.str_value or plane.stat_metadata[stat.ref_value].name
-                        part = self._part(name)
-                        if part is not None:
-                            self._add(part, line, event)
+                        self._add(self._parts(name), line, event)
 
-    def _add_eager(self, line: Any, spans: dict[int, Part], eager: set[int]) -> None:
+    def _add_eager(self, line: Any, spans: dict[int, list[Part]], eager: set[int]) -> None:
         """Adds a thread's eager operations to the innermost span that each is in."""
         inside = [(*_interval(line, event), spans[event.metadata_id])
                   for event in line.events if event.metadata_id in spans]
@@ -284,20 +296,33 @@ class _Times:
                 first, last = _interval(line, event)
                 around = [span for span in inside if span[0] <= first and last <= span[1]]
                 if around:
-                    self._add(max(around)[2], line, event)
+                    self._add(max(around, key=lambda span: span[:2])[2], line, event)
 
-    def _add(self, part: Part, line: Any, event: Any) -> None:
-        self._intervals.setdefault(part, []).append(_interval(line, event))
+    def _add(self, parts: Iterable[Part], line: Any, event: Any) -> None:
+        for part in parts:
+            self._intervals.setdefault(part, []).append(_interval(line, event))
 
-    def _span(self, name: str) -> Part:
-        """The part whose eager operations run within a span of this name, or None."""
+    def _span(self, name: str) -> list[Part]:
+        """The parts whose eager operations run within a span of this name."""
         name = name.rstrip("/")
         if name == contexts.UPDATE_SCOPE:
-            return "update"
-        found = _SCOPE.fullmatch(name)
+            return ["update"]
+        scope, _, stage = name.partition(f"/{stages_lib.SCOPE}")
+        found = _SCOPE.fullmatch(scope)
         if found is None or found["split"]:
-            return None
-        return "merge" if found["merge"] else int(found["tower"]) // self._micro_batches
+            return []
+        if found["merge"]:
+            return ["merge"]
+        tower = int(found["tower"]) // self._micro_batches
+        # What eager code does outside of all stages is done on the first one's device.
+        return [tower] if self._places is None else [tower, (tower, int(stage or 0))]
+
+    def _parts(self, name: str) -> list[Part]:
+        """The parts that the operation ``name:Type`` counts for."""
+        part = self._part(name)
+        stage = None if part is None or self._places is None else self._places.of(
+            name.rpartition(":")[0])
+        return [found for found in (part, stage) if found is not None]
 
     def _part(self, name: str) -> Part:
         """The part that the operation ``name:Type`` belongs to, or None."""

@@ -27,14 +27,15 @@ from towerstrategy.report.watch import Watch
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A line of the table: a tower, or another part of the step.
+    """A line of the table: a tower, a stage of one, or another part of the step.
 
     Attributes:
-      name: such as ``"tower 0"`` or ``"merge"``.
+      name: such as ``"tower 0"``, ``"tower 0, stage 1"`` or ``"merge"``.
       device: where it runs.
-      rows: a tower's rows in this epoch; None where they were not counted.
-      seconds: in a step, the time in which at least one operation of it was running.
-      idle: a tower's share of the step in which none was; None for other parts.
+      rows: a tower's rows in this epoch; None where they were not counted, and for other parts.
+      seconds: in a step, the time in which at least one operation of it was running; of a stage,
+        on its device.
+      idle: a tower's or stage's share of the step in which none was; None for other parts.
     """
 
     name: str
@@ -46,7 +47,12 @@ class Part:
     @property
     def is_tower(self) -> bool:
         """Whether this is a tower."""
-        return self.name.startswith("tower")
+        return self.name.startswith("tower") and not self.is_stage
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether this is a stage of a tower."""
+        return ", stage " in self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +80,13 @@ class Epoch:
         """The towers' rows in this epoch."""
         return tuple(part.rows for part in self.parts if part.is_tower)
 
+    @property
+    def bubble(self) -> float | None:
+        """What all towers' stages were idle of the sampled step, on average; None without stages.
+        """
+        idle = [part.idle for part in self.parts if part.is_stage and part.idle is not None]
+        return sum(idle) / len(idle) if idle else None
+
     def __str__(self) -> str:
         counted = [rows for rows in self.rows if rows is not None]
         title = f"epoch {self.number + 1}: {sum(counted):,} rows in {self.seconds:.3g} s"
@@ -82,6 +95,8 @@ class Epoch:
         else:
             when = "" if self.sampled_in == self.number else f" of epoch {self.sampled_in + 1}"
             title += f"; a step{when} took {1e3 * self.sample.step:.3g} ms"
+            if self.bubble is not None:
+                title += f"; bubble {self.bubble:.0%}"
         if self.shares is not None:
             title += f"; shares {', '.join(f'{share:g}' for share in self.shares)}"
         cells = [(part.name, part.device, "" if part.rows is None else f"{part.rows:,}",
@@ -116,6 +131,10 @@ class TowerReport(Callback):
     - **idle**: the share of the step in which no operation of that tower was running.  CPU towers
       share the machine's cores: one of them can be busy and still wait for a core.
 
+    Where a tower is a row of devices, each of its *stages* has a line of its own: the time in which
+    at least one operation was running on the stage's device, merge and update among them.  What
+    the stages were idle on average is the *bubble* in the table's first line.
+
     The sampled step runs under TensorFlow's profiler.  A step is sampled when that leaves the cost
     of samples below ``most`` of the time trained; the first always is.  Of an epoch without a
     sample one line is printed: its rows.  The picture is drawn when that costs no more than
@@ -129,7 +148,8 @@ class TowerReport(Callback):
       most: the share of the training's time that samples may take, and pictures.
       print_fn: a function that gets each epoch's table; None prints nothing.
       log_dir: a folder for TensorBoard, or None: a run a tower with its rows, busy time and idle
-        share, one with the step's other parts, and the picture where matplotlib is installed.
+        share, a run a stage, one with the step's other parts, and the picture where matplotlib is
+        installed.
 
     Attributes:
       epochs: what was found, one :class:`Epoch` each.
@@ -291,11 +311,18 @@ def _check(picture: Any, log_dir: Any, most: Any, print_fn: Any) -> None:
 
 def _epoch(number: int, watch: Watch, shares: list[float] | None) -> Epoch:
     placement, sample, rows = watch.placement, watch.sample, watch.rows
-    lines = [Part(f"tower {tower}", devices_lib.short_name(device),
-                  None if rows is None else rows[tower],
-                  None if sample is None else sample.towers[tower],
-                  None if sample is None else sample.idle(tower))
-             for tower, device in enumerate(placement.devices)]
+    lines = []
+    for tower, device in enumerate(placement.devices):
+        row = placement.rows[tower] if placement.rows else ()
+        lines.append(Part(f"tower {tower}",
+                          f"{len(row)} stages" if row else devices_lib.short_name(device),
+                          None if rows is None else rows[tower],
+                          None if sample is None else sample.towers[tower],
+                          None if sample is None else sample.idle(tower)))
+        lines += [Part(f"tower {tower}, stage {stage}", devices_lib.short_name(name), None,
+                       None if sample is None else sample.stages[tower][stage],
+                       None if sample is None else sample.idle(tower, stage))
+                  for stage, name in enumerate(row)]
     where = description.merge_name(placement)
     for name, device in (("merge", where), ("update", where), ("split", "CPU:0"),
                          ("input", "CPU:0")):

@@ -59,6 +59,7 @@ class Watch:
         self._start = self._epoch_start = time.perf_counter()
         self._kinds = [str(tf.DeviceSpec.from_string(device).device_type)
                        for device in (*placement.devices, placement.merge)]
+        self._places = extended.places if placement.rows else None
         self._sample_cost = 0.0
         self.tried_in: int | None = None
         self._epoch = 0
@@ -131,7 +132,7 @@ class Watch:
         self.tried_in = self._epoch
         try:
             result, sample = take(lambda: self._function(iterator), towers, merge,
-                                  self.placement.micro_batches)
+                                  self.placement.micro_batches, self._places)
         except (Busy, NotTaken) as error:
             if isinstance(error, NotTaken):
                 quiet.warn("sample a step", error)

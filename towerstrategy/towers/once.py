@@ -125,6 +125,7 @@ class _Once:
         placement, copier = self._strategy.extended.placement, self._copier
         others = [copier.table.operations_of(tower) for tower in range(1, len(self._devices))]
         order.put(self._graph, [copier.firsts, *others], placement, results)
+        self._strategy.extended.places.note(self._graph)
 
     def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call`` of tower 0: the others get there at once."""

@@ -18,6 +18,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -26,9 +27,12 @@ from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import kind
 from towerstrategy.towers import contexts
 
-_SCOPE = re.compile(r"\btower_stage_(\d+)(?:_\d+)?/")
+SCOPE = "tower_stage_"
+_SCOPE = re.compile(rf"\b{SCOPE}(\d+)(?:_\d+)?/")
 GRADIENTS = "gradient_tape/"
 _READ = "ReadVariableOp"
+# From the scope on that is the same in a traced graph and in a profile of it.
+_OWN = re.compile(r"(?:^|/)((?:tower_(\d+)_[A-Z]+_\d+|merge)/.+)")
 
 
 class Stages(threading.local):
@@ -71,9 +75,17 @@ def _placed(placement: devices_lib.Placement, index: int | None) -> Iterator[Non
         return
     if tower.stage_run is not None:
         tower.stage_run.entered.add(index)
-    with tf.device(tower.row[index]), contextlib.nullcontext() if tf.executing_eagerly() \
-            else tf.name_scope(f"tower_stage_{index}"):
+    with tf.device(tower.row[index]), _named(tower, index):
         yield
+
+
+def _named(tower: contexts.TowerContext, index: int) -> contextlib.AbstractContextManager[Any]:
+    """The stage in the names of what is done within; in a profile, where that is done eagerly."""
+    scope = f"{SCOPE}{index}"
+    if not tf.executing_eagerly():
+        return tf.name_scope(scope)
+    number = tower.part_of(range(tower.count))  # not asked for, which would end a single trace
+    return tf.profiler.experimental.Trace(f"{contexts.scope_name(number, tower.row[0])}/{scope}")
 
 
 def scoped(name: str) -> int | None:
@@ -161,3 +173,51 @@ class Placer:
             self._forward[operation.name.rpartition("/")[0]].add(stage)
         if operation.device == self._row[0] and stage:
             _tf.set_device(operation, self._row[stage])
+
+
+class Places:
+    """In which stage of which tower an operation ran, by the name that a profile has of it.
+
+    Most names tell it by their scope.  Where others are is noted when a step has been traced.
+
+    Args:
+      placement: where the strategy runs.
+
+    Attributes:
+      kinds: by tower and stage, the kind of the device; empty where a tower is one device.
+    """
+
+    def __init__(self, placement: devices_lib.Placement) -> None:
+        self._micro_batches = placement.micro_batches
+        self.kinds = tuple(tuple(str(tf.DeviceSpec.from_string(device).device_type)
+                                 for device in row) for row in placement.rows)
+        self._at = {device: (tower, stage) for tower, row in enumerate(placement.rows)
+                    for stage, device in enumerate(row)}
+        self._noted: dict[str, tuple[int, int]] = {}
+
+    def note(self, graph: tf.Graph) -> None:
+        """A step has been traced in ``graph``, and each operation has its device."""
+        for operation in graph.get_operations() if self._at else ():
+            own = _OWN.search(operation.name)
+            if own is not None and operation.device in self._at and _told(own) is None:
+                self._noted[own[1]] = self._at[operation.device]
+
+    def of(self, name: str) -> tuple[int, int] | None:
+        """The tower and the stage of the operation ``name``; None where they are not known."""
+        own = _OWN.search(name)
+        if own is None:
+            return None
+        stage = _told(own)
+        if stage is not None:
+            return int(own[2]) // self._micro_batches, stage
+        name = own[1]
+        while name:  # of what is inside of a branch or a loop that is known itself
+            if name in self._noted:
+                return self._noted[name]
+            name = name.rpartition("/")[0]
+        return None
+
+
+def _told(own: re.Match[str]) -> int | None:
+    """The stage that the name of a tower's operation tells."""
+    return None if own[2] is None else scoped(own[1])

@@ -120,6 +120,7 @@ class _Call:
         if not self._state.eager:
             order.put(self._state.graph, self._operations, self._strategy.extended.placement,
                       results)
+            self._strategy.extended.places.note(self._state.graph)
         if self._compiles:
             for tower in self._towers:
                 # Shapes differ or numbers are drawn elsewhere: each tower has functions of its own.
