@@ -218,6 +218,31 @@ class RemadeTest(parameterized.TestCase):
         self.assert_same(accumulate(None, kit, where, sparse),
                          accumulate(towerstrategy.TowerStrategy(towers), kit, where, sparse))
 
+    def test_a_product_with_a_large_weight(self):
+        """Else a gradient that is projected by a large weight is tower 0's alone, on CPU towers."""
+        x = np.random.default_rng(1).normal(size=[6, 256]).astype("float32")
+
+        def trained(strategy):
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                weight = tf.Variable(tf.random.stateless_normal([256, 1024], [1, 2]) / 16)
+
+            def replica(x):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(tf.matmul(x, weight)))
+                    loss = strategy.scale_loss(loss) if strategy else loss
+                gradient = tape.gradient(loss, weight)
+                along = tf.matmul(tf.matmul(gradient, weight, transpose_b=True), weight)
+                weight.assign_sub(10. * gradient - 0.1 * along)
+
+            @tf.function
+            def step(x):
+                return strategy.run(replica, (strategy.split(x),)) if strategy else replica(x)
+
+            step(x)
+            return weight.numpy()
+
+        self.assert_same([trained(None)], [trained(towerstrategy.TowerStrategy(3))])
+
     @parameterized.parameters("by hand", "merged first", "in a function")
     def test_eager_step_by_hand(self, how):
         """Else an eager step that is right on one device is R times too small without a word."""

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towerstrategy import _tensorflow as _tf
+
 Nest = Any
 Rows = Any  # an int, or a scalar int64 tensor
 Units = Any  # whole numbers, one a tower: a tuple, or an int64 vector; None where all are equal
@@ -69,9 +71,10 @@ def deal(rows: Rows, towers: int, units: Units = None) -> tuple[list[Rows], list
     if isinstance(rows, int):
         starts = [tower * base + min(tower, extra) for tower in range(towers)]
         return starts, [base + int(tower < extra) for tower in range(towers)]
-    numbers = tf.range(towers, dtype=rows.dtype)  # one operation for all: each batch pays for them
+    # One operation for all towers: each batch pays for them.
+    numbers = np.arange(towers, dtype=rows.dtype.as_numpy_dtype)
     starts = numbers * base + tf.minimum(numbers, extra)
-    sizes = base + tf.cast(numbers < extra, rows.dtype)
+    sizes = base + tf.cast(extra > numbers, rows.dtype)
     return tf.unstack(starts), tf.unstack(sizes)
 
 
@@ -147,15 +150,52 @@ def is_absent(spec: Any) -> bool:
 def with_stand_ins(rows: Rows, starts: list[Rows],
                     sizes: list[Rows]) -> tuple[list[Rows], list[Rows]]:
     """Starts and sizes that give a tower without rows the batch's last row (if there is any)."""
-    if isinstance(rows, int):
-        if all(isinstance(size, int) for size in sizes):
-            last = max(rows - 1, 0)
-            return [min(start, last) for start in starts], [max(size, 1) for size in sizes]
-        rows = tf.constant(rows, sizes[0].dtype)
-    one = tf.constant(1, rows.dtype)
-    last = tf.maximum(rows - one, 0)
-    return (tf.unstack(tf.minimum(tf.stack(starts), last)),
-            tf.unstack(tf.maximum(tf.stack(sizes), one)))
+    if isinstance(rows, int) and all(isinstance(size, int) for size in sizes):
+        last = max(rows - 1, 0)
+        return [min(start, last) for start in starts], [max(size, 1) for size in sizes]
+    last = tf.maximum(tf.cast(rows, tf.int64) - 1, 0)
+    return (tf.unstack(tf.minimum(vector(starts), last)),
+            tf.unstack(tf.maximum(vector(sizes), 1)))
+
+
+def vector(numbers: Sequence[Rows]) -> tf.Tensor:
+    """``numbers`` as one int64 tensor; the one that they were taken out of, where there is one."""
+    first = numbers[0]
+    if isinstance(first, tf.Tensor) and not _tf.is_eager(first) and first.op.type == "Unpack" \
+            and first.dtype == tf.int64 and len(first.op.outputs) == len(numbers) \
+            and all(mine is own for mine, own in zip(numbers, first.op.outputs)):
+        return first.op.inputs[0]
+    return tf.stack([tf.cast(number, tf.int64) for number in numbers])
+
+
+class Cuts:
+    """Cuts each component of a batch into the towers' parts.
+
+    Args:
+      rows: rows of the batch.
+      starts: where each tower's rows start.
+      sizes: how many they are.
+    """
+
+    def __init__(self, rows: Rows, starts: Sequence[Rows], sizes: Sequence[Rows]) -> None:
+        self._parts = list(zip(starts, sizes))
+        self._known = all(isinstance(number, int) for part in self._parts for number in part)
+        ends = [start + size for start, size in self._parts] if self._known else []
+        self._in_a_row = ends[-1:] == [rows] and starts[0] == 0 and ends[:-1] == list(starts[1:])
+        self._bounds: list[tuple[tf.Tensor, tf.Tensor]] = []
+
+    def of(self, tensor: Any) -> list[Any]:
+        """The towers' parts of a component."""
+        if not isinstance(tensor, tf.Tensor) or self._known and not self._in_a_row:
+            return [rows_between(tensor, start, size) for start, size in self._parts]
+        if self._known:  # one operation for all towers
+            sizes = [size for _, size in self._parts]
+            return tf.split(tensor, len(sizes) if len(set(sizes)) == 1 else sizes)
+        if not self._bounds:  # once for all components, as vectors of one number
+            starts, sizes = map(vector, zip(*self._parts))
+            count = len(self._parts)
+            self._bounds = list(zip(tf.split(starts, count), tf.split(starts + sizes, count)))
+        return [tf.strided_slice(tensor, start, end, [1]) for start, end in self._bounds]
 
 
 def rows_between(tensor: Any, start: Rows, size: Rows) -> Any:

@@ -58,16 +58,15 @@ def split_batch(batch: Nest, towers: int, stand_ins: bool = False,
     pack: Callable[[list[Any]], sub_batches.SubBatches] = sub_batches.SubBatches
     absent = stand_ins and not all(isinstance(size, int) and size > 0 for size in sizes)
     if absent or told is not None:
-        counts = tf.cast(tf.stack(sizes if told is None else told), tf.int64)
+        counts = rows_lib.vector(sizes if told is None else told)
         if absent:
             starts, sizes = rows_lib.with_stand_ins(rows, starts, sizes)
         pack = functools.partial(sub_batches.StandInSubBatches, rows=counts)
     known = all(isinstance(size, int) for size in sizes) and not tf.executing_eagerly()
     if dealing is not None and known and len(set(sizes)) > 1:
         starts, sizes = rows_lib.opened(starts, sizes)
-    dealt = [pack([rows_lib.rows_between(tensor, start, size)
-                   for start, size in zip(starts, sizes)])
-             if rows_lib.has_rows(tensor) else tensor for tensor in tensors]
+    cuts = rows_lib.Cuts(rows, starts, sizes)
+    dealt = [pack(cuts.of(tensor)) if rows_lib.has_rows(tensor) else tensor for tensor in tensors]
     dealt = tf.nest.pack_sequence_as(batch, dealt)
     return dealt if dealing is None else sub_batches.with_open_rows(dealt)
 
@@ -145,9 +144,14 @@ def _rows_of_all(counted: Sequence[tuple[str, Any]]) -> rows_lib.Rows:
         return rows[0]
     counts = [tf.cast(count, tf.int64) for count in rows]
     told = [part for (path, _), count in zip(counted, counts) for part in (f"{path} has", count)]
-    check = tf.debugging.Assert(
-        tf.reduce_all([tf.equal(count, counts[0]) for count in counts[1:]]), [_SAME_ROWS, *told])
-    if isinstance(rows[0], int) or check is None:  # eager code has checked already
+    alike = tf.reduce_all(tf.equal(tf.stack(counts[1:]), counts[0]))
+    if tf.executing_eagerly():
+        tf.debugging.Assert(alike, [_SAME_ROWS, *told])
+        return rows[0]
+    # The operation itself: tf.debugging's would put it into a branch, to be traced for each batch.
+    check = tf.raw_ops.Assert(
+        condition=alike, data=[tf.convert_to_tensor(part) for part in (_SAME_ROWS, *told)])
+    if isinstance(rows[0], int):
         return rows[0]
     with tf.control_dependencies([check]):
         return tf.identity(rows[0])

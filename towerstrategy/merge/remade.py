@@ -101,6 +101,13 @@ class _Behind:
         return self._found
 
 
+class _Made(NamedTuple):
+    """An operation and its inputs, which may be others once the towers are copied."""
+
+    operation: tf.Operation
+    inputs: tuple[tf.Tensor, ...]
+
+
 class Remade:
     """Values that can be made again, once the gradients behind them have been merged.
 
@@ -114,7 +121,7 @@ class Remade:
                              for index, part in enumerate(_parts(gradient.value))}
         self._every = gradients
         self._made_of = made_of
-        self._needed: dict[str, tf.Operation] = {}
+        self._needed: dict[str, _Made] = {}
         self._used: dict[int, int] = {}
         self._values: dict[int, Value] = {}
         self._walk = provenance.Walk()
@@ -130,7 +137,7 @@ class Remade:
     def take(self, place: int, value: Value) -> None:
         """Takes ``value`` in if it is, or is made of, gradients, and of nothing else of a tower's.
         """
-        needed: dict[str, tf.Operation] = {}
+        needed: dict[str, _Made] = {}
         used: set[int] = set()
         waiting = _parts(value)
         while waiting:
@@ -139,11 +146,11 @@ class Remade:
                 used.add(self._gradient_of[tensor.name][0])
             elif tensor.op.name in self._made_of:
                 if tensor.op.name not in needed:
-                    needed[tensor.op.name] = tensor.op
-                    waiting.extend(tensor.op.inputs)
+                    needed[tensor.op.name] = made = _Made(tensor.op, tuple(tensor.op.inputs))
+                    waiting.extend(made.inputs)
             elif not self._walk.is_steady(tensor):
                 return
-        if not used or any(operation.op_def.is_stateful for operation in needed.values()):
+        if not used or any(made.operation.op_def.is_stateful for made in needed.values()):
             return
         self._needed.update(needed)
         for number in used:
@@ -168,16 +175,16 @@ class Remade:
         if not self._needed:
             return {}
         graph_def = tf.compat.v1.GraphDef()
-        graph = next(iter(self._needed.values())).graph
+        graph = next(iter(self._needed.values())).operation.graph
         graph_def.versions.producer = graph.graph_def_versions.producer
         inputs: dict[str, tf.Tensor] = {}
-        for operation in self._needed.values():
+        for operation, given in self._needed.values():
             node = graph_def.node.add()
             node.CopyFrom(operation.node_def)
             node.device = ""
             node.attr.pop("_class", None)
             del node.input[:]
-            for tensor in operation.inputs:
+            for tensor in given:
                 if tensor.name in self._gradient_of:
                     number, index = self._gradient_of[tensor.name]
                     key, value = f"merged/{number}_{index}:0", merged[self._used[number]][index]

@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.towers import operands, reads, tables
+from towerstrategy.towers import operands, products, reads, tables
 from towerstrategy.towers.tables import NeedsOwnTrace
 
 # Bytes of a node. An operation is compared with earlier ones by all it holds, constants too.
@@ -36,6 +36,7 @@ class Copier:
       scopes: the name scopes of the towers' operations.
       local_variables: gives the tower-local variables that exist, each a list of its parts.
       stage_of: the stage of an operation of tower 0.
+      joins: whether products with large weights are made once for all, see :mod:`products`.
 
     Attributes:
       table: what each tower has in place of tower 0's tensors and operations.
@@ -44,12 +45,13 @@ class Copier:
 
     def __init__(self, graph: tf.Graph, rows: Sequence[Sequence[str]], scopes: Sequence[str],
                  local_variables: Callable[[], Iterator[Sequence[tf.Variable]]],
-                 stage_of: Callable[[tf.Operation], int]) -> None:
+                 stage_of: Callable[[tf.Operation], int], joins: bool = False) -> None:
         self.table = tables.Table(len(rows))
         self._graph = graph
         self._rows = [[tf.DeviceSpec.from_string(device).to_string() for device in row]
                       for row in rows]
         self._stage_of = stage_of
+        self._joins = joins
         self._scopes = scopes
         self._local_variables = local_variables
         self.firsts: set[str] = set()  # names of tower 0's operations
@@ -75,7 +77,10 @@ class Copier:
         Args:
           handed: what tower 0 hands to the others: a nest of tensors, operations and other values.
         """
-        operands.swap(self._graph, self.added())
+        self._put_local_variables()
+        joins = self._joins and products.are_free(self.added(), self.table)
+        if not joins:
+            operands.swap(self._graph, self.added())
         self.firsts.update(operation.name for operation in self.added())
         stretch = [*self._waiting, *self.added()]
         needed = _needed(stretch, handed)
@@ -83,9 +88,12 @@ class Copier:
         stretch = [operation for operation in stretch if operation.name in needed]
         if stretch:
             self._check(stretch)
-            self._put_local_variables()
             stretch = self._without_shared_reads(stretch)
+            missing: list[products.Missing] = []
+            if joins:
+                stretch, missing = products.join(self._graph, stretch, self.table, len(self._rows))
             self._import(stretch)
+            products.complete(missing, self.table)
             self.copied += stretch
         self.skip()
 
