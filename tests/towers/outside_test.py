@@ -61,6 +61,31 @@ class OutsideTest(parameterized.TestCase):
         for one, other in zip(got, wanted):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
+    @parameterized.product(kit=[keras, tf_keras], towers=[1, 3], in_scope=[False, True],
+                           where=["towers", "outside"], in_function=[True, False])
+    def test_optimizers_that_nobody_has_built(self, kit, towers, in_scope, where, in_function):
+        """Else an optimizer that one device builds when it is called is one of no strategy."""
+        def last(strategy):
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                weight = kit.Variable([1., 2.]) if kit is keras else tf.Variable([1., 2.])
+                optimizer = kit.optimizers.Adam(0.1) if in_scope else None
+            optimizer = optimizer or kit.optimizers.Adam(0.1)
+
+            def step(x):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(x) * tf.reduce_sum(tf.square(weight)) / 7
+                plain = weight.value if kit is keras else weight
+                optimizer.apply_gradients([(tape.gradient(loss, plain), weight)])
+
+            alone = strategy is None or where == "outside"
+            run = step if alone else lambda x: strategy.run(step, (x,))
+            run = tf.function(run) if in_function else run
+            for _ in range(2):
+                run(tf.range(7.) if alone else strategy.split(tf.range(7.)))
+            return np.asarray(weight)
+
+        np.testing.assert_allclose(last(strategy_of(towers)), last(None), rtol=1e-6)
+
     def test_loss_scaling(self):
         """Else a loss scaled for mixed precision is unscaled by another number."""
         for number in (2, 3):

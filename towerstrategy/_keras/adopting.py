@@ -76,6 +76,13 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
     return resident, local
 
 
+def take_optimizer(strategy: tf.distribute.Strategy, optimizer: Any, names: Any) -> None:
+    """Makes an optimizer that is called in a tower the strategy's, if no strategy has it."""
+    check_owner(strategy, f"optimizer {getattr(optimizer, 'name', '')!r}",
+                names.owner_of_optimizer(optimizer))
+    names.set_owner_of_optimizer(optimizer, strategy)
+
+
 def check_owner(strategy: tf.distribute.Strategy, what: str,
                 owner: tf.distribute.Strategy | None) -> None:
     """Raises ``ValueError`` where ``what`` belongs to a strategy other than ``strategy``."""

@@ -82,6 +82,8 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         multiplied to be those of the scaled loss; else None.
     """
     own_losses.check_applied(tower, variables_)
+    if not tower.can_merge:
+        raise tower.refused()
     gradients, count = list(gradients), tower.count
     of_halves = [loss_scale is not None and _is_of_halves(gradient) for gradient in gradients]
     homes = [homes_lib.home_of(variable) for variable in variables_]
@@ -93,6 +95,9 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         gradients += [gradient.value for gradient in made.gradients]
         homes += [gradient.home for gradient in made.gradients]
     held = () if merged_already else _are_held(tower, gradients)
+
+    if tower.uniques:
+        gradients = [gradients_lib.told(gradient, tower.uniques) for gradient in gradients]
 
     placement = tower.strategy.extended.placement
     micro_batches = placement.micro_batches

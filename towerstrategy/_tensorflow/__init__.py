@@ -140,6 +140,9 @@ from towerstrategy._tensorflow.functions import (
     without_xla as without_xla,
 )
 from towerstrategy._tensorflow.functions import (
+    wrap_cond as wrap_cond,
+)
+from towerstrategy._tensorflow.functions import (
     writers_of as writers_of,
 )
 from towerstrategy._tensorflow.graphs import PRIVATE_NAMES as _GRAPHS
@@ -179,6 +182,9 @@ from towerstrategy._tensorflow.graphs import (
 from towerstrategy._tensorflow.losses import PRIVATE_NAMES as _LOSSES
 from towerstrategy._tensorflow.losses import (
     give_moving_averages as give_moving_averages,
+)
+from towerstrategy._tensorflow.losses import (
+    tell_unique as tell_unique,
 )
 from towerstrategy._tensorflow.losses import (
     wrap_losses as wrap_losses,

@@ -26,13 +26,16 @@ from tensorflow.python.framework import (
     auto_control_deps_utils,
     func_graph,
 )
-from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
+from tensorflow.python.ops import cond_v2, control_flow_util, control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow.graphs import operation_count
 
 PRIVATE_NAMES = {
     "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext":
         "asks whether the function that is being traced will be compiled",
+    "tensorflow.python.ops.cond_v2:cond_v2":
+        "what tf.cond, and autograph for an `if`, call; in towers a branch with an optimizer is "
+        "done where they meet",
     "tensorflow.python.autograph.impl.api:tf_convert": "keeps autograph on in the replica function",
     "tensorflow.python.autograph.core.ag_ctx:control_status_ctx": "its argument",
     "tensorflow.python.autograph.core.config:CONVERSION_RULES":
@@ -79,6 +82,15 @@ autograph_config.CONVERSION_RULES = (
 def autograph_convert(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` as autograph would call it from here (unchanged outside converted code)."""
     return autograph_api.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)
+
+
+def wrap_cond(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts what ``make`` makes of TensorFlow's function that makes branches in its place, once."""
+    original = cond_v2.cond_v2
+    if not hasattr(original, "_towerstrategy_original"):
+        wrapped: Any = functools.wraps(original)(make(original))
+        wrapped._towerstrategy_original = original
+        cond_v2.cond_v2 = wrapped
 
 
 def clone_function(function: polymorphic_function.Function,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import nn_impl_distribute
+from tensorflow.python.ops import gen_array_ops, nn_impl_distribute
 from tensorflow.python.training import moving_averages
 
 PRIVATE_NAMES = {
@@ -19,6 +19,9 @@ PRIVATE_NAMES = {
         "from here",
     "tensorflow.python.ops.nn_impl_distribute:scale_regularization_loss":
         "tf.nn.scale_regularization_loss, which counts a replica without rows; the same",
+    "tensorflow.python.ops.gen_array_ops:unique":
+        "what tf.unique, and with it tf.nn.embedding_lookup_sparse, calls; an eager gradient does "
+        "not tell that it names each row once",
     "tensorflow.python.training.moving_averages:assign_moving_average":
         "takes the plain mean over the replicas in its own merge_call, behind "
         "tf.compat.v1.train.ExponentialMovingAverage and tf_keras.backend.moving_average_update; "
@@ -39,6 +42,22 @@ def give_moving_averages(of_all: Callable[[tf.Tensor], tf.Tensor]) -> None:
     assign_moving_average._towerstrategy_original = original  # type: ignore[attr-defined]
     moving_averages.assign_moving_average = assign_moving_average
     tf.__internal__.train.assign_moving_average = assign_moving_average
+
+
+def tell_unique(told: Callable[[tf.Tensor], None]) -> None:
+    """From now on tells of the values that ``tf.unique`` has found."""
+    original = gen_array_ops.unique
+    if hasattr(original, "_towerstrategy_original"):
+        return
+
+    @functools.wraps(original)
+    def unique(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        told(found[0])
+        return found
+
+    unique._towerstrategy_original = original  # type: ignore[attr-defined]
+    gen_array_ops.unique = unique
 
 
 def wrap_losses(average: Callable[..., Any], regularization: Callable[..., Any],

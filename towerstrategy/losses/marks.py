@@ -31,6 +31,7 @@ class Marks:
       asked: whether the replica function has asked how many replicas there are.
       suspects: ids of the variables by which a loss that nothing has scaled was differentiated.
       gradients: what tapes have given for the weights.
+      uniques: eager values of which each is there once.
       gathered: whether the replica function has asked for the rows of all towers.
     """
 
@@ -41,6 +42,7 @@ class Marks:
         self.asked = False
         self.suspects: set[int] = set()
         self.gradients = remade.Noted()
+        self.uniques: list[tf.Tensor] = []
         self.gathered = False
         self._scaled: dict[int, Any] = {}
         self._means: dict[int, Any] = {}

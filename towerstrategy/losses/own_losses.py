@@ -33,6 +33,13 @@ _UNSCALED = _MEANS | {provenance.Kind.COUNTED}
 def install() -> None:
     """Wraps TensorFlow's helpers, once; outside of towers they stay what they are."""
     _tf.wrap_losses(_average, _regularization, _gradient)
+    _tf.tell_unique(_note_unique)
+
+
+def _note_unique(values: tf.Tensor) -> None:
+    tower = contexts.splitting_tower() if _tf.is_eager(values) else None
+    if tower is not None:
+        tower.uniques.append(values)
 
 
 def _average(original: Callable[..., Any]) -> Callable[..., Any]:

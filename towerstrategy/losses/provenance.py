@@ -299,7 +299,9 @@ class Walk:
                 continue
             if not allowed(tensor.op) or len(seen) > _LARGEST_SEARCH:
                 return False
-            if tensor.op.type not in enough:
+            if tensor.op.type == "IdentityN":  # what a gradient of its own is given through
+                waiting.append(tensor.op.inputs[tensor.value_index])
+            elif tensor.op.type not in enough:
                 waiting.extend(tensor.op.inputs)
         return True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
@@ -96,14 +97,26 @@ def _are_dense(values: Sequence[Value]) -> bool:
     return not any(isinstance(value, tf.IndexedSlices) for value in values)
 
 
+class OnceEach(tf.IndexedSlices):
+    """Slices of which it is known that they name each row once."""
+
+
+def told(value: Value | None, uniques: Sequence[tf.Tensor]) -> Value | None:
+    """``value``, as :class:`OnceEach` where its rows are those of one of ``uniques``."""
+    if not isinstance(value, tf.IndexedSlices) or not any(
+            np.array_equal(value.indices, unique) for unique in uniques):
+        return value
+    return OnceEach(value.values, value.indices, value.dense_shape)
+
+
 def _has_no_repeats(value: Value) -> bool:
     """Whether a tower's slices name each row once, as those of a lookup of sparse rows do.
 
     So would those of the whole batch, and a Keras 3 optimizer squares each slice by itself.  Eager
-    tensors do not tell.
+    tensors do not tell; what was :func:`told` does.
     """
     if not isinstance(value, tf.IndexedSlices) or _tf.is_eager(value.indices):
-        return False
+        return isinstance(value, OnceEach)
     made = value.indices.op
     while made.type in _SAME_ROWS:
         made = made.inputs[0].op

@@ -56,6 +56,7 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
         self._met: dict[int, Any] = {}
         self._counts: dict[str, Any] = {}
         self._in_branches: dict[int, tuple[Any, tf.Tensor]] = {}
+        self.refusal: RuntimeError | None = None  # of an optimizer in a branch or loop
         self.stage_run: Any = None  # of the model that runs, see _keras/stages.py
 
     def __enter__(self) -> None:
@@ -257,12 +258,34 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
         if self._reducing and not tf.executing_eagerly():
             merge_fn = _ending_walks(merge_fn)
         if self._call is not None:
-            return self._call.meet(merge_fn, args, kwargs)
+            return self._call.meet(self._noting(merge_fn), args, kwargs)
         with _tf.cross_replica_context(self._strategy), \
                 tf.device(self._strategy.extended.merge_device):
             answer = merge_fn(self._strategy, *args, **kwargs)
         self._met.update((id(leaf), leaf) for leaf in tf.nest.flatten(answer))
         return answer
+
+    def _noting(self, merge_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """``merge_fn``, of whose results is remembered what all towers are given."""
+        agreed = self._call.agreed
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            answer = merge_fn(*args, **kwargs)
+            for leaf in tf.nest.flatten(answer):
+                parts = leaf.values if isinstance(leaf, _tf.Mirrored) else [leaf]
+                agreed.update(part.name for part in parts if tf.is_symbolic_tensor(part))
+            return answer
+
+        return noting
+
+    def is_agreed(self, value: tf.Tensor) -> bool:
+        """Whether a traced tensor is what the towers have merged, the same on each."""
+        return self._call is not None and value.name in self._call.agreed
+
+    def refused(self) -> RuntimeError:
+        """The error for an optimizer where the towers cannot meet, see :mod:`branches`."""
+        self.refusal = RuntimeError(NESTED_MERGE)
+        return self.refusal
 
     def own_result(self, values: tuple[Any]) -> Any:
         """What the only tower of one of several machines returned: its own, unless all met on it.

@@ -77,6 +77,7 @@ class _Once:
         self._made = made
         self._undo = undo
         self._opened = False
+        self.agreed: set[str] = set()
         self._devices = strategy.extended.worker_devices
         self._host = strategy.extended.host_device
         self._graph = tf.compat.v1.get_default_graph()
@@ -229,6 +230,8 @@ class _Once:
             return leaf
         parts = [tf.nest.flatten(part, expand_composites=True) for part in leaf.values]
         own = [self._stand_for(list(components)) for components in zip(*parts)]
+        if isinstance(leaf, _tf.Mirrored):
+            self.agreed.update(part.name for part in own if tf.is_symbolic_tensor(part))
         return tf.nest.pack_sequence_as(self._structure(leaf), own, expand_composites=True)
 
     def _structure(self, leaf: Any) -> Any:

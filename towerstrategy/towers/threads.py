@@ -97,6 +97,7 @@ class _Call:
         self._stages = [] if state.eager else [
             stages.Placer(state.graph, placement, tower)
             for tower in range(len(placement.towers))]
+        self.agreed: set[str] = set()  # the names of what meetings have given all towers
         self._made_for_all: dict[Any, list[Any]] = {}
         self._asked_for_all: dict[int, collections.Counter[Any]] = collections.defaultdict(
             collections.Counter)

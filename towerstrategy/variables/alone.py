@@ -48,11 +48,11 @@ def divert(graph: tf.Graph, operations: Sequence[tf.Operation], owned: Iterable[
     called = {operation for operation in operations if _writes_somewhere(operation)}
     if not called:
         return {}
-    by_handle = _by_handle(graph, owned)
+    variables = by_handle(graph, owned)
     written: Written = {}
     for operation in operations:
         for index, tensor in enumerate(operation.inputs):
-            variable = by_handle.get(tensor.name) if tensor.dtype == tf.resource else None
+            variable = variables.get(tensor.name) if tensor.dtype == tf.resource else None
             if variable is None:
                 continue
             if id(variable) not in written and operation in called \
@@ -155,7 +155,7 @@ def _initializes(operation: tf.Operation) -> bool:
         bool(operation.inputs) and operation.inputs[0].op.type == asks)
 
 
-def _by_handle(graph: tf.Graph, owned: Iterable[Any]) -> dict[str, Any]:
+def by_handle(graph: tf.Graph, owned: Iterable[Any]) -> dict[str, Any]:
     """The variables by the name that their handle has in ``graph``."""
     by_id = {id(variable._handle): variable for variable in owned
              if isinstance(variable, one_copy.TowerVariable)}

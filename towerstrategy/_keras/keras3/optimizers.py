@@ -5,13 +5,16 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
+import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.optimizers import adadelta, adam, adamax, loss_scale_optimizer, rmsprop, sgd
 
-from towerstrategy._keras import one_pass
+from towerstrategy._keras import adopting, one_pass
 from towerstrategy._keras import optimizers as optimizers_rules
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement import kind
@@ -30,10 +33,11 @@ _KERNELS: dict[Any, one_pass.Rule] = {
 
 def apply(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        _take(self)
         tower = contexts.splitting_tower()
         if tower is None:
             grads = list(grads)
-            with optimizers_rules.merged_if_alone(grads):
+            with _in_own_scope(self, trainable_variables), optimizers_rules.merged_if_alone(grads):
                 return original(self, grads, trainable_variables)
         grads = list(grads)
         targets = list(self._trainable_variables if trainable_variables is None
@@ -50,6 +54,7 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply_gradients(self: Any, grads_and_vars: Any) -> Any:
+        _take(self)
         tower = contexts.splitting_tower()
         if tower is None:
             return original(self, grads_and_vars)
@@ -60,6 +65,27 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
             overwriting=_overwriting(targets), loss_scale=_loss_scale(self))
 
     return apply_gradients
+
+
+def _take(optimizer: Any) -> None:
+    tower = contexts.current_tower()
+    if tower is not None:
+        adopting.take_optimizer(tower.strategy, optimizer, names)
+
+
+@contextlib.contextmanager
+def _in_own_scope(optimizer: Any, targets: Any) -> Iterator[None]:
+    """Within, an optimizer that is called in no strategy's scope is in its own, and built there."""
+    strategy = names.owner_of_optimizer(optimizer)
+    if tf.distribute.has_strategy() or not kind.is_tower_strategy(strategy):
+        yield
+        return
+    if targets is not None and not optimizer.built:
+        with tf.init_scope(), strategy.scope(), \
+                keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(list(targets))
+    with strategy.scope():
+        yield
 
 
 def _loss_scale(optimizer: Any) -> float | None:

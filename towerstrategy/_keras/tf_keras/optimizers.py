@@ -14,8 +14,9 @@ import tensorflow as tf
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import adadelta, adam, adamax, adamw, rmsprop, sgd
 
-from towerstrategy._keras import one_pass
+from towerstrategy._keras import adopting, one_pass
 from towerstrategy._keras import optimizers as optimizers_rules
+from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
 from towerstrategy.towers import contexts
 
@@ -39,6 +40,9 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
             grads_and_vars = list(grads_and_vars)
             with optimizers_rules.merged_if_alone([gradient for gradient, _ in grads_and_vars]):
                 return original(self, grads_and_vars, *args, **kwargs)
+        taking = contexts.current_tower()
+        if taking is not None:
+            adopting.take_optimizer(taking.strategy, self, names)
         if tower is None:
             return original(self, grads_and_vars, *args, **kwargs)
         grads, targets = optimizers_rules.apart(grads_and_vars)
