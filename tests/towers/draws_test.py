@@ -138,6 +138,10 @@ class StatelessTest(parameterized.TestCase):
             step() if how == "eagerly" else tf.function(step)())
         for part in parts:
             np.testing.assert_array_equal(part, tf.random.stateless_normal([4], SEED))
+        gammas = tf.function(lambda: strategy.run(lambda: tf.random.gamma([4], 2.0, seed=3)))()
+        first, *others = strategy.experimental_local_results(gammas)
+        for part in others:
+            np.testing.assert_array_equal(part, first)
 
     def test_outside_of_towers(self):
         """Else the package changes what others draw."""

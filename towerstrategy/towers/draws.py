@@ -266,8 +266,10 @@ def _with_state(tower: contexts.TowerContext, original: Callable[..., Any],
     whole batch's numbers, with a state that moves on as one device's does.
     """
     seeded = arguments["seed"] or arguments["seed2"]
-    if not seeded or tower.is_nested or not tower.shares.counted:
+    if not seeded or tower.is_nested:
         return original(**arguments)
+    if not tower.shares.counted:
+        return _alike(tower, original, arguments)
     arguments[parameter] = value = tf.convert_to_tensor(arguments[parameter])
     shape = arguments.get("shape")
     if shape is not None:
