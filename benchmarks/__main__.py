@@ -12,6 +12,7 @@ folder ``benchmarks.json`` and ``benchmarks.png``.
     python -m benchmarks stages                           # one model over devices; see stages.py
     python -m benchmarks gpus                             # simulated GPUs; see gpus.py
     python -m benchmarks inference                        # predict and evaluate; see inference.py
+    python -m benchmarks unequal                          # a slower tower; see unequal.py
 """
 
 from __future__ import annotations
@@ -71,6 +72,13 @@ _GPUS_CASES = flags.DEFINE_list("gpus_cases", ["resnet50", "mlp", "transformer",
 _GPUS_TOWERS = flags.DEFINE_list("gpus_towers", ["1", "2", "4", "8"],
                                  "the numbers of GPUs of `gpus`")
 _GPUS_CHECK = flags.DEFINE_bool("gpus_check", True, "compare `gpus` with published figures")
+_UNEQUAL_FACTOR = flags.DEFINE_integer(
+    "unequal_factor", 3, "how many times as often the slow tower of `unequal` repeats its work",
+    lower_bound=2)
+_UNEQUAL_ROUNDS = flags.DEFINE_integer("unequal_rounds", 20, "turns of each choice of shares",
+                                       lower_bound=1)
+_UNEQUAL_STEPS = flags.DEFINE_integer("unequal_steps", 60, "steps of a turn of `unequal`",
+                                      lower_bound=2)
 _JAX_PYTHON = flags.DEFINE_string("jax_python", ".venv-jax/bin/python",
                                   "of an environment with Keras 3 and JAX")
 _OUT = flags.DEFINE_string("out", "out/benchmarks", "the folder for the JSON file and the picture")
@@ -186,6 +194,9 @@ def main(argv: list[str]) -> None:
     if argv[1:] == ["inference"]:
         _measure_inference()
         return
+    if argv[1:] == ["unequal"]:
+        _measure_unequal()
+        return
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     _check_flags()
@@ -244,6 +255,17 @@ def _measure_inference() -> None:
     keras = importlib.import_module("tf_keras" if _LEGACY.value else "keras")
     inference.main(keras, chosen, _TOWERS.value, 1 if _QUICK.value else _ROUNDS.value,
                    _QUICK.value)
+
+
+def _measure_unequal() -> None:
+    """Two towers, of which one is slower, with shares of every kind."""
+    from benchmarks import unequal
+
+    name = "tf_keras" if _LEGACY.value else "keras"
+    quick = _QUICK.value
+    unequal.main(importlib.import_module(name), _UNEQUAL_FACTOR.value,
+                 1 if quick else _UNEQUAL_ROUNDS.value, 8 if quick else _UNEQUAL_STEPS.value,
+                 quick, pathlib.Path(_OUT.value), _title(name))
 
 
 def _measure_machines() -> None:

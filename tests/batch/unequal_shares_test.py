@@ -1,5 +1,6 @@
 """shares=[...]: rows are dealt in proportion wherever they are dealt, and traced once."""
 
+import contextlib
 from unittest import mock
 
 import keras
@@ -137,7 +138,7 @@ class UnequalTest(parameterized.TestCase):
         self.assertNotIn("share", towerstrategy.TowerStrategy(["CPU:0"]).describe())
 
 
-class DevicesTest(absltest.TestCase):
+class DevicesTest(parameterized.TestCase):
 
     def setUp(self):
         super().setUp()
@@ -160,8 +161,54 @@ class DevicesTest(absltest.TestCase):
         placed = devices_lib.place(["GPU:0", "CPU:0"], None, [9, 1])
         self.assertEqual(placed.kinds, {"GPU", "CPU"})
         self.assertFalse(placed.on_cpu)
-        with self.assertRaisesRegex(ValueError, r"mixes CPU and GPU.*shares=\[...\]"):
-            devices_lib.place(["GPU:0", "CPU:0"], None)
+        self.assertFalse(placed.towers_on_host)
+        self.assertFalse(placed.compiles)
+        for asked in ([0, "CPU:0"], ["CPU:0", "GPU:1", 0]):
+            placed = devices_lib.place(asked, None, "measured")
+            self.assertEqual((placed.shares, placed.shares_from),
+                             ((1.,) * len(asked), "measured"))
+            self.assertEqual(placed.merge, placed.towers[asked.index("CPU:0")])
+        self.assertTrue(devices_lib.place(["GPU:0", "CPU:0"], "balanced", [9, 1]).balanced)
+
+    @parameterized.parameters(
+        (["GPU:0", "CPU:0"], None, None, r"mixes CPU and GPU.*shares=\[...\]"),
+        (["GPU:0", "CPU:0"], None, [9], "a number for each of the 2 devices, but got 1"),
+        (["GPU:0", "CPU:0"], None, [9, 0], "above 0 and finite, but got 0 for CPU:0"),
+        (["GPU:0", "CPU:1"], None, [9, 1], "'CPU:1'.*which is not there"),
+        (["GPU:0", "CPU:0", 0], None, [9, 1, 1], "names GPU:0 twice"),
+        (["GPU:0", "CPU:0"], "GPU:7", [9, 1], "merge_device names 'GPU:7'"))
+    def test_kinds_refused(self, asked, merge_device, shares, message):
+        """Else a slip in a list of unlike devices is found out when a model trains."""
+        with self.assertRaisesRegex(ValueError, message):
+            devices_lib.place(asked, merge_device, shares)
+
+
+class KindsTest(parameterized.TestCase):
+
+    @parameterized.parameters((keras, 1), (tf_keras, 3))
+    def test_trains_as_one_device(self, kit, steps):
+        """Else a GPU and a CPU tower, each with a trace of its own and parts fetched to it, train
+        something else than one device.
+        """
+        x = np.random.RandomState(0).randn(19, 4).astype("f")
+        found = []
+        for shares in (None, [3, 1]):
+            kit.utils.set_random_seed(3)
+            with contextlib.ExitStack() as stack:
+                if shares:
+                    stack.enter_context(mock.patch.object(
+                        devices_lib.Placement, "kinds", {"CPU", "GPU"}))
+                    strategy = towerstrategy.TowerStrategy(["CPU:2", "CPU:0"], shares=shares)
+                    stack.enter_context(strategy.scope())
+                model = kit.Sequential([kit.layers.Input([4]), kit.layers.Dense(8, "tanh"),
+                                        kit.layers.Dropout(.4), kit.layers.Dense(1)])
+                model.compile("adam", "mse", steps_per_execution=steps)
+                logs = model.fit(x, x[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0)
+                found.append([logs.history["loss"], model.predict(x, batch_size=8, verbose=0),
+                              *model.get_weights()])
+        for one, other in zip(*found):
+            np.testing.assert_allclose(other, one, 1e-5, 1e-6)
+        self.assertIn("devices of different kinds", "".join(strategy.extended.own_trace_reasons))
 
 
 if __name__ == "__main__":

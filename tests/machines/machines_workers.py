@@ -470,12 +470,43 @@ def measured(strategy, kit):
                        for number, value in enumerate(model.get_weights())}}
 
 
+def slowed(strategy, kit):
+    """Shares by the profiler's times, on workers of which the first works more for each row."""
+    turns, dealer = 1, None
+    if hasattr(strategy, "split"):
+        turns = 200 if strategy.extended.workers.index == 0 else 10
+        strategy = towerstrategy.TowerStrategy(["CPU:1"], "CPU:0", shares="measured")
+        dealer = strategy.extended.dealer
+
+    class Repeating(kit.layers.Layer):
+        """Works on each row, and changes nothing: what is added rounds off."""
+
+        def call(self, x):
+            _, made = tf.while_loop(
+                lambda turn, _: turn < turns,
+                lambda turn, made: (turn + 1, tf.tanh(made)),
+                (0, tf.tile(tf.stop_gradient(x), [1, 1024])))
+            return x + 1e-30 * made[:, :1]
+
+    x, y, _ = data(100)
+    with strategy.scope():
+        model = model_of(kit, Repeating())
+        model.compile(kit.optimizers.Adam(0.01), "mse")
+    history = model.fit(x, y, batch_size=10, epochs=4, verbose=0, shuffle=False)
+    seen = {"loss": history.history["loss"], "predict": model.predict(x, verbose=0)}
+    if dealer is not None:
+        seen["units"] = dealer.units
+    return {**seen, **{f"weight_{number}": value
+                       for number, value in enumerate(model.get_weights())}}
+
+
 KITS = {"keras": keras, "tf_keras": tf_keras}
 CASES = {f"{function.__name__}-{kit}": functools.partial(function, kit=KITS[kit])
          for function in (even, uneven, one_row, normalized, whole, loss_scaled, embedded,
                           on_batch, loop, random_start, counted, wide) for kit in KITS}
 CASES["accumulated-keras"] = functools.partial(accumulated, kit=keras)
 CASES["measured-keras"] = functools.partial(measured, kit=keras)
+CASES["slowed-keras"] = functools.partial(slowed, kit=keras)
 CASES["handed-keras"] = functools.partial(handed, kit=keras)
 CASES.update({function.__name__: functools.partial(function, _=None)
               for function in (verbs, kinds, ends_early, sharded, unseeded)})

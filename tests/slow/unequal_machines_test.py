@@ -8,14 +8,14 @@ from tests.machines import machines_workers
 # Three towers in all, of which the first has half of every batch.
 SHARES = [[3, 1], [2]]
 CASES = ["uneven-keras", "on_batch-tf_keras", "loop-tf_keras", "embedded-tf_keras", "kinds",
-         "measured-keras", "sharded"]
+         "measured-keras", "slowed-keras", "sharded"]
 
 
 class UnequalMachinesTest(machines_workers.ClusterTestCase):
     workers, towers, cases = len(SHARES), SHARES, CASES
 
     @parameterized.parameters("uneven-keras", "on_batch-tf_keras", "loop-tf_keras",
-                              "embedded-tf_keras", "measured-keras")
+                              "embedded-tf_keras", "measured-keras", "slowed-keras")
     def test_as_on_one_device(self, case):
         """Else old and new machines together train another model than one of them."""
         self.assert_as_on_one_device(case)
@@ -31,6 +31,11 @@ class UnequalMachinesTest(machines_workers.ClusterTestCase):
         first, second, third = self.seen("measured-keras")["units"]
         self.assertBetween(first / second, 1.5, 2.5)
         self.assertBetween(first / third, 2.5, 4)
+
+    def test_a_slower_worker(self):
+        """Else a worker with a slower processor holds the others up in every step."""
+        slow, fast = self.seen("slowed-keras")["units"]
+        self.assertGreater(fast, 1.5 * slow)
 
     def test_sharding(self):
         """Else rows of a worker's own files are lost where its towers have unequal shares."""

@@ -65,6 +65,8 @@ DRAWS = {
     "poisson": lambda x: tf.random.stateless_poisson(tf.shape(x), SEED, tf.abs(x) + 0.5),
     "binomial": lambda x: tf.random.stateless_binomial(tf.shape(x), SEED, 10.0, tf.sigmoid(x)),
     "categorical": lambda x: tf.random.stateless_categorical(x, 3, SEED),
+    "truncated_by_parameters": lambda x: tf.random.stateless_parameterized_truncated_normal(
+        tf.shape(x), SEED, 0., 1., -1., 2.),
     "dropout": lambda x: tf.nn.experimental.stateless_dropout(x, 0.4, SEED),
     "one_a_row": lambda x: tf.random.stateless_uniform([tf.shape(x)[0], 1, 1], SEED),
     "split_seeds": from_split_seeds,
@@ -136,12 +138,64 @@ class StatelessTest(parameterized.TestCase):
             step() if how == "eagerly" else tf.function(step)())
         for part in parts:
             np.testing.assert_array_equal(part, tf.random.stateless_normal([4], SEED))
+        gammas = tf.function(lambda: strategy.run(lambda: tf.random.gamma([4], 2.0, seed=3)))()
+        first, *others = strategy.experimental_local_results(gammas)
+        for part in others:
+            np.testing.assert_array_equal(part, first)
 
     def test_outside_of_towers(self):
         """Else the package changes what others draw."""
         with strategy_of(3).scope():
             inside = tf.random.stateless_normal([7, 3], SEED)
         np.testing.assert_array_equal(inside, tf.random.stateless_normal([7, 3], SEED))
+
+
+def sampled(x):
+    """A loss of each row, from classes that are drawn once for all."""
+    labels = tf.cast(tf.abs(x[:, :1]) * 7, tf.int64)
+    table = tf.reshape(tf.range(20.0 * WIDTH) / 99, [20, WIDTH])
+    return tf.nn.sampled_softmax_loss(table, tf.zeros([20]), labels, x, 6, 20)
+
+
+WITH_STATE = {
+    "categorical": lambda x: tf.random.categorical(x, 3),
+    "categorical_of_weights": lambda x: 0.0 * x + tf.cast(tf.random.categorical(
+        tf.ones([1, 50]), WIDTH, seed=3), tf.float32),
+    "gamma": lambda x: tf.random.gamma(tf.shape(x), 2.0),
+    "gamma_each": lambda x: tf.random.gamma([], tf.abs(x) + 0.5, seed=3),
+    "gamma_of_weights": lambda x: 0.0 * x + tf.random.gamma([WIDTH], 2.0),
+    "poisson": lambda x: tf.random.poisson(tf.shape(x), 2.0),
+    "poisson_each": lambda x: tf.random.poisson([], tf.abs(x) + 0.5),
+    "sampled_softmax": sampled,
+    "bounding_box": lambda x: 0.0 * x + tf.cast(tf.reduce_sum(
+        tf.image.sample_distorted_bounding_box(
+            [500, 500, 3], tf.zeros([1, 0, 4]), seed=3, min_object_covered=0.1,
+            use_image_if_no_bounding_boxes=True)[0]), tf.float32),
+    "fractional_pool": lambda x: tf.nn.fractional_max_pool(
+        x[:, :, None, None] + tf.zeros([1, 1, 9, 1]), [1, 1.4, 1.4, 1], True, seed=3)[0],
+}
+
+
+def with_state(fn, call, strategy, x=None, how=None):
+    """What three calls of a step draw, by kernels that are its own."""
+    tf.random.set_seed(4)
+    if strategy is None:
+        step = tf.function(fn, input_signature=[tf.TensorSpec([None, WIDTH])])
+        return [call(step).numpy() for _ in range(3)]
+    strategy.extended.trace_once = how != "a trace each"
+    batches = tf.data.Dataset.from_tensor_slices(x).batch(len(x)).repeat()
+    batches = iter(strategy.experimental_distribute_dataset(batches))
+    step = tf.function(lambda: strategy.run(fn, (next(batches),)))
+    return [call(step) for _ in range(3)]
+
+
+# How a function of rows, plain and as a tf.function, is called.
+PLACES = {
+    "a loop": lambda plain, _, x: tf.while_loop(
+        lambda turn, _: turn < 3, lambda turn, x: (turn + 1, plain(x)), (0, x))[1],
+    "a branch": lambda plain, _, x: tf.cond(tf.shape(x)[1] > 3, lambda: plain(x), lambda: x),
+    "a nested function": lambda _, nested, x: nested(nested(x)),
+}
 
 
 class StateTest(parameterized.TestCase):
@@ -207,6 +261,40 @@ class StateTest(parameterized.TestCase):
             seen.append(np.array([run() for _ in range(3)]))
         np.testing.assert_array_equal(*seen)
         self.assertFalse(np.array_equal(seen[0][0], seen[0][1]))
+
+    @parameterized.named_parameters(*WITH_STATE.items())
+    def test_operations_with_a_state_alone(self, fn):
+        """Else what has no stateless twin, as sampled losses, depends on the towers."""
+        x = rows_of(7)
+        wanted = with_state(fn, lambda step: step(x), None)
+        for how in ("dynamic", "a trace each"):
+            strategy = strategy_of(3)
+            got = with_state(fn, lambda step, strategy=strategy: np.concatenate(
+                [part.numpy() for part in strategy.experimental_local_results(step())]),
+                strategy, x, how)
+            np.testing.assert_array_equal(got, wanted, how)
+
+    @parameterized.product(how=["dynamic", "a trace each"], where=list(PLACES))
+    def test_a_generator_where_towers_cannot_meet(self, how, where):
+        """Else recurrent dropout with rng_type="stateful" draws what other towers drew."""
+        seen = []
+        for strategy in (None, strategy_of(3)):
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                generator = tf.random.Generator.from_seed(5)
+
+            def more(x, generator=generator):
+                return x + tf.cast(generator.uniform(tf.shape(x), 0, 99, tf.int32), tf.float32)
+
+            nested = tf.function(more)
+
+            def fn(x, more=more, nested=nested):
+                return more(PLACES[where](more, nested, more(x)))
+
+            x, step = np.rint(rows_of(7)), tf.function(fn)
+            seen.append([drawn(strategy, fn, x, how) if strategy else step(x) for _ in range(2)])
+            seen[-1].append(generator.state)
+        for one, other in zip(*seen):
+            np.testing.assert_array_equal(other, one)
 
     @parameterized.product(version=[keras, tf_keras])
     def test_seeds_that_are_used_up_by_one_draw(self, version):

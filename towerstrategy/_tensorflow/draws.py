@@ -14,7 +14,11 @@ import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import tensor_util
 from tensorflow.python.ops import (
+    gen_candidate_sampling_ops,
+    gen_image_ops,
+    gen_nn_ops,
     gen_random_ops,
+    gen_stateful_random_ops,
     gen_stateless_random_ops,
     gen_stateless_random_ops_v2,
     stateful_random_ops,
@@ -22,6 +26,7 @@ from tensorflow.python.ops import (
 
 _WRAPPED = ("from which tf.random, tf.random.Generator and with them both Kerases take their "
             "numbers; in towers a draw is of the tower's rows")
+_ONCE = "draws once for all rows of a batch, with a state; in towers all draw the same"
 
 PRIVATE_NAMES = {
     "tensorflow.python.framework.tensor_util:constant_value_as_shape":
@@ -32,10 +37,19 @@ PRIVATE_NAMES = {
         "stateless_random_uniform_full_int_v2", "stateless_random_gamma_v3",
         "stateless_shuffle")},
     **{f"tensorflow.python.ops.gen_stateless_random_ops:{name}": _WRAPPED for name in (
-        "stateless_random_poisson", "stateless_random_binomial", "stateless_multinomial")},
+        "stateless_random_poisson", "stateless_random_binomial", "stateless_multinomial",
+        "stateless_parameterized_truncated_normal")},
     **{f"tensorflow.python.ops.gen_random_ops:{name}": _WRAPPED for name in (
         "random_uniform", "random_standard_normal", "truncated_normal", "random_uniform_int",
-        "random_shuffle")},
+        "random_shuffle", "random_gamma", "random_poisson_v2", "multinomial")},
+    "tensorflow.python.ops.gen_stateful_random_ops:stateful_random_binomial": _WRAPPED,
+    **{f"tensorflow.python.ops.gen_candidate_sampling_ops:{name}": _ONCE for name in (
+        "uniform_candidate_sampler", "log_uniform_candidate_sampler",
+        "fixed_unigram_candidate_sampler", "all_candidate_sampler")},
+    **{f"tensorflow.python.ops.gen_image_ops:{name}": _ONCE for name in (
+        "sample_distorted_bounding_box_v2",)},
+    **{f"tensorflow.python.ops.gen_nn_ops:{name}": _ONCE for name in (
+        "fractional_max_pool", "fractional_avg_pool")},
     "tensorflow.python.ops.stateful_random_ops:Generator._prepare_key_counter":
         "moves a generator on by a draw and folds in the replica's number; in towers it is moved "
         "on once, by the whole batch's draw",
@@ -55,7 +69,8 @@ RESERVED = 256
 # Takes the function that makes an operation and its arguments by name; None is no answer.
 Rule = Callable[[Callable[..., Any], dict[str, Any]], Any]
 
-_OWNERS = (gen_stateless_random_ops_v2, gen_stateless_random_ops, gen_random_ops)
+_OWNERS = (gen_stateless_random_ops_v2, gen_stateless_random_ops, gen_random_ops,
+           gen_stateful_random_ops, gen_candidate_sampling_ops, gen_image_ops, gen_nn_ops)
 
 
 def wrap_draws(rules: Mapping[str, Rule], counter: Callable[..., Any]) -> None:

@@ -112,6 +112,10 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
                 tf.device(device):
             yield
 
+    def seeded_alike(self) -> contextlib.AbstractContextManager[None]:
+        """Within, operations with a state keep tower 0's seeds on every tower."""
+        return contextlib.nullcontext() if self._call is None else self._call.seeded_alike()
+
     def part_of(self, values: Any) -> Any:
         """This tower's part of one part a tower, for callers that treat all towers alike."""
         return values[self._tower]

@@ -60,6 +60,7 @@ class Copier:
         self._waiting: list[tf.Operation] = []
         self._kept: set[str] = set()
         self._staying: set[str] = set()
+        self._seeded: set[str] = set()  # those whose copies keep their seeds
         self._stages: dict[str, int | None] = {}  # device as written -> its stage in tower 0
         self._safe_functions: set[str] = set()
         self._firsts: dict[bytes, str] = {}  # what an operation computes -> the first that does
@@ -119,6 +120,10 @@ class Copier:
         """Leaves the copies of the operations since operation number ``since`` on their device."""
         self._staying.update(operation.name for operation in self._graph.get_operations()[since:])
 
+    def keep_seeds(self, since: int) -> None:
+        """Leaves the copies of the operations since operation number ``since`` their seeds."""
+        self._seeded.update(operation.name for operation in self._graph.get_operations()[since:])
+
     def _check(self, stretch: Sequence[tf.Operation]) -> None:
         for operation in stretch:
             for name in _tf.functions_of(operation):
@@ -169,7 +174,8 @@ class Copier:
                 devices.append(node.device if operation.name in self._staying
                                else self._device(node.device, tower))
                 copied.device = ""
-                self._set_seed(copied, tower)
+                if operation.name not in self._seeded:
+                    _set_seed(copied, tower)
                 _set_colocation(copied, renamed)
                 del copied.input[:]
                 for tensor in operation.inputs:
@@ -240,10 +246,11 @@ class Copier:
         stage = self._stages[device]
         return device if stage is None else self._rows[tower][stage]
 
-    def _set_seed(self, node: Any, tower: int) -> None:
-        """Gives a stateful random operation other numbers than tower 0's."""
-        if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
-            node.attr["seed2"].i = (node.attr["seed2"].i + tower * _tf.SEED_STEP) % 2**31
+
+def _set_seed(node: Any, tower: int) -> None:
+    """Gives a stateful random operation other numbers than tower 0's."""
+    if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
+        node.attr["seed2"].i = (node.attr["seed2"].i + tower * _tf.SEED_STEP) % 2**31
 
 
 def _needed(operations: Sequence[tf.Operation], handed: Any) -> set[str]:

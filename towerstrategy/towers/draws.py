@@ -32,6 +32,12 @@ PER_ROW, PER_TOWER = "per row", "per tower"
 # How many counters there are for each number of a distribution that takes a varying number of them.
 _TRUNCATED, _GAMMA = _tf.RESERVED // 4, _tf.RESERVED
 
+# What draws once for all rows of a batch.
+_ONE_A_BATCH = (
+    "uniform_candidate_sampler", "log_uniform_candidate_sampler",
+    "fixed_unigram_candidate_sampler", "all_candidate_sampler", "sample_distorted_bounding_box_v2",
+    "fractional_max_pool", "fractional_avg_pool")
+
 
 def check(draws: Any) -> None:
     """Refuses what is no choice of draws."""
@@ -54,12 +60,19 @@ def install() -> None:
         "stateless_random_poisson": functools.partial(_whole, rows_of=("lam",)),
         "stateless_random_binomial": functools.partial(_whole, rows_of=("counts", "probs")),
         "stateless_multinomial": functools.partial(_whole, rows_of=("logits",)),
+        "stateless_parameterized_truncated_normal": functools.partial(
+            _whole, rows_of=("means", "stddevs", "minvals", "maxvals")),
         "random_uniform": functools.partial(_seeded, "stateless_random_uniform_v2"),
         "random_standard_normal": functools.partial(_seeded, "stateless_random_normal_v2"),
         "truncated_normal": functools.partial(_seeded, "stateless_truncated_normal_v2"),
         "random_uniform_int": functools.partial(_seeded, "stateless_random_uniform_int_v2"),
+        "random_gamma": functools.partial(_with_state, parameter="alpha"),
+        "random_poisson_v2": functools.partial(_with_state, parameter="rate"),
+        "multinomial": functools.partial(_with_state, parameter="logits"),
+        "stateful_random_binomial": _generators_binomial,
         "stateless_shuffle": _shuffled,
         "random_shuffle": _shuffled,
+        **dict.fromkeys(_ONE_A_BATCH, _alike),
     }
     _tf.wrap_draws({name: functools.partial(_in_towers, rule) for name, rule in rules.items()},
                    _generators_counter)
@@ -241,6 +254,77 @@ def _seeded(stateless: str, tower: contexts.TowerContext, original: Callable[...
                                counter=counter)
 
 
+def _has_rows(tower: contexts.TowerContext, value: tf.Tensor) -> bool:
+    return bool(value.shape.rank) and value.shape[0] in (None, tower.given_rows)
+
+
+def _with_state(tower: contexts.TowerContext, original: Callable[..., Any],
+                arguments: dict[str, Any], parameter: str) -> Any:
+    """An operation with a state, which no stateless operation can stand for.
+
+    Where ``parameter`` has the rows, they meet and all is drawn once.  Else each tower draws the
+    whole batch's numbers, with a state that moves on as one device's does.
+    """
+    seeded = arguments["seed"] or arguments["seed2"]
+    if not seeded or tower.is_nested:
+        return original(**arguments)
+    if not tower.shares.counted:
+        return _alike(tower, original, arguments)
+    arguments[parameter] = value = tf.convert_to_tensor(arguments[parameter])
+    shape = arguments.get("shape")
+    if shape is not None:
+        shape = arguments["shape"] = tf.convert_to_tensor(shape)
+    if _has_rows(tower, value) and (shape is None or _tf.known_shape(shape).rank == 0):
+        if not tower.can_merge:
+            return original(**arguments)
+        _take_seeds_of_first(tower, original, arguments)
+        return whole.computed_once(
+            tower, lambda rows: original(**{**arguments, parameter: rows}), (value,))
+    part = None if shape is None else part_of(tower, shape)
+    if shape is None or part is None:
+        return _alike(tower, original, arguments)
+    arguments["shape"] = _whole_shape(shape, part)
+    drawn = _alike(tower, original, arguments)
+    own = drawn[part.start:part.start + tf.cast(shape[0], tf.int64)]
+    own.set_shape(_tf.known_shape(shape)[:1].concatenate(drawn.shape[1:]))
+    return own
+
+
+def _alike(tower: contexts.TowerContext, original: Callable[..., Any],
+           arguments: dict[str, Any]) -> Any:
+    """Draws the same on every tower, each of which has a kernel, with a state, of its own."""
+    if not (arguments["seed"] or arguments["seed2"]) or tower.is_nested:
+        return original(**arguments)
+    _take_seeds_of_first(tower, original, arguments)
+    with tower.seeded_alike():
+        return original(**arguments)
+
+
+def _take_seeds_of_first(tower: contexts.TowerContext, key: Any, arguments: dict[str, Any]) -> None:
+    """Sets the seeds of an operation with a state to those that it has on one device."""
+    seed, seed2 = arguments["seed"], arguments["seed2"]
+    arguments["seed"], arguments["seed2"] = tower.for_all(key, lambda: (
+        _tf.seed_of_first(seed, tower.strategy.extended.first_replica), seed2))
+
+
+def _generators_binomial(tower: contexts.TowerContext, original: Callable[..., Any],
+                         arguments: dict[str, Any]) -> Any:
+    """A ``tf.random.Generator`` draws once for all towers: the operation itself moves it on."""
+    if not tower.can_merge:
+        return original(**arguments)
+    shape = arguments["shape"] = tf.convert_to_tensor(arguments["shape"])
+    parameters = [tf.convert_to_tensor(arguments[name]) for name in ("counts", "probs")]
+    part = part_of(tower, shape)
+    if part is not None and any(value.shape.rank == shape.shape[0] and _has_rows(tower, value)
+                                for value in parameters):
+        parameters = [tf.broadcast_to(value, shape) for value in parameters]
+        return whole.computed_once(tower, lambda counts, probs: original(**{
+            **arguments, "shape": tf.shape(counts), "counts": counts, "probs": probs}), parameters)
+    drawn = tower.for_all("binomial", lambda: original(
+        **{**arguments, "shape": _whole_shape(shape, part)}))
+    return drawn if part is None else drawn[part.start:part.start + tf.cast(shape[0], tf.int64)]
+
+
 def shuffling_tower(value: tf.Tensor) -> contexts.TowerContext | None:
     """The tower that shuffles the rows of ``value``, if that is to be a shuffle of all rows.
 
@@ -251,7 +335,7 @@ def shuffling_tower(value: tf.Tensor) -> contexts.TowerContext | None:
         return None
     if value.shape.rank == 1 and value.dtype.is_integer:
         return None
-    return tower if value.shape[0] in (None, tower.given_rows) else None
+    return tower if _has_rows(tower, value) else None
 
 
 def _shuffled(tower: contexts.TowerContext, original: Callable[..., Any],
@@ -261,8 +345,7 @@ def _shuffled(tower: contexts.TowerContext, original: Callable[..., Any],
     if shuffling_tower(value) is None:
         return original(**arguments)
     if "seed2" in arguments:
-        seeds = arguments["seed"], arguments["seed2"]
-        arguments["seed"], arguments["seed2"] = tower.for_all("random_shuffle", lambda: seeds)
+        _take_seeds_of_first(tower, "random_shuffle", arguments)
     return whole.computed_once(
         tower, lambda rows: original(**{**arguments, "value": rows}), (value,))
 
@@ -287,11 +370,19 @@ def _generators_counter(skip: Callable[..., Any]) -> Callable[..., Any]:
         shape = tf.convert_to_tensor(shape)
         if not tower.several:  # TensorFlow folds in the number of the only replica, too
             return _tf.key_and_counter(skip(generator, _count(shape)))
-        if not tower.can_merge:
-            return None
         part = None if tower.draws_alike else part_of(tower, shape, seeds)
-        return _tf.key_and_counter(tower.for_all(
-            id(generator), lambda: skip(generator, _count(_whole_shape(shape, part)))))
+        extended, state = tower.strategy.extended, generator.state
+        alone = any(other is state for other in extended.written_alone())
+        if tower.can_merge and not alone:
+            return _tf.key_and_counter(tower.for_all(
+                id(generator), lambda: skip(generator, _count(_whole_shape(shape, part)))))
+        if not extended.variable_created_in_scope(state):
+            return None
+        # In a loop, a branch or a nested function each tower moves a stand-in on, all alike.
+        tower.writes_alone(state)
+        with _on_host(tower):
+            count = _count(_whole_shape(shape, part))
+        return _tf.key_and_counter(skip(generator, count))
 
     return key_and_counter
 

@@ -213,6 +213,13 @@ class _Once:
         yield
         self._copier.stay(before)
 
+    @contextlib.contextmanager
+    def seeded_alike(self) -> Iterator[None]:
+        """Within, copies of random operations keep their seeds."""
+        before = _tf.operation_count(self._graph)
+        yield
+        self._copier.keep_seeds(before)
+
     def ask(self) -> None:
         raise NeedsOwnTrace("it looks at its replica id as a Python number")
 

@@ -159,6 +159,10 @@ class _Call:
         """Nothing is copied, so all stays where it is."""
         return contextlib.nullcontext()
 
+    def seeded_alike(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is copied, and with it given other seeds."""
+        return contextlib.nullcontext()
+
     def ask(self) -> None:
         """A tower looked at its number; nothing to do, each has a trace of its own."""
 

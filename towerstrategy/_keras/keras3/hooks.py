@@ -18,6 +18,7 @@ from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint
 from keras.src.layers import layer as layer_module
 from keras.src.layers.normalization import batch_normalization
 from keras.src.layers.preprocessing.image_preprocessing import (
+    aug_mix,
     base_image_preprocessing_layer,
     equalization,
 )
@@ -114,6 +115,12 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (base_image_preprocessing_layer.BaseImagePreprocessingLayer, "call"): hooks.Hook(
         layers.mix,
         "MixUp and CutMix mix the rows of a batch, which are those of all towers"),
+    (aug_mix.AugMix, "get_random_transformation"): hooks.Hook(
+        layers.choose,
+        "chooses by Python's random numbers, of which each tower would take others"),
+    (aug_mix.AugMix, "_sample_from_dirichlet"): hooks.Hook(
+        layers.of_no_rows,
+        "draws a number for each chain, which may be as many as a tower has rows"),
     (equalization.Equalization, "_custom_histogram_fixed_width"): hooks.Hook(
         layers.histogram,
         "counts the colours of all pictures of a batch"),

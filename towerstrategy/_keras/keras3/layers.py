@@ -5,7 +5,9 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +76,31 @@ def mix(original: Callable[..., Any]) -> Callable[..., Any]:
         return whole.own_rows_of(tower, lambda rows: original(self, rows, training), data)
 
     return call
+
+
+def choose(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_random_transformation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None or not tower.draws_rows:
+            return original(self, *args, **kwargs)
+        before = random.getstate()
+
+        def again() -> None:
+            random.setstate(before)
+
+        random.setstate(tower.for_all(("random", id(self)), lambda: before, again))
+        return original(self, *args, **kwargs)
+
+    return get_random_transformation
+
+
+def of_no_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    def drawn(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tower = contexts.splitting_tower()
+        with contextlib.nullcontext() if tower is None else tower.drawing_alike():
+            return original(self, *args, **kwargs)
+
+    return drawn
 
 
 def histogram(original: Callable[..., Any]) -> Callable[..., Any]:
