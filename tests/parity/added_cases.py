@@ -147,6 +147,24 @@ _logging("the loss and a mean", lambda loss, y, y_pred: {
     "both": loss + tf.reduce_mean(_errors(y, y_pred)), "twice": 2.0 * loss}, wide=False)
 
 
+@case("models/positions")
+def _(keras: Any) -> Run:
+    """Positions are the same for all rows: each is looked up once a batch, however many towers."""
+    class Placed(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = keras.layers.Embedding(11, 4)
+            self.places = keras.layers.Embedding(9, 4)
+
+        def call(self, x: Any) -> Any:
+            return self.words(x) + self.places(tf.range(tf.shape(x)[1]))
+
+    layers = keras.layers
+    return Run(keras.Sequential([keras.Input((5,), dtype="int32"), Placed(),
+                                 layers.Dense(11, activation="softmax")]),
+               **cases.words(), compile={**cases.LABELS, "optimizer": cases.adam(keras)})
+
+
 @case("models/own train_step, logs beside Keras' own", wide=True)
 def _(keras: Any) -> Run:
     class Logging(keras.Model):

@@ -18,8 +18,10 @@ from towerstrategy.merge import factors, merging
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.merge.shares import Value
 
-# What hands on the rows that slices name.
-_SAME_ROWS = frozenset({"Identity", "Reshape", "Cast", "StopGradient"})
+# What hands on the rows that slices name, or some of them; what names each once.
+_SAME_ROWS = frozenset({"Identity", "Reshape", "Cast", "StopGradient", "ExpandDims", "Squeeze",
+                        "StridedSlice"})
+_DISTINCT = frozenset({"Unique", "UniqueV2", "Range"})
 
 
 def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[str],
@@ -112,15 +114,41 @@ def told(value: Value | None, uniques: Sequence[tf.Tensor]) -> Value | None:
 def _has_no_repeats(value: Value) -> bool:
     """Whether a tower's slices name each row once, as those of a lookup of sparse rows do.
 
-    So would those of the whole batch, and a Keras 3 optimizer squares each slice by itself.  Eager
-    tensors do not tell; what was :func:`told` does.
+    So would those of the whole batch, and a Keras 3 optimizer squares each slice by itself: so do
+    the positions of a sequence, which are the same for all rows.  Eager tensors do not tell; what
+    was :func:`told` does.
     """
     if not isinstance(value, tf.IndexedSlices) or _tf.is_eager(value.indices):
         return isinstance(value, OnceEach)
-    made = value.indices.op
-    while made.type in _SAME_ROWS:
-        made = made.inputs[0].op
-    return made.type in ("Unique", "UniqueV2")
+    rows = _named_rows(value.indices)
+    if not _tf.is_eager(rows) and rows.value_index == 0 and rows.op.type in _DISTINCT:
+        return True
+    known = tf.get_static_value(rows)
+    return known is not None and np.unique(known).size == known.size
+
+
+def _named_rows(indices: tf.Tensor) -> tf.Tensor:
+    """What ``indices``, or some of it, was made of: the same numbers in another shape or place."""
+    while not _tf.is_eager(indices):
+        operation = indices.op
+        if operation.type in _SAME_ROWS:
+            indices = operation.inputs[0]
+        elif operation.type == "SelectV2" and _counts_from_the_end(*operation.inputs):
+            indices = operation.inputs[2]
+        elif operation.type == "Placeholder":
+            outer = [outer for outer, inner in _tf.captures_of(indices.graph) if inner is indices]
+            if not outer:
+                break
+            indices = outer[0]
+        else:
+            break
+    return indices
+
+
+def _counts_from_the_end(is_negative: tf.Tensor, moved: tf.Tensor, indices: tf.Tensor) -> bool:
+    """Whether a choice between these is what Keras 3 makes of indices, some negative perhaps."""
+    return (is_negative.op.type == "Less" and moved.op.type == "AddV2"
+            and is_negative.op.inputs[0] is indices and moved.op.inputs[0] is indices)
 
 
 def _running(values: Sequence[Value], towers: Sequence[str], micro_batches: int) -> list[Value]:
