@@ -127,4 +127,4 @@ bench-jax: $(VENV)/test.installed .venv-jax/jax.installed
 	$(RUN) -m benchmarks --strategies=none,tower,jax,jax_one $(BENCH)
 
 clean:
-	rm -rf $(VENV) .venv-tf-* .venv-python* .venv-libraries build dist out *.egg-info
+	rm -rf $(VENV) .venv-tf-* .venv-python* .venv-libraries .venv-jax build dist out *.egg-info

@@ -55,6 +55,25 @@ class ReadsTest(parameterized.TestCase):
         for number, result in enumerate(results):
             np.testing.assert_array_equal(result, [7. * number + 6. * each for each in range(5)])
 
+    @parameterized.parameters(1, 2)
+    def test_homes_on_several_towers(self, micro_batches):
+        """Else what one tower takes apart is put in the place of another's stack."""
+        strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2", "CPU:3", "CPU:4"], "balanced",
+                                               micro_batches=micro_batches)
+        with strategy.scope():
+            variables = [tf.Variable(tf.fill([shape, 3], 1. + shape * number))
+                         for number in range(8) for shape in (2, 5)]
+
+        def step():
+            number = tf.cast(context().replica_id_in_sync_group, "float32")
+            return tf.stack([tf.reduce_mean(variable) for variable in variables]) + number
+
+        nodes, results = traced(strategy, step)
+        self.assertGreater(kinds(nodes)["Split"], 3)
+        for number, result in enumerate(results):
+            np.testing.assert_allclose(
+                result, [1. + shape * each + number for each in range(8) for shape in (2, 5)])
+
     def test_a_fused_layer_normalization(self):
         """Else gamma is taken for beta, too, where the graph optimizer runs, as in predict."""
         def make():

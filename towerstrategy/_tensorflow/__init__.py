@@ -179,6 +179,10 @@ from towerstrategy._tensorflow.graphs import (
 from towerstrategy._tensorflow.graphs import (
     written_resources as written_resources,
 )
+from towerstrategy._tensorflow.importing import PRIVATE_NAMES as _IMPORTING
+from towerstrategy._tensorflow.importing import (
+    import_nodes as import_nodes,
+)
 from towerstrategy._tensorflow.losses import PRIVATE_NAMES as _LOSSES
 from towerstrategy._tensorflow.losses import (
     give_moving_averages as give_moving_averages,
@@ -345,6 +349,7 @@ PRIVATE_NAMES: dict[str, str] = {
     **_ERRORS,
     **_FUNCTIONS,
     **_GRAPHS,
+    **_IMPORTING,
     **_LOSSES,
     **_DEVICES,
     **_MACHINES,

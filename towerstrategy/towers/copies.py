@@ -155,10 +155,8 @@ class Copier:
     def _import(self, stretch: Sequence[tf.Operation]) -> None:
         graph_def = tf.compat.v1.GraphDef()
         graph_def.versions.producer = self._graph.graph_def_versions.producer
-        inputs: dict[str, tf.Tensor] = {}
-        controls: list[tuple[str, tf.Operation]] = []
-        wanted: list[str] = []
-        devices: list[str] = []
+        inputs: dict[tuple[str, int], tf.Tensor] = {}
+        controls: list[tuple[int, tf.Operation]] = []  # by the numbers of nodes
         stretch = _in_order(stretch)
         nodes = [(operation, node) for operation in stretch
                  if not self._repeats(operation, node := operation.node_def)]
@@ -170,10 +168,8 @@ class Copier:
                 copied = graph_def.node.add()
                 copied.CopyFrom(node)
                 copied.name = renamed[operation.name]
-                wanted.append(copied.name)
-                devices.append(node.device if operation.name in self._staying
-                               else self._device(node.device, tower))
-                copied.device = ""
+                if operation.name not in self._staying:
+                    copied.device = self._device(node.device, tower)
                 if operation.name not in self._seeded:
                     _set_seed(copied, tower)
                 _set_colocation(copied, renamed)
@@ -185,19 +181,14 @@ class Copier:
                     if name in renamed:
                         copied.input.append(f"^{renamed[name]}")
                     else:
-                        controls.append((copied.name, self.table.operation(control, tower)))
-        with tf.device(None), tf.control_dependencies(None):
-            made = tf.graph_util.import_graph_def(graph_def, input_map=inputs,
-                                                  return_elements=wanted, name="")
-        # Here and not in the nodes: the import enters a device scope for each, half of its time.
-        for copied, device in zip(made, devices):
-            _tf.set_device(copied, device)
-        by_name = dict(zip(wanted, made))
-        for name, control in controls:
-            _tf.add_control_input(by_name[name], control)
-        count = len(nodes)
+                        number = len(graph_def.node) - 1
+                        controls.append((number, self.table.operation(control, tower)))
+        with tf.control_dependencies(None):
+            made = _tf.import_nodes(self._graph, graph_def, inputs)
+        for number, control in controls:
+            _tf.add_control_input(made[number], control)
         for position, (operation, _) in enumerate(nodes):
-            self.table.put_operation(operation, made[position::count])
+            self.table.put_operation(operation, made[position::len(nodes)])
         self._put_repeats(stretch)
 
     def _repeats(self, operation: tf.Operation, node: Any) -> bool:
@@ -224,13 +215,13 @@ class Copier:
                 self.table.put_same(operation, first)
 
     def _input(self, tensor: tf.Tensor, tower: int, renamed: dict[str, str],
-               inputs: dict[str, tf.Tensor]) -> str:
+               inputs: dict[tuple[str, int], tf.Tensor]) -> str:
         """How a copy names its input; one from outside of the stretch is put into ``inputs``."""
         name, index = self._same_as.get(tensor.op.name, tensor.op.name), tensor.value_index
         if name in renamed:
             return f"{renamed[name]}:{index}"
         key = f"outside_{tower}_{index}/{name}"
-        inputs[f"{key}:0"] = self.table.tensor(tensor, tower)
+        inputs[key, 0] = self.table.tensor(tensor, tower)
         return f"{key}:0"
 
     def _name(self, name: str, tower: int) -> str:

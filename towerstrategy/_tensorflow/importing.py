@@ -1,0 +1,76 @@
+"""Operations of a GraphDef -> operations of a graph, on the devices that they say.
+
+Goes in: nodes, and what they take from the graph.  Comes out: the operations.
+
+``tf.graph_util.import_graph_def`` looks for the device of each operation anew, in the scopes around
+it, which takes half of its time: copies of towers know theirs.
+
+Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.client import pywrap_tf_session
+from tensorflow.python.framework import c_api_util
+
+PRIVATE_NAMES = {
+    "tensorflow.python.client.pywrap_tf_session:TF_DeleteBuffer": "frees a GraphDef",
+    "tensorflow.python.client.pywrap_tf_session:TF_GraphImportGraphDefWithResults":
+        "imports as tf.graph_util.import_graph_def does, and keeps the nodes' devices",
+    "tensorflow.python.client.pywrap_tf_session:TF_ImportGraphDefOptionsAddInputMapping":
+        "says which tensor of the graph a node takes",
+    "tensorflow.python.client.pywrap_tf_session:TF_ImportGraphDefOptionsAddReturnOperation":
+        "asks for the operation that a node became",
+    "tensorflow.python.client.pywrap_tf_session:TF_ImportGraphDefOptionsSetUniquifyNames":
+        "lets it have another name where there is one of its name",
+    "tensorflow.python.client.pywrap_tf_session:TF_ImportGraphDefResultsReturnOperations":
+        "gives it",
+    "tensorflow.python.client.pywrap_tf_session:TF_NewBufferFromString": "holds a GraphDef",
+    "tensorflow.python.framework.c_api_util:ScopedTFImportGraphDefOptions": "its options",
+    "tensorflow.python.framework.c_api_util:ScopedTFImportGraphDefResults": "frees its results",
+    "tensorflow.python.framework.ops:Graph._add_new_tf_operations":
+        "makes the Python operations of imported ones",
+    "tensorflow.python.framework.ops:Graph._c_graph": "the graph that it imports into",
+    "tensorflow.python.framework.ops:Graph._get_operation_by_tf_operation":
+        "its Python operation",
+    "tensorflow.python.framework.ops:Graph._mutation_lock": "keeps sessions out meanwhile",
+    "tensorflow.python.framework.ops:SymbolicTensor._as_tf_output":
+        "what TensorFlow calls a tensor",
+}
+
+
+def import_nodes(graph: tf.Graph, graph_def: Any,
+                 inputs: Mapping[tuple[str, int], tf.Tensor]) -> list[tf.Operation]:
+    """Imports the nodes of ``graph_def``.
+
+    Args:
+      graph: where to.
+      graph_def: nodes with full names of devices.
+      inputs: what stands in ``graph`` for outputs of operations that are no nodes.
+
+    Returns:
+      The operations in the order of the nodes.
+    """
+    options = c_api_util.ScopedTFImportGraphDefOptions()
+    pywrap_tf_session.TF_ImportGraphDefOptionsSetUniquifyNames(options.options, True)
+    for node in graph_def.node:
+        pywrap_tf_session.TF_ImportGraphDefOptionsAddReturnOperation(options.options, node.name)
+    for (name, index), tensor in inputs.items():
+        pywrap_tf_session.TF_ImportGraphDefOptionsAddInputMapping(
+            options.options, name, index, tensor._as_tf_output())
+    buffer = pywrap_tf_session.TF_NewBufferFromString(graph_def.SerializeToString())
+    try:
+        with graph._mutation_lock():
+            with graph._c_graph.get() as c_graph:
+                results = c_api_util.ScopedTFImportGraphDefResults(
+                    pywrap_tf_session.TF_GraphImportGraphDefWithResults(
+                        c_graph, buffer, options.options))
+            graph._add_new_tf_operations(compute_devices=False)
+    finally:
+        pywrap_tf_session.TF_DeleteBuffer(buffer)
+    made = pywrap_tf_session.TF_ImportGraphDefResultsReturnOperations(results.results)
+    return [graph._get_operation_by_tf_operation(operation) for operation in made]
