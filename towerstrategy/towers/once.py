@@ -87,7 +87,7 @@ class _Once:
         self._stages = stages.Placer(self._graph, placement, 0)
         self._copier = copies.Copier(
             self._graph, [placement.row(tower) for tower in range(len(self._devices))], scopes,
-            strategy.extended.tower_local_parts, self._stages.stage_of)
+            strategy.extended.tower_local_parts, self._stages.stage_of, placement.relays)
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)
