@@ -2,12 +2,14 @@
 
 Goes in: a ``ConcreteFunction`` that was traced on logical CPU devices, see :mod:`on_gpus`.  Comes
 out: operations with device, inputs and bytes, and, from Grappler's virtual cluster, each one's time
-at the device's peak and each device's peak memory.
+at the device's peak.
 
 Called functions are put in the place of their calls; of a conditional the longer branch, of a loop
-one turn.  Grappler gets a graph without variables: a read is a placeholder, an ``assign_add`` an
-addition, a sparse write an addition of the rows, an optimizer's kernel a sum that goes over as much
-memory, a sparse read costs nothing.
+one turn.  Grappler is asked once for what is alike: an operation of these attributes, on inputs of
+these shapes.  It gets no variables: an ``assign_add`` is an addition, a sparse write an addition of
+the rows, a sparse read costs nothing.  What updates a variable in one kernel (``ResourceApplyAdam``
+and the like), which Grappler knows nothing of, takes what it takes to go over its memory: variable
+and slots are read and written, the gradient is read.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ _NO_BYTES = (tf.resource, tf.variant, tf.string)
 _PREFIX = "/job:localhost/replica:0/task:0/device:"
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _ADDS = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
-UPDATES = "ResourceApply"  # optimizers' kernels, whose last input is the gradient
 # No kernel runs, or one that looks at shapes only.
 FREE = {"Placeholder", "Const", "Identity", "IdentityN", "NoOp", "Reshape", "ExpandDims", "Squeeze",
         "Shape", "ShapeN", "Size", "Rank", "StopGradient", "ReadVariableOp", "AssignVariableOp",
         "BroadcastGradientArgs", "ConcatOffset", "PreventGradient"}
 _WITH_INPUT = {"Shape", "ShapeN", "Size", "Rank"}
+
+UPDATES = "ResourceApply"
+# Numbers that say how a tensor lies: what an operation costs depends on them.
+_MOST_KNOWN = 64
 
 Source = tuple[int, int]  # an operation's number, and which of its outputs
 
@@ -48,7 +53,8 @@ class Operation:
     inputs: list[Source]
     waits: list[int]
     sizes: list[int]  # bytes of each output
-    node: Any  # for Grappler
+    asked: tuple[bytes, ...] = ()  # for Grappler: a NodeDef, then one in place of each input
+    moved: int = 0  # bytes that it goes over, where Grappler does not know it
     traced_as: str = ""  # its name in the traced graph
 
 
@@ -81,7 +87,7 @@ class _Walk:
         self.operations: list[Operation] = []
 
     def placeholder(self, tensor: tf.Tensor, device: str) -> Source:
-        return self._add("Placeholder", device, [], [], [tensor], _placeholder(tensor)), 0
+        return self._add("Placeholder", device, [], [], [tensor]), 0
 
     def graph(self, graph: tf.Graph, values: dict[str, Source], caller: str) -> None:
         """Adds the operations of ``graph``, whose inputs are in ``values``."""
@@ -121,55 +127,68 @@ class _Walk:
             if tensor.dtype == tf.resource or (op.type in _WITH_INPUT and len(inputs) == 1):
                 device = self.operations[number].device
                 break
-        return self._add(op.type, device or "GPU:0", inputs, waits, op.outputs,
-                         self._node(op, inputs), op.name)
-
-    def _node(self, op: tf.Operation, inputs: list[Source]) -> Any:
-        """What Grappler is to see of ``op``."""
-        plain = [value for tensor, value in zip(op.inputs, inputs)
-                 if tensor.dtype not in _NO_BYTES]
-        node = tf.compat.v1.NodeDef()
-        if len(plain) == len(inputs) and not op.type.startswith("Variable"):
-            node.CopyFrom(op.node_def)
-            del node.input[:]
-            node.attr.pop("_class", None)
-        elif op.type in _ADDS or op.type.startswith("ResourceScatter"):
-            node.op = _ADDS.get(op.type, "AddV2")
-            node.attr["T"].type = op.inputs[-1].dtype.as_datatype_enum
-            plain = [plain[-1], plain[-1]]
-        elif op.type.startswith(UPDATES):  # reads each variable and the gradient, writes each
-            times = 2 * (len(inputs) - len(plain))
-            node.op = "AddN"
-            node.attr["N"].i = times
-            node.attr["T"].type = op.inputs[-1].dtype.as_datatype_enum
-            plain = [plain[-1]] * times
-        elif op.outputs and op.outputs[0].dtype not in _NO_BYTES:
-            return _placeholder(op.outputs[0])
-        else:
-            node.op = "NoOp"
-            plain = []
-        node.input.extend(f"{self.operations[number].name}:{index}" for number, index in plain)
-        return node
+        return self._add(op.type, device or "GPU:0", inputs, waits, op.outputs, op)
 
     def _add(self, kind: str, device: str, inputs: list[Source], waits: list[int],
-             outputs: Sequence[tf.Tensor], node: Any, traced_as: str = "") -> int:
+             outputs: Sequence[tf.Tensor], op: tf.Operation | None = None) -> int:
         number = len(self.operations)
-        node.name = f"n{number}"
-        node.device = _PREFIX + device
-        self.operations.append(Operation(node.name, kind, device, inputs, waits,
-                                         [_size(tensor) for tensor in outputs], node,
-                                         traced_as))
+        made = Operation(f"n{number}", kind, device, inputs, waits,
+                         [_size(tensor) for tensor in outputs],
+                         traced_as="" if op is None else op.name)
+        if kind.startswith(UPDATES):
+            variables = sum(tensor.dtype == tf.resource for tensor in op.inputs)
+            made.moved = (2 * variables + 1) * max(map(_size, op.inputs))
+        elif kind not in FREE and op is not None:
+            made.asked = _asked(op)
+        self.operations.append(made)
         return number
 
 
-def _placeholder(tensor: tf.Tensor) -> Any:
+def _asked(op: tf.Operation) -> tuple[bytes, ...]:
+    """What Grappler is asked of ``op``: its node, then one in the place of each of its inputs.
+
+    Nothing where it costs nothing.
+    """
+    plain = [tensor for tensor in op.inputs if tensor.dtype not in _NO_BYTES]
     node = tf.compat.v1.NodeDef()
-    node.op = "NoOp"
-    if tensor.dtype not in _NO_BYTES:
-        node.op = "Placeholder"
-        node.attr["dtype"].type = tensor.dtype.as_datatype_enum
+    if len(plain) == len(op.inputs) and not op.type.startswith("Variable"):
+        node.CopyFrom(op.node_def)
+        del node.input[:]
+        node.attr.pop("_class", None)
+    elif op.type in _ADDS or op.type.startswith("ResourceScatter"):
+        node.op = _ADDS.get(op.type, "AddV2")
+        node.attr["T"].type = op.inputs[-1].dtype.as_datatype_enum
+        plain = [plain[-1], plain[-1]]
+    else:
+        return ()
+    node.name = node.device = ""
+    return tuple(each.SerializeToString(deterministic=True)
+                 for each in (node, *map(_stand_in, plain)))
+
+
+def _stand_in(tensor: tf.Tensor) -> Any:
+    """A node with the shape of ``tensor``, or with its value where a cost may depend on that."""
+    node = tf.compat.v1.NodeDef()
+    node.attr["dtype"].type = tensor.dtype.as_datatype_enum
+    known = _known(tensor)
+    if known is None:
+        node.op = "ImmutableConst"  # a placeholder Grappler fills with zeros, of whatever size
         node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+        node.attr["memory_region_name"].s = b"none"
+    else:
+        node.op = "Const"
+        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(known, tensor.dtype))
     return node
+
+
+def _known(tensor: tf.Tensor) -> Any:
+    """The value of ``tensor`` where it says how another lies and is known; else None."""
+    if not tensor.dtype.is_integer or (tensor.shape.num_elements() or _MOST_KNOWN) >= _MOST_KNOWN:
+        return None
+    if tensor.op.type == "ShapeN":  # get_static_value knows Shape alone
+        shape = tensor.op.inputs[tensor.value_index].shape
+        return shape.as_list() if shape.is_fully_defined() else None
+    return tf.get_static_value(tensor)
 
 
 def _size(tensor: tf.Tensor) -> int:
@@ -178,34 +197,53 @@ def _size(tensor: tf.Tensor) -> int:
     return int(tensor.shape.num_elements()) * tensor.dtype.size
 
 
-@dataclasses.dataclass(frozen=True)
 class Costs:
-    """What Grappler says: seconds by operation, and bytes at a time by device."""
+    """TensorFlow's own costs of operations on the devices of ``machine``, at their peaks.
 
-    seconds: dict[str, float]
-    peak: dict[str, int]
+    What was asked once is remembered.
+    """
 
+    def __init__(self, machine: links.Machine) -> None:
+        self._machine = machine
+        self._known: dict[tuple[str, tuple[bytes, ...]], float] = {}
 
-def costs(operations: Sequence[Operation], machine: links.Machine) -> Costs:
-    """TensorFlow's own costs of ``operations`` on the devices of ``machine``, at their peaks."""
-    graph = tf.compat.v1.GraphDef()
-    graph.versions.producer = tf.Graph().graph_def_versions.producer
-    graph.node.extend(operation.node for operation in operations)
-    meta = tf.compat.v1.MetaGraphDef(graph_def=graph)
-    meta.meta_info_def.stripped_op_list.SetInParent()
-    # What nothing in this graph takes has to be asked for: what is assigned, for one.
-    used = {source.partition(":")[0] for operation in operations for source in operation.node.input}
-    last = [operation.name for operation in operations
-            if operation.name not in used and operation.node.op not in ("Placeholder", "NoOp")]
-    meta.collection_def["train_op"].node_list.value.extend(last)
-    devices = sorted({operation.device for operation in operations} | {on_gpus.HOST})
-    virtual = cluster.Cluster(devices=[_properties(device, machine) for device in devices],
-                              disable_detailed_stats=False)
-    whole = item.Item(meta)
-    performance, _, _ = virtual.MeasureCosts(whole)
-    peak = virtual.DeterminePeakMemoryUsage(whole)
-    return Costs({each.node: each.compute_cost / 1e9 for each in performance},
-                 {name.rpartition("device:")[2]: int(value[0]) for name, value in peak.items()})
+    def of(self, operations: Sequence[Operation]) -> dict[str, float]:
+        """Seconds by operation."""
+        asked = {(operation.device[:3], operation.asked) for operation in operations
+                 if operation.asked} - set(self._known)
+        if asked:
+            self._known.update(self._ask(sorted(asked)))
+        return {operation.name: self._seconds(operation) for operation in operations}
+
+    def _seconds(self, operation: Operation) -> float:
+        kind = operation.device[:3]
+        if operation.asked:
+            return self._known[kind, operation.asked]
+        bandwidth = (links.GPUS[self._machine.gpu].memory if kind == "GPU"
+                     else self._machine.host_memory)
+        return operation.moved / (1e9 * bandwidth)
+
+    def _ask(self, asked: Sequence[tuple[str, tuple[bytes, ...]]]
+             ) -> dict[tuple[str, tuple[bytes, ...]], float]:
+        graph = tf.compat.v1.GraphDef()
+        graph.versions.producer = tf.Graph().graph_def_versions.producer
+        for number, (kind, (operation, *inputs)) in enumerate(asked):
+            names = [f"i{number}_{place}" for place in range(len(inputs))]
+            for name, node in zip([*names, f"n{number}"], [*inputs, operation]):
+                put = graph.node.add()
+                put.MergeFromString(node)
+                put.name, put.device = name, f"{_PREFIX}{kind}:0"
+            put.input.extend(names)
+        meta = tf.compat.v1.MetaGraphDef(graph_def=graph)
+        meta.meta_info_def.stripped_op_list.SetInParent()
+        meta.collection_def["train_op"].node_list.value.extend(
+            f"n{number}" for number in range(len(asked)))
+        virtual = cluster.Cluster(
+            devices=[_properties(device, self._machine) for device in ("CPU:0", "GPU:0")],
+            disable_detailed_stats=False)
+        performance, _, _ = virtual.MeasureCosts(item.Item(meta))
+        seconds = {each.node: each.compute_cost / 1e9 for each in performance}
+        return {key: seconds.get(f"n{number}", 0.0) for number, key in enumerate(asked)}
 
 
 def _properties(device: str, machine: links.Machine) -> Any:

@@ -4,7 +4,7 @@ Goes in: models, numbers of GPUs, machines.  Comes out: for each merge device, a
 MirroredStrategy by formula, the step, its efficiency against one GPU, the busiest link and the
 memory of each device; and how far the simulation is from published figures.
 
-    TF_CPP_MIN_LOG_LEVEL=3 python -m benchmarks gpus     # an hour or so on two cores
+    TF_CPP_MIN_LOG_LEVEL=3 python -m benchmarks gpus     # 20 minutes or so on two cores
     python -m benchmarks gpus --gpus_cases=mlp --gpus_towers=1,8
 
 The step is traced on logical CPU devices (:mod:`on_gpus`), costed by TensorFlow (:mod:`flat`), sent
@@ -26,14 +26,14 @@ import gc
 import json
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 import towerstrategy
-from benchmarks import flat, gpus_chart, links, on_gpus, schedule, table
+from benchmarks import flat, gpus_chart, links, memory, on_gpus, schedule, table
 from towerstrategy.batch import sub_batches
 
 MERGES = ("cpu", "GPU:0", "balanced")
@@ -113,7 +113,7 @@ class Result:
       step_ms: how long.
       efficiency: the step of one GPU over it.
       link: the link that is held longest, and ``link_share`` of the step.
-      gpu_peak, cpu_peak: bytes that the step makes on the fullest GPU and on the CPU, by Grappler.
+      gpu_peak, cpu_peak: bytes that the step makes on the fullest GPU and on the CPU.
       gpu_state, cpu_state: bytes of weights and optimizer there.
     """
 
@@ -151,12 +151,6 @@ class Step:
     operations: list[flat.Operation]
     state: dict[str, int]
     weights: int
-    costs: dict[str, flat.Costs] = dataclasses.field(default_factory=dict)  # by GPU
-
-    def costs_on(self, machine: links.Machine) -> flat.Costs:
-        if machine.gpu not in self.costs:
-            self.costs[machine.gpu] = flat.costs(self.operations, machine)
-        return self.costs[machine.gpu]
 
 
 def traced(case: Case, count: int, merge: str, rows: int | None = None) -> Step:
@@ -214,45 +208,49 @@ class Simulation:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._factors: dict[str, float] = {}
+        self._costs: dict[str, flat.Costs] = {}
 
     def case(self, name: str, case: Case, counts: Sequence[int], machines: Sequence[str],
-             rows: int | None = None, merges: Sequence[str] = MERGES) -> list[Result]:
-        """All merge devices of a case, on all machines."""
-        found = []
+             rows: int | None = None, merges: Sequence[str] = MERGES) -> Iterator[Result]:
+        """All merge devices of a case, on all machines, as they come."""
         alone = self._traced(name, case, 1, ONE, rows)
         ones = {machine: self._run(name, machine, 1, ONE, alone, None) for machine in machines}
-        found += ones.values()
+        yield from ones.values()
         for count in counts:
             if count == 1:
                 continue
             for merge in merges:
                 step = self._traced(name, case, count, merge, rows)
-                found += [self._run(name, machine, count, merge, step, ones[machine])
-                          for machine in machines]
-            found += [mirrored(ones[machine], case, alone.weights, count) for machine in machines]
-        return found
+                for machine in machines:
+                    yield self._run(name, machine, count, merge, step, ones[machine])
+            for machine in machines:
+                yield mirrored(ones[machine], case, alone.weights, count)
 
     def _traced(self, name: str, case: Case, count: int, merge: str, rows: int | None) -> Step:
-        start = time.perf_counter()
+        start = time.process_time()
         step = traced(case, count, merge, rows)
         gc.collect()
         self._say(f"{name} R={count} {merge}: {len(step.operations):,} operations "
-                  f"[{time.perf_counter() - start:.0f} s]")
+                  f"[{time.process_time() - start:.0f} s of CPU]")
         return step
 
     def _run(self, name: str, machine: str, count: int, merge: str, step: Step,
              one: Result | None) -> Result:
         where = links.MACHINES[machine]
-        costs = step.costs_on(where)
-        line = schedule.run(step.operations, costs.seconds, where, self.factor(where.gpu))
-        gpus = [device for device in costs.peak if device.startswith("GPU")]
+        line = schedule.run(step.operations, self._seconds(step, where), where,
+                            self.factor(where.gpu))
+        peak = memory.peaks(step.operations, line)
+        gpus = [f"GPU:{number}" for number in range(count)]
         return Result(
             name, machine, count, merge, 1e3 * line.seconds,
             1.0 if one is None else one.step_ms / (1e3 * line.seconds), line.busiest,
             line.link_seconds.get(line.busiest, 0.0) / line.seconds,
-            max(costs.peak[device] for device in gpus), max(costs.peak.get(on_gpus.HOST, 0), 0),
-            max((step.state.get(device, 0) for device in gpus), default=0),
-            step.state.get(on_gpus.HOST, 0))
+            max(peak.get(device, 0) for device in gpus), peak.get(on_gpus.HOST, 0),
+            max(step.state.get(device, 0) for device in gpus), step.state.get(on_gpus.HOST, 0))
+
+    def _seconds(self, step: Step, machine: links.Machine) -> dict[str, float]:
+        costs = self._costs.setdefault(machine.gpu, flat.Costs(machine))
+        return costs.of(step.operations)
 
     def factor(self, gpu: str) -> float:
         """How many times TensorFlow's costs one GPU of that name takes."""
@@ -263,8 +261,7 @@ class Simulation:
             machine = next(each for each in links.MACHINES.values() if each.gpu == gpu)
             case = dataclasses.replace(CASES["resnet50"], optimizer="sgd")  # as published
             step = self._traced("resnet50", case, 1, f"to calibrate {gpu}", given.rows)
-            seconds = step.costs_on(machine).seconds
-            at_peak = schedule.run(step.operations, seconds, machine).seconds
+            at_peak = schedule.run(step.operations, self._seconds(step, machine), machine).seconds
             self._factors[gpu] = given.rows / given.rows_per_second / at_peak
             self._say(f"{gpu}: {self._factors[gpu]:.2f} times TensorFlow's costs")
         return self._factors[gpu]
@@ -331,6 +328,15 @@ def shown(results: Sequence[Result], checked: Sequence[Check]) -> str:
     return text
 
 
+def _write(path: pathlib.Path, results: Sequence[Result], checked: Sequence[Check],
+           factors: dict[str, float]) -> None:
+    """Writes what there is so far, so that a broken run is not lost."""
+    path.write_text(json.dumps({
+        "results": [dataclasses.asdict(each) for each in results],
+        "checks": [{**dataclasses.asdict(each), "apart": each.apart} for each in checked],
+        "factors": factors}, indent=1))
+
+
 def main(names: Sequence[str], counts: Sequence[int], machines: Sequence[str], check: bool,
          out: pathlib.Path) -> None:
     """Simulates, prints and writes ``gpus.json`` and ``gpus.png``."""
@@ -341,13 +347,10 @@ def main(names: Sequence[str], counts: Sequence[int], machines: Sequence[str], c
                                                flush=True))
     checked = checks(simulation) if check else []
     results: list[Result] = []
-    for name in [None, *names]:
-        if name is not None:
-            results += simulation.case(name, CASES[name], counts, machines)
-        (out / "gpus.json").write_text(json.dumps({
-            "results": [dataclasses.asdict(each) for each in results],
-            "checks": [{**dataclasses.asdict(each), "apart": each.apart} for each in checked],
-            "factors": simulation.factors}, indent=1))
+    for name in names:
+        for result in simulation.case(name, CASES[name], counts, machines):
+            results.append(result)
+            _write(out / "gpus.json", results, checked, simulation.factors)
     print(f"\n{shown(results, checked)}")
     gpus_chart.draw(out / "gpus.png", results)
     print(f"\n{out / 'gpus.json'}\n{out / 'gpus.png'}")

@@ -42,11 +42,11 @@ def draw(path: pathlib.Path, results: Sequence[Any]) -> None:
                     points = {each.gpus: each.efficiency for each in results
                               if (each.case, each.machine, each.merge) == (case, machine, merge)}
                     if points:
-                        axes.plot([1, *points], [1.0, *points.values()], color=color, marker="o",
-                                  markersize=3, label=merge)
+                        axes.plot(*zip(*sorted({1: 1.0, **points}.items())), color=color,
+                                  marker="o", markersize=3, label=merge)
                 axes.set_xscale("log", base=2)
                 axes.set_xticks(counts, [str(count) for count in counts])
-                axes.set_ylim(0, 1.05)
+                axes.set_ylim(0, 1.05 * max(1.0, *(each.efficiency for each in results)))
                 axes.grid(axis="y", color=_GRID)
                 if row == 0:
                     axes.set_title(machine, fontsize=9, fontweight="bold")

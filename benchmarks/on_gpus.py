@@ -30,9 +30,11 @@ def towers(count: int) -> list[str]:
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Within, a step is traced without the forms that pay on CPU devices only."""
-    with mock.patch.object(devices_lib.Placement, "on_cpu", False), \
-            mock.patch.object(devices_lib.Placement, "towers_on_host", False), \
+    """Within, a step is traced as for GPUs, without the forms that pay on CPU devices only."""
+    placement = devices_lib.Placement
+    with mock.patch.object(placement, "on_cpu", False), \
+            mock.patch.object(placement, "towers_on_host", False), \
+            mock.patch.object(placement, "relays", property(lambda self: not self.rows)), \
             mock.patch.object(operands, "swap", lambda graph, added: None):  # noqa: ARG005
         yield
 

@@ -26,6 +26,7 @@ class Timeline:
       link_seconds: seconds that each link is held.
       link_bytes: bytes over each link.
       spans: when each operation begins, and when it ends.
+      arrivals: when what an operation made has come to another device, by its number and device.
     """
 
     seconds: float
@@ -33,6 +34,7 @@ class Timeline:
     link_seconds: dict[str, float]
     link_bytes: dict[str, int]
     spans: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    arrivals: dict[tuple[int, str], float] = dataclasses.field(default_factory=dict)
 
     @property
     def busiest(self) -> str:
@@ -80,6 +82,7 @@ def run(operations: Sequence[flat.Operation], seconds: dict[str, float], machine
 
     latest = [0.0] * len(operations)
     spans = [(0.0, 0.0)] * len(operations)
+    arrivals: dict[tuple[int, str], float] = {}
     while events:
         now, number, transfer = heapq.heappop(events)
         operation = operations[number]
@@ -111,12 +114,13 @@ def run(operations: Sequence[flat.Operation], seconds: dict[str, float], machine
             link_bytes[link] += size
             there = max(there, free[link])
         there += links.LATENCY if mask else 0.0
+        arrivals[number, device] = there
         for reader in waiting:
             arrive(reader, there)
     devices = {operation.device for operation in operations}
     return Timeline(end, {name: busy[name] for name in devices},
                     {name: time for name, time in busy.items() if name not in devices},
-                    dict(link_bytes), spans)
+                    dict(link_bytes), spans, arrivals)
 
 
 def _time(operation: flat.Operation, seconds: dict[str, float], factor: float) -> float:

@@ -164,7 +164,7 @@ def simulated(step: Any, job: Job) -> dict[str, Any]:
     seconds = {operations[number].name: (_BACKWARD if leg[2] else _FORWARD) / len(numbers)
                for leg, numbers in legs.items() for number in numbers}
     equal = schedule.run(operations, seconds, machine)
-    costed = schedule.run(operations, flat.costs(operations, machine).seconds, machine)
+    costed = schedule.run(operations, flat.Costs(machine).of(operations), machine)
     return {"idle": _idle(equal, job.stages), "held": _held(legs, equal.spans, job.stages),
             "idle_costed": _idle(costed, job.stages)}
 

@@ -15,6 +15,9 @@ Goes in: a ``ConcreteFunction``.  Comes out: a :class:`Traffic`.  The rule:
 - What is an argument of the function is the batch, and so is what an iterator gives.  It is counted
   apart.  It starts on the host, or where the arguments that are given lie: a prefetching iterator
   has some of it on each device.
+- An optional holds what its iterator gave.  A loop or branch is on the device that it asks for,
+  else on that of its caller, else on the host; optionals that it is given go there, with what they
+  hold.
 - A dimension that is not known counts as ``unknown_dimension``; ``unknown`` says for how many
   tensors that crossed this was needed.
 """
@@ -22,6 +25,7 @@ Goes in: a ``ConcreteFunction``.  Comes out: a :class:`Traffic`.  The rule:
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import tensorflow as tf
@@ -30,7 +34,7 @@ from towerstrategy import _tensorflow as _tf
 
 _WITH_INPUT = {"Shape", "ShapeN", "Size", "Rank"}
 _PASSED_ON = {"Identity", "PlaceholderWithDefault", "IdentityN", "Cast", "Reshape", "ExpandDims"}
-_TAKEN = {"IteratorGetNext", "OptionalGetValue"}
+_TAKEN = {"IteratorGetNext", "OptionalGetValue", "IteratorGetNextAsOptional"}
 _NO_BYTES = {tf.resource, tf.variant, tf.string}
 
 
@@ -139,15 +143,16 @@ class _Walk:
 
     def made(self, tensor: tf.Tensor, device: str, from_batch: bool = False) -> _Value:
         """A value made on ``device``."""
-        if tensor.dtype in _NO_BYTES:
-            return _Value(device, 0, from_batch=from_batch)
-        shape = tensor.shape
+        size, known = self._size(tensor.shape, tensor.dtype)
+        return _Value(device, size, known, from_batch)
+
+    def _size(self, shape: tf.TensorShape, dtype: tf.DType) -> tuple[int, bool]:
+        """Bytes, and whether they are known."""
+        if dtype in _NO_BYTES:
+            return 0, True
         sizes = [size or 0 if size is not None else self._unknown_dimension
                  for size in shape.as_list()] if shape.rank is not None else []
-        elements = 1
-        for size in sizes:
-            elements *= size
-        return _Value(device, elements * tensor.dtype.size, shape.is_fully_defined(), from_batch)
+        return math.prod(sizes) * dtype.size, shape.is_fully_defined()
 
     def graph(self, graph: tf.Graph, values: dict[str, _Value], caller: str) -> None:
         """Walks ``graph``, whose inputs are in ``values``, called from device ``caller``."""
@@ -158,8 +163,9 @@ class _Walk:
             if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
                 outputs = self._called(op, "f", inputs, caller)
             elif op.type in ("If", "StatelessIf"):
-                outputs = self._branched(op, inputs, caller)
+                outputs = self._branched(op, self._brought(op, inputs, caller), caller)
             elif op.type in ("While", "StatelessWhile"):
+                inputs = self._brought(op, inputs, caller)
                 self._called(op, "cond", inputs, caller)
                 outputs = self._called(op, "body", inputs, caller)
             else:
@@ -173,6 +179,16 @@ class _Walk:
         values = {inner.name: value for inner, value in zip(body.inputs, inputs)}
         self.graph(body, values, short(op.device) or caller)
         return [values[tensor.name] for tensor in body.outputs]
+
+    def _brought(self, op: tf.Operation, inputs: list[_Value], caller: str) -> list[_Value]:
+        """What a loop or branch is given: optionals are where it runs."""
+        device, brought = short(op.device) or caller or self._host, []
+        for tensor, value in zip(op.inputs, inputs):
+            if tensor.dtype == tf.variant:
+                self._take(tensor, value, device)
+                value = _Value(device, value.size, value.known, value.from_batch)
+            brought.append(value)
+        return brought
 
     def _branched(self, op: tf.Operation, inputs: list[_Value], caller: str) -> list[_Value]:
         before, taken = self.traffic, [set(value.taken_to) for value in inputs]
@@ -196,6 +212,11 @@ class _Walk:
             self._exchange(inputs[0], device, self._replicas - 1)
         from_batch = op.type in _TAKEN or (
             op.type in _PASSED_ON and bool(inputs) and inputs[0].from_batch)
+        if op.type == "IteratorGetNextAsOptional":
+            held = [self._size(tf.TensorShape(shape), tf.as_dtype(dtype)) for shape, dtype in zip(
+                op.get_attr("output_shapes"), op.get_attr("output_types"))]
+            return [_Value(device, sum(size for size, _ in held), all(known for _, known in held),
+                           from_batch)]
         return [self.made(tensor, device, from_batch) for tensor in op.outputs]
 
     def _device(self, op: tf.Operation, inputs: list[_Value], caller: str) -> str:

@@ -84,9 +84,9 @@ class TowerStrategy(kind.Kind):
         devices, its *stages*, over which one model is laid, see docs/one_large_model.md.
       merge_device: not with stages, whose weights live, merge and update with them; else where
         variables live, gradients meet and the optimizer runs: ``"cpu"`` (the
-        default with several towers), a device string such as ``"GPU:0"``, or ``"balanced"``: each
-        variable has one of the towers as its home, chosen by bytes, and lives, merges and updates
-        there.
+        default with several CPU towers), a device string such as ``"GPU:0"``, or ``"balanced"``
+        (the default with several GPUs): each variable has one of the towers as its home, chosen by
+        bytes, and lives, merges and updates there.
       shares: for towers that are not as fast as each other: a number for each device, to which its
         rows of every batch are in proportion; ``"measured"``: the towers' times decide, while it
         trains; ``"memory"``: by what each GPU may use; None: as many rows for each.  Only who

@@ -19,6 +19,7 @@ from absl.testing import parameterized
 import towerstrategy
 from benchmarks import on_gpus, traffic
 from peers import mirrored, plain
+from tests.placement.placement_test import function_in
 from towerstrategy import _tensorflow
 from towerstrategy.batch import iterators, prefetching
 from towerstrategy.placement import devices as devices_lib
@@ -321,7 +322,7 @@ def trained(library, steps, fetched, report=None):
 
 class KerasTest(parameterized.TestCase):
 
-    @parameterized.parameters((keras, 1), (tf_keras, 3))
+    @parameterized.parameters((keras, 1), (keras, 3), (tf_keras, 3))
     def test_fit_evaluate_predict(self, library, steps):
         """Else Keras' steps wait for their batches on GPUs, or train on other rows."""
         (expected, none), (found, some) = (trained(library, steps, fetched)
@@ -362,6 +363,38 @@ class TrafficTest(parameterized.TestCase):
                                   unknown_dimension=2, arguments=iterator)
         self.assertEqual(found.batch, expected)
         self.assertGreater(found.total, expected)
+
+
+    @parameterized.parameters("steps_per_execution", "loop")
+    def test_in_loops(self, kind):
+        """Else each turn of a loop that TensorFlow runs brings its batch to the host and back."""
+        batch = (np.ones([6, 16], "float32"), np.ones([6, 3], "float32"))
+        with on_gpus.tracing():
+            strategy = towerstrategy.TowerStrategy(on_gpus.towers(3), "CPU:0")
+            strategy.extended.keep_graphs = True
+            with strategy.scope():
+                model = keras.Sequential([keras.Input([16]), keras.layers.Dense(3)])
+                model.compile("adam", "mse", steps_per_execution=2)
+            data = strategy.experimental_distribute_dataset(
+                Dataset.from_tensors(batch).repeat(4)).with_stand_ins()
+            if kind == "loop":
+                with strategy.scope():
+                    model.optimizer.build(model.trainable_variables)
+
+                def loop():
+                    for one in data:
+                        strategy.run(model.train_step, (one,))
+
+                step, arguments = tf.function(loop), ()
+            else:
+                model.fit(data, verbose=0)
+                step, arguments = function_in(model.train_function), (iter(data).read_once(),)
+            with mock.patch.object(prefetching, "threads", lambda: 8):
+                function = step.get_concrete_function(*arguments)
+        found = traffic.count(function, len(TOWERS), unknown_dimension=2,
+                              arguments=arguments)
+        self.assertGreater(found.total, 0)
+        self.assertEqual(found.batch, 0)
 
 
 class PlacedTest(parameterized.TestCase):

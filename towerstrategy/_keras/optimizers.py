@@ -113,7 +113,8 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         summed = (gradients_lib.agreed_gradients(per_variable, homes, tower.shares)
                   if merged_already else
                   gradients_lib.gradients(per_variable, homes, tower.shares, tower.silenced,
-                                          from_factors, placement.devices, micro_batches))
+                                          from_factors, placement.devices, micro_batches,
+                                          placement.relays))
         if made is not None:
             with tf.device(strategy.extended.merge_device):
                 whole |= made.again(summed[len(variables_):])

@@ -301,6 +301,8 @@ class TowerDataset(tf.distribute.DistributedDataset):
         input pipeline.
         """
         iterator = iter(self)
+        if isinstance(iterator, prefetching.PrefetchedIterator):
+            iterator.read_once()
 
         def body(element: tf.experimental.Optional, state: Nest) -> tuple[Any, Nest]:
             state = reduce_func(state, element.get_value())

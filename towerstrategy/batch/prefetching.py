@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -186,15 +187,16 @@ def _moves(spec: Any) -> bool:
 class PrefetchedSpec(tf.TypeSpec):
     """The type spec of :class:`PrefetchedIterator`."""
 
-    __slots__ = ["_layout", "_streams", "_kept_hash"]
+    __slots__ = ["_layout", "_streams", "_once", "_kept_hash"]
     value_type = property(lambda _: PrefetchedIterator)
 
-    def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any) -> None:
-        self._layout, self._streams = Layout(spec, owners), streams
+    def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any,
+                 once: bool = False) -> None:
+        self._layout, self._streams, self._once = Layout(spec, owners), streams, once
         self._kept_hash: int | None = None
 
     def _serialize(self) -> tuple[Any, ...]:
-        return self._layout.spec, self._layout.owners, self._streams
+        return self._layout.spec, self._layout.owners, self._streams, self._once
 
     def __hash__(self) -> int:
         # Each call of a tf.function hashes its arguments' specs some times over.
@@ -213,7 +215,9 @@ class PrefetchedSpec(tf.TypeSpec):
 
     def _from_components(self, components: Sequence[Any]) -> PrefetchedIterator:
         streams, handle = components
-        return PrefetchedIterator(self._layout, streams, taking.Taking(handle, streams._devices[0]))
+        under_way = taking.Taking(handle, streams._devices[0])
+        iterator = PrefetchedIterator(self._layout, streams, under_way)
+        return iterator.read_once() if self._once else iterator
 
 
 class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.DistributedIterator):
@@ -227,6 +231,7 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
     _between: Callable[[], None] | None = None
     _steps_in_graph = 0
     _kept_spec: PrefetchedSpec | None = None
+    _once = False
 
     def __init__(self, layout: Layout, streams: Any = None, under_way: taking.Taking | None = None,
                  make: Callable[[], tuple[Any, Any, Any]] | None = None) -> None:
@@ -263,26 +268,51 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
 
     def _host_first(self) -> list[Any]:
         """The same in a graph, where only the host's stream is to say that the data has ended."""
-        first, *others = self._streams._device_iterators
-        host, *devices = self._streams._devices
-        with tf.device(host):
+        first = self._streams._device_iterators[0]
+        with tf.device(self._streams._devices[0]):
             optional = first.get_next_as_optional()
             there = optional.has_value()
             with tf.control_dependencies([self._taking.say(there)]):
                 # Behind the end it raises the error that says so.
                 dealt = [tf.cond(there, optional.get_value, first.get_next)]
-        with tf.control_dependencies(tf.nest.flatten(dealt)):
-            for device, other in zip(devices, others):
+        return [*dealt, *self._from_others(dealt[0])]
+
+    def _from_others(self, host: Any) -> list[Any]:
+        """What the towers' streams have next, behind what the host's had."""
+        _, *others = self._streams._device_iterators
+        taken = []
+        with tf.control_dependencies(tf.nest.flatten(host)):
+            for device, other in zip(self._streams._devices[1:], others):
                 with tf.device(device):
-                    dealt.append(other.get_next())
-        return dealt
+                    taken.append(other.get_next())
+        return taken
+
+    def others(self, host: Any) -> list[Any]:
+        """The same, which ends what an optional of :meth:`read_once` has begun."""
+        taken = self._from_others(host)
+        with tf.control_dependencies(tf.nest.flatten(taken)):
+            self._taking.say(False)
+        return taken
 
     def __next__(self) -> Nest:
         return iterators.next_in_python(self)
 
+    def read_once(self) -> PrefetchedIterator:
+        """This iterator, for a loop that reads each optional's value once if it has one.
+
+        What the towers have is then taken where it is read, and does not go through the loop.
+        """
+        self._once, self._kept_spec = True, None
+        return self
+
     def get_next_as_optional(self) -> tf.experimental.Optional:
-        return PartsOptional(self._layout, self._streams._devices,
-                             self._taking.all_of(self._streams.get_next_as_optional))
+        devices = self._streams._devices
+        if not self._once:
+            return PartsOptional(self._layout, devices,
+                                 self._taking.all_of(self._streams.get_next_as_optional))
+        with tf.device(devices[0]):
+            there = self._taking.first_of(self._streams._device_iterators[0].get_next_as_optional)
+        return PartsOptional(self._layout, devices, [there], self)
 
     @property
     def element_spec(self) -> Nest:
@@ -292,7 +322,7 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
     def _type_spec(self) -> PrefetchedSpec:
         if self._kept_spec is None:
             self._kept_spec = PrefetchedSpec(self._layout.spec, self._layout.owners,
-                                             self._streams._type_spec)
+                                             self._streams._type_spec, self._once)
         return self._kept_spec
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
@@ -306,18 +336,23 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
         self._serialize_to_tensors()
 
 
+# What the towers' parts are yet to be taken from, by id: a spec holds plain values alone.
+_later: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
 class PartsOptionalSpec(tf.TypeSpec):
     """The type spec of :class:`PartsOptional`."""
 
-    __slots__ = ["_layout", "_devices", "_parts"]
+    __slots__ = ["_layout", "_devices", "_parts", "_later"]
     value_type = property(lambda _: PartsOptional)
 
     def __init__(self, spec: Nest, owners: tuple[int, ...], devices: tuple[str, ...],
-                 parts: tuple[Any, ...]) -> None:
-        self._layout, self._devices, self._parts = Layout(spec, owners), devices, parts
+                 parts: tuple[Any, ...], later: int) -> None:
+        self._layout, self._devices = Layout(spec, owners), devices
+        self._parts, self._later = parts, later
 
     def _serialize(self) -> tuple[Any, ...]:
-        return self._layout.spec, self._layout.owners, self._devices, self._parts
+        return self._layout.spec, self._layout.owners, self._devices, self._parts, self._later
 
     @property
     def _component_specs(self) -> list[Any]:
@@ -327,7 +362,8 @@ class PartsOptionalSpec(tf.TypeSpec):
         return value._parts
 
     def _from_components(self, components: Sequence[Any]) -> PartsOptional:
-        return PartsOptional(self._layout, self._devices, list(components))
+        return PartsOptional(self._layout, self._devices, list(components),
+                             _later.get(self._later))
 
 
 class PartsOptional(tf.experimental.Optional):
@@ -338,12 +374,16 @@ class PartsOptional(tf.experimental.Optional):
     Args:
       layout: of the element.
       devices: the host, then each tower's.
-      parts: for each of them, what its iterator gave.
+      parts: for each of them, what its iterator gave, or for the host alone.
+      later: the iterator whose other streams are read when the value is, which is once then.
     """
 
     def __init__(self, layout: Layout, devices: Sequence[str],
-                 parts: list[tf.experimental.Optional]) -> None:
+                 parts: list[tf.experimental.Optional], later: Any = None) -> None:
         self._layout, self._devices, self._parts = layout, tuple(devices), parts
+        self._later = later
+        if later is not None:
+            _later[id(later)] = later
 
     def has_value(self, name: str | None = None) -> tf.Tensor:
         with tf.device(self._devices[0]):
@@ -351,9 +391,11 @@ class PartsOptional(tf.experimental.Optional):
 
     def get_value(self, name: str | None = None) -> Nest:
         dealt = []
-        for device, part in zip(self._devices, self._parts):
+        for part, device in zip(self._parts, self._devices):
             with tf.device(device):
                 dealt.append(part.get_value(name))
+        if self._later is not None:
+            dealt += self._later.others(dealt[0])
         return self._layout.element(dealt)
 
     @property
@@ -363,7 +405,8 @@ class PartsOptional(tf.experimental.Optional):
     @property
     def _type_spec(self) -> PartsOptionalSpec:
         return PartsOptionalSpec(self._layout.spec, self._layout.owners, self._devices,
-                                 tuple(part._type_spec for part in self._parts))
+                                 tuple(part._type_spec for part in self._parts),
+                                 0 if self._later is None else id(self._later))
 
 
 def iterate(dataset: tf.data.Dataset, layout: Layout, fetch: Fetch,

@@ -60,15 +60,28 @@ class Taking:
         """
         if tf.executing_eagerly():
             return self._in_python(take)
+        taken = self._begun(take)
+        with tf.control_dependencies(tf.nest.flatten(taken, expand_composites=True)):
+            self.say(False)
+        return taken
+
+    def first_of(self, take: Callable[[], tf.experimental.Optional]) -> tf.experimental.Optional:
+        """What ``take`` takes from the first stream, in a graph.
+
+        Whoever takes from the others, which is who reads its value, says then that it has ended.
+        """
+        taken = self._begun(take)
+        with tf.control_dependencies(tf.nest.flatten(taken, expand_composites=True)):
+            self.say(taken.has_value())
+        return taken
+
+    def _begun(self, take: Callable[[], Any]) -> Any:
         with tf.device(self._device):
             fits = tf.debugging.Assert(tf.logical_not(self._is_under_way()), [_OUT_OF_STEP])
         with tf.control_dependencies([fits]):
             begun = self.say(True)
         with tf.control_dependencies([begun]):
-            taken = take()
-        with tf.control_dependencies(tf.nest.flatten(taken, expand_composites=True)):
-            self.say(False)
-        return taken
+            return take()
 
     def _in_python(self, take: Callable[[], list[Any]]) -> list[Any]:
         if bool(self._is_under_way()):

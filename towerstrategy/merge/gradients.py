@@ -6,7 +6,8 @@ have rows, and over all machines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.machines import meeting
-from towerstrategy.merge import factors, merging
+from towerstrategy.merge import factors, merging, relays
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.merge.shares import Value
 
@@ -26,7 +27,8 @@ _DISTINCT = frozenset({"Unique", "UniqueV2", "Range"})
 
 def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[str],
               shares: shares_lib.Shares, silenced: bool = False, from_factors: bool = False,
-              towers: Sequence[str] = (), micro_batches: int = 1) -> list[Value | None]:
+              towers: Sequence[str] = (), micro_batches: int = 1,
+              may_relay: bool = False) -> list[Value | None]:
     """Sums each variable's gradients where the variable lives.
 
     A tower without rows adds nothing, even where its gradient is NaN.  The usual case, every tower
@@ -38,16 +40,29 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
       shares: the shares of this step's batch.
       silenced: whether the gradients of towers without rows are zero of themselves.
       from_factors: whether to make dense layers' gradients once, see :mod:`factors`.
-      towers: where there are micro-batches, the devices of the towers.
+      towers: the devices of the towers.
       micro_batches: how many of the gradients are of one tower, one after another.
+      may_relay: whether large gradients meet in pieces, see :mod:`relays`.
 
     Returns:
       One gradient or None a variable.
     """
     present = {index: values for index, values in enumerate(per_variable) if values is not None}
+    relayed = _relayed(present, devices, towers) if may_relay else frozenset()
 
     def filled(value: Value, tower: int) -> Value:
         return merging.without_empty(value, tower, shares)
+
+    def added(index: int, keep_empty: bool) -> Value:
+        values = present[index]
+        add = merging.total if keep_empty else functools.partial(merging.filled_here, shares=shares)
+        if micro_batches > 1 and _are_dense(values):
+            kept = values if keep_empty else [
+                filled(value, replica) for replica, value in enumerate(values)]
+            values, add = _running(kept, towers, micro_batches), merging.total
+        if index in relayed:
+            return relays.total(values, towers, devices[index], add)
+        return add(values)
 
     def summed(keep_empty: bool) -> list[Value]:
         rows = {device: factors.Factors(None if keep_empty else filled) for device in set(devices)}
@@ -55,14 +70,7 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
         for index, values in present.items():
             with tf.device(devices[index]):
                 made = _from_factors(rows[devices[index]], values, shares) if from_factors else None
-                if made is None and micro_batches > 1 and _are_dense(values):
-                    kept = values if keep_empty else [
-                        filled(value, replica) for replica, value in enumerate(values)]
-                    made = merging.total(_running(kept, towers, micro_batches))
-                if made is None:
-                    made = (merging.total(values) if keep_empty
-                            else merging.filled_here(values, shares))
-                results.append(made)
+                results.append(added(index, keep_empty) if made is None else made)
         return results
 
     if silenced or not shares.may_be_empty:
@@ -97,6 +105,19 @@ def agreed_gradients(per_variable: Sequence[Sequence[Value] | None], devices: Se
 
 def _are_dense(values: Sequence[Value]) -> bool:
     return not any(isinstance(value, tf.IndexedSlices) for value in values)
+
+
+def _relayed(present: Mapping[int, Sequence[Value]], devices: Sequence[str],
+             towers: Sequence[str]) -> Collection[int]:
+    """Which of the gradients are summed in pieces by the towers."""
+    if tf.executing_eagerly():
+        return frozenset()
+    dense = {index: values[0] for index, values in present.items()
+             if _are_dense(values) and all(value.shape.is_fully_defined() for value in values)}
+    chosen = relays.chosen([devices[index] for index in dense],
+                           [value.shape.num_elements() * value.dtype.size
+                            for value in dense.values()], towers)
+    return frozenset(index for index, is_chosen in zip(dense, chosen) if is_chosen)
 
 
 class OnceEach(tf.IndexedSlices):

@@ -118,6 +118,12 @@ class Placement:
         """Whether towers and merge device are all CPU devices, which share the same cores."""
         return self.kinds == {tf.DeviceSpec.from_string(self.merge).device_type} == {"CPU"}
 
+    @property
+    def relays(self) -> bool:
+        """Whether towers hand pieces of large variables on to each other: GPUs, which have links
+        of their own."""
+        return not self.rows and self.kinds == {"GPU"}
+
 
 def split_cpu(count: int) -> list[str]:
     """Makes ``count`` logical CPU devices, for a machine with no GPU.
@@ -193,7 +199,7 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None,
     taken_from = shares if isinstance(shares, str) else ""
     replicas = tuple(device for device in towers for _ in range(count))
     if merge_device is None:
-        merge_device = "cpu" if len(towers) > 1 else towers[0]
+        merge_device = _best_merge_device(towers)
     if _is_listed(merge_device):
         merge_device = _name_of_listed(merge_device, "merge_device")
     if not isinstance(merge_device, str):
@@ -205,6 +211,14 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None,
                          taken_from, count)
     name = "CPU:0" if merge_device.lower() == "cpu" else merge_device
     return Placement(replicas, _full_name(name, "merge_device"), False, share, taken_from, count)
+
+
+def _best_merge_device(towers: Sequence[str]) -> str:
+    """Where to merge by default: for GPUs what a simulation shows to be best over any links."""
+    if len(towers) == 1:
+        return towers[0]
+    gpus = all(tf.DeviceSpec.from_string(tower).device_type == "GPU" for tower in towers)
+    return BALANCED if gpus else "cpu"
 
 
 def _staged(rows: tuple[tuple[str, ...], ...], merge_device: Any, shares: Any,

@@ -37,6 +37,7 @@ class Copier:
       local_variables: gives the tower-local variables that exist, each a list of its parts.
       stage_of: the stage of an operation of tower 0.
       joins: whether products with large weights are made once for all, see :mod:`products`.
+      relayed: whether large variables come in pieces, see :mod:`relays`.
 
     Attributes:
       table: what each tower has in place of tower 0's tensors and operations.
@@ -45,13 +46,16 @@ class Copier:
 
     def __init__(self, graph: tf.Graph, rows: Sequence[Sequence[str]], scopes: Sequence[str],
                  local_variables: Callable[[], Iterator[Sequence[tf.Variable]]],
-                 stage_of: Callable[[tf.Operation], int], joins: bool = False) -> None:
+                 stage_of: Callable[[tf.Operation], int], joins: bool = False,
+                 relayed: bool = False) -> None:
         self.table = tables.Table(len(rows))
         self._graph = graph
         self._rows = [[tf.DeviceSpec.from_string(device).to_string() for device in row]
                       for row in rows]
         self._stage_of = stage_of
         self._joins = joins
+        self._relayed = relayed
+        self._instead: dict[str, tf.Tensor] = {}  # read at home -> what tower 0 has of it
         self._scopes = scopes
         self._local_variables = local_variables
         self.firsts: set[str] = set()  # names of tower 0's operations
@@ -104,8 +108,25 @@ class Copier:
             mine = [operation for operation in shared if self._stage_of(operation) == stage]
             for value, others in reads.stack(self._graph, mine, devices, self._scopes):
                 self.table.put(value, others)
+        if self._relayed:
+            self._relay(shared, stretch)
         names = {operation.name for operation in shared}
         return [operation for operation in stretch if operation.name not in names]
+
+    def _relay(self, shared: Sequence[tf.Operation], stretch: Sequence[tf.Operation]) -> None:
+        """Has large values come in pieces; tower 0's operations, too, take what comes so."""
+        # What stays at home, as the lookup in a table does, reads there.
+        taken = [read for read in shared if reads.are_data(takers := read.outputs[0].consumers())
+                 and not any(taker.name in self._staying for taker in takers)]
+        for value, (first, *others) in reads.relay(self._graph, taken,
+                                                   [row[0] for row in self._rows]):
+            for same in (value, first):
+                self.table.put(same, others)
+            self._instead[value.name] = first
+        for operation in stretch if self._instead else ():
+            for index, tensor in enumerate(operation.inputs):
+                if tensor.name in self._instead:
+                    _tf.set_input(operation, index, self._instead[tensor.name])
 
     def added(self) -> list[tf.Operation]:
         """Tower 0's operations since the last :meth:`copy` or :meth:`skip`."""

@@ -90,7 +90,8 @@ class _Once:
             self._graph, [placement.row(tower) for tower in range(len(self._devices))], scopes,
             strategy.extended.tower_local_parts, self._stages.stage_of,
             joins=placement.on_cpu and placement.micro_batches == 1 and not placement.rows
-            and not compiles)
+            and not compiles,
+            relayed=placement.relays)
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)

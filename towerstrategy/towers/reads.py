@@ -17,9 +17,12 @@ from collections.abc import Container, Iterator, Sequence
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.merge import relays
 
 # Bytes. Stacking copies the value once; above, the copy costs more than a transfer of its own.
 LARGEST_STACKED = 2**16
+# The name scope of what is brought to the towers in pieces.
+RELAYS = "relays/"
 
 # Of these GPUs have a kernel for Pack, and for Split (of int64: for StridedSlice).
 _SPLIT = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128)
@@ -73,6 +76,38 @@ def stack(graph: tf.Graph, reads: Sequence[tf.Operation], devices: Sequence[str]
             yield value, list(others)
 
 
+def are_data(takers: Sequence[tf.Operation]) -> bool:
+    """Whether any of those who take a value looks at more than its shape."""
+    return any(taker.type not in ("Shape", "ShapeN", "Size", "Rank") for taker in takers)
+
+
+def relay(graph: tf.Graph, reads: Sequence[tf.Operation], devices: Sequence[str]
+          ) -> Iterator[tuple[tf.Tensor, list[tf.Tensor]]]:
+    """Brings what is large among ``reads`` to the towers in pieces, see :mod:`relays`.
+
+    Args:
+      graph: the graph of ``reads``.
+      reads: what :func:`shared` gave.
+      devices: the towers' devices, written in full.
+
+    Yields:
+      A value that was read, and what towers 0.. have in its place.
+    """
+    known = _homes(graph)
+    dense = [(operation.outputs[0], known[operation.inputs[0].name]) for operation in reads
+             if operation.inputs[0].name in known and operation.outputs[0].dtype in _SPLIT
+             and operation.outputs[0].shape.is_fully_defined()]
+    towers = list(dict.fromkeys(devices))
+    chosen = relays.chosen([home for _, home in dense], [_size(value) for value, _ in dense],
+                           towers)
+    for (value, home), is_chosen in zip(dense, chosen):
+        if is_chosen:
+            with graph.as_default(), tf.control_dependencies(None), _tf.not_recorded(), \
+                    tf.device(None), tf.name_scope(RELAYS):
+                there = relays.spread(value, home, towers)
+            yield value, [there[device] for device in devices]
+
+
 def _unstacked(stacked: tf.Tensor) -> list[tf.Tensor]:
     """The values of a stack, each an operation of its own.
 
@@ -89,17 +124,25 @@ def _unstacked(stacked: tf.Tensor) -> list[tf.Tensor]:
 def _alike(graph: tf.Graph, reads: Sequence[tf.Operation]
            ) -> Iterator[tuple[str, list[tf.Operation]]]:
     """Small reads of one shape and dtype from one device, where there are several."""
-    homes = {inner.name: tf.DeviceSpec.from_string(outer.device).to_string()
-             for outer, inner in _tf.captures_of(graph)
-             if _tf.is_eager(outer) and outer.dtype == tf.resource}
+    homes = _homes(graph)
     groups = collections.defaultdict(list)
     for operation in reads:
         value, home = operation.outputs[0], homes.get(operation.inputs[0].name)
         if home is None or not value.shape.is_fully_defined():
             continue
-        if value.dtype in (*_SPLIT, *_SLICED) \
-                and value.shape.num_elements() * value.dtype.size <= LARGEST_STACKED:
+        if value.dtype in (*_SPLIT, *_SLICED) and _size(value) <= LARGEST_STACKED:
             groups[home, value.dtype, tuple(value.shape)].append(operation)
     for (home, _, _), group in groups.items():
         if len(group) > 1:
             yield home, group
+
+
+def _homes(graph: tf.Graph) -> dict[str, str]:
+    """The devices of variables, by the name that their handle has in ``graph``."""
+    return {inner.name: tf.DeviceSpec.from_string(outer.device).to_string()
+            for outer, inner in _tf.captures_of(graph)
+            if _tf.is_eager(outer) and outer.dtype == tf.resource}
+
+
+def _size(value: tf.Tensor) -> int:
+    return int(value.shape.num_elements() * value.dtype.size)

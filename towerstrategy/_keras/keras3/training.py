@@ -21,6 +21,7 @@ from towerstrategy._keras import adopting, over_rows
 from towerstrategy._keras import training as training_rules
 from towerstrategy._keras.keras3 import names
 from towerstrategy.batch import datasets as datasets_lib
+from towerstrategy.batch import prefetching
 from towerstrategy.losses import parts
 from towerstrategy.placement import kind
 from towerstrategy.towers import contexts
@@ -163,6 +164,8 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
             def function(iterator: Any) -> Any:
                 if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
                     iterator = (training_rules.split_plain(strategy, data) for data in iterator)
+                elif isinstance(iterator, prefetching.PrefetchedIterator):
+                    iterator.read_once()  # as Keras' loop over several steps does
                 if attribute == "train_function":
                     return strategy.extended.train_step(lambda: step(iterator), compiles)
                 with strategy.extended.step(compiles):
