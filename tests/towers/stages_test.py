@@ -79,6 +79,27 @@ def by_hand(kit, strategy, how):
 
 class SameTest(parameterized.TestCase):
 
+    @parameterized.product(kit=[keras, tf_keras],
+                           devices=[["CPU:1", "CPU:2"], [["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]]])
+    def test_tables(self, kit, devices):
+        """Else a model that looks words up cannot be compiled: tables are among its weights."""
+        words, y = np.array([["a"], ["b"], ["c"], ["a"], ["d"]]), np.arange(5.)[:, None]
+
+        def trained(strategy):
+            kit.utils.set_random_seed(3)
+            with strategy.scope() if strategy else nothing:
+                looked_up = kit.layers.StringLookup()
+                looked_up.adapt(["a", "b", "c"])
+                model = kit.Sequential([
+                    kit.Input([1], dtype="string"), looked_up,
+                    kit.layers.Embedding(4, 6), kit.layers.Flatten(), kit.layers.Dense(1)])
+                model.compile("adam", "mse")
+            model.fit(tf.data.Dataset.from_tensor_slices((words, y)).batch(3), epochs=2, verbose=0)
+            return model.get_weights()[-3:]
+
+        for got, wanted in zip(trained(TowerStrategy(devices)), trained(None)):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
+
     @parameterized.parameters((keras, "called", 3), (tf_keras, "made", 1), (keras, "tf.device", 1))
     def test_any_rows(self, kit, how, micro_batches):
         """Else a model over several devices trains or predicts something else than on one."""

@@ -231,6 +231,8 @@ def _planned(strategy: tf.distribute.Strategy, model: Any, positions: Sequence[P
 
 def check_all_used(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
     """Raises ``ValueError`` where a model that is trained as a whole leaves out a stage."""
+    if strategy.extended.placement.stages == 1:
+        return
     plan = plan_of(strategy, model, names)
     if plan is not None:
         _check_used(strategy, model, plan.stages)

@@ -227,7 +227,9 @@ def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
     """The TensorFlow variables of a layer, so far as they are made, and whether they are trained.
     """
     for variable in variables_of(layer):
-        yield getattr(variable, "_variable", variable), variable.trainable
+        held = getattr(variable, "_variable", variable)
+        if isinstance(held, tf.Variable):  # a lookup's table is among a layer's weights, too
+            yield held, variable.trainable
 
 
 def _replace(layer: Any, old: Any, new: Any) -> None:
