@@ -189,6 +189,8 @@ class IterationTest(parameterized.TestCase):
                 loop(dataset), captured(), captured(), optionals(iter(dataset)),
                 optionals(iter(dataset)), two_steps(iter(dataset)))], [45] * 5 + [28])
         self.assertEqual(optionals.experimental_get_tracing_count(), 1)
+        # Towers' streams that had not ended when the graph's iterator went took all threads.
+        self.assertEqual([plain(captured()) for _ in range(100)], [45] * 100)
 
     def test_ends(self):
         """Else loops do not end, or end with the wrong exception."""
