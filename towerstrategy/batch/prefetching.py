@@ -274,7 +274,7 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
             there = optional.has_value()
 
             def ended() -> Any:
-                with tf.control_dependencies(self._others_ended()):
+                with tf.control_dependencies([self._others_ended()]):
                     return first.get_next()  # raises the error that says so
 
             with tf.control_dependencies([self._taking.say(there)]):
@@ -291,18 +291,19 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
                     taken.append(other.get_next())
         return taken
 
-    def _others_ended(self) -> list[tf.Tensor]:
-        """Reads the ends of the towers' streams, which are done then.
+    def _others_ended(self) -> tf.Tensor:
+        """True, behind the ends of the towers' streams, which are done then.
 
         Made in a graph, a stream that goes waits for what it still prefetches, on a thread of the
         few that this needs.
         """
         _, *others = self._streams._device_iterators
-        there = []
+        ends = []
         for device, other in zip(self._streams._devices[1:], others):
             with tf.device(device):
-                there.append(other.get_next_as_optional().has_value())
-        return there
+                ends.append(other.get_next_as_optional())
+        with tf.control_dependencies(tf.nest.flatten(ends, expand_composites=True)):
+            return tf.identity(True)
 
     def others(self, host: Any) -> list[Any]:
         """The same, which ends what an optional of :meth:`read_once` has begun."""
@@ -329,7 +330,7 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
                                  self._taking.all_of(self._streams.get_next_as_optional))
         with tf.device(devices[0]):
             there = self._taking.first_of(self._streams._device_iterators[0].get_next_as_optional)
-            tf.cond(there.has_value(), lambda: [True] * (len(devices) - 1), self._others_ended)
+            tf.cond(there.has_value(), lambda: True, self._others_ended)
         return PartsOptional(self._layout, devices, [there], self)
 
     @property
