@@ -144,9 +144,9 @@ class PrefetchedWorkersSpec(prefetching.PrefetchedSpec):
     __slots__ = ["_packed", "_number"]
     value_type = property(lambda _: PrefetchedWorkersIterator)
 
-    def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any, packed: Nest,
+    def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any, once: bool, packed: Nest,
                  number: int) -> None:
-        super().__init__(spec, owners, streams)
+        super().__init__(spec, owners, streams, once)
         self._packed, self._number = packed, number
 
     def _serialize(self) -> tuple[Any, ...]:
@@ -180,7 +180,8 @@ class PrefetchedWorkersIterator(
     @property
     def _type_spec(self) -> PrefetchedWorkersSpec:
         return PrefetchedWorkersSpec(self._layout.spec, self._layout.owners,
-                                     self._streams._type_spec, self._packed, self._workers.number)
+                                     self._streams._type_spec, self._once, self._packed,
+                                     self._workers.number)
 
 
 class AgreedOptionalSpec(tf.TypeSpec):
