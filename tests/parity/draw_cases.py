@@ -97,7 +97,8 @@ def _(keras: Any) -> Run:
                **_sequences(), compile=LABELS)
 
 
-@case("draws/recurrent dropout of cells, generators", keras=(TF_KERAS,), reason=_OWN)
+@case("draws/recurrent dropout of cells, generators", keras=(TF_KERAS,), reason=_OWN,
+      wide=True)
 def _(keras: Any) -> Run:
     layers, options = keras.layers, {"dropout": 0.2, "recurrent_dropout": 0.3,
                                      "rng_type": "stateful"}
