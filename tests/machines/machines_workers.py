@@ -448,6 +448,15 @@ class Clock:
         return lambda: sample.Sample(1., tuple(times), 0., 0., 0., 0.)
 
 
+def trained(model, history, x, dealer):
+    """What a training with shares that may have changed led to, and these shares."""
+    seen = {"loss": history.history["loss"], "predict": model.predict(x, verbose=0)}
+    if dealer is not None:
+        seen["units"] = dealer.units
+    return {**seen, **{f"weight_{number}": value
+                       for number, value in enumerate(model.get_weights())}}
+
+
 def measured(strategy, kit):
     """Another strategy of the same workers, whose shares change after the first epoch."""
     dealer = None
@@ -463,11 +472,7 @@ def measured(strategy, kit):
             model = model_of(kit)
             model.compile(kit.optimizers.Adam(0.01), "mse")
         history = model.fit(x, y, batch_size=12, epochs=3, verbose=0, shuffle=False)
-        seen = {"loss": history.history["loss"], "predict": model.predict(x, verbose=0)}
-        if dealer is not None:
-            seen["units"] = dealer.units
-    return {**seen, **{f"weight_{number}": value
-                       for number, value in enumerate(model.get_weights())}}
+        return trained(model, history, x, dealer)
 
 
 def slowed(strategy, kit):
@@ -493,11 +498,7 @@ def slowed(strategy, kit):
         model = model_of(kit, Repeating())
         model.compile(kit.optimizers.Adam(0.01), "mse")
     history = model.fit(x, y, batch_size=10, epochs=4, verbose=0, shuffle=False)
-    seen = {"loss": history.history["loss"], "predict": model.predict(x, verbose=0)}
-    if dealer is not None:
-        seen["units"] = dealer.units
-    return {**seen, **{f"weight_{number}": value
-                       for number, value in enumerate(model.get_weights())}}
+    return trained(model, history, x, dealer)
 
 
 KITS = {"keras": keras, "tf_keras": tf_keras}
