@@ -24,6 +24,8 @@ from tensorflow.python.ops import (
     stateful_random_ops,
 )
 
+from towerstrategy._tensorflow import wrapping
+
 _WRAPPED = ("from which tf.random, tf.random.Generator and with them both Kerases take their "
             "numbers; in towers a draw is of the tower's rows")
 _ONCE = "draws once for all rows of a batch, with a state; in towers all draw the same"
@@ -60,7 +62,6 @@ PRIVATE_NAMES = {
     "tensorflow.python.eager.context:anonymous_name": "names a variable that a trace holds",
 }
 
-MARK = "_towerstrategy_original"
 PHILOX, AUTO_SELECT = tf.random.Algorithm.PHILOX.value, tf.random.Algorithm.AUTO_SELECT.value
 # How many 128-bit counters a generator is moved on for each number that is drawn, whatever it takes
 # (GuardedPhiloxRandom::ReserveRandomOutputs, RngReadAndSkip).
@@ -83,20 +84,11 @@ def wrap_draws(rules: Mapping[str, Rule], counter: Callable[..., Any]) -> None:
     """
     for owner in _OWNERS:
         for name in rules.keys() & vars(owner).keys():
-            _replace(owner, name, functools.partial(_wrapped, rules[name]))
+            wrapping.wrap(owner, name, functools.partial(_wrapped, rules[name]))
     generator = stateful_random_ops.Generator
-    taken = counter(getattr(generator.skip, MARK, generator.skip))
-    _replace(generator, "_prepare_key_counter", functools.partial(_counting, taken))
-    _replace(generator, "_uniform_full_int", functools.partial(_seeding, taken))
-
-
-def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-             ) -> None:
-    original = getattr(owner, name)
-    if not hasattr(original, MARK):
-        wrapped = functools.wraps(original)(make(original))
-        setattr(wrapped, MARK, original)
-        setattr(owner, name, wrapped)
+    taken = counter(getattr(generator.skip, wrapping.MARK, generator.skip))
+    wrapping.wrap(generator, "_prepare_key_counter", functools.partial(_counting, taken))
+    wrapping.wrap(generator, "_uniform_full_int", functools.partial(_seeding, taken))
 
 
 def _counting(taken: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

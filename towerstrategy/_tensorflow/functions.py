@@ -28,6 +28,7 @@ from tensorflow.python.framework import (
 )
 from tensorflow.python.ops import cond_v2, control_flow_util, control_flow_v2_func_graphs
 
+from towerstrategy._tensorflow import wrapping
 from towerstrategy._tensorflow.graphs import operation_count
 
 PRIVATE_NAMES = {
@@ -86,11 +87,7 @@ def autograph_convert(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def wrap_cond(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Puts what ``make`` makes of TensorFlow's function that makes branches in its place, once."""
-    original = cond_v2.cond_v2
-    if not hasattr(original, "_towerstrategy_original"):
-        wrapped: Any = functools.wraps(original)(make(original))
-        wrapped._towerstrategy_original = original
-        cond_v2.cond_v2 = wrapped
+    wrapping.wrap(cond_v2, "cond_v2", make)
 
 
 def clone_function(function: polymorphic_function.Function,

@@ -5,13 +5,14 @@ Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops import gen_array_ops, nn_impl_distribute
 from tensorflow.python.training import moving_averages
+
+from towerstrategy._tensorflow import wrapping
 
 PRIVATE_NAMES = {
     "tensorflow.python.ops.nn_impl_distribute:compute_average_loss":
@@ -31,33 +32,26 @@ PRIVATE_NAMES = {
 
 def give_moving_averages(of_all: Callable[[tf.Tensor], tf.Tensor]) -> None:
     """From now on ``assign_moving_average`` moves towards ``of_all(value)``."""
-    original = moving_averages.assign_moving_average
-    if hasattr(original, "_towerstrategy_original"):
-        return
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def assign_moving_average(variable: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(variable, of_all(value), *args, **kwargs)
 
-    @functools.wraps(original)
-    def assign_moving_average(variable: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(variable, of_all(value), *args, **kwargs)
+        return assign_moving_average
 
-    assign_moving_average._towerstrategy_original = original  # type: ignore[attr-defined]
-    moving_averages.assign_moving_average = assign_moving_average
-    tf.__internal__.train.assign_moving_average = assign_moving_average
+    wrapping.wrap((moving_averages, tf.__internal__.train), "assign_moving_average", make)
 
 
 def tell_unique(told: Callable[[tf.Tensor], None]) -> None:
     """From now on tells of the values that ``tf.unique`` has found."""
-    original = gen_array_ops.unique
-    if hasattr(original, "_towerstrategy_original"):
-        return
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def unique(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            told(found[0])
+            return found
 
-    @functools.wraps(original)
-    def unique(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        told(found[0])
-        return found
+        return unique
 
-    unique._towerstrategy_original = original  # type: ignore[attr-defined]
-    gen_array_ops.unique = unique
+    wrapping.wrap(gen_array_ops, "unique", make)
 
 
 def wrap_losses(average: Callable[..., Any], regularization: Callable[..., Any],
@@ -70,12 +64,6 @@ def wrap_losses(average: Callable[..., Any], regularization: Callable[..., Any],
       gradient: the same for ``tf.GradientTape.gradient``.
     """
     places = (nn_impl_distribute, tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
-    for owners, name, make in ((places, "compute_average_loss", average),
-                               (places, "scale_regularization_loss", regularization),
-                               ((tf.GradientTape,), "gradient", gradient)):
-        original = getattr(owners[0], name)
-        if not hasattr(original, "_towerstrategy_original"):
-            wrapped: Any = functools.wraps(original)(make(original))
-            wrapped._towerstrategy_original = original
-            for owner in owners:
-                setattr(owner, name, wrapped)
+    wrapping.wrap(places, "compute_average_loss", average)
+    wrapping.wrap(places, "scale_regularization_loss", regularization)
+    wrapping.wrap(tf.GradientTape, "gradient", gradient)
