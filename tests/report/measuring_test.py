@@ -20,10 +20,11 @@ KITS = (("keras", keras), ("tf_keras", tf_keras))
 
 
 class Clock:
-    """Stands for the profiler: a tower takes ``seconds`` for each row that it was dealt."""
+    """Stands for the profiler: a tower takes ``seconds`` a row, and ``launch`` for any rows."""
 
-    def __init__(self, *seconds, noise=0., cost=0.):
+    def __init__(self, *seconds, launch=0., noise=0., cost=0.):
         self.seconds, self.noise, self.cost = seconds, np.random.RandomState(1), cost
+        self.launch = launch
         self.begun = self.ended = 0
         self._most = noise
         self.shares = None
@@ -39,7 +40,7 @@ class Clock:
         del kinds, merge_kind
         self.ended += 1
         noise = 1 + self._most * self.noise.uniform(-1, 1, len(self.seconds))
-        times = np.array(self.shares.rows()) * self.seconds * noise
+        times = (self.launch + np.array(self.shares.rows()) * self.seconds) * noise
         return lambda: Sample(1., tuple(times), 0., 0., 0., 0.)
 
     @contextlib.contextmanager
@@ -123,6 +124,27 @@ class MeasuringTest(parameterized.TestCase):
             fit(keras, strategy, epochs=3)
         self.assertEqual(strategy.shares[0], strategy.shares[1])
         self.assertGreater(strategy.extended.dealer.measuring.rounds, 5)
+
+    def test_small_steps_stay_equal(self):
+        """Else towers that launch all the time drift apart, as more rows then look like speed."""
+        clock = Clock(1e-3, 1e-3, launch=1., noise=.5)
+        with clock.running() as strategy:
+            fit(keras, strategy, epochs=20)
+        self.assertEqual(strategy.shares[0], strategy.shares[1])
+        self.assertGreater(strategy.extended.dealer.measuring.rounds, 50)
+
+    def test_what_brought_nothing_is_taken_back(self):
+        """Else a moment's load deals rows for ever."""
+        clock = Clock(0., 0., launch=np.array([1., 4.]))
+        with clock.running() as strategy:
+            measure = strategy.extended.dealer.measuring
+            shares = mock.Mock(wraps=measure._shares.choose)
+            with mock.patch.object(measure._shares, "choose", shares):
+                fit(keras, strategy)
+            self.assertEqual([call.args[0] for call in shares.call_args_list], [[26, 6], (1, 1)])
+            clock.seconds, clock.launch = (1., 4.), 0.
+            fit(keras, strategy, epochs=3)
+        self.assertEqual(strategy.shares, [26., 6.])
 
     def test_settled_it_costs_next_to_nothing(self):
         """Else every step pays for what is known."""

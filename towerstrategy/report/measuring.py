@@ -6,12 +6,16 @@ say so, other shares.
 A step is sampled under TensorFlow's profiler, as :mod:`sample` does it.  :data:`ROUND` samples make
 a round; a tower's rate, its rows over the time in which it was busy, is the median of the samples
 since shares have changed last.  They change only where that makes the slowest tower so much faster
-that it is no accident: clearly after one round, by little after two.  Then they are settled, and
+that it is no accident, as samples differ: clearly after one round, by little after two.  A change
+that made no step shorter is taken back, and a later one waits for more rounds: where towers take as
+long for few rows as for many, whoever has more rows looks faster.  Then shares are settled, and
 other rounds follow as far as they cost next to nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,9 +32,11 @@ from towerstrategy.report.sample import Busy, NotTaken, Recording, Sample
 ROUND = 3
 # How much more time the slowest tower must take than it could, for shares to change.
 GAIN, CLEAR_GAIN = 0.05, 0.25
+# How many standard errors the slowest and the fastest tower's times must lie apart.
+SURE = 3
 # Shares that are so near to equal ones are equal.
 NEAR = 0.05
-_KEPT = 3 * ROUND
+_KEPT_ROUNDS = 3
 # The share of a training's time that may be spent, once shares are settled.
 MOST = 0.005
 # Steps that trace, or are fed with batches that were dealt before shares changed.
@@ -38,6 +44,21 @@ _WARM_UP = 3
 _IN_FLIGHT = 8
 # So many changes are made as soon as can be.
 _EAGER_CHANGES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """What was before shares changed last.
+
+    Attributes:
+      units: the shares.
+      rows: of a batch.
+      took: seconds until all towers had ended.
+    """
+
+    units: tuple[int, ...]
+    rows: int
+    took: float
 
 
 class Measuring:
@@ -50,7 +71,7 @@ class Measuring:
 
     Attributes:
       rounds: how many times the towers have been measured.
-      changes: how many times shares were changed.
+      changes: how many times shares were changed, those taken back included.
     """
 
     def __init__(self, shares: measured_lib.MeasuredShares, placement: devices_lib.Placement,
@@ -63,7 +84,9 @@ class Measuring:
         self._rates: list[list[float]] = []
         self._left = ROUND  # samples of this round
         self._decided = 0  # how often since shares have changed
-        self._found: list[float] | None = None
+        self._tried: _Change | None = None
+        self._patience = 1  # after so many rounds shares may change
+        self._found: tuple[list[float], list[float]] | None = None  # rates, standard errors
         self._rows = [0] * len(placement.towers)
         self._start = time.perf_counter()
         self._spent = 0.0
@@ -100,26 +123,47 @@ class Measuring:
         """All machines' iterators begin: decides, if there is a round of each machine's towers."""
         if self._workers is None:
             return
-        own = tf.constant([self._found or [0.] * len(self._rows), self._rows], tf.float64)
-        rates, rows = tf.transpose(self._workers.gather_rows([tf.transpose(own)])[0]).numpy()
+        nothing = [0.] * len(self._rows)
+        own = tf.constant([*(self._found or (nothing, nothing)), self._rows], tf.float64)
+        rates, errors, rows = tf.transpose(
+            self._workers.gather_rows([tf.transpose(own)])[0]).numpy()
         if min(rates) > 0:
-            self._decide(rates.tolist(), int(sum(rows)))
+            self._decide(rates.tolist(), errors.tolist(), int(sum(rows)))
 
-    def _decide(self, rates: Sequence[float], rows: int) -> None:
-        """Changes the shares of all towers, if their rates, and the rows of a batch, say so."""
+    def _decide(self, rates: Sequence[float], errors: Sequence[float], rows: int) -> None:
+        """Changes the shares of all towers, if their rates, and the rows of a batch, say so.
+
+        Args:
+          rates: rows a second.
+          errors: the standard errors of the rates' logarithms.
+          rows: of a batch.
+        """
         self._found = None
         if rows < len(rates):
             return
         self._decided += 1
         now = measured_lib.rows_for(self._shares.units, rows)
+        took = measured_lib.slowest(now, rates)
+        tried, self._tried = self._tried, None
+        if tried and tried.rows == rows and tried.took / took - 1 < GAIN:
+            self._patience *= 2
+            self._change(tried.units)
+            return
         better = measured_lib.rows_for(rates, rows)
         equal = measured_lib.rows_for([1.] * len(rates), rows)
         if measured_lib.slowest(equal, rates) <= (1 + NEAR) * measured_lib.slowest(better, rates):
             better = equal
-        gain = measured_lib.slowest(now, rates) / measured_lib.slowest(better, rates) - 1
-        if gain < (CLEAR_GAIN if self._decided == 1 else GAIN):
+        gain = took / measured_lib.slowest(better, rates) - 1
+        clear = self._decided == 1 or self._patience > 1
+        if self._decided < self._patience or gain < (CLEAR_GAIN if clear else GAIN):
             return
-        self._shares.choose(better)
+        if not _lie_apart([count / rate for count, rate in zip(now, rates)], errors):
+            return
+        self._tried = _Change(self._shares.units, rows, took)
+        self._change(better)
+
+    def _change(self, units: Sequence[int]) -> None:
+        self._shares.choose(units)
         self._rates, self._decided = [], 0
         self.changes += 1
         self._next = self._steps + _IN_FLIGHT
@@ -162,8 +206,17 @@ class Measuring:
         self._left -= 1
         if self._left:
             return
-        self._rates = self._rates[-_KEPT:]
-        self._found = [float(np.median(rates)) for rates in zip(*self._rates)]
+        self._rates = self._rates[-ROUND * max(_KEPT_ROUNDS, self._patience):]
+        self._found = (np.median(self._rates, 0).tolist(),
+                       (np.std(np.log(self._rates), 0, ddof=1) / len(self._rates) ** .5).tolist())
         self.rounds, self._left = self.rounds + 1, ROUND
         if self._workers is None:
-            self._decide(self._found, sum(rows))
+            self._decide(*self._found, sum(rows))
+
+
+def _lie_apart(times: Sequence[float], errors: Sequence[float]) -> bool:
+    """Whether the longest time is longer than the shortest for more than that samples differ."""
+    order = np.argsort(times)
+    ends = [order[0], order[-1]]
+    return math.log(times[ends[1]] / times[ends[0]]) >= SURE * math.hypot(
+        *(errors[tower] for tower in ends))
