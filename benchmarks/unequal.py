@@ -95,7 +95,7 @@ class Job:
                         callbacks=[self._clock])
         walls, cpus = zip(*self._clock.ends[_WARM_UP - 1:])
         if counts:
-            self._medians.append(statistics.median(np.diff(walls)))
+            self._medians.append(statistics.median(np.diff(walls).tolist()))
             self._all += walls[-1] - walls[0]
             self._cpu += cpus[-1] - cpus[0]
 

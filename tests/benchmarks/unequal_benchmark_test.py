@@ -1,6 +1,7 @@
 """benchmarks unequal: what is told of shares is what was dealt and timed."""
 
 import dataclasses
+import json
 from unittest import mock
 
 import keras
@@ -39,6 +40,9 @@ class MeasureTest(parameterized.TestCase):
             self.assertEqual(sum(mine.rows), 96)
             self.assertGreater(mine.all_s * 1e3, 2 * 4 * mine.step_ms * .5)
             self.assertGreater(mine.cpu_s, 0)
+        told = [{**dataclasses.asdict(each), "holds": each.holds}
+                for each in unequal.verdicts(found, found)]
+        json.dumps(told)  # what was measured for half an hour is written in the end
 
 
 class VerdictsTest(parameterized.TestCase):
