@@ -309,7 +309,7 @@ def _(keras: Any) -> Run:
         "loss": {"a": "mse", "b": "mae"}, "run_eagerly": True, "optimizer": sgd(keras, 0.02)})
 
 
-@case("losses/several outputs, one summed")
+@case("losses/several outputs, one summed", wide=True)
 def _(keras: Any) -> Run:
     return Run(_two_outputs(keras), **_two_targets(), compile={
         "loss": {"a": keras.losses.MeanSquaredError(reduction="sum"), "b": "mse"},
@@ -419,7 +419,7 @@ def _(keras: Any) -> Run:
                weights=row_weights())
 
 
-@case("losses/own compute_loss, a sum and a term")
+@case("losses/own compute_loss, a sum and a term", wide=True)
 def _(keras: Any) -> Run:
     def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
         loss = inherited(x, y, y_pred, weights) + tf.reduce_mean(tf.abs(y_pred))
@@ -538,7 +538,7 @@ def _(keras: Any) -> Run:
                compile={**LABELS, "metrics": ["accuracy"]})
 
 
-@case("losses/a mask and a sum")
+@case("losses/a mask and a sum", wide=True)
 def _(keras: Any) -> Run:
     return Run(tagger(keras), **words(), compile={
         "loss": keras.losses.SparseCategoricalCrossentropy(reduction="sum"),
@@ -615,7 +615,7 @@ def _(keras: Any) -> Run:
                    metrics.CategoricalCrossentropy(name="cross")]})
 
 
-@case("metrics/regression")
+@case("metrics/regression", wide=True)
 def _(keras: Any) -> Run:
     metrics = keras.metrics
     return Run(dense(keras), **regression(), compile={"metrics": [
@@ -681,14 +681,14 @@ _optimizer("Adam", adam)
 _optimizer("Adam, amsgrad", lambda keras: adam(keras, amsgrad=True))
 _optimizer("AdamW", lambda keras: keras.optimizers.AdamW(0.02, weight_decay=0.05))
 _optimizer("RMSprop", lambda keras: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True))
-_optimizer("Adagrad", lambda keras: keras.optimizers.Adagrad(0.05))
-_optimizer("Adadelta", lambda keras: keras.optimizers.Adadelta(1.0))
-_optimizer("Adamax", lambda keras: keras.optimizers.Adamax(0.02))
-_optimizer("Nadam", lambda keras: keras.optimizers.Nadam(0.02))
+_optimizer("Adagrad", lambda keras: keras.optimizers.Adagrad(0.05), wide=True)
+_optimizer("Adadelta", lambda keras: keras.optimizers.Adadelta(1.0), wide=True)
+_optimizer("Adamax", lambda keras: keras.optimizers.Adamax(0.02), wide=True)
+_optimizer("Nadam", lambda keras: keras.optimizers.Nadam(0.02), wide=True)
 _optimizer("Adafactor", lambda keras: keras.optimizers.Adafactor(0.02))
 _optimizer("Ftrl", lambda keras: keras.optimizers.Ftrl(
     0.05, l1_regularization_strength=0.001, l2_regularization_strength=0.01))
-_optimizer("Lion", lambda keras: keras.optimizers.Lion(0.01))
+_optimizer("Lion", lambda keras: keras.optimizers.Lion(0.01), wide=True)
 _optimizer("Lamb", lambda keras: keras.optimizers.Lamb(0.02), keras=(KERAS_3,),
            reason="tf_keras has no Lamb")
 _optimizer("Muon", lambda keras: keras.optimizers.Muon(0.02), keras=(KERAS_3,),
@@ -789,7 +789,7 @@ def _(keras: Any) -> Run:
     return Run(_used_twice(keras), **data, compile={"optimizer": adam(keras)})
 
 
-@case("optimizers/sparse gradients, SGD")
+@case("optimizers/sparse gradients, SGD", wide=True)
 def _(keras: Any) -> Run:
     return Run(_bag(keras), **_bags(), compile={"optimizer": sgd(keras)})
 
@@ -1129,7 +1129,7 @@ def _(keras: Any) -> Run:
                weights=row_weights())
 
 
-@case("models/own train_step, a loss object")
+@case("models/own train_step, a loss object", wide=True)
 def _(keras: Any) -> Run:
     loss_object = keras.losses.MeanSquaredError()
     tracker = keras.metrics.Mean(name="own_loss")
