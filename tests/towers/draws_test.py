@@ -205,7 +205,8 @@ class StateTest(parameterized.TestCase):
     def test_a_generator(self, how, in_scope, count):
         """Else a generator's numbers, or what it is left with, depend on the towers."""
         def fn(generator, x):
-            return tf.stack([
+            before = generator.skip(tf.constant(7, tf.uint64))
+            return tf.cast(before[0] % 1000, tf.float32) + tf.stack([
                 generator.normal(tf.shape(x)), 0.0 * x + generator.uniform([WIDTH]),
                 tf.random.stateless_normal(tf.shape(x), generator.make_seeds()[:, 0])], -1)
 
@@ -283,6 +284,7 @@ class StateTest(parameterized.TestCase):
                 generator = tf.random.Generator.from_seed(5)
 
             def more(x, generator=generator):
+                generator.skip(3)
                 return x + tf.cast(generator.uniform(tf.shape(x), 0, 99, tf.int32), tf.float32)
 
             nested = tf.function(more)

@@ -74,21 +74,26 @@ _OWNERS = (gen_stateless_random_ops_v2, gen_stateless_random_ops, gen_random_ops
            gen_stateful_random_ops, gen_candidate_sampling_ops, gen_image_ops, gen_nn_ops)
 
 
-def wrap_draws(rules: Mapping[str, Rule], counter: Callable[..., Any]) -> None:
+def wrap_draws(rules: Mapping[str, Rule], counter: Callable[..., Any],
+               skipping: Callable[..., Any]) -> None:
     """Wraps the functions that make random operations, once.
 
     Args:
       rules: for each function's name what is called instead.
       counter: given what moves a generator on, makes a function of a generator, a shape, and
         whether seeds are drawn, that gives key and counter, or None to leave the generator alone.
+      skipping: given the same, makes a function of a generator and how far to move it on, that
+        gives where it was, or None to leave it alone.
     """
     for owner in _OWNERS:
         for name in rules.keys() & vars(owner).keys():
             wrapping.wrap(owner, name, functools.partial(_wrapped, rules[name]))
     generator = stateful_random_ops.Generator
-    taken = counter(getattr(generator.skip, wrapping.MARK, generator.skip))
+    skip = getattr(generator.skip, wrapping.MARK, generator.skip)
+    taken = counter(skip)
     wrapping.wrap(generator, "_prepare_key_counter", functools.partial(_counting, taken))
     wrapping.wrap(generator, "_uniform_full_int", functools.partial(_seeding, taken))
+    wrapping.wrap(generator, "skip", functools.partial(_skipping, skipping(skip)))
 
 
 def _counting(taken: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,6 +114,14 @@ def _seeding(taken: Callable[..., Any], original: Callable[..., Any]) -> Callabl
                                counter=counter, dtype=dtype, name=name)
 
     return _uniform_full_int
+
+
+def _skipping(moved: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def skip(self: Any, delta: Any) -> Any:
+        found = moved(self, delta) if is_philox({"alg": self.algorithm}) else None
+        return original(self, delta) if found is None else found
+
+    return skip
 
 
 def _wrapped(rule: Rule, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,7 +75,7 @@ def install() -> None:
         **dict.fromkeys(_ONE_A_BATCH, _alike),
     }
     _tf.wrap_draws({name: functools.partial(_in_towers, rule) for name, rule in rules.items()},
-                   _generators_counter)
+                   _generators_counter, _generators_skip)
 
 
 class Part(NamedTuple):
@@ -371,20 +371,42 @@ def _generators_counter(skip: Callable[..., Any]) -> Callable[..., Any]:
         if not tower.several:  # TensorFlow folds in the number of the only replica, too
             return _tf.key_and_counter(skip(generator, _count(shape)))
         part = None if tower.draws_alike else part_of(tower, shape, seeds)
-        extended, state = tower.strategy.extended, generator.state
-        alone = any(other is state for other in extended.written_alone())
-        if tower.can_merge and not alone:
-            return _tf.key_and_counter(tower.for_all(
-                id(generator), lambda: skip(generator, _count(_whole_shape(shape, part)))))
-        if not extended.variable_created_in_scope(state):
-            return None
-        # In a loop, a branch or a nested function each tower moves a stand-in on, all alike.
-        tower.writes_alone(state)
-        with _on_host(tower):
-            count = _count(_whole_shape(shape, part))
-        return _tf.key_and_counter(skip(generator, count))
+        before = _moved_once(skip, tower, generator,
+                             lambda: _count(_whole_shape(shape, part)))
+        return None if before is None else _tf.key_and_counter(before)
 
     return key_and_counter
+
+
+def _generators_skip(skip: Callable[..., Any]) -> Callable[..., Any]:
+    """What a caller's own ``Generator.skip`` does in a tower: all towers' is one.
+
+    Args:
+      skip: moves a generator on and returns where it was.
+    """
+    def moved(generator: Any, delta: Any) -> Any | None:
+        tower = contexts.current_tower()
+        if tower is None or not (tower.several and tower.strategy.extended.draws_rows):
+            return None
+        return _moved_once(skip, tower, generator, lambda: delta)
+
+    return moved
+
+
+def _moved_once(skip: Callable[..., Any], tower: contexts.TowerContext, generator: Any,
+                count: Callable[[], Any]) -> Any | None:
+    """Moves a generator on for all towers; returns where it was, or None to leave it alone."""
+    extended, state = tower.strategy.extended, generator.state
+    alone = any(other is state for other in extended.written_alone())
+    if tower.can_merge and not alone:
+        return tower.for_all(id(generator), lambda: skip(generator, count()))
+    if not extended.variable_created_in_scope(state):
+        return None
+    # In a loop, a branch or a nested function each tower moves a stand-in on, all alike.
+    tower.writes_alone(state)
+    with _on_host(tower):
+        found = count()
+    return skip(generator, found)
 
 
 def _whole_shape(shape: tf.Tensor, part: Part | None) -> tf.Tensor:
