@@ -213,6 +213,44 @@ class PlacesTest(parameterized.TestCase):
             self.assertLess(max(one, other), .8 * (one + other))
             self.assertLess(one + other, .7 * sum(sizes.values()))
 
+    @parameterized.parameters(keras, tf_keras)
+    def test_a_part_of_a_model(self, kit):
+        """Else weights go to and fro between stages once a part of a model predicts, or it cannot.
+        """
+        strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]])
+        with strategy.scope():
+            model = deep(kit)
+            model.compile("sgd", "mse")
+            first = kit.Model(model.inputs, model.layers[0].output)
+            most = kit.Model(model.inputs, model.layers[-2].output)
+        homes = [device(weight) for weight in model.weights]
+        self.assertEqual({*homes}, {"CPU:1", "CPU:2", "CPU:3"})
+        x = np.random.default_rng(0).random([5, 8]).astype("f")
+        kernel, bias = model.layers[0].get_weights()
+        np.testing.assert_allclose(first.predict(x, verbose=0), np.tanh(x @ kernel + bias),
+                                   rtol=1e-5)
+        most.predict(x, verbose=0)
+        self.assertEqual([device(weight) for weight in model.weights], homes)
+        self.assertEqual(strategy.describe(most).count("layer_"), 4)
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_weights_that_the_first_step_makes(self, kit):
+        """Else they stay where the first cut was, which knew no weights, and cross in each step."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]])
+        with strategy.scope():
+            model = kit.Sequential([kit.layers.Dense(size) for size in (4, 4, 4, 64, 64, 1)])
+            model.compile("sgd", "mse")
+        x, y = np.ones([4, 8], "f"), np.ones([4, 1], "f")
+        model.fit(x, y, verbose=0)
+        homes = {layer.name: device(layer.kernel) for layer in model.layers}
+        model.predict(x, verbose=0)
+        lines = strategy.describe(model).splitlines()
+        for stage, home in enumerate(("CPU:1", "CPU:2")):
+            listed = next(line for line in lines if line.startswith(f"{stage} "))
+            for layer in model.layers:
+                self.assertEqual(layer.name in listed.replace(",", " ").split(),
+                                 homes[layer.name] == home)
+
     def test_alternating_forward_and_backward(self):
         """Else a stage holds the activations of all micro-batches, or waits for the others."""
         stages, parts = 3, 6
