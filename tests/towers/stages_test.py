@@ -194,6 +194,32 @@ class PlacesTest(parameterized.TestCase):
             self.assertLess(sum(counted.sent.values()),
                             2 * 2 * activations + 2 * weights + 4 * scalars)
 
+    @parameterized.parameters(keras, tf_keras)
+    def test_what_is_recomputed(self, kit):
+        """Else a model that saves memory by tf.recompute_grad does a stage's work in another one.
+        """
+        class Block(kit.layers.Layer):
+            def __init__(self):
+                super().__init__()
+                self.inner = [kit.layers.Dense(16, "tanh") for _ in range(2)]
+
+            def build(self, shape):
+                self.inner[0].build(shape)
+                self.inner[1].build([None, 16])
+                self.built = True
+
+            def call(self, x):
+                return tf.recompute_grad(lambda x: self.inner[1](self.inner[0](x)))(x)
+
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]], micro_batches=2)
+        with strategy.scope():
+            model = kit.Sequential([kit.Input([8]), Block(), Block(), kit.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        counted = traffic.count(traced(strategy, model, 32), 1)
+        activations = 2 * 16 * 16 * 4  # two micro-batches of 16 rows of 16 floats
+        for moved in (counted.sent["CPU:1"], counted.received["CPU:1"]):
+            self.assertBetween(moved, activations, activations + 1000)
+
     def test_each_stage_holds_its_weights_and_slots(self):
         """Else a device runs out of memory that has room for its part."""
         strategy = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]])
