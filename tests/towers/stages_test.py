@@ -367,6 +367,33 @@ class RefusedTest(parameterized.TestCase):
             own.fit(np.ones([4, 8]), np.ones([4, 1]), verbose=0)
 
     @parameterized.parameters(keras, tf_keras)
+    def test_a_stage_inside_of_a_layer(self, kit):
+        """Else a block whose own layers are in stages is refused, although no device is idle."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]])
+
+        class Block(kit.layers.Layer):
+            def __init__(self):
+                super().__init__()
+                with strategy.stage(1):
+                    self.inner = kit.layers.Dense(4)
+
+            def build(self, shape):
+                self.inner.build(shape)
+                self.built = True
+
+            def call(self, x):
+                return self.inner(x)
+
+        with strategy.scope():
+            inputs = kit.Input([8])
+            x = Block()(inputs)
+            with strategy.stage(2):
+                model = kit.Model(inputs, kit.layers.Dense(1)(x))
+            model.compile("sgd", "mse")
+        self.assertEqual([device(weight) for weight in model.weights],
+                         ["CPU:2", "CPU:2", "CPU:3", "CPU:3"])
+
+    @parameterized.parameters(keras, tf_keras)
     def test_a_stage_that_a_call_leaves_out(self, kit):
         """Else a device stands idle unseen, where the stages are said in a call."""
         strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]])

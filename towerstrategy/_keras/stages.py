@@ -260,7 +260,7 @@ def check_all_used(strategy: tf.distribute.Strategy, model: Any, names: Any) -> 
         return
     plan = plan_of(strategy, model, names)
     if plan is not None:
-        _check_used(strategy, model, plan.stages)
+        _check_used(strategy, model, (stage for _, stage in _uses(model, plan)))
 
 
 def _check_used(strategy: tf.distribute.Strategy, model: Any, used: Iterable[int]) -> None:
