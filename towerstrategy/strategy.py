@@ -20,7 +20,7 @@ from towerstrategy.machines import clusters, meeting
 from towerstrategy.placement import asked_shares, cuts, kind
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.report import description
-from towerstrategy.towers import branches, contexts
+from towerstrategy.towers import branches, contexts, stages
 from towerstrategy.towers import draws as draws_lib
 from towerstrategy.variables import rules
 
@@ -169,6 +169,7 @@ class TowerStrategy(kind.Kind):
         self.extended.synchronize_batch_norm = synchronize_batch_norm
         own_losses.install()
         branches.install()
+        stages.install()
         draws_lib.install()
         _keras.install_hooks()
 

@@ -194,6 +194,32 @@ class PlacesTest(parameterized.TestCase):
             self.assertLess(sum(counted.sent.values()),
                             2 * 2 * activations + 2 * weights + 4 * scalars)
 
+    @parameterized.parameters(keras, tf_keras)
+    def test_what_is_recomputed(self, kit):
+        """Else a model that saves memory by tf.recompute_grad does a stage's work in another one.
+        """
+        class Block(kit.layers.Layer):
+            def __init__(self):
+                super().__init__()
+                self.inner = [kit.layers.Dense(16, "tanh") for _ in range(2)]
+
+            def build(self, shape):
+                self.inner[0].build(shape)
+                self.inner[1].build([None, 16])
+                self.built = True
+
+            def call(self, x):
+                return tf.recompute_grad(lambda x: self.inner[1](self.inner[0](x)))(x)
+
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]], micro_batches=2)
+        with strategy.scope():
+            model = kit.Sequential([kit.Input([8]), Block(), Block(), kit.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        counted = traffic.count(traced(strategy, model, 32), 1)
+        activations = 2 * 16 * 16 * 4  # two micro-batches of 16 rows of 16 floats
+        for moved in (counted.sent["CPU:1"], counted.received["CPU:1"]):
+            self.assertBetween(moved, activations, activations + 1000)
+
     def test_each_stage_holds_its_weights_and_slots(self):
         """Else a device runs out of memory that has room for its part."""
         strategy = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]])
@@ -212,6 +238,44 @@ class PlacesTest(parameterized.TestCase):
             one, other = (sizes[name] for name in stage)
             self.assertLess(max(one, other), .8 * (one + other))
             self.assertLess(one + other, .7 * sum(sizes.values()))
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_a_part_of_a_model(self, kit):
+        """Else weights go to and fro between stages once a part of a model predicts, or it cannot.
+        """
+        strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]])
+        with strategy.scope():
+            model = deep(kit)
+            model.compile("sgd", "mse")
+            first = kit.Model(model.inputs, model.layers[0].output)
+            most = kit.Model(model.inputs, model.layers[-2].output)
+        homes = [device(weight) for weight in model.weights]
+        self.assertEqual({*homes}, {"CPU:1", "CPU:2", "CPU:3"})
+        x = np.random.default_rng(0).random([5, 8]).astype("f")
+        kernel, bias = model.layers[0].get_weights()
+        np.testing.assert_allclose(first.predict(x, verbose=0), np.tanh(x @ kernel + bias),
+                                   rtol=1e-5)
+        most.predict(x, verbose=0)
+        self.assertEqual([device(weight) for weight in model.weights], homes)
+        self.assertEqual(strategy.describe(most).count("layer_"), 4)
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_weights_that_the_first_step_makes(self, kit):
+        """Else they stay where the first cut was, which knew no weights, and cross in each step."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]])
+        with strategy.scope():
+            model = kit.Sequential([kit.layers.Dense(size) for size in (4, 4, 4, 64, 64, 1)])
+            model.compile("sgd", "mse")
+        x, y = np.ones([4, 8], "f"), np.ones([4, 1], "f")
+        model.fit(x, y, verbose=0)
+        homes = {layer.name: device(layer.kernel) for layer in model.layers}
+        model.predict(x, verbose=0)
+        lines = strategy.describe(model).splitlines()
+        for stage, home in enumerate(("CPU:1", "CPU:2")):
+            listed = next(line for line in lines if line.startswith(f"{stage} "))
+            for layer in model.layers:
+                self.assertEqual(layer.name in listed.replace(",", " ").split(),
+                                 homes[layer.name] == home)
 
     def test_alternating_forward_and_backward(self):
         """Else a stage holds the activations of all micro-batches, or waits for the others."""
@@ -301,6 +365,33 @@ class RefusedTest(parameterized.TestCase):
             own.compile("sgd", "mse")
         with self.assertRaisesRegex(ValueError, "cannot be cut into the 2 stages.*strategy.stage"):
             own.fit(np.ones([4, 8]), np.ones([4, 1]), verbose=0)
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_a_stage_inside_of_a_layer(self, kit):
+        """Else a block whose own layers are in stages is refused, although no device is idle."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]])
+
+        class Block(kit.layers.Layer):
+            def __init__(self):
+                super().__init__()
+                with strategy.stage(1):
+                    self.inner = kit.layers.Dense(4)
+
+            def build(self, shape):
+                self.inner.build(shape)
+                self.built = True
+
+            def call(self, x):
+                return self.inner(x)
+
+        with strategy.scope():
+            inputs = kit.Input([8])
+            x = Block()(inputs)
+            with strategy.stage(2):
+                model = kit.Model(inputs, kit.layers.Dense(1)(x))
+            model.compile("sgd", "mse")
+        self.assertEqual([device(weight) for weight in model.weights],
+                         ["CPU:2", "CPU:2", "CPU:3", "CPU:3"])
 
     @parameterized.parameters(keras, tf_keras)
     def test_a_stage_that_a_call_leaves_out(self, kit):

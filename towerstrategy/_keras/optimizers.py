@@ -15,7 +15,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.losses import own_losses, provenance
 from towerstrategy.machines import row_products
-from towerstrategy.merge import factors, merging, remade
+from towerstrategy.merge import beside, factors, merging, remade
 from towerstrategy.merge import gradients as gradients_lib
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
@@ -115,18 +115,18 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
                   gradients_lib.gradients(per_variable, homes, tower.shares, tower.silenced,
                                           from_factors, placement.devices, micro_batches,
                                           placement.relays))
-        if made is not None:
-            with tf.device(strategy.extended.merge_device):
+        merge_device = strategy.extended.merge_device
+        with tf.device(merge_device), beside.placed(homes, merge_device):
+            if made is not None:
                 whole |= made.again(summed[len(variables_):])
-            summed = summed[:len(variables_)]
-        for index, value in whole.items():
-            summed[index] = value
-        summed = [_overflowing(value, loss_scale) if is_of_halves else value
-                  for value, is_of_halves in zip(summed, of_halves)]
-        with contexts.MergedContext(strategy), tf.device(strategy.extended.merge_device), \
-                tf.name_scope(contexts.UPDATE_SCOPE), \
-                tf.profiler.experimental.Trace(contexts.UPDATE_SCOPE):
-            return apply(summed)
+                summed = summed[:len(variables_)]
+            for index, value in whole.items():
+                summed[index] = value
+            summed = [_overflowing(value, loss_scale) if is_of_halves else value
+                      for value, is_of_halves in zip(summed, of_halves)]
+            with contexts.MergedContext(strategy), tf.name_scope(contexts.UPDATE_SCOPE), \
+                    tf.profiler.experimental.Trace(contexts.UPDATE_SCOPE):
+                return apply(summed)
 
     return tower.merge_call(merged, args=tuple(gradients))
 

@@ -213,12 +213,15 @@ def _planned(strategy: tf.distribute.Strategy, model: Any, positions: Sequence[P
             last = last if position.said is None else position.said
             stages.append(last)
         return Plan(positions, stages)
+    stages = _of_weights(positions, names, bool(names.optimizers_of(model)))
+    if set(stages) == set(range(placement.stages)) or stages and not names.optimizers_of(model):
+        return Plan(positions, stages)
     if len(positions) < placement.stages:
         raise ValueError(
             f"devices gives each tower {placement.stages} stages, but model {model.name!r} has "
             f"only {len(positions)} layer(s) to deal to them: "
             f"{', '.join(position.layer.name for position in positions)}. Give each tower as many "
-            "devices at the most.")
+            "devices at the most, or say by strategy.stage where these layers run.")
     if placement.balance == cuts.TIME and all(position.node for position in positions):
         times = trials.seconds([(position.layer, position.node) for position in positions], ROWS,
                                placement.rows[0][0], names)
@@ -229,13 +232,35 @@ def _planned(strategy: tf.distribute.Strategy, model: Any, positions: Sequence[P
     return Plan(positions, cuts.cut(costs, placement.stages, placement.micro_batches))
 
 
+def _of_weights(positions: Sequence[Position], names: Any, trained: bool) -> list[int]:
+    """The stages in which the layers' weights are to stay; nothing where there are none.
+
+    A part of a larger model leaves weights where that has put them.  A model that is trained may
+    bring them elsewhere, unless functions hold them.
+    """
+    found: list[int | None] = []
+    for position in positions:
+        settled = (variable._settled for variable, _ in names.variables_of_layer(position.layer)
+                   if getattr(variable, "_settled", None) is not None
+                   and not (trained and variable._home_may_change))
+        found.append(next(settled, None))
+    last = next((stage for stage in found if stage is not None), None)
+    if last is None:
+        return []
+    followed = []
+    for stage in found:  # what has no weights follows what comes before
+        last = last if stage is None else stage
+        followed.append(last)
+    return followed
+
+
 def check_all_used(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
     """Raises ``ValueError`` where a model that is trained as a whole leaves out a stage."""
     if strategy.extended.placement.stages == 1:
         return
     plan = plan_of(strategy, model, names)
     if plan is not None:
-        _check_used(strategy, model, plan.stages)
+        _check_used(strategy, model, (stage for _, stage in _uses(model, plan)))
 
 
 def _check_used(strategy: tf.distribute.Strategy, model: Any, used: Iterable[int]) -> None:

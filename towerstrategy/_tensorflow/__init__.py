@@ -143,6 +143,9 @@ from towerstrategy._tensorflow.functions import (
     wrap_cond as wrap_cond,
 )
 from towerstrategy._tensorflow.functions import (
+    wrap_gradient_functions as wrap_gradient_functions,
+)
+from towerstrategy._tensorflow.functions import (
     writers_of as writers_of,
 )
 from towerstrategy._tensorflow.graphs import PRIVATE_NAMES as _GRAPHS

@@ -51,6 +51,8 @@ PRIVATE_NAMES = {
         "tells a branch or a loop's body, traced anew each time, from a function, which is kept",
     "tensorflow.python.framework.auto_control_deps_utils:RESOURCE_READ_OPS":
         "the operations that write none",
+    "tensorflow.python.eager.record:record_operation":
+        "tells tapes of a gradient that is a Python function, which runs in no stage by itself",
     "tensorflow.python.eager.context:FunctionCallOptions":
         "turns the graph optimizer off for a call",
     "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction._cached_graph":
@@ -88,6 +90,22 @@ def autograph_convert(fn: Callable[..., Any]) -> Callable[..., Any]:
 def wrap_cond(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Puts what ``make`` makes of TensorFlow's function that makes branches in its place, once."""
     wrapping.wrap(cond_v2, "cond_v2", make)
+
+
+def wrap_gradient_functions(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Records what ``make`` makes of a gradient that is a Python function, in its place.
+
+    Such are those of ``tf.custom_gradient``, of ``tf.recompute_grad`` and of calls of functions.
+    """
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        def record_operation(op_type: Any, output_tensors: Any, input_tensors: Any,
+                             backward_function: Any, forward_function: Any = None) -> Any:
+            return original(op_type, output_tensors, input_tensors, make(backward_function),
+                            forward_function)
+
+        return record_operation
+
+    wrapping.wrap(record, "record_operation", wrapped)
 
 
 def clone_function(function: polymorphic_function.Function,

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -86,6 +87,27 @@ def _named(tower: contexts.TowerContext, index: int) -> contextlib.AbstractConte
         return tf.name_scope(scope)
     number = tower.part_of(range(tower.count))  # not asked for, which would end a single trace
     return tf.profiler.experimental.Trace(f"{contexts.scope_name(number, tower.row[0])}/{scope}")
+
+
+def install() -> None:
+    """Wraps how gradients that are functions are recorded, once; it says nothing out of stages."""
+    _tf.wrap_gradient_functions(_in_its_stage)
+
+
+def _in_its_stage(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """``gradient``, done in the stage that it is recorded in, with what it recomputes."""
+    tower = contexts.current_tower() if kind.staged else None
+    stages = None if tower is None else tower.strategy.extended.stages
+    if stages is None or stages.index is None:
+        return gradient
+    index = stages.index
+
+    @functools.wraps(gradient)
+    def in_its_stage(*args: Any, **kwargs: Any) -> Any:
+        with stages.within(index, asked=True):
+            return gradient(*args, **kwargs)
+
+    return in_its_stage
 
 
 def scoped(name: str) -> int | None:

@@ -37,7 +37,8 @@ def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
         return _create_tower_local(strategy, devices, next_creator, kwargs)
     if workers is not None:
         kwargs["initial_value"] = _chiefs_initial_value(workers, **kwargs)
-    home = _home_for(homes, colocate_with, kwargs, strategy.extended.stages.index)
+    stage = strategy.extended.stages.index
+    home = _home_for(homes, colocate_with, kwargs, stage)
     with tf.device(home), _outside_tower_scope():
         variable = next_creator(**kwargs)
     if not isinstance(variable, _tf.BaseResourceVariable):
@@ -49,6 +50,8 @@ def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
     if together:
         homes_lib.follow(variable, _primary(colocate_with))
     variable._home_may_change = tf.executing_eagerly() and (colocate_with is None or together)
+    if contexts.current_tower() is not None:  # what runs there takes it from there from now on
+        variable._settled = stage
     return one_copy.into_tower_variable(variable, strategy, home)
 
 
