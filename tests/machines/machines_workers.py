@@ -219,7 +219,7 @@ def loop(strategy, kit):
 
     fetched = strategy.experimental_distribute_dataset(dataset, FETCHED)
     totals = [epoch(strategy.experimental_distribute_dataset(dataset)),
-              fetched_epoch(iter(fetched)), epoch(fetched)]
+              fetched_epoch(iter(fetched)), epoch(fetched), epoch(iter(fetched))]
     rows = []
     for batch, _ in fetched:
         if hasattr(strategy, "split"):

@@ -204,6 +204,9 @@ from towerstrategy._tensorflow.machines import (
     ask_worker as ask_worker,
 )
 from towerstrategy._tensorflow.machines import (
+    call_once as call_once,
+)
+from towerstrategy._tensorflow.machines import (
     collective_launcher as collective_launcher,
 )
 from towerstrategy._tensorflow.machines import (
