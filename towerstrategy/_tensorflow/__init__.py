@@ -33,6 +33,9 @@ from towerstrategy._tensorflow.data import (
     Trackable as Trackable,
 )
 from towerstrategy._tensorflow.data import (
+    loop_over as loop_over,
+)
+from towerstrategy._tensorflow.data import (
     map_in_place as map_in_place,
 )
 from towerstrategy._tensorflow.data import (
