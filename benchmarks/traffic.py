@@ -17,7 +17,7 @@ Goes in: a ``ConcreteFunction``.  Comes out: a :class:`Traffic`.  The rule:
   has some of it on each device.
 - An optional holds what its iterator gave.  A loop or branch is on the device that it asks for,
   else on that of its caller, else on the host; optionals that it is given go there, with what they
-  hold.
+  hold, and so does every tensor that a loop is given.
 - A dimension that is not known counts as ``unknown_dimension``; ``unknown`` says for how many
   tensors that crossed this was needed.
 """
@@ -181,10 +181,11 @@ class _Walk:
         return [values[tensor.name] for tensor in body.outputs]
 
     def _brought(self, op: tf.Operation, inputs: list[_Value], caller: str) -> list[_Value]:
-        """What a loop or branch is given: optionals are where it runs."""
+        """What a loop or branch is given: optionals, and all that a loop holds, are where it runs.
+        """
         device, brought = short(op.device) or caller or self._host, []
         for tensor, value in zip(op.inputs, inputs):
-            if tensor.dtype == tf.variant:
+            if tensor.dtype == tf.variant or (value.size and "While" in op.type):
                 self._take(tensor, value, device)
                 value = _Value(device, value.size, value.known, value.from_batch)
             brought.append(value)

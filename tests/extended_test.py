@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -230,6 +231,19 @@ class DevicesTest(parameterized.TestCase):
         summed = strategy.extended.reduce_to("SUM", value, value)
         self.assertEqual([(plain(part), part.device[-5:]) for part in summed.values],
                          [(3., "CPU:1"), (3., "CPU:2")])
+
+    def test_arrays(self):
+        """Else who makes the towers' values with numpy, as with MirroredStrategy, is refused."""
+        strategy = two_towers()
+        made = strategy.experimental_distribute_values_from_function(
+            lambda context: np.array([1., 2.]) * context.replica_id_in_sync_group)
+        for value in (made, strategy.run(lambda part: part, (made,))):
+            self.assertEqual(plain(strategy.reduce("SUM", value, axis=None)), [1., 2.])
+            self.assertEqual(plain(strategy.reduce("MEAN", value, axis=0)), 0.75)
+            self.assertEqual(plain(strategy.gather(value, axis=0)), [0., 0., 1., 2.])
+        with self.assertRaisesRegex(TypeError, "must hold tensors, but tower 0.*ndarray"):
+            strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(
+                lambda context: np.array([str(context.replica_id_in_sync_group)])), axis=None)
 
     def test_update_with_values_that_differ(self):
         """Else one tower's value is written and the others' are lost in silence."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
@@ -144,7 +145,9 @@ def _check_parts(strategy: tf.distribute.Strategy, arguments: dict[str, Any]) ->
 
 def _check_numbers(strategy: tf.distribute.Strategy, path: str, parts: Any) -> None:
     for tower, part in enumerate(parts):
-        if not isinstance(part, (_tf.CompositeTensor, numbers.Number)) and not tf.is_tensor(part):
+        array = isinstance(part, np.ndarray) and np.issubdtype(part.dtype, np.number)
+        if not (isinstance(part, (_tf.CompositeTensor, numbers.Number)) or tf.is_tensor(part)
+                or array):
             raise TypeError(f"{path} must hold tensors, but {_name(strategy, tower)} has {part!r} "
                             f"of type {type(part).__name__}.")
 
@@ -152,6 +155,8 @@ def _check_numbers(strategy: tf.distribute.Strategy, path: str, parts: Any) -> N
 def _check_alike(strategy: tf.distribute.Strategy, path: str, parts: Any,
                  axes: tuple[int, ...]) -> None:
     """Dense parts must have one dtype, and shapes that are the same away from ``axes``."""
+    parts = [tf.convert_to_tensor(part) if isinstance(part, np.ndarray) else part
+             for part in parts]
     if not all(isinstance(part, tf.Tensor) for part in parts):
         return
     others = []

@@ -192,6 +192,62 @@ class IterationTest(parameterized.TestCase):
         # Towers' streams that had not ended when the graph's iterator went took all threads.
         self.assertEqual([plain(captured()) for _ in range(100)], [45] * 100)
 
+    def test_for_over_an_iterator(self):
+        """Else a loop over an iterator made outside of its tf.function sees other rows, or none."""
+
+        @tf.function
+        def passed(iterator):
+            result = tf.constant(0, tf.int64)
+            for element in iterator:
+                result += self.total(element)
+            return result
+
+        @tf.function
+        def made_inside():
+            return passed(iter(self.dataset))
+
+        @tf.function
+        def left(iterator):
+            first = rest = tf.constant(0, tf.int64)
+            for element in iterator:
+                first += self.total(element)
+                if first > 0:
+                    break
+            for element in iterator:
+                rest += self.total(element)
+            return first * 100 + rest
+
+        @tf.function
+        def between(iterator):
+            result = self.total(next(iterator))
+            for element in iterator:
+                result += 100 * self.total(element) + 10000 * self.total(iterator.get_next())
+            return result
+
+        @tf.function
+        def read_twice(iterator):
+            one = iterator.get_next_as_optional()
+            result = 100 * self.total(one.get_value())
+            for element in iterator:
+                result += self.total(element)
+            return result + 10000 * self.total(one.get_value())
+
+        kept = iter(self.dataset)
+
+        @tf.function
+        def captured():
+            result = tf.constant(0, tf.int64)
+            for element in kept:
+                result += self.total(element)
+            return result
+
+        found = [passed(iter(self.dataset)), made_inside(), left(iter(self.dataset)),
+                 between(iter(self.dataset)), read_twice(iter(self.dataset)), captured(),
+                 captured(), tf.autograph.to_graph(passed.python_function)(iter(self.dataset))]
+        self.assertEqual([plain(value) for value in found],
+                         [45, 45, 639, 172206, 60639, 45, 0, 45])
+        self.assertFalse(kept._once)
+
     def test_ends(self):
         """Else loops do not end, or end with the wrong exception."""
         iterator = iter(self.dataset)
@@ -231,9 +287,18 @@ class IterationTest(parameterized.TestCase):
                 take(iterator)
         # A loop over the rest of the data asks so: no value is its end.
         there = lambda iterator: iterator.get_next_as_optional().has_value()  # noqa: E731
-        for ask in (there, tf.function(there)):
+        @tf.function
+        def loop(iterator):
+            for element in iterator:
+                self.total(element)
+
+        for ask in (there, tf.function(there), loop):
             with self.assertRaisesRegex(tf.errors.OpError, "has failed before"):
                 ask(iterator)
+        iterator = iter(self.strategy.experimental_distribute_dataset(dataset))
+        for message in ("row five", "has failed before"):
+            with self.assertRaisesRegex(tf.errors.OpError, message):
+                loop(iterator)
 
     def test_checkpoint(self):
         """Else an iterator seems to be saved, and training resumes elsewhere in the data."""
@@ -366,8 +431,7 @@ class TrafficTest(parameterized.TestCase):
         self.assertEqual(found.batch, expected)
         self.assertGreater(found.total, expected)
 
-
-    @parameterized.parameters("steps_per_execution", "loop")
+    @parameterized.parameters("steps_per_execution", "loop", "passed", "captured")
     def test_in_loops(self, kind):
         """Else each turn of a loop that TensorFlow runs brings its batch to the host and back."""
         batch = (np.ones([6, 16], "float32"), np.ones([6, 3], "float32"))
@@ -379,18 +443,20 @@ class TrafficTest(parameterized.TestCase):
                 model.compile("adam", "mse", steps_per_execution=2)
             data = strategy.experimental_distribute_dataset(
                 Dataset.from_tensors(batch).repeat(4)).with_stand_ins()
-            if kind == "loop":
-                with strategy.scope():
-                    model.optimizer.build(model.trainable_variables)
-
-                def loop():
-                    for one in data:
-                        strategy.run(model.train_step, (one,))
-
-                step, arguments = tf.function(loop), ()
-            else:
+            if kind == "steps_per_execution":
                 model.fit(data, verbose=0)
                 step, arguments = function_in(model.train_function), (iter(data).read_once(),)
+            else:
+                with strategy.scope():
+                    model.optimizer.build(model.trainable_variables)
+                kept = data if kind == "loop" else iter(data)
+
+                @tf.function
+                def step(batches=None):
+                    for one in kept if batches is None else batches:
+                        strategy.run(model.train_step, (one,))
+
+                arguments = (kept,) if kind == "passed" else ()
             with mock.patch.object(prefetching, "threads", lambda: 8):
                 function = step.get_concrete_function(*arguments)
         found = traffic.count(function, len(TOWERS), unknown_dimension=2,

@@ -81,6 +81,8 @@ class ClusterTest(machines_workers.ClusterTestCase):
         # Row counts, gradients, metrics.
         self.assertEqual(seen["counts"].tolist(), [3, 3])
         self.assertEqual(seen["own_traces"].tolist(), [0])
+        # Parts stay with the towers that they were prefetched to.
+        self.assertEqual(seen["in_loops"].tolist(), [0, 0])
 
     def test_rows_of_wide_layers_cross(self):
         """Else a step with few rows sends whole kernels, which takes longer than the step."""

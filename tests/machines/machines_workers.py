@@ -33,8 +33,9 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+from benchmarks import on_gpus, traffic
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import iterators
+from towerstrategy.batch import iterators, prefetching
 from towerstrategy.report import measuring, sample
 from towerstrategy.report import rows as rows_report
 
@@ -219,7 +220,7 @@ def loop(strategy, kit):
 
     fetched = strategy.experimental_distribute_dataset(dataset, FETCHED)
     totals = [epoch(strategy.experimental_distribute_dataset(dataset)),
-              fetched_epoch(iter(fetched)), epoch(fetched)]
+              fetched_epoch(iter(fetched)), epoch(fetched), epoch(iter(fetched))]
     rows = []
     for batch, _ in fetched:
         if hasattr(strategy, "split"):
@@ -320,7 +321,26 @@ def counted(strategy, kit):
                             for node in function.node_def)]
     counts = collections.Counter(node.op for node in nodes if node.op.startswith("Collective"))
     return {"counts": [counts["CollectiveReduceV2"], sum(counts.values())],
+            "in_loops": in_loops(strategy, model, tf.data.Dataset.from_tensors((x, y))),
             "own_traces": [len(strategy.extended.own_trace_reasons)]}
+
+
+def in_loops(strategy, model, dataset):
+    """The bytes of a prefetched batch that cross in a turn of loops that TensorFlow runs."""
+    fetched = strategy.experimental_distribute_dataset(dataset, FETCHED).with_stand_ins()
+
+    def loop(batches):
+        for batch in batches:
+            strategy.run(model.train_step, (batch,))
+
+    found = []
+    for batches in (fetched, iter(fetched)):
+        with on_gpus.tracing(), mock.patch.object(prefetching, "threads", lambda: 99), \
+                mock.patch.object(strategy.extended, "keep_graphs", True):
+            function = tf.function(loop).get_concrete_function(batches)
+        found.append(traffic.count(function, strategy.num_replicas_in_sync, unknown_dimension=2,
+                                   arguments=None if batches is fetched else batches).batch)
+    return found
 
 
 def wide(strategy, kit):

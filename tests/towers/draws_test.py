@@ -313,6 +313,30 @@ class StateTest(parameterized.TestCase):
             self.assertEqual(np.array(state).tolist(), [2, 6])
 
 
+    @parameterized.product(version=[keras, tf_keras], traced=[False, True])
+    def test_initial_values(self, version, traced):
+        """Else a model that its first step builds fails, or starts from other weights.
+
+        The kernel has as many rows as each tower has of the batch.
+        """
+        weights = []
+        for strategy in (tf.distribute.get_strategy(), strategy_of(3)):
+            version.utils.set_random_seed(3)
+            with strategy.scope():
+                model = version.Sequential([version.layers.Dense(4), version.layers.Dense(2)])
+
+            def step(x, strategy=strategy, model=model):
+                return strategy.run(model, (x,))
+
+            batches = strategy.experimental_distribute_dataset(
+                tf.data.Dataset.from_tensors(tf.ones([12, 4])))
+            (tf.function(step) if traced else step)(next(iter(batches)))
+            weights.append(model.get_weights())
+        self.assertLen(weights[0], 4)
+        for one, other in zip(*weights):
+            np.testing.assert_array_equal(other, one)
+
+
 class PerTowerTest(parameterized.TestCase):
 
     @parameterized.product(version=[keras, tf_keras], eagerly=[False, True])

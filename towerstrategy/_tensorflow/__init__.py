@@ -33,6 +33,9 @@ from towerstrategy._tensorflow.data import (
     Trackable as Trackable,
 )
 from towerstrategy._tensorflow.data import (
+    loop_over as loop_over,
+)
+from towerstrategy._tensorflow.data import (
     map_in_place as map_in_place,
 )
 from towerstrategy._tensorflow.data import (
@@ -205,6 +208,9 @@ from towerstrategy._tensorflow.machines import (
 )
 from towerstrategy._tensorflow.machines import (
     ask_worker as ask_worker,
+)
+from towerstrategy._tensorflow.machines import (
+    call_once as call_once,
 )
 from towerstrategy._tensorflow.machines import (
     collective_launcher as collective_launcher,

@@ -1,4 +1,4 @@
-"""Iterators of ``tf.data``, and what TensorFlow's profiler has written.
+"""Iterators of ``tf.data``, loops over them, and what TensorFlow's profiler has written.
 
 Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
 """
@@ -9,10 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.autograph.operators import control_flow
 from tensorflow.python.data.ops import iterator_ops, map_op, multi_device_iterator_ops
 from tensorflow.python.trackable import base as trackable
 
 PRIVATE_NAMES = {
+    "tensorflow.python.autograph.operators.control_flow:for_loop_registry":
+        "what `for` in a tf.function goes over, by type; no public registry",
+    "tensorflow.python.autograph.operators.control_flow:_tf_iterator_for_stmt":
+        "the `for` over any iterator of tf.distribute's",
     "tensorflow.python.data.ops.iterator_ops:OwnedIterator": "what iter(dataset) makes",
     "tensorflow.python.data.ops.map_op:_MapDataset":
         "Dataset.map that runs its function in the caller's thread: 10 us an element and not 100",
@@ -32,6 +37,12 @@ Trackable = trackable.Trackable
 def map_in_place(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
     """``dataset.map(function)`` without another thread; for functions of an operation or two."""
     return map_op._MapDataset(dataset, function, use_inter_op_parallelism=False)
+
+
+def loop_over(kind: type, instead: Callable[[Any], Any]) -> None:
+    """From now on ``for`` in a ``tf.function`` goes over ``instead`` of an iterator of a kind."""
+    control_flow.for_loop_registry.register(
+        kind, lambda iterator, *loop: control_flow._tf_iterator_for_stmt(instead(iterator), *loop))
 
 
 def read_profile(serialized: bytes) -> Any:

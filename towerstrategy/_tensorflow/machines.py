@@ -5,7 +5,9 @@ Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why 
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import contextlib
+import weakref
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import (
@@ -13,6 +15,7 @@ from tensorflow.python.distribute import (
     cross_device_utils,
 )
 from tensorflow.python.eager import context as eager_context
+from tensorflow.python.framework import func_graph
 
 from towerstrategy._tensorflow.strategies import Options
 
@@ -24,6 +27,10 @@ PRIVATE_NAMES = {
         "with a new key for each call of a tf.function",
     "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._all_gather":
         "a gather in eager code too, without the padding of all_gather",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._next_instance_key":
+        "keys of collective ops in a branch that calls a function",
+    "tensorflow.python.framework.func_graph:FuncGraph": "which functions are around an operation",
+    "tensorflow.python.framework.func_graph:FuncGraph.outer_graph": "the same",
     "tensorflow.python.eager.context:Context.configure_collective_ops":
         "makes this process one worker of a cluster, as "
         "CollectiveAllReduceExtended._initialize_multi_worker does; no public name",
@@ -34,7 +41,31 @@ PRIVATE_NAMES = {
         "ends what waits for a worker that does not; the same",
 }
 
-CollectiveLauncher: TypeAlias = cross_device_utils.CollectiveReplicaLauncher
+_called_once: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
+
+
+def call_once() -> None:
+    """What is being traced here is called once, where it is traced.
+
+    So its collective ops take their keys from the functions around it. TensorFlow hands a key on to
+    a function that is called in a loop, but to none in a branch.
+    """
+    _called_once.add(tf.compat.v1.get_default_graph())
+
+
+class CollectiveLauncher(cross_device_utils.CollectiveReplicaLauncher):
+    """Makes collective ops, also in branches."""
+
+    def _next_instance_key(self) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        while isinstance(graph, func_graph.FuncGraph) and isinstance(
+                graph.outer_graph, func_graph.FuncGraph) and (
+                graph.is_control_flow_graph or graph in _called_once):
+            graph = graph.outer_graph
+        with contextlib.nullcontext() if tf.executing_eagerly() else graph.as_default():
+            return super()._next_instance_key()
+
+
 # Of all strategies in this process; far from where MultiWorkerMirroredStrategy starts counting.
 _collective_keys = cross_device_utils.CollectiveKeys(group_key_start=7000)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import iterators, prefetching, splitting, sub_batches
+from towerstrategy.batch import iterators, layouts, prefetching, splitting, sub_batches
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch.rows import Nest
 
@@ -281,9 +281,9 @@ class TowerDataset(tf.distribute.DistributedDataset):
         iterator.row_count = row_count
         return iterator
 
-    def _layout(self, spec: Nest) -> prefetching.Layout:
+    def _layout(self, spec: Nest) -> layouts.Layout:
         """Where an element's tensors are to be fetched to."""
-        return prefetching.Layout.of(spec, len(self._fetch.devices))
+        return layouts.Layout.of(spec, len(self._fetch.devices))
 
     def _rows_of(self, element: Nest) -> Any:
         """The rows of each tower in an element, a vector; None where none are known."""

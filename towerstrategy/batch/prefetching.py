@@ -2,14 +2,12 @@
 
 Goes in: a pipeline of split elements, and the towers' devices.  Comes out: a
 :class:`PrefetchedIterator`.  TensorFlow's multi-device iterator holds a buffer on each device and
-fills it beside the step; it takes one dataset and deals its elements round in turn.  So each split
-element becomes R + 1 of them: what stays on the host (row counts, strings, ragged components), then
-each tower's components.
+fills it beside the step.
 """
-
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,12 +16,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import iterators, taking
-from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch import iterators, layouts, taking
 from towerstrategy.batch.rows import Nest
-
-# The owner of what belongs to no tower.
-HOST = -1
 
 
 class Fetch(NamedTuple):
@@ -58,132 +52,6 @@ def threads() -> int:
             or (int(asked) if asked.isdigit() else 0) or cores or 1)
 
 
-class Layout:
-    """Which of an element's tensors belongs to which tower, and which stays on the host.
-
-    Args:
-      spec: the nest of type specs of an element.
-      owners: for each tensor of an element, in order, the number of a tower or -1, the host.
-    """
-
-    def __init__(self, spec: Nest, owners: Sequence[int]) -> None:
-        self.spec, self.owners = spec, tuple(owners)
-        self._tensors = tf.nest.flatten(spec, expand_composites=True)
-        self._places = [[place for place, owner in enumerate(owners) if owner == number]
-                        for number in range(HOST, max(owners, default=HOST) + 1)]
-
-    @classmethod
-    def of(cls, spec: Nest, towers: int) -> Layout:
-        """The layout of the split elements that ``spec`` describes."""
-        return cls(spec, [owner for leaf in tf.nest.flatten(spec)
-                          for owner in owners_of(leaf, towers)])
-
-    @property
-    def moves(self) -> bool:
-        """Whether anything is to be fetched; what holds no plain tensors cannot be."""
-        return len(self._places) > 1 and all(
-            isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource)
-            for spec in self._tensors)
-
-    def apart(self, element: Nest, told: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
-        """R + 1 elements of one kind for one: the host's, with ``told`` behind, then each tower's.
-
-        Of each, what belongs to the others has no rows.
-        """
-        tensors = _tensors(element)
-        own = [tuple(tensors[place] for place in places) for places in self._places]
-        no_host, no_tower = (tuple(rows_lib.rows_of_zeros(self._tensors[place]) for place in places)
-                             for places in self._places[:2])
-        return [(own[0] + told, no_tower), *((no_host + told, part) for part in own[1:])]
-
-    def deal(self, dataset: tf.data.Dataset,
-             rows_of: Callable[[Nest], Any] | None = None) -> tf.data.Dataset:
-        """``dataset`` with each element taken apart, and with what ``rows_of`` tells of it, if any.
-
-        The parts have different numbers of rows, so they go through ``unbatch`` in optionals: a
-        dataset of its own for each element, which ``flat_map`` takes, costs milliseconds.
-        """
-        kinds: list[Any] = []
-
-        def wrapped(*element: Any) -> tf.Tensor:
-            rows = None if rows_of is None else rows_of(element)
-            told = () if rows is None else (rows,)
-            parts = [tf.nest.flatten(part) for part in self.apart(element, told)]
-            kinds[:] = [tf.nest.map_structure(tf.type_spec_from_value, part) for part in parts]
-            return tf.stack([tf.raw_ops.OptionalFromValue(components=part) for part in parts])
-
-        def opened(part: tf.Tensor) -> Any:
-            common = [first.most_specific_common_supertype(others)
-                      for first, *others in zip(*kinds)]
-            tensors = tf.raw_ops.OptionalGetValue(
-                optional=part, output_types=[spec.dtype for spec in common],
-                output_shapes=[spec.shape for spec in common])
-            hosts = len(tensors) - len(self._places[1])
-            return tuple(tensors[:hosts]), tuple(tensors[hosts:])
-
-        wrapped_parts = _tf.map_in_place(dataset, wrapped).unbatch()
-        return _tf.map_in_place(wrapped_parts, opened)
-
-    def counted(self, dataset: tf.data.Dataset, follow: Callable[..., Any]) -> tuple[Any, Any]:
-        """The host's elements, followed by ``follow`` when they are taken; and its count."""
-        told = len(self._places[0])
-        if len(dataset.element_spec[0]) == told:
-            return dataset, None
-        return iterators.followed(dataset, lambda host, _: host[told], follow)
-
-    def element(self, dealt: Sequence[tuple[Any, Any]]) -> Nest:
-        """The element again, of what the host and each tower took."""
-        host, _ = dealt[0]
-        tensors: list[Any] = [None] * len(self._tensors)
-        for places, own in zip(self._places, [host, *(part for _, part in dealt[1:])]):
-            for place, tensor in zip(places, own):
-                tensor.set_shape(self._tensors[place].shape)
-                tensors[place] = tensor
-        return tf.nest.pack_sequence_as(self.spec, tensors, expand_composites=True)
-
-    def copied(self, element: Nest, devices: Sequence[str]) -> Nest:
-        """A copy of ``element``, each tensor where it is: the host's on the first device."""
-        copies = []
-        for tensor, owner in zip(_tensors(element), self.owners):
-            with tf.device(devices[owner - HOST]):
-                copies.append(tf.identity(tensor))
-        return tf.nest.pack_sequence_as(self.spec, copies, expand_composites=True)
-
-
-def _tensors(element: Nest) -> list[Any]:
-    """All tensors of ``element``; components that are None have none."""
-    return [leaf for leaf in tf.nest.flatten(element, expand_composites=True) if leaf is not None]
-
-
-def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
-    """Who has each tensor of a component.
-
-    Args:
-      spec: the component's.
-      towers: how many there are.
-      counts: whether the row counts that stand-ins have are among the tensors.
-    """
-    several = isinstance(spec, _tf.PerReplicaSpec)
-    parts = spec._component_specs[:None if counts else towers] if several else [spec]
-    owners = []
-    for number, part in enumerate(parts):
-        # Behind the towers' parts are row counts, which the host reads.
-        moves = number < towers and (several or towers == 1) and _moves(part)
-        tensors = tf.nest.flatten(part, expand_composites=True)
-        owners += [number if moves else HOST] * len(tensors)
-    return owners
-
-
-def _moves(spec: Any) -> bool:
-    """Whether a component goes to a tower's own memory.
-
-    Strings cannot; operations on ragged tensors have kernels for the CPU alone; scalars that are no
-    part of a batch are the same for all.
-    """
-    return (isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) and spec.dtype != tf.string
-            and spec.shape.rank != 0)
-
-
 class PrefetchedSpec(tf.TypeSpec):
     """The type spec of :class:`PrefetchedIterator`."""
 
@@ -192,7 +60,7 @@ class PrefetchedSpec(tf.TypeSpec):
 
     def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any,
                  once: bool = False) -> None:
-        self._layout, self._streams, self._once = Layout(spec, owners), streams, once
+        self._layout, self._streams, self._once = layouts.Layout(spec, owners), streams, once
         self._kept_hash: int | None = None
 
     def _serialize(self) -> tuple[Any, ...]:
@@ -233,7 +101,8 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
     _kept_spec: PrefetchedSpec | None = None
     _once = False
 
-    def __init__(self, layout: Layout, streams: Any = None, under_way: taking.Taking | None = None,
+    def __init__(self, layout: layouts.Layout, streams: Any = None,
+                 under_way: taking.Taking | None = None,
                  make: Callable[[], tuple[Any, Any, Any]] | None = None) -> None:
         self._layout, self._made, self._make = layout, (streams, under_way, None), make
 
@@ -306,7 +175,7 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
             return tf.identity(True)
 
     def others(self, host: Any) -> list[Any]:
-        """The same, which ends what an optional of :meth:`read_once` has begun."""
+        """What they have next, which ends what an optional of :meth:`read_once` has begun."""
         taken = self._from_others(host)
         with tf.control_dependencies(tf.nest.flatten(taken)):
             self._taking.say(False)
@@ -323,15 +192,26 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
         self._once, self._kept_spec = True, None
         return self
 
+    def copy_read_once(self) -> PrefetchedIterator:
+        """The same over the same data, for one loop: this one's optionals stay whole."""
+        self._begun()
+        return copy.copy(self).read_once()
+
     def get_next_as_optional(self) -> tf.experimental.Optional:
         devices = self._streams._devices
         if not self._once:
             return PartsOptional(self._layout, devices,
                                  self._taking.all_of(self._streams.get_next_as_optional))
-        with tf.device(devices[0]):
-            there = self._taking.first_of(self._streams._device_iterators[0].get_next_as_optional)
-            tf.cond(there.has_value(), lambda: True, self._others_ended)
+        there = self._from_first(self._streams._device_iterators[0].get_next_as_optional,
+                                 lambda optional: optional.has_value())
         return PartsOptional(self._layout, devices, [there], self)
+
+    def _from_first(self, take: Callable[[], Any], goes_on: Callable[[Any], tf.Tensor]) -> Any:
+        """What ``take`` takes from the host's stream; the others end where it does not go on."""
+        with tf.device(self._streams._devices[0]):
+            taken = self._taking.first_of(take, goes_on)
+            tf.cond(goes_on(taken), lambda: True, self._others_ended)
+        return taken
 
     @property
     def element_spec(self) -> Nest:
@@ -355,8 +235,24 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
         self._serialize_to_tensors()
 
 
+# Autograph reads each optional's value once, where there is one.
+_tf.loop_over(PrefetchedIterator, PrefetchedIterator.copy_read_once)
+
 # What the towers' parts are yet to be taken from, by id: a spec holds plain values alone.
 _later: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def number_of(iterator: Any) -> int:
+    """By what number a spec names the iterator whose other streams are read later; 0 for None."""
+    if iterator is None:
+        return 0
+    _later[id(iterator)] = iterator
+    return id(iterator)
+
+
+def numbered(number: int) -> Any:
+    """The iterator of that :func:`number_of`."""
+    return _later.get(number)
 
 
 class PartsOptionalSpec(tf.TypeSpec):
@@ -367,7 +263,7 @@ class PartsOptionalSpec(tf.TypeSpec):
 
     def __init__(self, spec: Nest, owners: tuple[int, ...], devices: tuple[str, ...],
                  parts: tuple[Any, ...], later: int) -> None:
-        self._layout, self._devices = Layout(spec, owners), devices
+        self._layout, self._devices = layouts.Layout(spec, owners), devices
         self._parts, self._later = parts, later
 
     def _serialize(self) -> tuple[Any, ...]:
@@ -382,7 +278,7 @@ class PartsOptionalSpec(tf.TypeSpec):
 
     def _from_components(self, components: Sequence[Any]) -> PartsOptional:
         return PartsOptional(self._layout, self._devices, list(components),
-                             _later.get(self._later))
+                             numbered(self._later))
 
 
 class PartsOptional(tf.experimental.Optional):
@@ -397,12 +293,10 @@ class PartsOptional(tf.experimental.Optional):
       later: the iterator whose other streams are read when the value is, which is once then.
     """
 
-    def __init__(self, layout: Layout, devices: Sequence[str],
+    def __init__(self, layout: layouts.Layout, devices: Sequence[str],
                  parts: list[tf.experimental.Optional], later: Any = None) -> None:
         self._layout, self._devices, self._parts = layout, tuple(devices), parts
         self._later = later
-        if later is not None:
-            _later[id(later)] = later
 
     def has_value(self, name: str | None = None) -> tf.Tensor:
         with tf.device(self._devices[0]):
@@ -425,10 +319,10 @@ class PartsOptional(tf.experimental.Optional):
     def _type_spec(self) -> PartsOptionalSpec:
         return PartsOptionalSpec(self._layout.spec, self._layout.owners, self._devices,
                                  tuple(part._type_spec for part in self._parts),
-                                 0 if self._later is None else id(self._later))
+                                 number_of(self._later))
 
 
-def iterate(dataset: tf.data.Dataset, layout: Layout, fetch: Fetch,
+def iterate(dataset: tf.data.Dataset, layout: layouts.Layout, fetch: Fetch,
             follow: Callable[..., Any] | None = None,
             rows_of: Callable[[Nest], Any] | None = None) -> PrefetchedIterator:
     """An iterator over ``dataset`` whose parts are on ``fetch.devices``.

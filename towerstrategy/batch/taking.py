@@ -65,14 +65,14 @@ class Taking:
             self.say(False)
         return taken
 
-    def first_of(self, take: Callable[[], tf.experimental.Optional]) -> tf.experimental.Optional:
+    def first_of(self, take: Callable[[], Any], goes_on: Callable[[Any], tf.Tensor]) -> Any:
         """What ``take`` takes from the first stream, in a graph.
 
-        Whoever takes from the others, which is who reads its value, says then that it has ended.
+        Where it ``goes_on``, whoever takes from the others says then that the taking has ended.
         """
         taken = self._begun(take)
         with tf.control_dependencies(tf.nest.flatten(taken, expand_composites=True)):
-            self.say(taken.has_value())
+            self.say(goes_on(taken))
         return taken
 
     def _begun(self, take: Callable[[], Any]) -> Any:

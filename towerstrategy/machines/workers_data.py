@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.batch import iterators, prefetching, sub_batches
+from towerstrategy.batch import iterators, layouts, prefetching, sub_batches
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.batch.rows import Nest
 from towerstrategy.machines import meeting
@@ -59,7 +59,7 @@ def _agreeing(base: Any) -> Any:
         _workers: meeting.Machines
 
         def get_next(self) -> Nest:
-            there, leaves, rows = self._agreed()
+            there, rows, leaves = self._agreed()
             if tf.executing_eagerly():
                 if not bool(there):
                     _raise_ended()
@@ -74,18 +74,23 @@ def _agreeing(base: Any) -> Any:
             return iterators.next_in_python(self)
 
         def get_next_as_optional(self) -> tf.experimental.Optional:
-            there, leaves, rows = self._agreed()
+            there, rows, leaves = self._agreed()
             return AgreedOptional(self.element_spec, there, self._element(leaves, rows))
 
         @property
         def element_spec(self) -> Nest:
             return _packed_spec(self._packed, self._flat_spec, self._workers)
 
-        def _agreed(self) -> tuple[tf.Tensor, Any, tf.Tensor]:
-            """Whether any worker has an element; this one's values; the rows of all towers."""
-            workers = self._workers
+        def _agreed(self) -> tuple[tf.Tensor, tf.Tensor, Any]:
+            """Whether any worker has an element; the rows of all towers; this one's values."""
             with tf.device("CPU:0"):
                 there, rows, leaves = self._taken()
+                return (*self._told(there, rows), leaves)
+
+        def _told(self, there: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            """Whether any worker has an element, as all tell each other; the rows of all towers."""
+            workers = self._workers
+            with tf.device("CPU:0"):
                 here = tf.cast(there, tf.int64)
                 before, after = workers.first, workers.replicas - workers.first - workers.towers
                 told = workers.sum_one(tf.concat([here[tf.newaxis], tf.pad(here * rows,
@@ -93,7 +98,7 @@ def _agreeing(base: Any) -> Any:
                 told.set_shape([1 + workers.replicas])
                 batched = any(isinstance(spec, sub_batches.SubBatchesSpec)
                               for spec in tf.nest.flatten(self._packed))
-                return told[0] >= (1 if batched else workers.count), leaves, told[1:]
+                return told[0] >= (1 if batched else workers.count), told[1:]
 
         def _element(self, leaves: Sequence[Any], rows: tf.Tensor) -> Nest:
             return _pack(self._packed, leaves, self._workers.towers,
@@ -172,9 +177,26 @@ class PrefetchedWorkersIterator(
     def _taken(self) -> Any:
         return self._layout.element(self._dealt())
 
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        if not self._once:
+            return super().get_next_as_optional()
+        there, *held = self._from_first(self._host_agreed, lambda agreed: agreed[0])
+        return AgreedOptional(self.element_spec, there, tuple(held), self)
+
+    def _host_agreed(self) -> tuple[tf.Tensor, tf.Tensor, Any]:
+        """What the host's stream has next, as :meth:`_agreed` tells it."""
+        host, _ = self._streams._device_iterators[0].get_next()
+        there, rows, *_ = host
+        return (*self._told(there, rows), host)
+
+    def whole(self, rows: tf.Tensor, host: Any) -> Nest:
+        """The element of which an optional of :meth:`read_once` has held the host's part."""
+        _, _, leaves = self._layout.element([(host, ()), *self.others(host)])
+        return self._element(leaves, rows)
+
     def _copied(self, leaves: Any) -> Any:
         _, _, spec = self._layout.spec
-        return prefetching.Layout(spec, self._layout.owners[2:]).copied(
+        return layouts.Layout(spec, self._layout.owners[2:]).copied(
             leaves, self._streams._devices)
 
     @property
@@ -187,24 +209,25 @@ class PrefetchedWorkersIterator(
 class AgreedOptionalSpec(tf.TypeSpec):
     """The type spec of :class:`AgreedOptional`."""
 
-    __slots__ = ["_spec"]
+    __slots__ = ["_spec", "_held", "_later"]
     value_type = property(lambda _: AgreedOptional)
 
-    def __init__(self, spec: Nest) -> None:
-        self._spec = spec
+    def __init__(self, spec: Nest, held: Nest, later: int) -> None:
+        self._spec, self._held, self._later = spec, held, later
 
     def _serialize(self) -> tuple[Any, ...]:
-        return (self._spec,)
+        return self._spec, self._held, self._later
 
     @property
     def _component_specs(self) -> tuple[Any, ...]:
-        return tf.TensorSpec([], tf.bool), self._spec
+        return tf.TensorSpec([], tf.bool), self._held
 
     def _to_components(self, value: AgreedOptional) -> tuple[Any, ...]:
-        return value._there, value._element
+        return value._there, value._held
 
     def _from_components(self, components: Any) -> AgreedOptional:
-        return AgreedOptional(self._spec, *components)
+        there, held = components
+        return AgreedOptional(self._spec, there, held, prefetching.numbered(self._later))
 
 
 class AgreedOptional(tf.experimental.Optional):
@@ -213,11 +236,12 @@ class AgreedOptional(tf.experimental.Optional):
     Args:
       spec: the element's.
       there: whether it counts, a bool.
-      element: its parts where they were prefetched to.
+      held: its parts where they were prefetched to, or the rows of all towers and the host's part.
+      later: the iterator whose other streams are read when the value is, which is once then.
     """
 
-    def __init__(self, spec: Nest, there: tf.Tensor, element: Nest) -> None:
-        self._spec, self._there, self._element = spec, there, element
+    def __init__(self, spec: Nest, there: tf.Tensor, held: Nest, later: Any = None) -> None:
+        self._spec, self._there, self._held, self._later = spec, there, held, later
 
     def has_value(self, name: str | None = None) -> tf.Tensor:
         return tf.identity(self._there, name)
@@ -225,7 +249,7 @@ class AgreedOptional(tf.experimental.Optional):
     def get_value(self, name: str | None = None) -> Nest:
         del name
         tf.debugging.Assert(self._there, ["the optional has no value: all data has ended"])
-        return self._element
+        return self._held if self._later is None else self._later.whole(*self._held)
 
     @property
     def element_spec(self) -> Nest:
@@ -233,7 +257,9 @@ class AgreedOptional(tf.experimental.Optional):
 
     @property
     def _type_spec(self) -> AgreedOptionalSpec:
-        return AgreedOptionalSpec(self._spec)
+        held = self._spec if self._later is None else tf.nest.map_structure(
+            tf.type_spec_from_value, self._held)
+        return AgreedOptionalSpec(self._spec, held, prefetching.number_of(self._later))
 
 
 def _become(iterator: Any, kind: Any, packed: Nest, workers: meeting.Machines) -> Any:
@@ -311,11 +337,11 @@ class WorkersDataset(datasets_lib.TowerDataset):
             self._watcher.agree()
         return super().__iter__()
 
-    def _layout(self, spec: Nest) -> prefetching.Layout:
-        owners = [prefetching.HOST, prefetching.HOST]
+    def _layout(self, spec: Nest) -> layouts.Layout:
+        owners = [layouts.HOST, layouts.HOST]
         for leaf in tf.nest.flatten(self._spec):
-            owners += prefetching.owners_of(leaf, self._workers.towers, counts=False)
-        return prefetching.Layout(spec, owners)
+            owners += layouts.owners_of(leaf, self._workers.towers, counts=False)
+        return layouts.Layout(spec, owners)
 
     def _rows_of(self, element: Nest) -> Any:
         _, rows, _ = element

@@ -141,6 +141,8 @@ def concat(values: Sequence[Value], axis: int) -> Any:
     Raises:
       ValueError: ``axis`` is out of range, or the values are scalars.
     """
+    values = [value if isinstance(value, (tf.Tensor, _tf.CompositeTensor))
+              else tf.convert_to_tensor(value) for value in values]
     rank = values[0].shape.rank
     if rank == 0:
         raise ValueError("values of rank 0 cannot be gathered: there is no axis to put them behind "

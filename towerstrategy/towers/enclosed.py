@@ -25,6 +25,7 @@ def run(make: Callable[[], Any]) -> tuple[Any, tf.Operation | None]:
     @tf.function(autograph=False)
     def run_towers() -> list[tf.Tensor]:
         _tf.wait_by_device()
+        _tf.call_once()
         result = make()
         tensors: list[tf.Tensor] = []
         holder[:] = [tf.nest.map_structure(lambda leaf: _take_out(leaf, tensors), result)]

@@ -6,8 +6,9 @@ Goes in: what TensorFlow's variable creators pass on, and the strategy's homes. 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -39,7 +40,7 @@ def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
         kwargs["initial_value"] = _chiefs_initial_value(workers, **kwargs)
     stage = strategy.extended.stages.index
     home = _home_for(homes, colocate_with, kwargs, stage)
-    with tf.device(home), _outside_tower_scope():
+    with tf.device(home), _outside_towers():
         variable = next_creator(**kwargs)
     if not isinstance(variable, _tf.BaseResourceVariable):
         return variable
@@ -97,7 +98,7 @@ def _create_tower_local(strategy: tf.distribute.Strategy, devices: tuple[str, ..
                 kwargs["initial_value"] = functools.partial(_value_of, parts[0])
             first = (parts[0].name or name or "Variable").split(":")[0]
             kwargs["name"] = f"{first}/tower_{number}/"
-        with tf.device(device), _outside_tower_scope():
+        with tf.device(device), _outside_towers():
             parts.append(next_creator(**kwargs))
     variable = tower_local.tower_local(strategy, parts, kwargs["aggregation"])
     if workers is not None and not tf.executing_eagerly():
@@ -148,11 +149,19 @@ def _value_of(variable: tf.Variable) -> tf.Tensor:
     return tf.identity(variable.value())
 
 
-def _outside_tower_scope() -> Any:
-    """The name scope without the strategy's parts, so that names are those of a single device."""
+@contextlib.contextmanager
+def _outside_towers() -> Iterator[None]:
+    """Within, variables have the names and the initial values that they have on a single device.
+
+    A kernel may have as many rows as a tower has of the batch; what it starts from is no part of
+    a draw for the batch.
+    """
+    tower = contexts.current_tower()
     parts = tf.get_current_name_scope().split("/")
     kept = "/".join(part for part in parts if part and not contexts.OWN_SCOPE.fullmatch(part))
-    return tf.name_scope(f"{kept}/" if kept else "")
+    with tf.name_scope(f"{kept}/" if kept else ""), \
+            contextlib.nullcontext() if tower is None else tower.drawing_alike():
+        yield
 
 
 def _home_for(homes: homes_lib.Homes, colocate_with: Any, kwargs: dict[str, Any],

@@ -1,0 +1,148 @@
+"""Which of a split element's tensors goes to which tower, and how it comes apart and together.
+
+Goes in: the type spec of split elements.  Comes out: a :class:`Layout`.  TensorFlow's multi-device
+iterator takes one dataset and deals its elements round in turn.  So each split element becomes
+R + 1 of them: what stays on the host (row counts, strings, ragged components), then each tower's
+components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import iterators
+from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch.rows import Nest
+
+# The owner of what belongs to no tower.
+HOST = -1
+
+
+class Layout:
+    """Which of an element's tensors belongs to which tower, and which stays on the host.
+
+    Args:
+      spec: the nest of type specs of an element.
+      owners: for each tensor of an element, in order, the number of a tower or -1, the host.
+    """
+
+    def __init__(self, spec: Nest, owners: Sequence[int]) -> None:
+        self.spec, self.owners = spec, tuple(owners)
+        self._tensors = tf.nest.flatten(spec, expand_composites=True)
+        self._places = [[place for place, owner in enumerate(owners) if owner == number]
+                        for number in range(HOST, max(owners, default=HOST) + 1)]
+
+    @classmethod
+    def of(cls, spec: Nest, towers: int) -> Layout:
+        """The layout of the split elements that ``spec`` describes."""
+        return cls(spec, [owner for leaf in tf.nest.flatten(spec)
+                          for owner in owners_of(leaf, towers)])
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is to be fetched; what holds no plain tensors cannot be."""
+        return len(self._places) > 1 and all(
+            isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource)
+            for spec in self._tensors)
+
+    def apart(self, element: Nest, told: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
+        """R + 1 elements of one kind for one: the host's, with ``told`` behind, then each tower's.
+
+        Of each, what belongs to the others has no rows.
+        """
+        tensors = _tensors(element)
+        own = [tuple(tensors[place] for place in places) for places in self._places]
+        no_host, no_tower = (tuple(rows_lib.rows_of_zeros(self._tensors[place]) for place in places)
+                             for places in self._places[:2])
+        return [(own[0] + told, no_tower), *((no_host + told, part) for part in own[1:])]
+
+    def deal(self, dataset: tf.data.Dataset,
+             rows_of: Callable[[Nest], Any] | None = None) -> tf.data.Dataset:
+        """``dataset`` with each element taken apart, and with what ``rows_of`` tells of it, if any.
+
+        The parts have different numbers of rows, so they go through ``unbatch`` in optionals: a
+        dataset of its own for each element, which ``flat_map`` takes, costs milliseconds.
+        """
+        kinds: list[Any] = []
+
+        def wrapped(*element: Any) -> tf.Tensor:
+            rows = None if rows_of is None else rows_of(element)
+            told = () if rows is None else (rows,)
+            parts = [tf.nest.flatten(part) for part in self.apart(element, told)]
+            kinds[:] = [tf.nest.map_structure(tf.type_spec_from_value, part) for part in parts]
+            return tf.stack([tf.raw_ops.OptionalFromValue(components=part) for part in parts])
+
+        def opened(part: tf.Tensor) -> Any:
+            common = [first.most_specific_common_supertype(others)
+                      for first, *others in zip(*kinds)]
+            tensors = tf.raw_ops.OptionalGetValue(
+                optional=part, output_types=[spec.dtype for spec in common],
+                output_shapes=[spec.shape for spec in common])
+            hosts = len(tensors) - len(self._places[1])
+            return tuple(tensors[:hosts]), tuple(tensors[hosts:])
+
+        wrapped_parts = _tf.map_in_place(dataset, wrapped).unbatch()
+        return _tf.map_in_place(wrapped_parts, opened)
+
+    def counted(self, dataset: tf.data.Dataset, follow: Callable[..., Any]) -> tuple[Any, Any]:
+        """The host's elements, followed by ``follow`` when they are taken; and its count."""
+        told = len(self._places[0])
+        if len(dataset.element_spec[0]) == told:
+            return dataset, None
+        return iterators.followed(dataset, lambda host, _: host[told], follow)
+
+    def element(self, dealt: Sequence[tuple[Any, Any]]) -> Nest:
+        """The element again, of what the host and each tower took."""
+        host, _ = dealt[0]
+        tensors: list[Any] = [None] * len(self._tensors)
+        for places, own in zip(self._places, [host, *(part for _, part in dealt[1:])]):
+            for place, tensor in zip(places, own):
+                tensor.set_shape(self._tensors[place].shape)
+                tensors[place] = tensor
+        return tf.nest.pack_sequence_as(self.spec, tensors, expand_composites=True)
+
+    def copied(self, element: Nest, devices: Sequence[str]) -> Nest:
+        """A copy of ``element``, each tensor where it is: the host's on the first device."""
+        copies = []
+        for tensor, owner in zip(_tensors(element), self.owners):
+            with tf.device(devices[owner - HOST]):
+                copies.append(tf.identity(tensor))
+        return tf.nest.pack_sequence_as(self.spec, copies, expand_composites=True)
+
+
+def _tensors(element: Nest) -> list[Any]:
+    """All tensors of ``element``; components that are None have none."""
+    return [leaf for leaf in tf.nest.flatten(element, expand_composites=True) if leaf is not None]
+
+
+def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
+    """Who has each tensor of a component.
+
+    Args:
+      spec: the component's.
+      towers: how many there are.
+      counts: whether the row counts that stand-ins have are among the tensors.
+    """
+    several = isinstance(spec, _tf.PerReplicaSpec)
+    parts = spec._component_specs[:None if counts else towers] if several else [spec]
+    owners = []
+    for number, part in enumerate(parts):
+        # Behind the towers' parts are row counts, which the host reads.
+        moves = number < towers and (several or towers == 1) and _moves(part)
+        tensors = tf.nest.flatten(part, expand_composites=True)
+        owners += [number if moves else HOST] * len(tensors)
+    return owners
+
+
+def _moves(spec: Any) -> bool:
+    """Whether a component goes to a tower's own memory.
+
+    Strings cannot; operations on ragged tensors have kernels for the CPU alone; scalars that are no
+    part of a batch are the same for all.
+    """
+    return (isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) and spec.dtype != tf.string
+            and spec.shape.rank != 0)
