@@ -45,6 +45,8 @@ class Trial:
     def can_be_repeated(self, walk: provenance.Walk, number: tf.Tensor) -> bool:
         """Whether the function writes nothing, draws nothing, and reads no rows but those given."""
         made = self._graph.get_operations()[self._first:]
+        if any(walk.is_steady(each) for each in self.given.values()):
+            return False  # such are the rows of all towers already
         if any(each.op_def.is_stateful and each.type not in _HARMLESS for each in made):
             return False
         names = {each.name for each in made}
@@ -90,6 +92,8 @@ def whole(tower: contexts.TowerContext, number: tf.Tensor, is_sum: bool,
         return number
     walk = parts.walk(tower)
     given = tower.trial.given
+    if walk.is_steady(number):  # of the rows of all towers already, see parts.summed_values
+        return number
     if not weighted and _Number(tower, walk, given, is_sum).fits(number):
         return number
     made = totals.of_all(tower, walk, number, given)
