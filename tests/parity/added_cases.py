@@ -175,3 +175,100 @@ def _(keras: Any) -> Run:
     inputs = keras.Input((5,))
     return Run(Logging(inputs, keras.layers.Dense(3)(inputs)), **regression(),
                compile={"metrics": ["mae"]})
+
+
+def _of_all(name: str, number: Callable[[Any, Any], Any], **options: Any) -> None:
+    """A loss, and a metric, of one number that is not made of the rows one by one."""
+    @case(f"losses/one number of all rows, {name}", **{"wide": True, **options})
+    def make(keras: Any) -> Run:
+        def metric(y_true: Any, y_pred: Any) -> Any:
+            return number(y_true, y_pred)
+
+        return Run(cases.dense(keras), **regression(),
+                   compile={"loss": number, "metrics": [metric]})
+
+
+def _masked(y_true: Any, y_pred: Any) -> Any:
+    kept = tf.cast(y_true > 0, y_pred.dtype)
+    return tf.reduce_sum(tf.square(y_true - y_pred) * kept) / tf.reduce_sum(kept)
+
+
+def _correlation(y_true: Any, y_pred: Any) -> Any:
+    one, other = (values - tf.reduce_mean(values) for values in (y_true, y_pred))
+    return -tf.reduce_mean(one * other) / (
+        tf.math.reduce_std(y_true) * tf.math.reduce_std(y_pred) + 0.1)
+
+
+_of_all("a root of a mean", lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p))), wide=False)
+_of_all("a ratio of sums", _masked, wide=False)
+_of_all("a correlation", _correlation)
+_of_all("a mean of some", lambda y, p: tf.reduce_mean(tf.boolean_mask(tf.square(y - p), y > 0)))
+_of_all("a mean of the worst", lambda y, p: tf.reduce_mean(
+    tf.math.top_k(tf.reshape(tf.square(y - p), [-1]), 4)[0]))
+_of_all("a mean of deviations from one", lambda y, p: tf.reduce_mean(
+    tf.square(y - p)) + tf.reduce_mean(tf.square(p - tf.reduce_mean(p, axis=0))))
+_of_all("a sum", lambda y, p: 0.02 * tf.reduce_sum(tf.square(y - p)))
+_of_all("a sum over rows, by a count of them", lambda y, p: tf.reduce_sum(
+    tf.square(y - p)) / tf.cast(tf.shape(y)[0], p.dtype))
+
+
+@case("losses/one number of all rows, weighted", wide=True)
+def _(keras: Any) -> Run:
+    return Run(cases.dense(keras), **regression(), weights=cases.row_weights(), compile={
+        "loss": lambda y_true, y_pred: tf.reduce_mean(tf.square(y_true - y_pred)),
+        # Keras 3 cannot weight a metric that is one number.
+        "weighted_metrics": [] if cases.is_keras_3(keras) else [_masked]})
+
+
+@case("losses/one number of all rows, a mask", wide=True)
+def _(keras: Any) -> Run:
+    layers = keras.layers
+    model = keras.Sequential([
+        keras.Input((5,), dtype="int32"), layers.Embedding(11, 4, mask_zero=True),
+        layers.Dense(1, activation="tanh")])
+    data = cases.words()
+
+    def ratio(y_true: Any, y_pred: Any) -> Any:
+        y_true = tf.cast(tf.reshape(y_true, tf.shape(y_pred)), y_pred.dtype)
+        return tf.reduce_sum(tf.square(y_true - y_pred)) / (1.0 + tf.reduce_sum(y_true))
+
+    return Run(model, data["x"], data["y"], compile={
+        "loss": ratio, "metrics": [] if cases.is_keras_3(keras) else [ratio]})
+
+
+@case("losses/one number of all rows, several outputs", wide=True)
+def _(keras: Any) -> Run:
+    x = keras.Input((5,))
+    model = keras.Model(x, {name: keras.layers.Dense(3, name=name)(x) for name in ("a", "b")})
+    data = regression()
+    return Run(model, data["x"], {"a": data["y"], "b": data["y"] ** 2}, compile={
+        "loss": {"a": _masked, "b": "mse"}, "loss_weights": {"a": 0.3, "b": 0.7},
+        "metrics": {"a": [_correlation], "b": ["mae"]}})
+
+
+def _spread(layer: Any, x: Any) -> Any:
+    """How unequally the rows use the features: of sums over rows, but no sum of them."""
+    used = tf.reduce_sum(tf.square(x), axis=0)
+    return 0.1 * tf.square(tf.math.reduce_std(used) / tf.reduce_mean(used))
+
+
+_added("a ratio of sums", _spread, wide=False)
+_added("a root of a mean and weights", lambda layer, x: tf.sqrt(
+    tf.reduce_mean(tf.square(x)) + 0.1 * _penalty(layer)))
+
+
+@case("models/own train_step, a ratio, and logs of it and of gradients")
+def _(keras: Any) -> Run:
+    def step(model: Any, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            rows = tf.square(model(x, training=True) - y)
+            ratio = tf.reduce_sum(rows) / (1.0 + tf.reduce_sum(tf.abs(y)))
+            loss = cases._scaled(ratio)
+        weights = model.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        model.optimizer.apply_gradients(zip(gradients, weights))
+        return {"ratio": ratio, "root": tf.sqrt(tf.reduce_mean(rows)),
+                "norm": tf.linalg.global_norm(gradients)}
+
+    return Run(cases._own_step(keras, step), **regression())

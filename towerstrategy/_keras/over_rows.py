@@ -7,13 +7,15 @@ holds, and saves, the inner losses and trains on those over all rows.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.losses import over_rows
+from towerstrategy.losses import one_number, over_rows
+from towerstrategy.towers import contexts
 
 
 def compiling(compile: Callable[..., None], holders: Mapping[str, Any], model: Any, args: Any,
@@ -69,6 +71,60 @@ def loss_of_all(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample_weigh
 
     return over_rows.part_of(compute, y_true, y_pred, sample_weight,
                              getattr(y_pred, "_keras_mask", None))
+
+
+def loss_of_rows(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
+    """The tower's part of ``loss``: of its own rows where the parts make up one device's.
+
+    Where they do not, as those of a ratio do not, ``loss`` is called once, with all rows.
+    """
+    tower = contexts.splitting_tower()
+    if tower is None or not one_number.can_try(tower):
+        return loss(y_true, y_pred, sample_weight)
+    with one_number.trial(tower, (y_true, y_pred)) as tried:
+        result = loss(y_true, y_pred, sample_weight)
+    return loss_of_all(loss, y_true, y_pred, sample_weight) if tried.fails else result
+
+
+class _Held:
+    """What a metric calls in the place of its function while a tower updates it."""
+
+    def __init__(self, function: Callable[..., Any], instead: Callable[..., Any]) -> None:
+        self.function, self._instead = function, instead
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._instead(*args, **kwargs)
+
+
+def metric_of_rows(update: Callable[..., Any], converted: Callable[..., Any], metric: Any,
+                   y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
+    """``update``, a metric's own, with its function of all rows where a tower's number fails.
+
+    Args:
+      update: Keras' own ``update_state``.
+      converted: makes of a function what Keras would call.
+      metric: the metric that holds the function.
+      y_true: what it is given, and so on.
+      y_pred: likewise.
+      sample_weight: likewise.
+    """
+    tower = contexts.splitting_tower()
+    if tower is None or not one_number.can_try(tower):
+        return update(metric, y_true, y_pred, sample_weight)
+
+    held = metric._fn  # perhaps of another tower, which has paused in here
+    function = held.function if isinstance(held, _Held) else held
+    called = converted(function)
+
+    def of_all(*rows: Any, **options: Any) -> Any:
+        return over_rows.mean_of(functools.partial(called, **options), *rows)
+
+    weighted = sample_weight is not None or getattr(y_pred, "_keras_mask", None) is not None
+    vars(metric)["_fn"] = _Held(function, one_number.of_rows(called, of_all, weighted))
+    try:
+        return update(metric, y_true, y_pred, sample_weight)
+    finally:
+        vars(metric)["_fn"] = function
 
 
 @contextlib.contextmanager

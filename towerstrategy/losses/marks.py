@@ -33,6 +33,7 @@ class Marks:
       gradients: what tapes have given for the weights.
       uniques: eager values of which each is there once.
       gathered: whether the replica function has asked for the rows of all towers.
+      trial: of the loss that is being called, see one_number; or None.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class Marks:
         self.gradients = remade.Noted()
         self.uniques: list[tf.Tensor] = []
         self.gathered = False
+        self.trial: Any = None
         self._scaled: dict[int, Any] = {}
         self._means: dict[int, Any] = {}
         self._whole: set[str] = set()

@@ -26,7 +26,13 @@ from towerstrategy.towers import contexts
 from towerstrategy.variables import one_copy, rules
 
 MESSAGE = "towerstrategy: unscaled loss: "
-_MEANS = frozenset({provenance.Kind.MEAN, provenance.Kind.WEIGHTS})
+_OF_ALL = (
+    "towerstrategy: a compiled loss returns one number that is neither a sum nor a mean over the "
+    "rows it gets, so it would have to be computed of the rows of all towers; but as it writes "
+    "variables, draws numbers or uses tensors that it is not given, it is computed of each "
+    "tower's rows, and counts as a mean: it comes out otherwise than on one device. Give it to "
+    "towerstrategy.losses.WholeBatch, or let it return a value a row.")
+_MEANS = frozenset({provenance.Kind.MEAN, provenance.Kind.MIXED, provenance.Kind.WEIGHTS})
 _UNSCALED = _MEANS | {provenance.Kind.COUNTED}
 
 
@@ -122,15 +128,20 @@ def check_number(tower: contexts.TowerContext, loss: tf.Tensor, reduction: Any) 
       loss: what a loss function returned.
       reduction: the loss object's, by which the number counts as a sum or as a mean over rows.
     """
-    if loss.shape.rank != 0 or not isinstance(loss, tf.Tensor) or _tf.is_eager(loss):
+    if (loss.shape.rank != 0 or not isinstance(loss, tf.Tensor) or _tf.is_eager(loss)
+            or tower.trial is not None and tower.trial.fails):
         return
     is_sum = reduction in (None, "none", "sum")
     kinds = parts.kinds(tower, loss, None)
     extended = tower.strategy.extended
     wrong = provenance.Kind.MEAN in kinds if is_sum else kinds == {provenance.Kind.PART}
-    if not wrong or reduction in extended.warned_numbers:
+    of_all = tower.trial is not None and tower.trial.misfits and not wrong
+    if not (wrong or of_all) or (reduction, of_all) in extended.warned_numbers:
         return
-    extended.warned_numbers.add(reduction)
+    extended.warned_numbers.add((reduction, of_all))
+    if of_all:
+        warnings.warn(_OF_ALL, UserWarning, stacklevel=2)
+        return
     made, counted, size, other = (
         ("a mean over", "added up", "large", 'reduction="sum_over_batch_size", the default')
         if is_sum else ("a sum over", "taken for means", "small", 'reduction="sum"'))

@@ -18,9 +18,10 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.losses import provenance
+from towerstrategy.losses import provenance, totals
 from towerstrategy.merge import merging
 from towerstrategy.towers import contexts
+from towerstrategy.variables import by_gradients
 
 # Terms of these kinds do not simply count by the tower's share.
 _LOOKED_INTO = frozenset({provenance.Kind.PART, provenance.Kind.COUNTED})
@@ -63,7 +64,7 @@ def summed_values(tower: contexts.TowerContext, values: tf.Tensor, total: tf.Ten
     if not tower.gathered:
         return summed(tower, total)
     if not _tf.is_eager(values):
-        return scaled(tower, total) if _walk(tower).is_steady(values) else summed(tower, total)
+        return scaled(tower, total) if walk(tower).is_steady(values) else summed(tower, total)
     if not values.shape.rank:
         raise RuntimeError(
             'a loss object with reduction="sum" returned one number, after whole_batch: in eager '
@@ -90,7 +91,11 @@ def part(tower: contexts.TowerContext, value: tf.Tensor,
         stays = default is provenance.Kind.PART and not tower.is_mean(value)
         made = value if stays else value * tf.cast(tower.share, value.dtype)
     else:
-        made = _walk(tower, default).scaled(value, tower.share)
+        whole = None if default is provenance.Kind.PART else _whole(tower, value)
+        if whole is None:
+            made = walk(tower, default).scaled(value, tower.share)
+        else:
+            made = whole * tf.cast(tower.share, value.dtype)
     return tower.mark_scaled(made)
 
 
@@ -102,10 +107,13 @@ def added(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
     """
     if value.shape.rank != 0 or not value.dtype.is_floating or _tf.is_eager(value):
         return scaled(tower, value)
-    walk = _walk(tower)
-    if walk.kinds(value).isdisjoint(_LOOKED_INTO):
+    whole = _whole(tower, value)
+    if whole is not None:
+        return scaled(tower, whole)
+    found = walk(tower)
+    if found.kinds(value).isdisjoint(_LOOKED_INTO):
         return scaled(tower, value)
-    made = walk.scaled(value, tower.share)
+    made = found.scaled(value, tower.share)
     if tower.stand_ins:
         made = merging.kept(tower.filled, made)
     return summed(tower, made)
@@ -163,7 +171,12 @@ def mean(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
     if _tf.is_eager(value):
         is_part = tower.is_scaled(value)
     else:
-        found = _walk(tower, None, _factor(tower)).kinds(value)
+        whole = by_gradients.of_merged(tower, value)
+        if whole is None:
+            whole = _whole(tower, value)
+        if whole is not None:
+            return tower.mark_mean(whole)
+        found = walk(tower, None, _factor(tower)).kinds(value)
         is_part = not found.isdisjoint(_LOOKED_INTO)
     if not is_part:
         return value
@@ -172,13 +185,13 @@ def mean(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
 
 def kinds(tower: contexts.TowerContext, value: tf.Tensor, factor: int | None) -> provenance.Kinds:
     """The kinds of the terms of a traced scalar; what was divided by ``factor`` is a part."""
-    return _walk(tower, None, factor).kinds(value)
+    return walk(tower, None, factor).kinds(value)
 
 
 def _part_alone(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
     if _tf.is_eager(value):
         return value
-    return _walk(tower, None, _factor(tower)).scaled(value, tower.share)
+    return walk(tower, None, _factor(tower)).scaled(value, tower.share)
 
 
 def _factor(tower: contexts.TowerContext) -> int | None:
@@ -186,7 +199,18 @@ def _factor(tower: contexts.TowerContext) -> int | None:
     return tower.strategy.num_replicas_in_sync if tower.asked else None
 
 
-def _walk(tower: contexts.TowerContext, default: provenance.Kind | None = None,
+def _whole(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor | None:
+    """What a function of sums and means over the tower's rows is for the whole batch.
+
+    None for what is a sum of them, whose terms count each as what it is, and where nobody knows.
+    """
+    found = walk(tower, None, _factor(tower))
+    if found.kinds(value).isdisjoint({provenance.Kind.MIXED, provenance.Kind.OTHER}):
+        return None
+    return totals.of_all(tower, found, value)
+
+
+def walk(tower: contexts.TowerContext, default: provenance.Kind | None = None,
           factor: int | None = None) -> provenance.Walk:
     def known(value: Any) -> provenance.Kind | None:
         if tower.is_scaled(value):

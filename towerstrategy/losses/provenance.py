@@ -31,22 +31,28 @@ class Kind(enum.Enum):
     COUNTED = "no part, divided by the number of the tower's rows"
     CONSTANT = "of constants alone"
     WEIGHTS = "of weights and constants alone"
+    MIXED = "a function of sums or means over the tower's rows, but no sum of them"
     OTHER = "not known"
 
 
 Kinds = frozenset[Kind]
 Known = Callable[[tf.Tensor], Kind | None]
-_PART, _MEAN, _COUNTED, _CONSTANT, _WEIGHTS, _OTHER = (frozenset({kind}) for kind in Kind)
+_PART, _MEAN, _COUNTED, _CONSTANT, _WEIGHTS, _MIXED, _OTHER = (
+    frozenset({kind}) for kind in Kind)
+_OF_ROWS = frozenset({Kind.PART, Kind.MEAN, Kind.COUNTED, Kind.MIXED})
 
 # Those that give on what they get: a term goes through, whatever it is.
-_SAME = frozenset({"Identity", "CheckNumerics", "EnsureShape", "PreventGradient", "Snapshot",
+SAME = frozenset({"Identity", "CheckNumerics", "EnsureShape", "PreventGradient", "Snapshot",
                    "Cast", "Neg", "Reshape", "Squeeze", "ExpandDims"})
-_ADDED = frozenset({"AddV2", "Add", "Sub", "AddN", "Pack"})
-_DIVIDED = frozenset({"RealDiv", "Div", "DivNoNan"})
-_REDUCED = {"Sum": tf.reduce_sum, "Mean": tf.reduce_mean}
+ADDED = frozenset({"AddV2", "Add", "Sub", "AddN", "Pack"})
+DIVIDED = frozenset({"RealDiv", "Div", "DivNoNan"})
+REDUCED = {"Sum": tf.reduce_sum, "Mean": tf.reduce_mean}
 # What all-reduces end in, and what state, such as a metric's count, begins with.
 _SHARED = frozenset({"StopGradient", "ReadVariableOp"})
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+
+# Those that say how many rows there are, not what is in them.
+SIZES = ("Shape", "Size", "Rank")
 
 # Operations that are looked at to find out whether something comes of weights and constants alone.
 _LARGEST_SEARCH = 2000
@@ -97,20 +103,20 @@ class Walk:
         looked_into = not kinds.isdisjoint({Kind.PART, Kind.COUNTED})
         if not looked_into or operation.type in (*_CALLS, "Placeholder"):
             return value * tf.cast(share, value.dtype)
-        if operation.type in _ADDED:
+        if operation.type in ADDED:
             return _add(operation, [self.scaled(part, share) for part in inputs])
         if operation.type == "Mul":
             one, other = inputs
             steady = self.is_steady(other)
             return self.scaled(one, share) * other if steady else one * self.scaled(other, share)
         first = self.scaled(inputs[0], share)
-        if operation.type in _DIVIDED:
+        if operation.type in DIVIDED:
             divide = tf.math.divide_no_nan if operation.type == "DivNoNan" else tf.divide
             divided = divide(first, inputs[1])
-            by_count = self._divides_by_count(operation)
+            by_count = self.divides_by_count(operation)
             return divided * tf.cast(share, value.dtype) if by_count else divided
-        if operation.type in _REDUCED:
-            return _REDUCED[operation.type](first, inputs[1],
+        if operation.type in REDUCED:
+            return REDUCED[operation.type](first, inputs[1],
                                             keepdims=operation.get_attr("keep_dims"))
         if operation.type == "Neg":
             return -first
@@ -123,17 +129,17 @@ class Walk:
         if _tf.is_eager(value):
             return self._leaf(_CONSTANT)
         operation = value.op
-        if operation.type in _SAME:
+        if operation.type in SAME:
             return self.kinds(operation.inputs[0])
-        if operation.type in _ADDED:
+        if operation.type in ADDED:
             return self._together(operation.inputs)
         if self._default is None and self.is_steady(value):
             return _CONSTANT if self._all_behind(value, _reads_nothing) else _WEIGHTS
         if operation.type == "Mul":
             return self._product(*operation.inputs)
-        if operation.type in _DIVIDED:
+        if operation.type in DIVIDED:
             return self._quotient(operation)
-        if operation.type in _REDUCED:
+        if operation.type in REDUCED:
             return self._reduction(operation)
         if operation.type == "L2Loss":
             return self._leaf(_PART if self._may_be_rows(operation.inputs[0]) else _OTHER)
@@ -157,7 +163,9 @@ class Walk:
     def _quotient(self, operation: tf.Operation) -> Kinds:
         one, divisor = operation.inputs
         kinds = self.kinds(one)
-        if self._divides_by_count(operation):
+        if self.divides_by_count(operation):
+            if not self.is_steady(divisor) and not self.is_size(divisor):
+                return self._leaf(_MIXED)
             return self._leaf(_MEAN if kinds == _PART else _COUNTED)
         if self.is_steady(divisor):
             return _PART if self._is_number(divisor, self._factor) else kinds
@@ -166,7 +174,7 @@ class Walk:
         # A number of all rows comes of an all-reduce, behind which nothing is known.
         return kinds if kinds == _PART else _OTHER
 
-    def _divides_by_count(self, operation: tf.Operation) -> bool:
+    def divides_by_count(self, operation: tf.Operation) -> bool:
         """Whether a quotient's divisor is the number of the tower's rows, written or asked for."""
         one, divisor = operation.inputs
         if not self._is_made_here(one):
@@ -183,21 +191,21 @@ class Walk:
         known = self._known(value)
         if known is not None or _tf.is_eager(value):
             return known is not Kind.PART
-        if value.op.type in _SAME:
+        if value.op.type in SAME:
             return self._is_made_here(value.op.inputs[0])
-        if value.op.type in (*_ADDED, "Mul"):
+        if value.op.type in (*ADDED, "Mul"):
             return all(self._is_made_here(part) for part in value.op.inputs)
         return True
 
     def _reduction(self, operation: tf.Operation) -> Kinds:
         value, axes = operation.inputs
-        if value.shape.rank == 0 or not self._takes_rows(value, axes, operation.outputs[0]):
+        if value.shape.rank == 0 or not self.takes_rows(value, axes, operation.outputs[0]):
             return self.kinds(value)
         if self._default is not None:
             return frozenset({self._default})
         return _PART if operation.type == "Sum" else _MEAN
 
-    def _takes_rows(self, value: tf.Tensor, axes: tf.Tensor, reduced: tf.Tensor) -> bool:
+    def takes_rows(self, value: tf.Tensor, axes: tf.Tensor, reduced: tf.Tensor) -> bool:
         """Whether reducing ``value`` over ``axes`` reduces the batch's rows."""
         rank, known = value.shape.rank, tf.get_static_value(axes)
         if known is None or rank is None:
@@ -206,11 +214,11 @@ class Walk:
             first = 0 in [axis % rank for axis in known.reshape([-1])]
         if not first or not self._may_be_rows(value):
             return False
-        while value.op.type in _SAME or (value.op.type == "Mul" and self.is_steady(
+        while value.op.type in SAME or (value.op.type == "Mul" and self.is_steady(
                 value.op.inputs[1])):
             value = value.op.inputs[0]
         inner = value.op
-        return inner.type not in _REDUCED or not self._takes_rows(
+        return inner.type not in REDUCED or not self.takes_rows(
             inner.inputs[0], inner.inputs[1], value)
 
     def _may_be_rows(self, value: tf.Tensor) -> bool:
@@ -221,10 +229,10 @@ class Walk:
         return self._rows > 0 and size % self._rows == 0
 
     def _function(self, operation: tf.Operation, inputs: Any = None) -> Kinds:
-        """The kind of a function of scalars that is no sum of them: a mean where one of them is."""
+        """The kind of a function of scalars that is no sum of them."""
         scalars = [value for value in (inputs or operation.inputs)
                    if value.shape.rank == 0 and value.dtype.is_floating]
-        return _MEAN if Kind.MEAN in self._together(scalars) else _OTHER
+        return _OTHER if _OF_ROWS.isdisjoint(self._together(scalars)) else _MIXED
 
     def _call(self, value: tf.Tensor) -> Kinds:
         """Looks into a nested ``tf.function``."""
@@ -272,10 +280,14 @@ class Walk:
         """Whether ``value`` comes of weights and constants alone."""
         return self._all_behind(value, _is_steady_source)
 
+    def is_size(self, value: Any) -> bool:
+        """Whether ``value`` comes of shapes and constants alone."""
+        return self._all_behind(value, _is_steady_source, SIZES)
+
     def _counts_here(self, value: Any, without: Collection[str] = ("StopGradient",)) -> bool:
         """Whether ``value`` comes of the tower's rows, and of nothing that the towers share."""
         return self._all_behind(value, lambda source: source.type not in without,
-                                ("Shape", "Size"))
+                                SIZES)
 
     def behind(self, value: tf.Tensor) -> set[int] | None:
         """The ids of what steady ``value`` comes of outside of all graphs; None if not steady."""

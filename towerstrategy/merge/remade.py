@@ -12,7 +12,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -101,7 +101,7 @@ class _Behind:
         return self._found
 
 
-class _Made(NamedTuple):
+class Made(NamedTuple):
     """An operation and its inputs, which may be others once the towers are copied."""
 
     operation: tf.Operation
@@ -121,7 +121,7 @@ class Remade:
                              for index, part in enumerate(_parts(gradient.value))}
         self._every = gradients
         self._made_of = made_of
-        self._needed: dict[str, _Made] = {}
+        self._needed: dict[str, Made] = {}
         self._used: dict[int, int] = {}
         self._values: dict[int, Value] = {}
         self._walk = provenance.Walk()
@@ -137,7 +137,7 @@ class Remade:
     def take(self, place: int, value: Value) -> None:
         """Takes ``value`` in if it is, or is made of, gradients, and of nothing else of a tower's.
         """
-        needed: dict[str, _Made] = {}
+        needed: dict[str, Made] = {}
         used: set[int] = set()
         waiting = _parts(value)
         while waiting:
@@ -146,7 +146,7 @@ class Remade:
                 used.add(self._gradient_of[tensor.name][0])
             elif tensor.op.name in self._made_of:
                 if tensor.op.name not in needed:
-                    needed[tensor.op.name] = made = _Made(tensor.op, tuple(tensor.op.inputs))
+                    needed[tensor.op.name] = made = Made(tensor.op, tuple(tensor.op.inputs))
                     waiting.extend(made.inputs)
             elif not self._walk.is_steady(tensor):
                 return
@@ -172,32 +172,42 @@ class Remade:
         return {place: _map_parts(instead, value) for place, value in self._values.items()}
 
     def _made_again(self, merged: Sequence[Sequence[tf.Tensor]]) -> dict[str, tf.Operation]:
-        if not self._needed:
-            return {}
-        graph_def = tf.compat.v1.GraphDef()
-        graph = next(iter(self._needed.values())).operation.graph
-        graph_def.versions.producer = graph.graph_def_versions.producer
-        inputs: dict[str, tf.Tensor] = {}
-        for operation, given in self._needed.values():
-            node = graph_def.node.add()
-            node.CopyFrom(operation.node_def)
-            node.device = ""
-            node.attr.pop("_class", None)
-            del node.input[:]
-            for tensor in given:
-                if tensor.name in self._gradient_of:
-                    number, index = self._gradient_of[tensor.name]
-                    key, value = f"merged/{number}_{index}:0", merged[self._used[number]][index]
-                elif tensor.op.name in self._needed:
-                    node.input.append(tensor.name)
-                    continue
-                else:
-                    key, value = f"same/{tensor.op.name}_{tensor.value_index}:0", tensor
-                inputs[key] = value
-                node.input.append(key)
-        names = list(self._needed)
-        return dict(zip(names, tf.graph_util.import_graph_def(
-            graph_def, input_map=inputs, return_elements=names, name="remade")))
+        return made_again(self._needed, {
+            name: merged[self._used[number]][index]
+            for name, (number, index) in self._gradient_of.items() if number in self._used})
+
+
+def made_again(needed: Mapping[str, Made], merged: Mapping[str, tf.Tensor]
+               ) -> dict[str, tf.Operation]:
+    """Operations, by their names, once more.
+
+    Args:
+      needed: the operations by name, with all between them.
+      merged: by its name, what stands in the place of a tensor that goes into them.
+    """
+    if not needed:
+        return {}
+    graph_def = tf.compat.v1.GraphDef()
+    graph = next(iter(needed.values())).operation.graph
+    graph_def.versions.producer = graph.graph_def_versions.producer
+    inputs: dict[str, tf.Tensor] = {}
+    for operation, given in needed.values():
+        node = graph_def.node.add()
+        node.CopyFrom(operation.node_def)
+        node.device = ""
+        node.attr.pop("_class", None)
+        del node.input[:]
+        for tensor in given:
+            if tensor.name not in merged and tensor.op.name in needed:
+                node.input.append(tensor.name)
+                continue
+            place = "merged" if tensor.name in merged else "same"
+            key = f"{place}/{tensor.op.name}_{tensor.value_index}:0"
+            inputs[key] = merged.get(tensor.name, tensor)
+            node.input.append(key)
+    names = list(needed)
+    return dict(zip(names, tf.graph_util.import_graph_def(
+        graph_def, input_map=inputs, return_elements=names, name="remade")))
 
 
 def _graph_of(value: Any) -> tf.Graph | None:

@@ -9,7 +9,7 @@ its share.  A variable that was written so holds the whole batch's, not a tower'
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,16 +51,30 @@ def check_eager(tower: contexts.TowerContext, variable: Any, values: list[Any]) 
         "in a tf.function, where that is done for you.", stacklevel=2)
 
 
+def of_merged(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor | None:
+    """``value``, a log, made of the merged gradients; None where it is made of something else."""
+    if not tower.several or not tower.can_merge:
+        return None
+    made = tower.gradients.remade([value], tower.graph, known=True)
+    if made is None:
+        return None
+    return tower.merge_call(lambda _, *grouped: _again(tower, made, grouped),
+                            args=tuple(gradient.value for gradient in made.gradients))
+
+
+def _again(tower: contexts.TowerContext, made: remade.Remade, grouped: Sequence[Any]) -> tf.Tensor:
+    return made.again([_merged(gradient, contexts.all_values(value, tower.count), tower.shares)
+                       for gradient, value in zip(made.gradients, grouped)])[0]
+
+
 def write(tower: contexts.TowerContext, variable: Any, made: remade.Remade,
           plain: Callable[[Any], Any]) -> Any:
     """Does a write, given as ``plain``, of what one device makes of its gradients."""
     variable.holds_gradients = True
 
     def merged(_: Any, *grouped: Any) -> Any:
-        values = [_merged(gradient, contexts.all_values(value, tower.count), tower.shares)
-                  for gradient, value in zip(made.gradients, grouped)]
         with tf.device(homes_lib.home_of(variable)):
-            value = made.again(values)[0]
+            value = _again(tower, made, grouped)
         return plain(value)
 
     return tower.merge_call(merged, args=tuple(gradient.value for gradient in made.gradients))

@@ -54,10 +54,13 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         losses.reduce_values,
         "mean_with_sample_weight divides by the whole batch's weights; a loss that is one number "
         "goes through unscaled"),
+    (loss_module, "reduce_weighted_values"): hooks.Hook(
+        losses.reduce_weighted_values,
+        "multiplies a loss that is one number by weights, which then looks like values of rows"),
     (loss_module.Loss, "__call__"): hooks.Hook(
         losses.loss_call,
-        "Dice, Tversky and Circle put all rows of a batch into one number, which is not the mean "
-        "of the towers'"),
+        "Dice, Tversky, Circle, and functions that return one number, may put all rows of a batch "
+        "into it: it is not the mean of the towers'"),
     (compile_utils, "get_loss"): hooks.Hook(
         losses.get_loss,
         "makes a loss over the whole batch one that Keras calls"),
@@ -86,6 +89,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (metric_module.Metric, "__init__"): hooks.Hook(
         metrics_lib.metric_init,
         "a metric's result inside a tower is the whole batch's"),
+    (reduction_metrics.MeanMetricWrapper, "update_state"): hooks.Hook(
+        metrics_lib.wrapper_update_state,
+        "calls a function that may return one number, of all rows, of a tower's rows"),
     (reduction_metrics.Mean, "update_state"): hooks.Hook(
         metrics_lib.mean_update_state,
         "a scalar counts by its tower's share"),

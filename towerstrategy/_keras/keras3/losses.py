@@ -19,7 +19,7 @@ from keras.src.trainers import trainer as base_trainer
 from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import losses as losses_rules
 from towerstrategy._keras import over_rows as over_rows_rules
-from towerstrategy.losses import over_rows, own_losses, parts
+from towerstrategy.losses import one_number, over_rows, own_losses, parts
 from towerstrategy.towers import contexts
 
 
@@ -67,6 +67,18 @@ def apply_mask(original: Callable[..., Any]) -> Callable[..., Any]:
         return losses_rules.whole_batch_mask(tower, weights, mask)
 
     return apply_mask
+
+
+def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_weighted_values(values: Any, sample_weight: Any = None, mask: Any = None,
+                               reduction: Any = "sum_over_batch_size", dtype: Any = None) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is not None and isinstance(values, tf.Tensor):
+            weighted = sample_weight is not None or mask is not None
+            values = one_number.whole(tower, values, reduction in (None, "none", "sum"), weighted)
+        return original(values, sample_weight, mask, reduction, dtype)
+
+    return reduce_weighted_values
 
 
 def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,10 +163,11 @@ _COUPLED = ((keras_losses.dice, keras_losses.tversky, keras_losses.circle),
 
 def loss_call(original: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if contexts.splitting_tower() is None or not _couples_rows(self):
+        if contexts.splitting_tower() is None:
             return original(self, y_true, y_pred, sample_weight)
-        return over_rows_rules.loss_of_all(functools.partial(original, self), y_true, y_pred,
-                                           sample_weight)
+        rule = (over_rows_rules.loss_of_all if _couples_rows(self)
+                else over_rows_rules.loss_of_rows)
+        return rule(functools.partial(original, self), y_true, y_pred, sample_weight)
 
     return __call__
 

@@ -104,3 +104,11 @@ def get_metric(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(identifier, y_true, y_pred)
 
     return get_metric
+
+
+def wrapper_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return over_rows_rules.metric_of_rows(original, lambda function: function, self, y_true,
+                                              y_pred, sample_weight)
+
+    return update_state

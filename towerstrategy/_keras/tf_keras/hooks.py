@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from tf_keras.src import backend, callbacks
+from tf_keras.src import losses as keras_losses
 from tf_keras.src.distribute import worker_training_state
 from tf_keras.src.engine import base_layer, compile_utils, data_adapter, training
 from tf_keras.src.layers.normalization import batch_normalization
@@ -35,6 +36,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (losses_utils, "compute_weighted_loss"): hooks.Hook(
         losses.compute_weighted_loss,
         "a sum, and a loss that is one number, counts as it is; its mean is wanted in places"),
+    (keras_losses.Loss, "__call__"): hooks.Hook(
+        losses.loss_call,
+        "functions that return one number may put all rows of a batch into it"),
     (compile_utils.LossesContainer, "__call__"): hooks.Hook(
         losses.losses_call,
         "scales each loss by itself, and multiplies a summed one by R for the log; all are means "
@@ -45,6 +49,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (compile_utils.MetricsContainer, "_get_metric_object"): hooks.Hook(
         metrics.get_metric_object,
         "the same for a metric's function"),
+    (base_metric.MeanMetricWrapper, "update_state"): hooks.Hook(
+        metrics.wrapper_update_state,
+        "calls a function that may return one number, of all rows, of a tower's rows"),
     **{(cls, "apply_gradients"): hooks.Hook(
         optimizers.apply_gradients, "merge first, then Keras' own code once")
        for cls in names.OPTIMIZERS},

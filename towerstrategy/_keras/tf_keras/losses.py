@@ -5,6 +5,7 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from tf_keras.src.utils import losses_utils
 
 from towerstrategy._keras import losses as losses_rules
 from towerstrategy._keras import over_rows as over_rows_rules
-from towerstrategy.losses import over_rows, own_losses, parts
+from towerstrategy.losses import one_number, over_rows, own_losses, parts
 from towerstrategy.towers import contexts
 
 
@@ -69,10 +70,12 @@ def compute_weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def compute_weighted_loss(losses: Any, sample_weight: Any = None, reduction: Any = means[1],
                               name: Any = None) -> Any:
-        loss = original(losses, sample_weight, reduction, name)
         tower = contexts.splitting_tower()
         if tower is not None and isinstance(losses, tf.Tensor):
+            losses = one_number.whole(tower, losses, reduction not in means,
+                                      sample_weight is not None)
             own_losses.check_number(tower, losses, reduction)
+        loss = original(losses, sample_weight, reduction, name)
         if tower is None or loss.shape.rank != 0:
             return loss
         # A mean of one or two rows does not show in the graph: its number of rows is a constant.
@@ -82,6 +85,16 @@ def compute_weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         return parts.summed_values(tower, values, loss)
 
     return compute_weighted_loss
+
+
+def loss_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if contexts.splitting_tower() is None:
+            return original(self, y_true, y_pred, sample_weight)
+        return over_rows_rules.loss_of_rows(functools.partial(original, self), y_true, y_pred,
+                                            sample_weight)
+
+    return __call__
 
 
 class One(int):

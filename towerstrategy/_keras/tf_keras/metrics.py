@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.utils import metrics_utils
 
+from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import over_rows as over_rows_rules
 from towerstrategy._keras.tf_keras import losses, names
 from towerstrategy.losses import over_rows, parts
@@ -60,3 +61,11 @@ def get_metric_object(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, metric, y_t, y_p)
 
     return _get_metric_object
+
+
+def wrapper_update_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return over_rows_rules.metric_of_rows(original, _tf.autograph_convert, self, y_true,
+                                              y_pred, sample_weight)
+
+    return update_state
