@@ -69,6 +69,13 @@ class HarnessTest(parameterized.TestCase):
             if case.bound > 1e-5 or len(case.keras) < 2:
                 self.assertNotEmpty(case.reason, case.name)
 
+    def test_what_is_not_compiled_is_refused(self):
+        """Else a case is left out with XLA that would run, or would come out wrong."""
+        for case in cases.CASES.values():
+            if case.not_compiled:
+                with self.assertRaisesRegex(ValueError, f"cannot compile {case.not_compiled}"):
+                    runner.compare(case, keras, runner.Towers(2), jit_compile=True)
+
     def test_the_core_has_all_cases_and_towers(self):
         """Else a case is never run by ``make test``."""
         core = runner.core()
