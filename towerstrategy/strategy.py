@@ -20,7 +20,7 @@ from towerstrategy.machines import clusters, meeting
 from towerstrategy.placement import asked_shares, cuts, kind
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.report import description
-from towerstrategy.towers import branches, contexts, stages
+from towerstrategy.towers import branches, contexts, stages, summaries
 from towerstrategy.towers import draws as draws_lib
 from towerstrategy.variables import rules
 
@@ -171,6 +171,7 @@ class TowerStrategy(kind.Kind):
         branches.install()
         stages.install()
         draws_lib.install()
+        summaries.install()
         _keras.install_hooks()
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:

@@ -349,6 +349,9 @@ from towerstrategy._tensorflow.variables import (
 from towerstrategy._tensorflow.variables import (
     variable_creator_scope as variable_creator_scope,
 )
+from towerstrategy._tensorflow.wrapping import (
+    wrap as wrap,
+)
 
 PRIVATE_NAMES: dict[str, str] = {
     **_COMPILING,

@@ -57,7 +57,7 @@ class Compilable:
     def refuse(self, operation: tf.Operation) -> NoReturn:
         """Complains of an operation, by its name, layer and line."""
         kind = self._missing(operation.node_def) or operation.type
-        where = plain_name(operation.name)
+        where = contexts.plain_name(operation.name)
         where = where.rpartition("/")[0] or where
         line = _tf.line_of(operation)
         raise ValueError(
@@ -100,8 +100,3 @@ class Compilable:
             nodes = definition.node_def if definition is not None else ()
             self._missing_of[function] = next(filter(None, map(self._missing, nodes)), None)
         return self._missing_of[function]
-
-
-def plain_name(name: str) -> str:
-    """An operation's name without a tower's scope, as what is compiled is every tower's."""
-    return "/".join(part for part in name.split("/") if not contexts.OWN_SCOPE.fullmatch(part))

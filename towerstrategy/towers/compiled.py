@@ -23,7 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.towers import compilable
+from towerstrategy.towers import compilable, contexts
 
 # Elements. What is known to be so small, and leads to the outside, is not worth a call.
 SMALL = 8
@@ -369,7 +369,7 @@ def _own_names(nodes: Sequence[tf.Operation]) -> dict[str, str]:
     names: dict[str, str] = {}
     taken: set[str] = set()
     for node in nodes:
-        plain = compilable.plain_name(node.name) or node.type
+        plain = contexts.plain_name(node.name) or node.type
         names[node.name] = node.name if plain in taken else plain
         taken.add(names[node.name])
     return names

@@ -40,6 +40,15 @@ TOWER_SCOPE = re.compile(r"\btower_(\d+)_[A-Z]+_\d+\b")
 OWN_SCOPE = re.compile(r"tower_\d+_[A-Z]+_\d+|merge|tower_update(_\d+)?|tower_stage_\d+(_\d+)?")
 
 
+def plain_name(name: str) -> str:
+    """The name of an operation, or of a scope, as it is on one device.
+
+    >>> plain_name("tower_1_CPU_2/dense/MatMul")
+    'dense/MatMul'
+    """
+    return "/".join(part for part in name.split("/") if part and not OWN_SCOPE.fullmatch(part))
+
+
 class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
     """The replica context of one tower; what it knows and remembers is in its bases."""
 

@@ -157,8 +157,7 @@ def _outside_towers() -> Iterator[None]:
     a draw for the batch.
     """
     tower = contexts.current_tower()
-    parts = tf.get_current_name_scope().split("/")
-    kept = "/".join(part for part in parts if part and not contexts.OWN_SCOPE.fullmatch(part))
+    kept = contexts.plain_name(tf.get_current_name_scope())
     with tf.name_scope(f"{kept}/" if kept else ""), \
             contextlib.nullcontext() if tower is None else tower.drawing_alike():
         yield
