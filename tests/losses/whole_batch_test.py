@@ -222,8 +222,9 @@ class CompileTest(parameterized.TestCase):
     @parameterized.product(version=BOTH)
     def test_metrics_that_are_no_functions(self, version):
         """Else a metric's state is updated R times, or with a tower's rows."""
+        metric = WholeBatch(version.metrics.AUC())  # before `compile` is looked up: it hooks that
         with self.assertRaisesRegex(TypeError, "WholeBatch makes a function a metric"):
-            self._model(version).compile("sgd", "mse", metrics=[WholeBatch(version.metrics.AUC())])
+            self._model(version).compile("sgd", "mse", metrics=[metric])
 
 
 if __name__ == "__main__":
