@@ -108,6 +108,9 @@ class _Search:
 
     def _is_same(self, tensor: tf.Tensor) -> bool:
         """Whether all towers have the same."""
+        # What has a gradient of its own, as an all-reduce has, comes out beside what went in.
+        while tensor.op.type == "IdentityN":
+            tensor = tensor.op.inputs[tensor.value_index]
         return self._tower.is_agreed(tensor) or self._walk.is_steady(tensor)
 
     def _kind(self, tensor: tf.Tensor) -> provenance.Kind | None:
