@@ -33,6 +33,7 @@ class ParityTest(parameterized.TestCase):
         ("fit/steps_per_execution=3, predict", "keras", runner.Towers(3)),
         ("losses/add_loss", "tf_keras", runner.Towers(4, "balanced")),
         ("optimizers/clipnorm", "keras", runner.Towers(1)),
+        ("draws/own train_step", "tf_keras", runner.Towers(1)),
     )
     def test_towers_with_xla_train_as_one_device(self, case, keras, towers):
         """Else XLA on several devices changes a training; more: ``--quick --jit-compile``."""

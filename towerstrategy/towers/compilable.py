@@ -16,7 +16,8 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.towers import contexts
 
-_ON_VARIABLES = ("ReadVariableOp", "VariableShape", "Assign", "Resource", "VarIsInitialized")
+_ON_VARIABLES = ("ReadVariableOp", "VariableShape", "Assign", "Resource", "VarIsInitialized",
+                 "RngReadAndSkip")
 # Not the keys and counters of draws.
 _DRAWS = ("StatelessRandomUniform", "StatelessRandomNormal", "StatelessRandomBinomial",
           "StatelessRandomGamma", "StatelessRandomPoisson", "StatelessTruncatedNormal",
