@@ -74,33 +74,6 @@ class MomentsTest(parameterized.TestCase):
         self.assertGreater(np.max(np.abs(squares - x.astype("float64").var(0))), 1e-2)
 
 
-class NormalizedTest(parameterized.TestCase):
-
-    @parameterized.parameters(6, 0)
-    def test_as_plain_operations(self, rows):
-        """Else the fused kernel's constants are a wrong gradient, or a penalty on gradients is."""
-        random = np.random.RandomState(0)
-        parts = [tf.constant(random.rand(*shape) + .5, tf.float32)
-                 for shape in ([rows, 3, 4, 2], *[[2]] * 4)]
-        seen = tf.constant(random.randn(rows, 3, 4, 2), tf.float32)
-
-        @tf.function
-        def found(normalize):
-            with tf.GradientTape() as tape:
-                tape.watch((parts, seen))
-                with tf.GradientTape() as inner:
-                    inner.watch(parts)
-                    made = normalize(*parts, 1e-3)
-                first = inner.gradient(made, parts, seen)
-                penalty = sum(tf.reduce_sum(tf.square(part)) for part in first)
-            return made, first, tape.gradient(penalty, [*parts, seen],
-                                              unconnected_gradients="zero")
-
-        for one, other in zip(tf.nest.flatten(found(tf.nn.batch_normalization)),
-                              tf.nest.flatten(found(statistics.normalized))):
-            np.testing.assert_allclose(other, one, 2e-5, 1e-5)
-
-
 class LayerTest(parameterized.TestCase):
 
     def _model(self, version):
@@ -154,25 +127,6 @@ class LayerTest(parameterized.TestCase):
             with strategy.scope() if strategy else contextlib.nullcontext():
                 model = self._model(version)
             gradients = self._gradients(version, strategy, model, x, y)
-            seen.append([*gradients, *model.get_weights()])
-        for one, other in zip(*seen):
-            np.testing.assert_allclose(other, one, 1e-5, 1e-6)
-
-    @parameterized.product(plain=[False, True], rows=[10, 2])
-    def test_the_fused_kernel(self, plain, rows):
-        """Else images cost a dozen passes over them, or a tower without rows ends the step."""
-        x, y = self._data(rows)
-        seen = []
-        for strategy in (None, strategy_of(3)):
-            with strategy.scope() if strategy else contextlib.nullcontext():
-                tf_keras.utils.set_random_seed(3)
-                layer = tf_keras.layers.BatchNormalization(
-                    center=not plain, scale=not plain, epsilon=1e-5)
-                model = tf_keras.Sequential([tf_keras.Input((4, 4, 2)), layer,
-                                             tf_keras.layers.Flatten(),
-                                             tf_keras.layers.Dense(3, activation="softmax")])
-            with mock.patch.object(tf.nn, "batch_normalization", side_effect=AssertionError):
-                gradients = self._gradients(tf_keras, strategy, model, x, y)
             seen.append([*gradients, *model.get_weights()])
         for one, other in zip(*seen):
             np.testing.assert_allclose(other, one, 1e-5, 1e-6)

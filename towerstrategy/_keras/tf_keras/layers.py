@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from towerstrategy._keras import batch_norm
 from towerstrategy.placement import kind
-from towerstrategy.towers import contexts, statistics
+from towerstrategy.towers import contexts
 
 
 def batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,18 +69,12 @@ def _unfused(tower: contexts.TowerContext, layer: Any, inputs: tf.Tensor,
 
     layer.add_update(lambda: move(layer.moving_mean, tf.stop_gradient(mean)))
     layer.add_update(lambda: move(layer.moving_variance, moved))
-    channels = layer.moving_mean.shape
-    mean = tf.where(training, tf.reshape(mean, channels), layer.moving_mean)
-    variance = tf.where(training, tf.reshape(variance, channels), layer.moving_variance)
-    offset = layer.beta if layer.center else tf.zeros(channels, x.dtype)
-    scale = layer.gamma if layer.scale else tf.ones(channels, x.dtype)
-    if x.dtype == tf.float32 and layer._data_format == "NHWC":
-        made = statistics.normalized(x, mean, variance, offset, scale, layer.epsilon)
-    else:
-        made = tf.nn.batch_normalization(
-            x, *(tf.reshape(part, shape) for part in (mean, variance, offset, scale)),
-            variance_epsilon=layer.epsilon)
-    return tf.cast(made, inputs.dtype)
+    mean, variance, offset, scale = (None if part is None else tf.reshape(part, shape) for part in (
+        tf.where(training, mean, tf.reshape(layer.moving_mean, shape)),
+        tf.where(training, variance, tf.reshape(layer.moving_variance, shape)),
+        layer.beta, layer.gamma))
+    return tf.cast(tf.nn.batch_normalization(x, mean, variance, offset, scale, layer.epsilon),
+                   inputs.dtype)
 
 
 def make_legacy_seed(original: Callable[..., Any]) -> Callable[..., Any]:
