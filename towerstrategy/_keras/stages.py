@@ -207,14 +207,12 @@ def _planned(strategy: tf.distribute.Strategy, model: Any, positions: Sequence[P
     placement = strategy.extended.placement
     if not positions:
         return None
-    if any(position.said is not None for position in positions):
-        stages, last = [], 0
-        for position in positions:
-            last = last if position.said is None else position.said
-            stages.append(last)
-        return Plan(positions, stages)
-    stages = _of_weights(positions, names, bool(names.optimizers_of(model)))
-    if set(stages) == set(range(placement.stages)) or stages and not names.optimizers_of(model):
+    said = [position.said for position in positions]
+    if any(stage is not None for stage in said):
+        return Plan(positions, _followed(said, 0))
+    optimizers = names.optimizers_of(model)
+    stages = _of_weights(positions, names, bool(optimizers))
+    if set(stages) == set(range(placement.stages)) or stages and not optimizers:
         return Plan(positions, stages)
     if len(positions) < placement.stages:
         raise ValueError(
@@ -227,7 +225,7 @@ def _planned(strategy: tf.distribute.Strategy, model: Any, positions: Sequence[P
                                placement.rows[0][0], names)
         costs = [cuts.Cost(seconds) for seconds in times]
     else:
-        slots = max(map(_slots, names.optimizers_of(model)), default=0)
+        slots = max(map(_slots, optimizers), default=0)
         costs = list(_costs(positions, slots, names))
     return Plan(positions, cuts.cut(costs, placement.stages, placement.micro_batches))
 
@@ -244,14 +242,17 @@ def _of_weights(positions: Sequence[Position], names: Any, trained: bool) -> lis
                    if getattr(variable, "_settled", None) is not None
                    and not (trained and variable._home_may_change))
         found.append(next(settled, None))
-    last = next((stage for stage in found if stage is not None), None)
-    if last is None:
-        return []
-    followed = []
-    for stage in found:  # what has no weights follows what comes before
+    first = next((stage for stage in found if stage is not None), None)
+    return [] if first is None else _followed(found, first)
+
+
+def _followed(found: Sequence[int | None], first: int) -> list[int]:
+    """The stages: what has none follows what comes before it, and begins in ``first``."""
+    stages, last = [], first
+    for stage in found:
         last = last if stage is None else stage
-        followed.append(last)
-    return followed
+        stages.append(last)
+    return stages
 
 
 def check_all_used(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
