@@ -1,8 +1,8 @@
 """Steps on up to eight GPUs, simulated: which merge device for which links?
 
 Goes in: models, numbers of GPUs, machines.  Comes out: for each merge device, and for
-MirroredStrategy by formula, the step, its efficiency against one GPU, the busiest link and the
-memory of each device; and how far the simulation is from published figures.
+MirroredStrategy, the step, its efficiency against one GPU, the busiest link and the memory of each
+device; and how far the simulation is from published figures.
 
     TF_CPP_MIN_LOG_LEVEL=3 python -m benchmarks gpus     # 20 minutes or so on two cores
     python -m benchmarks gpus --gpus_cases=mlp --gpus_towers=1,8
