@@ -452,7 +452,7 @@ class OneNumberTest(parameterized.TestCase):
         for one, other in zip(got, wanted):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
-    @parameterized.product(version=list(KITS), made=["writes", "draws"])
+    @parameterized.product(version=list(KITS), made=["writes", "draws", "differentiates"])
     def test_what_cannot_be_called_again(self, version, made):
         """Else a loss that writes is called twice a step, or trains otherwise and nobody is told.
         """
@@ -466,8 +466,13 @@ class OneNumberTest(parameterized.TestCase):
                 squares = tf.reshape(tf.square(y_pred - y_true), [-1])
                 if made == "draws":
                     squares *= tf.random.uniform(tf.shape(squares))
-                else:
+                elif made == "writes":
                     calls.assign_add(1.0)
+                else:
+                    with tf.GradientTape() as tape:
+                        tape.watch(y_pred)
+                        cubes = tf.reduce_sum(y_pred ** 3)
+                    squares *= tf.reshape(tape.gradient(cubes, y_pred), [-1])
                 return tf.reduce_mean(tf.math.top_k(squares, 2)[0])
 
             model.compile(kit.optimizers.SGD(0.01), loss)

@@ -281,9 +281,10 @@ def function_graph(graph: tf.Graph, name: str) -> tf.Graph:
     return graph._get_function(name).graph
 
 
-def graph_of_call(call: tf.Operation) -> tf.Graph | None:
-    """The traced body of the function that ``call`` calls, so far as TensorFlow has kept it."""
-    return getattr(call.graph._get_function(call.get_attr("f").name), "graph", None)
+def graph_of_call(call: tf.Operation, function: str | None = None) -> tf.Graph | None:
+    """The traced body of what ``call`` calls, or of that ``function``, if TensorFlow has kept it.
+    """
+    return getattr(call.graph._get_function(function or call.get_attr("f").name), "graph", None)
 
 
 @contextlib.contextmanager

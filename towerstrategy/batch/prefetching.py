@@ -152,12 +152,15 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
 
     def _from_others(self, host: Any) -> list[Any]:
         """What the towers' streams have next, behind what the host's had."""
-        _, *others = self._streams._device_iterators
-        taken = []
         with tf.control_dependencies(tf.nest.flatten(host)):
-            for device, other in zip(self._streams._devices[1:], others):
-                with tf.device(device):
-                    taken.append(other.get_next())
+            return self._of_others(lambda other: other.get_next())
+
+    def _of_others(self, take: Callable[[Any], Any]) -> list[Any]:
+        """What ``take`` takes of each tower's stream, on its device."""
+        taken = []
+        for device, other in zip(self._streams._devices[1:], self._streams._device_iterators[1:]):
+            with tf.device(device):
+                taken.append(take(other))
         return taken
 
     def _others_ended(self) -> tf.Tensor:
@@ -166,11 +169,7 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
         Made in a graph, a stream that goes waits for what it still prefetches, on a thread of the
         few that this needs.
         """
-        _, *others = self._streams._device_iterators
-        ends = []
-        for device, other in zip(self._streams._devices[1:], others):
-            with tf.device(device):
-                ends.append(other.get_next_as_optional())
+        ends = self._of_others(lambda other: other.get_next_as_optional())
         with tf.control_dependencies(tf.nest.flatten(ends, expand_composites=True)):
             return tf.identity(True)
 

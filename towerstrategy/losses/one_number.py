@@ -16,11 +16,13 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.losses import by_row, parts, provenance, totals
+from towerstrategy.losses import by_row, parts, provenance, row_axes, totals
 from towerstrategy.towers import contexts
 
 # Operations with a state that may be done twice: they read, or complain.
 _HARMLESS = frozenset({"ReadVariableOp", "VarHandleOp", "ResourceGather", "Assert"})
+# In the names of what a gradient tape has made.
+_OF_TAPES = "gradient_tape/"
 
 
 class Trial:
@@ -43,12 +45,14 @@ class Trial:
         self._first = _tf.operation_count(self._graph)
 
     def can_be_repeated(self, walk: provenance.Walk, number: tf.Tensor) -> bool:
-        """Whether the function writes nothing, draws nothing, and reads no rows but those given."""
+        """Whether the function writes, draws and differentiates nothing, and has but rows given."""
         made = self._graph.get_operations()[self._first:]
         if any(walk.is_steady(each) for each in self.given.values()):
             return False  # such are the rows of all towers already
         if any(each.op_def.is_stateful and each.type not in _HARMLESS for each in made):
             return False
+        if any(_OF_TAPES in each.name for each in made):
+            return False  # where the towers meet no tape records
         names = {each.name for each in made}
         waiting, seen = [number], set(self.given)
         while waiting:
@@ -145,26 +149,30 @@ class _Number:
         if self._tower.is_mean(value):
             return not self._is_sum
         operation = value.op
-        if operation.type in provenance.SAME:
+        if operation.type in row_axes.SAME:
             return self.fits(operation.inputs[0])
         if operation.type in provenance.ADDED:
             return all(self.fits(part) for part in operation.inputs)
         if self._walk.is_steady(value):
-            return not self._is_sum
+            return not self._is_sum and not self._walk.may_be_count(value)
         if operation.type == "Mul":
             one, other = operation.inputs
-            return (self._walk.is_steady(other) and self.fits(one)
-                    or self._walk.is_steady(one) and self.fits(other))
+            return (self._is_factor(other) and self.fits(one)
+                    or self._is_factor(one) and self.fits(other))
         if operation.type in provenance.DIVIDED:
             return self._quotient(operation)
-        return operation.type in provenance.REDUCED and self._reduction(operation)
+        return operation.type in row_axes.REDUCED and self._reduction(operation)
 
     def _quotient(self, operation: tf.Operation) -> bool:
         one, divisor = operation.inputs
         if self._walk.divides_by_count(operation):
-            return (not self._is_sum and self._walk.is_size(divisor)
+            return (not self._is_sum and self._walk.counts_rows(divisor)
                     and _Number(self._tower, self._walk, self._given, True).fits(one))
-        return self._walk.is_steady(divisor) and self.fits(one)
+        return self._is_factor(divisor) and self.fits(one)
+
+    def _is_factor(self, value: tf.Tensor) -> bool:
+        """Whether ``value`` is the same on all towers, and would be for all rows."""
+        return self._walk.is_steady(value) and not self._walk.may_be_count(value)
 
     def _reduction(self, operation: tf.Operation) -> bool:
         rows, axes = operation.inputs

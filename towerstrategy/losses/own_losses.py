@@ -29,9 +29,9 @@ MESSAGE = "towerstrategy: unscaled loss: "
 _OF_ALL = (
     "towerstrategy: a compiled loss returns one number that is neither a sum nor a mean over the "
     "rows it gets, so it would have to be computed of the rows of all towers; but as it writes "
-    "variables, draws numbers or uses tensors that it is not given, it is computed of each "
-    "tower's rows, and counts as a mean: it comes out otherwise than on one device. Give it to "
-    "towerstrategy.losses.WholeBatch, or let it return a value a row.")
+    "variables, draws numbers, takes gradients by a tape or uses tensors that it is not given, it "
+    "is computed of each tower's rows, and counts as a mean: it comes out otherwise than on one "
+    "device. Give it to towerstrategy.losses.WholeBatch, or let it return a value a row.")
 _MEANS = frozenset({provenance.Kind.MEAN, provenance.Kind.MIXED, provenance.Kind.WEIGHTS})
 _UNSCALED = _MEANS | {provenance.Kind.COUNTED}
 

@@ -12,6 +12,7 @@ graph: what was not marked counts as a mean.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -207,7 +208,26 @@ def _whole(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor | None:
     found = walk(tower, None, _factor(tower))
     if found.kinds(value).isdisjoint({provenance.Kind.MIXED, provenance.Kind.OTHER}):
         return None
-    return totals.of_all(tower, found, value)
+    made = totals.of_all(tower, found, value)
+    if made is None and provenance.Kind.MIXED in found.kinds(value):
+        _warn(tower, value)
+    return made
+
+
+def _warn(tower: contexts.TowerContext, value: tf.Tensor) -> None:
+    """Says, once for an operation, that a number will be another than on one device."""
+    name = contexts.plain_name(value.op.name)
+    warned = tower.strategy.extended.warned_numbers
+    if name in warned:
+        return
+    warned.add(name)
+    warnings.warn(
+        f"towerstrategy: in a step of your own, {name!r} puts rows of the batch together in a way "
+        "that is not made again of the rows of all towers: it is computed of each tower's rows, "
+        "and counts as a mean, so that it comes out otherwise than on one device. Gather the rows "
+        "first, with towerstrategy.whole_batch; make it of sums and means outside of nested "
+        "tf.functions and branches; or give it to towerstrategy.losses.WholeBatch.",
+        UserWarning, stacklevel=2)
 
 
 def walk(tower: contexts.TowerContext, default: provenance.Kind | None = None,
@@ -217,7 +237,8 @@ def walk(tower: contexts.TowerContext, default: provenance.Kind | None = None,
             return provenance.Kind.PART
         return provenance.Kind.MEAN if tower.is_mean(value) else None
 
-    return provenance.Walk(known, tower.static_rows, default, factor, tower.is_whole)
+    return provenance.Walk(known, tower.static_rows, default, factor, tower.is_whole,
+                           tower.is_agreed)
 
 
 @contextlib.contextmanager

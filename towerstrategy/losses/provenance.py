@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.losses import row_axes
 
 
 class Kind(enum.Enum):
@@ -39,20 +40,22 @@ Kinds = frozenset[Kind]
 Known = Callable[[tf.Tensor], Kind | None]
 _PART, _MEAN, _COUNTED, _CONSTANT, _WEIGHTS, _MIXED, _OTHER = (
     frozenset({kind}) for kind in Kind)
+_MEANS = frozenset({Kind.MEAN, Kind.CONSTANT, Kind.WEIGHTS})
 _OF_ROWS = frozenset({Kind.PART, Kind.MEAN, Kind.COUNTED, Kind.MIXED})
 
-# Those that give on what they get: a term goes through, whatever it is.
-SAME = frozenset({"Identity", "CheckNumerics", "EnsureShape", "PreventGradient", "Snapshot",
-                   "Cast", "Neg", "Reshape", "Squeeze", "ExpandDims"})
 ADDED = frozenset({"AddV2", "Add", "Sub", "AddN", "Pack"})
 DIVIDED = frozenset({"RealDiv", "Div", "DivNoNan"})
-REDUCED = {"Sum": tf.reduce_sum, "Mean": tf.reduce_mean}
 # What all-reduces end in, and what state, such as a metric's count, begins with.
 _SHARED = frozenset({"StopGradient", "ReadVariableOp"})
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+_BRANCHES = frozenset({"If", "StatelessIf"})
 
-# Those that say how many rows there are, not what is in them.
-SIZES = ("Shape", "Size", "Rank")
+# Functions of all rows that are no sum; gradients have sums of their own.
+_COUPLING = frozenset({"Max", "Min", "Prod", "EuclideanNorm"})
+_GRADIENTS = "gradient"
+
+# What makes of a number of rows a multiple of it.
+_MULTIPLES = frozenset({"Cast", "Identity", "Mul", "Maximum"})
 
 # Operations that are looked at to find out whether something comes of weights and constants alone.
 _LARGEST_SEARCH = 2000
@@ -68,13 +71,16 @@ class Walk:
       default: the kind of what is neither known nor a sum of other terms; None to find it out.
       factor: a number: what was divided by it counts as a part.
       is_whole: whether a tensor has the rows of all towers, the same on each, as weights are.
+      is_agreed: whether a tensor, in which an all-reduce may end, is one's.
     """
 
     def __init__(self, known: Known = lambda _: None, rows: int | None = None,
                  default: Kind | None = None,
                  factor: int | None = None,
-                 is_whole: Callable[[tf.Tensor], bool] = lambda _: False) -> None:
+                 is_whole: Callable[[tf.Tensor], bool] = lambda _: False,
+                 is_agreed: Callable[[tf.Tensor], bool] = lambda _: True) -> None:
         self._known = known
+        self._is_agreed = is_agreed
         self._is_whole = is_whole
         self._rows = rows
         self._default = default
@@ -101,7 +107,7 @@ class Walk:
         operation = value.op
         inputs = list(operation.inputs)
         looked_into = not kinds.isdisjoint({Kind.PART, Kind.COUNTED})
-        if not looked_into or operation.type in (*_CALLS, "Placeholder"):
+        if not looked_into or operation.type in (*_CALLS, *_BRANCHES, "Placeholder"):
             return value * tf.cast(share, value.dtype)
         if operation.type in ADDED:
             return _add(operation, [self.scaled(part, share) for part in inputs])
@@ -115,8 +121,8 @@ class Walk:
             divided = divide(first, inputs[1])
             by_count = self.divides_by_count(operation)
             return divided * tf.cast(share, value.dtype) if by_count else divided
-        if operation.type in REDUCED:
-            return REDUCED[operation.type](first, inputs[1],
+        if operation.type in row_axes.REDUCED:
+            return row_axes.REDUCED[operation.type](first, inputs[1],
                                             keepdims=operation.get_attr("keep_dims"))
         if operation.type == "Neg":
             return -first
@@ -129,22 +135,29 @@ class Walk:
         if _tf.is_eager(value):
             return self._leaf(_CONSTANT)
         operation = value.op
-        if operation.type in SAME:
+        if operation.type in row_axes.SAME:
             return self.kinds(operation.inputs[0])
         if operation.type in ADDED:
             return self._together(operation.inputs)
+        if self._default is None and self.length_along(value) == 0:
+            return _PART
         if self._default is None and self.is_steady(value):
             return _CONSTANT if self._all_behind(value, _reads_nothing) else _WEIGHTS
         if operation.type == "Mul":
             return self._product(*operation.inputs)
         if operation.type in DIVIDED:
             return self._quotient(operation)
-        if operation.type in REDUCED:
+        if operation.type in row_axes.REDUCED:
             return self._reduction(operation)
         if operation.type == "L2Loss":
             return self._leaf(_PART if self._may_be_rows(operation.inputs[0]) else _OTHER)
         if operation.type in _CALLS:
             return self._call(value)
+        if operation.type in _BRANCHES:
+            return self._leaf(self._branches(value))
+        if operation.type in _COUPLING and value.dtype.is_floating and self.takes_rows(
+                operation.inputs[0], operation.inputs[1], value):
+            return self._leaf(_MIXED)
         return self._leaf(self._function(operation))
 
     def _leaf(self, kinds: Kinds) -> Kinds:
@@ -155,7 +168,7 @@ class Walk:
 
     def _product(self, one: tf.Tensor, other: tf.Tensor) -> Kinds:
         for term, factor in ((one, other), (other, one)):
-            if self.is_steady(factor):
+            if self.is_factor(factor):
                 inverse = None if self._factor is None else 1 / self._factor
                 return _PART if self._is_number(factor, inverse) else self.kinds(term)
         return self._leaf(self._function(one.op, [one, other]))
@@ -164,10 +177,12 @@ class Walk:
         one, divisor = operation.inputs
         kinds = self.kinds(one)
         if self.divides_by_count(operation):
-            if not self.is_steady(divisor) and not self.is_size(divisor):
+            if not self.is_steady(divisor) and not self.counts_rows(divisor):
                 return self._leaf(_MIXED)
             return self._leaf(_MEAN if kinds == _PART else _COUNTED)
         if self.is_steady(divisor):
+            if not self.is_factor(divisor):
+                return _MIXED
             return _PART if self._is_number(divisor, self._factor) else kinds
         if self._known(one) is not None or self._default is not None or self._counts_here(divisor):
             return kinds
@@ -182,8 +197,11 @@ class Walk:
         if self.is_steady(divisor):
             # As Keras divides what an activity regularizer returns, by how many rows so ever.
             return self._is_own_count(divisor, operation.type == "DivNoNan")
+        # What outputs were summed to comes of weights, too.
+        shared = _SHARED - {"ReadVariableOp"} if self.is_coupled(divisor) else _SHARED
         return (self._default is None and self._known(one) is None
-                and self._counts_here(divisor, without=_SHARED))
+                and self._counts_here(divisor, without=shared)
+                and self._lengths(divisor) != {False})
 
     def _is_made_here(self, value: tf.Tensor) -> bool:
         """Whether no term of ``value`` is a part because somebody has told."""
@@ -191,7 +209,7 @@ class Walk:
         known = self._known(value)
         if known is not None or _tf.is_eager(value):
             return known is not Kind.PART
-        if value.op.type in SAME:
+        if value.op.type in row_axes.SAME:
             return self._is_made_here(value.op.inputs[0])
         if value.op.type in (*ADDED, "Mul"):
             return all(self._is_made_here(part) for part in value.op.inputs)
@@ -203,27 +221,54 @@ class Walk:
             return self.kinds(value)
         if self._default is not None:
             return frozenset({self._default})
-        return _PART if operation.type == "Sum" else _MEAN
+        if self.is_coupled(value):
+            return _MIXED
+        if operation.type == "Sum":
+            return _PART
+        return _MIXED if row_axes.is_selected(value) else _MEAN
+
+    def is_coupled(self, rows: tf.Tensor) -> bool:
+        """Whether a sum or mean over rows goes into ``rows``, near them, behind no layer."""
+        return any(tensor.op.type in row_axes.REDUCED and _GRADIENTS not in tensor.op.name
+                   and tf.get_static_value(tensor.op.inputs[1]) is not None
+                   and not self.is_steady(tensor)
+                   and self.takes_rows(tensor.op.inputs[0], tensor.op.inputs[1], tensor)
+                   for tensor in row_axes.near(rows))
+
+    def _branches(self, value: tf.Tensor) -> Kinds:
+        """The kinds of what comes of a branch or another: a term counts as it would there."""
+        kinds = frozenset[Kind]()
+        for name in _tf.functions_of(value.op):
+            graph = _tf.graph_of_call(value.op, name)
+            ends_in = None if graph is None else graph.outputs[value.value_index]
+            if ends_in is None or not self._is_number(ends_in, 0):  # which is anything
+                kinds |= self._call(value, name)
+        if kinds <= _MEANS or kinds == _PART:
+            return kinds
+        return _OTHER if _OF_ROWS.isdisjoint(kinds) else _MIXED
 
     def takes_rows(self, value: tf.Tensor, axes: tf.Tensor, reduced: tf.Tensor) -> bool:
         """Whether reducing ``value`` over ``axes`` reduces the batch's rows."""
-        rank, known = value.shape.rank, tf.get_static_value(axes)
+        rank, known, own = value.shape.rank, tf.get_static_value(axes), row_axes.axis_in(value)
         if known is None or rank is None:
-            first = reduced.shape.rank == 0 or known is None or 0 in known
+            taken = reduced.shape.rank == 0 or known is None or 0 in known
         else:
-            first = 0 in [axis % rank for axis in known.reshape([-1])]
-        if not first or not self._may_be_rows(value):
+            taken = own in [axis % rank for axis in known.reshape([-1])]
+        if not taken or not self._may_be_rows(value):
             return False
-        while value.op.type in SAME or (value.op.type == "Mul" and self.is_steady(
+        while value.op.type in row_axes.SAME or (value.op.type == "Mul" and self.is_steady(
                 value.op.inputs[1])):
             value = value.op.inputs[0]
         inner = value.op
-        return inner.type not in REDUCED or not self.takes_rows(
+        return inner.type not in row_axes.REDUCED or not self.takes_rows(
             inner.inputs[0], inner.inputs[1], value)
 
     def _may_be_rows(self, value: tf.Tensor) -> bool:
-        """Whether the first dimension of ``value`` may be the batch's."""
-        size = value.shape[0] if value.shape.rank else None
+        """Whether ``value`` may have the batch's rows."""
+        axis = row_axes.axis_in(value)
+        if axis is None:
+            return False
+        size = value.shape[axis] if value.shape.rank else None
         if size is None or self._rows is None:
             return True
         return self._rows > 0 and size % self._rows == 0
@@ -234,14 +279,14 @@ class Walk:
                    if value.shape.rank == 0 and value.dtype.is_floating]
         return _OTHER if _OF_ROWS.isdisjoint(self._together(scalars)) else _MIXED
 
-    def _call(self, value: tf.Tensor) -> Kinds:
-        """Looks into a nested ``tf.function``."""
+    def _call(self, value: tf.Tensor, function: str | None = None) -> Kinds:
+        """Looks into a nested ``tf.function``, or the ``function`` that is a branch."""
         operation = value.op
-        graph = _tf.graph_of_call(operation)
+        graph = _tf.graph_of_call(operation, function)
         if graph is None:
             return self._leaf(_OTHER)
-        self._outer.update((id(inner), outer)
-                           for inner, outer in zip(graph.inputs, operation.inputs))
+        given = operation.inputs[0 if function is None else 1:]
+        self._outer.update((id(inner), outer) for inner, outer in zip(graph.inputs, given))
         return self.kinds(graph.outputs[value.value_index])
 
     def _origin(self, value: Any) -> Any:
@@ -262,14 +307,11 @@ class Walk:
         A number of 1 or 2 that is written there, and not taken from a shape, is something else,
         unless ``of_any_size``.
         """
-        divisor = self._origin(divisor)
-        while not _tf.is_eager(divisor) and divisor.op.type in ("Cast", "Identity"):
-            divisor = self._origin(divisor.op.inputs[0])
-        if _tf.is_eager(divisor) or divisor.op.type != "StridedSlice":
-            least = 1 if of_any_size else 3
-            return (self._rows or 0) >= least and self._is_number(divisor, self._rows)
-        shape, begin = (tf.get_static_value(value) for value in divisor.op.inputs[:2])
-        return shape is not None and list(begin) == [0] and shape[0] == self._rows
+        lengths = self._lengths(divisor, _MULTIPLES)
+        if lengths:
+            return bool(self._rows) and True in lengths
+        least = 1 if of_any_size else 3
+        return (self._rows or 0) >= least and self._is_number(divisor, self._rows)
 
     def _is_number(self, value: tf.Tensor, number: float | None) -> bool:
         static = tf.get_static_value(self._origin(value))
@@ -280,14 +322,83 @@ class Walk:
         """Whether ``value`` comes of weights and constants alone."""
         return self._all_behind(value, _is_steady_source)
 
+    def is_factor(self, value: tf.Tensor) -> bool:
+        """Whether ``value`` is the same on all towers, and is no number of a tower's rows."""
+        return self.is_steady(value) and not (
+            self._rows and self._default is None and True in (self._lengths(value) or ()))
+
     def is_size(self, value: Any) -> bool:
         """Whether ``value`` comes of shapes and constants alone."""
-        return self._all_behind(value, _is_steady_source, SIZES)
+        return self._all_behind(value, _is_steady_source, row_axes.SIZES)
+
+    def counts_rows(self, value: tf.Tensor) -> bool:
+        """Whether ``value`` is a multiple of how many rows the tower has, as the step has it."""
+        return True in (self._lengths(value, _MULTIPLES) or ())
+
+    def may_be_count(self, value: tf.Tensor) -> bool:
+        """Whether a number may be one of the tower's rows, which are known while tracing."""
+        if not self._rows:
+            return False
+        static = tf.get_static_value(self._origin(value))
+        return static is None or not np.all(static % self._rows)
+
+    def length_along(self, tensor: tf.Tensor) -> int | None:
+        """The dimension whose length, of something with rows, a traced tensor is, 0 for its size.
+
+        None for anything else.  What is known while tracing is a constant, by its name.
+        """
+        operation = tensor.op
+        is_size = row_axes.is_named(operation, "Size")
+        if not is_size and (operation.type != "StridedSlice" or not row_axes.is_named(
+                operation.inputs[0].op, "Shape") or operation.get_attr("shrink_axis_mask") != 1):
+            return None
+        lengths = tensor if is_size else operation.inputs[0]
+        begin = [0] if is_size else tf.get_static_value(operation.inputs[1])
+        if begin is None or not is_size and not lengths.shape[0]:
+            return None
+        axis = 0 if is_size else int(begin[0]) % lengths.shape[0]
+        if lengths.op.type == "Const":
+            length = np.reshape(tf.get_static_value(lengths), [-1])[axis]
+            return axis if self._rows and (axis or length % self._rows == 0) else None
+        counted = lengths.op.inputs[0]
+        if self.is_steady(counted):
+            return None
+        return 0 if is_size or axis == row_axes.axis_in(counted) else axis or 1
+
+    def _lengths(self, value: tf.Tensor, through: Collection[str] | None = None
+                 ) -> set[bool] | None:
+        """For each length that ``value`` is made of whether it is of rows; None of anything else.
+
+        Args:
+          value: a number.
+          through: the types of operations that may be between; None for all.
+        """
+        found: set[bool] = set()
+        waiting = [value]
+        while waiting:
+            tensor = self._origin(waiting.pop())
+            axis = None if _tf.is_eager(tensor) else self.length_along(tensor)
+            if axis is not None:
+                counted = tensor.op.inputs[0] if tensor.op.inputs else tensor
+                if axis == 0 and row_axes.is_selected(counted):
+                    return None
+                found.add(axis == 0)
+            elif _tf.is_eager(tensor) or tensor.op.type == "Const":
+                continue
+            elif not tensor.op.inputs or tensor.op.op_def.is_stateful or (
+                    through is not None and tensor.op.type not in through):
+                return None
+            else:
+                waiting.extend(tensor.op.inputs)
+        return found
 
     def _counts_here(self, value: Any, without: Collection[str] = ("StopGradient",)) -> bool:
         """Whether ``value`` comes of the tower's rows, and of nothing that the towers share."""
-        return self._all_behind(value, lambda source: source.type not in without,
-                                SIZES)
+        def is_own(source: tf.Operation) -> bool:
+            is_users = source.type == "StopGradient" and not self._is_agreed(source.outputs[0])
+            return is_users or source.type not in without
+
+        return self._all_behind(value, is_own, row_axes.SIZES)
 
     def behind(self, value: tf.Tensor) -> set[int] | None:
         """The ids of what steady ``value`` comes of outside of all graphs; None if not steady."""

@@ -9,12 +9,12 @@ towers ask for as its gradient is added up, so each counts it by its share.
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.losses import by_row, provenance
+from towerstrategy.losses import by_row, provenance, row_axes
 from towerstrategy.merge import merging, remade
 from towerstrategy.towers import contexts
 
@@ -35,24 +35,33 @@ def of_all(tower: contexts.TowerContext, walk: provenance.Walk, number: tf.Tenso
     """
     if not tower.can_merge or tf.executing_eagerly() or _tf.is_eager(number):
         return None
+    if given is not None and tower.static_rows:
+        return None  # any constant may be made of the number of this tower's rows
     found = _Search(tower, walk, given)
     if not found.goes_through(number):
         return None
-    leaves = [_part(tower, value, kind) for value, kind in found.leaves.values()]
+    counted = _counts(tower, found)
+    leaves = [_part(tower, leaf, counted) for leaf in found.leaves.values()]
     names = [*found.leaves, *found.same]
+
+    def made_of(given: dict[str, tf.Tensor]) -> tf.Tensor:
+        made = remade.made_again(found.needed, {**given, **counted})
+        return (made[number.op.name].outputs[number.value_index] if made
+                else tf.identity(given[number.name]))
+
+    if not names:
+        return made_of({})
 
     @tf.custom_gradient
     def linked(*sources: tf.Tensor) -> Any:
-        totals = tower.all_reduce(_tf.ReduceOp.SUM, list(sources[:len(leaves)]))
+        totals = tower.all_reduce(_tf.ReduceOp.SUM, list(sources[:len(leaves)])) if leaves else []
         given = dict(zip(names, [*totals, *sources[len(leaves):]]))
-        made = remade.made_again(found.needed, given)
-        result = (made[number.op.name].outputs[number.value_index] if made
-                  else tf.identity(given[number.name]))
+        result = made_of(given)
 
         def gradient(upstream: tf.Tensor) -> Any:
             wanted = [tf.zeros_like(source) if each is None else each for each, source in zip(
                 tf.gradients(result, list(given.values()), [upstream]), sources)]
-            asked = tower.all_reduce(_tf.ReduceOp.SUM, wanted[:len(leaves)])
+            asked = (tower.all_reduce(_tf.ReduceOp.SUM, wanted[:len(leaves)]) if leaves else [])
             return [*asked, *wanted[len(leaves):]]
 
         return result, gradient
@@ -60,11 +69,39 @@ def of_all(tower: contexts.TowerContext, walk: provenance.Walk, number: tf.Tenso
     return linked(*leaves, *found.same.values())
 
 
-def _part(tower: contexts.TowerContext, value: tf.Tensor, kind: provenance.Kind) -> tf.Tensor:
+class _Leaf(NamedTuple):
+    """A sum or mean over a tower's rows.
+
+    Attributes:
+      value: the float that it is.
+      kind: what it is.
+      rows: of a mean over some of the rows how many these are.
+    """
+
+    value: tf.Tensor
+    kind: provenance.Kind
+    rows: tf.Tensor | None = None
+
+
+def _counts(tower: contexts.TowerContext, found: _Search) -> dict[str, tf.Tensor]:
+    """Of all towers, by their names, the numbers of rows and other sums of integers."""
+    here = {name: merging.kept(tower.filled, count) if tower.stand_ins else count
+            for name, count in found.counts.items()}
+    return dict(zip(here, tower.all_reduce(_tf.ReduceOp.SUM, list(here.values())))) if here else {}
+
+
+def _part(tower: contexts.TowerContext, leaf: _Leaf, counted: dict[str, tf.Tensor]) -> tf.Tensor:
     """What a tower adds to the total: of a stand-in nothing, and no gradient for it either."""
-    if kind is provenance.Kind.MEAN:
+    value = leaf.value
+    if leaf.rows is not None:
+        share = tf.math.divide_no_nan(tf.cast(leaf.rows, value.dtype),
+                                      tf.cast(counted[leaf.rows.name], value.dtype))
+        part = merging.kept(leaf.rows > 0, value) * share  # of no rows there is no mean
+    elif leaf.kind is provenance.Kind.MEAN:
         return value * tf.cast(tower.share, value.dtype)
-    return merging.kept(tower.filled, value) if tower.stand_ins else value
+    else:
+        part = value
+    return merging.kept(tower.filled, part) if tower.stand_ins else part
 
 
 class _Search:
@@ -74,12 +111,14 @@ class _Search:
       leaves: these, by their names.
       needed: the operations between them and the number.
       same: floats that go into these, the same on all towers, by their names.
+      counts: numbers of rows, and sums of integers, by their names.
     """
 
     def __init__(self, tower: contexts.TowerContext, walk: provenance.Walk,
                  given: Container[int] | None) -> None:
         self._tower, self._walk, self._given = tower, walk, given
-        self.leaves: dict[str, tuple[tf.Tensor, provenance.Kind]] = {}
+        self.leaves: dict[str, _Leaf] = {}
+        self.counts: dict[str, tf.Tensor] = {}
         self.needed: dict[str, remade.Made] = {}
         self.same: dict[str, tf.Tensor] = {}
 
@@ -88,15 +127,18 @@ class _Search:
         waiting = [number]
         while waiting:
             tensor = waiting.pop()
-            if tensor.name in self.leaves or tensor.op.name in self.needed:
+            if {tensor.name} & {*self.leaves, *self.counts} or tensor.op.name in self.needed:
+                continue
+            if self._is_count(tensor):
+                self.counts[tensor.name] = tensor
                 continue
             if self._is_same(tensor):
                 if tensor.dtype.is_floating and tensor.op.type != "Const":
                     self.same[tensor.name] = tensor
                 continue
-            kind = self._kind(tensor)
-            if kind is not None:
-                self.leaves[tensor.name] = tensor, kind
+            leaf = self._leaf(tensor)
+            if leaf is not None:
+                self.leaves[tensor.name] = leaf
                 continue
             operation = tensor.op
             if (not operation.inputs or operation.op_def.is_stateful or len(self.needed) > _MOST
@@ -104,25 +146,45 @@ class _Search:
                 return False
             self.needed[operation.name] = remade.Made(operation, tuple(operation.inputs))
             waiting.extend(operation.inputs)
-        return bool(self.leaves)
+        return bool(self.leaves or self.counts)
 
     def _is_same(self, tensor: tf.Tensor) -> bool:
         """Whether all towers have the same."""
         # What has a gradient of its own, as an all-reduce has, comes out beside what went in.
         while tensor.op.type == "IdentityN":
             tensor = tensor.op.inputs[tensor.value_index]
-        return self._tower.is_agreed(tensor) or self._walk.is_steady(tensor)
+        return self._tower.is_agreed(tensor) or self._walk.is_factor(tensor)
 
-    def _kind(self, tensor: tf.Tensor) -> provenance.Kind | None:
+    def _leaf(self, tensor: tf.Tensor) -> _Leaf | None:
         if self._tower.is_scaled(tensor):
-            return provenance.Kind.PART
+            return _Leaf(tensor, provenance.Kind.PART)
         if self._tower.is_mean(tensor):
-            return provenance.Kind.MEAN
-        if tensor.op.type not in provenance.REDUCED or not tensor.dtype.is_floating:
+            return _Leaf(tensor, provenance.Kind.MEAN)
+        if not tensor.dtype.is_floating or not self._reduces_rows(tensor):
             return None
+        if tensor.op.type == "Sum":
+            return _Leaf(tensor, provenance.Kind.PART)
+        count = None
+        if self._given is None and row_axes.is_selected(tensor.op.inputs[0]):
+            count = tf.shape(tensor.op.inputs[0])[0]
+            self.counts[count.name] = count
+        return _Leaf(tensor, provenance.Kind.MEAN, count)
+
+    def _is_count(self, tensor: tf.Tensor) -> bool:
+        """Whether this is a number to which each row adds."""
+        if not tensor.dtype.is_integer:
+            return False
+        if self._given is None and self._walk.length_along(tensor) == 0:
+            return True
+        return tensor.op.type == "Sum" and self._reduces_rows(tensor)
+
+    def _reduces_rows(self, tensor: tf.Tensor) -> bool:
+        """Whether this is a sum or a mean over rows of each of which it has to do with no other."""
+        if tensor.op.type not in row_axes.REDUCED:
+            return False
         rows, axes = tensor.op.inputs
         if not rows.shape.rank or not self._walk.takes_rows(rows, axes, tensor):
-            return None
-        if self._given is not None and not by_row.is_by_row(self._walk, rows, self._given):
-            return None
-        return provenance.Kind.PART if tensor.op.type == "Sum" else provenance.Kind.MEAN
+            return False
+        if self._given is None:
+            return not self._walk.is_coupled(rows)
+        return by_row.is_by_row(self._walk, rows, self._given)

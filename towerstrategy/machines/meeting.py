@@ -18,6 +18,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.machines import carried, clusters, health, row_products
 from towerstrategy.placement import asked_shares
+from towerstrategy.placement import homes as homes_lib
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
 
@@ -358,7 +359,7 @@ def _packs(values: Sequence[Any]) -> list[list[int]]:
             continue
         size = LARGE
         if not isinstance(value, row_products.Product):
-            size = (value.shape.num_elements() or 0) * value.dtype.size
+            size = homes_lib.size_of(value)
         if size >= LARGE:
             packs.append([position])
             continue

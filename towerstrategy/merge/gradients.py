@@ -18,6 +18,7 @@ from towerstrategy.machines import meeting
 from towerstrategy.merge import factors, merging, relays
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.merge.shares import Value
+from towerstrategy.placement import homes as homes_lib
 
 # What hands on the rows that slices name, or some of them; what names each once.
 _SAME_ROWS = frozenset({"Identity", "Reshape", "Cast", "StopGradient", "ExpandDims", "Squeeze",
@@ -115,8 +116,7 @@ def _relayed(present: Mapping[int, Sequence[Value]], devices: Sequence[str],
     dense = {index: values[0] for index, values in present.items()
              if _are_dense(values) and all(value.shape.is_fully_defined() for value in values)}
     chosen = relays.chosen([devices[index] for index in dense],
-                           [value.shape.num_elements() * value.dtype.size
-                            for value in dense.values()], towers)
+                           [homes_lib.size_of(value) for value in dense.values()], towers)
     return frozenset(index for index, is_chosen in zip(dense, chosen) if is_chosen)
 
 

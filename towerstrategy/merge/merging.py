@@ -17,6 +17,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.merge.shares import Value
+from towerstrategy.placement import homes as homes_lib
 
 # Bytes of a tower's value.  Stacking copies it; of small ones, the number of operations counts.
 LARGEST_STACKED = 2**16
@@ -115,7 +116,7 @@ def _are_small(values: Sequence[Value]) -> bool:
     return not any(isinstance(value, tf.IndexedSlices) for value in values) \
         and first.dtype.is_floating and first.shape.is_fully_defined() \
         and all(value.shape == first.shape for value in values) \
-        and first.shape.num_elements() * first.dtype.size <= LARGEST_STACKED
+        and homes_lib.size_of(first) <= LARGEST_STACKED
 
 
 def mean_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value:

@@ -129,11 +129,10 @@ def home_of(variable: tf.Variable) -> str:
     return getattr(variable, "_home", None) or variable.device
 
 
-def size_of(variable: tf.Variable) -> int:
-    """Bytes of ``variable``; 0 where its shape or item size is not known."""
-    count = variable.shape.num_elements()
+def size_of(value: tf.Variable | tf.Tensor) -> int:
+    """Bytes of ``value``; 0 where its shape or item size is not known."""
     try:
-        return int(count or 0) * variable.dtype.size
+        return int(value.shape.num_elements() or 0) * value.dtype.size
     except TypeError:  # strings and variants have no item size
         return 0
 

@@ -293,7 +293,10 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
 
     def is_agreed(self, value: tf.Tensor) -> bool:
         """Whether a traced tensor is what the towers have merged, the same on each."""
-        return self._call is not None and value.name in self._call.agreed
+        if self._call is not None:
+            return value.name in self._call.agreed
+        return any(leaf.name == value.name for leaf in self._met.values()
+                   if tf.is_symbolic_tensor(leaf))
 
     def refused(self) -> RuntimeError:
         """The error for an optimizer where the towers cannot meet, see :mod:`branches`."""

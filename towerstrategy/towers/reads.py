@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import relays
+from towerstrategy.placement import homes as homes_lib
 
 # Bytes. Stacking copies the value once; above, the copy costs more than a transfer of its own.
 LARGEST_STACKED = 2**16
@@ -98,8 +99,8 @@ def relay(graph: tf.Graph, reads: Sequence[tf.Operation], devices: Sequence[str]
              if operation.inputs[0].name in known and operation.outputs[0].dtype in _SPLIT
              and operation.outputs[0].shape.is_fully_defined()]
     towers = list(dict.fromkeys(devices))
-    chosen = relays.chosen([home for _, home in dense], [_size(value) for value, _ in dense],
-                           towers)
+    chosen = relays.chosen([home for _, home in dense],
+                           [homes_lib.size_of(value) for value, _ in dense], towers)
     for (value, home), is_chosen in zip(dense, chosen):
         if is_chosen:
             with graph.as_default(), tf.control_dependencies(None), _tf.not_recorded(), \
@@ -130,7 +131,7 @@ def _alike(graph: tf.Graph, reads: Sequence[tf.Operation]
         value, home = operation.outputs[0], homes.get(operation.inputs[0].name)
         if home is None or not value.shape.is_fully_defined():
             continue
-        if value.dtype in (*_SPLIT, *_SLICED) and _size(value) <= LARGEST_STACKED:
+        if value.dtype in (*_SPLIT, *_SLICED) and homes_lib.size_of(value) <= LARGEST_STACKED:
             groups[home, value.dtype, tuple(value.shape)].append(operation)
     for (home, _, _), group in groups.items():
         if len(group) > 1:
@@ -142,7 +143,3 @@ def _homes(graph: tf.Graph) -> dict[str, str]:
     return {inner.name: tf.DeviceSpec.from_string(outer.device).to_string()
             for outer, inner in _tf.captures_of(graph)
             if _tf.is_eager(outer) and outer.dtype == tf.resource}
-
-
-def _size(value: tf.Tensor) -> int:
-    return int(value.shape.num_elements() * value.dtype.size)

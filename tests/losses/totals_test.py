@@ -1,0 +1,198 @@
+"""Numbers that functions make of rows: one device's, however their rows come together."""
+
+import contextlib
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from absl.testing import parameterized
+
+import towerstrategy
+
+KITS = {"keras": keras, "tf_keras": tf_keras}
+
+
+def rows(count):
+    random = np.random.RandomState(0)
+    return random.randn(count, 6).astype("f"), random.randn(count, 4).astype("f")
+
+
+@tf.function
+def centered(t, p):
+    return tf.reduce_sum(tf.square(p - tf.reduce_mean(p, 0) - t), -1)
+
+
+@tf.function
+def nested_ratio(t, p):
+    return tf.reduce_sum(tf.square(p - t)) / tf.reduce_sum(tf.abs(t))
+
+
+def count_of(rows):
+    return tf.cast(tf.shape(rows)[0], rows.dtype)
+
+
+# Of targets and outputs, one number each, to which rows do not add by themselves.
+TOGETHER = {
+    "a_function": lambda t, p: tf.reduce_mean(centered(t, p)),
+    "a_branch": lambda t, p: tf.reduce_mean(tf.cond(
+        tf.reduce_sum(t) > 0, lambda: p - tf.reduce_mean(p, 0), lambda: tf.cumsum(p, 0))),
+    "a_loop": lambda t, p: tf.reduce_mean(tf.scan(lambda a, b: .5 * a + b, tf.square(p - t))),
+    "gathered": lambda t, p: tf.reduce_mean(tf.square(p - tf.gather(p, 0))),
+    "reversed": lambda t, p: tf.reduce_mean(tf.square(t - tf.gather(
+        p, tf.shape(p)[0] - 1 - tf.range(tf.shape(p)[0])))),
+    "elements": lambda t, p: tf.reduce_mean(tf.square(p - tf.gather_nd(p, [[0]]))),
+    "sliced": lambda t, p: tf.reduce_mean(tf.slice(tf.pad(p, [[1, 0], [0, 0]]), [1, 0], [-1, 2])),
+    "split": lambda t, p: tf.reduce_mean(tf.square(
+        tf.split(p, [1, tf.shape(p)[0] - 1])[0] - t)),
+    "a_row": lambda t, p: tf.reduce_mean(tf.square(p[:, :1] - tf.reshape(p[:, :1], [1, -1]))),
+    "a_vector": lambda t, p: tf.reduce_mean(tf.square(t[:, :1] - tf.reduce_sum(p, -1))),
+    "tiled": lambda t, p: tf.reduce_mean(tf.square(
+        tf.tile(p, [tf.shape(p)[0], 1]) - tf.repeat(t, tf.shape(p)[0], axis=0))),
+    "padded": lambda t, p: tf.reduce_mean(tf.concat([tf.square(p - t), tf.zeros([2, 4])], 0)),
+    "a_norm": lambda t, p: tf.reduce_sum(tf.math.reduce_euclidean_norm(p - t, 0)),
+    "cumulated": lambda t, p: tf.reduce_mean(tf.math.cumulative_logsumexp(p, 0)),
+    "of_segments": lambda t, p: tf.reduce_mean(tf.math.unsorted_segment_max(
+        tf.square(p), tf.range(tf.shape(p)[0]) % 2, 2)),
+    "a_matrix": lambda t, p: tf.reduce_sum(tf.linalg.svd(p, compute_uv=False)),
+    "over_columns": lambda t, p: tf.reduce_sum(tf.square(p - t)) / tf.cast(
+        tf.shape(p)[1], p.dtype),
+    "over_all": lambda t, p: tf.reduce_sum(tf.square(p - t)) / tf.cast(tf.size(p), p.dtype),
+    "times_rows": lambda t, p: tf.reduce_mean(tf.square(p - t)) * count_of(p),
+    "stacked": lambda t, p: tf.reduce_mean(tf.reduce_sum(tf.stack([p - t, t]), 0)),
+}
+
+
+def kept(t):
+    return tf.cast(t > 0, tf.float32)
+
+
+# In a step of one's own: made of sums, means and numbers of rows.
+LOGGED = {
+    "masked": lambda t, p: tf.reduce_mean(tf.boolean_mask(tf.square(p - t), t > 0)),
+    "masked_rows": lambda t, p: tf.reduce_mean(tf.square(
+        tf.gather(p, tf.where(t[:, 0] > 0)[:, 0]))),
+    "size_of_masked": lambda t, p: tf.reduce_sum(tf.square(p - t) * kept(t)) / tf.cast(
+        tf.size(tf.boolean_mask(p, t > 0)), tf.float32),
+    "counted": lambda t, p: tf.reduce_sum(tf.square(p - t) * kept(t)) / tf.cast(
+        tf.math.count_nonzero(t > 0), tf.float32),
+    "of_outputs": lambda t, p: tf.reduce_sum(p * t) / tf.reduce_sum(p * p + t * t),
+    "precision": lambda t, p: tf.reduce_sum(tf.cast((p > 0) & (t > 0), tf.int32)) / (
+        tf.reduce_sum(tf.cast(p > 0, tf.int32)) + 1),
+    "stopped": lambda t, p: tf.reduce_sum(tf.square(p - t) * kept(t)) / tf.stop_gradient(
+        tf.reduce_sum(kept(t))),
+    "over_columns": lambda t, p: tf.reduce_sum(tf.square(p - t)) / tf.cast(
+        tf.shape(p)[1] * 10, tf.float32),
+    "times_rows": lambda t, p: tf.reduce_mean(tf.square(p - t)) * count_of(p),
+    "rows": lambda t, p: tf.shape(p)[0],
+    "unbiased": lambda t, p: tf.reduce_sum(tf.square(p - t)) / (count_of(p) - 1.),
+    "stacked": lambda t, p: tf.reduce_mean(tf.reduce_sum(tf.stack([p - t, t]), 0)),
+    "listed": lambda t, p: tf.reduce_sum([tf.reduce_mean(tf.square(p)), tf.reduce_mean(p * t)]),
+    "rows_behind": lambda t, p: tf.reduce_mean(tf.reduce_sum(tf.transpose(p - t), 0)),
+    "rows_taken_behind": lambda t, p: tf.reduce_sum(tf.reduce_mean(tf.transpose(p), 1)),
+    "a_branch": lambda t, p: tf.cond(tf.shape(t)[0] > 0, lambda: tf.reduce_sum(p), lambda: 0.),
+}
+
+
+class SameTest(parameterized.TestCase):
+
+    def results(self, kit, make, train):
+        """What ``train`` returns of a model on one device, and on towers."""
+        found = []
+        for scope in (contextlib.nullcontext(), towerstrategy.TowerStrategy(3).scope()):
+            kit.utils.set_random_seed(1)
+            with scope:
+                x = kit.Input([6])
+                model = make(x, kit.layers.Dense(4)(kit.layers.Dense(5, "tanh")(x)))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", "towerstrategy")
+                logs = train(model)
+            found.append({**{name: float(np.ravel(value)[0]) for name, value in logs.items()},
+                          "weights": model.get_weights()})
+        return found
+
+    def check(self, wanted, got):
+        for one, other in zip(got.pop("weights"), wanted.pop("weights")):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        self.assertEqual(list(got), list(wanted))
+        for name, value in wanted.items():
+            np.testing.assert_allclose(got[name], value, 1e-4, 1e-5, err_msg=name)
+
+    @parameterized.product(version=list(KITS), known=[False, True])
+    def test_a_compiled_number_in_which_rows_meet(self, version, known):
+        """Else a loss or metric is computed of each tower's rows, and nobody is told."""
+        kit = KITS[version]
+        made = TOGETHER if kit is keras and not known else {
+            name: TOGETHER[name] for name in ("a_function", "gathered", "over_columns", "over_all",
+                                              "times_rows", "stacked")}
+
+        def number(name):
+            def function(t, p):
+                return made[name](t, p)
+
+            function.__name__ = name
+            return function
+
+        def make(inputs, outputs):
+            model = kit.Model(inputs, outputs)
+            model.compile(kit.optimizers.SGD(0.05), number("a_function"),
+                          metrics=[number(name) for name in made])
+            return model
+
+        def train(model):
+            x, y = rows(9 if known else 17)
+            if known:  # two sizes of sub-batches
+                return model.train_on_batch(x, y, return_dict=True)
+            return model.fit(x, y, batch_size=10, shuffle=False, verbose=0).history
+
+        self.check(*self.results(kit, make, train))
+
+    @parameterized.product(version=list(KITS), known=[False, True])
+    def test_numbers_of_a_step_of_ones_own(self, version, known):
+        """Else a masked mean, or a count, counts by all of a tower's rows: a wrong loss and log."""
+        kit = KITS[version]
+
+        class Own(kit.Model):
+            def train_step(self, data):
+                x, y = data[:2]
+                with tf.GradientTape() as tape:
+                    outputs = self(x, training=True)
+                    loss = LOGGED["masked"](y, outputs) + LOGGED["counted"](y, outputs)
+                    strategy = tf.distribute.get_strategy()
+                    if isinstance(strategy, towerstrategy.TowerStrategy):
+                        loss = strategy.scale_loss(loss)
+                gradients = tape.gradient(loss, self.trainable_variables)
+                self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+                return {"loss": loss, **{name: made(y, outputs) for name, made in LOGGED.items()}}
+
+        def make(inputs, outputs):
+            model = Own(inputs, outputs)
+            model.compile(kit.optimizers.SGD(0.05))
+            return model
+
+        def train(model):
+            x, y = rows(6 if known else 17)
+            if known:
+                return model.train_on_batch(x, y, return_dict=True)
+            return model.fit(x, y, batch_size=10, shuffle=False, verbose=0).history
+
+        self.check(*self.results(kit, make, train))
+
+    @parameterized.named_parameters(
+        ("in_a_function", nested_ratio),
+        ("in_a_branch", lambda t, p: tf.cond(
+            tf.reduce_sum(t) > 0., lambda: nested_ratio.python_function(t, p), lambda: 0.)),
+        ("of_the_worst", lambda t, p: tf.reduce_max(tf.square(p - t))),
+        ("a_variance", lambda t, p: tf.math.reduce_variance(p - t)))
+    def test_what_cannot_be_made_of_all_rows_is_told(self, number):
+        """Else it is the mean of the towers' numbers, and looks like one device's."""
+        strategy = towerstrategy.TowerStrategy(3)
+
+        @tf.function
+        def step(t, p):
+            return strategy.scale_loss(number(t, p))
+
+        x, y = rows(7)
+        with self.assertWarnsRegex(UserWarning, "puts rows of the batch together"):
+            strategy.run(step, strategy.split((x[:, :4], y)))
