@@ -49,7 +49,7 @@ DIVIDED = frozenset({"RealDiv", "Div", "DivNoNan"})
 REDUCED = {"Sum": tf.reduce_sum, "Mean": tf.reduce_mean}
 # What all-reduces end in, and what state, such as a metric's count, begins with.
 _SHARED = frozenset({"StopGradient", "ReadVariableOp"})
-_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 
 # Those that say how many rows there are, not what is in them.
 SIZES = ("Shape", "Size", "Rank")
@@ -87,7 +87,7 @@ class Walk:
         """The kinds of the terms of ``value``."""
         found = self._found.get(id(value))
         if found is None:
-            found = self._found[id(value)] = (value, self._look(self._origin(value)))
+            found = self._found[id(value)] = (value, self._look(self.origin(value)))
         return found[1]
 
     def scaled(self, value: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
@@ -101,7 +101,7 @@ class Walk:
         operation = value.op
         inputs = list(operation.inputs)
         looked_into = not kinds.isdisjoint({Kind.PART, Kind.COUNTED})
-        if not looked_into or operation.type in (*_CALLS, "Placeholder"):
+        if not looked_into or operation.type in (*CALLS, "Placeholder"):
             return value * tf.cast(share, value.dtype)
         if operation.type in ADDED:
             return _add(operation, [self.scaled(part, share) for part in inputs])
@@ -142,8 +142,8 @@ class Walk:
         if operation.type in REDUCED:
             return self._reduction(operation)
         if operation.type == "L2Loss":
-            return self._leaf(_PART if self._may_be_rows(operation.inputs[0]) else _OTHER)
-        if operation.type in _CALLS:
+            return self._leaf(_PART if self.may_be_rows(operation.inputs[0]) else _OTHER)
+        if operation.type in CALLS:
             return self._call(value)
         return self._leaf(self._function(operation))
 
@@ -164,11 +164,13 @@ class Walk:
         one, divisor = operation.inputs
         kinds = self.kinds(one)
         if self.divides_by_count(operation):
-            if not self.is_steady(divisor) and not self.is_size(divisor):
+            if not self.is_steady(divisor) and self.growth(divisor) != 1:
                 return self._leaf(_MIXED)
             return self._leaf(_MEAN if kinds == _PART else _COUNTED)
         if self.is_steady(divisor):
             return _PART if self._is_number(divisor, self._factor) else kinds
+        if self.growth(divisor) == 0:
+            return kinds
         if self._known(one) is not None or self._default is not None or self._counts_here(divisor):
             return kinds
         # A number of all rows comes of an all-reduce, behind which nothing is known.
@@ -183,11 +185,11 @@ class Walk:
             # As Keras divides what an activity regularizer returns, by how many rows so ever.
             return self._is_own_count(divisor, operation.type == "DivNoNan")
         return (self._default is None and self._known(one) is None
-                and self._counts_here(divisor, without=_SHARED))
+                and self._counts_here(divisor, without=_SHARED) and self.growth(divisor) != 0)
 
     def _is_made_here(self, value: tf.Tensor) -> bool:
         """Whether no term of ``value`` is a part because somebody has told."""
-        value = self._origin(value)
+        value = self.origin(value)
         known = self._known(value)
         if known is not None or _tf.is_eager(value):
             return known is not Kind.PART
@@ -212,7 +214,7 @@ class Walk:
             first = reduced.shape.rank == 0 or known is None or 0 in known
         else:
             first = 0 in [axis % rank for axis in known.reshape([-1])]
-        if not first or not self._may_be_rows(value):
+        if not first or not self.may_be_rows(value):
             return False
         while value.op.type in SAME or (value.op.type == "Mul" and self.is_steady(
                 value.op.inputs[1])):
@@ -221,7 +223,7 @@ class Walk:
         return inner.type not in REDUCED or not self.takes_rows(
             inner.inputs[0], inner.inputs[1], value)
 
-    def _may_be_rows(self, value: tf.Tensor) -> bool:
+    def may_be_rows(self, value: tf.Tensor) -> bool:
         """Whether the first dimension of ``value`` may be the batch's."""
         size = value.shape[0] if value.shape.rank else None
         if size is None or self._rows is None:
@@ -236,15 +238,24 @@ class Walk:
 
     def _call(self, value: tf.Tensor) -> Kinds:
         """Looks into a nested ``tf.function``."""
-        operation = value.op
-        graph = _tf.graph_of_call(operation)
-        if graph is None:
-            return self._leaf(_OTHER)
-        self._outer.update((id(inner), outer)
-                           for inner, outer in zip(graph.inputs, operation.inputs))
-        return self.kinds(graph.outputs[value.value_index])
+        inner = self.inside(value)
+        return self._leaf(_OTHER) if inner is None else self.kinds(inner)
 
-    def _origin(self, value: Any) -> Any:
+    def inside(self, value: tf.Tensor) -> tf.Tensor | None:
+        """What a nested function returns as ``value``, if it is known; arguments lead out again."""
+        graph = _tf.graph_of_call(value.op)
+        if graph is None:
+            return None
+        self._outer.update((id(inner), outer)
+                           for inner, outer in zip(graph.inputs, value.op.inputs))
+        returned: tf.Tensor = graph.outputs[value.value_index]
+        return returned
+
+    def is_outside(self, value: Any) -> bool:
+        """Whether ``value`` is the same on all towers, and nothing is to be seen behind it."""
+        return bool(_tf.is_eager(value) or self._is_whole(value))
+
+    def origin(self, value: Any) -> Any:
         """What ``value`` stands for: a captured tensor, or the argument of a function's call."""
         while not _tf.is_eager(value) and value.op.type == "Placeholder":
             if id(value.graph) not in self._graphs:
@@ -262,9 +273,9 @@ class Walk:
         A number of 1 or 2 that is written there, and not taken from a shape, is something else,
         unless ``of_any_size``.
         """
-        divisor = self._origin(divisor)
+        divisor = self.origin(divisor)
         while not _tf.is_eager(divisor) and divisor.op.type in ("Cast", "Identity"):
-            divisor = self._origin(divisor.op.inputs[0])
+            divisor = self.origin(divisor.op.inputs[0])
         if _tf.is_eager(divisor) or divisor.op.type != "StridedSlice":
             least = 1 if of_any_size else 3
             return (self._rows or 0) >= least and self._is_number(divisor, self._rows)
@@ -272,34 +283,79 @@ class Walk:
         return shape is not None and list(begin) == [0] and shape[0] == self._rows
 
     def _is_number(self, value: tf.Tensor, number: float | None) -> bool:
-        static = tf.get_static_value(self._origin(value))
+        static = tf.get_static_value(self.origin(value))
         return (number is not None and static is not None and np.size(static) == 1
                 and abs(float(static) - number) < 1e-6)
 
     def is_steady(self, value: Any) -> bool:
         """Whether ``value`` comes of weights and constants alone."""
-        return self._all_behind(value, _is_steady_source)
+        return self._all_behind(value, is_steady_source)
 
     def is_size(self, value: Any) -> bool:
         """Whether ``value`` comes of shapes and constants alone."""
-        return self._all_behind(value, _is_steady_source, SIZES)
+        return self._all_behind(value, is_steady_source, SIZES)
 
     def _counts_here(self, value: Any, without: Collection[str] = ("StopGradient",)) -> bool:
         """Whether ``value`` comes of the tower's rows, and of nothing that the towers share."""
         return self._all_behind(value, lambda source: source.type not in without,
                                 SIZES)
 
+    def growth(self, value: Any, deepest: int = 20) -> int | None:
+        """The power of the number of the tower's rows that a scalar is a multiple of.
+
+        None where it is no such multiple, or not known to be one; 0 is the same on all towers.
+        """
+        value = self.origin(value)
+        if self.is_outside(value):
+            return 0
+        operation = value.op
+        if value.shape.rank != 0 or not deepest:
+            return None
+        if operation.type == "StridedSlice":
+            return self._growth_of_size(operation)
+        if operation.type in ("Size", "Prod"):
+            shape = operation if operation.type == "Size" else operation.inputs[0].op
+            return 1 if shape.type in SIZES and not self.is_steady(shape.inputs[0]) else None
+        if operation.type not in (*SAME, *ADDED, *DIVIDED, "Mul", "Maximum"):
+            return 0 if self.is_steady(value) else None
+        parts = [self.growth(each, deepest - 1) for each in (
+            operation.inputs[:1] if operation.type in SAME else operation.inputs)]
+        if None in parts:
+            return None
+        powers = [each for each in parts if each is not None]
+        if operation.type == "Mul":
+            return sum(powers)
+        if operation.type in DIVIDED:
+            return powers[0] - powers[1]
+        if operation.type == "Maximum":  # as of a number of rows and 1
+            return max(powers)
+        return powers[0] if len(set(powers)) == 1 else None
+
+    def _growth_of_size(self, operation: tf.Operation) -> int | None:
+        """Of an element of a tensor's shape, be that known while tracing or not."""
+        shape, begin = operation.inputs[0], tf.get_static_value(operation.inputs[1])
+        if begin is None or begin.size != 1 or shape.shape.rank != 1:
+            return None
+        place, known = int(begin[0]), tf.get_static_value(shape)
+        if shape.shape[0] is not None:
+            place %= max(shape.shape[0], 1)
+        if known is not None:
+            return 1 if place == 0 and self._rows and known[0] == self._rows else 0
+        if shape.op.type != "Shape" or place < 0:
+            return None
+        return 0 if place or self.is_steady(shape.op.inputs[0]) else 1
+
     def behind(self, value: tf.Tensor) -> set[int] | None:
         """The ids of what steady ``value`` comes of outside of all graphs; None if not steady."""
         found: set[int] = set()
-        return found if self._all_behind(value, _is_steady_source, outside=found) else None
+        return found if self._all_behind(value, is_steady_source, outside=found) else None
 
     def _all_behind(self, value: Any, allowed: Callable[[tf.Operation], bool],
                     enough: Sequence[str] = (), outside: set[int] | None = None) -> bool:
         """Whether all operations behind ``value``, up to types that are ``enough``, are allowed."""
         waiting, seen = [value], set[int]()
         while waiting:
-            tensor = self._origin(waiting.pop())
+            tensor = self.origin(waiting.pop())
             if _tf.is_eager(tensor):
                 if outside is not None:
                     outside.add(id(tensor))
@@ -318,7 +374,8 @@ class Walk:
         return True
 
 
-def _is_steady_source(operation: tf.Operation) -> bool:
+def is_steady_source(operation: tf.Operation) -> bool:
+    """Whether an operation may be behind what comes of weights and constants alone."""
     if operation.type.startswith(("Placeholder", "Iterator", "Optional")):  # a batch's
         return False
     return bool(operation.inputs) or operation.type in ("Const", "VarHandleOp")

@@ -61,9 +61,12 @@ def of_all(tower: contexts.TowerContext, walk: provenance.Walk, number: tf.Tenso
 
 
 def _part(tower: contexts.TowerContext, value: tf.Tensor, kind: provenance.Kind) -> tf.Tensor:
-    """What a tower adds to the total: of a stand-in nothing, and no gradient for it either."""
+    """What a tower adds to the total: without rows nothing, and no gradient for it either."""
     if kind is provenance.Kind.MEAN:
-        return value * tf.cast(tower.share, value.dtype)
+        value = value * tf.cast(tower.share, value.dtype)
+        # Of a stand-in it is 0 as it is; of no rows it is no number.
+        return value if tower.shares.stand_ins or not tower.may_be_empty else merging.kept(
+            tower.filled, value)
     return merging.kept(tower.filled, value) if tower.stand_ins else value
 
 
@@ -111,13 +114,16 @@ class _Search:
         # What has a gradient of its own, as an all-reduce has, comes out beside what went in.
         while tensor.op.type == "IdentityN":
             tensor = tensor.op.inputs[tensor.value_index]
-        return self._tower.is_agreed(tensor) or self._walk.is_steady(tensor)
+        return (self._tower.is_agreed(tensor) or self._walk.is_steady(tensor)
+                or self._walk.growth(tensor) == 0)
 
     def _kind(self, tensor: tf.Tensor) -> provenance.Kind | None:
         if self._tower.is_scaled(tensor):
             return provenance.Kind.PART
         if self._tower.is_mean(tensor):
             return provenance.Kind.MEAN
+        if tensor.dtype.is_floating and self._walk.growth(tensor) == 1:
+            return provenance.Kind.PART
         if tensor.op.type not in provenance.REDUCED or not tensor.dtype.is_floating:
             return None
         rows, axes = tensor.op.inputs
