@@ -77,6 +77,55 @@ def by_hand(kit, strategy, how):
         return kit.Model(inputs, kit.layers.Dense(1)(x))
 
 
+def held(kit, steps=False, strategy=None):
+    """A model with a call of its own around one around functional models, one with one layer."""
+    def stage(index):
+        return nothing if strategy is None else strategy.stage(index)
+
+    class Inner(kit.Model):
+        """Two functional models."""
+
+        def __init__(self):
+            super().__init__()
+            inputs = kit.Input([8])
+            x = kit.layers.Dense(7, "tanh")(kit.layers.Dense(6, "tanh")(inputs))
+            self.first = kit.Model(inputs, x)
+            self.second = kit.Sequential([kit.Input([7]), kit.layers.Dense(5, "tanh")])
+
+        def call(self, x):
+            with stage(0):
+                x = self.first(x)
+            with stage(1):
+                return self.second(x)
+
+    class Outer(kit.Model):
+        """It, and a layer."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner, self.last = Inner(), kit.layers.Dense(1)
+
+        def call(self, x):
+            x = self.inner(x)
+            with stage(1):
+                return self.last(x)
+
+    class Stepping(Outer):
+        """Trains its parts one by one."""
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                result = self.last(self.inner.second(self.inner.first(x)))
+                loss = self.compute_loss(x, y, result)
+            weights = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+            return {"loss": loss}
+
+    kit.utils.set_random_seed(5)
+    return Stepping() if steps else Outer()
+
+
 class SameTest(parameterized.TestCase):
 
     @parameterized.product(kit=[keras, tf_keras],
@@ -120,6 +169,28 @@ class SameTest(parameterized.TestCase):
         wanted = trained(None)
         strategy = TowerStrategy([["CPU:1", "CPU:2"]], micro_batches=micro_batches)
         for one, other in zip(trained(strategy), wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+    @parameterized.product(kit=[keras, tf_keras], steps=[False, True])
+    def test_functional_models_in_a_model(self, kit, steps):
+        """Else a model with a call of its own around functional ones does not train or predict."""
+        random = np.random.default_rng(0)
+        x, y = random.random([11, 8]).astype("f"), random.random([11, 1]).astype("f")
+
+        def trained(strategy):
+            with nothing if strategy is None else strategy.scope():
+                model = held(kit, steps)
+                model.compile(kit.optimizers.Adam(.05), "mse")
+            model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+            if strategy is not None:
+                self.assertEqual({device(weight) for weight in model.weights},
+                                 {"CPU:1", "CPU:2", "CPU:3"})
+                self.assertIn(model.last.name, strategy.describe(model))
+            return [model.predict(x, batch_size=8, verbose=0), model.predict_on_batch(x[:3]),
+                    model.evaluate(x, y, batch_size=8, verbose=0), *model.get_weights()]
+
+        strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]], micro_batches=2)
+        for one, other in zip(trained(strategy), trained(None), strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
 
     @parameterized.parameters((keras, "eager"), (tf_keras, "a trace for each"))
@@ -258,6 +329,50 @@ class PlacesTest(parameterized.TestCase):
         most.predict(x, verbose=0)
         self.assertEqual([device(weight) for weight in model.weights], homes)
         self.assertEqual(strategy.describe(most).count("layer_"), 4)
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_parts_that_are_called_in_stages(self, kit):
+        """Else weights of a functional model that a call puts into a stage cross in each step."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]])
+        with strategy.scope():
+            model = held(kit, strategy=strategy)
+            model.compile("sgd", "mse")
+        model.fit(np.ones([4, 8], "f"), np.ones([4, 1], "f"), verbose=0)
+        for part, stage in ((model.inner.first, "CPU:1"), (model.inner.second, "CPU:2"),
+                            (model.last, "CPU:2")):
+            self.assertEqual({device(weight) for weight in part.weights}, {stage})
+        self.assertNotIn("not known", strategy.describe(model))
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_layers_that_are_trained_from_now_on(self, kit):
+        """Else slots that a first compile did not know of are all on one device."""
+        def homes(model):
+            return [device(layer.kernel) for layer in model.layers]
+
+        def frozen():
+            model = deep(kit, [16] * 6)
+            for layer in model.layers[:4]:
+                layer.trainable = False
+            model.compile("adam", "mse")
+            return model
+
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]])
+        halves = ["CPU:1"] * 3 + ["CPU:2"] * 3
+        with strategy.scope():
+            model, used = frozen(), frozen()
+            used.predict(np.ones([2, 8], "f"), verbose=0)
+            before = homes(model)
+            self.assertNotEqual(before, halves)
+            for one in (model, used):
+                for layer in one.layers:
+                    layer.trainable = True
+                one.compile("adam", "mse")
+            self.assertEqual(homes(model), halves)
+            self.assertEqual(homes(used), before)  # a function may read them there
+            again = kit.models.clone_model(used)
+            again.set_weights(used.get_weights())
+            again.compile("adam", "mse")
+        self.assertEqual(homes(again), halves)
 
     @parameterized.parameters(keras, tf_keras)
     def test_weights_that_the_first_step_makes(self, kit):
