@@ -33,10 +33,10 @@ def deep(kit, sizes=(16, 16, 16, 4, 1), regularizer="l2"):
         for number, size in enumerate(sizes))])
 
 
-def traced(strategy, model, rows):
-    """A training step of a model with 8 features on that many rows."""
+def traced(strategy, model, rows, steps=()):
+    """A training step of a model with 8 features on that many rows, of so many steps in time."""
     strategy.extended.keep_graphs = True
-    x, y = np.ones([rows, 8], "f"), np.ones([rows, 1], "f")
+    x, y = np.ones([rows, *steps, 8], "f"), np.ones([rows, *steps, 1], "f")
     model.train_on_batch(x, y)
     step = tf.function(lambda *parts: strategy.run(lambda *own: model.train_step(own), parts),
                        autograph=False)
@@ -416,6 +416,32 @@ class PlacesTest(parameterized.TestCase):
                 self.assertEqual(forward[other, stage] <= before, other < part)
         # Where nothing is held for it, the first stage does not wait for the last one.
         self.assertFalse(any(forward[0, 2] & nodes.before(name) for name in forward[2, 0]))
+
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_a_mask_that_all_rows_count_in(self, kit):
+        """Else the activations of all micro-batches are held where there is a mask."""
+        parts = 4
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]], micro_batches=parts)
+        with strategy.scope():
+            inputs = kit.Input([3, 8])
+            with strategy.stage(0):
+                x = kit.layers.Dense(4, "tanh")(kit.layers.Masking()(inputs))
+            with strategy.stage(1):
+                model = kit.Model(inputs, kit.layers.Dense(1, "tanh")(x))
+            model.compile("sgd", "mse")
+        nodes = Nodes(traced(strategy, model, 2 * parts, [3]))
+        found = collections.defaultdict(set)
+        for name, node in nodes.ops.items():
+            if node.op in ("Tanh", "TanhGrad", "NotEqual"):
+                found[node.op, int(re.search(r"tower_(\d+)_CPU", name)[1])].add(name)
+        masks = set().union(*(found["NotEqual", part] for part in range(parts)))
+        for part in range(parts):
+            before = set().union(*map(nodes.before, found["Tanh", part]))
+            for other in range(parts):  # the last stage holds one micro-batch
+                self.assertEqual(bool(found["TanhGrad", other] & before), other < part)
+            for name in found["TanhGrad", part]:
+                self.assertLessEqual(masks, nodes.before(name))
 
 
 class DescribeTest(absltest.TestCase):
