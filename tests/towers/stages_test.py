@@ -210,6 +210,24 @@ class SameTest(parameterized.TestCase):
         for one, other in zip(trained(strategy), trained(None), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
+    def test_rows_that_are_mixed(self):
+        """Else a lone tower keeps one row of those that a layer mixes, and the step fails."""
+        random = np.random.default_rng(0)
+        x, y = random.random([7, 4, 4, 1]).astype("f"), random.random([7, 1]).astype("f")
+
+        def trained(strategy):
+            keras.utils.set_random_seed(1)
+            with nothing if strategy is None else strategy.scope():
+                model = keras.Sequential([
+                    keras.Input([4, 4, 1]), keras.layers.MixUp(.5), keras.layers.Flatten(),
+                    keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+                model.compile("sgd", "mse")
+            model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+            return model.get_weights()
+
+        for one, other in zip(trained(TowerStrategy([["CPU:1", "CPU:2"]])), trained(None)):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
     def test_loop_of_ones_own(self):
         """Else two models that are trained together in a loop are not divided, or not rightly."""
         x = np.random.default_rng(0).random([6, 3]).astype("f")
