@@ -157,6 +157,26 @@ class OrderTest(parameterized.TestCase):
                                        if "Exp" not in str(nodes.waits[name])], waits)
             self.assertEqual(exponents[replica - replica % 2][0] in waits, replica % 2 == 1)
 
+    def test_assertions_of_several_towers(self):
+        """Else a tower begins its second micro-batch when the tower before has ended its last."""
+        strategy = TowerStrategy(["CPU:1", "CPU:2"], micro_batches=3)
+        with strategy.scope():
+            one = tf.Variable(1.)
+
+        def step(x):
+            x = x * one
+            holds = tf.raw_ops.Assert(condition=tf.reduce_all(x < 100.), data=[x])
+            with tf.control_dependencies([holds]):
+                return tf.exp(x)
+
+        nodes = traced(strategy, step, np.arange(12, dtype="f"))
+        asserted, exponents = nodes.of("Assert"), nodes.of("Exp")
+        for replica in range(6):
+            waits = nodes.before(exponents[replica][0])
+            for other in range(6):  # of what is stateful TensorFlow makes a row
+                self.assertEqual(asserted[other][0] in waits,
+                                 (other % 3, other) <= (replica % 3, replica))
+
     @parameterized.parameters(True, False)
     def test_effects_on_the_world(self, trace_once):
         """Else what TensorFlow keeps in order of its own waits in a circle."""
