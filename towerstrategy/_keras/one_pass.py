@@ -49,10 +49,15 @@ class Kernel(NamedTuple):
 
 
 class Numbers:
-    """The numbers of one step of ``optimizer``, as tensors on the current device."""
+    """The numbers of one step of ``optimizer``, as tensors on the current device.
 
-    def __init__(self, optimizer: Any, learning_rate: Any) -> None:
+    Attributes:
+      on_cpu: whether all is on the CPU, variables and towers.
+    """
+
+    def __init__(self, optimizer: Any, learning_rate: Any, on_cpu: bool) -> None:
         self._optimizer, self._learning_rate = optimizer, learning_rate
+        self.on_cpu = on_cpu
 
     def of(self, **hyperparameters: Any) -> dict[str, tf.Tensor]:
         """These and the learning rate."""
@@ -118,7 +123,36 @@ def adam(optimizer: Any, numbers: Numbers) -> Kernel | None:
         operation(var=variable.handle, v=v.handle, grad=tf.convert_to_tensor(gradient),
                   beta2=kept, **_handles(others), **known)
 
+    if numbers.on_cpu and not optimizer.amsgrad and all(
+            _is_exact_inverse(beta) for beta in (optimizer.beta_1, optimizer.beta_2)):
+        return Kernel(slots, _adam_on_cpu(optimizer, known), sparse)
     return Kernel(slots, apply, sparse)
+
+
+def _adam_on_cpu(optimizer: Any, known: Mapping[str, tf.Tensor]) -> Callable[..., None]:
+    """The same by other kernels, which do a small variable on the core that they are on.
+
+    The CPU's kernel for Adam wakes the other cores for 1,000 numbers, and waits for them.
+    """
+    one = _number(1)
+    rate = known["lr"] * tf.sqrt(one - known["beta2_power"]) / (one - known["beta1_power"])
+    step = {name: _number(1 - 1 / getattr(optimizer, name)) for name in ("beta_1", "beta_2")}
+    none, back = _number(0), _number(-1)
+
+    def average(slot: Any, name: str, value: tf.Tensor) -> None:
+        # Takes (slot - alpha * value) / (1 + l2 * alpha), here beta * slot + (1 - beta) * value.
+        _raw.ResourceApplyProximalGradientDescent(
+            var=slot.handle, alpha=step[name], l1=none, l2=back, delta=value)
+
+    def apply(variable: Any, gradient: Any, m: Any, v: Any) -> None:
+        average(m, "beta_1", gradient)
+        average(v, "beta_2", tf.square(gradient))
+        # Takes rate * m / (sqrt(v) + epsilon) off.
+        _raw.ResourceApplyAdagradV2(
+            var=variable.handle, accum=v.handle, lr=rate, epsilon=known["epsilon"],
+            grad=tf.convert_to_tensor(m), update_slots=False)
+
+    return apply
 
 
 def adamax(optimizer: Any, numbers: Numbers) -> Kernel | None:
@@ -166,8 +200,7 @@ class Step:
     """
 
     def __init__(self, optimizer: Any, rule: Rule | None, learning_rate: Any) -> None:
-        self._optimizer, self._rule = optimizer, rule
-        self._numbers = Numbers(optimizer, learning_rate)
+        self._optimizer, self._rule, self._learning_rate = optimizer, rule, learning_rate
         self._kernels: dict[str, Kernel | None] = {}
 
     def update(self, variable: Any, gradient: Any, slot: Callable[[str], Any]) -> bool:
@@ -184,7 +217,9 @@ class Step:
         home = homes_lib.home_of(variable)
         with tf.device(home):
             if home not in self._kernels:
-                self._kernels[home] = self._rule(self._optimizer, self._numbers)
+                on_cpu = variable.distribute_strategy.extended.placement.on_cpu
+                self._kernels[home] = self._rule(
+                    self._optimizer, Numbers(self._optimizer, self._learning_rate, on_cpu))
             kernel = self._kernels[home]
             if kernel is None:
                 return False
@@ -226,6 +261,17 @@ def _is_exact(rate: Any) -> bool:
     if not isinstance(rate, (int, float)) or rate == 1:
         return False
     return abs(float(np.float32(1) - np.float32(rate)) / (1 - rate) - 1) < _EXACT
+
+
+def _is_exact_inverse(rate: Any) -> bool:
+    """Whether dividing by ``1 / rate``, made in float32, decays as ``rate`` does.
+
+    Of an average that is divided so in each step, it is what it ends at that would be off.
+    """
+    if not isinstance(rate, (int, float)) or not 0 < rate < 1:
+        return False
+    inverse = float(np.float32(1) + np.float32(1 / rate - 1))
+    return abs((1 - 1 / inverse) / (1 - rate) - 1) < 2 * _EXACT
 
 
 def _handles(slots: Mapping[str, Any]) -> dict[str, tf.Tensor]:

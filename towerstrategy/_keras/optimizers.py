@@ -15,7 +15,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.losses import own_losses, provenance
 from towerstrategy.machines import row_products
-from towerstrategy.merge import beside, factors, merging, remade
+from towerstrategy.merge import beside, factors, merging, remade, stacked
 from towerstrategy.merge import gradients as gradients_lib
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
@@ -103,6 +103,11 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
     micro_batches = placement.micro_batches
     # The rows of all micro-batches would be held until the last has come.
     from_factors = placement.on_cpu and micro_batches == 1 and not merged_already
+    alone: Sequence[int] = [index for index, is_held in enumerate(held) if is_held]
+    if merged_already or any(overwriting) or placement.rows or not tower.is_copied:
+        alone = range(len(gradients))
+    stacks = stacked.Stacks(gradients, homes, alone)
+    gradients, homes = stacks.put(gradients, homes)
     if from_factors and tower.is_copied:  # else towers may differ in what they hand over
         gradients = [factors.apart(gradient) for gradient in gradients]
 
@@ -115,6 +120,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
                   gradients_lib.gradients(per_variable, homes, tower.shares, tower.silenced,
                                           from_factors, placement.devices, micro_batches,
                                           placement.relays))
+        summed = stacks.apart(summed)
         merge_device = strategy.extended.merge_device
         with tf.device(merge_device), beside.placed(homes, merge_device):
             if made is not None:

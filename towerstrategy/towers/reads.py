@@ -12,7 +12,7 @@ tower), so the small ones of one shape cross as one stacked tensor.
 from __future__ import annotations
 
 import collections
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence, Set
 
 import tensorflow as tf
 
@@ -29,6 +29,9 @@ RELAYS = "relays/"
 _SPLIT = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128)
 _SLICED = (tf.int64,)
 _READ = "ReadVariableOp"
+# Those that take a kernel or a bias, and no gamma or beta.
+_OF_LAYERS = frozenset({"MatMul", "BatchMatMulV2", "BiasAdd", "Conv2D", "Conv2DBackpropInput",
+                        "Shape", "ShapeN"})
 _ONLY_READ = (_READ, "ResourceGather", "ResourceGatherNd")
 
 
@@ -63,6 +66,7 @@ def stack(graph: tf.Graph, reads: Sequence[tf.Operation], devices: Sequence[str]
     """
     for home, group in _alike(graph, reads):
         values = [operation.outputs[0] for operation in group]
+        takers = {taker.type for value in values for taker in value.consumers()}
         towers: list[Sequence[tf.Tensor]] = []
         with graph.as_default(), tf.control_dependencies(None), _tf.not_recorded():
             with tf.device(None), tf.device(home), tf.name_scope("reads/"):
@@ -71,7 +75,7 @@ def stack(graph: tf.Graph, reads: Sequence[tf.Operation], devices: Sequence[str]
             for device, scope in zip(devices[1:], scopes[1:]):
                 if device not in there:
                     with tf.device(None), tf.device(device), tf.name_scope(f"{scope}/reads/"):
-                        there[device] = _unstacked(stacked)
+                        there[device] = _unstacked(stacked, takers)
                 towers.append(there[device])
         for value, others in zip(values, zip(*towers)):
             yield value, list(others)
@@ -109,8 +113,8 @@ def relay(graph: tf.Graph, reads: Sequence[tf.Operation], devices: Sequence[str]
             yield value, [there[device] for device in devices]
 
 
-def _unstacked(stacked: tf.Tensor) -> list[tf.Tensor]:
-    """The values of a stack, each an operation of its own.
+def _unstacked(stacked: tf.Tensor, takers: Set[str]) -> list[tf.Tensor]:
+    """The values of a stack, each an operation of its own where the types of ``takers`` ask for it.
 
     TensorFlow's graph optimizer fuses a layer normalization (remapper, ``FindMklLayerNorm``) and
     does not look at which outputs of an operation its gamma and beta are: of ``tf.unstack`` it
@@ -118,6 +122,8 @@ def _unstacked(stacked: tf.Tensor) -> list[tf.Tensor]:
     """
     if stacked.dtype in _SLICED:
         return [stacked[number] for number in range(stacked.shape[0])]
+    if takers <= _OF_LAYERS:
+        return list(tf.unstack(stacked))
     shape = tf.constant(stacked.shape[1:].as_list(), tf.int32)
     return [tf.reshape(part, shape) for part in tf.split(stacked, stacked.shape[0])]
 
