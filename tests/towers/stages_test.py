@@ -171,7 +171,7 @@ class SameTest(parameterized.TestCase):
         for one, other in zip(trained(strategy), wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
 
-    @parameterized.product(kit=[keras, tf_keras], steps=[False, True])
+    @parameterized.parameters((keras, False), (tf_keras, True))
     def test_functional_models_in_a_model(self, kit, steps):
         """Else a model with a call of its own around functional ones does not train or predict."""
         random = np.random.default_rng(0)
