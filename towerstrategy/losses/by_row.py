@@ -28,6 +28,17 @@ def is_by_row(walk: provenance.Walk, rows: tf.Tensor, given: Container[int]) -> 
     return not any(_puts_together(walk, each.op) for each in _made_of(rows, given))
 
 
+def is_coupled(walk: provenance.Walk, rows: tf.Tensor, given: Container[int]) -> bool:
+    """Whether a value of ``rows`` is, without a doubt, made of several rows of what was given."""
+    return any(_puts_together(walk, each.op) for each in _made_of(rows, given)
+               if each.op.type in _SURE and _is_told(each.op))
+
+
+def _is_told(operation: tf.Operation) -> bool:
+    reduces = _MOVES[operation.type] is _MOVES["Sum"]
+    return not reduces or tf.get_static_value(operation.inputs[1]) is not None
+
+
 def _puts_together(walk: provenance.Walk, operation: tf.Operation) -> bool:
     moves = _MOVES.get(operation.type)
     if moves is None:
@@ -218,3 +229,7 @@ _MOVES: dict[str, Moves] = {
     "Tile": _repeated, "Pad": _enlarged, "PadV2": _enlarged, "MirrorPad": _enlarged,
     "Split": _taken(0), "SplitV": _taken(2), "Pack": _stacked, "Unpack": _unstacked,
     "ConcatV2": _joined}
+
+# Of these those that nothing else is done by.
+_SURE = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "EuclideanNorm", "Cumsum", "MatMul",
+                   "Einsum", "ReverseV2"})
