@@ -56,6 +56,7 @@ class Operation:
     asked: tuple[bytes, ...] = ()  # for Grappler: a NodeDef, then one in place of each input
     moved: int = 0  # bytes that it goes over, where Grappler does not know it
     traced_as: str = ""  # its name in the traced graph
+    link: str = ""  # what it occupies, where that is not its device
 
 
 def flatten(function: Any, devices: Sequence[str]) -> list[Operation]:

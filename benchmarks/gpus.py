@@ -1,8 +1,8 @@
 """Steps on up to eight GPUs, simulated: which merge device for which links?
 
 Goes in: models, numbers of GPUs, machines.  Comes out: for each merge device, and for
-MirroredStrategy by formula, the step, its efficiency against one GPU, the busiest link and the
-memory of each device; and how far the simulation is from published figures.
+MirroredStrategy, the step, its efficiency against one GPU, the busiest link and the memory of each
+device; and how far the simulation is from published figures.
 
     TF_CPP_MIN_LOG_LEVEL=3 python -m benchmarks gpus     # 20 minutes or so on two cores
     python -m benchmarks gpus --gpus_cases=mlp --gpus_towers=1,8
@@ -15,8 +15,7 @@ What the model leaves out: the input; the host's work for each operation (Python
 executor) but for a floor under each kernel; what concurrent kernels and copies take from each
 other; other contention for the host's memory; XLA and fusion; any variation between steps.  A CPU
 operation has all cores and the whole memory bandwidth to itself, and no two run at once.
-MirroredStrategy is the step of one GPU, with the part of a ring's time that its backward pass, two
-thirds of the step, cannot hide: the best that it can do.
+MirroredStrategy is the step of one GPU with a ring in it (:mod:`ring`): the best that it can do.
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ import keras
 import tensorflow as tf
 
 import towerstrategy
-from benchmarks import flat, gpus_chart, links, memory, on_gpus, schedule, table
+from benchmarks import flat, gpus_chart, links, memory, on_gpus, ring, schedule, table
 from towerstrategy.batch import sub_batches
 
 MERGES = ("cpu", "GPU:0", "balanced")
 MIRRORED, ONE = "MirroredStrategy", "one GPU"
-_BACKWARD = 2 / 3  # of a step: two products for each one of the forward pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +49,6 @@ class Case:
       shape, dtype: of a row of its input.
       rows: how many a GPU gets.
       optimizer: its name.
-      table: rows and columns of its embedding, whose gradient is sparse; 0 rows for none.
     """
 
     what: str
@@ -60,7 +57,6 @@ class Case:
     dtype: str
     rows: int
     optimizer: str = "adam"
-    table: tuple[int, int] = (0, 0)
 
 
 def _resnet() -> Any:
@@ -97,10 +93,8 @@ def _embedding() -> Any:
 CASES = {
     "resnet50": Case("ResNet-50", _resnet, (224, 224, 3), "float32", 256),
     "mlp": Case("an MLP of 20 M weights", _mlp, (1024,), "float32", 256),
-    "transformer": Case("a transformer of BERT-base's size", _transformer, (128,), "int32", 32,
-                        table=(30_522, 768)),
-    "embedding": Case("a 1,000,000 x 64 embedding", _embedding, (32,), "int32", 2048,
-                      table=(1_000_000, 64)),
+    "transformer": Case("a transformer of BERT-base's size", _transformer, (128,), "int32", 32),
+    "embedding": Case("a 1,000,000 x 64 embedding", _embedding, (32,), "int32", 2048),
 }
 
 
@@ -150,14 +144,13 @@ class Step:
 
     operations: list[flat.Operation]
     state: dict[str, int]
-    weights: int
 
 
 def traced(case: Case, count: int, merge: str, rows: int | None = None) -> Step:
-    """Traces a training step of ``case`` on ``count`` GPUs."""
+    """Traces a step of ``case`` on ``count`` GPUs; of MirroredStrategy, on the first one."""
     rows = case.rows if rows is None else rows
     strategy = None
-    if count > 1:
+    if count > 1 and merge != MIRRORED:
         device = on_gpus.towers(1)[0] if merge == "GPU:0" else merge
         strategy = towerstrategy.TowerStrategy(on_gpus.towers(count), device)
         strategy.extended.keep_graphs = True
@@ -172,6 +165,8 @@ def traced(case: Case, count: int, merge: str, rows: int | None = None) -> Step:
                           keras.losses.SparseCategoricalCrossentropy(from_logits=True),
                           jit_compile=False)
             model.optimizer.build(model.trainable_variables)
+            if merge == MIRRORED:
+                ring.put(model.optimizer, count)
             whole = tf.TensorSpec([rows * count, *case.shape], case.dtype)
             model._symbolic_build(data_batch=(whole, tf.TensorSpec([rows * count], tf.int32)))
         if strategy is None:
@@ -183,10 +178,9 @@ def traced(case: Case, count: int, merge: str, rows: int | None = None) -> Step:
                 return strategy.run(model.train_step, args=((x, y),))
             x, y = (sub_batches.SubBatchesSpec(*[spec] * count) for spec in (x, y))
         function = tf.function(step, autograph=False).get_concrete_function(x, y)
-    operations = flat.flatten(function, [f"GPU:{number}" for number in range(count)])
-    return Step(operations, _state(model), sum(
-        variable.value.dtype.size * variable.value.shape.num_elements()
-        for variable in model.trainable_variables))
+    gpus = [f"GPU:{number}" for number in range(1 if strategy is None else count)]
+    operations = flat.flatten(function, gpus)
+    return Step(ring.on_the_ring(operations), _state(model))
 
 
 def _state(model: Any) -> dict[str, int]:
@@ -219,12 +213,10 @@ class Simulation:
         for count in counts:
             if count == 1:
                 continue
-            for merge in merges:
+            for merge in (*merges, MIRRORED):
                 step = self._traced(name, case, count, merge, rows)
                 for machine in machines:
                     yield self._run(name, machine, count, merge, step, ones[machine])
-            for machine in machines:
-                yield mirrored(ones[machine], case, alone.weights, count)
 
     def _traced(self, name: str, case: Case, count: int, merge: str, rows: int | None) -> Step:
         start = time.process_time()
@@ -237,8 +229,8 @@ class Simulation:
     def _run(self, name: str, machine: str, count: int, merge: str, step: Step,
              one: Result | None) -> Result:
         where = links.MACHINES[machine]
-        line = schedule.run(step.operations, self._seconds(step, where), where,
-                            self.factor(where.gpu))
+        seconds = self._seconds(step, where) | ring.seconds(step.operations, where, count)
+        line = schedule.run(step.operations, seconds, where, self.factor(where.gpu))
         peak = memory.peaks(step.operations, line)
         gpus = [f"GPU:{number}" for number in range(count)]
         return Result(
@@ -269,26 +261,6 @@ class Simulation:
     @property
     def factors(self) -> dict[str, float]:
         return dict(self._factors)
-
-
-def mirrored(one: Result, case: Case, weights: int, count: int) -> Result:
-    """MirroredStrategy's step on ``count`` GPUs, by formula.
-
-    Args:
-      one: the step of one GPU.
-      case: what is trained.
-      weights: their bytes.
-      count: how many GPUs.
-    """
-    # The slices of a sparse gradient are gathered: (R-1) times those of a GPU pass each link.
-    rows, columns = case.table
-    slices = 4 * case.rows * case.shape[0] * columns if rows else 0
-    size = weights - 4 * rows * columns + slices * count / 2
-    ring = 1e3 * links.MACHINES[one.machine].ring(size, count)
-    step = one.step_ms + max(0.0, ring - _BACKWARD * one.step_ms)
-    return dataclasses.replace(
-        one, gpus=count, merge=MIRRORED, step_ms=step, efficiency=one.step_ms / step,
-        link="ring", link_share=ring / step)
 
 
 # What was measured, of ResNet-50 on eight GPUs: the sources of links.GPUS. P100s: merged on the

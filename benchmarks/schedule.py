@@ -88,12 +88,13 @@ def run(operations: Sequence[flat.Operation], seconds: dict[str, float], machine
         operation = operations[number]
         if transfer < 0:
             time = _time(operation, seconds, factor)
-            start = max(now, free[operation.device]) if time else now
+            occupied = operation.link or operation.device
+            start = max(now, free[occupied]) if time else now
             done = start + time
             spans[number] = start, done
             if time:
-                free[operation.device] = done
-                busy[operation.device] += time
+                free[occupied] = done
+                busy[occupied] += time
             end = max(end, done)
             for place, (device, waiting) in enumerate(readers[number].items()):
                 if device == operation.device:
@@ -124,6 +125,8 @@ def run(operations: Sequence[flat.Operation], seconds: dict[str, float], machine
 
 
 def _time(operation: flat.Operation, seconds: dict[str, float], factor: float) -> float:
+    if operation.link:
+        return seconds[operation.name]
     if operation.type in flat.FREE:
         return 0.0
     kind = operation.device[:3]

@@ -28,6 +28,8 @@ KERNELS = {
     "schedule": lambda kit: kit.Adam(kit.schedules.ExponentialDecay(0.1, 1, 0.5)),
     "clipping_decay_and_ema": lambda kit: kit.Adam(
         0.1, global_clipnorm=0.5, weight_decay=0.1, use_ema=True, ema_overwrite_frequency=3)}
+# Kernels that take the slices of a sparse gradient.
+SPARSE = ("momentum", "nesterov", "adam", "adam_rates", "amsgrad", "adamw", "schedule")
 AS_KERAS = {
     "rmsprop_without_momentum": lambda kit: kit.RMSprop(0.1),
     "adagrad": lambda kit: kit.Adagrad(0.1),
@@ -50,7 +52,13 @@ def half_adam(kit):
     return HalfAdam
 
 
-def trained(kit, make, strategy, dtype="float32", initial=None, gradient_of=None):
+def slices_of_rows(x, y):
+    """A gradient of which each row of the batch has one slice, as of an embedding."""
+    indices = tf.cast(tf.abs(x[:, 0]) * 100, tf.int32) % 2  # one of three rows has none
+    return tf.IndexedSlices(y, indices, tf.constant([3, 2]))
+
+
+def trained(kit, make, strategy, dtype="float32", gradient_of=None, sparse=False):
     """The optimizer's state and the weights after a few steps, and the step's operations."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((7, 3)).astype(dtype)
@@ -62,7 +70,7 @@ def trained(kit, make, strategy, dtype="float32", initial=None, gradient_of=None
         optimizer.build(variables)
 
     def step(x, y):
-        gradients = [tf.transpose(x) @ y, tf.reduce_sum(y, 0)]
+        gradients = [slices_of_rows(x, y) if sparse else tf.transpose(x) @ y, tf.reduce_sum(y, 0)]
         if gradient_of is not None:
             gradients = [gradient_of(gradient) for gradient in gradients]
         optimizer.apply_gradients(zip(gradients, variables))
@@ -100,6 +108,23 @@ class UpdateTest(parameterized.TestCase):
         self.assert_same(found, trained(KITS[kit], KERNELS[name], None)[0])
         self.assertTrue(kernels(operations))
 
+    @parameterized.product(kit=tuple(KITS), name=SPARSE)
+    def test_kernels_of_sparse_gradients(self, kit, name):
+        """Else a step goes over an embedding's table thirty times, or trains another table."""
+        found, operations = trained(KITS[kit], KERNELS[name], two_towers(), sparse=True)
+        self.assert_same(found, trained(KITS[kit], KERNELS[name], None, sparse=True)[0])
+        # One kernel for the table and one for the other variable, whose own it may be.
+        self.assertLen([name for name in kernels(operations)
+                        if name != "ResourceApplyGradientDescent"], 2)
+
+    @parameterized.product(kit=tuple(KITS), name=(
+        "sgd", "adamax", *sorted(set(AS_KERAS) - {"adam_of_ones_own"})))
+    def test_sparse_gradients_as_keras_does(self, kit, name):
+        """Else slices are given to a kernel that makes another step of them."""
+        make = {**KERNELS, **AS_KERAS}[name]
+        found, _ = trained(KITS[kit], make, two_towers(), sparse=True)
+        self.assert_same(found, trained(KITS[kit], make, None, sparse=True)[0])
+
     @parameterized.product(kit=tuple(KITS), name=tuple(AS_KERAS))
     def test_others_do_as_keras_does(self, kit, name):
         """Else an update that no kernel does is done by one that does something else."""
@@ -109,10 +134,9 @@ class UpdateTest(parameterized.TestCase):
 
     @parameterized.product(kit=tuple(KITS))
     def test_other_gradients_and_weights(self, kit):
-        """Else sparse gradients, those of another shape and float64 weights fail in a kernel."""
-        for options in ({"gradient_of": lambda gradient: tf.IndexedSlices(
-                            gradient[:2], tf.constant([0, 1]), gradient.shape)},
-                        {"gradient_of": tf.reduce_sum}, {"dtype": "float64"}):
+        """Else gradients of another shape and float64 weights fail in a kernel."""
+        for options in ({"gradient_of": tf.reduce_sum}, {"dtype": "float64"},
+                        {"dtype": "float64", "sparse": True}):
             found, operations = trained(KITS[kit], KERNELS["momentum"], two_towers(), **options)
             self.assert_same(
                 found, trained(KITS[kit], KERNELS["momentum"], None, **options)[0])

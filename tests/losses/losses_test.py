@@ -154,19 +154,34 @@ class ScaleLossTest(parameterized.TestCase):
         scaled = strategy.run(replica, (strategy.split(x),))
         self.assertAlmostEqual(float(strategy.reduce("SUM", scaled, axis=None)), 3.0, places=5)
 
-    @parameterized.parameters(False, True)
-    def test_fewer_rows_than_towers(self, traced):
-        """Else a tower without rows makes the loss a NaN."""
+    @parameterized.parameters(
+        ("mean", True), ("mean", False), ("sum over count", True), ("sum over count", False),
+        ("averaged", True), ("averaged", False), ("squared root", True))
+    def test_fewer_rows_than_towers(self, kind, traced):
+        """Else a tower without rows makes the loss, and what is made of it, a NaN."""
         strategy = towerstrategy.TowerStrategy(4)
-        w = tf.Variable(2.0)
+        with strategy.scope():
+            w = tf.Variable(2.0)
+
+        def loss_of(x):
+            if kind == "averaged":
+                return tf.nn.compute_average_loss(x * w)
+            if kind == "squared root":
+                return strategy.scale_loss(tf.square(tf.sqrt(tf.reduce_mean(x * w))))
+            return strategy.scale_loss(
+                tf.reduce_mean(x * w) if kind == "mean" else
+                tf.reduce_sum(x * w) / tf.cast(tf.shape(x)[0], tf.float32))
 
         def replica(x):
-            return strategy.scale_loss(tf.math.divide_no_nan(
-                tf.reduce_sum(x * w), tf.cast(tf.shape(x)[0], tf.float32)))
+            with tf.GradientTape() as tape:
+                loss = loss_of(x)
+            return loss, tape.gradient(loss, w)
 
         replica = tf.function(replica) if traced else replica
-        scaled = strategy.run(replica, (strategy.split(tf.constant([1.0, 5.0])),))
-        self.assertAlmostEqual(float(strategy.reduce("SUM", scaled, axis=None)), 6.0, places=5)
+        parts = strategy.run(replica, (strategy.split(tf.constant([1.0, 5.0])),))
+        loss, gradient = (float(strategy.reduce("SUM", part, axis=None)) for part in parts)
+        self.assertAlmostEqual(loss, 6.0, places=5)
+        self.assertAlmostEqual(gradient, 3.0, places=5)
 
     def test_one_tower(self):
         """Else one device, which is a valid case everywhere, is another one."""

@@ -134,9 +134,12 @@ class OrderTest(parameterized.TestCase):
     def test_what_couples_rows_makes_all_meet(self):
         """Else a mean over the whole batch waits for itself, and the step never runs."""
         strategy = TowerStrategy(["CPU:1", "CPU:2"], micro_batches=2)
+        with strategy.scope():  # what is made of the inputs alone is in no order
+            one = tf.Variable(1.)
 
         def centred(x):
             context = tf.distribute.get_replica_context()
+            x = x * one
             total = context.all_reduce("SUM", tf.reduce_sum(x))
             x = tf.exp(x - total / 10.)
             return x / context.all_reduce("SUM", tf.reduce_sum(x))
@@ -153,6 +156,26 @@ class OrderTest(parameterized.TestCase):
             self.assertContainsSubset([name for names in nodes.of("Sum").values() for name in names
                                        if "Exp" not in str(nodes.waits[name])], waits)
             self.assertEqual(exponents[replica - replica % 2][0] in waits, replica % 2 == 1)
+
+    def test_assertions_of_several_towers(self):
+        """Else a tower begins its second micro-batch when the tower before has ended its last."""
+        strategy = TowerStrategy(["CPU:1", "CPU:2"], micro_batches=3)
+        with strategy.scope():
+            one = tf.Variable(1.)
+
+        def step(x):
+            x = x * one
+            holds = tf.raw_ops.Assert(condition=tf.reduce_all(x < 100.), data=[x])
+            with tf.control_dependencies([holds]):
+                return tf.exp(x)
+
+        nodes = traced(strategy, step, np.arange(12, dtype="f"))
+        asserted, exponents = nodes.of("Assert"), nodes.of("Exp")
+        for replica in range(6):
+            waits = nodes.before(exponents[replica][0])
+            for other in range(6):  # of what is stateful TensorFlow makes a row
+                self.assertEqual(asserted[other][0] in waits,
+                                 (other % 3, other) <= (replica % 3, replica))
 
     @parameterized.parameters(True, False)
     def test_effects_on_the_world(self, trace_once):

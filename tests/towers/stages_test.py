@@ -33,10 +33,10 @@ def deep(kit, sizes=(16, 16, 16, 4, 1), regularizer="l2"):
         for number, size in enumerate(sizes))])
 
 
-def traced(strategy, model, rows):
-    """A training step of a model with 8 features on that many rows."""
+def traced(strategy, model, rows, steps=()):
+    """A training step of a model with 8 features on that many rows, of so many steps in time."""
     strategy.extended.keep_graphs = True
-    x, y = np.ones([rows, 8], "f"), np.ones([rows, 1], "f")
+    x, y = np.ones([rows, *steps, 8], "f"), np.ones([rows, *steps, 1], "f")
     model.train_on_batch(x, y)
     step = tf.function(lambda *parts: strategy.run(lambda *own: model.train_step(own), parts),
                        autograph=False)
@@ -75,6 +75,55 @@ def by_hand(kit, strategy, how):
     with stage(1):
         x = shared(x) + inputs
         return kit.Model(inputs, kit.layers.Dense(1)(x))
+
+
+def held(kit, steps=False, strategy=None):
+    """A model with a call of its own around one around functional models, one with one layer."""
+    def stage(index):
+        return nothing if strategy is None else strategy.stage(index)
+
+    class Inner(kit.Model):
+        """Two functional models."""
+
+        def __init__(self):
+            super().__init__()
+            inputs = kit.Input([8])
+            x = kit.layers.Dense(7, "tanh")(kit.layers.Dense(6, "tanh")(inputs))
+            self.first = kit.Model(inputs, x)
+            self.second = kit.Sequential([kit.Input([7]), kit.layers.Dense(5, "tanh")])
+
+        def call(self, x):
+            with stage(0):
+                x = self.first(x)
+            with stage(1):
+                return self.second(x)
+
+    class Outer(kit.Model):
+        """It, and a layer."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner, self.last = Inner(), kit.layers.Dense(1)
+
+        def call(self, x):
+            x = self.inner(x)
+            with stage(1):
+                return self.last(x)
+
+    class Stepping(Outer):
+        """Trains its parts one by one."""
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                result = self.last(self.inner.second(self.inner.first(x)))
+                loss = self.compute_loss(x, y, result)
+            weights = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+            return {"loss": loss}
+
+    kit.utils.set_random_seed(5)
+    return Stepping() if steps else Outer()
 
 
 class SameTest(parameterized.TestCase):
@@ -122,6 +171,28 @@ class SameTest(parameterized.TestCase):
         for one, other in zip(trained(strategy), wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
 
+    @parameterized.product(kit=[keras, tf_keras], steps=[False, True])
+    def test_functional_models_in_a_model(self, kit, steps):
+        """Else a model with a call of its own around functional ones does not train or predict."""
+        random = np.random.default_rng(0)
+        x, y = random.random([11, 8]).astype("f"), random.random([11, 1]).astype("f")
+
+        def trained(strategy):
+            with nothing if strategy is None else strategy.scope():
+                model = held(kit, steps)
+                model.compile(kit.optimizers.Adam(.05), "mse")
+            model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+            if strategy is not None:
+                self.assertEqual({device(weight) for weight in model.weights},
+                                 {"CPU:1", "CPU:2", "CPU:3"})
+                self.assertIn(model.last.name, strategy.describe(model))
+            return [model.predict(x, batch_size=8, verbose=0), model.predict_on_batch(x[:3]),
+                    model.evaluate(x, y, batch_size=8, verbose=0), *model.get_weights()]
+
+        strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]], micro_batches=2)
+        for one, other in zip(trained(strategy), trained(None), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
     @parameterized.parameters((keras, "eager"), (tf_keras, "a trace for each"))
     def test_not_traced_once(self, kit, way):
         """Else what cannot be copied, or debugging it step by step, gives other weights."""
@@ -137,6 +208,24 @@ class SameTest(parameterized.TestCase):
         strategy = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]], micro_batches=2)
         strategy.extended.trace_once = way == "eager"
         for one, other in zip(trained(strategy), trained(None), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+    def test_rows_that_are_mixed(self):
+        """Else a lone tower keeps one row of those that a layer mixes, and the step fails."""
+        random = np.random.default_rng(0)
+        x, y = random.random([7, 4, 4, 1]).astype("f"), random.random([7, 1]).astype("f")
+
+        def trained(strategy):
+            keras.utils.set_random_seed(1)
+            with nothing if strategy is None else strategy.scope():
+                model = keras.Sequential([
+                    keras.Input([4, 4, 1]), keras.layers.MixUp(.5), keras.layers.Flatten(),
+                    keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+                model.compile("sgd", "mse")
+            model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+            return model.get_weights()
+
+        for one, other in zip(trained(TowerStrategy([["CPU:1", "CPU:2"]])), trained(None)):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
     def test_loop_of_ones_own(self):
@@ -260,6 +349,50 @@ class PlacesTest(parameterized.TestCase):
         self.assertEqual(strategy.describe(most).count("layer_"), 4)
 
     @parameterized.parameters(keras, tf_keras)
+    def test_parts_that_are_called_in_stages(self, kit):
+        """Else weights of a functional model that a call puts into a stage cross in each step."""
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]])
+        with strategy.scope():
+            model = held(kit, strategy=strategy)
+            model.compile("sgd", "mse")
+        model.fit(np.ones([4, 8], "f"), np.ones([4, 1], "f"), verbose=0)
+        for part, stage in ((model.inner.first, "CPU:1"), (model.inner.second, "CPU:2"),
+                            (model.last, "CPU:2")):
+            self.assertEqual({device(weight) for weight in part.weights}, {stage})
+        self.assertNotIn("not known", strategy.describe(model))
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_layers_that_are_trained_from_now_on(self, kit):
+        """Else slots that a first compile did not know of are all on one device."""
+        def homes(model):
+            return [device(layer.kernel) for layer in model.layers]
+
+        def frozen():
+            model = deep(kit, [16] * 6)
+            for layer in model.layers[:4]:
+                layer.trainable = False
+            model.compile("adam", "mse")
+            return model
+
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]])
+        halves = ["CPU:1"] * 3 + ["CPU:2"] * 3
+        with strategy.scope():
+            model, used = frozen(), frozen()
+            used.predict(np.ones([2, 8], "f"), verbose=0)
+            before = homes(model)
+            self.assertNotEqual(before, halves)
+            for one in (model, used):
+                for layer in one.layers:
+                    layer.trainable = True
+                one.compile("adam", "mse")
+            self.assertEqual(homes(model), halves)
+            self.assertEqual(homes(used), before)  # a function may read them there
+            again = kit.models.clone_model(used)
+            again.set_weights(used.get_weights())
+            again.compile("adam", "mse")
+        self.assertEqual(homes(again), halves)
+
+    @parameterized.parameters(keras, tf_keras)
     def test_weights_that_the_first_step_makes(self, kit):
         """Else they stay where the first cut was, which knew no weights, and cross in each step."""
         strategy = TowerStrategy([["CPU:1", "CPU:2"]])
@@ -301,6 +434,32 @@ class PlacesTest(parameterized.TestCase):
                 self.assertEqual(forward[other, stage] <= before, other < part)
         # Where nothing is held for it, the first stage does not wait for the last one.
         self.assertFalse(any(forward[0, 2] & nodes.before(name) for name in forward[2, 0]))
+
+
+    @parameterized.parameters(keras, tf_keras)
+    def test_a_mask_that_all_rows_count_in(self, kit):
+        """Else the activations of all micro-batches are held where there is a mask."""
+        parts = 4
+        strategy = TowerStrategy([["CPU:1", "CPU:2"]], micro_batches=parts)
+        with strategy.scope():
+            inputs = kit.Input([3, 8])
+            with strategy.stage(0):
+                x = kit.layers.Dense(4, "tanh")(kit.layers.Masking()(inputs))
+            with strategy.stage(1):
+                model = kit.Model(inputs, kit.layers.Dense(1, "tanh")(x))
+            model.compile("sgd", "mse")
+        nodes = Nodes(traced(strategy, model, 2 * parts, [3]))
+        found = collections.defaultdict(set)
+        for name, node in nodes.ops.items():
+            if node.op in ("Tanh", "TanhGrad", "NotEqual"):
+                found[node.op, int(re.search(r"tower_(\d+)_CPU", name)[1])].add(name)
+        masks = set().union(*(found["NotEqual", part] for part in range(parts)))
+        for part in range(parts):
+            before = set().union(*map(nodes.before, found["Tanh", part]))
+            for other in range(parts):  # the last stage holds one micro-batch
+                self.assertEqual(bool(found["TanhGrad", other] & before), other < part)
+            for name in found["TanhGrad", part]:
+                self.assertLessEqual(masks, nodes.before(name))
 
 
 class DescribeTest(absltest.TestCase):

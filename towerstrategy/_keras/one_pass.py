@@ -10,6 +10,10 @@ those that override what is replaced, do as Keras does.
 
 Kernels take a decay rate and make its complement themselves, in float32: of 0.9 that is exact to
 2e-7, of Adam's 0.999 it is off by 1e-5.  Such a rate's average is therefore moved outside.
+
+Slices of a sparse gradient are summed into a dense one for the kernel, as Keras does for its
+operations, of which each goes over the whole table.  An average of squares is one of each slice's
+square, so it is moved outside, too, and gets the slices alone.
 """
 
 from __future__ import annotations
@@ -36,10 +40,12 @@ class Kernel(NamedTuple):
     Attributes:
       slots: a name for each slot -> the optimizer's attribute, a list with one a variable.
       apply: takes the variable, its gradient and, by name, the slots.
+      sparse: the same for a gradient of slices; None where Keras' way is taken.
     """
 
     slots: Mapping[str, str]
     apply: Callable[..., Any]
+    sparse: Callable[..., Any] | None = None
 
 
 class Numbers:
@@ -73,10 +79,14 @@ def sgd(optimizer: Any, numbers: Numbers) -> Kernel:
 def momentum(optimizer: Any, numbers: Numbers) -> Kernel:
     """How ``SGD`` updates where it has momentum."""
     known = numbers.of(momentum=optimizer.momentum)
-    return Kernel({"accum": "momentums"}, lambda variable, gradient, accum:
-                  _raw.ResourceApplyKerasMomentum(
-                      var=variable.handle, accum=accum.handle, grad=gradient,
-                      use_nesterov=optimizer.nesterov, **known))
+
+    def apply(variable: Any, gradient: Any, accum: Any) -> None:
+        _raw.ResourceApplyKerasMomentum(
+            var=variable.handle, accum=accum.handle, grad=tf.convert_to_tensor(gradient),
+            use_nesterov=optimizer.nesterov, **known)
+
+    # Without momentum, as tf_keras' SGD may be, Keras writes to the slices' rows alone.
+    return Kernel({"accum": "momentums"}, apply, apply if optimizer.momentum else None)
 
 
 def adam(optimizer: Any, numbers: Numbers) -> Kernel | None:
@@ -88,21 +98,27 @@ def adam(optimizer: Any, numbers: Numbers) -> Kernel | None:
     if optimizer.amsgrad:
         slots["vhat"] = "_velocity_hats"
         operation = _raw.ResourceApplyAdamWithAmsgrad
-    moves = _is_exact(optimizer.beta_2)
-    known = numbers.of(beta1=optimizer.beta_1, beta2=optimizer.beta_2 if moves else 1.0,
-                       epsilon=optimizer.epsilon)
-    powers = {"beta1_power": numbers.power(optimizer.beta_1),
+    known = numbers.of(beta1=optimizer.beta_1, epsilon=optimizer.epsilon)
+    known |= {"beta1_power": numbers.power(optimizer.beta_1),
               "beta2_power": numbers.power(optimizer.beta_2)}
-    rate = _number(1 - optimizer.beta_2)
+    moves = _is_exact(optimizer.beta_2)
+    beta2, kept, rate = map(_number, (optimizer.beta_2, 1.0, 1 - optimizer.beta_2))
 
     def apply(variable: Any, gradient: Any, v: Any, **others: Any) -> None:
         if not moves:
             _raw.ResourceApplyGradientDescent(
                 var=v.handle, alpha=rate, delta=v - tf.square(gradient))
-        operation(var=variable.handle, v=v.handle, grad=gradient, **_handles(others), **known,
-                  **powers)
+        operation(var=variable.handle, v=v.handle, grad=gradient, beta2=beta2 if moves else kept,
+                  **_handles(others), **known)
 
-    return Kernel(slots, apply)
+    def sparse(variable: Any, gradient: tf.IndexedSlices, v: Any, **others: Any) -> None:
+        _raw.AssignSubVariableOp(resource=v.handle, value=rate * v)
+        _raw.ResourceScatterAdd(resource=v.handle, indices=gradient.indices,
+                                updates=rate * tf.square(gradient.values))
+        operation(var=variable.handle, v=v.handle, grad=tf.convert_to_tensor(gradient),
+                  beta2=kept, **_handles(others), **known)
+
+    return Kernel(slots, apply, sparse)
 
 
 def adamax(optimizer: Any, numbers: Numbers) -> Kernel | None:
@@ -172,20 +188,30 @@ class Step:
             kernel = self._kernels[home]
             if kernel is None:
                 return False
+            is_sparse = isinstance(gradient, tf.IndexedSlices)
+            apply = kernel.sparse if is_sparse else kernel.apply
+            if apply is None:
+                return False
             slots = {name: slot(held) for name, held in kernel.slots.items()}
             if not all(_is_beside(variable, held) for held in slots.values()):
                 return False
-            kernel.apply(variable, gradient, **slots)
+            apply(variable, gradient, **slots)
         return True
 
 
 def _fits(variable: Any, gradient: Any) -> bool:
-    """Whether a kernel takes these: it does not cast, broadcast or take sparse gradients."""
-    return (isinstance(variable, one_copy.TowerVariable) and variable.dtype == _DTYPE
-            and isinstance(gradient, tf.Tensor) and not _tf.is_eager(gradient)
-            and gradient.dtype == _DTYPE and gradient.shape.is_fully_defined()
-            and gradient.shape == variable.shape
-            and not _tf.is_compiled_here())  # XLA makes one pass of Keras' operations
+    """Whether a kernel takes these: it does not cast or broadcast."""
+    if not (isinstance(variable, one_copy.TowerVariable) and variable.dtype == _DTYPE
+            and gradient.dtype == _DTYPE):
+        return False
+    if _tf.is_compiled_here():  # XLA makes one pass of Keras' operations
+        return False
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values
+        return (not _tf.is_eager(values) and values.shape.rank == variable.shape.rank
+                and values.shape[1:] == variable.shape[1:])
+    return (isinstance(gradient, tf.Tensor) and not _tf.is_eager(gradient)
+            and gradient.shape.is_fully_defined() and gradient.shape == variable.shape)
 
 
 def _is_beside(variable: Any, slot: Any) -> bool:

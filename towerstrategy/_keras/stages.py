@@ -5,13 +5,16 @@ calling layers.  Comes out: a stage for each call of a layer in a tower, and for
 
 A model whose layers are called in an order that can be told beforehand, a functional or sequential
 one, nested ones opened, has a :class:`Plan`: as said by hand where anything was said, else cut by
-cost.  Of other models what is said by hand holds, and there has to be something.
+cost.  Of other models what is said by hand holds.  One that holds functional or sequential models
+has a plan, too, once its call has come to one of them and nothing was said: all its layers, in the
+order in which it holds them.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,12 +22,22 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import trials
+from towerstrategy._keras.positions import (
+    CALLED,
+    MADE,
+    Position,
+    models_in,
+    opens,
+    positions_of,
+)
 from towerstrategy.placement import cuts, kind
 from towerstrategy.towers import contexts
 from towerstrategy.variables import one_copy
 
-# Attributes of layers, and of the nodes of functional models.
-_MADE, _CALLED, _PLAN = "_tower_stage", "_tower_stages_called", "_tower_plan"
+# Attributes of models: the plan.
+_PLAN = "_tower_plan"
+# Of a model with a call of its own, that it has a plan; of models that it holds, a reference to it.
+_PLANNED, _WHOLE = "_tower_planned", "_tower_whole"
 
 # Rows of a micro-batch, where a model does not say how many its batches have.
 ROWS = 32
@@ -32,28 +45,12 @@ ROWS = 32
 _WEIGHT_AND_GRADIENT = 2
 
 
-class Position:
-    """A call of a layer in a model whose calls are known beforehand.
-
-    Attributes:
-      layer: the layer.
-      node: the call's in the graph of a functional model, or None.
-      said: the stage that was said by hand, or None.
-      row_bytes: bytes of its results for a row.
-      rows: of a batch, where the model says how many; else None.
-    """
-
-    def __init__(self, layer: Any, node: Any, said: int | None, row_bytes: int,
-                 rows: int | None) -> None:
-        self.layer, self.node, self.said = layer, node, said
-        self.row_bytes, self.rows = row_bytes, rows
-
-
 class Plan:
     """The stage of each call of each layer of a model, in the order of the calls."""
 
     def __init__(self, positions: Sequence[Position], stages: Sequence[int]) -> None:
         self.positions, self.stages = positions, stages
+        self.by_hand = any(position.said is not None for position in positions)
         self._calls: dict[int, list[int]] = collections.defaultdict(list)
         for position, stage in zip(positions, stages):
             self._calls[id(position.layer)].append(stage)
@@ -65,20 +62,28 @@ class Plan:
 
 
 class Run:
-    """A model's run in a tower: counts how often each layer has been called."""
+    """A model's run in a tower: counts how often each layer has been called.
 
-    def __init__(self, plan: Plan | None) -> None:
-        self._plan = plan
+    Attributes:
+      model: the model, or what holds it.
+      plan: the model's, or None.
+      entered: the stages in which something has run.
+      in_graph: whether a functional or sequential model has been called, of which nothing is known.
+    """
+
+    def __init__(self, model: Any, plan: Plan | None) -> None:
+        self.model, self.plan = model, plan
         self._counts: collections.Counter[int] = collections.Counter()
         self.entered: set[int] = set()
+        self.in_graph = False
 
     def stage_of(self, layer: Any) -> int | None:
         """The stage of the call of ``layer`` that begins; None where none is known of it."""
         stage = None
-        if self._plan is not None:
-            stage = self._plan.stage_of(layer, self._counts[id(layer)])
+        if self.plan is not None:
+            stage = self.plan.stage_of(layer, self._counts[id(layer)])
             self._counts[id(layer)] += 1
-        return vars(layer).get(_MADE) if stage is None else stage
+        return vars(layer).get(MADE) if stage is None else stage
 
 
 def layer_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +94,7 @@ def layer_init(original: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is not None and contexts.current_tower() is None:
             stage = _said_here(strategy)
             if stage is not None:
-                vars(self)[_MADE] = stage
+                vars(self)[MADE] = stage
         original(self, *args, **kwargs)
 
     return __init__
@@ -133,10 +138,10 @@ def sequential_build(original: Callable[..., Any]) -> Callable[..., Any]:
 def _called_outside(strategy: tf.distribute.Strategy, original: Callable[..., Any], layer: Any,
                     args: Any, kwargs: Any) -> Any:
     said = _said_here(strategy)
-    stage = vars(layer).get(_MADE) if said is None else said
+    stage = vars(layer).get(MADE) if said is None else said
     if stage is None:
         return original(layer, *args, **kwargs)
-    called = vars(layer).setdefault(_CALLED, [])
+    called = vars(layer).setdefault(CALLED, [])
     if stage not in called:
         called.append(stage)
     before = len(layer._inbound_nodes)  # of a functional model that is being built
@@ -144,23 +149,28 @@ def _called_outside(strategy: tf.distribute.Strategy, original: Callable[..., An
         result = original(layer, *args, **kwargs)
     if said is not None:
         for node in layer._inbound_nodes[before:]:
-            vars(node)[_MADE] = said
+            vars(node)[MADE] = said
     return result
 
 
 @contextlib.contextmanager
 def _stage_in_tower(strategy: tf.distribute.Strategy, tower: contexts.TowerContext, layer: Any,
                     names: Any) -> Iterator[None]:
-    if strategy.extended.stages.asked is not None:  # around the call; that holds for all inside
+    asked = strategy.extended.stages.asked
+    if asked is not None:  # around the call; that holds for all inside
+        _note_asked(strategy, layer, asked, names)
         yield
         return
     outermost = tower.stage_run is None
     if outermost:
-        tower.stage_run = Run(plan_of(strategy, layer, names))
-        settle(strategy, layer, names)
+        whole = _whole_of(layer, names)
+        tower.stage_run = Run(whole, plan_of(strategy, whole, names))
+        settle(strategy, whole, names)
     try:
         run = tower.stage_run
         stage = run.stage_of(layer)
+        if stage is None and run.plan is None and strategy.extended.stages.index is None:
+            stage = _planned_meanwhile(strategy, run, layer, names)
         if stage is None:
             yield
         else:
@@ -173,28 +183,62 @@ def _stage_in_tower(strategy: tf.distribute.Strategy, tower: contexts.TowerConte
             tower.stage_run = None
 
 
+def _note_asked(strategy: tf.distribute.Strategy, layer: Any, stage: int, names: Any) -> None:
+    """Remembers the first stage that a tower has called a layer in, and brings its variables there.
+    """
+    if names.is_model(layer) or vars(layer).setdefault(CALLED, [stage]) != [stage]:
+        return  # what is in a model is called itself
+    strategy.extended.settle((variable, stage) for variable, _ in names.variables_of_layer(layer)
+                             if isinstance(variable, one_copy.TowerVariable))
+
+
 def _check_entered(strategy: tf.distribute.Strategy, model: Any, run: Run, names: Any) -> None:
     """Raises ``ValueError`` where a model has not said by hand where it runs, or not all of it."""
     if not run.entered:
         raise ValueError(_cannot_be_cut(strategy, model))
+    said_by_hand = run.plan is None or run.plan.by_hand and not names.is_opened(model)
     # What is not compiled may be one part of several; what is not trained, a part of itself.
-    if plan_of(strategy, model, names) is None and names.optimizers_of(model) \
-            and _tf.may_be_recorded():
+    if said_by_hand and names.optimizers_of(model) and _tf.may_be_recorded():
         _check_used(strategy, model, run.entered)
 
 
+def _planned_meanwhile(strategy: tf.distribute.Strategy, run: Run, layer: Any,
+                       names: Any) -> int | None:
+    """The stage of a call of ``layer``, for which a plan is made where it needs one."""
+    if run.in_graph and not (run.entered and all(
+            position.said is None for position in positions_of(run.model, names))):
+        vars(run.model)[_PLANNED] = True
+        run.plan = plan_of(strategy, run.model, names)
+        settle(strategy, run.model, names)
+        return run.stage_of(layer)
+    run.in_graph = names.has_graph(layer) and opens(run.model, names)
+    return None
+
+
+def _whole_of(model: Any, names: Any) -> Any:
+    """The compiled model that holds ``model``, which a step of its own calls; else ``model``."""
+    reference = vars(model).get(_WHOLE)
+    whole = None if reference is None else reference()
+    if whole is None or names.optimizers_of(model) or not names.optimizers_of(whole):
+        return model
+    vars(whole)[_PLANNED] = True
+    return whole
+
+
 def plan_of(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Plan | None:
-    """The plan of a model whose calls are known beforehand; None of any other layer.
+    """The plan of a model whose calls are known, or that has been given one; else None.
 
     Raises:
       ValueError: more stages than layers, of which nothing was said by hand.
     """
-    if not names.is_opened(model):
+    if not names.is_opened(model) and _PLANNED not in vars(model):
         return None
-    positions = list(_positions(model, names, None))
-    weights = sum(1 for position in positions
-                  for _ in names.variables_of_layer(position.layer))
-    key = strategy, weights, [(id(position.layer), position.said) for position in positions]
+    positions = list(positions_of(model, names))
+    by_bytes = strategy.extended.placement.balance == cuts.BYTES
+    slots = max(map(_slots, names.optimizers_of(model)), default=0) if by_bytes else 0
+    trained = [trained for position in positions
+               for _, trained in names.variables_of_layer(position.layer)]
+    key = strategy, slots, trained, [(id(position.layer), position.said) for position in positions]
     known = vars(model).get(_PLAN)
     if known is None or known[0] != key:
         known = key, _planned(strategy, model, positions, names)
@@ -260,7 +304,7 @@ def check_all_used(strategy: tf.distribute.Strategy, model: Any, names: Any) -> 
     if strategy.extended.placement.stages == 1:
         return
     plan = plan_of(strategy, model, names)
-    if plan is not None:
+    if plan is not None and names.is_opened(model):
         _check_used(strategy, model, (stage for _, stage in _uses(model, plan)))
 
 
@@ -302,19 +346,6 @@ def _size(variable: Any) -> int:
     return int(variable.shape.num_elements() or 0) * variable.dtype.size
 
 
-def _positions(model: Any, names: Any, said: int | None) -> Iterator[Position]:
-    """The calls of layers in ``model``, which was said to be in a stage or not."""
-    for layer, node in names.calls_of(model):
-        here = vars(node).get(_MADE) if node is not None else None
-        here = vars(layer).get(_MADE) if here is None else here
-        here = said if here is None else here
-        if names.is_opened(layer):
-            yield from _positions(layer, names, here)
-        else:
-            yield Position(layer, node, here,
-                           *(0, None) if node is None else names.result_bytes(node))
-
-
 def settle(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
     """Brings a model's variables, and their slots, to the stages that use them.
 
@@ -323,6 +354,9 @@ def settle(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
     """
     if not strategy.extended.placement.rows:
         return
+    for inner in () if names.is_opened(model) or not names.is_model(model) \
+            else models_in(model, names, {id(model)}):
+        vars(inner)[_WHOLE] = weakref.ref(model)
     used: dict[int, tuple[Any, int]] = {}
     for layer, stage in _uses(model, plan_of(strategy, model, names)):
         for variable, _ in names.variables_of_layer(layer):
@@ -335,16 +369,17 @@ def _uses(model: Any, plan: Plan | None) -> Iterator[tuple[Any, int]]:
     """Layers and their stages; of a layer that comes again the first counts."""
     if plan is None:
         for layer in reversed(list(model._flatten_layers())):  # what is inside comes first
-            said = vars(layer).get(_CALLED, [vars(layer).get(_MADE)])[0]
+            said = vars(layer).get(CALLED, [vars(layer).get(MADE)])[0]
             if said is not None:
                 yield layer, said
         return
     for position, stage in zip(plan.positions, plan.stages):
         for layer in reversed(list(position.layer._flatten_layers())):
-            made = vars(layer).get(_MADE)
+            made = vars(layer).get(MADE)
             if made is not None and layer is not position.layer:
                 yield layer, made
-        yield position.layer, stage
+        asked = vars(position.layer).get(CALLED, ()) if _PLANNED in vars(model) else ()
+        yield position.layer, next(iter(asked), stage)
 
 
 def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[tuple[str, str, str]]:

@@ -155,15 +155,21 @@ class _Number:
 
     def fits(self, value: tf.Tensor) -> bool:
         """Whether the towers' values add up to one device's, or have it for their mean."""
+        value = self._walk.origin(value)
         if not value.dtype.is_floating:
             return False
         if self._tower.is_scaled(value):
             return self._is_sum
         if self._tower.is_mean(value):
             return not self._is_sum
+        if _tf.is_eager(value):
+            return not self._is_sum
         operation = value.op
         if operation.type in row_axes.SAME:
             return self.fits(operation.inputs[0])
+        if operation.type in provenance.CALLS:
+            inner = self._walk.inside(value)
+            return inner is not None and self.fits(inner)
         if operation.type in provenance.ADDED:
             return all(self.fits(part) for part in operation.inputs)
         if self._walk.is_steady(value):

@@ -37,7 +37,7 @@ def scaled(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
                 tower.weight, tf.cast(share, tower.weight.dtype)), value.dtype)
         return tower.mark_mean(value)
     share = share if tower.weight is None else tower.weight
-    return tower.mark_scaled(value * tf.cast(share, value.dtype))
+    return tower.mark_scaled(_filled(tower, value * tf.cast(share, value.dtype)))
 
 
 def unscaled(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
@@ -97,7 +97,13 @@ def part(tower: contexts.TowerContext, value: tf.Tensor,
             made = walk(tower, default).scaled(value, tower.share)
         else:
             made = whole * tf.cast(tower.share, value.dtype)
-    return tower.mark_scaled(made)
+    return tower.mark_scaled(_filled(tower, made))
+
+
+def _filled(tower: contexts.TowerContext, made: tf.Tensor) -> tf.Tensor:
+    """A part; 0 in a tower without rows, of which a mean is no number."""
+    may_be_none = tower.may_be_empty and not tower.shares.stand_ins
+    return merging.kept(tower.filled, made) if may_be_none else made
 
 
 def added(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:

@@ -47,7 +47,7 @@ ADDED = frozenset({"AddV2", "Add", "Sub", "AddN", "Pack"})
 DIVIDED = frozenset({"RealDiv", "Div", "DivNoNan"})
 # What all-reduces end in, and what state, such as a metric's count, begins with.
 _SHARED = frozenset({"StopGradient", "ReadVariableOp"})
-_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _BRANCHES = frozenset({"If", "StatelessIf"})
 
 # Functions of all rows that are no sum; gradients have sums of their own.
@@ -93,7 +93,7 @@ class Walk:
         """The kinds of the terms of ``value``."""
         found = self._found.get(id(value))
         if found is None:
-            found = self._found[id(value)] = (value, self._look(self._origin(value)))
+            found = self._found[id(value)] = (value, self._look(self.origin(value)))
         return found[1]
 
     def scaled(self, value: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
@@ -107,7 +107,7 @@ class Walk:
         operation = value.op
         inputs = list(operation.inputs)
         looked_into = not kinds.isdisjoint({Kind.PART, Kind.COUNTED})
-        if not looked_into or operation.type in (*_CALLS, *_BRANCHES, "Placeholder"):
+        if not looked_into or operation.type in (*CALLS, *_BRANCHES, "Placeholder"):
             return value * tf.cast(share, value.dtype)
         if operation.type in ADDED:
             return _add(operation, [self.scaled(part, share) for part in inputs])
@@ -150,8 +150,8 @@ class Walk:
         if operation.type in row_axes.REDUCED:
             return self._reduction(operation)
         if operation.type == "L2Loss":
-            return self._leaf(_PART if self._may_be_rows(operation.inputs[0]) else _OTHER)
-        if operation.type in _CALLS:
+            return self._leaf(_PART if self.may_be_rows(operation.inputs[0]) else _OTHER)
+        if operation.type in CALLS:
             return self._call(value)
         if operation.type in _BRANCHES:
             return self._leaf(self._branches(value))
@@ -205,7 +205,7 @@ class Walk:
 
     def _is_made_here(self, value: tf.Tensor) -> bool:
         """Whether no term of ``value`` is a part because somebody has told."""
-        value = self._origin(value)
+        value = self.origin(value)
         known = self._known(value)
         if known is not None or _tf.is_eager(value):
             return known is not Kind.PART
@@ -254,7 +254,7 @@ class Walk:
             taken = reduced.shape.rank == 0 or known is None or 0 in known
         else:
             taken = own in [axis % rank for axis in known.reshape([-1])]
-        if not taken or not self._may_be_rows(value):
+        if not taken or not self.may_be_rows(value):
             return False
         while value.op.type in row_axes.SAME or (value.op.type == "Mul" and self.is_steady(
                 value.op.inputs[1])):
@@ -263,7 +263,7 @@ class Walk:
         return inner.type not in row_axes.REDUCED or not self.takes_rows(
             inner.inputs[0], inner.inputs[1], value)
 
-    def _may_be_rows(self, value: tf.Tensor) -> bool:
+    def may_be_rows(self, value: tf.Tensor) -> bool:
         """Whether ``value`` may have the batch's rows."""
         axis = row_axes.axis_in(value)
         if axis is None:
@@ -281,15 +281,28 @@ class Walk:
 
     def _call(self, value: tf.Tensor, function: str | None = None) -> Kinds:
         """Looks into a nested ``tf.function``, or the ``function`` that is a branch."""
+        inner = self.inside(value, function)
+        return self._leaf(_OTHER) if inner is None else self.kinds(inner)
+
+    def inside(self, value: tf.Tensor, function: str | None = None) -> tf.Tensor | None:
+        """What a nested function, or a branch, returns as ``value``; arguments lead out again.
+
+        None where it is not known.
+        """
         operation = value.op
         graph = _tf.graph_of_call(operation, function)
         if graph is None:
-            return self._leaf(_OTHER)
+            return None
         given = operation.inputs[0 if function is None else 1:]
         self._outer.update((id(inner), outer) for inner, outer in zip(graph.inputs, given))
-        return self.kinds(graph.outputs[value.value_index])
+        returned: tf.Tensor = graph.outputs[value.value_index]
+        return returned
 
-    def _origin(self, value: Any) -> Any:
+    def is_outside(self, value: Any) -> bool:
+        """Whether ``value`` is the same on all towers, and nothing is to be seen behind it."""
+        return bool(_tf.is_eager(value) or self._is_whole(value))
+
+    def origin(self, value: Any) -> Any:
         """What ``value`` stands for: a captured tensor, or the argument of a function's call."""
         while not _tf.is_eager(value) and value.op.type == "Placeholder":
             if id(value.graph) not in self._graphs:
@@ -314,13 +327,13 @@ class Walk:
         return (self._rows or 0) >= least and self._is_number(divisor, self._rows)
 
     def _is_number(self, value: tf.Tensor, number: float | None) -> bool:
-        static = tf.get_static_value(self._origin(value))
+        static = tf.get_static_value(self.origin(value))
         return (number is not None and static is not None and np.size(static) == 1
                 and abs(float(static) - number) < 1e-6)
 
     def is_steady(self, value: Any) -> bool:
         """Whether ``value`` comes of weights and constants alone."""
-        return self._all_behind(value, _is_steady_source)
+        return self._all_behind(value, is_steady_source)
 
     def is_factor(self, value: tf.Tensor) -> bool:
         """Whether ``value`` is the same on all towers, and is no number of a tower's rows."""
@@ -329,7 +342,7 @@ class Walk:
 
     def is_size(self, value: Any) -> bool:
         """Whether ``value`` comes of shapes and constants alone."""
-        return self._all_behind(value, _is_steady_source, row_axes.SIZES)
+        return self._all_behind(value, is_steady_source, row_axes.SIZES)
 
     def counts_rows(self, value: tf.Tensor) -> bool:
         """Whether ``value`` is a multiple of how many rows the tower has, as the step has it."""
@@ -339,7 +352,7 @@ class Walk:
         """Whether a number may be one of the tower's rows, which are known while tracing."""
         if not self._rows:
             return False
-        static = tf.get_static_value(self._origin(value))
+        static = tf.get_static_value(self.origin(value))
         return static is None or not np.all(static % self._rows)
 
     def length_along(self, tensor: tf.Tensor) -> int | None:
@@ -376,7 +389,7 @@ class Walk:
         found: set[bool] = set()
         waiting = [value]
         while waiting:
-            tensor = self._origin(waiting.pop())
+            tensor = self.origin(waiting.pop())
             axis = None if _tf.is_eager(tensor) else self.length_along(tensor)
             if axis is not None:
                 counted = tensor.op.inputs[0] if tensor.op.inputs else tensor
@@ -403,14 +416,14 @@ class Walk:
     def behind(self, value: tf.Tensor) -> set[int] | None:
         """The ids of what steady ``value`` comes of outside of all graphs; None if not steady."""
         found: set[int] = set()
-        return found if self._all_behind(value, _is_steady_source, outside=found) else None
+        return found if self._all_behind(value, is_steady_source, outside=found) else None
 
     def _all_behind(self, value: Any, allowed: Callable[[tf.Operation], bool],
                     enough: Sequence[str] = (), outside: set[int] | None = None) -> bool:
         """Whether all operations behind ``value``, up to types that are ``enough``, are allowed."""
         waiting, seen = [value], set[int]()
         while waiting:
-            tensor = self._origin(waiting.pop())
+            tensor = self.origin(waiting.pop())
             if _tf.is_eager(tensor):
                 if outside is not None:
                     outside.add(id(tensor))
@@ -429,7 +442,8 @@ class Walk:
         return True
 
 
-def _is_steady_source(operation: tf.Operation) -> bool:
+def is_steady_source(operation: tf.Operation) -> bool:
+    """Whether an operation may be behind what comes of weights and constants alone."""
     if operation.type.startswith(("Placeholder", "Iterator", "Optional")):  # a batch's
         return False
     return bool(operation.inputs) or operation.type in ("Const", "VarHandleOp")

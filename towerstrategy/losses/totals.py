@@ -91,14 +91,17 @@ def _counts(tower: contexts.TowerContext, found: _Search) -> dict[str, tf.Tensor
 
 
 def _part(tower: contexts.TowerContext, leaf: _Leaf, counted: dict[str, tf.Tensor]) -> tf.Tensor:
-    """What a tower adds to the total: of a stand-in nothing, and no gradient for it either."""
+    """What a tower adds to the total: without rows nothing, and no gradient for it either."""
     value = leaf.value
     if leaf.rows is not None:
         share = tf.math.divide_no_nan(tf.cast(leaf.rows, value.dtype),
                                       tf.cast(counted[leaf.rows.name], value.dtype))
         part = merging.kept(leaf.rows > 0, value) * share  # of no rows there is no mean
     elif leaf.kind is provenance.Kind.MEAN:
-        return value * tf.cast(tower.share, value.dtype)
+        part = value * tf.cast(tower.share, value.dtype)
+        # Of a stand-in it is 0 as it is; of no rows it is no number.
+        return part if tower.shares.stand_ins or not tower.may_be_empty else merging.kept(
+            tower.filled, part)
     else:
         part = value
     return merging.kept(tower.filled, part) if tower.stand_ins else part

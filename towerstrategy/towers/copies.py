@@ -38,6 +38,7 @@ class Copier:
       stage_of: the stage of an operation of tower 0.
       joins: whether products with large weights are made once for all, see :mod:`products`.
       relayed: whether large variables come in pieces, see :mod:`relays`.
+      micro_batches: how many of the copies in a row are one tower's.
 
     Attributes:
       table: what each tower has in place of tower 0's tensors and operations.
@@ -47,11 +48,13 @@ class Copier:
     def __init__(self, graph: tf.Graph, rows: Sequence[Sequence[str]], scopes: Sequence[str],
                  local_variables: Callable[[], Iterator[Sequence[tf.Variable]]],
                  stage_of: Callable[[tf.Operation], int], joins: bool = False,
-                 relayed: bool = False) -> None:
+                 relayed: bool = False, micro_batches: int = 1) -> None:
         self.table = tables.Table(len(rows))
         self._graph = graph
         self._rows = [[tf.DeviceSpec.from_string(device).to_string() for device in row]
                       for row in rows]
+        # In the order of their work: stateful operations wait for those that were made before.
+        self._turns = sorted(range(1, len(rows)), key=lambda tower: (tower % micro_batches, tower))
         self._stage_of = stage_of
         self._joins = joins
         self._relayed = relayed
@@ -182,7 +185,7 @@ class Copier:
         nodes = [(operation, node) for operation in stretch
                  if not self._repeats(operation, node := operation.node_def)]
         self._put_repeats(stretch)
-        for tower in range(1, len(self._rows)):
+        for tower in self._turns:
             renamed = {operation.name: self._name(operation.name, tower)
                        for operation, _ in nodes}
             for operation, node in nodes:
@@ -209,7 +212,8 @@ class Copier:
         for number, control in controls:
             _tf.add_control_input(made[number], control)
         for position, (operation, _) in enumerate(nodes):
-            self.table.put_operation(operation, made[position::len(nodes)])
+            in_turn = dict(zip(self._turns, made[position::len(nodes)]))
+            self.table.put_operation(operation, [in_turn[tower] for tower in sorted(in_turn)])
         self._put_repeats(stretch)
 
     def _repeats(self, operation: tf.Operation, node: Any) -> bool:

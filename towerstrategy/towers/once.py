@@ -91,7 +91,7 @@ class _Once:
             strategy.extended.tower_local_parts, self._stages.stage_of,
             joins=placement.on_cpu and placement.micro_batches == 1 and not placement.rows
             and not compiles,
-            relayed=placement.relays)
+            relayed=placement.relays, micro_batches=placement.micro_batches)
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)

@@ -12,7 +12,9 @@ Where replicas meet and go on with what all of them have brought (a mean over th
 micro-batch can come to its end before all have come to that point.  Their work is in *rounds* then:
 round 0 is what needs nothing of a meeting, round 1 what needs something that was made of round 0's
 results, and so on; in each round micro-batches follow one another.  A meeting whose result no
-replica reads, such as the update of a moving mean, makes no round.
+replica reads, such as the update of a moving mean, makes no round.  Nor does one of what is made of
+the inputs alone, such as how many steps of all rows a mask leaves: that is in no order, and done
+when the inputs are there.
 
 Where a tower has stages, each of these does the same for itself, forwards and backwards apart
 (1F1B; Narayanan et al. 2021): of P stages, number s begins a micro-batch when it has the forward
@@ -63,6 +65,8 @@ def put(graph: tf.Graph, replicas: Sequence[Collection[str]], placement: devices
         return
     owners = {name: replica for replica, names in enumerate(replicas) for name in names}
     traced = _Traced(graph)
+    for name in _brought_of_inputs(traced, owners):
+        del owners[name]
     legs = _legs(traced, _parts(traced, owners, micro_batches), placement)
     begins = _begins(traced, legs)
     ends = _ends(traced, legs, traced.live(results))
@@ -192,6 +196,28 @@ class _Traced:
                 live.add(name)
                 reached += self.waits[name]
         return live
+
+
+def _brought_of_inputs(traced: _Traced, owners: Mapping[str, int]) -> set[str]:
+    """The names of what replicas bring to meetings, where these need no variable and no state."""
+    of_inputs: set[str] = set()
+    meeting: set[str] = set()  # what is no replica's and needs something of one
+    for name in traced.in_order():
+        operation, waits = traced.operations[name], traced.waits[name]
+        if not operation.op_def.is_stateful and waits <= of_inputs \
+                and not any(tensor.dtype == tf.resource for tensor in operation.inputs):
+            of_inputs.add(name)
+        if name not in owners and any(other in owners or other in meeting for other in waits):
+            meeting.add(name)
+    reached = [other for name in owners for other in traced.waits[name]
+               if other in meeting and other in of_inputs]
+    found: set[str] = set()
+    while reached:
+        name = reached.pop()
+        if name not in found:
+            found.add(name)
+            reached += traced.waits[name]
+    return {name for name in found if name in owners}
 
 
 def _parts(traced: _Traced, owners: Mapping[str, int], micro_batches: int) -> dict[str, Part]:

@@ -176,7 +176,7 @@ class Placer:
 
     def _of_forward(self, name: str) -> int | None:
         """The stage of what ``name`` is a gradient of, where its scope is in one stage."""
-        scope = name.rpartition(GRADIENTS)[2]
+        scope = name.rpartition(GRADIENTS)[2].rpartition("/")[0]  # its own name may be another's
         while scope and not contexts.TOWER_SCOPE.fullmatch(scope.rpartition("/")[2]):
             if scope in self._forward:
                 stages = self._forward[scope]

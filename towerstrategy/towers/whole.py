@@ -59,9 +59,12 @@ def own_rows_of(tower: contexts.TowerContext, compute: Callable[[Any], Any], val
       compute: takes a nest as ``value``, returns one of tensors that have all rows, too.
       value: a nest of this tower's rows.
     """
-    rows = rows_of_all(tower, value)
+    alone = tower.count == 1 and tower.shares.workers is None  # a tower of stages
+    rows = value if alone else rows_of_all(tower, value)
     with tower.drawing_alike():
         made = compute(rows)
+    if alone:
+        return made
     first = tower.first_row
 
     def own(leaf: tf.Tensor) -> tf.Tensor:

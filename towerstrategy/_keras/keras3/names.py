@@ -182,11 +182,15 @@ def tf_variable(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras_variables.Variable) else variable
 
 
+def has_graph(layer: Any) -> bool:
+    """Whether ``layer`` is a functional or sequential model, be it with a call of its own."""
+    return isinstance(layer, (functional.Functional, sequential.Sequential))
+
+
 def is_opened(layer: Any) -> bool:
     """Whether the order in which ``layer`` calls its layers is known beforehand."""
-    call = type(layer).call
-    return (isinstance(layer, functional.Functional) and call is functional.Functional.call
-            or isinstance(layer, sequential.Sequential) and call is sequential.Sequential.call)
+    return has_graph(layer) and type(layer).call in (
+        functional.Functional.call, sequential.Sequential.call)
 
 
 def calls_of(model: Any) -> Iterator[tuple[Any, Any]]:

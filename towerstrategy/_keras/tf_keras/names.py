@@ -168,9 +168,14 @@ def finish_twin(twin: Any) -> None:
     vars(twin)["_checkpoint"] = tf.train.Checkpoint(root=weakref.ref(twin))
 
 
+def has_graph(layer: Any) -> bool:
+    """Whether ``layer`` is a functional or sequential model, be it with a call of its own."""
+    return isinstance(layer, functional.Functional)
+
+
 def is_opened(layer: Any) -> bool:
     """Whether the order in which ``layer`` calls its layers is known beforehand."""
-    return isinstance(layer, functional.Functional) and type(layer).call in (
+    return has_graph(layer) and type(layer).call in (
         functional.Functional.call, sequential.Sequential.call)
 
 
@@ -226,10 +231,12 @@ def trying(layer: Any) -> Iterator[None]:
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
     """The TensorFlow variables of a layer, so far as they are made, and whether they are trained.
     """
+    trained = {id(variable) for part in layer._flatten_layers() if part.trainable
+               for variable in part._trainable_weights}  # which stay there where it is frozen
     for variable in variables_of(layer):
         held = getattr(variable, "_variable", variable)
         if isinstance(held, tf.Variable):  # a lookup's table is among a layer's weights, too
-            yield held, variable.trainable
+            yield held, id(variable) in trained
 
 
 def _replace(layer: Any, old: Any, new: Any) -> None:

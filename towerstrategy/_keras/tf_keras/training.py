@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_keras.src.engine import training
 from tf_keras.src.metrics import base_metric
 
-from towerstrategy._keras import adopting, over_rows
+from towerstrategy._keras import adopting, over_rows, stages
 from towerstrategy._keras import training as training_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.batch import datasets as datasets_lib
@@ -84,6 +84,7 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
                     names.set_owner_of_optimizer(part, strategy)
                     adopting.adopt_variables(strategy, names.optimizer_variables(part))
             over_rows.compiling(original, _HOLDERS, self, args, kwargs)
+            stages.settle(strategy, self, names)  # the optimizer, and so its slots, are known now
 
     return compile
 

@@ -1,0 +1,62 @@
+"""The calls of layers in a model whose calls are known beforehand.
+
+Goes in: a model, and what was said by hand of its layers' stages.  Comes out: a :class:`Position`
+for each call of a layer, in order, nested models opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+# Attributes of layers, MADE of the nodes of functional models, too: stages that were said by hand.
+MADE, CALLED = "_tower_stage", "_tower_stages_called"
+
+
+class Position:
+    """A call of a layer in a model whose calls are known beforehand.
+
+    Attributes:
+      layer: the layer.
+      node: the call's in the graph of a functional model, or None.
+      said: the stage that was said by hand, or None.
+      row_bytes: bytes of its results for a row.
+      rows: of a batch, where the model says how many; else None.
+    """
+
+    def __init__(self, layer: Any, node: Any, said: int | None, row_bytes: int,
+                 rows: int | None) -> None:
+        self.layer, self.node, self.said = layer, node, said
+        self.row_bytes, self.rows = row_bytes, rows
+
+
+def positions_of(model: Any, names: Any, said: int | None = None,
+                 inside: Sequence[Any] = ()) -> Iterator[Position]:
+    """The calls of layers in ``model``, which was said to be in a stage or not."""
+    inside = *inside, model
+    for layer, node in names.calls_of(model):
+        if any(layer is other for other in inside):  # a part that holds the whole
+            continue
+        here = vars(node).get(MADE) if node is not None else None
+        here = vars(layer).get(MADE) if here is None else here
+        here = said if here is None else here
+        if opens(layer, names):
+            yield from positions_of(layer, names, here, inside)
+        else:
+            yield Position(layer, node, here,
+                           *(0, None) if node is None else names.result_bytes(node))
+
+
+def models_in(model: Any, names: Any, seen: set[int]) -> Iterator[Any]:
+    """The models that ``model`` holds, at any depth; ``seen`` are left out."""
+    for layer in model.layers:
+        if names.is_model(layer) and id(layer) not in seen:
+            seen.add(id(layer))
+            yield layer
+            yield from models_in(layer, names, seen)
+
+
+def opens(layer: Any, names: Any) -> bool:
+    """Whether the layers in ``layer`` are dealt to stages one by one."""
+    return names.is_model(layer) and (names.has_graph(layer) or any(
+        map(names.has_graph, models_in(layer, names, {id(layer)}))))
