@@ -1,7 +1,9 @@
 """Numbers that functions make of rows: one device's, however their rows come together."""
 
 import contextlib
+import inspect
 import warnings
+from unittest import mock
 
 import keras
 import numpy as np
@@ -10,6 +12,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+from towerstrategy._keras import over_rows
 
 KITS = {"keras": keras, "tf_keras": tf_keras}
 
@@ -95,6 +98,14 @@ LOGGED = {
 }
 
 
+# Values, one a row, in which rows meet.
+IN_ROWS = {
+    "in_batch_negatives": lambda t, p: tf.nn.sparse_softmax_cross_entropy_with_logits(
+        tf.range(tf.shape(p)[0]), tf.matmul(p, t, transpose_b=True)),
+    "centered": lambda t, p: tf.reduce_sum(tf.square(p - tf.reduce_mean(p, 0) - t), -1),
+}
+
+
 class SameTest(parameterized.TestCase):
 
     def results(self, kit, make, train):
@@ -119,13 +130,14 @@ class SameTest(parameterized.TestCase):
         for name, value in wanted.items():
             np.testing.assert_allclose(got[name], value, 1e-4, 1e-5, err_msg=name)
 
-    @parameterized.product(version=list(KITS), known=[False, True])
+    @parameterized.parameters(("keras", False), ("keras", True), ("tf_keras", False))
     def test_a_compiled_number_in_which_rows_meet(self, version, known):
         """Else a loss or metric is computed of each tower's rows, and nobody is told."""
         kit = KITS[version]
         made = TOGETHER if kit is keras and not known else {
             name: TOGETHER[name] for name in ("a_function", "gathered", "over_columns", "over_all",
                                               "times_rows", "stacked")}
+        made = {**made, **IN_ROWS}
 
         def number(name):
             def function(t, p):
@@ -136,7 +148,7 @@ class SameTest(parameterized.TestCase):
 
         def make(inputs, outputs):
             model = kit.Model(inputs, outputs)
-            model.compile(kit.optimizers.SGD(0.05), number("a_function"),
+            model.compile(kit.optimizers.SGD(0.05), number("centered" if known else "a_function"),
                           metrics=[number(name) for name in made])
             return model
 
@@ -148,7 +160,31 @@ class SameTest(parameterized.TestCase):
 
         self.check(*self.results(kit, make, train))
 
-    @parameterized.product(version=list(KITS), known=[False, True])
+    @parameterized.parameters(*KITS)
+    def test_keras_own_losses_are_made_of_each_towers_rows(self, version):
+        """Else all outputs of a batch cross to one device, for a loss that needs no other row."""
+        losses = {name: loss for name, loss in vars(KITS[version].losses).items()
+                  if inspect.isclass(loss) and name not in (
+                      "Loss", "CTC", "Dice", "Tversky", "Circle", "Reduction")}
+        strategy, failed = towerstrategy.TowerStrategy(2), []
+
+        @tf.function
+        def step(x):
+            for name, loss in losses.items():
+                for y in (x, tf.reshape(x, [-1, 3, 2])):
+                    integers = name.startswith(("Sparse", "CategoricalGeneral"))
+                    target = tf.cast(y[..., 0] > 0, tf.int32) if integers else tf.nn.softmax(y)
+                    try:
+                        loss(reduction="none")(target, tf.nn.softmax(y))
+                    except AssertionError:
+                        failed.append(name)
+
+        with mock.patch.object(over_rows, "loss_of_all", side_effect=AssertionError):
+            strategy.run(step, (strategy.split(rows(6)[0]),))
+        self.assertGreater(len(losses), 10)
+        self.assertEmpty(failed)
+
+    @parameterized.parameters(("keras", False), ("keras", True), ("tf_keras", False))
     def test_numbers_of_a_step_of_ones_own(self, version, known):
         """Else a masked mean, or a count, counts by all of a tower's rows: a wrong loss and log."""
         kit = KITS[version]

@@ -29,6 +29,11 @@ def is_by_row(walk: provenance.Walk, rows: tf.Tensor, given: Container[int]) -> 
     return not _Search(walk, given).puts_together(rows)
 
 
+def is_coupled(walk: provenance.Walk, rows: tf.Tensor, given: Container[int]) -> bool:
+    """Whether a value of ``rows`` is, without a doubt, made of several rows of what was given."""
+    return _Search(walk, given, sure=True).puts_together(rows)
+
+
 class _Holds(enum.IntEnum):
     """What a tensor holds."""
 
@@ -38,10 +43,16 @@ class _Holds(enum.IntEnum):
 
 
 class _Search:
-    """Goes back from a tensor to what was given; sees each tensor once."""
+    """Goes back from a tensor to what was given; sees each tensor once.
 
-    def __init__(self, walk: provenance.Walk, given: Container[int]) -> None:
-        self._walk, self._given = walk, given
+    Args:
+      walk: looks at the graph.
+      given: the ids of the tensors behind which not to look.
+      sure: whether what only may put rows together does not count.
+    """
+
+    def __init__(self, walk: provenance.Walk, given: Container[int], sure: bool = False) -> None:
+        self._walk, self._given, self._sure = walk, given, sure
         self._holds: dict[int, _Holds] = {}
         self._seen: list[tf.Tensor] = []  # so that no id becomes another's
         self._calls: dict[int, tf.Operation] = {}
@@ -63,7 +74,7 @@ class _Search:
             self._holds[id(tensor)] = holds = self._held(tensor, held)
             if held and holds is _Holds.ROWS and self._moves(tensor, held):
                 return True
-        return self._holds[id(value)] is _Holds.NUMBERS
+        return not self._sure and self._holds[id(value)] is _Holds.NUMBERS
 
     def _sources(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """What ``tensor`` was made of; nothing where that is not looked at."""
@@ -99,6 +110,8 @@ class _Search:
         operation = tensor.op
         if self._walk.origin(tensor) is not tensor or operation.type == "IdentityN":
             return False
+        if self._sure and not _is_sure(operation):
+            return False
         if operation.type in provenance.CALLS:
             # A second call's arguments would be taken for the first one's.
             inner = self._walk.inside(tensor)
@@ -109,6 +122,16 @@ class _Search:
                for each, value in zip(held, operation.inputs)):
             return True
         return moves(self._walk, operation, [each is not _Holds.ROWS for each in held])
+
+
+# What nothing is done by but putting rows together.
+_REDUCING = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "EuclideanNorm", "Cumsum", "ReverseV2"})
+
+
+def _is_sure(operation: tf.Operation) -> bool:
+    if operation.type in _REDUCING:
+        return tf.get_static_value(operation.inputs[1]) is not None
+    return operation.type in ("MatMul", "Einsum")
 
 
 # Those that repeat an input as often as a shape says, and which input it is.

@@ -88,14 +88,17 @@ def whole(tower: contexts.TowerContext, number: tf.Tensor, is_sum: bool,
 
     Args:
       tower: where it was made.
-      number: what a loss function has returned; a value a row stays as it is.
+      number: what a loss function has returned; values, one a row, stay as they are.
       is_sum: whether the towers' numbers are added up, and do not count as means.
       weighted: whether it is going to be multiplied by weights of the rows.
     """
-    if tower.trial is None or number.shape.rank != 0 or _tf.is_eager(number):
+    if tower.trial is None or _tf.is_eager(number):
         return number
     walk = parts.walk(tower)
     given = tower.trial.given
+    if number.shape.rank != 0:
+        tower.trial.fails |= _fail(tower, walk, number, tower.trial)
+        return number
     if walk.is_steady(number):  # of the rows of all towers already, see parts.summed_values
         return number
     if not weighted and _Number(tower, walk, given, is_sum).fits(number):
@@ -110,6 +113,14 @@ def whole(tower: contexts.TowerContext, number: tf.Tensor, is_sum: bool,
     return tower.mark_mean(made)
 
 
+def _fail(tower: contexts.TowerContext, walk: provenance.Walk, values: tf.Tensor,
+          tried: Trial) -> bool:
+    """Whether ``values``, one a row, are made of other rows, too, and can be made of all."""
+    return (bool(values.shape.rank) and not tower.gathered
+            and by_row.is_coupled(walk, values, tried.given)
+            and tried.can_be_repeated(walk, values))
+
+
 def of_rows(function: Callable[..., Any], of_all: Callable[..., Any],
             weighted: bool = False) -> Callable[..., Any]:
     """A metric's ``function``, in whose place ``of_all`` is called where its number fails."""
@@ -119,9 +130,11 @@ def of_rows(function: Callable[..., Any], of_all: Callable[..., Any],
             return function(*args, **kwargs)
         with trial(tower, args) as tried:
             value = function(*args, **kwargs)
-        if not isinstance(value, tf.Tensor) or value.shape.rank != 0 or _tf.is_eager(value):
+        if not isinstance(value, tf.Tensor) or _tf.is_eager(value):
             return value
         walk = parts.walk(tower)
+        if value.shape.rank != 0:
+            return of_all(*args, **kwargs) if _fail(tower, walk, value, tried) else value
         if not weighted and any(_Number(tower, walk, tried.given, is_sum).fits(value)
                                 for is_sum in (False, True)):
             return value
