@@ -18,14 +18,27 @@ from towerstrategy.losses import provenance
 Moves = Callable[[provenance.Walk, tf.Operation, Sequence[bool]], bool]
 
 
-def is_by_row(walk: provenance.Walk, rows: tf.Tensor, given: Container[int]) -> bool:
-    """Whether each value of ``rows`` is made of one row of what was given.
+class Given:
+    """Tensors that have a row for each of the batch's: what a function was given, and the model's.
 
     Args:
-      walk: looks at the graph.
-      rows: a tensor.
-      given: the ids of the tensors behind which not to look.
+      ids: the ids of what it was given.
+      graph: where it was called; None to know of no more.
+      made: the names of the operations that were made there since.
     """
+
+    def __init__(self, ids: Container[int], graph: tf.Graph | None = None,
+                 made: Container[str] = ()) -> None:
+        self._ids, self._graph, self._made = ids, graph, made
+
+    def __contains__(self, tensor: tf.Tensor) -> bool:
+        # Keras takes the logits from behind a softmax.
+        return id(tensor) in self._ids or (
+            tensor.graph is self._graph and tensor.op.name not in self._made)
+
+
+def is_by_row(walk: provenance.Walk, rows: tf.Tensor, given: Given) -> bool:
+    """Whether each value of ``rows`` is made of one row of what was given."""
     return not _Search(walk, given).puts_together(rows)
 
 
@@ -40,7 +53,7 @@ class _Holds(enum.IntEnum):
 class _Search:
     """Goes back from a tensor to what was given; sees each tensor once."""
 
-    def __init__(self, walk: provenance.Walk, given: Container[int]) -> None:
+    def __init__(self, walk: provenance.Walk, given: Given) -> None:
         self._walk, self._given = walk, given
         self._holds: dict[int, _Holds] = {}
         self._seen: list[tf.Tensor] = []  # so that no id becomes another's
@@ -67,7 +80,7 @@ class _Search:
 
     def _sources(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """What ``tensor`` was made of; nothing where that is not looked at."""
-        if self._walk.is_outside(tensor) or id(tensor) in self._given:
+        if self._walk.is_outside(tensor) or tensor in self._given:
             return []
         origin = self._walk.origin(tensor)
         if origin is not tensor:
@@ -80,8 +93,8 @@ class _Search:
     def _held(self, tensor: tf.Tensor, held: Sequence[_Holds]) -> _Holds:
         if self._walk.is_outside(tensor):
             return _Holds.SAME
-        if id(tensor) in self._given:
-            return _Holds.ROWS
+        if tensor in self._given:
+            return _Holds.SAME if self._walk.is_steady(tensor) else _Holds.ROWS
         kind = tensor.op.type
         if not held:
             steady = provenance.is_steady_source(tensor.op) or kind == "Placeholder" and (

@@ -42,6 +42,12 @@ class Trial:
         self._graph = tf.compat.v1.get_default_graph()
         self._first = _tf.operation_count(self._graph)
 
+    @property
+    def rows(self) -> by_row.Given:
+        """The tensors behind which not to look."""
+        made = {each.name for each in self._graph.get_operations()[self._first:]}
+        return by_row.Given(self.given, self._graph, made)
+
     def can_be_repeated(self, walk: provenance.Walk, number: tf.Tensor) -> bool:
         """Whether the function writes nothing, draws nothing, and reads no rows but those given."""
         made = self._graph.get_operations()[self._first:]
@@ -91,7 +97,7 @@ def whole(tower: contexts.TowerContext, number: tf.Tensor, is_sum: bool,
     if tower.trial is None or number.shape.rank != 0 or _tf.is_eager(number):
         return number
     walk = parts.walk(tower)
-    given = tower.trial.given
+    given = tower.trial.rows
     if walk.is_steady(number):  # of the rows of all towers already, see parts.summed_values
         return number
     if not weighted and _Number(tower, walk, given, is_sum).fits(number):
@@ -117,11 +123,11 @@ def of_rows(function: Callable[..., Any], of_all: Callable[..., Any],
             value = function(*args, **kwargs)
         if not isinstance(value, tf.Tensor) or value.shape.rank != 0 or _tf.is_eager(value):
             return value
-        walk = parts.walk(tower)
-        if not weighted and any(_Number(tower, walk, tried.given, is_sum).fits(value)
+        walk, given = parts.walk(tower), tried.rows
+        if not weighted and any(_Number(tower, walk, given, is_sum).fits(value)
                                 for is_sum in (False, True)):
             return value
-        made = totals.of_all(tower, walk, value, tried.given)
+        made = totals.of_all(tower, walk, value, given)
         if made is not None:
             return tower.mark_mean(made)
         return of_all(*args, **kwargs) if tried.can_be_repeated(walk, value) else value
@@ -133,7 +139,7 @@ class _Number:
     """A number that is looked at: is it a sum of sums, or of means, over the rows?"""
 
     def __init__(self, tower: contexts.TowerContext, walk: provenance.Walk,
-                 given: dict[int, Any], is_sum: bool) -> None:
+                 given: by_row.Given, is_sum: bool) -> None:
         self._tower, self._walk, self._given, self._is_sum = tower, walk, given, is_sum
 
     def fits(self, value: tf.Tensor) -> bool:
@@ -168,7 +174,8 @@ class _Number:
     def _quotient(self, operation: tf.Operation) -> bool:
         one, divisor = operation.inputs
         if self._walk.divides_by_count(operation):
-            return (not self._is_sum and self._walk.is_size(divisor)
+            counts = self._walk.is_steady(divisor) or self._walk.growth(divisor) == 1
+            return (not self._is_sum and counts
                     and _Number(self._tower, self._walk, self._given, True).fits(one))
         return ((self._walk.is_steady(divisor) or self._walk.growth(divisor) == 0)
                 and self.fits(one))

@@ -289,11 +289,8 @@ class Walk:
 
     def is_steady(self, value: Any) -> bool:
         """Whether ``value`` comes of weights and constants alone."""
-        return self._all_behind(value, is_steady_source)
-
-    def is_size(self, value: Any) -> bool:
-        """Whether ``value`` comes of shapes and constants alone."""
-        return self._all_behind(value, is_steady_source, SIZES)
+        return self._all_behind(value, lambda source: (
+            is_steady_source(source) and not self._is_known_count(source)))
 
     def _counts_here(self, value: Any, without: Collection[str] = ("StopGradient",)) -> bool:
         """Whether ``value`` comes of the tower's rows, and of nothing that the towers share."""
@@ -336,14 +333,23 @@ class Walk:
         shape, begin = operation.inputs[0], tf.get_static_value(operation.inputs[1])
         if begin is None or begin.size != 1 or shape.shape.rank != 1:
             return None
-        place, known = int(begin[0]), tf.get_static_value(shape)
+        place = int(begin[0])
         if shape.shape[0] is not None:
             place %= max(shape.shape[0], 1)
-        if known is not None:
-            return 1 if place == 0 and self._rows and known[0] == self._rows else 0
+        if tf.get_static_value(shape) is not None:
+            return int(self._is_known_count(operation))
         if shape.op.type != "Shape" or place < 0:
             return None
         return 0 if place or self.is_steady(shape.op.inputs[0]) else 1
+
+    def _is_known_count(self, operation: tf.Operation) -> bool:
+        """Whether an operation takes the tower's rows from a shape that is known in tracing."""
+        if operation.type != "StridedSlice" or not self._rows:
+            return False
+        shape, begin = (tf.get_static_value(value) for value in operation.inputs[:2])
+        return (shape is not None and begin is not None and shape.ndim == 1
+                and begin.tolist() == [0] and operation.outputs[0].shape.rank == 0
+                and bool(shape[0] == self._rows))
 
     def behind(self, value: tf.Tensor) -> set[int] | None:
         """The ids of what steady ``value`` comes of outside of all graphs; None if not steady."""
