@@ -91,7 +91,7 @@ def _is_by_row(function, static):
     @tf.function(autograph=False)
     def traced(y, p):
         walk = provenance.Walk(rows=4 if static else 0)
-        found.append(by_row.is_by_row(walk, function(y, p), {id(y), id(p)}))
+        found.append(by_row.is_by_row(walk, function(y, p), by_row.Given({id(y), id(p)})))
 
     spec = tf.TensorSpec([4 if static else None, 3])
     traced.get_concrete_function(spec, spec)

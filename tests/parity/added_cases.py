@@ -202,6 +202,17 @@ def _correlation(y_true: Any, y_pred: Any) -> Any:
 _of_all("a root of a mean", lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p))), wide=False)
 _of_all("a ratio of sums", _masked, wide=False)
 _of_all("a correlation", _correlation)
+_of_all("pairs by reshape", lambda y, p: tf.reduce_mean(tf.nn.softplus(
+    (tf.reshape(p, [-1, 1]) - tf.reshape(p, [1, -1])) * tf.reshape(y, [-1, 1]))), wide=False)
+_of_all("each row in turn", lambda y, p: tf.reduce_mean(
+    tf.scan(lambda a, b: 0.5 * a + b, tf.reduce_mean(tf.square(y - p), -1))))
+_of_all("weights by place in the batch", lambda y, p: tf.reduce_sum(tf.square(y - p) * tf.cast(
+    tf.range(1, tf.shape(y)[0] + 1), p.dtype)[:, None]) / 100.0)
+_of_all("other rows by index", lambda y, p: tf.reduce_mean(tf.square(
+    p - tf.gather(y, tf.shape(y)[0] - 1 - tf.range(tf.shape(y)[0])))))
+_of_all("by the root of a count", lambda y, p: tf.reduce_sum(tf.square(y - p)) / tf.sqrt(
+    tf.cast(tf.shape(y)[0], p.dtype)), wide=False)
+_of_all("a nested function", tf.function(lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p)))))
 _of_all("a mean of some", lambda y, p: tf.reduce_mean(tf.boolean_mask(tf.square(y - p), y > 0)))
 _of_all("a mean of the worst", lambda y, p: tf.reduce_mean(
     tf.math.top_k(tf.reshape(tf.square(y - p), [-1]), 4)[0]))

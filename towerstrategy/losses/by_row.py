@@ -18,18 +18,31 @@ from towerstrategy.losses import provenance, row_axes
 Moves = Callable[[provenance.Walk, tf.Operation, Sequence[bool]], bool]
 
 
-def is_by_row(walk: provenance.Walk, rows: tf.Tensor, given: Container[int]) -> bool:
-    """Whether each value of ``rows`` is made of one row of what was given.
+class Given:
+    """Tensors that have a row for each of the batch's: what a function was given, and the model's.
 
     Args:
-      walk: looks at the graph.
-      rows: a tensor.
-      given: the ids of the tensors behind which not to look.
+      ids: the ids of what it was given.
+      graph: where it was called; None to know of no more.
+      made: the names of the operations that were made there since.
     """
+
+    def __init__(self, ids: Container[int], graph: tf.Graph | None = None,
+                 made: Container[str] = ()) -> None:
+        self._ids, self._graph, self._made = ids, graph, made
+
+    def __contains__(self, tensor: tf.Tensor) -> bool:
+        # Keras takes the logits from behind a softmax.
+        return id(tensor) in self._ids or (
+            tensor.graph is self._graph and tensor.op.name not in self._made)
+
+
+def is_by_row(walk: provenance.Walk, rows: tf.Tensor, given: Given) -> bool:
+    """Whether each value of ``rows`` is made of one row of what was given."""
     return not _Search(walk, given).puts_together(rows)
 
 
-def is_coupled(walk: provenance.Walk, rows: tf.Tensor, given: Container[int]) -> bool:
+def is_coupled(walk: provenance.Walk, rows: tf.Tensor, given: Given) -> bool:
     """Whether a value of ``rows`` is, without a doubt, made of several rows of what was given."""
     return _Search(walk, given, sure=True).puts_together(rows)
 
@@ -47,11 +60,11 @@ class _Search:
 
     Args:
       walk: looks at the graph.
-      given: the ids of the tensors behind which not to look.
+      given: the tensors behind which not to look.
       sure: whether what only may put rows together does not count.
     """
 
-    def __init__(self, walk: provenance.Walk, given: Container[int], sure: bool = False) -> None:
+    def __init__(self, walk: provenance.Walk, given: Given, sure: bool = False) -> None:
         self._walk, self._given, self._sure = walk, given, sure
         self._holds: dict[int, _Holds] = {}
         self._seen: list[tf.Tensor] = []  # so that no id becomes another's
@@ -78,7 +91,7 @@ class _Search:
 
     def _sources(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """What ``tensor`` was made of; nothing where that is not looked at."""
-        if self._walk.is_outside(tensor) or id(tensor) in self._given:
+        if self._walk.is_outside(tensor) or tensor in self._given:
             return []
         origin = self._walk.origin(tensor)
         if origin is not tensor:
@@ -91,8 +104,8 @@ class _Search:
     def _held(self, tensor: tf.Tensor, held: Sequence[_Holds]) -> _Holds:
         if self._walk.is_outside(tensor):
             return _Holds.SAME
-        if id(tensor) in self._given:
-            return _Holds.ROWS
+        if tensor in self._given:
+            return _Holds.SAME if self._walk.is_steady(tensor) else _Holds.ROWS
         kind = tensor.op.type
         if not held:
             steady = provenance.is_steady_source(tensor.op) or kind == "Placeholder" and (

@@ -44,6 +44,12 @@ class Trial:
         self._graph = tf.compat.v1.get_default_graph()
         self._first = _tf.operation_count(self._graph)
 
+    @property
+    def rows(self) -> by_row.Given:
+        """The tensors behind which not to look."""
+        made = {each.name for each in self._graph.get_operations()[self._first:]}
+        return by_row.Given(self.given, self._graph, made)
+
     def can_be_repeated(self, walk: provenance.Walk, number: tf.Tensor) -> bool:
         """Whether the function writes, draws and differentiates nothing, and has but rows given."""
         made = self._graph.get_operations()[self._first:]
@@ -95,7 +101,7 @@ def whole(tower: contexts.TowerContext, number: tf.Tensor, is_sum: bool,
     if tower.trial is None or _tf.is_eager(number):
         return number
     walk = parts.walk(tower)
-    given = tower.trial.given
+    given = tower.trial.rows
     if number.shape.rank != 0:
         tower.trial.fails |= _fail(tower, walk, number, tower.trial)
         return number
@@ -117,7 +123,7 @@ def _fail(tower: contexts.TowerContext, walk: provenance.Walk, values: tf.Tensor
           tried: Trial) -> bool:
     """Whether ``values``, one a row, are made of other rows, too, and can be made of all."""
     return (bool(values.shape.rank) and not tower.gathered
-            and by_row.is_coupled(walk, values, tried.given)
+            and by_row.is_coupled(walk, values, tried.rows)
             and tried.can_be_repeated(walk, values))
 
 
@@ -132,13 +138,13 @@ def of_rows(function: Callable[..., Any], of_all: Callable[..., Any],
             value = function(*args, **kwargs)
         if not isinstance(value, tf.Tensor) or _tf.is_eager(value):
             return value
-        walk = parts.walk(tower)
+        walk, given = parts.walk(tower), tried.rows
         if value.shape.rank != 0:
             return of_all(*args, **kwargs) if _fail(tower, walk, value, tried) else value
-        if not weighted and any(_Number(tower, walk, tried.given, is_sum).fits(value)
+        if not weighted and any(_Number(tower, walk, given, is_sum).fits(value)
                                 for is_sum in (False, True)):
             return value
-        made = totals.of_all(tower, walk, value, tried.given)
+        made = totals.of_all(tower, walk, value, given)
         if made is not None:
             return tower.mark_mean(made)
         return of_all(*args, **kwargs) if tried.can_be_repeated(walk, value) else value
@@ -150,7 +156,7 @@ class _Number:
     """A number that is looked at: is it a sum of sums, or of means, over the rows?"""
 
     def __init__(self, tower: contexts.TowerContext, walk: provenance.Walk,
-                 given: dict[int, Any], is_sum: bool) -> None:
+                 given: by_row.Given, is_sum: bool) -> None:
         self._tower, self._walk, self._given, self._is_sum = tower, walk, given, is_sum
 
     def fits(self, value: tf.Tensor) -> bool:

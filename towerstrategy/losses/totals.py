@@ -8,7 +8,6 @@ towers ask for as its gradient is added up, so each counts it by its share.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -23,15 +22,15 @@ _MOST = 400
 
 
 def of_all(tower: contexts.TowerContext, walk: provenance.Walk, number: tf.Tensor,
-           given: Container[int] | None = None) -> tf.Tensor | None:
+           given: by_row.Given | None = None) -> tf.Tensor | None:
     """``number`` of the rows of all towers; None where it is not made of sums and means alone.
 
     Args:
       tower: where it was made.
       walk: looks at the graph.
       number: a traced tensor.
-      given: the ids of the tensors of which each row is known to be one of the batch; None where
-        sums are taken for sums over rows without looking what is behind them.
+      given: the tensors of which each row is known to be one of the batch; None where sums are
+        taken for sums over rows without looking what is behind them.
     """
     if not tower.can_merge or tf.executing_eagerly() or _tf.is_eager(number):
         return None
@@ -118,7 +117,7 @@ class _Search:
     """
 
     def __init__(self, tower: contexts.TowerContext, walk: provenance.Walk,
-                 given: Container[int] | None) -> None:
+                 given: by_row.Given | None) -> None:
         self._tower, self._walk, self._given = tower, walk, given
         self.leaves: dict[str, _Leaf] = {}
         self.counts: dict[str, tf.Tensor] = {}
@@ -145,7 +144,7 @@ class _Search:
                 continue
             operation = tensor.op
             if (not operation.inputs or operation.op_def.is_stateful or len(self.needed) > _MOST
-                    or id(tensor) in (self._given or ())):
+                    or self._given is not None and tensor in self._given):
                 return False
             self.needed[operation.name] = remade.Made(operation, tuple(operation.inputs))
             waiting.extend(operation.inputs)
