@@ -71,7 +71,8 @@ def _(keras: Any) -> Run:
     return Run(_noisy(keras), data["x"].astype("float64"), data["y"], compile=LABELS)
 
 
-@case("draws/a transformer")
+# In float32 its own rounding comes to the bound (8e-6 on two towers, 1.008e-5 on two stages).
+@case("draws/a transformer", policy="float64", bound=1e-12)
 def _(keras: Any) -> Run:
     layers = keras.layers
     inputs = keras.Input([5])
