@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import merging
+from towerstrategy.placement import homes as homes_lib
 
 # Bytes of a stack: what waits for the last of its gradients.
 LARGEST = 2**21
@@ -66,15 +67,12 @@ class Stacks:
 
 def _is_small(gradient: Any) -> bool:
     return (isinstance(gradient, tf.Tensor) and gradient.dtype.is_floating
-            and gradient.shape.is_fully_defined() and _size(gradient) <= merging.LARGEST_STACKED)
+            and gradient.shape.is_fully_defined()
+            and homes_lib.size_of(gradient) <= merging.LARGEST_STACKED)
 
 
 def _parts(group: Sequence[int], gradient: tf.Tensor) -> Iterator[Sequence[int]]:
     """``group`` in stacks of a size at which the first may leave while others are made."""
-    most = max(LARGEST // max(_size(gradient), 1), 1)
+    most = max(LARGEST // max(homes_lib.size_of(gradient), 1), 1)
     for start in range(0, len(group), most):
         yield group[start:start + most]
-
-
-def _size(value: tf.Tensor) -> int:
-    return int(value.shape.num_elements() * value.dtype.size)
