@@ -31,6 +31,7 @@ from towerstrategy._keras.positions import (
     positions_of,
 )
 from towerstrategy.placement import cuts, kind
+from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
 from towerstrategy.variables import one_copy
 
@@ -326,7 +327,7 @@ def _costs(positions: Sequence[Position], slots: int, names: Any) -> Iterator[cu
             if id(variable) not in seen:
                 seen.add(id(variable))
                 times = _WEIGHT_AND_GRADIENT + slots if trained else 1
-                held += times * _size(variable)
+                held += times * homes_lib.size_of(variable)
         yield cuts.Cost(held, position.row_bytes * (position.rows or ROWS))
 
 
@@ -340,10 +341,6 @@ def _slots(optimizer: Any) -> int:
 
 _SLOTS = {"SGD": 0, "RMSprop": 1, "Adagrad": 1, "Lion": 1, "Adafactor": 0, "LossScaleOptimizer": 0,
           "LossScaleOptimizerV3": 0}
-
-
-def _size(variable: Any) -> int:
-    return int(variable.shape.num_elements() or 0) * variable.dtype.size
 
 
 def settle(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
@@ -390,7 +387,8 @@ def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[tupl
     for layer, stage in _uses(model, plan_of(strategy, model, names)):
         size = 0
         for variable, trained in names.variables_of_layer(layer):
-            size += 0 if id(variable) in seen else _size(variable) * (1 + trained * slots)
+            if id(variable) not in seen:
+                size += homes_lib.size_of(variable) * (1 + trained * slots)
             seen.add(id(variable))
         found[stage][layer.name] = found[stage].get(layer.name, 0) + size
     order = {layer.name: place for place, layer in enumerate(model._flatten_layers())}

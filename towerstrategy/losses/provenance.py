@@ -340,10 +340,6 @@ class Walk:
         return self.is_steady(value) and not (
             self._rows and self._default is None and True in (self._lengths(value) or ()))
 
-    def is_size(self, value: Any) -> bool:
-        """Whether ``value`` comes of shapes and constants alone."""
-        return self._all_behind(value, is_steady_source, row_axes.SIZES)
-
     def counts_rows(self, value: tf.Tensor) -> bool:
         """Whether ``value`` is a multiple of how many rows the tower has, as the step has it."""
         return True in (self._lengths(value, _MULTIPLES) or ())
