@@ -1,7 +1,11 @@
 """extended: tf.distribute's extension points, as libraries call them."""
 
+import collections
 import functools
+import tempfile
+from unittest import mock
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -252,3 +256,41 @@ class DevicesTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "(?s)differs between the towers.*Reduce it first"):
             strategy.extended.update(v, lambda part, x: part.assign(x),
                                      args=(per_replica(strategy, 1., 2.),))
+
+
+class GraphOptimizerTest(parameterized.TestCase):
+
+    def run_operations(self, strategy):
+        """The operations of a step as TensorFlow runs it, by type."""
+        def chain(x):
+            for _ in range(20):
+                x = tf.identity(x) * tf.exp(tf.constant(2.))
+            return x
+
+        with strategy.scope():
+            model = keras.Sequential([keras.Input([2]), keras.layers.Lambda(chain)])
+            model.compile("sgd", "mse")
+        with tempfile.TemporaryDirectory() as folder:
+            with tf.summary.create_file_writer(folder).as_default(step=0):
+                tf.summary.trace_on(graph=True)
+                model.evaluate(np.ones([4, 2]), np.ones([4, 2]), verbose=0)
+                tf.summary.trace_export("step")
+            [path] = tf.io.gfile.glob(f"{folder}/*")
+            runs = [tf.compat.v1.RunMetadata.FromString(value.tensor.string_val[0])
+                    for event in tf.compat.v1.train.summary_iterator(path)
+                    for value in event.summary.value]
+        return collections.Counter(node.op for run in runs for function in run.function_graphs
+                                   for graph in function.partition_graphs for node in graph.node)
+
+    def test_identities_are_not_run(self):
+        """Else thousands of operations of a large model's step do nothing, on towers of CPUs."""
+        counts = self.run_operations(two_towers())
+        self.assertGreater(counts["Exp"], 0)
+        self.assertLess(counts["Identity"], 40)
+
+    def test_options_of_the_user(self):
+        """Else who has chosen among TensorFlow's optimizers gets others, in silence."""
+        with mock.patch.object(tf.config.optimizer, "get_experimental_options",
+                               lambda: {"constant_folding": True}):
+            counts = self.run_operations(two_towers())
+        self.assertEqual(counts["Exp"], 0)

@@ -51,7 +51,6 @@ class TowerExtended(_tf.StrategyExtended):
         self.trace_once = True
         self.keep_graphs = False  # for tools that walk traced functions in Python
         self.own_trace_reasons: list[str] = []
-        self.optimize_graph = False
         self.synchronize_batch_norm = False  # also layers that do not say so
         self.warned: set[int] = set()  # ids of variables that were warned of
         self.warned_numbers: set[Any] = set()  # reductions, likewise
@@ -81,15 +80,14 @@ class TowerExtended(_tf.StrategyExtended):
 
         ``compiles`` says whether XLA compiles the towers' part of it.
 
-        On CPU towers the step's graph goes without TensorFlow's graph optimizer: its work grows
-        with the towers and gains nothing that was measured (BUILD.md, "Speed").  GPU towers keep
-        it, for the memory layouts that it chooses there.
+        On CPU towers the step's graph goes without most of TensorFlow's graph optimizer: its work
+        grows with the towers and gains nothing that was measured (BUILD.md, "Speed").  GPU towers
+        keep it, for the memory layouts that it chooses there.
         """
-        if len(self._placement.towers) == 1 or self._placement.kinds != {"CPU"} \
-                or self.optimize_graph:
+        if len(self._placement.towers) == 1 or self._placement.kinds != {"CPU"}:
             optimizer: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         else:
-            optimizer = _tf.without_graph_optimizer()
+            optimizer = _tf.light_graph_optimizer()
         explained = compiled.explained() if compiles else contextlib.nullcontext()
         with optimizer, explained, self._modes.within(compiles=compiles):
             yield

@@ -128,6 +128,9 @@ from towerstrategy._tensorflow.functions import (
     is_jit_compiled as is_jit_compiled,
 )
 from towerstrategy._tensorflow.functions import (
+    light_graph_optimizer as light_graph_optimizer,
+)
+from towerstrategy._tensorflow.functions import (
     may_be_recorded as may_be_recorded,
 )
 from towerstrategy._tensorflow.functions import (
@@ -135,9 +138,6 @@ from towerstrategy._tensorflow.functions import (
 )
 from towerstrategy._tensorflow.functions import (
     not_recorded as not_recorded,
-)
-from towerstrategy._tensorflow.functions import (
-    without_graph_optimizer as without_graph_optimizer,
 )
 from towerstrategy._tensorflow.functions import (
     without_xla as without_xla,

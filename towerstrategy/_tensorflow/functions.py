@@ -54,7 +54,7 @@ PRIVATE_NAMES = {
     "tensorflow.python.eager.record:record_operation":
         "tells tapes of a gradient that is a Python function, which runs in no stage by itself",
     "tensorflow.python.eager.context:FunctionCallOptions":
-        "turns the graph optimizer off for a call",
+        "turns most of the graph optimizer off for a call",
     "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction._cached_graph":
         "the Python graph of a function, kept although TensorFlow has the function; no public way "
         "to let go of it",
@@ -287,13 +287,24 @@ def graph_of_call(call: tf.Operation, function: str | None = None) -> tf.Graph |
     return getattr(call.graph._get_function(function or call.get_attr("f").name), "graph", None)
 
 
+# In all options that TensorFlow gives of its graph optimizer, though nobody has set them.
+_ALWAYS_GIVEN = frozenset({"disable_model_pruning", "disable_meta_optimizer"})
+
+
 @contextlib.contextmanager
-def without_graph_optimizer() -> Iterator[None]:
-    """Within, functions called by this thread run as they were traced."""
+def light_graph_optimizer() -> Iterator[None]:
+    """Within, functions called by this thread lose identities and waits that nothing needs.
+
+    All else of TensorFlow's graph optimizer is left out, unless the user has set options of it
+    (``tf.config.optimizer.set_experimental_options``): then it is as set.
+    """
+    options = tf.config.optimizer.get_experimental_options()
+    if any(options.values()) or options.keys() - _ALWAYS_GIVEN:
+        yield
+        return
     context = eager_context.context()
     before = context.function_call_options
-    context.function_call_options = _unoptimized(before.config_proto_serialized,
-                                                 before.executor_type)
+    context.function_call_options = _lightly(before.config_proto_serialized, before.executor_type)
     try:
         yield
     finally:
@@ -301,7 +312,9 @@ def without_graph_optimizer() -> Iterator[None]:
 
 
 @functools.cache
-def _unoptimized(config: bytes, executor_type: str | None) -> Any:
+def _lightly(config: bytes, executor_type: str | None) -> Any:
     proto = tf.compat.v1.ConfigProto.FromString(config)
-    proto.graph_options.rewrite_options.disable_meta_optimizer = True
+    rewrites = proto.graph_options.rewrite_options
+    rewrites.optimizers[:] = ["dependency"]
+    rewrites.meta_optimizer_iterations = rewrites.ONE
     return eager_context.FunctionCallOptions(executor_type, proto)
