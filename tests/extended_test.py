@@ -3,7 +3,6 @@
 import collections
 import functools
 import tempfile
-from unittest import mock
 
 import keras
 import numpy as np
@@ -287,10 +286,3 @@ class GraphOptimizerTest(parameterized.TestCase):
         counts = self.run_operations(two_towers())
         self.assertGreater(counts["Exp"], 0)
         self.assertLess(counts["Identity"], 40)
-
-    def test_options_of_the_user(self):
-        """Else who has chosen among TensorFlow's optimizers gets others, in silence."""
-        with mock.patch.object(tf.config.optimizer, "get_experimental_options",
-                               lambda: {"constant_folding": True}):
-            counts = self.run_operations(two_towers())
-        self.assertEqual(counts["Exp"], 0)

@@ -287,10 +287,6 @@ def graph_of_call(call: tf.Operation, function: str | None = None) -> tf.Graph |
     return getattr(call.graph._get_function(function or call.get_attr("f").name), "graph", None)
 
 
-# In all options that TensorFlow gives of its graph optimizer, though nobody has set them.
-_ALWAYS_GIVEN = frozenset({"disable_model_pruning", "disable_meta_optimizer"})
-
-
 @contextlib.contextmanager
 def light_graph_optimizer() -> Iterator[None]:
     """Within, functions called by this thread lose identities and waits that nothing needs.
@@ -298,10 +294,6 @@ def light_graph_optimizer() -> Iterator[None]:
     All else of TensorFlow's graph optimizer is left out, unless the user has set options of it
     (``tf.config.optimizer.set_experimental_options``): then it is as set.
     """
-    options = tf.config.optimizer.get_experimental_options()
-    if any(options.values()) or options.keys() - _ALWAYS_GIVEN:
-        yield
-        return
     context = eager_context.context()
     before = context.function_call_options
     context.function_call_options = _lightly(before.config_proto_serialized, before.executor_type)
@@ -315,6 +307,7 @@ def light_graph_optimizer() -> Iterator[None]:
 def _lightly(config: bytes, executor_type: str | None) -> Any:
     proto = tf.compat.v1.ConfigProto.FromString(config)
     rewrites = proto.graph_options.rewrite_options
-    rewrites.optimizers[:] = ["dependency"]
-    rewrites.meta_optimizer_iterations = rewrites.ONE
+    if not rewrites.ListFields():  # none of them is the user's
+        rewrites.optimizers[:] = ["dependency"]
+        rewrites.meta_optimizer_iterations = rewrites.ONE
     return eager_context.FunctionCallOptions(executor_type, proto)

@@ -1,0 +1,23 @@
+"""_tensorflow/functions: how functions are called."""
+
+import tensorflow as tf
+from absl.testing import absltest
+
+from towerstrategy._tensorflow import functions
+
+
+class GraphOptimizerTest(absltest.TestCase):
+
+    def test_options_of_the_user(self):
+        """Else who has chosen among TensorFlow's optimizers gets others, in silence."""
+        config = tf.compat.v1.ConfigProto()
+        rewrites = config.graph_options.rewrite_options
+
+        def lightly():
+            options = functions._lightly(config.SerializeToString(), None)
+            found = tf.compat.v1.ConfigProto.FromString(options.config_proto_serialized)
+            return found.graph_options.rewrite_options
+
+        self.assertEqual(lightly().optimizers, ["dependency"])
+        rewrites.constant_folding = rewrites.OFF
+        self.assertEqual(lightly(), rewrites)
