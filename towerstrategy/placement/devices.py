@@ -9,6 +9,7 @@ there are.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import numbers
 from collections.abc import Sequence
@@ -102,11 +103,11 @@ class Placement:
                 "compiles has an order of its own, in which the parts would run side by side. "
                 "Leave one of the two out.")
 
-    @property
-    def kinds(self) -> set[str]:
+    @functools.cached_property
+    def kinds(self) -> frozenset[str]:
         """The towers' kinds of device; several only where shares were asked for."""
-        return {str(tf.DeviceSpec.from_string(device).device_type)
-                for device in (*self.towers, *itertools.chain(*self.rows))}
+        return frozenset(str(tf.DeviceSpec.from_string(device).device_type)
+                         for device in (*self.towers, *itertools.chain(*self.rows)))
 
     @property
     def towers_on_host(self) -> bool:
