@@ -73,6 +73,7 @@ test-parity: $(VENV)/test.installed
 	$(RUN) -m tests.parity
 	$(RUN) -m tests.parity --quick --jit-compile
 	$(RUN) -m tests.parity.sweep
+	$(RUN) -m pytest -n 2 --wide $$(grep -rlx "import wide" tests --include=*_test.py)
 
 test-slow: $(VENV)/test.installed $(VENV)/release.installed $(VENV)/docs.installed \
 		$(VENV)/site-test.installed $(VENV)/notebook.installed

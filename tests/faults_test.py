@@ -12,6 +12,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import small_models
+import wide
 from peers import plain, two_towers
 
 ROWS, SICK = 16, 6  # of the first batch of 8 rows, row 6 is in tower 1
@@ -88,8 +89,8 @@ class _Leaves(parameterized.TestCase):
 
 class LoopTest(_Leaves):
 
-    @parameterized.product(fn=[python_error, python_error_after_meeting, kernel_error, merge_error],
-                           run=[eagerly, in_function, of_function], copied=[True, False])
+    @wide.product(2, fn=[python_error, python_error_after_meeting, kernel_error, merge_error],
+                  run=[eagerly, in_function, of_function], copied=[True, False])
     def test_error(self, fn, run, copied):
         """Else an error does not say which tower it is of, or makes the strategy useless."""
         strategy = two_towers()
@@ -209,15 +210,15 @@ class FitTest(_Leaves):
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
         return caught.exception
 
-    @parameterized.product(kit=[keras, tf_keras], fn=[python_error, kernel_error],
-                           run_eagerly=[False, True])
+    @wide.product(2, kit=[keras, tf_keras], fn=[python_error, kernel_error],
+                  run_eagerly=[False, True])
     def test_error(self, kit, fn, run_eagerly):
         """Else nobody knows which device failed, weights are half updated, or fit cannot go on."""
         error = self.fails(kit, fn, run_eagerly=run_eagerly)
         self.assertIsInstance(error, (ValueError, tf.errors.InvalidArgumentError))
         self.assertRegex(told(error).replace("\n", " "), "tower.1.*CPU.2")
 
-    @parameterized.product(kit=[keras, tf_keras], where=["callback", "dataset"])
+    @wide.product(kit=[keras, tf_keras], where=["callback", "dataset"])
     def test_error_beside_the_towers(self, kit, where):
         """Else an error in a callback or in the data is lost, or fit cannot be called again."""
         with two_towers().scope():
@@ -239,7 +240,7 @@ class FitTest(_Leaves):
             model.fit(dataset, callbacks=[callback], verbose=0)
         model.fit(x, y, batch_size=8, verbose=0)
 
-    @parameterized.product(kit=[keras, tf_keras], value=[np.nan, np.inf])
+    @wide.product(kit=[keras, tf_keras], value=[np.nan, np.inf])
     def test_numbers_that_are_none(self, kit, value):
         """Else NaN in one tower's rows is hidden, or stops a training that one device goes on."""
         results = []

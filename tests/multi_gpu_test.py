@@ -9,6 +9,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import small_models
+import wide
 from towerstrategy import TowerStrategy, multi_gpu_model
 from towerstrategy.placement import homes as homes_lib
 
@@ -37,9 +38,7 @@ class MultiGpuTest(parameterized.TestCase):
                                  strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
-    @parameterized.parameters(
-        *((keras, kind) for kind in small_models.KINDS),
-        *((tf_keras, kind) for kind in ("functional", "unbuilt_sequential", "own_weight", "dicts")))
+    @wide.product(kit=[keras, tf_keras], kind=small_models.KINDS)
     def test_trains_like_one_device_and_shares_its_weights(self, kit, kind):
         """Lost otherwise: that the two models are one, whichever of them is built and trained."""
         template, alone = small_models.make(kit, kind), small_models.make(kit, kind)
@@ -63,8 +62,8 @@ class MultiGpuTest(parameterized.TestCase):
                                tf.nest.flatten(alone(x)), strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
-    @parameterized.product(kit=[keras, tf_keras], kind=["unbuilt_sequential", "subclassed",
-                                                        "own_weight"])
+    @wide.product(kit=[keras, tf_keras],
+                  kind=["unbuilt_sequential", "subclassed", "own_weight"])
     def test_template_built_first(self, kit, kind):
         """Lost otherwise: sharing, where the template is built after the call."""
         template, alone = small_models.make(kit, kind), small_models.make(kit, kind)

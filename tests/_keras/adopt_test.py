@@ -9,6 +9,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import small_models
+import wide
 from towerstrategy import TowerStrategy
 from towerstrategy.variables import one_copy, tower_local
 
@@ -47,8 +48,8 @@ class AdoptTest(parameterized.TestCase):
             self.assertIs(variable.distribute_strategy, self.strategy)
         self.assertIs(model.distribute_strategy, self.strategy)
 
-    @parameterized.product(kit=[keras, tf_keras],
-                           kind=["functional", "unbuilt_sequential", "subclassed"])
+    @wide.product(kit=[keras, tf_keras],
+                  kind=["functional", "unbuilt_sequential", "subclassed"])
     def test_compile_in_the_scope(self, kit, kind):
         """Lost otherwise: models built or loaded outside; MirroredStrategy fails on them."""
         model, alone = small_models.make(kit, kind), small_models.make(kit, kind)

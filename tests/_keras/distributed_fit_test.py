@@ -10,6 +10,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 
 TOWERS, ROWS = 3, 20
 PER_REPLICA = tf.distribute.InputOptions(
@@ -110,12 +111,12 @@ class DistributedFitTest(parameterized.TestCase):
         tf.nest.map_structure(lambda *both: np.testing.assert_allclose(*both, 1e-5, 1e-6), got,
                               wanted)
 
-    @parameterized.product(module=(keras, tf_keras), kind=tuple(BATCHES))
+    @wide.product(module=(keras, tf_keras), kind=tuple(BATCHES))
     def test_rows_that_run_out(self, module, kind):
         """Else a user who distributes data by hand cannot call fit, or a small batch fails."""
         self.check(module, kind)
 
-    @parameterized.product(module=(keras, tf_keras), kind=tuple(BATCHES))
+    @wide.product(module=(keras, tf_keras), kind=tuple(BATCHES))
     def test_endless_with_class_weights(self, module, kind):
         """Else a dataset that repeats ends in an error, begins again each epoch, or has no classes.
 
@@ -133,7 +134,7 @@ class DistributedFitTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "Expected shape .None, 3., but input has incomp"):
             model.fit(strategy.distribute_datasets_from_function(lambda _: rows), verbose=0)
 
-    @parameterized.product(module=(keras, tf_keras), method=("fit", "evaluate", "predict"))
+    @wide.product(module=(keras, tf_keras), method=("fit", "evaluate", "predict"))
     def test_model_that_is_on_no_towers(self, module, method):
         """Else who forgets the scope reads of unknown data types, in place of what to do."""
         strategy = towerstrategy.TowerStrategy(TOWERS)

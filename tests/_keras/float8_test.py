@@ -5,6 +5,7 @@ import numpy as np
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 
 X = np.random.RandomState(0).randn(22, 3).astype("f")
 Y = X[:, :1] * 3
@@ -36,7 +37,7 @@ LAYERS = {
 
 class Float8Test(parameterized.TestCase):
 
-    @parameterized.product(layer=list(LAYERS), towers=[1, 3, 4], accumulate=[None, 2])
+    @wide.product(layer=list(LAYERS), towers=[1, 3, 4], accumulate=[None, 2])
     def test_as_one_device(self, layer, towers, accumulate):
         """Else scales grow by R in each step, and the weights are NaN."""
         alone = trained(None, LAYERS[layer], accumulate)

@@ -8,6 +8,7 @@ import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
 
+import wide
 from peers import outcome, two_towers
 
 OPTIMIZERS = {
@@ -50,12 +51,12 @@ def called(strategy, optimizer, call):
 
 class NoGradientsTest(parameterized.TestCase):
 
-    @parameterized.product(optimizer=tuple(OPTIMIZERS), call=tuple(CALLS))
+    @wide.product(optimizer=tuple(OPTIMIZERS), call=tuple(CALLS))
     def test_as_on_one_device(self, optimizer, call):
         """Else a step that has nothing to train fails with a message about unpacking."""
         self.assertEqual(called(two_towers(), optimizer, call), called(None, optimizer, call))
 
-    @parameterized.product(module=(keras, tf_keras), optimizer=("sgd", "adam"))
+    @wide.product(module=(keras, tf_keras), optimizer=("sgd", "adam"))
     def test_all_layers_frozen(self, module, optimizer):
         """Else a model of which only the statistics are to be followed cannot be fitted."""
         x = np.random.default_rng(1).normal(size=[7, 3]).astype("float32")

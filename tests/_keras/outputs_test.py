@@ -7,6 +7,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 
 X = np.random.RandomState(0).rand(22, 3).astype("f")
 
@@ -66,7 +67,7 @@ class OutputsTest(parameterized.TestCase):
         np.testing.assert_allclose(model.predict(X[:rows], batch_size=10, verbose=0),
                                    np.tile(X[:rows].sum(1, keepdims=True), [1, 2]), rtol=1e-6)
 
-    @parameterized.product(kit=[keras, tf_keras], kind=KINDS, towers=[1, 3, 4])
+    @wide.product(kit=[keras, tf_keras], kind=KINDS, towers=[1, 3, 4])
     def test_predict(self, kit, kind, towers):
         """Else ``predict`` returns such an output R times, or a mean of uneven sub-batches."""
         alone = model_of(kit, kind)
@@ -84,7 +85,7 @@ class OutputsTest(parameterized.TestCase):
                 for one, other in zip(call(alone), call(together), strict=True):
                     np.testing.assert_allclose(np.array(other), np.array(one), rtol=1e-6)
 
-    @parameterized.product(kit=[keras, tf_keras], kind=KINDS)
+    @wide.product(kit=[keras, tf_keras], kind=KINDS)
     def test_predict_eagerly(self, kit, kind):
         """Else the same where steps are not traced."""
         alone = model_of(kit, kind)

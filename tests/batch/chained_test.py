@@ -8,6 +8,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 from peers import plain
 from towerstrategy.batch import sub_batches
 
@@ -86,7 +87,7 @@ NAMES = list(chains(towerstrategy.TowerStrategy(2), False))
 
 class ChainedTest(parameterized.TestCase):
 
-    @parameterized.product(name=NAMES, towers=[1, 3, 4], stand_ins=[False, True])
+    @wide.product(2, name=NAMES, towers=[1, 3, 4], stand_ins=[False, True])
     def test_rows_are_kept(self, name, towers, stand_ins):
         """Else after an augmenting run towers count the same, and an empty one makes a NaN."""
         strategy = towerstrategy.TowerStrategy(towers)

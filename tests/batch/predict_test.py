@@ -9,6 +9,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 from towerstrategy import _tensorflow
 
 X = np.random.default_rng(0).normal(size=[21, 5]).astype("float32")
@@ -47,8 +48,8 @@ DATA = {
 
 class PredictTest(parameterized.TestCase):
 
-    @parameterized.product(library=(keras, tf_keras),
-                           compiled=({}, {"steps_per_execution": 2}, {"run_eagerly": True}))
+    @wide.product(library=(keras, tf_keras),
+                  compiled=({}, {"steps_per_execution": 2}, {"run_eagerly": True}))
     def test_rows_as_on_one_device(self, library, compiled):
         """Else predictions are lost, doubled or of other rows, or the data's end is an error."""
         model, alone = on_towers(library, **compiled), network(library)

@@ -10,6 +10,7 @@ import tf_keras
 from absl.testing import absltest, parameterized
 
 import towerstrategy
+import wide
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.placement import devices as devices_lib
@@ -93,7 +94,7 @@ class UnequalTest(parameterized.TestCase):
         self.assertLen(traces, 2)
         self.assertEmpty(strategy.extended.own_trace_reasons)
 
-    @parameterized.product(kit=KERAS, merge=["cpu", "CPU:1", "balanced"])
+    @wide.product(kit=KERAS, merge=["cpu", "CPU:1", "balanced"])
     def test_predicts_in_order(self, kit, merge):
         """Else a user's predictions belong to other rows than his inputs."""
         strategy = unequal(1, 2, 5, merge_device=merge)

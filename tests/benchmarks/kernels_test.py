@@ -11,6 +11,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 from benchmarks import kernels, on_gpus
 from tests.placement.placement_test import function_in
 
@@ -79,17 +80,16 @@ def traced(make, library, strategy):
 
 class KernelsTest(parameterized.TestCase):
 
-    @parameterized.parameters((images, tf_keras), (words, keras), (half, keras))
-    def test_on_a_gpu_by_our_choice(self, make, library):
+    @wide.product(made=((images, tf_keras), (words, keras), (half, keras)),
+                  merge_device=("cpu", "CPU:1", "balanced"))
+    def test_on_a_gpu_by_our_choice(self, made, merge_device):
         """Else each step waits for values to cross to the CPU and back, unseen by any test here."""
-        for merge_device in ("cpu", "CPU:1", "balanced"):
-            with self.subTest(merge_device):
-                strategy = towerstrategy.TowerStrategy(on_gpus.towers(3), merge_device)
-                placed = list(on_gpus.nodes(traced(make, library, strategy)))
-                self.assertEqual(strategy.extended.own_trace_reasons, [])
-                on_gpu = [node for node, device in placed if device.startswith("GPU")]
-                self.assertGreater(len(on_gpu), 500, "the steps' operations were not found")
-                self.assertEmpty(set(kernels.missing(placed)) - KERAS_OWN)
+        strategy = towerstrategy.TowerStrategy(on_gpus.towers(3), merge_device)
+        placed = list(on_gpus.nodes(traced(*made, strategy)))
+        self.assertEqual(strategy.extended.own_trace_reasons, [])
+        on_gpu = [node for node, device in placed if device.startswith("GPU")]
+        self.assertGreater(len(on_gpu), 500, "the steps' operations were not found")
+        self.assertEmpty(set(kernels.missing(placed)) - KERAS_OWN)
 
     def test_keras_own(self):
         """Else an operation of ours is excused as one of Keras'."""

@@ -10,6 +10,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 from parity import cases, runner
 from towerstrategy.losses import own_losses
 
@@ -23,11 +24,11 @@ COMPARED = ("losses/several outputs, one unreduced", "losses/one number, a funct
 
 
 def compared():
-    for name in COMPARED:
-        for version in cases.CASES[name].keras:
-            for towers in (runner.Towers(1, "cpu"), runner.Towers(3, "tower 0"),
-                           runner.Towers(4, "cpu")):
-                yield f"{name}_{version}_{towers}".replace(" ", "_"), name, version, towers
+    every = [(name, version, towers) for name in COMPARED for version in cases.CASES[name].keras
+             for towers in (runner.Towers(1, "cpu"), runner.Towers(3, "tower 0"),
+                            runner.Towers(4, "cpu"))]
+    for name, version, towers in every if wide.ALL else every[::5]:
+        yield f"{name}_{version}_{towers}".replace(" ", "_"), name, version, towers
 
 
 def rows(count=8):
@@ -82,7 +83,7 @@ class SameTest(parameterized.TestCase):
         found = runner.compare(cases.CASES[name], KITS[version], towers)
         self.assertLessEqual(found.worst, cases.CASES[name].bound, str(found))
 
-    @parameterized.product(version=list(KITS), term=["own", "inherited and own"])
+    @wide.product(version=list(KITS), term=["own", "inherited and own"])
     def test_a_compute_loss_that_divides_by_the_replicas(self, version, term):
         """Else code written for MirroredStrategy trains with a fraction of its step."""
         kit = KITS[version]
@@ -111,7 +112,7 @@ class SameTest(parameterized.TestCase):
 
 class OutputsTest(parameterized.TestCase):
 
-    @parameterized.product(kit=[keras, tf_keras], size=[6, 7], sparse=[True, False])
+    @wide.product(2, kit=[keras, tf_keras], size=[6, 7], sparse=[True, False])
     def test_each_outputs_loss_is_logged_as_on_one_device(self, kit, size, sparse):
         """Else the log of an output is as many times too large as there are towers."""
         random = np.random.default_rng(0)
@@ -269,7 +270,7 @@ RIGHT = {
 
 class WarningTest(parameterized.TestCase):
 
-    @parameterized.product(version=list(KITS), name=list(UNSCALED))
+    @wide.product(version=list(KITS), name=list(UNSCALED))
     def test_what_nothing_has_scaled(self, version, name):
         """Else a step trains with R times the learning rate and nobody is told."""
         _, warned = fit(KITS[version], UNSCALED[name])
@@ -277,7 +278,7 @@ class WarningTest(parameterized.TestCase):
         self.assertIn("strategy.scale_loss(loss)", warned[0])
         self.assertStartsWith(warned[0], own_losses.MESSAGE)
 
-    @parameterized.product(version=list(KITS), name=list(RIGHT))
+    @wide.product(version=list(KITS), name=list(RIGHT))
     def test_right_losses(self, version, name):
         """Else a warning of what is right teaches people to look away."""
         self.assertEqual(fit(KITS[version], RIGHT[name])[1], [])
@@ -287,7 +288,7 @@ class WarningTest(parameterized.TestCase):
         """Else a script is warned on a machine on which nothing is wrong."""
         self.assertEqual(fit(KITS[version], UNSCALED["a mean"], towers=1)[1], [])
 
-    @parameterized.product(version=list(KITS), size=[8, 7, 2])
+    @wide.product(version=list(KITS), size=[8, 7, 2])
     def test_what_it_says_to_write_is_right(self, version, size):
         """Else the advice is wrong."""
         kit, wanted = KITS[version], UNSCALED["a mean of sums"]
@@ -355,7 +356,7 @@ class WarningTest(parameterized.TestCase):
                           if "towerstrategy" in str(each.message)], [])
 
 
-    @parameterized.product(version=list(KITS), wrong=[None, "critic", "generator"])
+    @wide.product(version=list(KITS), wrong=[None, "critic", "generator"])
     def test_a_gan_of_keras_examples(self, version, wrong):
         """Else the usual GAN does not compile, or is warned, or trains wrongly without a word.
 
@@ -440,8 +441,8 @@ class HelpersTest(parameterized.TestCase):
 
 class OneNumberTest(parameterized.TestCase):
 
-    @parameterized.product(version=list(KITS), reduction=["sum", "none", None],
-                           made=["mean", "sum"])
+    @wide.product(2, version=list(KITS), reduction=["sum", "none", None],
+                  made=["mean", "sum"])
     def test_what_does_not_fit_is_made_of_all_rows(self, version, reduction, made):
         """Else a loss that is one number trains with another step than on one device."""
         kit = KITS[version]
@@ -467,7 +468,7 @@ class OneNumberTest(parameterized.TestCase):
         for one, other in zip(got, wanted):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
-    @parameterized.product(version=list(KITS), made=["writes", "draws", "differentiates"])
+    @wide.product(version=list(KITS), made=["writes", "draws", "differentiates"])
     def test_what_cannot_be_called_again(self, version, made):
         """Else a loss that writes is called twice a step, or trains otherwise and nobody is told.
         """

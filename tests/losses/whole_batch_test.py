@@ -12,6 +12,7 @@ import tf_keras
 from absl.testing import absltest, parameterized
 
 import towerstrategy
+import wide
 from towerstrategy.losses import WholeBatch
 
 BOTH = (keras, tf_keras)
@@ -54,7 +55,7 @@ class LoopTest(parameterized.TestCase):
             lambda *args: strategy.run(step, args))
         return [strategy.reduce("SUM", value, None) for value in run(*strategy.split((x, y)))]
 
-    @parameterized.product(
+    @wide.product(2,
         loss=[clip, summed], way=["gathered", "once"], eagerly=[False, True],
         batch=[(3, 13), (8, 2), (4, 8)])
     def test_as_on_one_device(self, loss, way, eagerly, batch):
@@ -72,8 +73,8 @@ class LoopTest(parameterized.TestCase):
         for value, want in zip(found, wanted):
             np.testing.assert_allclose(value, want, 1e-12, 1e-12)
 
-    @parameterized.product(version=BOTH, eagerly=[False, True], scaled=[False, True],
-                           batch=[(3, 13), (3, 2)])
+    @wide.product(2, version=BOTH, eagerly=[False, True], scaled=[False, True],
+                  batch=[(3, 13), (3, 2)])
     def test_a_loss_object_that_sums(self, version, eagerly, scaled, batch):
         """Else it counts once a tower, whatever ``scale_loss`` says."""
         sums = version.losses.MeanSquaredError(reduction="sum")

@@ -13,6 +13,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 from benchmarks import kernels, on_gpus, traffic
 from towerstrategy.merge import relays
 
@@ -87,8 +88,8 @@ class ChosenTest(parameterized.TestCase):
 class ResultsTest(parameterized.TestCase):
 
     @parameterized.parameters(
-        (keras, "CPU:0", {}), (tf_keras, "CPU:2", {}), (keras, "balanced", {}),
-        (tf_keras, "CPU:1", {"micro_batches": 2}))
+        (keras, "CPU:0", {}), (keras, "balanced", {}), (tf_keras, "CPU:1", {"micro_batches": 2}),
+        *[(tf_keras, "CPU:2", {})] * wide.ALL)
     def test_fit_evaluate_predict(self, library, merge_device, options):
         """Else a model trains otherwise on GPUs."""
         with mock.patch.object(relays, "spread", wraps=relays.spread) as spread, \

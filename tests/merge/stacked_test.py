@@ -9,6 +9,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 from towerstrategy.merge import stacked
 
 DEVICES = ["CPU:1", "CPU:2", "CPU:3"]
@@ -37,7 +38,7 @@ def trained(kit, strategy):
 
 class StacksTest(parameterized.TestCase):
 
-    @parameterized.product(kit=[keras, tf_keras], merge=["cpu", "CPU:1", "balanced"])
+    @wide.product(kit=[keras, tf_keras], merge=["cpu", "CPU:1", "balanced"])
     def test_training(self, kit, merge):
         """Else a layer takes another's gradient, or each small one crosses by itself."""
         weights, kinds = trained(kit, towerstrategy.TowerStrategy(DEVICES, merge))

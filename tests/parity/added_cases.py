@@ -211,7 +211,7 @@ _of_all("weights by place in the batch", lambda y, p: tf.reduce_sum(tf.square(y 
 _of_all("other rows by index", lambda y, p: tf.reduce_mean(tf.square(
     p - tf.gather(y, tf.shape(y)[0] - 1 - tf.range(tf.shape(y)[0])))))
 _of_all("by the root of a count", lambda y, p: tf.reduce_sum(tf.square(y - p)) / tf.sqrt(
-    tf.cast(tf.shape(y)[0], p.dtype)), wide=False)
+    tf.cast(tf.shape(y)[0], p.dtype)))
 _of_all("a nested function", tf.function(lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p)))))
 _of_all("a mean of some", lambda y, p: tf.reduce_mean(tf.boolean_mask(tf.square(y - p), y > 0)))
 _of_all("a mean of the worst", lambda y, p: tf.reduce_mean(

@@ -191,22 +191,22 @@ def adam(keras: Any, rate: float = 0.02, **options: Any) -> Any:
 # Batches.
 
 
-def _batches(name: str, rows: int, size: int) -> None:
-    @case(f"batches/{name}")
+def _batches(name: str, rows: int, size: int, **options: Any) -> None:
+    @case(f"batches/{name}", **options)
     def make(keras: Any) -> Run:
         return Run(dense(keras), **regression(rows), fit={"batch_size": size})
 
 
-_batches("even", 240, 120)
+_batches("even", 240, 120, wide=True)
 _batches("a remainder", 22, 8)
 _batches("fewer rows than towers", 18, 8)
 _batches("a single row", 17, 8)
-_batches("a size that R does not divide", 21, 7)
-_batches("a dataset smaller than one batch", 5, 16)
+_batches("a size that R does not divide", 21, 7, wide=True)
+_batches("a dataset smaller than one batch", 5, 16, wide=True)
 _batches("batches of one row", 4, 1)
 
 
-@case("batches/a tf.data dataset")
+@case("batches/a tf.data dataset", wide=True)
 def _(keras: Any) -> Run:
     data = regression()
     return Run(dense(keras), tf.data.Dataset.from_tensor_slices((data["x"], data["y"])).batch(8),
@@ -318,7 +318,7 @@ def _(keras: Any) -> Run:
         "loss_weights": {"a": 0.1, "b": 0.5}, "optimizer": sgd(keras, 0.02)})
 
 
-@case("losses/several outputs, one unreduced", keras=(KERAS_3,),
+@case("losses/several outputs, one unreduced", wide=True, keras=(KERAS_3,),
       reason="tf_keras refuses losses of several shapes, on one device, too")
 def _(keras: Any) -> Run:
     return Run(_two_outputs(keras), **_two_targets(), compile={
@@ -326,7 +326,7 @@ def _(keras: Any) -> Run:
         "loss_weights": {"a": 0.1, "b": 0.5}, "optimizer": sgd(keras, 0.02)})
 
 
-@case("losses/several outputs, one unreduced, one summed", keras=(KERAS_3,),
+@case("losses/several outputs, one unreduced, one summed", wide=True, keras=(KERAS_3,),
       reason="tf_keras refuses losses of several shapes, on one device, too")
 def _(keras: Any) -> Run:
     return Run(_two_outputs(keras), **_two_targets(), compile={
@@ -350,12 +350,13 @@ def _one_number(name: str, reduction: str | None, number: Callable[[Any], Any],
 
 _one_number("a mean", None, tf.reduce_mean)
 _one_number("a mean, weighted", "mean_with_sample_weight", tf.reduce_mean, keras=(KERAS_3,),
-            reason="tf_keras has no such reduction")
-_one_number("a sum over the global batch, summed", "sum", lambda x: tf.reduce_sum(x) / 24.0)
+            reason="tf_keras has no such reduction", wide=True)
+_one_number("a sum over the global batch, summed", "sum", lambda x: tf.reduce_sum(x) / 24.0,
+            wide=True)
 _one_number("a sum over the global batch, unreduced", "none", lambda x: tf.reduce_sum(x) / 24.0)
 
 
-@case("losses/one number, a function")
+@case("losses/one number, a function", wide=True)
 def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(), compile={
         "loss": lambda y_true, y_pred: tf.reduce_mean(tf.square(y_pred - y_true)),
@@ -389,7 +390,7 @@ def _own_loss(keras: Any, compute: Callable[..., Any], **options: Any) -> Any:
     return OwnLoss(x, keras.layers.Dense(3)(hidden))
 
 
-@case("losses/own compute_loss")
+@case("losses/own compute_loss", wide=True)
 def _(keras: Any) -> Run:
     def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
         loss = tf.reduce_mean((y_pred - y) ** 2)
@@ -432,7 +433,7 @@ def _(keras: Any) -> Run:
         "loss": keras.losses.MeanSquaredError(reduction="sum"), "optimizer": sgd(keras, 0.01)})
 
 
-@case("losses/own compute_loss, a sum over the global batch")
+@case("losses/own compute_loss, a sum over the global batch", wide=True)
 def _(keras: Any) -> Run:
     def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
         loss = tf.reduce_sum(tf.reduce_mean((y_pred - y) ** 2, axis=-1)) / 8.0
@@ -443,7 +444,7 @@ def _(keras: Any) -> Run:
     return Run(_own_loss(keras, compute), **regression())
 
 
-@case("losses/own compute_loss, unreduced")
+@case("losses/own compute_loss, unreduced", wide=True)
 def _(keras: Any) -> Run:
     def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
         return inherited(x, y, y_pred, weights) + tf.reduce_mean(tf.abs(y_pred))
@@ -471,7 +472,7 @@ def _(keras: Any) -> Run:
                                  layers.Dense(3)]), **regression())
 
 
-@case("losses/add_loss alone")
+@case("losses/add_loss alone", wide=True)
 def _(keras: Any) -> Run:
     class Reconstruct(keras.Model):
         def __init__(self) -> None:
@@ -486,8 +487,8 @@ def _(keras: Any) -> Run:
     return Run(Reconstruct(), regression()["x"], compile={"loss": None})
 
 
-def _row_errors(name: str, eagerly: bool = False) -> None:
-    @case(f"losses/{name}")
+def _row_errors(name: str, eagerly: bool = False, **options: Any) -> None:
+    @case(f"losses/{name}", **options)
     def make(keras: Any) -> Run:
         class Errors(keras.layers.Layer):
             """As a layer of a connectionist temporal loss does it: an added loss for each row."""
@@ -504,7 +505,7 @@ def _row_errors(name: str, eagerly: bool = False) -> None:
 
 
 _row_errors("add_loss, one a row")
-_row_errors("add_loss, one a row, eagerly", eagerly=True)
+_row_errors("add_loss, one a row, eagerly", eagerly=True, wide=True)
 
 
 @case("losses/regularizers")
@@ -570,7 +571,7 @@ def _(keras: Any) -> Run:
                fit={"class_weight": {0: 0.5, 1: 2.0, 2: 0.0}})
 
 
-@case("weights/temporal")
+@case("weights/temporal", wide=True)
 def _(keras: Any) -> Run:
     weights = np.random.RandomState(6).uniform(0, 2, (ROWS, 5)).astype("float32")
     return Run(tagger(keras, mask_zero=False), **words(), weights=weights,
@@ -654,7 +655,7 @@ def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(), compile={"metrics": [Largest()]})
 
 
-@case("metrics/validation_split")
+@case("metrics/validation_split", wide=True)
 def _(keras: Any) -> Run:
     return Run(dense(keras, activation="softmax"), **labelled(),
                compile={**LABELS, "metrics": ["accuracy"]}, fit={"validation_split": 0.4})
@@ -680,38 +681,39 @@ def _optimizer(name: str, make_optimizer: Callable[[Any], Any], **options: Any) 
 
 _optimizer("SGD with momentum", lambda keras: sgd(keras, nesterov=True))
 _optimizer("Adam", adam)
-_optimizer("Adam, amsgrad", lambda keras: adam(keras, amsgrad=True))
-_optimizer("AdamW", lambda keras: keras.optimizers.AdamW(0.02, weight_decay=0.05))
-_optimizer("RMSprop", lambda keras: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True))
+_optimizer("Adam, amsgrad", lambda keras: adam(keras, amsgrad=True), wide=True)
+_optimizer("AdamW", lambda keras: keras.optimizers.AdamW(0.02, weight_decay=0.05), wide=True)
+_optimizer("RMSprop", lambda keras: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+           wide=True)
 _optimizer("Adagrad", lambda keras: keras.optimizers.Adagrad(0.05), wide=True)
 _optimizer("Adadelta", lambda keras: keras.optimizers.Adadelta(1.0), wide=True)
 _optimizer("Adamax", lambda keras: keras.optimizers.Adamax(0.02), wide=True)
 _optimizer("Nadam", lambda keras: keras.optimizers.Nadam(0.02), wide=True)
 _optimizer("Adafactor", lambda keras: keras.optimizers.Adafactor(0.02))
 _optimizer("Ftrl", lambda keras: keras.optimizers.Ftrl(
-    0.05, l1_regularization_strength=0.001, l2_regularization_strength=0.01))
+    0.05, l1_regularization_strength=0.001, l2_regularization_strength=0.01), wide=True)
 _optimizer("Lion", lambda keras: keras.optimizers.Lion(0.01), wide=True)
 _optimizer("Lamb", lambda keras: keras.optimizers.Lamb(0.02), keras=(KERAS_3,),
-           reason="tf_keras has no Lamb")
+           reason="tf_keras has no Lamb", wide=True)
 _optimizer("Muon", lambda keras: keras.optimizers.Muon(0.02), keras=(KERAS_3,),
            reason="tf_keras has no Muon")
 _optimizer("legacy SGD", lambda keras: keras.optimizers.legacy.SGD(0.1, momentum=0.9, clipnorm=0.3),
-           keras=(TF_KERAS,), reason="Keras 3 has no legacy optimizers")
+           keras=(TF_KERAS,), reason="Keras 3 has no legacy optimizers", wide=True)
 _optimizer("legacy Adam", lambda keras: keras.optimizers.legacy.Adam(0.02, global_clipnorm=0.3),
            keras=(TF_KERAS,), reason="Keras 3 has no legacy optimizers")
 _optimizer("clipnorm", lambda keras: sgd(keras, clipnorm=0.2))
-_optimizer("clipvalue", lambda keras: sgd(keras, clipvalue=0.05))
+_optimizer("clipvalue", lambda keras: sgd(keras, clipvalue=0.05), wide=True)
 _optimizer("global_clipnorm", lambda keras: adam(keras, global_clipnorm=0.2))
-_optimizer("weight decay", lambda keras: sgd(keras, weight_decay=0.03))
+_optimizer("weight decay", lambda keras: sgd(keras, weight_decay=0.03), wide=True)
 _optimizer("EMA with overwriting", lambda keras: sgd(
     keras, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3))
-_optimizer("EMA", lambda keras: adam(keras, use_ema=True, ema_momentum=0.8))
+_optimizer("EMA", lambda keras: adam(keras, use_ema=True, ema_momentum=0.8), wide=True)
 _optimizer("a learning rate schedule", lambda keras: sgd(
     keras, keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.5)))
 for _steps in (3, 4):
     _optimizer(f"gradient_accumulation_steps={_steps}",
                lambda keras, steps=_steps: adam(keras, gradient_accumulation_steps=steps),
-               keras=(KERAS_3,), reason="tf_keras does not accumulate gradients")
+               keras=(KERAS_3,), reason="tf_keras does not accumulate gradients", wide=_steps == 3)
 _optimizer("gradient accumulation, clipping, decay and EMA", lambda keras: sgd(
     keras, gradient_accumulation_steps=2, global_clipnorm=0.3, weight_decay=0.02, use_ema=True,
     ema_overwrite_frequency=2), keras=(KERAS_3,), reason="tf_keras does not accumulate gradients")
@@ -785,7 +787,7 @@ def _(keras: Any) -> Run:
 
 # One element's gradient is so near zero here that Adam, which divides by its size, makes 1.5e-5 of
 # float32's rounding; in float64 nothing is left of it.
-@case("optimizers/a variable used twice, Adam", policy="float64", bound=1e-12)
+@case("optimizers/a variable used twice, Adam", wide=True, policy="float64", bound=1e-12)
 def _(keras: Any) -> Run:
     data = {name: values.astype("float64") for name, values in regression().items()}
     return Run(_used_twice(keras), **data, compile={"optimizer": adam(keras)})
@@ -801,7 +803,7 @@ def _(keras: Any) -> Run:
     return Run(_bag(keras), **_bags(), compile={"optimizer": adam(keras, global_clipnorm=0.1)})
 
 
-@case("optimizers/sparse gradients, Adagrad and weights")
+@case("optimizers/sparse gradients, Adagrad and weights", wide=True)
 def _(keras: Any) -> Run:
     return Run(_bag(keras), **_bags(), weights=row_weights(),
                compile={"optimizer": keras.optimizers.Adagrad(0.1)})
@@ -857,7 +859,7 @@ def _(keras: Any) -> Run:
                **images(), compile=LABELS)
 
 
-@case("models/depthwise")
+@case("models/depthwise", wide=True)
 def _(keras: Any) -> Run:
     layers = keras.layers
     return Run(classifier(keras, layers.DepthwiseConv2D(3, activation="tanh"),
@@ -865,7 +867,7 @@ def _(keras: Any) -> Run:
                **images(), compile={**LABELS, "optimizer": adam(keras)})
 
 
-@case("models/LSTM")
+@case("models/LSTM", wide=True)
 def _(keras: Any) -> Run:
     return Run(classifier(keras, keras.layers.LSTM(4), shape=(4, 3)), numbers(ROWS, 4, 3),
                images()["y"], compile={**LABELS, "optimizer": adam(keras)})
@@ -878,7 +880,7 @@ def _(keras: Any) -> Run:
                           shape=(4, 3)), numbers(ROWS, 4, 3), images()["y"], compile=LABELS)
 
 
-@case("models/attention")
+@case("models/attention", wide=True)
 def _(keras: Any) -> Run:
     layers = keras.layers
     x = keras.Input((4, 6))
@@ -888,7 +890,7 @@ def _(keras: Any) -> Run:
     return Run(keras.Model(x, y), numbers(ROWS, 4, 6), images()["y"], compile=LABELS)
 
 
-@case("models/GroupNormalization")
+@case("models/GroupNormalization", wide=True)
 def _(keras: Any) -> Run:
     layers = keras.layers
     return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False),
@@ -910,7 +912,7 @@ def _(keras: Any) -> Run:
                compile=LABELS)
 
 
-@case("models/BatchNormalization, synchronized, batches of one row")
+@case("models/BatchNormalization, synchronized, batches of one row", wide=True)
 def _(keras: Any) -> Run:
     layers = keras.layers
     return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False),
@@ -984,8 +986,8 @@ def _(keras: Any) -> Run:
     return Run(model, **words(), compile={"loss": WholeBatch(loss)})
 
 
-def _coupled(name: str, make: Callable[[Any], Any]) -> None:
-    @case(f"whole/{name}", keras=(KERAS_3,), reason="tf_keras has no such loss")
+def _coupled(name: str, make: Callable[[Any], Any], **options: Any) -> None:
+    @case(f"whole/{name}", keras=(KERAS_3,), reason="tf_keras has no such loss", **options)
     def _(keras: Any) -> Run:
         data = labelled()
         if name != "Circle":
@@ -995,7 +997,7 @@ def _coupled(name: str, make: Callable[[Any], Any]) -> None:
 
 
 _coupled("Dice", lambda keras: "dice")
-_coupled("Tversky", lambda keras: keras.losses.Tversky())
+_coupled("Tversky", lambda keras: keras.losses.Tversky(), wide=True)
 _coupled("Circle", lambda keras: keras.losses.Circle(gamma=2.))
 
 
@@ -1199,7 +1201,7 @@ def _variational(keras: Any) -> Any:
     return model
 
 
-@case("models/own train_step, scale_loss")
+@case("models/own train_step, scale_loss", wide=True)
 def _(keras: Any) -> Run:
     return Run(_variational(keras), numbers(ROWS, 5), numbers(ROWS, 2, seed=1), compile={
         "loss": None, "optimizer": adam(keras)})
@@ -1240,9 +1242,9 @@ def _penalty(model: Any) -> Any:
 
 _own_loss_step("compute_average_loss", lambda keras, model, y, y_pred: (
     tf.nn.compute_average_loss(_per_row(y, y_pred))
-    + tf.nn.scale_regularization_loss(_penalty(model))))
+    + tf.nn.scale_regularization_loss(_penalty(model))), wide=True)
 _own_loss_step("compute_average_loss, a batch size", lambda keras, model, y, y_pred: (
-    tf.nn.compute_average_loss(_per_row(y, y_pred), global_batch_size=8)))
+    tf.nn.compute_average_loss(_per_row(y, y_pred), global_batch_size=8)), wide=True)
 _own_loss_step("a sum over the global batch", lambda keras, model, y, y_pred: (
     tf.reduce_sum(_per_row(y, y_pred)) * (1. / 8)))
 _own_loss_step("a loss object and a scaled term", lambda keras, model, y, y_pred: (
@@ -1253,9 +1255,10 @@ _own_loss_step("a summed loss object", lambda keras, model, y, y_pred: (
     keras.losses.MeanSquaredError(reduction="sum")(y, y_pred) / 8))
 
 
-def _changed_by_hand(name: str, change: Callable[[Any, list[Any]], list[Any]]) -> None:
+def _changed_by_hand(name: str, change: Callable[[Any, list[Any]], list[Any]],
+                     **options: Any) -> None:
     """A step that does something of its own with the gradients before they are applied."""
-    @case(f"models/own train_step, gradients {name}")
+    @case(f"models/own train_step, gradients {name}", **options)
     def make(keras: Any) -> Run:
         def step(model: Any, data: Any) -> dict[str, Any]:
             x, y = data
@@ -1284,8 +1287,8 @@ _changed_by_hand("clipped by hand", lambda model, gradients: (
     tf.clip_by_global_norm(gradients, 0.1)[0]))
 _changed_by_hand("decayed by hand", lambda model, gradients: [
     gradient + 0.1 * tf.convert_to_tensor(weight)
-    for gradient, weight in zip(gradients, model.trainable_variables)])
-_changed_by_hand("summed by hand", _running)
+    for gradient, weight in zip(gradients, model.trainable_variables)], wide=True)
+_changed_by_hand("summed by hand", _running, wide=True)
 
 
 def _decorated(keras: Any, eagerly: bool = False) -> Run:
@@ -1339,7 +1342,7 @@ def _(keras: Any) -> Run:
     return _decorated(keras)
 
 
-@case("models/functions and control flow in a step, eagerly")
+@case("models/functions and control flow in a step, eagerly", wide=True)
 def _(keras: Any) -> Run:
     return _decorated(keras, eagerly=True)
 
@@ -1402,7 +1405,7 @@ def _(keras: Any) -> Run:
                fit={"validation_split": 0.3, "batch_size": 4})
 
 
-@case("fit/steps_per_execution=3, predict")
+@case("fit/steps_per_execution=3, predict", wide=True)
 def _(keras: Any) -> Run:
     data = regression()
 
@@ -1433,7 +1436,7 @@ def _(keras: Any) -> Run:
                **images(), compile={**LABELS, "run_eagerly": True}, fit={"epochs": 1})
 
 
-@case("fit/resumed with initial_epoch")
+@case("fit/resumed with initial_epoch", wide=True)
 def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(), compile={"optimizer": adam(keras)},
                fits=({"epochs": 1}, {"initial_epoch": 1, "epochs": 3}))

@@ -41,7 +41,7 @@ def _(keras: Any) -> Run:
     return Run(_noisy(keras, seed=11), **_sequences(), compile={**LABELS, "run_eagerly": True})
 
 
-@case("draws/dropout and noise, batches of one shape")
+@case("draws/dropout and noise, batches of one shape", wide=True)
 def _(keras: Any) -> Run:
     data = _sequences()
     batches = tf.data.Dataset.from_tensor_slices((data["x"], data["y"]))
@@ -59,13 +59,13 @@ def _(keras: Any) -> Run:
     return Run(_noisy(keras), **_sequences(), compile={**LABELS, "steps_per_execution": 3})
 
 
-@case("draws/dropout, mixed_bfloat16", policy="mixed_bfloat16", bound=2e-2,
+@case("draws/dropout, mixed_bfloat16", wide=True, policy="mixed_bfloat16", bound=2e-2,
       reason="bfloat16 has 8 bits: sums of a batch in another order round to another neighbour")
 def _(keras: Any) -> Run:
     return Run(_noisy(keras), **_sequences(), compile=LABELS)
 
 
-@case("draws/dropout, float64", policy="float64", bound=1e-12)
+@case("draws/dropout, float64", wide=True, policy="float64", bound=1e-12)
 def _(keras: Any) -> Run:
     data = _sequences()
     return Run(_noisy(keras), data["x"].astype("float64"), data["y"], compile=LABELS)
@@ -117,7 +117,7 @@ def _built(keras: Any, run: Run) -> Run:
     return run
 
 
-@case("draws/dropout with a seed, steps_per_execution=3", keras=(TF_KERAS,), reason=_OWN)
+@case("draws/dropout with a seed, steps_per_execution=3", wide=True, keras=(TF_KERAS,), reason=_OWN)
 def _(keras: Any) -> Run:
     return _built(keras, Run(_noisy(keras, seed=11), **_sequences(),
                              compile={**LABELS, "steps_per_execution": 3}))
@@ -188,7 +188,7 @@ def _(keras: Any) -> Run:
     return _drawing_step(keras)
 
 
-@case("draws/own train_step, eagerly")
+@case("draws/own train_step, eagerly", wide=True)
 def _(keras: Any) -> Run:
     return _drawing_step(keras, eagerly=True)
 

@@ -4,7 +4,7 @@ from absl.testing import parameterized
 
 from tests.parity import fuzz, fuzz_nested
 
-EXAMPLES = 15
+EXAMPLES = 8
 
 class FuzzNestedTest(parameterized.TestCase):
 

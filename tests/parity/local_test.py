@@ -9,6 +9,7 @@ import tf_keras
 from absl.testing import absltest, parameterized
 
 import towerstrategy
+import wide
 from towerstrategy.batch import rows as rows_lib
 
 BOTH = (keras, tf_keras)
@@ -36,7 +37,7 @@ def _model(version, eagerly=False):
 
 class BatchStatisticsTest(parameterized.TestCase):
 
-    @parameterized.product(version=BOTH, rows=[12, 7, 2], count=[3, 4], eagerly=[False])
+    @wide.product(2, version=BOTH, rows=[12, 7, 2], count=[3, 4], eagerly=[False])
     def test_everything_moves_to_the_share_weighted_mean(self, version, rows, count, eagerly):
         """Else rows are lost from the moving statistics, or they depend on the Keras version.
 
@@ -88,7 +89,7 @@ class BatchStatisticsTest(parameterized.TestCase):
 
 class AddedSumTest(parameterized.TestCase):
 
-    @parameterized.product(version=BOTH, written=["rows", "an all-reduce", "eager rows"])
+    @wide.product(version=BOTH, written=["rows", "an all-reduce", "eager rows"])
     def test_rows_summed_in_add_loss(self, version, written):
         """Else a sum in ``add_loss`` shrinks where it is said to be the whole batch's.
 
@@ -135,8 +136,8 @@ class RandomDrawsTest(parameterized.TestCase):
                 "SpatialDropout1D": layers.SpatialDropout1D(0.5),
                 "Dropout with a seed": layers.Dropout(0.5, seed=11)}
 
-    @parameterized.product(version=BOTH, layer=["Dropout", "GaussianNoise", "GaussianDropout",
-                                                "SpatialDropout1D", "Dropout with a seed"])
+    @wide.product(version=BOTH, layer=["Dropout", "GaussianNoise", "GaussianDropout",
+                                       "SpatialDropout1D", "Dropout with a seed"])
     def test_every_tower_and_every_step_draws_differently(self, version, layer):
         """Else R towers repeat one mask, and the noise is not that of the whole batch."""
         count, rows, features = 4, 3, 64
@@ -160,7 +161,7 @@ class RandomDrawsTest(parameterized.TestCase):
         distinct = {row.tobytes() for row in drawn}
         self.assertEqual(len(distinct), len(ones))
 
-    @parameterized.product(version=BOTH, eagerly=[False, True])
+    @wide.product(version=BOTH, eagerly=[False, True])
     def test_training_draws_differently_on_every_tower(self, version, eagerly):
         """Else dropout in training is weaker than on one device."""
         count, features = 4, 64
@@ -177,7 +178,7 @@ class RandomDrawsTest(parameterized.TestCase):
         self.assertEqual(len({(mask != 0).tobytes() for mask in masks}), count)
         self.assertBetween(np.mean(masks != 0), 0.3, 0.7)
 
-    @parameterized.product(version=BOTH, count=[1, 3])
+    @wide.product(version=BOTH, count=[1, 3])
     def test_a_seed_makes_a_run_repeatable(self, version, count):
         """Else an experiment on towers cannot be repeated."""
 
@@ -219,7 +220,7 @@ class RandomDrawsTest(parameterized.TestCase):
 
 class OverflowTest(parameterized.TestCase):
 
-    @parameterized.product(version=BOTH, count=[1, 4])
+    @wide.product(version=BOTH, count=[1, 4])
     def test_an_overflow_on_one_tower_skips_one_step(self, version, count):
         """Else towers that do not overflow update alone, or the scale falls once a tower."""
         optimizers = version.optimizers if version is keras else version.mixed_precision
@@ -238,7 +239,7 @@ class OverflowTest(parameterized.TestCase):
         scale = optimizer.dynamic_scale if version is keras else optimizer.loss_scale
         self.assertEqual(float(tf.convert_to_tensor(scale)), 2.0**74)
 
-    @parameterized.product(version=BOTH, size=[8, 7])
+    @wide.product(version=BOTH, size=[8, 7])
     def test_towers_that_are_finite_where_the_batch_is_not(self, version, size):
         """Else a step is taken, and the scale kept, where one device skips it.
 

@@ -6,6 +6,7 @@ import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
 
+import wide
 from towerstrategy import TowerStrategy
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
@@ -52,7 +53,7 @@ def train(strategy, kit, loss_of, rows, optimizer):
 
 class LoopTest(parameterized.TestCase):
 
-    @parameterized.product(
+    @wide.product(2,
         kit_and_loss=[(keras, mean_of), (keras, sum_over_batch_size),
                       (tf_keras, sum_over_batch_size)],
         rows=[27, 24, 19], optimizer=["SGD", "Adam"])

@@ -1,5 +1,6 @@
 """What importing the package does to those who do not use it, and what comes with it."""
 
+import functools
 import os
 import pathlib
 import subprocess
@@ -11,41 +12,27 @@ import towerstrategy
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-IMPORTS = """
+# What its import imports, whether there are hooks before and after a TowerStrategy trains, and what
+# comes out, to the last bit, of trainings with no strategy and with MirroredStrategy before and
+# after that.
+PROGRAM = """
 import sys
 import tensorflow as tf
 before = set(sys.modules)
 import towerstrategy
 new = {name.split(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
 print(*sorted(new))
-"""
 
-HOOKS = """
+import hashlib
 import keras
+import numpy as np
 import tf_keras
-import tensorflow as tf
-import towerstrategy
 from towerstrategy._keras.keras3 import hooks as keras3
 from towerstrategy._keras.tf_keras import hooks as legacy
 
 def hooked():
     return {hasattr(owner.__dict__[name], "_towerstrategy_original")
             for module in (keras3, legacy) for owner, name in module.HOOKS}
-
-print(*hooked())
-towerstrategy.TowerStrategy(1)
-print(*hooked())
-"""
-
-# Trains with no strategy and with MirroredStrategy, before and after a TowerStrategy is made, and
-# prints what came out of each training, to the last bit.
-TRAINING = """
-import hashlib
-import keras
-import numpy as np
-import tensorflow as tf
-import tf_keras
-import towerstrategy
 
 towerstrategy.split_cpu(2)
 tf.config.experimental.enable_op_determinism()
@@ -67,6 +54,7 @@ def trained(kit, scope):
     return hashlib.sha256(b"".join(part.tobytes() for part in found)).hexdigest()
 
 for _ in range(2):
+    print(*hooked())
     print(*(trained(kit, scope) for kit in (keras, tf_keras) for scope in scopes))
     strategy = towerstrategy.TowerStrategy(["CPU:0", "CPU:1"])
     for kit in (keras, tf_keras):
@@ -77,10 +65,11 @@ for _ in range(2):
 """
 
 
-def printed_by(program: str) -> list[str]:
-    """The lines that a Python program printed in a process of its own."""
+@functools.cache
+def printed() -> list[str]:
+    """The lines that the program printed in a process of its own."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True,
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True,
                           text=True, check=False, env={**os.environ, "PYTHONPATH": path})
     if done.returncode:
         raise AssertionError(done.stderr)
@@ -91,15 +80,15 @@ class ImportTest(absltest.TestCase):
 
     def test_imports_nothing_but_itself(self):
         """Else a program that uses no Keras pays for importing one (TensorFlow imports its own)."""
-        self.assertEqual(printed_by(IMPORTS), ["towerstrategy"])
+        self.assertEqual(printed()[0], "towerstrategy")
 
     def test_hooks_come_with_the_first_strategy(self):
         """Else an import alone changes the Keras of those who wanted nothing."""
-        self.assertEqual(printed_by(HOOKS), ["False", "True"])
+        self.assertEqual(printed()[1::2], ["False", "True"])
 
     def test_other_trainings_are_the_same_to_the_last_bit(self):
         """Else a process that has had a TowerStrategy trains differently without one."""
-        before, after = printed_by(TRAINING)
+        before, after = printed()[2::2]
         self.assertEqual(before, after)
         self.assertLen(set(before.split()), 4)
 

@@ -9,6 +9,7 @@ import tf_keras
 from absl.testing import absltest, parameterized
 
 import towerstrategy
+import wide
 
 SEED = (3, 7)
 WIDTH = 13  # no multiple of four, so that towers begin between counters
@@ -109,8 +110,8 @@ class StatelessTest(parameterized.TestCase):
         for count, how in ((3, "dynamic"), (4, "static")):
             np.testing.assert_array_equal(drawn(strategy_of(count), fn, x, how), wanted, how)
 
-    @parameterized.product(name=["uniform", "poisson"],
-                           how=["eagerly", "a trace each", "dynamic", "static"], rows=[3, 9])
+    @wide.product(2, name=["uniform", "poisson"],
+                  how=["eagerly", "a trace each", "dynamic", "static"], rows=[3, 9])
     def test_however_the_towers_run(self, name, how, rows):
         """Else a remainder, or eager mode, draws other numbers."""
         x, fn = rows_of(rows), DRAWS[name]
@@ -200,8 +201,8 @@ PLACES = {
 
 class StateTest(parameterized.TestCase):
 
-    @parameterized.product(how=["eagerly", "dynamic", "a trace each"], in_scope=[False, True],
-                           count=[1, 3])
+    @wide.product(2, how=["eagerly", "dynamic", "a trace each"], in_scope=[False, True],
+                  count=[1, 3])
     def test_a_generator(self, how, in_scope, count):
         """Else a generator's numbers, or what it is left with, depend on the towers."""
         def fn(generator, x):
@@ -219,7 +220,7 @@ class StateTest(parameterized.TestCase):
                 drawn(strategy, lambda x: fn(generator, x), x, how), fn(alone, x))
         np.testing.assert_array_equal(generator.state, alone.state)
 
-    @parameterized.product(how=["eagerly", "dynamic", "a trace each"], count=[1, 3])
+    @wide.product(how=["eagerly", "dynamic", "a trace each"], count=[1, 3])
     def test_shuffled_rows(self, how, count):
         """Else rows are mixed with those of their tower alone, or indices with another's."""
         shuffles = {
@@ -275,7 +276,7 @@ class StateTest(parameterized.TestCase):
                 strategy, x, how)
             np.testing.assert_array_equal(got, wanted, how)
 
-    @parameterized.product(how=["dynamic", "a trace each"], where=list(PLACES))
+    @wide.product(how=["dynamic", "a trace each"], where=list(PLACES))
     def test_a_generator_where_towers_cannot_meet(self, how, where):
         """Else recurrent dropout with rng_type="stateful" draws what other towers drew."""
         seen = []
@@ -313,7 +314,7 @@ class StateTest(parameterized.TestCase):
             self.assertEqual(np.array(state).tolist(), [2, 6])
 
 
-    @parameterized.product(version=[keras, tf_keras], traced=[False, True])
+    @wide.product(version=[keras, tf_keras], traced=[False, True])
     def test_initial_values(self, version, traced):
         """Else a model that its first step builds fails, or starts from other weights.
 
@@ -339,7 +340,7 @@ class StateTest(parameterized.TestCase):
 
 class PerTowerTest(parameterized.TestCase):
 
-    @parameterized.product(version=[keras, tf_keras], eagerly=[False, True])
+    @wide.product(version=[keras, tf_keras], eagerly=[False, True])
     def test_towers_draw_their_own(self, version, eagerly):
         """Else ``draws="per tower"`` is taken and does nothing."""
         class Always(version.layers.Layer):

@@ -9,6 +9,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 
 DEVICES = ["CPU:1", "CPU:2", "CPU:3"]
 ROWS = np.random.RandomState(0).randn(23, 3).astype("float32")
@@ -141,7 +142,7 @@ class ValuesOfTheCallTest(parameterized.TestCase):
 
 class KerasTest(parameterized.TestCase):
 
-    @parameterized.product(version=[keras, tf_keras], eagerly=[False, True])
+    @wide.product(version=[keras, tf_keras], eagerly=[False, True])
     def test_a_helper_of_train_and_test_step(self, version, eagerly):
         """Else `fit` works and its validation, or `evaluate`, fails or is wrong."""
         x, y = ROWS[:, :2], ROWS[:, 2:]
@@ -221,7 +222,7 @@ WHERE = {"branch": in_branch, "loop": in_loop, "function": lambda write: tf.func
 
 class WritesTest(parameterized.TestCase):
 
-    @parameterized.product(where=[*WHERE], mode=["once", "each", "eager"])
+    @wide.product(where=[*WHERE], mode=["once", "each", "eager"])
     def test_a_variable_moved_from_its_own_value(self, where, mode):
         """Else target networks and moving statistics move once a tower, each time from there."""
         strategy = strategy_with(mode != "each")
@@ -293,7 +294,7 @@ class WritesTest(parameterized.TestCase):
         run(strategy.split(tf.constant([[1.], [3.]])))
         self.assertEqual(float(v), 2.)
 
-    @parameterized.product(version=[keras, tf_keras], eagerly=[False, True])
+    @wide.product(version=[keras, tf_keras], eagerly=[False, True])
     def test_batch_norm_in_a_helper(self, version, eagerly):
         """Else the moving statistics of a decorated `call` are those of the last tower."""
         strategy = strategy_with()

@@ -9,6 +9,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 
 ROWS = np.random.RandomState(0).randn(7, 3).astype("float32")
 
@@ -52,8 +53,8 @@ def trained(kit, number, strategy, in_function):
 
 class OutsideTest(parameterized.TestCase):
 
-    @parameterized.product(kit=[keras, tf_keras], number=[0, 1, 2], towers=[1, 3],
-                           in_function=[False, True])
+    @wide.product(2, kit=[keras, tf_keras], number=[0, 1, 2], towers=[1, 3],
+                  in_function=[False, True])
     def test_as_on_one_device(self, kit, number, towers, in_function):
         """Else code with a tape around the forward pass fails, or trains with 1/R of the loss."""
         got = trained(kit, number, strategy_of(towers), in_function)
@@ -61,8 +62,8 @@ class OutsideTest(parameterized.TestCase):
         for one, other in zip(got, wanted):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
-    @parameterized.product(kit=[keras, tf_keras], towers=[1, 3], in_scope=[False, True],
-                           where=["towers", "outside"], in_function=[True, False])
+    @wide.product(2, kit=[keras, tf_keras], towers=[1, 3], in_scope=[False, True],
+                  where=["towers", "outside"], in_function=[True, False])
     def test_optimizers_that_nobody_has_built(self, kit, towers, in_scope, where, in_function):
         """Else an optimizer that one device builds when it is called is one of no strategy."""
         def last(strategy):

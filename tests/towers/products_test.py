@@ -7,6 +7,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 
 KERAS = {"keras": keras, "tf_keras": tf_keras}
 WIDE = 512  # WIDE x WIDE is products.LEAST_WEIGHT
@@ -43,7 +44,7 @@ def products_of(step, *args):
 
 class ProductsTest(parameterized.TestCase):
 
-    @parameterized.product(kit=list(KERAS), merge_device=["CPU:0", "CPU:2"])
+    @wide.product(kit=list(KERAS), merge_device=["CPU:0", "CPU:2"])
     def test_a_model_of_wide_layers(self, kit, merge_device):
         """Else towers mix up their rows, with batches that divide, do not, or leave some none."""
         kit, found = KERAS[kit], []

@@ -6,6 +6,7 @@ from absl.testing import parameterized
 from tensorflow.python.training import moving_averages
 
 import towerstrategy
+import wide
 
 
 def averaged(strategy, kind, eager):
@@ -37,8 +38,8 @@ def averaged(strategy, kind, eager):
 
 class MovingAverageTest(parameterized.TestCase):
 
-    @parameterized.product(kind=["assign", "internal", "class"], towers=[1, 3, 4],
-                           eager=[True, False])
+    @wide.product(2, kind=["assign", "internal", "class"], towers=[1, 3, 4],
+                  eager=[True, False])
     def test_as_one_device(self, kind, towers, eager):
         """Else towers with fewer rows count as much as others, and one without makes a NaN."""
         strategy = towerstrategy.TowerStrategy(towers)

@@ -8,6 +8,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 from peers import per_replica, plain
 from towerstrategy.batch import sub_batches
 from towerstrategy.towers import contexts
@@ -72,7 +73,7 @@ ALL_ROWS = {
 
 class PiecesTest(parameterized.TestCase):
 
-    @parameterized.product(case=list(ALL_ROWS), count=[1, 3, 4])
+    @wide.product(case=list(ALL_ROWS), count=[1, 3, 4])
     def test_as_one_device(self, case, count):
         """Else rows written in towers count R times, or the last tower's replace the others'."""
         aggregation, write = ALL_ROWS[case]

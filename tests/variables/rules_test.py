@@ -7,6 +7,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 
 X = np.float32([[3.], [-7.], [5.], [1.], [9.], [2.], [4.]])
 
@@ -32,8 +33,8 @@ def peak_metric(kit):
 
 class RulesTest(parameterized.TestCase):
 
-    @parameterized.product(rule=["max", "min"], towers=[1, 3, 4], in_branch=[False, True],
-                           in_function=[False, True])
+    @wide.product(2, rule=["max", "min"], towers=[1, 3, 4], in_branch=[False, True],
+                  in_function=[False, True])
     def test_one_copy(self, rule, towers, in_branch, in_function):
         """Else a layer that keeps the largest number seen keeps a mean of the towers' largest."""
         strategy = towerstrategy.TowerStrategy([f"CPU:{n}" for n in range(1, towers + 1)], "cpu")

@@ -10,6 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 from peers import mirrored, outcome, per_replica, plain, two_towers
 from towerstrategy.variables import one_copy
 
@@ -91,8 +92,10 @@ def deliberate(where, method, agree, dtype, synchronization, aggregation):
 
 class WriteMatrixTest(parameterized.TestCase):
 
-    @parameterized.product(synchronization=[Sync.AUTO, Sync.ON_WRITE, Sync.ON_READ],
-                           aggregation=list(Aggregation))
+    # ON_WRITE is what AUTO is for these.
+    @parameterized.product(
+        synchronization=[Sync.AUTO, Sync.ON_READ, *[Sync.ON_WRITE] * wide.ALL],
+        aggregation=list(Aggregation))
     def test_as_mirrored(self, synchronization, aggregation):
         """Else a variable written by code made for MirroredStrategy holds something else."""
         modes = {"synchronization": synchronization, "aggregation": aggregation}
