@@ -350,6 +350,7 @@ class TowerExtended(_tf.StrategyExtended):
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset,
                                          options: Any) -> tf.distribute.DistributedDataset:
         _keras.install_hooks()
+        arguments.check_outside("a dataset is distributed to all towers")
         per_replica, fetch, ready = self._input_options(options)
         if per_replica:
             raise NotImplementedError(
@@ -360,6 +361,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> tf.distribute.DistributedDataset:
+        arguments.check_outside("a dataset is distributed to all towers")
         arguments.check_function("dataset_fn", dataset_fn)
         per_replica, fetch, ready = self._input_options(options)
         count, workers = len(self.worker_devices), self._workers
@@ -402,6 +404,7 @@ class TowerExtended(_tf.StrategyExtended):
             self._distribute_datasets_from_function(input_fn, None))
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
+        arguments.check_outside("values are distributed to all towers")
         arguments.check_function("value_fn", value_fn)
         count, first = self._num_replicas_in_sync, self.first_replica
         values = [value_fn(tf.distribute.experimental.ValueContext(first + tower, count))
