@@ -132,6 +132,19 @@ class DevicesTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "gpus must be None.*The devices here: CPU:0"):
             towerstrategy.multi_gpu_model(small_models.make(keras, "functional"), gpus)
 
+    def test_stages_for_gpus(self):
+        """Else multi_gpu_model trains on the first device of each inner list, without a word."""
+        with self.assertRaisesRegex(ValueError, "gpus must be None.*The devices here: CPU:0"):
+            towerstrategy.multi_gpu_model(small_models.make(keras, "functional"),
+                                          [["CPU:1", "CPU:2"]])
+
+    @parameterized.product(argument=["cpu_merge", "cpu_relocation"], value=[None, "no", 2, []])
+    def test_switches(self, argument, value):
+        """Else "no" merges on the CPU, and moves the weights there."""
+        with self.assertRaisesRegex(TypeError, f"{argument} must be True or False, but got"):
+            towerstrategy.multi_gpu_model(small_models.make(keras, "functional"),
+                                          ["CPU:1", "CPU:2"], **{argument: value})
+
     @parameterized.parameters("adopt", "multi_gpu_model")
     def test_model(self, name):
         """Else what is no model is noticed in its training."""

@@ -315,6 +315,15 @@ class TowerExtended(_tf.StrategyExtended):
             if isinstance(variable, tower_local.TowerLocalVariable):
                 yield variable._values
 
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """As TensorFlow's; in no strategy's scope, where optimizers may be built, in this one's."""
+        with contextlib.ExitStack() as stack:
+            if not tf.distribute.has_strategy():
+                stack.enter_context(self._container_strategy().scope())
+            stack.enter_context(super().colocate_vars_with(colocate_with_variable))
+            yield
+
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         owner = getattr(colocate_with_variable, "_distribute_strategy", None)
         if owner is None or owner is not self._container_strategy():

@@ -359,7 +359,7 @@ class TowerStrategy(kind.Kind):
           rule: ``"max"`` or ``"min"``.
 
         Raises:
-          TypeError: ``variable`` is none of this strategy's kind.
+          TypeError: ``variable`` is none of this strategy's kind, or holds no real numbers.
           ValueError: an unknown rule; a variable of another strategy.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:2])
