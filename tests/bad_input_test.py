@@ -32,7 +32,8 @@ class DevicesTest(parameterized.TestCase):
         (1.5, TypeError, "micro_batches must be a whole number, but got 1.5"),
         (True, TypeError, "micro_batches must be a whole number, but got True of type bool"),
         (None, TypeError, "micro_batches must be a whole number, but got None"),
-        ("8", TypeError, "micro_batches must be a whole number, but got '8' of type str"))
+        ("8", TypeError, "micro_batches must be a whole number, but got '8' of type str"),
+        (10**9, ValueError, "micro_batches must be at most 1024, but got 1000000000"))
     def test_micro_batches(self, micro_batches, error, message):
         """Else a wrong number of parts is noticed in the middle of a training."""
         with self.assertRaisesRegex(error, message):
@@ -76,6 +77,8 @@ class DevicesTest(parameterized.TestCase):
         ([-1, 2], ValueError, "above 0 and finite, but got -1 for CPU:0"),
         ([1, NAN], ValueError, "above 0 and finite, but got nan for CPU:1"),
         ([INFINITY, 1], ValueError, "above 0 and finite, but got inf for CPU:0"),
+        ([1, 10**400], ValueError, "above 0 and finite, but got 10*"),
+        (np.ones([2, 2]), TypeError, r"shares must be numbers, but got \[1.0, 1.0\] of type list"),
         ([1, True], TypeError, "shares must be numbers, but got True of type bool for CPU:1"),
         (["1", "2"], TypeError, "shares must be numbers, but got '1' of type str"),
         ([1, None], TypeError, "shares must be numbers, but got None"),
@@ -89,6 +92,17 @@ class DevicesTest(parameterized.TestCase):
         """Else a tower gets no rows, or rows that nobody has asked for."""
         with self.assertRaisesRegex(error, message):
             towerstrategy.TowerStrategy(["CPU:0", "CPU:1"], shares=shares)
+
+    def test_what_shares_may_be(self):
+        """Else shares that were computed are refused, with an error about something else."""
+        for shares in (np.array([3, 1]), tf.constant([3., 1.]), (3., 1.)):
+            strategy = towerstrategy.TowerStrategy(["CPU:0", "CPU:1"], shares=shares)
+            self.assertEqual(strategy.shares, [3., 1.])
+
+    def test_cluster_resolver(self):
+        """Else what is no cluster resolver is taken for none at all."""
+        with self.assertRaisesRegex(TypeError, "cluster_resolver must be None or.*got 0 of type"):
+            towerstrategy.TowerStrategy(["CPU:0"], cluster_resolver=0)
 
     @parameterized.parameters(
         (True, TypeError, "merge_device must be.*got True of type bool"),
@@ -117,6 +131,19 @@ class DevicesTest(parameterized.TestCase):
         """Else multi_gpu_model trains on one device without a word."""
         with self.assertRaisesRegex(ValueError, "gpus must be None.*The devices here: CPU:0"):
             towerstrategy.multi_gpu_model(small_models.make(keras, "functional"), gpus)
+
+    def test_stages_for_gpus(self):
+        """Else multi_gpu_model trains on the first device of each inner list, without a word."""
+        with self.assertRaisesRegex(ValueError, "gpus must be None.*The devices here: CPU:0"):
+            towerstrategy.multi_gpu_model(small_models.make(keras, "functional"),
+                                          [["CPU:1", "CPU:2"]])
+
+    @parameterized.product(argument=["cpu_merge", "cpu_relocation"], value=[None, "no", 2, []])
+    def test_switches(self, argument, value):
+        """Else "no" merges on the CPU, and moves the weights there."""
+        with self.assertRaisesRegex(TypeError, f"{argument} must be True or False, but got"):
+            towerstrategy.multi_gpu_model(small_models.make(keras, "functional"),
+                                          ["CPU:1", "CPU:2"], **{argument: value})
 
     @parameterized.parameters("adopt", "multi_gpu_model")
     def test_model(self, name):
@@ -218,11 +245,16 @@ class BatchTest(parameterized.TestCase):
                                     r"same number of rows, but\] \[x has\] \[3\] \[y has\] \[2\]"):
             split(tf.ones([3]), tf.ones([2]))
 
-    def test_split_inside_a_tower(self):
-        """Else each tower splits its part again."""
-        strategy = two_towers()
-        with self.assertRaisesRegex(RuntimeError, "outside of the function given to strategy.run"):
-            strategy.run(lambda: strategy.split(np.ones(4)))
+    def test_inside_a_tower(self):
+        """Else each tower splits its part again, or does what is to be done once for all."""
+        strategy, batches = two_towers(), dataset([4, 2])
+        for call in (lambda: strategy.split(np.ones(4)),
+                     lambda: strategy.adopt(small_models.make(keras, "functional")),
+                     lambda: strategy.experimental_distribute_dataset(batches),
+                     lambda: strategy.distribute_datasets_from_function(lambda _: batches),
+                     lambda: strategy.experimental_distribute_values_from_function(lambda _: 1.)):
+            with self.assertRaisesRegex(RuntimeError, "outside of the function given to strategy"):
+                strategy.run(call)
 
     @parameterized.parameters(2, 1)
     def test_dataset_whose_components_differ(self, towers):
@@ -284,6 +316,18 @@ class CallsTest(parameterized.TestCase):
             with self.assertRaisesRegex(error, message):
                 strategy.run(*args, **kwargs)
 
+    def test_function_that_does_not_run(self):
+        """Else a step with a forgotten ``yield``, or ``async``, trains nothing without a word."""
+        def generates():
+            yield 1
+
+        async def waits():
+            return 1
+
+        for fn in (generates, waits):
+            with self.assertRaisesRegex(TypeError, "fn must be a function that runs when it is"):
+                two_towers().run(fn)
+
     @parameterized.product(others=[3, 1], in_function=[False, True])
     def test_batch_of_another_strategy(self, others, in_function):
         """Else the rows of the towers that are not there are lost without a word."""
@@ -340,6 +384,15 @@ class CallsTest(parameterized.TestCase):
                 ((tf.ones([2]), tf.ones([2, 2])), ValueError, "same shape on all towers")):
             with self.assertRaisesRegex(error, message):
                 strategy.reduce("SUM", of(*values), axis=None)
+        for value, error, message in (
+                (["a", "b"], TypeError, "value must hold numbers.*tower 0 on CPU:1 has .* string"),
+                ([True, False], TypeError, "value must hold numbers.* tower 0 on CPU:1.* bool")):
+            with self.assertRaisesRegex(error, message):
+                strategy.reduce("SUM", strategy.split(np.array(value)), axis=0)
+        with self.assertRaisesRegex(ValueError, "an axis of values of rank 2 twice, but got"):
+            strategy.reduce("SUM", strategy.split(np.ones([4, 2])), axis=(0, -2))
+        with self.assertRaisesRegex(TypeError, "value/b must hold tensors to be reduced.*is None"):
+            strategy.reduce("SUM", {"a": strategy.split(np.ones(4)), "b": None}, axis=0)
         with self.assertRaisesRegex(ValueError, "rank 0 cannot be gathered or reduced along axis"):
             strategy.reduce("SUM", per_replica(strategy, 1., 2.), axis=0)
         with self.assertRaisesRegex(ValueError, "cannot be reduced"):

@@ -218,6 +218,15 @@ class FitTest(_Leaves):
         self.assertIsInstance(error, (ValueError, tf.errors.InvalidArgumentError))
         self.assertRegex(told(error).replace("\n", " "), "tower.1.*CPU.2")
 
+    @parameterized.parameters(keras, tf_keras)
+    def test_assertion(self, kit):
+        """Else an assertion that nothing depends on ends the step with weights half updated."""
+        def checks(x):
+            tf.debugging.assert_less(x, 50., message="too large")
+            return x
+
+        self.assertIn("too large", str(self.fails(kit, checks)))
+
     @wide.product(kit=[keras, tf_keras], where=["callback", "dataset"])
     def test_error_beside_the_towers(self, kit, where):
         """Else an error in a callback or in the data is lost, or fit cannot be called again."""

@@ -7,6 +7,7 @@ possible.
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from typing import Any
 
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.placement import devices as devices_lib
+from towerstrategy.towers import contexts
 
 
 def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
@@ -44,8 +46,12 @@ def check_reduce(strategy: tf.distribute.Strategy, reduce_op: Any, value: Any, a
                             f"{axis!r} of type {type(axis).__name__}.")
     _check_parts(strategy, {"value": value})
     for path, leaf in _leaves({"value": value}):
+        if leaf is None and axes:
+            raise TypeError(f"{path} must hold tensors to be reduced along axis={axis}, but is "
+                            "None.")
         if _is_per_replica(leaf):
             _check_numbers(strategy, path, leaf.values)
+            _check_has_sum(strategy, path, leaf.values)
             _check_alike(strategy, path, leaf.values, axes)
 
 
@@ -71,11 +77,22 @@ def check_scope(strategy: tf.distribute.Strategy) -> None:
             "scope of another: leave that scope first.")
 
 
+def check_outside(what: str) -> None:
+    """Raises ``RuntimeError`` in a tower, for what is done once and for all of them."""
+    if contexts.current_tower() is not None:
+        raise RuntimeError(
+            f"{what}, so it belongs outside of the function given to strategy.run: that runs once "
+            "in each tower.")
+
+
 def check_function(argument: str, fn: Any) -> None:
-    """Raises ``TypeError`` where ``fn`` cannot be called."""
+    """Raises ``TypeError`` where ``fn`` cannot be called, or a call of it runs nothing yet."""
     if not callable(fn):
         raise TypeError(f"{argument} must be a function, but got {fn!r} of type "
                         f"{type(fn).__name__}.")
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+        raise TypeError(f"{argument} must be a function that runs when it is called, but {fn!r} "
+                        "has a yield or is async: a call of it gives a generator or a coroutine.")
 
 
 def check_structures(argument: str, values: list[Any]) -> None:
@@ -152,6 +169,15 @@ def _check_numbers(strategy: tf.distribute.Strategy, path: str, parts: Any) -> N
                             f"of type {type(part).__name__}.")
 
 
+def _check_has_sum(strategy: tf.distribute.Strategy, path: str, parts: Any) -> None:
+    for tower, part in enumerate(parts):
+        dtype = getattr(part, "dtype", None)
+        if dtype in (tf.string, tf.bool):
+            raise TypeError(f"{path} must hold numbers to be reduced, but {_name(strategy, tower)} "
+                            f"has a tensor of dtype {tf.as_dtype(dtype).name}. strategy.gather "
+                            "takes any dtype.")
+
+
 def _check_alike(strategy: tf.distribute.Strategy, path: str, parts: Any,
                  axes: tuple[int, ...]) -> None:
     """Dense parts must have one dtype, and shapes that are the same away from ``axes``."""
@@ -170,7 +196,11 @@ def _check_alike(strategy: tf.distribute.Strategy, path: str, parts: Any,
         if axes and not rank:
             raise ValueError(f"values of rank 0 cannot be gathered or reduced along axis={axes[0]}"
                              f": {path}. There is no axis; reduce with axis=None.")
-        kept = set(range(rank)) - {axis % rank for axis in axes}
+        along = {axis % rank for axis in axes}
+        if len(along) < len(axes):
+            raise ValueError(f"axis names an axis of values of rank {rank} twice, but got {axes}: "
+                             f"{path}.")
+        kept = set(range(rank)) - along
         others.append(tf.TensorShape([part.shape[index] for index in sorted(kept)]))
     told = ", ".join(f"{_name(strategy, tower)} has {part.dtype.name} {part.shape}"
                      for tower, part in enumerate(parts))

@@ -313,6 +313,15 @@ class TowerExtended(_tf.StrategyExtended):
             if isinstance(variable, tower_local.TowerLocalVariable):
                 yield variable._values
 
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """As TensorFlow's; in no strategy's scope, where optimizers may be built, in this one's."""
+        with contextlib.ExitStack() as stack:
+            if not tf.distribute.has_strategy():
+                stack.enter_context(self._container_strategy().scope())
+            stack.enter_context(super().colocate_vars_with(colocate_with_variable))
+            yield
+
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         owner = getattr(colocate_with_variable, "_distribute_strategy", None)
         if owner is None or owner is not self._container_strategy():
@@ -348,6 +357,7 @@ class TowerExtended(_tf.StrategyExtended):
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset,
                                          options: Any) -> tf.distribute.DistributedDataset:
         _keras.install_hooks()
+        arguments.check_outside("a dataset is distributed to all towers")
         per_replica, fetch, ready = self._input_options(options)
         if per_replica:
             raise NotImplementedError(
@@ -358,6 +368,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> tf.distribute.DistributedDataset:
+        arguments.check_outside("a dataset is distributed to all towers")
         arguments.check_function("dataset_fn", dataset_fn)
         per_replica, fetch, ready = self._input_options(options)
         count, workers = len(self.worker_devices), self._workers
@@ -400,6 +411,7 @@ class TowerExtended(_tf.StrategyExtended):
             self._distribute_datasets_from_function(input_fn, None))
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
+        arguments.check_outside("values are distributed to all towers")
         arguments.check_function("value_fn", value_fn)
         count, first = self._num_replicas_in_sync, self.first_replica
         values = [value_fn(tf.distribute.experimental.ValueContext(first + tower, count))

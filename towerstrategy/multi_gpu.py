@@ -48,9 +48,9 @@ def multi_gpu_model(model: Any, gpus: GpusArgument = None, cpu_merge: bool = Tru
       The new model; ``model`` itself where ``gpus`` is None and there is one GPU or none.
 
     Raises:
-      TypeError: ``model`` is no Keras model.
-      ValueError: ``gpus`` is 0, 1, negative, a bool, a fraction or empty, or names a device that
-        does not exist or a device twice; ``model`` belongs to another strategy.
+      TypeError: ``model`` is no Keras model; ``cpu_merge`` or ``cpu_relocation`` is no bool.
+      ValueError: ``gpus`` is 0, 1, negative, a bool, a fraction, nested or empty, or names a
+        device that does not exist or a device twice; ``model`` belongs to another strategy.
 
     >>> model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
     >>> parallel_model = multi_gpu_model(model, gpus=["CPU:1", "CPU:2"])
@@ -61,6 +61,8 @@ def multi_gpu_model(model: Any, gpus: GpusArgument = None, cpu_merge: bool = Tru
     True
     """
     held = _keras.one_copy_variables(model)
+    _check_switch("cpu_merge", cpu_merge)
+    _check_switch("cpu_relocation", cpu_relocation)
     towers = _towers(gpus)
     if cpu_relocation:
         _relocate(model, held)
@@ -77,7 +79,7 @@ def _towers(gpus: GpusArgument) -> list[str]:
         asked: Any = list(range(count)) if count > 1 else []
     elif isinstance(gpus, (list, tuple, range, np.ndarray)):
         asked = list(gpus)
-        if not asked:
+        if not asked or any(isinstance(item, (list, tuple)) for item in asked):
             raise _wrong(gpus, _EXPECTED)
     else:
         asked = _counted(gpus)
@@ -85,6 +87,13 @@ def _towers(gpus: GpusArgument) -> list[str]:
         return list(devices_lib.place(asked, None).towers) if asked else []
     except (TypeError, ValueError) as error:
         raise ValueError(f"gpus={gpus!r} cannot be used: {error}") from None
+
+
+def _check_switch(argument: str, value: Any) -> None:
+    """Refuses what is neither true nor false; Keras' function took 0 and 1, too."""
+    if not isinstance(value, (bool, np.bool_, int)) or value not in (0, 1):
+        raise TypeError(f"{argument} must be True or False, but got {value!r} of type "
+                        f"{type(value).__name__}.")
 
 
 def _counted(gpus: Any) -> list[int]:

@@ -20,7 +20,7 @@ from towerstrategy.machines import clusters, meeting
 from towerstrategy.placement import asked_shares, cuts, kind
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.report import description
-from towerstrategy.towers import branches, contexts, stages, summaries
+from towerstrategy.towers import branches, stages, summaries
 from towerstrategy.towers import draws as draws_lib
 from towerstrategy.variables import rules
 
@@ -126,8 +126,8 @@ class TowerStrategy(kind.Kind):
         than the others; towers of unequal numbers of stages, or what does not go with stages
         (``merge_device``, ``shares`` that are no list, several machines); shares that are not
         above 0, or more or fewer than devices; a cluster in which this process is no worker; less
-        than one micro-batch; unknown ``draws`` or ``balance``, or ``balance="time"`` without
-        stages.
+        than one micro-batch, or more than 1024; unknown ``draws`` or ``balance``, or
+        ``balance="time"`` without stages.
       RuntimeError: made in TensorFlow 1 graph mode; a worker's strategy made after TensorFlow had
         started.
     """
@@ -158,7 +158,8 @@ class TowerStrategy(kind.Kind):
                             f"{synchronize_batch_norm!r} of type "
                             f"{type(synchronize_batch_norm).__name__}.")
         draws_lib.check(draws)
-        resolver = cluster_resolver or clusters.resolver_of_environment()
+        resolver = (clusters.resolver_of_environment() if cluster_resolver is None
+                    else cluster_resolver)
         cluster = clusters.join(resolver, devices_lib.stages_asked(devices))
         placement = devices_lib.place(devices, merge_device, shares, micro_batches, balance)
         workers = None if cluster is None else meeting.Machines(
@@ -239,10 +240,7 @@ class TowerStrategy(kind.Kind):
         >>> [part.shape.as_list() for part in strategy.experimental_local_results(x)]
         [[2, 2], [1, 2], [1, 2]]
         """
-        if contexts.current_tower() is not None:
-            raise RuntimeError(
-                "strategy.split deals a global batch to the towers, so it belongs outside of the "
-                "function given to strategy.run: inside, each tower has its own part already.")
+        arguments.check_outside("strategy.split deals a global batch to the towers")
         return self.extended.split(batch)
 
     @property
@@ -278,6 +276,7 @@ class TowerStrategy(kind.Kind):
           TypeError: ``model`` is no Keras model.
           ValueError: ``model`` belongs to another strategy, or has a stateful RNN and there are
             several towers.
+          RuntimeError: called inside a tower.
 
         >>> model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)],
         ...                             name="small")
@@ -285,6 +284,7 @@ class TowerStrategy(kind.Kind):
         >>> TowerStrategy(split_cpu(4)).adopt(model)
         "adopted model 'small' for 4 towers: ..."
         """
+        arguments.check_outside("strategy.adopt makes a model train on all towers")
         return _keras.adopt(self, model)
 
     def scale_loss(self, loss: Any) -> tf.Tensor:
@@ -359,7 +359,7 @@ class TowerStrategy(kind.Kind):
           rule: ``"max"`` or ``"min"``.
 
         Raises:
-          TypeError: ``variable`` is none of this strategy's kind.
+          TypeError: ``variable`` is none of this strategy's kind, or holds no real numbers.
           ValueError: an unknown rule; a variable of another strategy.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:2])

@@ -210,14 +210,16 @@ class AdoptTest(parameterized.TestCase):
         first, second = (self.strategy.adopt(model) for _ in range(2))
         self.assertEqual(first, second)
 
-    def test_one_tower(self):
+    @BOTH
+    def test_one_tower(self, kit):
         """Lost otherwise: the same script on a machine with one device."""
-        model, alone = (small_models.make(keras, "functional") for _ in range(2))
+        model, alone = (small_models.make(kit, "functional") for _ in range(2))
+        metrics = [kit.metrics.MeanSquaredError(name="error") for _ in range(2)]
+        optimizers = [kit.optimizers.Adam(0.01) for _ in range(2)]
         with TowerStrategy(["CPU:1"]).scope():
-            model.compile("adam", "mse")
-        alone.compile("adam", "mse")
-        fit(model)
-        fit(alone)
+            model.compile(optimizers[0], "mse", metrics=metrics[:1])
+        alone.compile(optimizers[1], "mse", metrics=metrics[1:])
+        np.testing.assert_allclose(fit(model)["error"], fit(alone)["error"], rtol=1e-5)
         self.assert_same_weights(alone, model)
 
 

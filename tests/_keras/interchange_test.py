@@ -99,6 +99,33 @@ class InterchangeTest(parameterized.TestCase):
                 for got, wanted in zip(small_models.weights(restored), expected, strict=True):
                     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
+    @parameterized.parameters(keras, tf_keras)
+    def test_optimizer_built_outside_of_the_scope(self, kit):
+        """Lost otherwise: a script that restores where it has left the scope, as on one device."""
+        path = os.path.join(self.enter_context(tempfile.TemporaryDirectory()), "checkpoint")
+
+        def ended(strategy):
+            def begun():
+                with strategy.scope():
+                    model = small_models.make(kit, "functional")
+                    inner = kit.optimizers.Adam(0.05, use_ema=True)
+                    model.compile(kit.optimizers.LossScaleOptimizer(inner) if kit is keras
+                                  else kit.mixed_precision.LossScaleOptimizer(inner), "mse")
+                built = inner if kit is tf_keras else model.optimizer
+                built.build(model.trainable_variables)
+                return model, tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+
+            model, checkpoint = begun()
+            fit(model, 1)
+            checkpoint.write(path)
+            model, checkpoint = begun()
+            checkpoint.read(path).assert_consumed()
+            fit(model, 1)
+            return small_models.weights(model) + optimizer_values(model)
+
+        for got, wanted in zip(ended(STRATEGIES["towers"]()), ended(Anywhere()), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
     @wide.product(kit=[keras, tf_keras], move=MOVES)
     def test_metrics(self, kit, move):
         """Lost otherwise: counts of metrics, checkpointed in the middle of an evaluation."""

@@ -213,6 +213,8 @@ class ScaleLossTest(parameterized.TestCase):
             other.run(lambda: strategy.scale_loss(tf.constant(1.0)))
         with self.assertRaisesRegex(TypeError, "loss must be a floating point tensor.*int32"):
             strategy.run(lambda: strategy.scale_loss(tf.constant(1)))
+        with self.assertRaisesRegex(TypeError, "loss must be a floating point.* None of type None"):
+            strategy.run(lambda: strategy.scale_loss(None))
 
 
 def contrastive(y, y_pred):

@@ -88,3 +88,8 @@ class RulesTest(parameterized.TestCase):
             strategy.merge_rule(v, "max")
         with self.assertRaisesRegex(TypeError, "made in the scope"):
             strategy.merge_rule(tf.Variable(1.), "max")
+        for value, dtype in (("a", "string"), (True, "bool"), (1j, "complex128")):
+            with strategy.scope():
+                v = tf.Variable(value)
+            with self.assertRaisesRegex(TypeError, f"real numbers to have a largest.*{dtype}"):
+                strategy.merge_rule(v, "max")

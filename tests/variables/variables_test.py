@@ -6,6 +6,7 @@ they differ, :func:`deliberate` says why.
 
 import copy
 
+import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -444,6 +445,16 @@ class UseTest(parameterized.TestCase):
             strategy.run(step, (v, inputs))
         self.assertEqual((first.numpy(), second.numpy()), (16., 40.))
         self.assertEqual(plain(strategy.run(tf.function(lambda v: 1.), (first,))), 1.)
+
+    def test_as_an_array(self):
+        """Else what reads a model's metrics by NumPy, as on one device, ends in an error."""
+        strategy = two_towers()
+        with strategy.scope():
+            count = tf.Variable([0., 0.], synchronization=tf.VariableSynchronization.ON_READ,
+                                aggregation=tf.VariableAggregation.SUM)
+        strategy.run(lambda: count.assign_add([1., 2.]))
+        np.testing.assert_array_equal(np.array(count), [2., 4.])
+        self.assertEqual(np.asarray(count, "float64").dtype, np.float64)
 
     def test_write_in_anothers_tower(self):
         """Else two strategies that alternate write to each other's variables, unmerged."""

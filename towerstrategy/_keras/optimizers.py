@@ -112,6 +112,8 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         gradients = [factors.apart(gradient) for gradient in gradients]
 
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
+        # Else some weights are updated, and some are not, where an assertion ends the step.
+        checks = [] if tower.graph is None or tower.is_copied else _assertions(tower.graph)
         per_variable = [_per_tower(value, count) for value in grouped]
         whole = {**_take_largest(per_variable, homes, tower.shares, overwriting),
                  **_take_held(per_variable, held)}
@@ -130,11 +132,21 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
                 summed[index] = value
             summed = [_overflowing(value, loss_scale) if is_of_halves else value
                       for value, is_of_halves in zip(summed, of_halves)]
-            with contexts.MergedContext(strategy), tf.name_scope(contexts.UPDATE_SCOPE), \
+            with tf.control_dependencies(checks), contexts.MergedContext(strategy), \
+                    tf.name_scope(contexts.UPDATE_SCOPE), \
                     tf.profiler.experimental.Trace(contexts.UPDATE_SCOPE):
                 return apply(summed)
 
     return tower.merge_call(merged, args=tuple(gradients))
+
+
+def _assertions(graph: tf.Graph) -> list[tf.Operation]:
+    """What has been traced that fails where an assertion does; Keras' own are not looked for.
+
+    Towers whose function asserts something are not copied, see :mod:`copies`.
+    """
+    return [operation for operation in graph.get_operations() if operation.type == "Assert"
+            or any(_tf.asserts(graph, name) for name in _tf.functions_of(operation))]
 
 
 def _is_of_halves(gradient: Any) -> bool:

@@ -160,7 +160,11 @@ def scale_loss(strategy: tf.distribute.Strategy, loss: Any) -> tf.Tensor:
             "compute_loss, between the forward pass and tape.gradient. "
             + ("Here no tower of a strategy runs." if tower is None
                else f"Here a tower of another strategy runs: {tower.strategy!r}."))
-    value = tf.convert_to_tensor(loss)
+    try:
+        value = tf.convert_to_tensor(loss)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"loss must be a floating point tensor, but got {loss!r} of type "
+                        f"{type(loss).__name__}.") from error
     if not value.dtype.is_floating:
         raise TypeError(f"loss must be a floating point tensor, but got {loss!r} of dtype "
                         f"{value.dtype.name}.")

@@ -39,7 +39,7 @@ def checked(shares: SharesArgument, towers: Sequence[str],
     """
     if shares is None:
         return None
-    if shares == MEASURED and micro_batches > 1:
+    if isinstance(shares, str) and shares == MEASURED and micro_batches > 1:
         raise ValueError(f'shares="{MEASURED}" does not go with micro_batches={micro_batches}, as '
                          "the parts of a tower have no times of their own. Give a list of a number "
                          "for each device.")
@@ -50,8 +50,8 @@ def checked(shares: SharesArgument, towers: Sequence[str],
 def _of_towers(shares: Any, towers: Sequence[str]) -> tuple[float, ...]:
     if isinstance(shares, str):
         return _chosen(shares, towers)
-    if isinstance(shares, np.ndarray):
-        shares = shares.tolist()
+    if isinstance(shares, (np.ndarray, tf.Tensor)):
+        shares = np.asarray(shares).tolist()
     if not isinstance(shares, (list, tuple)):
         raise TypeError(f"{_CHOICES}, but got {shares!r} of type {type(shares).__name__}.")
     if len(shares) != len(towers):
@@ -73,7 +73,10 @@ def _number(shares: Sequence[Any], tower: int, towers: Sequence[str]) -> float:
     if isinstance(share, bool) or not isinstance(share, numbers.Real):
         raise TypeError(f"shares must be numbers, but got {share!r} of type "
                         f"{type(share).__name__} {where}.")
-    number = float(share)
+    try:
+        number = float(share)
+    except OverflowError:  # a whole number has no bound
+        number = math.inf
     if not math.isfinite(number) or number <= 0:
         raise ValueError(f"shares must be above 0 and finite, but got {share!r} {where}. A device "
                          "that is to get no rows belongs into no strategy: leave it out.")

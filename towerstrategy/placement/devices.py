@@ -27,6 +27,7 @@ BALANCED = "balanced"
 
 # TensorFlow makes as many as it is asked for, until memory ends.
 _MOST_LOGICAL_CPUS = 1024
+_MOST_MICRO_BATCHES = 1024  # each is a replica, which costs memory and tracing of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,8 +188,8 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None,
     Raises:
       TypeError: an argument of the wrong type.
       ValueError: a device that is not there, a duplicate, an empty list, CPU and GPU mixed
-        without ``shares``, shares that cannot be, less than one micro-batch, towers of unequal
-        numbers of stages, what does not go with stages, or only with them.
+        without ``shares``, shares that cannot be, no micro-batch or far too many, towers of
+        unequal numbers of stages, what does not go with stages, or only with them.
     """
     count = _micro_batches(micro_batches)
     rows = _rows(devices, mixed=shares is not None)
@@ -244,6 +245,9 @@ def _micro_batches(given: Any) -> int:
     if count < 1:
         raise ValueError(f"micro_batches must be at least 1, but got {count}: it is into how many "
                          "parts, one after another, each tower's rows of a batch are cut.")
+    if count > _MOST_MICRO_BATCHES:
+        raise ValueError(f"micro_batches must be at most {_MOST_MICRO_BATCHES}, but got {count}: "
+                         "it is a number of parts, not of rows.")
     return count
 
 

@@ -56,6 +56,9 @@ def set_rule(strategy: tf.distribute.Strategy, variable: Any, rule: str) -> None
     if held._distribute_strategy is not strategy:
         raise ValueError(f"variable {held.name!r} belongs to another strategy: it was made in the "
                          f"scope of {held._distribute_strategy!r}, not of {strategy!r}.")
+    if not (held.dtype.is_floating or held.dtype.is_integer):
+        raise TypeError(f"variable must hold real numbers to have a {_EXTREME_WORDS[rule]}, but "
+                        f"{held.name!r} is of dtype {held.dtype.name}.")
     held._extreme = rule
     if isinstance(held, tower_local.TowerLocalVariable):
         # A value given from outside is each part's, and not one part's of a sum.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
@@ -117,6 +118,11 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
             return False
         context = tf.distribute.get_replica_context()
         return context is None or context.strategy is not self._distribute_strategy
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The value that is read outside of towers, as NumPy asks for it."""
+        del copy  # what is read is nobody else's
+        return np.asarray(self.numpy(), dtype)
 
     def __repr__(self) -> str:
         parts = ", ".join(part.device for part in self._values)

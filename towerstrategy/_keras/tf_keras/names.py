@@ -20,7 +20,7 @@ from tf_keras.src.optimizers import optimizer as new_optimizer
 from tf_keras.src.optimizers.legacy import optimizer_v2
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.variables import tower_local
+from towerstrategy.variables import one_copy, tower_local
 
 # The base class whose methods are hooked, and the class of recurrent layers.
 MODEL, RNN = training.Model, base_rnn.RNN
@@ -105,15 +105,18 @@ def metric_variables(metric: Any) -> list[Any]:
 
 
 def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
-    """Makes a metric's variables tower-local, in place; returns them."""
+    """Makes a metric's variables tower-local, or one tower's own, in place; returns them."""
     local: list[Any] = []
     for layer in metric._flatten_layers():
         for variable in list(layer._trainable_weights) + list(layer._non_trainable_weights):
-            if (isinstance(variable, _tf.BaseResourceVariable)
-                    and strategy.num_replicas_in_sync > 1):
+            if not isinstance(variable, _tf.BaseResourceVariable):
+                pass
+            elif strategy.num_replicas_in_sync > 1:
                 parts = tower_local.make_tower_local(strategy, variable)
                 _replace(layer, variable, parts)
                 variable = parts
+            elif not isinstance(variable, one_copy.TowerVariable):
+                one_copy.into_tower_variable(variable, strategy)  # tf_keras looks whose it is
             local.append(variable)
     return local
 
