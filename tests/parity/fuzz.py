@@ -463,7 +463,9 @@ def check_variable(towers, rows, dtype, aggregation, writes, traced, seed):
     counts = np.array(sizes_of(rows, towers))
     wanted = np.zeros([2])
     for method, factor in writes:
-        step = merged_write(aggregation, sums * factor, counts, dtype.is_floating)
+        is_whole = traced and aggregation is Aggregation.NONE  # sums over rows show in a graph
+        step = sums.sum(0) * factor if is_whole else merged_write(
+            aggregation, sums * factor, counts, dtype.is_floating)
         wanted = {"assign": step, "assign_add": wanted + step, "assign_sub": wanted - step}[method]
     check_close(variable, wanted, dtype)
     for part in strategy.experimental_local_results(seen):

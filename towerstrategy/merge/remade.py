@@ -12,13 +12,15 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.losses import provenance
+from towerstrategy.merge import linear
 from towerstrategy.merge.shares import Value
 
 
@@ -43,6 +45,16 @@ class Noted:
     def __init__(self) -> None:
         self._gradients: dict[int, Gradient] = {}
         self._behind: dict[int, _Behind] = {}
+        self.is_paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, nobody is to remember what tapes give."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
 
     def add(self, gradient: Gradient) -> None:
         """Remembers a gradient that a tape has given."""
@@ -56,6 +68,10 @@ class Noted:
         """Whether a tape has given ``value`` as it is."""
         held = self._gradients.get(id(value))
         return held is not None and held.value is value
+
+    def kind_of(self, value: Any) -> provenance.Kind | None:
+        """The kind of a gradient that a tape has given as it is, where that is known."""
+        return self._gradients[id(value)].kind if self.holds(value) else None
 
     def has_eager_parts(self) -> bool:
         """Whether a tape has given, in eager code, a gradient of a part of the batch's loss."""
@@ -80,6 +96,27 @@ class Noted:
             if _graph_of(value) is graph:
                 found.take(index, value)
         return found if found.places else None
+
+
+    def kinds(self, value: tf.Tensor, graph: tf.Graph | None,
+              is_same: Callable[[tf.Tensor], bool]) -> provenance.Kinds | None:
+        """The kinds of the gradients of which ``value`` is a sum of multiples, terms apart.
+
+        Args:
+          value: a traced tensor.
+          graph: the graph that the tower is traced in.
+          is_same: whether a tensor is the same on all towers.
+
+        Returns:
+          None where no gradient whose kind is known is behind it; with ``MIXED`` among them where
+          it is another function of gradients, with ``OTHER`` where it has other terms.
+        """
+        if graph is None or value.graph is not graph or id(graph) not in self._behind:
+            return None
+        known = {part.name: gradient.kind for gradient in self._gradients.values()
+                 if gradient.kind and _graph_of(gradient.value) is graph
+                 for part in _parts(gradient.value)}
+        return linear.kinds(value, known, self._behind[id(graph)].operations(), is_same)
 
 
 class _Behind:

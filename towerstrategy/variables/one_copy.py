@@ -6,7 +6,8 @@ for a tower-local one (``synchronization=ON_READ``, metrics) a :class:`TowerLoca
 part on every tower.
 
 A write to a :class:`TowerVariable` inside a tower is merged with the other towers' and done once,
-see :mod:`written`; what is made of gradients is made of the merged ones, see :mod:`by_gradients`.
+see :mod:`written`; what is made of gradients is made of the merged ones, see :mod:`by_gradients`,
+and what is made of sums over rows of those over all rows, see :mod:`by_rows`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
-from towerstrategy.variables import by_gradients, pieces, written
+from towerstrategy.variables import by_gradients, by_rows, pieces, written
 
 Aggregation = tf.VariableAggregation
 
@@ -173,6 +174,10 @@ class TowerVariable(_tf.ResourceVariable):
         made = by_gradients.find(tower, self, value)
         if made is not None:
             return by_gradients.write(tower, self, made, plain)
+        whole = by_rows.of_all(tower, self, value)
+        if whole is not None:
+            return tower.merge_call(lambda _, same: plain(
+                contexts.all_values(same, tower.count)[0]), args=(whole,))
 
         def merged(_: Any, values: Any) -> Any:
             values = contexts.all_values(values, tower.count)

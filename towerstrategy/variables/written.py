@@ -12,7 +12,8 @@ SUM                    the sum over the towers that have rows
 ONLY_FIRST_REPLICA     tower 0's value
 =====================  ===================================================================
 
-A variable that merges extremes gets the largest, or smallest.  Scatter writes follow the same
+What comes here under NONE is no function of sums over rows where a graph shows that, see
+:mod:`by_rows`.  A variable that merges extremes gets the largest, or smallest.  Scatter writes follow the same
 rules, slice by slice: SUM writes the slices of all towers, in order, as one device would have done;
 NONE of ``scatter_update``, ``_min`` and ``_max`` does so too (doing it twice changes nothing), and
 of ``scatter_mul`` and ``_div`` takes tower 0's.  A slice (``v[a:b].assign``) follows the table

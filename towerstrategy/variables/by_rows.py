@@ -1,0 +1,47 @@
+"""Writes of what towers have made of their rows: counts, sums of features, ratios of such.
+
+Goes in: a tower's value for a variable without an aggregation.  Comes out: what one device would
+have written, where the value is made of sums over rows (:mod:`totals`); None where the rule for
+writes will do, as for means over rows, or has to.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.losses import parts
+from towerstrategy.towers import contexts
+
+# Batch norm's are those of each tower's rows, unless it is synchronized.
+_LOCAL = ("moving_mean", "moving_variance")
+
+
+def of_all(tower: contexts.TowerContext, variable: Any, value: Any) -> tf.Tensor | None:
+    """What one device writes to ``variable`` where the tower writes ``value``."""
+    if variable.aggregation is not tf.VariableAggregation.NONE or variable.merges_extremes:
+        return None
+    whole = parts.of_all(tower, value)
+    if whole is None and parts.is_of_rows(tower, value):
+        _warn(tower, variable, value)
+    return whole
+
+
+def _warn(tower: contexts.TowerContext, variable: Any, value: tf.Tensor) -> None:
+    """Says, once a variable, that it will hold something else than on one device."""
+    warned = tower.strategy.extended.warned
+    if id(variable) in warned or variable.name.partition(":")[0].endswith(_LOCAL):
+        return
+    warned.add(id(variable))
+    rule = ("the mean of the towers' values by share of rows"
+            if variable.dtype.is_floating else "the first tower's value")
+    name = contexts.plain_name(value.op.name)
+    warnings.warn(
+        f"towerstrategy: what the towers write to variable {variable.name!r}, {name!r}, puts rows "
+        "of the batch together in a way that is not made again of the rows of all towers: it gets "
+        f"{rule}, which is not what one device writes. Gather the rows first, with "
+        "towerstrategy.whole_batch; say what it holds, with strategy.merge_rule(variable, \"max\") "
+        "or \"min\"; or make it with the tf.VariableAggregation that it needs.",
+        UserWarning, stacklevel=2)
