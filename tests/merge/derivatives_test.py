@@ -135,10 +135,26 @@ def by_the_loss(scale, weight, x, y):
     return tape.gradient(loss, weight) * tf.exp(-loss)
 
 
+@tf.function
+def taken_in_a_function(scale, weight, x, y):
+    gradient = gradient_of(scale, weight, x, y)
+    return gradient, -gradient / 2.
+
+
+def of_a_function(scale, weight, x, y):
+    gradient, half = taken_in_a_function(scale, weight, x, y)
+    return tf.clip_by_norm(gradient - half, 0.05)
+
+
+@tf.function
+def clipped_in_a_function(scale, weight, x, y):
+    return tf.clip_by_norm(gradient_of(scale, weight, x, y), 0.05)
+
+
 STEPS = {step.__name__: step for step in (
     newton, newton_row_by_row, forward_over_reverse, along_the_gradient, reverse_over_reverse,
     vectors_given, zeros_for_none, of_the_graph, by_moved_weights, of_a_loss_a_row, gauss_newton,
-    natural, by_the_loss)}
+    natural, by_the_loss, of_a_function)}
 
 
 def penalized(scale, weight, x, y):
@@ -199,7 +215,7 @@ class DerivativesTest(parameterized.TestCase):
     @parameterized.parameters(
         *((name, False) for name in STEPS), *((name, True) for name in (
             "newton", "forward_over_reverse", "reverse_over_reverse", "zeros_for_none",
-            "of_the_graph", "of_a_loss_a_row", "gauss_newton", "by_the_loss")))
+            "of_the_graph", "of_a_loss_a_row", "of_a_function", "gauss_newton", "by_the_loss")))
     def test_as_on_one_device(self, name, written):
         """Else a step of the second order is made of a tower's curvature, and nobody is told."""
         kit = KITS["tf_keras" if name == "newton" else "keras"]
@@ -212,6 +228,7 @@ class DerivativesTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("a_penalty", penalized, "a function of gradients: .*all_reduce"),
         ("moved_weights", adapted, "a function of gradients: .*all_reduce"),
+        ("changed_in_a_function", clipped_in_a_function, "a function of gradients: .*nested"),
         ("a_mean_by_hand", by_hand, "unscaled loss: "))
     def test_what_is_not_made_of_merged_gradients_is_told(self, change, message):
         """Else a penalty on the gradient's norm is one on those of the towers' parts."""

@@ -252,6 +252,17 @@ def is_of_rows(tower: contexts.TowerContext, value: Any) -> bool:
                                        or totals.puts_together(tower, found, value))
 
 
+def is_no_sum(tower: contexts.TowerContext, value: Any) -> bool:
+    """Whether ``value`` is a function of a tower's sums or means that is no sum of them."""
+    if (not tower.several or not isinstance(value, tf.Tensor) or _tf.is_eager(value)
+            or not value.dtype.is_floating or tower.is_agreed(value)):
+        return False
+    found = walk(tower)
+    if value.op.type == "Mul" and any(map(found.counts_rows, value.op.inputs)):
+        return False  # a mean times the number of its rows
+    return provenance.Kind.MIXED in found.kinds(value)
+
+
 def gradient(tower: contexts.TowerContext, value: Any) -> Any:
     """The tower's part of what an optimizer is given, where it is a function of sums over rows."""
     if (not isinstance(value, tf.Tensor) or _tf.is_eager(value)

@@ -29,6 +29,21 @@ def of_all(tower: contexts.TowerContext, variable: Any, value: Any) -> tf.Tensor
     return whole
 
 
+def check_part(tower: contexts.TowerContext, variable: Any, value: Any) -> None:
+    """Warns, once a variable, of a number that is no sum, where the towers' are added up."""
+    if (variable.aggregation is not tf.VariableAggregation.SUM or variable._extreme is not None
+            or variable.shape.rank != 0 or id(variable) in tower.strategy.extended.warned
+            or not parts.is_no_sum(tower, value)):
+        return
+    tower.strategy.extended.warned.add(id(variable))
+    warnings.warn(
+        f"towerstrategy: what {variable.name!r} keeps, {contexts.plain_name(value.op.name)!r}, is "
+        "made of each tower's rows and is no sum over them, but the towers' are added up, as the "
+        "variable's aggregation says: it comes out otherwise than on one device. Keep sums and "
+        "make the number of them in result(); or, of the largest or smallest, say "
+        'strategy.merge_rule(variable, "max") or "min".', UserWarning, stacklevel=2)
+
+
 def _warn(tower: contexts.TowerContext, variable: Any, value: tf.Tensor) -> None:
     """Says, once a variable, that it will hold something else than on one device."""
     warned = tower.strategy.extended.warned
