@@ -15,6 +15,7 @@ import tensorflow as tf
 from towerstrategy.losses import parts
 from towerstrategy.towers import contexts
 
+_STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 # Batch norm's are those of each tower's rows, unless it is synchronized.
 _LOCAL = ("moving_mean", "moving_variance")
 
@@ -27,6 +28,14 @@ def of_all(tower: contexts.TowerContext, variable: Any, value: Any) -> tf.Tensor
     if whole is None and parts.is_of_rows(tower, value):
         _warn(tower, variable, value)
     return whole
+
+
+def are_added(tower: contexts.TowerContext, variable: Any, method_name: str, indices: Any,
+              updates: Any) -> bool:
+    """Whether slices that are written have one for each row, so that those of all towers add up."""
+    return (method_name in _STEPPING and variable.dtype.is_floating
+            and variable.aggregation is tf.VariableAggregation.NONE
+            and parts.are_rows(tower, indices, updates))
 
 
 def check_part(tower: contexts.TowerContext, variable: Any, value: Any) -> None:
