@@ -71,6 +71,20 @@ def kept(t):
     return tf.cast(t > 0, tf.float32)
 
 
+def sides(t):
+    return tf.cast(t[:, 0] > 0, tf.int32)
+
+
+def added_in_a_loop(t, p):
+    return tf.while_loop(lambda turn, total: turn < 3, lambda turn, total: (
+        turn + 1, total + tf.reduce_sum(tf.square(p - t)) / 3.), (0, 0.))[1]
+
+
+def share_of_bins(t):
+    bins = tf.math.bincount(sides(t), minlength=2, maxlength=2, dtype=tf.float32) / count_of(t)
+    return -tf.reduce_sum(bins * tf.math.log(bins + 1e-6))
+
+
 # In a step of one's own: made of sums, means and numbers of rows.
 LOGGED = {
     "masked": lambda t, p: tf.reduce_mean(tf.boolean_mask(tf.square(p - t), t > 0)),
@@ -95,6 +109,23 @@ LOGGED = {
     "rows_behind": lambda t, p: tf.reduce_mean(tf.reduce_sum(tf.transpose(p - t), 0)),
     "rows_taken_behind": lambda t, p: tf.reduce_sum(tf.reduce_mean(tf.transpose(p), 1)),
     "a_branch": lambda t, p: tf.cond(tf.shape(t)[0] > 0, lambda: tf.reduce_sum(p), lambda: 0.),
+    "einsum": lambda t, p: tf.einsum("ij,ij->", t, p) / count_of(p),
+    "einsum_of_columns": lambda t, p: tf.reduce_sum(tf.abs(tf.einsum("bi,bj->ij", t, p[:, :3]))),
+    "tensordot": lambda t, p: tf.tensordot(t, p, 2),
+    "a_product": lambda t, p: tf.squeeze(tf.matmul(t[:, :1], p[:, :1], transpose_a=True)),
+    "of_a_product": lambda t, p: tf.linalg.trace(tf.transpose(t) @ p) / count_of(p),
+    "a_determinant": lambda t, p: tf.linalg.logdet(
+        tf.matmul(p, p, transpose_a=True) / count_of(p) + tf.eye(4)),
+    "segments": lambda t, p: tf.math.unsorted_segment_mean(p[:, 0], sides(t), 3)[1],
+    "bins": lambda t, p: tf.math.bincount(sides(t), minlength=2, maxlength=2)[1],
+    "of_bins": lambda t, p: share_of_bins(t),
+    "histogram": lambda t, p: tf.histogram_fixed_width(p[:, 0], [-1., 1.], 5)[4],
+    "confusion": lambda t, p: tf.linalg.trace(tf.cast(
+        tf.math.confusion_matrix(sides(t), sides(p), 3), tf.float32)),
+    "squares": lambda t, p: tf.sqrt(2. * tf.nn.l2_loss(p - t)),
+    "a_loop": added_in_a_loop,
+    "any": lambda t, p: tf.reduce_any(p > 1.5),
+    "all": lambda t, p: tf.cast(tf.reduce_all(p > -1.5), tf.float32),
 }
 
 
@@ -220,7 +251,20 @@ class SameTest(parameterized.TestCase):
         ("in_a_branch", lambda t, p: tf.cond(
             tf.reduce_sum(t) > 0., lambda: nested_ratio.python_function(t, p), lambda: 0.)),
         ("of_the_worst", lambda t, p: tf.reduce_max(tf.square(p - t))),
-        ("a_variance", lambda t, p: tf.math.reduce_variance(p - t)))
+        ("a_variance", lambda t, p: tf.math.reduce_variance(p - t)),
+        ("rows_with_rows", lambda t, p: tf.reduce_mean(tf.matmul(p, p, transpose_b=True))),
+        ("pairs", lambda t, p: tf.reduce_mean(tf.einsum("ij,kj->ik", t, p))),
+        ("neighbours", lambda t, p: tf.reduce_mean(tf.abs(p[1:] - p[:-1]))),
+        ("the_first", lambda t, p: p[0, 0]),
+        ("softmax", lambda t, p: tf.reduce_sum(tf.nn.softmax(p[:, 0]) * t[:, 0])),
+        ("folded", lambda t, p: tf.foldl(lambda a, row: a + tf.reduce_sum(row), p, 0.)),
+        ("scanned", lambda t, p: tf.reduce_mean(tf.scan(
+            lambda a, row: .5 * a + tf.reduce_sum(row), p, 0.))),
+        ("segments", lambda t, p: tf.reduce_sum(tf.abs(tf.math.segment_sum(
+            p, tf.sort(sides(t)))))),
+        ("distinct", lambda t, p: tf.cast(tf.size(tf.unique(sides(p))[0]), tf.float32)),
+        ("python", lambda t, p: tf.ensure_shape(
+            tf.numpy_function(np.max, [p], tf.float32), [])))
     def test_what_cannot_be_made_of_all_rows_is_told(self, number):
         """Else it is the mean of the towers' numbers, and looks like one device's."""
         strategy = towerstrategy.TowerStrategy(3)

@@ -463,7 +463,9 @@ def check_variable(towers, rows, dtype, aggregation, writes, traced, seed):
     counts = np.array(sizes_of(rows, towers))
     wanted = np.zeros([2])
     for method, factor in writes:
-        step = merged_write(aggregation, sums * factor, counts, dtype.is_floating)
+        is_whole = traced and aggregation is Aggregation.NONE  # sums over rows show in a graph
+        step = sums.sum(0) * factor if is_whole else merged_write(
+            aggregation, sums * factor, counts, dtype.is_floating)
         wanted = {"assign": step, "assign_add": wanted + step, "assign_sub": wanted - step}[method]
     check_close(variable, wanted, dtype)
     for part in strategy.experimental_local_results(seen):
@@ -535,7 +537,8 @@ def check_scatter(towers, rows, aggregation, method, traced, seed):
     counts = np.array(sizes_of(rows, towers))
     if aggregation is Aggregation.ONLY_FIRST_REPLICA and towers > 1:
         values, indices = values[:counts[0]], indices[:counts[0]]
-    elif steps and aggregation is not Aggregation.SUM and towers > 1:
+    elif steps and aggregation is not Aggregation.SUM and towers > 1 and not (
+            traced and aggregation is Aggregation.NONE):  # a slice a row shows in a graph
         values = values * np.repeat(counts / rows, counts)[:, np.newaxis]
     wanted = np.ones([8, 2])
     operation = {"scatter_add": np.add, "scatter_sub": np.subtract, "scatter_max": np.maximum,

@@ -13,13 +13,14 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.losses import own_losses, provenance
+from towerstrategy.losses import own_losses, parts, provenance
 from towerstrategy.machines import row_products
 from towerstrategy.merge import beside, factors, merging, remade, stacked
 from towerstrategy.merge import gradients as gradients_lib
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
+from towerstrategy.variables import by_gradients
 
 _OVERFLOW = 65520.0  # float16 rounds this to infinity
 
@@ -81,7 +82,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
       loss_scale: for an optimizer that looks for overflows, by what the gradients are to be
         multiplied to be those of the scaled loss; else None.
     """
-    own_losses.check_applied(tower, variables_)
+    own_losses.check_applied(tower, variables_, gradients)
     if not tower.can_merge:
         raise tower.refused()
     gradients, count = list(gradients), tower.count
@@ -96,6 +97,9 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         homes += [gradient.home for gradient in made.gradients]
     held = () if merged_already else _are_held(tower, gradients)
 
+    if made is None and not merged_already and not any(overwriting):
+        gradients = [gradient if is_held or tower.gradients.holds(gradient) else
+                     parts.gradient(tower, gradient) for gradient, is_held in zip(gradients, held)]
     if tower.uniques:
         gradients = [gradients_lib.told(gradient, tower.uniques) for gradient in gradients]
 
@@ -171,6 +175,7 @@ def _overflowing(value: tf.Tensor, loss_scale: Any) -> tf.Tensor:
 def _made_of_others(tower: contexts.TowerContext,
                     gradients: Sequence[Any]) -> remade.Remade | None:
     """How to make those again that the caller has made of a tape's gradients; None if none is."""
+    by_gradients.look_into_calls(tower)
     if all(gradient is None or tower.gradients.holds(gradient) for gradient in gradients):
         return None
     return tower.gradients.remade(gradients, tower.graph)

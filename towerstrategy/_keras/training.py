@@ -112,6 +112,8 @@ def reducing(concat: Callable[[list[Any]], Any]
         parts, dtype = list(value.values), value.values[0].dtype
         if dtype.is_floating:
             return merging.weighted_mean(parts, value.shares)
+        if dtype is tf.bool:
+            return _once(parts, value.shares)
         return tf.cast(merging.mean_of_filled(parts, value.shares), dtype)
 
     def hook(original: Callable[..., Any]) -> Callable[..., Any]:

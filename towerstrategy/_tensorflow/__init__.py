@@ -197,6 +197,9 @@ from towerstrategy._tensorflow.losses import (
     tell_unique as tell_unique,
 )
 from towerstrategy._tensorflow.losses import (
+    wrap_derivatives as wrap_derivatives,
+)
+from towerstrategy._tensorflow.losses import (
     wrap_losses as wrap_losses,
 )
 from towerstrategy._tensorflow.machines import PRIVATE_NAMES as _MACHINES

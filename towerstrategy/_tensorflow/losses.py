@@ -54,16 +54,35 @@ def tell_unique(told: Callable[[tf.Tensor], None]) -> None:
     wrapping.wrap(gen_array_ops, "unique", make)
 
 
-def wrap_losses(average: Callable[..., Any], regularization: Callable[..., Any],
-                gradient: Callable[..., Any]) -> None:
+def wrap_losses(average: Callable[..., Any], regularization: Callable[..., Any]) -> None:
     """Wraps what replica functions of one's own make losses with, once.
 
     Args:
       average: takes ``tf.nn.compute_average_loss`` and returns what is called instead.
       regularization: the same for ``tf.nn.scale_regularization_loss``.
-      gradient: the same for ``tf.GradientTape.gradient``.
     """
     places = (nn_impl_distribute, tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
     wrapping.wrap(places, "compute_average_loss", average)
     wrapping.wrap(places, "scale_regularization_loss", regularization)
+
+
+def wrap_derivatives(gradient: Callable[..., Any], jacobian: Callable[..., Any],
+                     of_graphs: Callable[..., Any], hessians: Callable[..., Any],
+                     tangents: Callable[..., Any], forward: Callable[..., Any]) -> None:
+    """Wraps what replica functions of one's own differentiate with, once.
+
+    Args:
+      gradient: takes ``tf.GradientTape.gradient`` and returns what is called instead.
+      jacobian: the same for ``tf.GradientTape.jacobian``.
+      of_graphs: the same for ``tf.gradients``.
+      hessians: the same for ``tf.hessians``.
+      tangents: the same for what makes a ``tf.autodiff.ForwardAccumulator``.
+      forward: the same for its ``jvp``.
+    """
     wrapping.wrap(tf.GradientTape, "gradient", gradient)
+    wrapping.wrap(tf.GradientTape, "jacobian", jacobian)
+    for name, wrapped in (("gradients", of_graphs), ("hessians", hessians)):
+        wrapping.wrap((tf, tf.compat.v2), name, wrapped)
+        wrapping.wrap(tf.compat.v1, name, wrapped)
+    wrapping.wrap(tf.autodiff.ForwardAccumulator, "__init__", tangents)
+    wrapping.wrap(tf.autodiff.ForwardAccumulator, "jvp", forward)

@@ -1,7 +1,7 @@
 """The losses of replica functions of one's own: TensorFlow's helpers by rows, and one warning.
 
 Goes in: what a replica function hands to ``tf.nn.compute_average_loss``,
-``tf.nn.scale_regularization_loss``, ``tf.GradientTape.gradient`` and an optimizer.  Comes out: what
+``tf.nn.scale_regularization_loss`` and an optimizer.  Comes out: what
 these helpers mean where towers have unequal parts of a batch; and a warning, before any weight
 changes, where a loss that is differentiated is a mean over one tower's rows which nothing has
 scaled.  The towers' gradients are summed, so such a step would be as many times too large as there
@@ -13,32 +13,29 @@ Only what is traced is looked at, see :mod:`provenance`; eager code is not warne
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.losses import parts, provenance
-from towerstrategy.merge import remade
-from towerstrategy.placement import homes as homes_lib
+from towerstrategy.losses import derivatives, parts, provenance
 from towerstrategy.towers import contexts
-from towerstrategy.variables import one_copy, rules
 
 MESSAGE = "towerstrategy: unscaled loss: "
+_OF_MEANS = frozenset({provenance.Kind.MEAN, provenance.Kind.CONSTANT, provenance.Kind.WEIGHTS})
 _OF_ALL = (
     "towerstrategy: a compiled loss returns one number that is neither a sum nor a mean over the "
     "rows it gets, so it would have to be computed of the rows of all towers; but as it writes "
     "variables, draws numbers, takes gradients by a tape or uses tensors that it is not given, it "
     "is computed of each tower's rows, and counts as a mean: it comes out otherwise than on one "
     "device. Give it to towerstrategy.losses.WholeBatch, or let it return a value a row.")
-_MEANS = frozenset({provenance.Kind.MEAN, provenance.Kind.MIXED, provenance.Kind.WEIGHTS})
-_UNSCALED = _MEANS | {provenance.Kind.COUNTED}
 
 
 def install() -> None:
     """Wraps TensorFlow's helpers, once; outside of towers they stay what they are."""
-    _tf.wrap_losses(_average, _regularization, _gradient)
+    _tf.wrap_losses(_average, _regularization)
+    derivatives.install()
     _tf.tell_unique(_note_unique)
 
 
@@ -74,52 +71,6 @@ def _regularization(original: Callable[..., Any]) -> Callable[..., Any]:
     return scale_regularization_loss
 
 
-def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
-    def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        tower = contexts.splitting_tower()
-        result = original(self, target, sources, *args, **kwargs)
-        if tower is not None:
-            _note(tower, target, sources, result, as_it_is=not (args or kwargs))
-        return result
-
-    return gradient
-
-
-def _note(tower: contexts.TowerContext, target: Any, sources: Any, result: Any,
-          as_it_is: bool) -> None:
-    """Remembers the gradients, and the variables by which an unscaled mean is differentiated."""
-    held = [rules.held_variable(source) for source in tf.nest.flatten(sources)]
-    by = {id(each) for each in held if isinstance(each, one_copy.TowerVariable)}
-    if not by:
-        return
-    kinds = [_kinds(tower, loss) for loss in tf.nest.flatten(target)]
-    if any(not _UNSCALED.isdisjoint(each) for each in kinds):
-        tower.suspects |= by
-    kind = _kind(kinds) if as_it_is and not tower.own_means else None
-    for each, value in zip(held, tf.nest.flatten(result)):
-        if id(each) in by and value is not None:
-            tower.gradients.add(remade.Gradient(value, homes_lib.home_of(each), kind))
-
-
-def _kind(kinds: Iterable[provenance.Kinds]) -> provenance.Kind | None:
-    """What the sum of losses of these kinds is: a part, a mean, or None where it is neither."""
-    every = frozenset[provenance.Kind]().union(*kinds) - {provenance.Kind.CONSTANT}
-    if every == {provenance.Kind.PART}:
-        return provenance.Kind.PART
-    return provenance.Kind.MEAN if every and every <= _MEANS else None
-
-
-def _kinds(tower: contexts.TowerContext, loss: Any) -> provenance.Kinds:
-    """The kinds of the terms of a traced scalar; of anything else what the tower remembers."""
-    if isinstance(loss, tf.Tensor) and _tf.is_eager(loss) and tower.is_scaled(loss):
-        return frozenset({provenance.Kind.PART})
-    if (not isinstance(loss, tf.Tensor) or _tf.is_eager(loss) or loss.shape.rank != 0
-            or not loss.dtype.is_floating):
-        return frozenset({provenance.Kind.OTHER})
-    extended = tower.strategy.extended
-    return parts.kinds(tower, loss, extended._num_replicas_in_sync if extended.asked else None)
-
-
 def check_number(tower: contexts.TowerContext, loss: tf.Tensor, reduction: Any) -> None:
     """Warns, once, where a loss that is one number is not what its reduction makes of it.
 
@@ -152,14 +103,27 @@ def check_number(tower: contexts.TowerContext, loss: tf.Tensor, reduction: Any) 
         f"{other}, or let it return a value a row.", UserWarning, stacklevel=2)
 
 
-def check_applied(tower: contexts.TowerContext, targets: Iterable[Any]) -> None:
+def _is_own_mean(tower: contexts.TowerContext, gradient: Any) -> bool:
+    """Whether a gradient is a mean over the tower's rows, made without a tape."""
+    if (not isinstance(gradient, tf.Tensor) or _tf.is_eager(gradient) or tower.own_means
+            or tower.gradients.holds(gradient)):
+        return False
+    kinds = parts.kinds(tower, gradient, None)
+    return provenance.Kind.MEAN in kinds and kinds <= _OF_MEANS
+
+
+def check_applied(tower: contexts.TowerContext, targets: Sequence[Any],
+                  gradients: Sequence[Any]) -> None:
     """Warns, once for a set of variables, where an optimizer gets such gradients.
 
     Args:
       tower: where the optimizer was called.
       targets: the variables that it is to change.
+      gradients: of each the tower's gradient.
     """
     changed = {id(variable) for variable in targets}
+    tower.suspects |= {id(variable) for variable, gradient in zip(targets, gradients)
+                       if _is_own_mean(tower, gradient)}
     warned = tower.strategy.extended.warned
     if tower.asked or tower.suspects.isdisjoint(changed) or not warned.isdisjoint(changed):
         return

@@ -19,13 +19,19 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.losses import provenance, totals
+from towerstrategy.losses import contractions, provenance, totals
 from towerstrategy.merge import merging
 from towerstrategy.towers import contexts
 from towerstrategy.variables import by_gradients
 
 # Terms of these kinds do not simply count by the tower's share.
 _LOOKED_INTO = frozenset({provenance.Kind.PART, provenance.Kind.COUNTED})
+_NO_SUMS = frozenset({provenance.Kind.MIXED, provenance.Kind.OTHER})
+# Of numbers no sum.
+_OF_SUMS = frozenset({"Exp", "Log", "Max", "Maximum", "Min", "Minimum", "Pow", "Prod", "Rsqrt",
+                      "Sqrt"})
+# Of what is a sum of such the towers' mean by share of rows is one device's.
+_OF_MEANS = frozenset({provenance.Kind.MEAN, provenance.Kind.CONSTANT, provenance.Kind.WEIGHTS})
 
 
 def scaled(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
@@ -129,13 +135,17 @@ def added(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
 def logged(tower: contexts.TowerContext, value: Any) -> Any:
     """Of what a step returns as a log: what has one device's log for its mean by share of rows."""
     if not isinstance(value, tf.Tensor) or value.shape.rank != 0:
+        if isinstance(value, tf.Tensor) and value.shape.rank is None:
+            _check(tower, value)
         return value
     if value.dtype.is_floating:
         return mean(tower, value)
-    counts = value.dtype.is_integer and not _tf.is_eager(value) and tower.can_merge
-    if counts and kinds(tower, value, None) == {provenance.Kind.PART}:
+    if _tf.is_eager(value) or not tower.can_merge:
+        return value
+    if value.dtype.is_integer and kinds(tower, value, None) == {provenance.Kind.PART}:
         return tower.all_reduce(_tf.ReduceOp.SUM, value)
-    return value
+    whole = _whole(tower, value)
+    return value if whole is None else whole
 
 
 def own_loss(tower: contexts.TowerContext, compute: Callable[[], Any]) -> Any:
@@ -216,12 +226,78 @@ def _whole(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor | None:
     None for what is a sum of them, whose terms count each as what it is, and where nobody knows.
     """
     found = walk(tower, None, _factor(tower))
-    if found.kinds(value).isdisjoint({provenance.Kind.MIXED, provenance.Kind.OTHER}):
+    if found.kinds(value).isdisjoint(_NO_SUMS):
         return None
     made = totals.of_all(tower, found, value)
-    if made is None and provenance.Kind.MIXED in found.kinds(value):
+    if made is None and (provenance.Kind.MIXED in found.kinds(value)
+                         or totals.puts_together(tower, found, value)):
         _warn(tower, value)
     return made
+
+
+def _has_batch(tower: contexts.TowerContext) -> bool:
+    """Whether there are several towers, and rows of a batch that they have parts of."""
+    return tower.several and (tower.is_nested or tower.static_rows is not None)
+
+
+def of_all(tower: contexts.TowerContext, value: Any) -> tf.Tensor | None:
+    """What one device has in the place of ``value``, a function of sums over a tower's rows.
+
+    None where ``value`` is a mean over rows, comes of weights alone, or of something else.
+    """
+    if (not _has_batch(tower) or not tower.can_merge or not isinstance(value, tf.Tensor)
+            or _tf.is_eager(value) or not (value.dtype.is_floating or value.dtype.is_integer)):
+        return None
+    found = walk(tower)
+    return None if found.kinds(value) <= _OF_MEANS else totals.of_all(tower, found, value)
+
+
+def is_of_rows(tower: contexts.TowerContext, value: Any) -> bool:
+    """Whether ``value``, of which :func:`of_all` knows no way, is made of rows by no sum or mean.
+    """
+    if not _has_batch(tower) or not tower.can_merge or not isinstance(value, tf.Tensor) or (
+            _tf.is_eager(value)):
+        return False
+    found = walk(tower)
+    kinds = found.kinds(value)
+    return not kinds <= _OF_MEANS and (provenance.Kind.MIXED in kinds
+                                       or totals.puts_together(tower, found, value))
+
+
+def are_rows(tower: contexts.TowerContext, indices: Any, updates: Any) -> bool:
+    """Whether there is one of ``indices`` a row, and ``updates`` are not divided by their number.
+    """
+    if not _has_batch(tower) or any(not isinstance(each, tf.Tensor) or _tf.is_eager(each)
+                                    for each in (indices, updates)):
+        return False
+    found = walk(tower)
+    return contractions.axis_of(found, indices) == 0 and found.kinds(updates).isdisjoint(
+        {provenance.Kind.COUNTED, provenance.Kind.MEAN})
+
+
+def is_no_sum(tower: contexts.TowerContext, value: Any) -> bool:
+    """Whether ``value`` is a root, an extreme or the like of a tower's sums, means or rows."""
+    if (not _has_batch(tower) or not isinstance(value, tf.Tensor) or _tf.is_eager(value)
+            or not value.dtype.is_floating or tower.is_agreed(value)):
+        return False
+    terms = value.op.inputs if value.op.type in provenance.ADDED else [value]
+    return any(each.op.type in _OF_SUMS and provenance.Kind.MIXED in kinds(tower, each, None)
+               for each in terms)
+
+
+def gradient(tower: contexts.TowerContext, value: Any) -> Any:
+    """The tower's part of what an optimizer is given, where it is a function of sums over rows."""
+    if (not isinstance(value, tf.Tensor) or _tf.is_eager(value)
+            or kinds(tower, value, None).isdisjoint(_NO_SUMS)):
+        return value
+    whole = of_all(tower, value)
+    return value if whole is None else whole * tf.cast(tower.share, whole.dtype)
+
+
+def _check(tower: contexts.TowerContext, value: tf.Tensor) -> None:
+    """Warns of a value of no known rank that is made of rows by no sum or mean."""
+    if tower.can_merge and totals.puts_together(tower, walk(tower), value):
+        _warn(tower, value)
 
 
 def _warn(tower: contexts.TowerContext, value: tf.Tensor) -> None:
@@ -245,10 +321,12 @@ def walk(tower: contexts.TowerContext, default: provenance.Kind | None = None,
     def known(value: Any) -> provenance.Kind | None:
         if tower.is_scaled(value):
             return provenance.Kind.PART
-        return provenance.Kind.MEAN if tower.is_mean(value) else None
+        return provenance.Kind.MEAN if tower.is_mean(value) else tower.gradients.kind_of(value)
 
+    others = () if tower.is_copied else [
+        tower.shares.static_rows(number) or 0 for number in range(tower.count)]
     return provenance.Walk(known, tower.static_rows, default, factor, tower.is_whole,
-                           tower.is_agreed)
+                           tower.is_agreed, others)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ that reduced the rows.
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.losses import row_axes
+from towerstrategy.losses import contractions, row_axes
 
 
 class Kind(enum.Enum):
@@ -48,11 +47,11 @@ DIVIDED = frozenset({"RealDiv", "Div", "DivNoNan"})
 # What all-reduces end in, and what state, such as a metric's count, begins with.
 _SHARED = frozenset({"StopGradient", "ReadVariableOp"})
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-_BRANCHES = frozenset({"If", "StatelessIf"})
+BRANCHES = frozenset({"If", "StatelessIf"})
+_LOOPS = frozenset({"StatelessWhile", "While"})
 
-# Functions of all rows that are no sum; gradients have sums of their own.
+# Functions of all rows that are no sum.
 _COUPLING = frozenset({"Max", "Min", "Prod", "EuclideanNorm"})
-_GRADIENTS = "gradient"
 
 # What makes of a number of rows a multiple of it.
 _MULTIPLES = frozenset({"Cast", "Identity", "Mul", "Maximum"})
@@ -72,17 +71,20 @@ class Walk:
       factor: a number: what was divided by it counts as a part.
       is_whole: whether a tensor has the rows of all towers, the same on each, as weights are.
       is_agreed: whether a tensor, in which an all-reduce may end, is one's.
+      others: the other towers' rows, where these look for themselves and have to find the same.
     """
 
     def __init__(self, known: Known = lambda _: None, rows: int | None = None,
                  default: Kind | None = None,
                  factor: int | None = None,
                  is_whole: Callable[[tf.Tensor], bool] = lambda _: False,
-                 is_agreed: Callable[[tf.Tensor], bool] = lambda _: True) -> None:
+                 is_agreed: Callable[[tf.Tensor], bool] = lambda _: True,
+                 others: Collection[int] = ()) -> None:
         self._known = known
         self._is_agreed = is_agreed
         self._is_whole = is_whole
         self._rows = rows
+        self._every = {each for each in (rows, *others) if each}
         self._default = default
         self._factor = factor
         self._found: dict[int, tuple[tf.Tensor, Kinds]] = {}
@@ -107,10 +109,10 @@ class Walk:
         operation = value.op
         inputs = list(operation.inputs)
         looked_into = not kinds.isdisjoint({Kind.PART, Kind.COUNTED})
-        if not looked_into or operation.type in (*CALLS, *_BRANCHES, "Placeholder"):
+        if not looked_into or operation.type in (*CALLS, *BRANCHES, "Placeholder"):
             return value * tf.cast(share, value.dtype)
         if operation.type in ADDED:
-            return _add(operation, [self.scaled(part, share) for part in inputs])
+            return row_axes.added(operation, [self.scaled(part, share) for part in inputs])
         if operation.type == "Mul":
             one, other = inputs
             steady = self.is_steady(other)
@@ -149,12 +151,15 @@ class Walk:
             return self._quotient(operation)
         if operation.type in row_axes.REDUCED:
             return self._reduction(operation)
-        if operation.type == "L2Loss":
-            return self._leaf(_PART if self.may_be_rows(operation.inputs[0]) else _OTHER)
+        if rows := contractions.rows_of(self, operation):
+            are_coupled = any(contractions.is_coupled(self, each) for each in rows)
+            return self._leaf(_MIXED if are_coupled else _PART)
         if operation.type in CALLS:
             return self._call(value)
-        if operation.type in _BRANCHES:
+        if operation.type in BRANCHES:
             return self._leaf(self._branches(value))
+        if operation.type in _LOOPS:
+            return self._leaf(self._loop(value))
         if operation.type in _COUPLING and value.dtype.is_floating and self.takes_rows(
                 operation.inputs[0], operation.inputs[1], value):
             return self._leaf(_MIXED)
@@ -179,7 +184,7 @@ class Walk:
         if self.divides_by_count(operation):
             if not self.is_steady(divisor) and not self.counts_rows(divisor):
                 return self._leaf(_MIXED)
-            return self._leaf(_MEAN if kinds == _PART else _COUNTED)
+            return self._leaf(_MEAN if kinds == _PART else _COUNTED | kinds & (_OTHER | _MIXED))
         if self.is_steady(divisor):
             if not self.is_factor(divisor):
                 return _MIXED
@@ -198,7 +203,8 @@ class Walk:
             # As Keras divides what an activity regularizer returns, by how many rows so ever.
             return self._is_own_count(divisor, operation.type == "DivNoNan")
         # What outputs were summed to comes of weights, too.
-        shared = _SHARED - {"ReadVariableOp"} if self.is_coupled(divisor) else _SHARED
+        of_sums = contractions.is_coupled(self, divisor)
+        shared = _SHARED - {"ReadVariableOp"} if of_sums else _SHARED
         return (self._default is None and self._known(one) is None
                 and self._counts_here(divisor, without=shared)
                 and self._lengths(divisor) != {False})
@@ -221,19 +227,11 @@ class Walk:
             return self.kinds(value)
         if self._default is not None:
             return frozenset({self._default})
-        if self.is_coupled(value):
+        if contractions.is_coupled(self, value):
             return _MIXED
         if operation.type == "Sum":
             return _PART
         return _MIXED if row_axes.is_selected(value) else _MEAN
-
-    def is_coupled(self, rows: tf.Tensor) -> bool:
-        """Whether a sum or mean over rows goes into ``rows``, near them, behind no layer."""
-        return any(tensor.op.type in row_axes.REDUCED and _GRADIENTS not in tensor.op.name
-                   and tf.get_static_value(tensor.op.inputs[1]) is not None
-                   and not self.is_steady(tensor)
-                   and self.takes_rows(tensor.op.inputs[0], tensor.op.inputs[1], tensor)
-                   for tensor in row_axes.near(rows))
 
     def _branches(self, value: tf.Tensor) -> Kinds:
         """The kinds of what comes of a branch or another: a term counts as it would there."""
@@ -246,6 +244,18 @@ class Walk:
         if kinds <= _MEANS or kinds == _PART:
             return kinds
         return _OTHER if _OF_ROWS.isdisjoint(kinds) else _MIXED
+
+    def _loop(self, value: tf.Tensor) -> Kinds:
+        """The kinds of what a loop adds up, turn by turn."""
+        body = _tf.graph_of_call(value.op, value.op.get_attr("body").name)
+        if body is None:
+            return _OTHER
+        self._outer.update((id(inner), outer) for inner, outer in zip(body.inputs, value.op.inputs))
+        kinds = self.kinds(body.outputs[value.value_index])
+        if Kind.PART not in kinds:
+            return kinds
+        begins_at_0 = self._is_number(value.op.inputs[value.value_index], 0)
+        return _PART if begins_at_0 and kinds <= _PART | _CONSTANT else _MIXED
 
     def takes_rows(self, value: tf.Tensor, axes: tf.Tensor, reduced: tf.Tensor) -> bool:
         """Whether reducing ``value`` over ``axes`` reduces the batch's rows."""
@@ -266,12 +276,16 @@ class Walk:
     def may_be_rows(self, value: tf.Tensor) -> bool:
         """Whether ``value`` may have the batch's rows."""
         axis = row_axes.axis_in(value)
-        if axis is None:
-            return False
-        size = value.shape[axis] if value.shape.rank else None
-        if size is None or self._rows is None:
-            return True
-        return self._rows > 0 and size % self._rows == 0
+        size = value.shape[axis] if value.shape.rank and axis is not None else None
+        return axis is not None and (size is None or self.is_multiple_of_rows(size))
+
+    def is_multiple_of_rows(self, size: int) -> bool:
+        """Whether a dimension of ``size`` may be that of the batch's rows."""
+        return self._rows is None or any(size % rows == 0 for rows in self._every)
+
+    def is_row_count(self, size: int) -> bool:
+        """Whether there may be as many rows."""
+        return self._rows is None or size in self._every
 
     def _function(self, operation: tf.Operation, inputs: Any = None) -> Kinds:
         """The kind of a function of scalars that is no sum of them."""
@@ -335,6 +349,10 @@ class Walk:
         """Whether ``value`` comes of weights and constants alone."""
         return self._all_behind(value, is_steady_source)
 
+    def is_of_weights(self, value: tf.Tensor) -> bool:
+        """Whether ``value`` comes of weights, with constants or without, and of nothing else."""
+        return self.is_steady(value) and not self._all_behind(value, _reads_nothing)
+
     def is_factor(self, value: tf.Tensor) -> bool:
         """Whether ``value`` is the same on all towers, and is no number of a tower's rows."""
         return self.is_steady(value) and not (
@@ -370,7 +388,7 @@ class Walk:
             length = np.reshape(tf.get_static_value(lengths), [-1])[axis]
             return axis if self._rows and (axis or length % self._rows == 0) else None
         counted = lengths.op.inputs[0]
-        if self.is_steady(counted):
+        if self.is_steady(counted) or row_axes.is_deduplicated(counted):
             return None
         return 0 if is_size or axis == row_axes.axis_in(counted) else axis or 1
 
@@ -447,11 +465,3 @@ def is_steady_source(operation: tf.Operation) -> bool:
 
 def _reads_nothing(operation: tf.Operation) -> bool:
     return all(value.dtype != tf.resource for value in operation.inputs)
-
-
-def _add(operation: tf.Operation, parts: list[tf.Tensor]) -> tf.Tensor:
-    if operation.type == "Pack":
-        return tf.stack(parts, operation.get_attr("axis"))
-    if operation.type == "Sub":
-        return parts[0] - parts[1]
-    return functools.reduce(tf.add, parts)

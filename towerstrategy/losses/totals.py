@@ -13,12 +13,17 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.losses import by_row, provenance, row_axes
+from towerstrategy.losses import by_row, contractions, provenance, row_axes
 from towerstrategy.merge import merging, remade
 from towerstrategy.towers import contexts
 
 # A number is a few operations behind its sums.
 _MOST = 400
+
+# What may hold sums and means over rows that are not seen from outside.
+_FLAGS = frozenset({"All", "Any"})
+_PYTHON = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
+_TOLD_ELSEWHERE = provenance.CALLS | provenance.BRANCHES
 
 
 def of_all(tower: contexts.TowerContext, walk: provenance.Walk, number: tf.Tensor,
@@ -44,7 +49,8 @@ def of_all(tower: contexts.TowerContext, walk: provenance.Walk, number: tf.Tenso
     names = [*found.leaves, *found.same]
 
     def made_of(given: dict[str, tf.Tensor]) -> tf.Tensor:
-        made = remade.made_again(found.needed, {**given, **counted})
+        given = {**given, **counted}
+        made = remade.made_again(found.needed, given)
         return (made[number.op.name].outputs[number.value_index] if made
                 else tf.identity(given[number.name]))
 
@@ -58,14 +64,25 @@ def of_all(tower: contexts.TowerContext, walk: provenance.Walk, number: tf.Tenso
         result = made_of(given)
 
         def gradient(upstream: tf.Tensor) -> Any:
-            wanted = [tf.zeros_like(source) if each is None else each for each, source in zip(
-                tf.gradients(result, list(given.values()), [upstream]), sources)]
+            with tower.gradients.paused():
+                found = tf.gradients(result, list(given.values()), [upstream])
+            wanted = [tf.zeros_like(source) if each is None else each
+                      for each, source in zip(found, sources)]
             asked = (tower.all_reduce(_tf.ReduceOp.SUM, wanted[:len(leaves)]) if leaves else [])
             return [*asked, *wanted[len(leaves):]]
 
         return result, gradient
 
     return linked(*leaves, *found.same.values())
+
+
+def puts_together(tower: contexts.TowerContext, walk: provenance.Walk, number: tf.Tensor) -> bool:
+    """Whether rows go into ``number``, of which :func:`of_all` knows no way, but by no sum or mean.
+    """
+    if tf.executing_eagerly() or _tf.is_eager(number) or number.graph is not tower.graph:
+        return False
+    found = _Search(tower, walk, None)
+    return not found.goes_through(number) and found.is_together
 
 
 class _Leaf(NamedTuple):
@@ -83,10 +100,17 @@ class _Leaf(NamedTuple):
 
 
 def _counts(tower: contexts.TowerContext, found: _Search) -> dict[str, tf.Tensor]:
-    """Of all towers, by their names, the numbers of rows and other sums of integers."""
+    """Of all towers, by their names, the numbers of rows, other sums of integers, and flags."""
+    flags = {name: tf.cast(flag if flag.op.type == "Any" else tf.logical_not(flag), tf.int32)
+             for name, flag in found.flags.items()}
     here = {name: merging.kept(tower.filled, count) if tower.stand_ins else count
-            for name, count in found.counts.items()}
-    return dict(zip(here, tower.all_reduce(_tf.ReduceOp.SUM, list(here.values())))) if here else {}
+            for name, count in {**found.counts, **flags}.items()}
+    if not here:
+        return {}
+    totals = dict(zip(here, tower.all_reduce(_tf.ReduceOp.SUM, list(here.values()))))
+    for name, flag in found.flags.items():
+        totals[name] = totals[name] > 0 if flag.op.type == "Any" else tf.equal(totals[name], 0)
+    return totals
 
 
 def _part(tower: contexts.TowerContext, leaf: _Leaf, counted: dict[str, tf.Tensor]) -> tf.Tensor:
@@ -114,6 +138,8 @@ class _Search:
       needed: the operations between them and the number.
       same: floats that go into these, the same on all towers, by their names.
       counts: numbers of rows, and sums of integers, by their names.
+      flags: whether any, or all, of the rows are something, by their names.
+      is_together: whether the search has come to the batch: rows are put together in another way.
     """
 
     def __init__(self, tower: contexts.TowerContext, walk: provenance.Walk,
@@ -121,15 +147,21 @@ class _Search:
         self._tower, self._walk, self._given = tower, walk, given
         self.leaves: dict[str, _Leaf] = {}
         self.counts: dict[str, tf.Tensor] = {}
+        self.flags: dict[str, tf.Tensor] = {}
         self.needed: dict[str, remade.Made] = {}
         self.same: dict[str, tf.Tensor] = {}
+        self.is_together = False
 
     def goes_through(self, number: tf.Tensor) -> bool:
         """Whether nothing of a tower's but sums and means is behind ``number``."""
         waiting = [number]
         while waiting:
             tensor = waiting.pop()
-            if {tensor.name} & {*self.leaves, *self.counts} or tensor.op.name in self.needed:
+            if (tensor.name in {*self.leaves, *self.counts, *self.flags}
+                    or tensor.op.name in self.needed):
+                continue
+            if tensor.op.type in _FLAGS and self._reduces_rows(tensor):
+                self.flags[tensor.name] = tensor
                 continue
             if self._is_count(tensor):
                 self.counts[tensor.name] = tensor
@@ -142,13 +174,24 @@ class _Search:
             if leaf is not None:
                 self.leaves[tensor.name] = leaf
                 continue
+            if self._given is None and self._walk.length_along(tensor):
+                continue
             operation = tensor.op
+            self.is_together = self._is_batch(tensor) and _TOLD_ELSEWHERE.isdisjoint(
+                each.operation.type for each in self.needed.values())
             if (not operation.inputs or operation.op_def.is_stateful or len(self.needed) > _MOST
                     or self._given is not None and tensor in self._given):
                 return False
             self.needed[operation.name] = remade.Made(operation, tuple(operation.inputs))
             waiting.extend(operation.inputs)
-        return bool(self.leaves or self.counts)
+        return bool(self.leaves or self.counts or self.flags)
+
+    def _is_batch(self, tensor: tf.Tensor) -> bool:
+        """Whether this has the rows that the tower was given, or nobody knows what."""
+        if tensor.op.type in _PYTHON or provenance.is_steady_source(tensor.op):
+            return tensor.op.type in _PYTHON
+        # A stand-in shows its single row, where the number of rows is not known.
+        return bool(self._tower.static_rows) or not tensor.shape.rank or tensor.shape[0] is None
 
     def _is_same(self, tensor: tf.Tensor) -> bool:
         """Whether all towers have the same."""
@@ -162,9 +205,12 @@ class _Search:
             return _Leaf(tensor, provenance.Kind.PART)
         if self._tower.is_mean(tensor):
             return _Leaf(tensor, provenance.Kind.MEAN)
+        kind = self._tower.gradients.kind_of(tensor)
+        if kind is not None:
+            return _Leaf(tensor, kind)
         if not tensor.dtype.is_floating or not self._reduces_rows(tensor):
             return None
-        if tensor.op.type == "Sum":
+        if tensor.op.type != "Mean":
             return _Leaf(tensor, provenance.Kind.PART)
         count = None
         if self._given is None and row_axes.is_selected(tensor.op.inputs[0]):
@@ -178,15 +224,19 @@ class _Search:
             return False
         if self._given is None and self._walk.length_along(tensor) == 0:
             return True
-        return tensor.op.type == "Sum" and self._reduces_rows(tensor)
+        return tensor.op.type != "Mean" and self._reduces_rows(tensor)
 
     def _reduces_rows(self, tensor: tf.Tensor) -> bool:
         """Whether this is a sum or a mean over rows of each of which it has to do with no other."""
-        if tensor.op.type not in row_axes.REDUCED:
-            return False
-        rows, axes = tensor.op.inputs
-        if not rows.shape.rank or not self._walk.takes_rows(rows, axes, tensor):
-            return False
+        added = contractions.rows_of(self._walk, tensor.op)
+        if not added and tensor.op.type in (*row_axes.REDUCED, *_FLAGS):
+            rows, axes = tensor.op.inputs
+            takes = rows.shape.rank and self._walk.takes_rows(rows, axes, tensor)
+            added = (rows,) if takes else ()
+        return bool(added) and all(map(self._is_alone, added))
+
+    def _is_alone(self, rows: tf.Tensor) -> bool:
+        """Whether each of ``rows`` has to do with no other."""
         if self._given is None:
-            return not self._walk.is_coupled(rows)
+            return not contractions.is_coupled(self._walk, rows)
         return by_row.is_by_row(self._walk, rows, self._given)

@@ -12,13 +12,16 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.losses import provenance
+from towerstrategy.merge import linear
 from towerstrategy.merge.shares import Value
 
 
@@ -37,12 +40,29 @@ class Gradient(NamedTuple):
     kind: provenance.Kind | None
 
 
+# What a nested function has taken it gives at each call, in whichever trace: by the names of the
+# gradients their homes and kinds.
+_TAKEN: weakref.WeakKeyDictionary[tf.Graph, dict[str, tuple[str, provenance.Kind]]] = (
+    weakref.WeakKeyDictionary())
+
+
 class Noted:
     """The gradients of one tower, and what has been made of them."""
 
     def __init__(self) -> None:
         self._gradients: dict[int, Gradient] = {}
         self._behind: dict[int, _Behind] = {}
+        self._looked_at: dict[int, int] = {}
+        self.is_paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, nobody is to remember what tapes give."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
 
     def add(self, gradient: Gradient) -> None:
         """Remembers a gradient that a tape has given."""
@@ -50,12 +70,52 @@ class Noted:
         if graph is not None:
             behind = self._behind.setdefault(id(graph), _Behind(graph))
             behind.gradients.update(part.name for part in _parts(gradient.value))
+            if gradient.kind and isinstance(gradient.value, tf.Tensor):
+                _TAKEN.setdefault(graph, {})[gradient.value.name] = gradient.home, gradient.kind
         self._gradients[id(gradient.value)] = gradient
+
+    def add_of_calls(self, graph: tf.Graph | None) -> list[tf.Tensor]:
+        """Remembers the gradients that nested functions have returned in ``graph``.
+
+        Returns:
+          What these have made of gradients and is no multiple of them, since this was last asked.
+        """
+        others: list[tf.Tensor] = []
+        if graph is None or not _TAKEN:
+            return others
+        begin = self._looked_at.get(id(graph), 0)
+        for place, operation in enumerate(graph.get_operations()[begin:], begin):
+            if operation.type in provenance.CALLS:
+                others += self._add_of_call(graph, place, operation)
+        self._looked_at[id(graph)] = _tf.operation_count(graph)
+        return others
+
+    def _add_of_call(self, graph: tf.Graph, place: int,
+                     call: tf.Operation) -> Iterator[tf.Tensor]:
+        inner = _tf.graph_of_call(call)
+        taken = {} if inner is None else _TAKEN.get(inner, {})
+        if inner is None or not taken:
+            return
+        behind = _Behind(inner, 0)
+        behind.gradients.update(taken)
+        known = {name: kind for name, (_, kind) in taken.items()}
+        for value, returned in zip(call.outputs, inner.outputs):
+            kinds = linear.kinds(returned, known, behind.operations(), lambda _: False)
+            if kinds in linear.ALONE:
+                self._behind.setdefault(id(graph), _Behind(graph)).look_from(place)
+                home, _ = next(iter(taken.values()))
+                self.add(Gradient(value, home, next(iter(kinds))))
+            elif kinds is not None and value.dtype.is_floating:
+                yield value
 
     def holds(self, value: Any) -> bool:
         """Whether a tape has given ``value`` as it is."""
         held = self._gradients.get(id(value))
         return held is not None and held.value is value
+
+    def kind_of(self, value: Any) -> provenance.Kind | None:
+        """The kind of a gradient that a tape has given as it is, where that is known."""
+        return self._gradients[id(value)].kind if self.holds(value) else None
 
     def has_eager_parts(self) -> bool:
         """Whether a tape has given, in eager code, a gradient of a part of the batch's loss."""
@@ -82,14 +142,39 @@ class Noted:
         return found if found.places else None
 
 
+    def kinds(self, value: tf.Tensor, graph: tf.Graph | None,
+              is_same: Callable[[tf.Tensor], bool]) -> provenance.Kinds | None:
+        """The kinds of the gradients of which ``value`` is a sum of multiples, terms apart.
+
+        Args:
+          value: a traced tensor.
+          graph: the graph that the tower is traced in.
+          is_same: whether a tensor is the same on all towers.
+
+        Returns:
+          None where no gradient whose kind is known is behind it; with ``MIXED`` among them where
+          it is another function of gradients, with ``OTHER`` where it has other terms.
+        """
+        if graph is None or value.graph is not graph or id(graph) not in self._behind:
+            return None
+        known = {part.name: gradient.kind for gradient in self._gradients.values()
+                 if gradient.kind and _graph_of(gradient.value) is graph
+                 for part in _parts(gradient.value)}
+        return linear.kinds(value, known, self._behind[id(graph)].operations(), is_same)
+
+
 class _Behind:
     """What gradients go into in one graph; each of its operations is looked at once."""
 
-    def __init__(self, graph: tf.Graph) -> None:
+    def __init__(self, graph: tf.Graph, begin: int | None = None) -> None:
         self.gradients: set[str] = set()
         self._graph = graph
-        self._seen = _tf.operation_count(graph)
+        self._seen = _tf.operation_count(graph) if begin is None else begin
         self._found: set[str] = set()
+
+    def look_from(self, place: int) -> None:
+        """Looks at operations again, as something before them turned out to be a gradient."""
+        self._seen = min(self._seen, place)
 
     def operations(self) -> set[str]:
         """The names of the operations that something of the gradients goes into."""

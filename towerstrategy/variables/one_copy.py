@@ -6,7 +6,8 @@ for a tower-local one (``synchronization=ON_READ``, metrics) a :class:`TowerLoca
 part on every tower.
 
 A write to a :class:`TowerVariable` inside a tower is merged with the other towers' and done once,
-see :mod:`written`; what is made of gradients is made of the merged ones, see :mod:`by_gradients`.
+see :mod:`written`; what is made of gradients is made of the merged ones, see :mod:`by_gradients`,
+and what is made of sums over rows of those over all rows, see :mod:`by_rows`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
-from towerstrategy.variables import by_gradients, pieces, written
+from towerstrategy.variables import by_gradients, by_rows, pieces, written
 
 Aggregation = tf.VariableAggregation
 
@@ -173,6 +174,10 @@ class TowerVariable(_tf.ResourceVariable):
         made = by_gradients.find(tower, self, value)
         if made is not None:
             return by_gradients.write(tower, self, made, plain)
+        whole = by_rows.of_all(tower, self, value)
+        if whole is not None:
+            return tower.merge_call(lambda _, same: plain(
+                contexts.all_values(same, tower.count)[0]), args=(whole,))
 
         def merged(_: Any, values: Any) -> Any:
             values = contexts.all_values(values, tower.count)
@@ -196,10 +201,11 @@ class TowerVariable(_tf.ResourceVariable):
         made = by_gradients.find(tower, self, slices)
         if made is not None:
             return by_gradients.write(tower, self, made, plain)
+        are_added = by_rows.are_added(tower, self, method_name, slices.indices, slices.values)
 
         def merged(_: Any, values: Any) -> Any:
             parts = contexts.all_values(values, tower.count)
-            return plain(written.slices(self, method_name, parts, tower.shares))
+            return plain(written.slices(self, method_name, parts, tower.shares, are_added))
 
         return tower.merge_call(merged, args=(slices,))
 
@@ -250,9 +256,11 @@ class TowerVariable(_tf.ResourceVariable):
         if not tower.can_merge:
             raise RuntimeError(contexts.NESTED_MERGE)
 
+        are_added = len(arguments) == 2 and by_rows.are_added(tower, self, method_name, *arguments)
+
         def merged(_: Any, values: Any) -> Any:
             parts = contexts.all_values(values, tower.count)
-            return write(written.slices(self, method_name, parts, tower.shares))
+            return write(written.slices(self, method_name, parts, tower.shares, are_added))
 
         return tower.merge_call(merged, args=(sliced(*arguments),))
 

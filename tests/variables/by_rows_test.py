@@ -1,0 +1,189 @@
+"""by_rows: what towers write to variables of their rows, made of the rows of all towers."""
+
+import contextlib
+import warnings
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import towerstrategy
+
+COLUMNS = 5
+
+
+def batches():
+    random = np.random.default_rng(6)
+    for rows in (10, 7, 2):
+        yield (random.normal(size=[rows, COLUMNS]),)
+
+
+def classes(x):
+    return tf.cast(tf.round(tf.clip_by_value(x[:, 0], 0., 2.)), tf.int32)
+
+
+class Counts:
+    """What layers and loops of one's own keep of the rows that they have seen."""
+
+    def __init__(self):
+        self.each = tf.Variable(np.zeros(3))
+        self.whole = tf.Variable(np.zeros(3, "int32"))
+        self.bins = tf.Variable(np.zeros(4, "int32"))
+        self.rows = tf.Variable(0)
+        self.confusion = tf.Variable(np.zeros((6, 6)))
+
+    def update(self, x):
+        self.each.assign_add(tf.reduce_sum(tf.one_hot(classes(x), 3, dtype=x.dtype), 0))
+        self.whole.assign_add(tf.math.bincount(classes(x), minlength=3, maxlength=3))
+        self.bins.assign_add(tf.histogram_fixed_width(x[:, 1], [-1., 1.], 4))
+        self.rows.assign_add(tf.shape(x)[0])
+        self.confusion.assign_add(tf.math.confusion_matrix(
+            classes(x), classes(x[:, 1:]), 6, dtype=x.dtype))
+
+
+class Codebook:
+    """Moving averages of how many rows are near a code, and of their sums."""
+
+    def __init__(self):
+        self.codes = tf.Variable(np.random.default_rng(1).normal(size=[3, COLUMNS]))
+        self.sums = tf.Variable(np.ones([3, COLUMNS]))
+        self.sizes = tf.Variable(np.ones(3))
+
+    def update(self, x):
+        near = tf.argmin(tf.reduce_sum(tf.square(x[:, tf.newaxis] - self.codes), -1), 1)
+        chosen = tf.one_hot(near, 3, dtype=x.dtype)
+        self.sizes.assign(.9 * self.sizes + .1 * tf.reduce_sum(chosen, 0))
+        self.sums.assign(.9 * self.sums + .1 * tf.matmul(chosen, x, transpose_a=True))
+        self.codes.assign(self.sums / (self.sizes[:, tf.newaxis] + .1))
+
+
+class LeastSquares:
+    """The solution of each batch's normal equations."""
+
+    def __init__(self):
+        self.found = tf.Variable(np.zeros([COLUMNS, 1]))
+
+    def update(self, x):
+        y = tf.reduce_sum(tf.sin(x), 1, keepdims=True)
+        products = tf.matmul(x, x, transpose_a=True) + .1 * tf.eye(COLUMNS, dtype=x.dtype)
+        self.found.assign(tf.linalg.solve(products, tf.matmul(x, y, transpose_a=True)))
+
+
+class Centers:
+    """Of each class the place that its rows pull to, one after another."""
+
+    def __init__(self):
+        self.centers = tf.Variable(np.zeros([6, COLUMNS]))
+        self.points = tf.Variable(np.zeros([6, COLUMNS]))
+
+    def update(self, x):
+        pulls = tf.gather(self.centers, classes(x)) - x
+        self.centers.scatter_sub(tf.IndexedSlices(.1 * pulls, classes(x)))
+        self.points.scatter_nd_add(classes(x)[:, tf.newaxis], x)
+
+
+class Means:
+    """What was right already: means over rows, numbers that have no rows."""
+
+    def __init__(self):
+        self.mean = tf.Variable(np.zeros(COLUMNS))
+        self.steps = tf.Variable(0)
+
+    def update(self, x):
+        self.mean.assign(.9 * self.mean + .1 * tf.reduce_mean(x, 0))
+        self.steps.assign_add(1)
+
+
+class Deviation:
+    def __init__(self):
+        self.value = tf.Variable(np.zeros(COLUMNS))
+
+    def update(self, x):
+        self.value.assign(tf.math.reduce_std(x, 0))
+
+
+class Largest:
+    def __init__(self):
+        self.value = tf.Variable(np.zeros(COLUMNS))
+
+    def update(self, x):
+        self.value.assign(tf.maximum(self.value, tf.reduce_max(x, 0)))
+
+
+def kept(strategy, make):
+    """What the variables of ``make`` hold after a few batches."""
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        state = make()
+
+    @tf.function
+    def step(x):
+        state.update(x) if strategy is None else strategy.run(state.update, (x,))
+
+    for batch in batches():
+        step(*(batch if strategy is None else strategy.split(batch)))
+    return {name: variable.numpy() for name, variable in vars(state).items()}
+
+
+class ByRowsTest(parameterized.TestCase):
+
+    @parameterized.parameters((Counts, 3), (Codebook, 3), (Codebook, 4), (LeastSquares, 3),
+                              (Centers, 3), (Means, 3))
+    def test_as_on_one_device(self, make, towers):
+        """Else counts and sums of rows come out R times too small, and nobody is told."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "towerstrategy")
+            got = kept(towerstrategy.TowerStrategy(towers), make)
+        for name, wanted in kept(None, make).items():
+            np.testing.assert_allclose(got[name], wanted, rtol=1e-9, atol=1e-12, err_msg=name)
+
+    @parameterized.parameters(Deviation, Largest)
+    def test_what_is_made_of_each_towers_rows_is_told(self, make):
+        """Else a variable holds the mean of the towers' values, and looks like one device's."""
+        with self.assertWarnsRegex(UserWarning, "write to variable .* rows of the batch together"):
+            kept(towerstrategy.TowerStrategy(3), make)
+
+    def test_a_part_that_is_no_sum_is_told(self):
+        """Else a metric that keeps a deviation, or the largest error, is R times that."""
+        strategy = towerstrategy.TowerStrategy(3)
+        with strategy.scope():
+            kept, largest, total, rows = (tf.Variable(
+                0., trainable=False, aggregation=tf.VariableAggregation.SUM,
+                synchronization=tf.VariableSynchronization.ON_READ) for _ in range(4))
+
+        @tf.function
+        def step(x):
+            def replica(x):
+                kept.assign_add(tf.math.reduce_std(x))
+                largest.assign(tf.maximum(largest, tf.reduce_max(x)))
+                total.assign_add(tf.reduce_sum(tf.sqrt(x)))
+                rows.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+
+            strategy.run(replica, (x,))
+
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            step(strategy.split(tf.range(1., 8.)))
+        self.assertLen([each for each in seen if "is no sum over them" in str(each.message)], 2)
+
+    def test_a_rule_is_kept(self):
+        """Else a variable that is to take the sum, or the largest, gets it of sums already made."""
+        strategy = towerstrategy.TowerStrategy(2)
+        with strategy.scope():
+            total = tf.Variable(0., aggregation=tf.VariableAggregation.SUM)
+            largest = tf.Variable(0.)
+        strategy.merge_rule(largest, "max")
+
+        @tf.function
+        def step(x):
+            def replica(x):
+                total.assign_add(tf.reduce_sum(x))
+                largest.assign(tf.reduce_sum(x))
+
+            strategy.run(replica, (x,))
+
+        step(strategy.split(tf.constant([1., 2., 3., 4.])))
+        self.assertEqual((float(total), float(largest)), (10., 7.))
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,71 @@
+"""Writes of what towers have made of their rows: counts, sums of features, ratios of such.
+
+Goes in: a tower's value for a variable without an aggregation.  Comes out: what one device would
+have written, where the value is made of sums over rows (:mod:`totals`); None where the rule for
+writes will do, as for means over rows, or has to.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.losses import parts
+from towerstrategy.towers import contexts
+
+_STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
+# Batch norm's are those of each tower's rows, unless it is synchronized.
+_LOCAL = ("moving_mean", "moving_variance")
+
+
+def of_all(tower: contexts.TowerContext, variable: Any, value: Any) -> tf.Tensor | None:
+    """What one device writes to ``variable`` where the tower writes ``value``."""
+    if variable.aggregation is not tf.VariableAggregation.NONE or variable.merges_extremes:
+        return None
+    whole = parts.of_all(tower, value)
+    if whole is None and parts.is_of_rows(tower, value):
+        _warn(tower, variable, value)
+    return whole
+
+
+def are_added(tower: contexts.TowerContext, variable: Any, method_name: str, indices: Any,
+              updates: Any) -> bool:
+    """Whether slices that are written have one for each row, so that those of all towers add up."""
+    return (method_name in _STEPPING and variable.dtype.is_floating
+            and variable.aggregation is tf.VariableAggregation.NONE
+            and parts.are_rows(tower, indices, updates))
+
+
+def check_part(tower: contexts.TowerContext, variable: Any, value: Any) -> None:
+    """Warns, once a variable, of a number that is no sum, where the towers' are added up."""
+    if (variable.aggregation is not tf.VariableAggregation.SUM or variable._extreme is not None
+            or variable.shape.rank != 0 or id(variable) in tower.strategy.extended.warned
+            or not parts.is_no_sum(tower, value)):
+        return
+    tower.strategy.extended.warned.add(id(variable))
+    warnings.warn(
+        f"towerstrategy: what {variable.name!r} keeps, {contexts.plain_name(value.op.name)!r}, is "
+        "made of each tower's rows and is no sum over them, but the towers' are added up, as the "
+        "variable's aggregation says: it comes out otherwise than on one device. Keep sums and "
+        "make the number of them in result(); or, of the largest or smallest, say "
+        'strategy.merge_rule(variable, "max") or "min".', UserWarning, stacklevel=2)
+
+
+def _warn(tower: contexts.TowerContext, variable: Any, value: tf.Tensor) -> None:
+    """Says, once a variable, that it will hold something else than on one device."""
+    warned = tower.strategy.extended.warned
+    if id(variable) in warned or variable.name.partition(":")[0].endswith(_LOCAL):
+        return
+    warned.add(id(variable))
+    rule = ("the mean of the towers' values by share of rows"
+            if variable.dtype.is_floating else "the first tower's value")
+    name = contexts.plain_name(value.op.name)
+    warnings.warn(
+        f"towerstrategy: what the towers write to variable {variable.name!r}, {name!r}, puts rows "
+        "of the batch together in a way that is not made again of the rows of all towers: it gets "
+        f"{rule}, which is not what one device writes. Gather the rows first, with "
+        "towerstrategy.whole_batch; say what it holds, with strategy.merge_rule(variable, \"max\") "
+        "or \"min\"; or make it with the tf.VariableAggregation that it needs.",
+        UserWarning, stacklevel=2)
