@@ -315,6 +315,12 @@ class TowerExtended(_tf.StrategyExtended):
             if isinstance(variable, tower_local.TowerLocalVariable):
                 yield variable._values
 
+    def summed_parts(self) -> set[int]:
+        """The ids of the handles of the parts of tower-local variables that read as their sum."""
+        return {id(part.handle) for variable in self.variables()
+                if isinstance(variable, tower_local.TowerLocalVariable) and variable.is_sum
+                for part in variable._values}
+
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         owner = getattr(colocate_with_variable, "_distribute_strategy", None)
         if owner is None or owner is not self._container_strategy():

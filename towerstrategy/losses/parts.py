@@ -293,7 +293,7 @@ def walk(tower: contexts.TowerContext, default: provenance.Kind | None = None,
     others = () if tower.is_copied else [
         tower.shares.static_rows(number) or 0 for number in range(tower.count)]
     return provenance.Walk(known, tower.static_rows, default, factor, tower.is_whole,
-                           tower.is_agreed, others)
+                           tower.is_agreed, others, tower.strategy.extended.summed_parts())
 
 
 @contextlib.contextmanager
