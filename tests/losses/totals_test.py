@@ -116,12 +116,12 @@ LOGGED = {
     "of_a_product": lambda t, p: tf.linalg.trace(tf.transpose(t) @ p) / count_of(p),
     "a_determinant": lambda t, p: tf.linalg.logdet(
         tf.matmul(p, p, transpose_a=True) / count_of(p) + tf.eye(4)),
-    "segments": lambda t, p: tf.math.unsorted_segment_mean(p[:, 0], sides(t), 2)[1],
+    "segments": lambda t, p: tf.math.unsorted_segment_mean(p[:, 0], sides(t), 3)[1],
     "bins": lambda t, p: tf.math.bincount(sides(t), minlength=2, maxlength=2)[1],
     "of_bins": lambda t, p: share_of_bins(t),
     "histogram": lambda t, p: tf.histogram_fixed_width(p[:, 0], [-1., 1.], 5)[4],
     "confusion": lambda t, p: tf.linalg.trace(tf.cast(
-        tf.math.confusion_matrix(sides(t), sides(p), 2), tf.float32)),
+        tf.math.confusion_matrix(sides(t), sides(p), 3), tf.float32)),
     "squares": lambda t, p: tf.sqrt(2. * tf.nn.l2_loss(p - t)),
     "a_loop": added_in_a_loop,
     "any": lambda t, p: tf.reduce_any(p > 1.5),

@@ -537,7 +537,8 @@ def check_scatter(towers, rows, aggregation, method, traced, seed):
     counts = np.array(sizes_of(rows, towers))
     if aggregation is Aggregation.ONLY_FIRST_REPLICA and towers > 1:
         values, indices = values[:counts[0]], indices[:counts[0]]
-    elif steps and aggregation is not Aggregation.SUM and towers > 1:
+    elif steps and aggregation is not Aggregation.SUM and towers > 1 and not (
+            traced and aggregation is Aggregation.NONE):  # a slice a row shows in a graph
         values = values * np.repeat(counts / rows, counts)[:, np.newaxis]
     wanted = np.ones([8, 2])
     operation = {"scatter_add": np.add, "scatter_sub": np.subtract, "scatter_max": np.maximum,

@@ -69,6 +69,19 @@ class LeastSquares:
         self.found.assign(tf.linalg.solve(products, tf.matmul(x, y, transpose_a=True)))
 
 
+class Centers:
+    """Of each class the place that its rows pull to, one after another."""
+
+    def __init__(self):
+        self.centers = tf.Variable(np.zeros([6, COLUMNS]))
+        self.points = tf.Variable(np.zeros([6, COLUMNS]))
+
+    def update(self, x):
+        pulls = tf.gather(self.centers, classes(x)) - x
+        self.centers.scatter_sub(tf.IndexedSlices(.1 * pulls, classes(x)))
+        self.points.scatter_nd_add(classes(x)[:, tf.newaxis], x)
+
+
 class Means:
     """What was right already: means over rows, numbers that have no rows."""
 
@@ -114,7 +127,7 @@ def kept(strategy, make):
 class ByRowsTest(parameterized.TestCase):
 
     @parameterized.parameters((Counts, 3), (Codebook, 3), (Codebook, 4), (LeastSquares, 3),
-                              (Means, 3))
+                              (Centers, 3), (Means, 3))
     def test_as_on_one_device(self, make, towers):
         """Else counts and sums of rows come out R times too small, and nobody is told."""
         with warnings.catch_warnings():
@@ -128,6 +141,29 @@ class ByRowsTest(parameterized.TestCase):
         """Else a variable holds the mean of the towers' values, and looks like one device's."""
         with self.assertWarnsRegex(UserWarning, "write to variable .* rows of the batch together"):
             kept(towerstrategy.TowerStrategy(3), make)
+
+    def test_a_part_that_is_no_sum_is_told(self):
+        """Else a metric that keeps a deviation, or the largest error, is R times that."""
+        strategy = towerstrategy.TowerStrategy(3)
+        with strategy.scope():
+            kept, largest, total, rows = (tf.Variable(
+                0., trainable=False, aggregation=tf.VariableAggregation.SUM,
+                synchronization=tf.VariableSynchronization.ON_READ) for _ in range(4))
+
+        @tf.function
+        def step(x):
+            def replica(x):
+                kept.assign_add(tf.math.reduce_std(x))
+                largest.assign(tf.maximum(largest, tf.reduce_max(x)))
+                total.assign_add(tf.reduce_sum(tf.sqrt(x)))
+                rows.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+
+            strategy.run(replica, (x,))
+
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            step(strategy.split(tf.range(1., 8.)))
+        self.assertLen([each for each in seen if "is no sum over them" in str(each.message)], 2)
 
     def test_a_rule_is_kept(self):
         """Else a variable that is to take the sum, or the largest, gets it of sums already made."""

@@ -20,6 +20,7 @@ from towerstrategy.merge import gradients as gradients_lib
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
+from towerstrategy.variables import by_gradients
 
 _OVERFLOW = 65520.0  # float16 rounds this to infinity
 
@@ -162,6 +163,7 @@ def _overflowing(value: tf.Tensor, loss_scale: Any) -> tf.Tensor:
 def _made_of_others(tower: contexts.TowerContext,
                     gradients: Sequence[Any]) -> remade.Remade | None:
     """How to make those again that the caller has made of a tape's gradients; None if none is."""
+    by_gradients.look_into_calls(tower)
     if all(gradient is None or tower.gradients.holds(gradient) for gradient in gradients):
         return None
     return tower.gradients.remade(gradients, tower.graph)

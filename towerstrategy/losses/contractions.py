@@ -209,9 +209,11 @@ _SUMS: dict[str, _Rows] = {
 
 
 def _sure_axis(walk: Walk, value: tf.Tensor) -> int | None:
-    """As :func:`axis_of`; None where several dimensions of many may be the rows'."""
+    """As :func:`axis_of`; None where several dimensions may be the rows', and which is not known.
+    """
     likely = [size is None or walk.is_multiple_of_rows(size) for size in value.shape]
-    return None if len(likely) > 2 and sum(likely) > 1 else axis_of(walk, value)
+    is_plain = len(likely) == 2 and (value.shape[0] is None or value.shape.is_fully_defined())
+    return axis_of(walk, value) if sum(likely) < 2 or is_plain else None
 
 
 def _sliced(walk: Walk, operation: tf.Operation) -> bool:

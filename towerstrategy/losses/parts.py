@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.losses import provenance, totals
+from towerstrategy.losses import contractions, provenance, totals
 from towerstrategy.merge import merging
 from towerstrategy.towers import contexts
 from towerstrategy.variables import by_gradients
@@ -27,6 +27,9 @@ from towerstrategy.variables import by_gradients
 # Terms of these kinds do not simply count by the tower's share.
 _LOOKED_INTO = frozenset({provenance.Kind.PART, provenance.Kind.COUNTED})
 _NO_SUMS = frozenset({provenance.Kind.MIXED, provenance.Kind.OTHER})
+# Of numbers no sum.
+_OF_SUMS = frozenset({"Exp", "Log", "Max", "Maximum", "Min", "Minimum", "Pow", "Prod", "Rsqrt",
+                      "Sqrt"})
 # Of what is a sum of such the towers' mean by share of rows is one device's.
 _OF_MEANS = frozenset({provenance.Kind.MEAN, provenance.Kind.CONSTANT, provenance.Kind.WEIGHTS})
 
@@ -228,12 +231,17 @@ def _whole(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor | None:
     return made
 
 
+def _has_batch(tower: contexts.TowerContext) -> bool:
+    """Whether there are several towers, and rows of a batch that they have parts of."""
+    return tower.several and (tower.is_nested or tower.static_rows is not None)
+
+
 def of_all(tower: contexts.TowerContext, value: Any) -> tf.Tensor | None:
     """What one device has in the place of ``value``, a function of sums over a tower's rows.
 
     None where ``value`` is a mean over rows, comes of weights alone, or of something else.
     """
-    if (not tower.several or not tower.can_merge or not isinstance(value, tf.Tensor)
+    if (not _has_batch(tower) or not tower.can_merge or not isinstance(value, tf.Tensor)
             or _tf.is_eager(value) or not (value.dtype.is_floating or value.dtype.is_integer)):
         return None
     found = walk(tower)
@@ -243,13 +251,34 @@ def of_all(tower: contexts.TowerContext, value: Any) -> tf.Tensor | None:
 def is_of_rows(tower: contexts.TowerContext, value: Any) -> bool:
     """Whether ``value``, of which :func:`of_all` knows no way, is made of rows by no sum or mean.
     """
-    if not tower.several or not tower.can_merge or not isinstance(value, tf.Tensor) or (
+    if not _has_batch(tower) or not tower.can_merge or not isinstance(value, tf.Tensor) or (
             _tf.is_eager(value)):
         return False
     found = walk(tower)
     kinds = found.kinds(value)
     return not kinds <= _OF_MEANS and (provenance.Kind.MIXED in kinds
                                        or totals.puts_together(tower, found, value))
+
+
+def are_rows(tower: contexts.TowerContext, indices: Any, updates: Any) -> bool:
+    """Whether there is one of ``indices`` a row, and ``updates`` are not divided by their number.
+    """
+    if not _has_batch(tower) or any(not isinstance(each, tf.Tensor) or _tf.is_eager(each)
+                                    for each in (indices, updates)):
+        return False
+    found = walk(tower)
+    return contractions.axis_of(found, indices) == 0 and found.kinds(updates).isdisjoint(
+        {provenance.Kind.COUNTED, provenance.Kind.MEAN})
+
+
+def is_no_sum(tower: contexts.TowerContext, value: Any) -> bool:
+    """Whether ``value`` is a root, an extreme or the like of a tower's sums, means or rows."""
+    if (not _has_batch(tower) or not isinstance(value, tf.Tensor) or _tf.is_eager(value)
+            or not value.dtype.is_floating or tower.is_agreed(value)):
+        return False
+    terms = value.op.inputs if value.op.type in provenance.ADDED else [value]
+    return any(each.op.type in _OF_SUMS and provenance.Kind.MIXED in kinds(tower, each, None)
+               for each in terms)
 
 
 def gradient(tower: contexts.TowerContext, value: Any) -> Any:

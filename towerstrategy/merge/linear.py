@@ -23,6 +23,9 @@ _PRODUCTS = frozenset({"BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"
 # What only says how many elements there are.
 _SIZED = frozenset({*row_axes.SIZES, "OnesLike", "ZerosLike"})
 
+# Of a sum of multiples of gradients of one kind.
+ALONE = (frozenset({provenance.Kind.PART}), frozenset({provenance.Kind.MEAN}))
+
 _MIXED = frozenset({provenance.Kind.MIXED})
 _OTHER = frozenset({provenance.Kind.OTHER})
 

@@ -13,6 +13,7 @@ weights.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,12 +40,19 @@ class Gradient(NamedTuple):
     kind: provenance.Kind | None
 
 
+# What a nested function has taken it gives at each call, in whichever trace: by the names of the
+# gradients their homes and kinds.
+_TAKEN: weakref.WeakKeyDictionary[tf.Graph, dict[str, tuple[str, provenance.Kind]]] = (
+    weakref.WeakKeyDictionary())
+
+
 class Noted:
     """The gradients of one tower, and what has been made of them."""
 
     def __init__(self) -> None:
         self._gradients: dict[int, Gradient] = {}
         self._behind: dict[int, _Behind] = {}
+        self._looked_at: dict[int, int] = {}
         self.is_paused = False
 
     @contextlib.contextmanager
@@ -62,7 +70,43 @@ class Noted:
         if graph is not None:
             behind = self._behind.setdefault(id(graph), _Behind(graph))
             behind.gradients.update(part.name for part in _parts(gradient.value))
+            if gradient.kind and isinstance(gradient.value, tf.Tensor):
+                _TAKEN.setdefault(graph, {})[gradient.value.name] = gradient.home, gradient.kind
         self._gradients[id(gradient.value)] = gradient
+
+    def add_of_calls(self, graph: tf.Graph | None) -> list[tf.Tensor]:
+        """Remembers the gradients that nested functions have returned in ``graph``.
+
+        Returns:
+          What these have made of gradients and is no multiple of them, since this was last asked.
+        """
+        others: list[tf.Tensor] = []
+        if graph is None or not _TAKEN:
+            return others
+        begin = self._looked_at.get(id(graph), 0)
+        for place, operation in enumerate(graph.get_operations()[begin:], begin):
+            if operation.type in provenance.CALLS:
+                others += self._add_of_call(graph, place, operation)
+        self._looked_at[id(graph)] = _tf.operation_count(graph)
+        return others
+
+    def _add_of_call(self, graph: tf.Graph, place: int,
+                     call: tf.Operation) -> Iterator[tf.Tensor]:
+        inner = _tf.graph_of_call(call)
+        taken = {} if inner is None else _TAKEN.get(inner, {})
+        if inner is None or not taken:
+            return
+        behind = _Behind(inner, 0)
+        behind.gradients.update(taken)
+        known = {name: kind for name, (_, kind) in taken.items()}
+        for value, returned in zip(call.outputs, inner.outputs):
+            kinds = linear.kinds(returned, known, behind.operations(), lambda _: False)
+            if kinds in linear.ALONE:
+                self._behind.setdefault(id(graph), _Behind(graph)).look_from(place)
+                home, _ = next(iter(taken.values()))
+                self.add(Gradient(value, home, next(iter(kinds))))
+            elif kinds is not None and value.dtype.is_floating:
+                yield value
 
     def holds(self, value: Any) -> bool:
         """Whether a tape has given ``value`` as it is."""
@@ -122,11 +166,15 @@ class Noted:
 class _Behind:
     """What gradients go into in one graph; each of its operations is looked at once."""
 
-    def __init__(self, graph: tf.Graph) -> None:
+    def __init__(self, graph: tf.Graph, begin: int | None = None) -> None:
         self.gradients: set[str] = set()
         self._graph = graph
-        self._seen = _tf.operation_count(graph)
+        self._seen = _tf.operation_count(graph) if begin is None else begin
         self._found: set[str] = set()
+
+    def look_from(self, place: int) -> None:
+        """Looks at operations again, as something before them turned out to be a gradient."""
+        self._seen = min(self._seen, place)
 
     def operations(self) -> set[str]:
         """The names of the operations that something of the gradients goes into."""

@@ -27,7 +27,25 @@ def find(tower: contexts.TowerContext, variable: Any, value: Any) -> remade.Rema
     if (variable.aggregation is not tf.VariableAggregation.NONE or variable.merges_extremes
             or not tower.several):
         return None
+    look_into_calls(tower)
     return tower.gradients.remade([value], tower.graph, known=True)
+
+
+def look_into_calls(tower: contexts.TowerContext) -> None:
+    """Finds the gradients that nested functions have returned; warns of what these make of them.
+    """
+    for value in tower.gradients.add_of_calls(tower.graph):
+        name = contexts.plain_name(value.op.name)
+        warned = tower.strategy.extended.warned_numbers
+        if name in warned:
+            continue
+        warned.add(name)
+        warnings.warn(
+            f"towerstrategy: a function of gradients: {name!r} is a nested tf.function that takes "
+            "gradients and makes something of them which is no multiple, as clipping does. The "
+            "towers cannot meet in there: each makes it of its own part of the gradients, so that "
+            "it comes out otherwise than on one device. Return the gradients as they are, and "
+            "make it of them outside of that function.", UserWarning, stacklevel=2)
 
 
 def check_eager(tower: contexts.TowerContext, variable: Any, values: list[Any]) -> None:
@@ -55,6 +73,7 @@ def of_merged(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor | Non
     """``value``, a log, made of the merged gradients; None where it is made of something else."""
     if not tower.several or not tower.can_merge:
         return None
+    look_into_calls(tower)
     made = tower.gradients.remade([value], tower.graph, known=True)
     if made is None:
         return None

@@ -15,6 +15,7 @@ import tensorflow as tf
 from towerstrategy.losses import parts
 from towerstrategy.towers import contexts
 
+_STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 # Batch norm's are those of each tower's rows, unless it is synchronized.
 _LOCAL = ("moving_mean", "moving_variance")
 
@@ -27,6 +28,29 @@ def of_all(tower: contexts.TowerContext, variable: Any, value: Any) -> tf.Tensor
     if whole is None and parts.is_of_rows(tower, value):
         _warn(tower, variable, value)
     return whole
+
+
+def are_added(tower: contexts.TowerContext, variable: Any, method_name: str, indices: Any,
+              updates: Any) -> bool:
+    """Whether slices that are written have one for each row, so that those of all towers add up."""
+    return (method_name in _STEPPING and variable.dtype.is_floating
+            and variable.aggregation is tf.VariableAggregation.NONE
+            and parts.are_rows(tower, indices, updates))
+
+
+def check_part(tower: contexts.TowerContext, variable: Any, value: Any) -> None:
+    """Warns, once a variable, of a number that is no sum, where the towers' are added up."""
+    if (variable.aggregation is not tf.VariableAggregation.SUM or variable._extreme is not None
+            or variable.shape.rank != 0 or id(variable) in tower.strategy.extended.warned
+            or not parts.is_no_sum(tower, value)):
+        return
+    tower.strategy.extended.warned.add(id(variable))
+    warnings.warn(
+        f"towerstrategy: what {variable.name!r} keeps, {contexts.plain_name(value.op.name)!r}, is "
+        "made of each tower's rows and is no sum over them, but the towers' are added up, as the "
+        "variable's aggregation says: it comes out otherwise than on one device. Keep sums and "
+        "make the number of them in result(); or, of the largest or smallest, say "
+        'strategy.merge_rule(variable, "max") or "min".', UserWarning, stacklevel=2)
 
 
 def _warn(tower: contexts.TowerContext, variable: Any, value: tf.Tensor) -> None:

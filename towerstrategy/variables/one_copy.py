@@ -201,10 +201,11 @@ class TowerVariable(_tf.ResourceVariable):
         made = by_gradients.find(tower, self, slices)
         if made is not None:
             return by_gradients.write(tower, self, made, plain)
+        are_added = by_rows.are_added(tower, self, method_name, slices.indices, slices.values)
 
         def merged(_: Any, values: Any) -> Any:
             parts = contexts.all_values(values, tower.count)
-            return plain(written.slices(self, method_name, parts, tower.shares))
+            return plain(written.slices(self, method_name, parts, tower.shares, are_added))
 
         return tower.merge_call(merged, args=(slices,))
 
@@ -255,9 +256,11 @@ class TowerVariable(_tf.ResourceVariable):
         if not tower.can_merge:
             raise RuntimeError(contexts.NESTED_MERGE)
 
+        are_added = len(arguments) == 2 and by_rows.are_added(tower, self, method_name, *arguments)
+
         def merged(_: Any, values: Any) -> Any:
             parts = contexts.all_values(values, tower.count)
-            return write(written.slices(self, method_name, parts, tower.shares))
+            return write(written.slices(self, method_name, parts, tower.shares, are_added))
 
         return tower.merge_call(merged, args=(sliced(*arguments),))
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import merging
 from towerstrategy.towers import contexts
-from towerstrategy.variables import one_copy
+from towerstrategy.variables import by_rows, one_copy
 
 
 class _TowerLocalSaveable(_tf.SyncOnReadSaveable):
@@ -111,6 +111,8 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     def _kept_if_empty(self, value: Any, neutral: Callable[[], tf.Tensor]) -> Any:
         """``value``, or what changes nothing in a tower that has no rows."""
         tower = contexts.current_tower()
+        if tower is not None:
+            by_rows.check_part(tower, self, value)
         if tower is None or not tower.may_be_empty:
             return value
         value = tf.convert_to_tensor(value, dtype=self.dtype)

@@ -13,11 +13,13 @@ ONLY_FIRST_REPLICA     tower 0's value
 =====================  ===================================================================
 
 What comes here under NONE is no function of sums over rows where a graph shows that, see
-:mod:`by_rows`.  A variable that merges extremes gets the largest, or smallest.  Scatter writes follow the same
-rules, slice by slice: SUM writes the slices of all towers, in order, as one device would have done;
-NONE of ``scatter_update``, ``_min`` and ``_max`` does so too (doing it twice changes nothing), and
-of ``scatter_mul`` and ``_div`` takes tower 0's.  A slice (``v[a:b].assign``) follows the table
-element by element, over the towers that have rows and wrote it.
+:mod:`by_rows`.  A variable that merges extremes gets the largest, or smallest.
+
+Scatter writes follow the same rules, slice by slice: SUM, and a step of NONE with a slice a row,
+writes the slices of all towers, in order, as one device would have done; NONE of
+``scatter_update``, ``_min`` and ``_max`` does so too (doing it twice changes nothing), and of
+``scatter_mul`` and ``_div`` takes tower 0's.  A slice (``v[a:b].assign``) follows the table element
+by element, over the towers that have rows and wrote it.
 
 A per-replica value that is written from outside the towers is what ``strategy.run`` returned, so it
 is merged by the rule of NONE, unless the aggregation is ONLY_FIRST_REPLICA: towers that agree write
@@ -59,9 +61,10 @@ def value(variable: Any, values: list[Any], shares: shares_lib.Shares) -> Any:
 
 
 def slices(variable: Any, method_name: str, parts: list[tf.IndexedSlices],
-           shares: shares_lib.Shares) -> tf.IndexedSlices:
+           shares: shares_lib.Shares, are_added: bool = False) -> tf.IndexedSlices:
     """The slices that ``method_name`` writes where each tower writes one of ``parts``."""
-    return _slices(variable, method_name, variable.aggregation, parts, shares)
+    aggregation = Aggregation.SUM if are_added else variable.aggregation
+    return _slices(variable, method_name, aggregation, parts, shares)
 
 
 def elements(variable: Any, places: list[Any], values: list[tf.Tensor],
