@@ -307,10 +307,11 @@ class TowerExtended(_tf.StrategyExtended):
         """The living variables that :meth:`note_written_alone` was given."""
         return living.living(self._written_alone)
 
-    def tower_local_parts(self) -> Iterator[Any]:
-        """The parts of each living tower-local variable."""
+    def tower_local_parts(self, summed: bool = False) -> Iterator[Any]:
+        """The parts of each living tower-local variable (``summed``: that reads as their sum)."""
         for variable in self.variables():
-            if isinstance(variable, tower_local.TowerLocalVariable):
+            if isinstance(variable, tower_local.TowerLocalVariable) and (
+                    variable.is_sum or not summed):
                 yield variable._values
 
     @contextlib.contextmanager

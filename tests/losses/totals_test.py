@@ -276,3 +276,60 @@ class SameTest(parameterized.TestCase):
         x, y = rows(7)
         with self.assertWarnsRegex(UserWarning, "puts rows of the batch together"):
             strategy.run(step, strategy.split((x[:, :4], y)))
+
+
+# What a step reads of a metric's own variables.
+READ = {
+    "total": lambda metric: metric.total * 2.,
+    "ratio": lambda metric: tf.sqrt(metric.total / metric.count),
+    "whole": lambda metric: tf.cast(metric.count, tf.int32),
+}
+
+
+def logs_of(kit, strategy, read):
+    """What ``evaluate`` tells, after each of three batches, of rows that do not count alike."""
+    class Model(kit.Model):
+        def __init__(self):
+            super().__init__()
+            self.mean = kit.metrics.Mean("mean")
+
+        def call(self, x):
+            return tf.reduce_sum(x, -1)
+
+        @property
+        def metrics(self):
+            return [self.mean]
+
+        def test_step(self, data):
+            x, y = data
+            self.mean.update_state(self(x), y[:, 0] ** 2)
+            return {"log": read(self.mean)}
+
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = Model()
+        model.compile()
+    told = []
+
+    class Note(kit.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            told.append(float(logs["log"]))
+
+    model.evaluate(*rows(11), batch_size=5, verbose=0, callbacks=[Note()])
+    return told
+
+
+class StateTest(parameterized.TestCase):
+
+    @parameterized.product(kit=tuple(KITS), read=tuple(READ))
+    def test_a_metrics_own_variables(self, kit, read):
+        """Else a log made of a metric's variables, not of its result, is a mean of the towers'."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            towers = logs_of(KITS[kit], towerstrategy.TowerStrategy(3), READ[read])
+        np.testing.assert_allclose(towers, logs_of(KITS[kit], None, READ[read]), rtol=2e-6)
+
+    def test_a_result_in_a_branch(self):
+        """Else it is the mean of the squares of the towers' own results, without a word."""
+        with self.assertWarnsRegex(UserWarning, "'cond/Identity' puts rows of the batch together"):
+            logs_of(keras, towerstrategy.TowerStrategy(3), lambda metric: tf.cond(
+                metric.total > 0., lambda: metric.result() ** 2, lambda: 0.))

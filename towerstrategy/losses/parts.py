@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.losses import contractions, provenance, totals
+from towerstrategy.losses import contractions, provenance, terms, totals
 from towerstrategy.merge import merging
 from towerstrategy.towers import contexts
 from towerstrategy.variables import by_gradients
@@ -100,7 +100,7 @@ def part(tower: contexts.TowerContext, value: tf.Tensor,
     else:
         whole = None if default is provenance.Kind.PART else _whole(tower, value)
         if whole is None:
-            made = walk(tower, default).scaled(value, tower.share)
+            made = terms.scaled(walk(tower, default), value, tower.share)
         else:
             made = whole * tf.cast(tower.share, value.dtype)
     return tower.mark_scaled(_filled(tower, made))
@@ -126,7 +126,7 @@ def added(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
     found = walk(tower)
     if found.kinds(value).isdisjoint(_LOOKED_INTO):
         return scaled(tower, value)
-    made = found.scaled(value, tower.share)
+    made = terms.scaled(found, value, tower.share)
     if tower.stand_ins:
         made = merging.kept(tower.filled, made)
     return summed(tower, made)
@@ -212,7 +212,7 @@ def kinds(tower: contexts.TowerContext, value: tf.Tensor, factor: int | None) ->
 def _part_alone(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
     if _tf.is_eager(value):
         return value
-    return walk(tower, None, _factor(tower)).scaled(value, tower.share)
+    return terms.scaled(walk(tower, None, _factor(tower)), value, tower.share)
 
 
 def _factor(tower: contexts.TowerContext) -> int | None:
@@ -280,9 +280,9 @@ def is_no_sum(tower: contexts.TowerContext, value: Any) -> bool:
     if (not _has_batch(tower) or not isinstance(value, tf.Tensor) or _tf.is_eager(value)
             or not value.dtype.is_floating or tower.is_agreed(value)):
         return False
-    terms = value.op.inputs if value.op.type in provenance.ADDED else [value]
+    added_up = value.op.inputs if value.op.type in provenance.ADDED else [value]
     return any(each.op.type in _OF_SUMS and provenance.Kind.MIXED in kinds(tower, each, None)
-               for each in terms)
+               for each in added_up)
 
 
 def gradient(tower: contexts.TowerContext, value: Any) -> Any:
@@ -326,7 +326,9 @@ def walk(tower: contexts.TowerContext, default: provenance.Kind | None = None,
     others = () if tower.is_copied else [
         tower.shares.static_rows(number) or 0 for number in range(tower.count)]
     return provenance.Walk(known, tower.static_rows, default, factor, tower.is_whole,
-                           tower.is_agreed, others)
+                           tower.is_agreed, others,
+                           {id(part.handle) for values in tower.strategy.extended.tower_local_parts(
+                               summed=True) for part in values})
 
 
 @contextlib.contextmanager

@@ -72,6 +72,7 @@ class Walk:
       is_whole: whether a tensor has the rows of all towers, the same on each, as weights are.
       is_agreed: whether a tensor, in which an all-reduce may end, is one's.
       others: the other towers' rows, where these look for themselves and have to find the same.
+      state: the ids of the handles of variables of which each tower has a part of its own.
     """
 
     def __init__(self, known: Known = lambda _: None, rows: int | None = None,
@@ -79,12 +80,13 @@ class Walk:
                  factor: int | None = None,
                  is_whole: Callable[[tf.Tensor], bool] = lambda _: False,
                  is_agreed: Callable[[tf.Tensor], bool] = lambda _: True,
-                 others: Collection[int] = ()) -> None:
+                 others: Collection[int] = (), state: Collection[int] = ()) -> None:
         self._known = known
         self._is_agreed = is_agreed
         self._is_whole = is_whole
         self._rows = rows
         self._every = {each for each in (rows, *others) if each}
+        self._state = state
         self._default = default
         self._factor = factor
         self._found: dict[int, tuple[tf.Tensor, Kinds]] = {}
@@ -98,38 +100,6 @@ class Walk:
             found = self._found[id(value)] = (value, self._look(self.origin(value)))
         return found[1]
 
-    def scaled(self, value: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
-        """``value`` with all terms but parts times ``share``, a float64 scalar.
-
-        What divides by the number of the tower's rows divides by that of all rows on one device.
-        """
-        kinds = self.kinds(value)
-        if kinds == _PART:
-            return value
-        operation = value.op
-        inputs = list(operation.inputs)
-        looked_into = not kinds.isdisjoint({Kind.PART, Kind.COUNTED})
-        if not looked_into or operation.type in (*CALLS, *BRANCHES, "Placeholder"):
-            return value * tf.cast(share, value.dtype)
-        if operation.type in ADDED:
-            return row_axes.added(operation, [self.scaled(part, share) for part in inputs])
-        if operation.type == "Mul":
-            one, other = inputs
-            steady = self.is_steady(other)
-            return self.scaled(one, share) * other if steady else one * self.scaled(other, share)
-        first = self.scaled(inputs[0], share)
-        if operation.type in DIVIDED:
-            divide = tf.math.divide_no_nan if operation.type == "DivNoNan" else tf.divide
-            divided = divide(first, inputs[1])
-            by_count = self.divides_by_count(operation)
-            return divided * tf.cast(share, value.dtype) if by_count else divided
-        if operation.type in row_axes.REDUCED:
-            return row_axes.REDUCED[operation.type](first, inputs[1],
-                                            keepdims=operation.get_attr("keep_dims"))
-        if operation.type == "Neg":
-            return -first
-        return tf.reshape(tf.cast(first, value.dtype), tf.shape(value))
-
     def _look(self, value: Any) -> Kinds:
         known = self._known(value)
         if known is not None:
@@ -137,6 +107,10 @@ class Walk:
         if _tf.is_eager(value):
             return self._leaf(_CONSTANT)
         operation = value.op
+        if self._state and self._is_agreed(value):
+            return self._behind_a_meeting().kinds(value)
+        if self.is_state(value):
+            return self._leaf(_MIXED)
         if operation.type in row_axes.SAME:
             return self.kinds(operation.inputs[0])
         if operation.type in ADDED:
@@ -191,6 +165,8 @@ class Walk:
             return _PART if self._is_number(divisor, self._factor) else kinds
         if self._known(one) is not None or self._default is not None or self._counts_here(divisor):
             return kinds
+        if Kind.MIXED in kinds:
+            return _MIXED
         # A number of all rows comes of an all-reduce, behind which nothing is known.
         return kinds if kinds == _PART else _OTHER
 
@@ -349,6 +325,16 @@ class Walk:
         """Whether ``value`` comes of weights and constants alone."""
         return self._all_behind(value, is_steady_source)
 
+    def is_state(self, value: tf.Tensor) -> bool:
+        """Whether ``value`` is what has been read of a tower's part of a variable."""
+        return (bool(self._state) and value.op.type == "ReadVariableOp"
+                and id(self.origin(value.op.inputs[0])) in self._state)
+
+    def _behind_a_meeting(self) -> Walk:
+        """Looks at what all towers have been given: of all parts of a variable, not of one's."""
+        return Walk(self._known, self._rows, self._default, self._factor, self._is_whole,
+                    self._is_agreed, self._every)
+
     def is_of_weights(self, value: tf.Tensor) -> bool:
         """Whether ``value`` comes of weights, with constants or without, and of nothing else."""
         return self.is_steady(value) and not self._all_behind(value, _reads_nothing)
@@ -439,12 +425,18 @@ class Walk:
         while waiting:
             tensor = self.origin(waiting.pop())
             if _tf.is_eager(tensor):
+                if id(tensor) in self._state and not enough:
+                    return False
                 if outside is not None:
                     outside.add(id(tensor))
                 continue
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
+            if self._state and self._is_agreed(tensor):
+                if not self._behind_a_meeting()._all_behind(tensor, allowed, enough, outside):
+                    return False
+                continue
             if self._is_whole(tensor) and not enough:
                 continue
             if not allowed(tensor.op) or len(seen) > _LARGEST_SEARCH:

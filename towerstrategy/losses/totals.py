@@ -100,14 +100,15 @@ class _Leaf(NamedTuple):
 
 
 def _counts(tower: contexts.TowerContext, found: _Search) -> dict[str, tf.Tensor]:
-    """Of all towers, by their names, the numbers of rows, other sums of integers, and flags."""
+    """Of all towers, by their names, the numbers of rows, other sums of integers, flags and state.
+    """
     flags = {name: tf.cast(flag if flag.op.type == "Any" else tf.logical_not(flag), tf.int32)
              for name, flag in found.flags.items()}
     here = {name: merging.kept(tower.filled, count) if tower.stand_ins else count
             for name, count in {**found.counts, **flags}.items()}
-    if not here:
-        return {}
-    totals = dict(zip(here, tower.all_reduce(_tf.ReduceOp.SUM, list(here.values()))))
+    totals = dict(zip(found.state, tower.sum_parts(list(found.state.values()))))
+    if here:
+        totals.update(zip(here, tower.all_reduce(_tf.ReduceOp.SUM, list(here.values()))))
     for name, flag in found.flags.items():
         totals[name] = totals[name] > 0 if flag.op.type == "Any" else tf.equal(totals[name], 0)
     return totals
@@ -139,6 +140,7 @@ class _Search:
       same: floats that go into these, the same on all towers, by their names.
       counts: numbers of rows, and sums of integers, by their names.
       flags: whether any, or all, of the rows are something, by their names.
+      state: what is kept in variables of which each tower has a part, by their names.
       is_together: whether the search has come to the batch: rows are put together in another way.
     """
 
@@ -150,6 +152,7 @@ class _Search:
         self.flags: dict[str, tf.Tensor] = {}
         self.needed: dict[str, remade.Made] = {}
         self.same: dict[str, tf.Tensor] = {}
+        self.state: dict[str, tf.Tensor] = {}
         self.is_together = False
 
     def goes_through(self, number: tf.Tensor) -> bool:
@@ -157,11 +160,14 @@ class _Search:
         waiting = [number]
         while waiting:
             tensor = waiting.pop()
-            if (tensor.name in {*self.leaves, *self.counts, *self.flags}
+            if (tensor.name in {*self.leaves, *self.counts, *self.flags, *self.state}
                     or tensor.op.name in self.needed):
                 continue
             if tensor.op.type in _FLAGS and self._reduces_rows(tensor):
                 self.flags[tensor.name] = tensor
+                continue
+            if self._walk.is_state(tensor):
+                self.state[tensor.name] = tensor
                 continue
             if self._is_count(tensor):
                 self.counts[tensor.name] = tensor
@@ -184,7 +190,7 @@ class _Search:
                 return False
             self.needed[operation.name] = remade.Made(operation, tuple(operation.inputs))
             waiting.extend(operation.inputs)
-        return bool(self.leaves or self.counts or self.flags)
+        return bool(self.leaves or self.counts or self.flags or self.state)
 
     def _is_batch(self, tensor: tf.Tensor) -> bool:
         """Whether this has the rows that the tower was given, or nobody knows what."""

@@ -251,6 +251,11 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
         with self._walks_ended():
             return super().all_reduce(reduce_op, value, options)
 
+    def sum_parts(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The sums over all towers, be there rows or not, of what each keeps in variables."""
+        with self._walks_ended():
+            return super().all_reduce(_tf.ReduceOp.SUM, values) if values else []
+
     def meet(self, merge_fn: Callable[..., Any], *args: Any) -> Any:
         """``merge_call`` for whoever gives its result a gradient of his own."""
         with self._walks_ended():

@@ -38,6 +38,11 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     _extreme: str | None = None  # "max" or "min", see rules
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether what is read outside of the towers is the sum of their parts."""
+        return self._extreme is None and self.aggregation is one_copy.Aggregation.SUM
+
     def _get(self) -> Any:
         tower = contexts.current_tower()
         return tower.part_of(self._values) if tower is not None else super()._get()
