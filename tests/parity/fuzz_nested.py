@@ -290,12 +290,17 @@ def check_writes(towers, mode, sizes, wraps, aggregation, method, what):
     if wraps and wraps[-1] == "relaxed":
         signed, reading = reading, lambda x: signed(x)  # else its signature is for all the rows
     run = runner(strategy, reading, mode)
+    # Sums over rows show in a graph.
+    is_whole = (what in ("sum", "loss") and aggregation is Aggregation.NONE and mode != "eager"
+                and not NESTING & set(wraps))
     now = 1.0
     for batch in batches(sizes):
         for _ in range(2 ** wraps.count("loop")):
             before = now
             parts = parts_of(batch, towers)
             steps = np.array([tower.read(what, rows) for rows, tower in parts])
+            if is_whole:
+                steps[:] = steps.sum()
             counts = np.array(sizes_of(len(batch), towers))
             if method == "assign_add":
                 now = before + merged_write(aggregation, steps, counts, True)

@@ -33,6 +33,7 @@ class Marks:
       gradients: what tapes have given for the weights.
       uniques: eager values of which each is there once.
       gathered: whether the replica function has asked for the rows of all towers.
+      given: ids of the eager tensors that the towers were given parts of, where each is traced.
       trial: of the loss that is being called, see one_number; or None.
     """
 
@@ -45,6 +46,7 @@ class Marks:
         self.gradients = remade.Noted()
         self.uniques: list[tf.Tensor] = []
         self.gathered = False
+        self.given: frozenset[int] = frozenset()
         self.trial: Any = None
         self._scaled: dict[int, Any] = {}
         self._means: dict[int, Any] = {}

@@ -327,8 +327,10 @@ def walk(tower: contexts.TowerContext, default: provenance.Kind | None = None,
         tower.shares.static_rows(number) or 0 for number in range(tower.count)]
     return provenance.Walk(known, tower.static_rows, default, factor, tower.is_whole,
                            tower.is_agreed, others,
-                           {id(part.handle) for values in tower.strategy.extended.tower_local_parts(
-                               summed=True) for part in values})
+                           tower.given.union(
+                               id(part.handle) for values in
+                               tower.strategy.extended.tower_local_parts(summed=True)
+                               for part in values))
 
 
 @contextlib.contextmanager

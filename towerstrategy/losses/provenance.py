@@ -72,7 +72,8 @@ class Walk:
       is_whole: whether a tensor has the rows of all towers, the same on each, as weights are.
       is_agreed: whether a tensor, in which an all-reduce may end, is one's.
       others: the other towers' rows, where these look for themselves and have to find the same.
-      state: the ids of the handles of variables of which each tower has a part of its own.
+      state: the ids of what is eager, and each tower's own: parts of a batch, and the handles of
+        its parts of variables.
     """
 
     def __init__(self, known: Known = lambda _: None, rows: int | None = None,
@@ -105,7 +106,7 @@ class Walk:
         if known is not None:
             return frozenset({known})
         if _tf.is_eager(value):
-            return self._leaf(_CONSTANT)
+            return self._leaf(_OTHER if id(value) in self._state else _CONSTANT)
         operation = value.op
         if self._state and self._is_agreed(value):
             return self._behind_a_meeting().kinds(value)

@@ -102,10 +102,14 @@ class _Call:
         self._asked_for_all: dict[int, collections.Counter[Any]] = collections.defaultdict(
             collections.Counter)
         made: dict[str, list[tf.Variable]] = {}
+        towers = [contexts.TowerContext(strategy, tower, shares, self)
+                  for tower in range(len(strategy.extended.worker_devices))]
+        for tower in towers:
+            tower.given = _eager_parts((args, kwargs))
         self._towers = [
-            _TowerThread(contexts.TowerContext(strategy, tower, shares, self), state, made, fn,
-                         _tf.select_replica(tower, args), _tf.select_replica(tower, kwargs))
-            for tower in range(len(strategy.extended.worker_devices))]
+            _TowerThread(tower, state, made, fn, _tf.select_replica(number, args),
+                         _tf.select_replica(number, kwargs))
+            for number, tower in enumerate(towers)]
 
     def run(self) -> Any:
         try:
@@ -245,6 +249,14 @@ class _Meeting:
         self.kwargs = kwargs
         self.eager = tf.executing_eagerly()
         self.controls = [] if self.eager else _tf.control_dependencies_of(graph)
+
+
+def _eager_parts(arguments: Any) -> frozenset[int]:
+    """The ids of the eager tensors that towers are given parts of, which a trace captures."""
+    values = [part for leaf in tf.nest.flatten(arguments)
+              if isinstance(leaf, _tf.PerReplica) for part in leaf.values]
+    return frozenset(id(part) for part in tf.nest.flatten(values, expand_composites=True)
+                     if isinstance(part, tf.Tensor) and _tf.is_eager(part))
 
 
 class _TowerThread(threading.Thread):
