@@ -287,6 +287,10 @@ def graph_of_call(call: tf.Operation, function: str | None = None) -> tf.Graph |
     return getattr(call.graph._get_function(function or call.get_attr("f").name), "graph", None)
 
 
+# What TensorFlow sets for the collective operations of several machines.
+_NOT_THE_USERS = {"scoped_allocator_optimization", "scoped_allocator_opts"}
+
+
 @contextlib.contextmanager
 def light_graph_optimizer() -> Iterator[None]:
     """Within, functions called by this thread lose identities and waits that nothing needs.
@@ -307,7 +311,7 @@ def light_graph_optimizer() -> Iterator[None]:
 def _lightly(config: bytes, executor_type: str | None) -> Any:
     proto = tf.compat.v1.ConfigProto.FromString(config)
     rewrites = proto.graph_options.rewrite_options
-    if not rewrites.ListFields():  # none of them is the user's
+    if {field.name for field, _ in rewrites.ListFields()} <= _NOT_THE_USERS:
         rewrites.optimizers[:] = ["dependency"]
         rewrites.meta_optimizer_iterations = rewrites.ONE
     return eager_context.FunctionCallOptions(executor_type, proto)

@@ -60,8 +60,8 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
             for again in reversed(undo):
                 again()
             raise
-        if not (operation is None or strategy.extended.keep_graphs or _tf.may_be_recorded()):
-            _tf.forget_trace(operation)
+    if not (operation is None or strategy.extended.keep_graphs or _tf.may_be_recorded()):
+        _tf.forget_trace(operation)
     return result
 
 

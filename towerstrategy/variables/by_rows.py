@@ -22,7 +22,8 @@ _LOCAL = ("moving_mean", "moving_variance")
 
 def of_all(tower: contexts.TowerContext, variable: Any, value: Any) -> tf.Tensor | None:
     """What one device writes to ``variable`` where the tower writes ``value``."""
-    if variable.aggregation is not tf.VariableAggregation.NONE or variable.merges_extremes:
+    if (variable.aggregation is not tf.VariableAggregation.NONE or variable.merges_extremes
+            or variable.name.partition(":")[0].endswith(_LOCAL)):
         return None
     whole = parts.of_all(tower, value)
     if whole is None and parts.is_of_rows(tower, value):
@@ -56,7 +57,7 @@ def check_part(tower: contexts.TowerContext, variable: Any, value: Any) -> None:
 def _warn(tower: contexts.TowerContext, variable: Any, value: tf.Tensor) -> None:
     """Says, once a variable, that it will hold something else than on one device."""
     warned = tower.strategy.extended.warned
-    if id(variable) in warned or variable.name.partition(":")[0].endswith(_LOCAL):
+    if id(variable) in warned:
         return
     warned.add(id(variable))
     rule = ("the mean of the towers' values by share of rows"
