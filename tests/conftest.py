@@ -3,6 +3,8 @@
 import gc
 import os
 
+import pytest
+
 import wide
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -11,6 +13,13 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 def pytest_addoption(parser):
     parser.addoption("--wide", action="store_true", help="all cases of what wide.product thins out")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_left():
+    """Collects garbage after each file: ending an iterator that is old can take up to a minute."""
+    yield
+    gc.collect()
 
 
 def pytest_configure(config):
