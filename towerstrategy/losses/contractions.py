@@ -137,9 +137,10 @@ def _is_even(value: tf.Tensor) -> bool:
     return known is not None and np.unique(known).size == 1
 
 
-def _segments(walk: Walk, operation: tf.Operation) -> Sequence[tf.Tensor]:
-    values, numbers, count = operation.inputs
-    return _by_first(walk, (values, numbers), walk.is_steady(count)
+def _placed(walk: Walk, operation: tf.Operation) -> Sequence[tf.Tensor]:
+    """Of what puts values to places, both by row, in something of a size of its own."""
+    *along, size = operation.inputs
+    return _by_first(walk, along, walk.is_steady(size)
                      and not _may_have_rows(walk, operation.outputs[0]))
 
 
@@ -168,12 +169,6 @@ def _histogram(walk: Walk, operation: tf.Operation) -> Sequence[tf.Tensor]:
     values, *others = operation.inputs
     has_rows = axis_of(walk, values) is not None
     return [values] if has_rows and all(map(walk.is_steady, others)) else _NONE
-
-
-def _scattered(walk: Walk, operation: tf.Operation) -> Sequence[tf.Tensor]:
-    indices, updates, shape = operation.inputs
-    return _by_first(walk, (indices, updates), walk.is_steady(shape)
-                     and not _may_have_rows(walk, operation.outputs[0]))
 
 
 def _added_to(walk: Walk, operation: tf.Operation) -> Sequence[tf.Tensor]:
@@ -205,7 +200,7 @@ _SUMS: dict[str, _Rows] = {
     **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matrices),
     **dict.fromkeys(("Bincount", "DenseBincount"), _bins),
     "Einsum": _subscripts, "HistogramFixedWidth": _histogram, "L2Loss": _squares,
-    "ScatterNd": _scattered, "TensorScatterAdd": _added_to, "UnsortedSegmentSum": _segments}
+    "ScatterNd": _placed, "TensorScatterAdd": _added_to, "UnsortedSegmentSum": _placed}
 
 
 def _sure_axis(walk: Walk, value: tf.Tensor) -> int | None:

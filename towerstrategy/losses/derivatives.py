@@ -12,7 +12,6 @@ gradient is not: it has to be one of the merged gradient, and a warning says so.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -213,15 +212,11 @@ def _kinds_of_scalar(tower: contexts.TowerContext, loss: tf.Tensor) -> provenanc
 
 def _warn(tower: contexts.TowerContext, target: tf.Tensor) -> None:
     """Says, once for an operation, that a derivative will be another than on one device."""
-    name = contexts.plain_name(target.op.name)
-    warned = tower.strategy.extended.warned_numbers
-    if name in warned:
-        return
-    warned.add(name)
-    warnings.warn(
-        f"{MESSAGE}{name!r}, which is differentiated here, is made of gradients that the towers "
+    tower.warn_of(
+        target,
+        MESSAGE + "{name}, which is differentiated here, is made of gradients that the towers "
         "have not merged, and is no multiple of them: a penalty on their norm, a loss at weights "
         "that they have moved. Each tower makes it of its own part of the gradients, so that it "
         "comes out otherwise than on one device. Merge them first, gradients = "
         'tf.distribute.get_replica_context().all_reduce("SUM", gradients), and give '
-        "strategy.scale_loss what you make of them.", UserWarning, stacklevel=2)
+        "strategy.scale_loss what you make of them.")

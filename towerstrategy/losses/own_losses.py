@@ -23,7 +23,6 @@ from towerstrategy.losses import derivatives, parts, provenance
 from towerstrategy.towers import contexts
 
 MESSAGE = "towerstrategy: unscaled loss: "
-_OF_MEANS = frozenset({provenance.Kind.MEAN, provenance.Kind.CONSTANT, provenance.Kind.WEIGHTS})
 _OF_ALL = (
     "towerstrategy: a compiled loss returns one number that is neither a sum nor a mean over the "
     "rows it gets, so it would have to be computed of the rows of all towers; but as it writes "
@@ -109,7 +108,7 @@ def _is_own_mean(tower: contexts.TowerContext, gradient: Any) -> bool:
             or tower.gradients.holds(gradient)):
         return False
     kinds = parts.kinds(tower, gradient, None)
-    return provenance.Kind.MEAN in kinds and kinds <= _OF_MEANS
+    return provenance.Kind.MEAN in kinds and kinds <= provenance.MEANS
 
 
 def check_applied(tower: contexts.TowerContext, targets: Sequence[Any],

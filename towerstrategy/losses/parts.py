@@ -12,7 +12,6 @@ graph: what was not marked counts as a mean.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,14 +23,10 @@ from towerstrategy.merge import merging
 from towerstrategy.towers import contexts
 from towerstrategy.variables import by_gradients
 
-# Terms of these kinds do not simply count by the tower's share.
-_LOOKED_INTO = frozenset({provenance.Kind.PART, provenance.Kind.COUNTED})
 _NO_SUMS = frozenset({provenance.Kind.MIXED, provenance.Kind.OTHER})
 # Of numbers no sum.
 _OF_SUMS = frozenset({"Exp", "Log", "Max", "Maximum", "Min", "Minimum", "Pow", "Prod", "Rsqrt",
                       "Sqrt"})
-# Of what is a sum of such the towers' mean by share of rows is one device's.
-_OF_MEANS = frozenset({provenance.Kind.MEAN, provenance.Kind.CONSTANT, provenance.Kind.WEIGHTS})
 
 
 def scaled(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
@@ -124,7 +119,7 @@ def added(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
     if whole is not None:
         return scaled(tower, whole)
     found = walk(tower)
-    if found.kinds(value).isdisjoint(_LOOKED_INTO):
+    if found.kinds(value).isdisjoint(terms.LOOKED_INTO):
         return scaled(tower, value)
     made = terms.scaled(found, value, tower.share)
     if tower.stand_ins:
@@ -198,7 +193,7 @@ def mean(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:
         if whole is not None:
             return tower.mark_mean(whole)
         found = walk(tower, None, _factor(tower)).kinds(value)
-        is_part = not found.isdisjoint(_LOOKED_INTO)
+        is_part = not found.isdisjoint(terms.LOOKED_INTO)
     if not is_part:
         return value
     return tf.math.divide_no_nan(_part_alone(tower, value), tf.cast(tower.share, value.dtype))
@@ -249,7 +244,7 @@ def of_all(tower: contexts.TowerContext, value: Any) -> tf.Tensor | None:
             or _tf.is_eager(value) or not (value.dtype.is_floating or value.dtype.is_integer)):
         return None
     found = walk(tower)
-    return None if found.kinds(value) <= _OF_MEANS else totals.of_all(tower, found, value)
+    return None if found.kinds(value) <= provenance.MEANS else totals.of_all(tower, found, value)
 
 
 def is_of_rows(tower: contexts.TowerContext, value: Any) -> bool:
@@ -260,7 +255,7 @@ def is_of_rows(tower: contexts.TowerContext, value: Any) -> bool:
         return False
     found = walk(tower)
     kinds = found.kinds(value)
-    return not kinds <= _OF_MEANS and (provenance.Kind.MIXED in kinds
+    return not kinds <= provenance.MEANS and (provenance.Kind.MIXED in kinds
                                        or totals.puts_together(tower, found, value))
 
 
@@ -302,18 +297,13 @@ def _check(tower: contexts.TowerContext, value: tf.Tensor) -> None:
 
 def _warn(tower: contexts.TowerContext, value: tf.Tensor) -> None:
     """Says, once for an operation, that a number will be another than on one device."""
-    name = contexts.plain_name(value.op.name)
-    warned = tower.strategy.extended.warned_numbers
-    if name in warned:
-        return
-    warned.add(name)
-    warnings.warn(
-        f"towerstrategy: in a step of your own, {name!r} puts rows of the batch together in a way "
+    tower.warn_of(
+        value,
+        "towerstrategy: in a step of your own, {name} puts rows of the batch together in a way "
         "that is not made again of the rows of all towers: it is computed of each tower's rows, "
         "and counts as a mean, so that it comes out otherwise than on one device. Gather the rows "
         "first, with towerstrategy.whole_batch; make it of sums and means outside of nested "
-        "tf.functions and branches; or give it to towerstrategy.losses.WholeBatch.",
-        UserWarning, stacklevel=2)
+        "tf.functions and branches; or give it to towerstrategy.losses.WholeBatch.")
 
 
 def walk(tower: contexts.TowerContext, default: provenance.Kind | None = None,

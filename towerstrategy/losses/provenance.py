@@ -39,7 +39,8 @@ Kinds = frozenset[Kind]
 Known = Callable[[tf.Tensor], Kind | None]
 _PART, _MEAN, _COUNTED, _CONSTANT, _WEIGHTS, _MIXED, _OTHER = (
     frozenset({kind}) for kind in Kind)
-_MEANS = frozenset({Kind.MEAN, Kind.CONSTANT, Kind.WEIGHTS})
+# Of what is a sum of such the towers' mean by share of rows is one device's.
+MEANS = frozenset({Kind.MEAN, Kind.CONSTANT, Kind.WEIGHTS})
 _OF_ROWS = frozenset({Kind.PART, Kind.MEAN, Kind.COUNTED, Kind.MIXED})
 
 ADDED = frozenset({"AddV2", "Add", "Sub", "AddN", "Pack"})
@@ -218,7 +219,7 @@ class Walk:
             ends_in = None if graph is None else graph.outputs[value.value_index]
             if ends_in is None or not self._is_number(ends_in, 0):  # which is anything
                 kinds |= self._call(value, name)
-        if kinds <= _MEANS or kinds == _PART:
+        if kinds <= MEANS or kinds == _PART:
             return kinds
         return _OTHER if _OF_ROWS.isdisjoint(kinds) else _MIXED
 

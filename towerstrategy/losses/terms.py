@@ -11,7 +11,8 @@ import tensorflow as tf
 from towerstrategy.losses import provenance, row_axes
 
 _PARTS = frozenset({provenance.Kind.PART})
-_LOOKED_INTO = frozenset({provenance.Kind.PART, provenance.Kind.COUNTED})
+# Terms of these kinds do not simply count by the tower's share.
+LOOKED_INTO = frozenset({provenance.Kind.PART, provenance.Kind.COUNTED})
 _LEFT_WHOLE = provenance.CALLS | provenance.BRANCHES | {"Placeholder"}
 
 
@@ -25,7 +26,7 @@ def scaled(walk: provenance.Walk, value: tf.Tensor, share: tf.Tensor) -> tf.Tens
         return value
     operation = value.op
     inputs = list(operation.inputs)
-    if kinds.isdisjoint(_LOOKED_INTO) or operation.type in _LEFT_WHOLE:
+    if kinds.isdisjoint(LOOKED_INTO) or operation.type in _LEFT_WHOLE:
         return value * tf.cast(share, value.dtype)
     if operation.type in provenance.ADDED:
         return row_axes.added(operation, [scaled(walk, part, share) for part in inputs])

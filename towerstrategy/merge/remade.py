@@ -141,7 +141,6 @@ class Noted:
                 found.take(index, value)
         return found if found.places else None
 
-
     def kinds(self, value: tf.Tensor, graph: tf.Graph | None,
               is_same: Callable[[tf.Tensor], bool]) -> provenance.Kinds | None:
         """The kinds of the gradients of which ``value`` is a sum of multiples, terms apart.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -295,6 +296,14 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
             return answer
 
         return noting
+
+    def warn_of(self, value: tf.Tensor, message: str) -> None:
+        """Warns of a traced ``value``, once for the operation that ``{name}`` stands for."""
+        name = plain_name(value.op.name)
+        warned = self._strategy.extended.warned_numbers
+        if name not in warned:
+            warned.add(name)
+            warnings.warn(message.format(name=repr(name)), UserWarning, stacklevel=3)
 
     def is_agreed(self, value: tf.Tensor) -> bool:
         """Whether a traced tensor is what the towers have merged, the same on each."""

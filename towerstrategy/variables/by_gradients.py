@@ -35,17 +35,13 @@ def look_into_calls(tower: contexts.TowerContext) -> None:
     """Finds the gradients that nested functions have returned; warns of what these make of them.
     """
     for value in tower.gradients.add_of_calls(tower.graph):
-        name = contexts.plain_name(value.op.name)
-        warned = tower.strategy.extended.warned_numbers
-        if name in warned:
-            continue
-        warned.add(name)
-        warnings.warn(
-            f"towerstrategy: a function of gradients: {name!r} is a nested tf.function that takes "
+        tower.warn_of(
+            value,
+            "towerstrategy: a function of gradients: {name} is a nested tf.function that takes "
             "gradients and makes something of them which is no multiple, as clipping does. The "
             "towers cannot meet in there: each makes it of its own part of the gradients, so that "
             "it comes out otherwise than on one device. Return the gradients as they are, and "
-            "make it of them outside of that function.", UserWarning, stacklevel=2)
+            "make it of them outside of that function.")
 
 
 def check_eager(tower: contexts.TowerContext, variable: Any, values: list[Any]) -> None:
