@@ -164,6 +164,32 @@ class SameResultsTest(parameterized.TestCase):
                               wanted)
         self.assertEmpty(copied.extended.own_trace_reasons)
 
+    def test_is_traced_again_as_a_whole(self):
+        """Else what counts its traces (a layer's seed, Nadam's rates) is another than one's."""
+        def traces(run):
+            seen, made = [], {}
+
+            def first(x):
+                seen.append("first")
+                if not made:
+                    made["it"] = tf.Variable(tf.ones([2]) * 3., trainable=False)
+                return x * made["it"][0]
+
+            def second(x):
+                seen.append("second")
+                return x + made["it"][1]
+
+            found = tf.function(lambda: run(second, run(first, None)), autograph=False)()
+            return seen, found
+
+        strategy = strategy_with(True)
+        parts = strategy.split(ROWS)
+        seen, found = traces(lambda fn, given: strategy.run(
+            fn, (parts if given is None else given,)))
+        wanted, value = traces(lambda fn, given: fn(ROWS if given is None else given))
+        self.assertEqual(seen, wanted)
+        np.testing.assert_allclose(tf.concat(strategy.experimental_local_results(found), 0), value)
+
     def test_what_nothing_needs_is_not_copied(self):
         """Else every tower pays for operations that have no effect."""
         def fn(x):

@@ -140,6 +140,9 @@ from towerstrategy._tensorflow.functions import (
     not_recorded as not_recorded,
 )
 from towerstrategy._tensorflow.functions import (
+    variables_of_caller as variables_of_caller,
+)
+from towerstrategy._tensorflow.functions import (
     without_xla as without_xla,
 )
 from towerstrategy._tensorflow.functions import (

@@ -62,6 +62,9 @@ PRIVATE_NAMES = {
     "ConcreteFunction._get_gradient_function":
         "the gradient of a call, from the function's definition; Operation._gradient_function "
         "holds it",
+    "tensorflow.python.framework.ops:Graph._variable_creator_stack":
+        "who makes variables: a tf.function that makes some is traced twice, so the caller's "
+        "function has to be the one",
     "tensorflow.python.framework.func_graph:dismantle_func_graph":
         "frees a graph at once; it is full of cycles",
     "tensorflow.python.framework.ops:Graph._get_function": "the function that an operation calls",
@@ -159,6 +162,26 @@ def _gradient_of_call(function: atomic_function.AtomicFunction, call: tf.Operati
                       *gradients: Any) -> Any:
     whole = concrete_function.ConcreteFunction(function)
     return whole._get_gradient_function()(call, *gradients)
+
+
+# At which a tf.function puts its own creator: behind those of strategies and users.
+_OF_A_FUNCTION = 50
+
+
+@contextlib.contextmanager
+def variables_of_caller() -> Iterator[None]:
+    """Within, variables that the function being traced makes are the calling ``tf.function``'s.
+
+    It initializes them, and is traced again as a whole, as if their makers had been in itself.
+    """
+    graph: Any = tf.compat.v1.get_default_graph()
+    own, callers = graph._variable_creator_stack, graph.outer_graph._variable_creator_stack
+    if any(priority == _OF_A_FUNCTION for priority, _ in callers):
+        graph._variable_creator_stack = list(callers)
+    try:
+        yield
+    finally:
+        graph._variable_creator_stack = own
 
 
 def nested_function(own: tf.Graph | None) -> func_graph.FuncGraph | None:

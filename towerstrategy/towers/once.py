@@ -60,7 +60,9 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
             for again in reversed(undo):
                 again()
             raise
-    if not (operation is None or strategy.extended.keep_graphs or _tf.may_be_recorded()):
+    # What a trace has made is initialized by what is in its graph.
+    keeps = made or strategy.extended.keep_graphs or _tf.may_be_recorded()
+    if operation is not None and not keeps:
         _tf.forget_trace(operation)
     return result
 
