@@ -133,10 +133,10 @@ class ElementTest(parameterized.TestCase):
         strategy = towerstrategy.TowerStrategy(TOWERS[:2], "CPU:0")
         options = InputOptions(experimental_per_replica_buffer_size=size)
         distributed = strategy.experimental_distribute_dataset(Dataset.range(8).batch(2), options)
-        with mock.patch.object(_tensorflow, "OwnedMultiDeviceIterator",
-                               wraps=_tensorflow.OwnedMultiDeviceIterator) as made:
+        with mock.patch.object(_tensorflow, "over_devices",
+                               wraps=_tensorflow.over_devices) as made:
             elements = [places(element) for element in distributed]
-        self.assertEqual(made.call_args.kwargs["prefetch_buffer_size"], size)
+        self.assertEqual(made.call_args.args[2], size)
         self.assertEqual(elements, [TOWERS[:2]] * 4)
 
 
@@ -329,6 +329,16 @@ class IterationTest(parameterized.TestCase):
 
 
 class LifetimeTest(parameterized.TestCase):
+
+    def test_devices_parts_are_not_tuned(self):
+        """Else each is one more thread that may sleep for a minute when the iterator is to end."""
+        with gpus():
+            strategy = towerstrategy.TowerStrategy(TOWERS, "CPU:0")
+            iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(8).batch(4)))
+            next(iterator)
+        tuned = [part._dataset.options().autotune.enabled
+                 for part in iterator._streams._device_iterators]
+        self.assertEqual(tuned, [False] * 4)
 
     def test_exit_in_the_middle(self):
         """Else who leaves data early hangs, crashes at the end or gets the first batch for ever."""

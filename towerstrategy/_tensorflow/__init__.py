@@ -27,9 +27,6 @@ from towerstrategy._tensorflow.data import (
     OwnedIterator as OwnedIterator,
 )
 from towerstrategy._tensorflow.data import (
-    OwnedMultiDeviceIterator as OwnedMultiDeviceIterator,
-)
-from towerstrategy._tensorflow.data import (
     Trackable as Trackable,
 )
 from towerstrategy._tensorflow.data import (
@@ -37,6 +34,9 @@ from towerstrategy._tensorflow.data import (
 )
 from towerstrategy._tensorflow.data import (
     map_in_place as map_in_place,
+)
+from towerstrategy._tensorflow.data import (
+    over_devices as over_devices,
 )
 from towerstrategy._tensorflow.data import (
     read_profile as read_profile,

@@ -5,7 +5,7 @@ Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -23,6 +23,10 @@ PRIVATE_NAMES = {
         "Dataset.map that runs its function in the caller's thread: 10 us an element and not 100",
     "tensorflow.python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator":
         "elements ready on several devices; tf.data.experimental.prefetch_to_device knows one",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator":
+        "what such an iterator has for a device, which it gives no options",
+    "tensorflow.python.data.ops.multi_device_iterator_ops:_create_device_dataset":
+        "the same with a buffer on the device",
     "tensorflow.python.trackable.base:Trackable":
         "what a checkpoint takes; an iterator that it cannot save says why",
     "tensorflow.tsl.profiler.protobuf.xplane_pb2:XSpace":
@@ -30,8 +34,48 @@ PRIVATE_NAMES = {
 }
 
 OwnedIterator = iterator_ops.OwnedIterator
-OwnedMultiDeviceIterator = multi_device_iterator_ops.OwnedMultiDeviceIterator
 Trackable = trackable.Trackable
+
+
+def over_devices(dataset: tf.data.Dataset, devices: Sequence[str], ready: int) -> Any:
+    """An iterator whose elements are dealt to ``devices`` in turn, ``ready`` of them held on each.
+
+    As ``OwnedMultiDeviceIterator`` makes it, but that the devices' parts have no threads of
+    tf.data's to tune them: in a buffer of a fixed size is nothing to tune.  Such a thread may miss
+    that it is to end, as TensorFlow wakes it before it says so, and holds up whoever ends the
+    iterator for as long as it sleeps: up to a minute.
+
+    Args:
+      dataset: what is dealt.
+      devices: the host first, which runs ``dataset``.
+      ready: with 0 nothing is fetched ahead.
+    """
+    options = tf.data.Options()
+    options.experimental_distribute.num_devices = len(devices)
+    if not ready:
+        options.experimental_optimization.inject_prefetch = False
+    dataset, host = dataset.with_options(options), devices[0]
+    with tf.device(host):
+        resource = tf.raw_ops.AnonymousMultiDeviceIteratorV3(
+            devices=devices, **dataset._flat_structure)
+        incarnation = tf.raw_ops.MultiDeviceIteratorInit(
+            dataset=dataset._variant_tensor, multi_device_iterator=resource,
+            max_buffer_size=max(1, ready))
+        source = tf.convert_to_tensor(host)
+    untuned = tf.data.Options()
+    untuned.autotune.enabled = False
+    parts = []
+    for shard, device in enumerate(devices):
+        with tf.device(device):
+            part = multi_device_iterator_ops._PerDeviceGenerator(
+                shard, resource, incarnation, source, dataset.element_spec,
+                iterator_is_anonymous=True)
+            part = multi_device_iterator_ops._create_device_dataset(
+                part, incarnation, ready, dataset.options().experimental_slack)
+            parts.append(iter(part.with_options(untuned)))
+    return multi_device_iterator_ops.OwnedMultiDeviceIterator(
+        devices=devices, source_device=host, components=[resource, *parts],
+        element_spec=dataset.element_spec)
 
 
 def map_in_place(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:

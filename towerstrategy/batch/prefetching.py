@@ -335,9 +335,7 @@ def iterate(dataset: tf.data.Dataset, layout: layouts.Layout, fetch: Fetch,
     def make() -> tuple[Any, Any, Any]:
         with tf.init_scope() if eager else contextlib.nullcontext(), tf.device(fetch.host):
             dealt = layout.deal(dataset, None if follow is None else rows_of)
-            streams = _tf.OwnedMultiDeviceIterator(
-                dealt, (fetch.host, *fetch.devices), source_device=fetch.host,
-                max_buffer_size=max(1, fetch.ready), prefetch_buffer_size=fetch.ready)
+            streams = _tf.over_devices(dealt, (fetch.host, *fetch.devices), fetch.ready)
             under_way = taking.Taking.made(fetch.host)
             if follow is None:
                 return streams, under_way, None
