@@ -470,6 +470,45 @@ class OneNumberTest(parameterized.TestCase):
         for one, other in zip(got, wanted):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
+    @wide.product(2, version=list(KITS), made=["mean", "sum", "entropy", "farthest", "Keras' own"])
+    def test_a_call_of_its_own(self, version, made):
+        """Else a loss that overrides ``__call__``, past Keras' reduction, trains and is logged as
+        another than on one device, and nobody is told.
+        """
+        kit = KITS[version]
+
+        class OwnCall(kit.losses.Loss):
+            def __call__(self, y_true, y_pred, sample_weight=None):
+                squares = tf.square(y_pred - y_true)
+                if made == "entropy":
+                    likely = tf.reduce_mean(tf.nn.softmax(y_pred), axis=0)
+                    return tf.reduce_sum(likely * tf.math.log(likely))
+                if made == "farthest":
+                    return tf.reduce_max(tf.matmul(squares, squares, transpose_b=True))
+                if made == "Keras' own":
+                    return super().__call__(y_true, y_pred) + tf.reduce_mean(squares)
+                return getattr(tf, f"reduce_{made}")(squares)
+
+            def call(self, y_true, y_pred):
+                return tf.reduce_mean(tf.abs(y_pred - y_true), axis=-1)
+
+        def trained(scope):
+            kit.utils.set_random_seed(1)
+            with scope:
+                x = kit.Input((5,))
+                model = kit.Model(x, kit.layers.Dense(3)(x))
+                model.compile(kit.optimizers.SGD(0.01), OwnCall())
+            history = model.fit(*rows(), batch_size=7, verbose=0, shuffle=False)
+            return [*model.get_weights(), history.history["loss"],
+                    model.evaluate(*rows(), batch_size=8, verbose=0)]
+
+        wanted = trained(contextlib.nullcontext())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "towerstrategy")
+            got = trained(towerstrategy.TowerStrategy(3).scope())
+        for one, other in zip(got, wanted):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
     @wide.product(version=list(KITS), made=["writes", "draws", "differentiates"])
     def test_what_cannot_be_called_again(self, version, made):
         """Else a loss that writes is called twice a step, or trains otherwise and nobody is told.

@@ -277,6 +277,42 @@ class SameTest(parameterized.TestCase):
         with self.assertWarnsRegex(UserWarning, "puts rows of the batch together"):
             strategy.run(step, strategy.split((x[:, :4], y)))
 
+    @parameterized.named_parameters(
+        ("as_it_is", False),
+        ("as_it_says", True))
+    def test_losses_of_rows_among_rows(self, gathered):
+        """Else a contrastive loss with a value a row trains on a tower's negatives, untold."""
+        strategy = towerstrategy.TowerStrategy(3)
+        x, y = rows(7)
+        kernel = np.random.RandomState(1).randn(x.shape[1], y.shape[1]).astype("float32")
+        with strategy.scope():
+            weights = tf.Variable(kernel)
+
+        def losses_of(x, y, weights):
+            alike = tf.matmul(x @ weights, y, transpose_b=True)
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(
+                tf.range(tf.shape(alike)[0]), alike - tf.reduce_max(alike, axis=1))
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                if gathered:
+                    x, y = towerstrategy.whole_batch((x, y))
+                loss = losses_of(x, y, weights)
+                if gathered:
+                    loss = strategy.scale_loss(tf.reduce_sum(loss))
+            return tape.gradient(loss, weights)
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            parts = tf.function(lambda *args: strategy.run(step, args))(*strategy.split((x, y)))
+        told = [each for each in caught if "puts other rows into each" in str(each.message)]
+        self.assertLen(told, 1 - gathered)
+        if gathered:
+            with tf.GradientTape() as tape:
+                loss = losses_of(x, y, weights)
+            np.testing.assert_allclose(
+                strategy.reduce("SUM", parts, None), tape.gradient(loss, weights), 1e-4, 1e-5)
+
 
 # What a step reads of a metric's own variables.
 READ = {

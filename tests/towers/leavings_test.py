@@ -63,7 +63,7 @@ def leave_in_the_module(strategy, x):
     return tf.add_n(OF_THE_MODULE)
 
 
-class LeavingsTest(parameterized.TestCase):
+class LeavingsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(leave_in_list, leave_in_dict, leave_in_attribute, leave_in_a_helper,
                               leave_in_the_module)
@@ -73,6 +73,36 @@ class LeavingsTest(parameterized.TestCase):
         run = tf.function(lambda x: step(strategy, x), autograph=False)
         self.assertEqual(float(run(strategy.split(tf.range(6.)))), 15.)
         self.assertIn("leaves tensors behind", strategy.extended.own_trace_reasons[0])
+
+    @parameterized.product(eagerly=[False, True], kept=["tensor", "list"])
+    def test_each_tower_finds_its_own_behind_a_meeting(self, eagerly, kept):
+        """Else an agent whose step keeps targets in an attribute trains tower 0 on the last
+        tower's, which is an error only where they differ in their number of rows.
+        """
+        strategy = towerstrategy.TowerStrategy(3)
+
+        class Agent:
+            total = 0.
+
+            def update(self, part):
+                self.held = [] if kept == "list" else part * 2.
+                self.total = self.total + tf.reduce_sum(part)
+                tf.distribute.get_replica_context().all_reduce("SUM", tf.reduce_sum(part))
+                if kept == "list":
+                    self.held.append(part * 2.)
+                tf.distribute.get_replica_context().all_reduce("SUM", tf.reduce_sum(part))
+                self.total = self.total + tf.reduce_sum(part)
+                return self.held[0] if kept == "list" else self.held
+
+        agent = Agent()
+
+        def step(x):
+            return strategy.run(agent.update, (x,)), agent.total
+
+        x = tf.range(7.)
+        doubled, total = (step if eagerly else tf.function(step))(strategy.split(x))
+        self.assertAllEqual(strategy.gather(doubled, axis=0), 2. * x)
+        self.assertEqual(float(total), 42.)
 
     def test_layers_keep_what_they_like(self):
         """Else a layer that keeps its last scores makes start-up grow with the towers."""

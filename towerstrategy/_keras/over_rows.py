@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.losses import one_number, over_rows
+from towerstrategy.losses import one_number, over_rows, own_losses, parts
 from towerstrategy.towers import contexts
 
 
@@ -84,6 +84,28 @@ def loss_of_rows(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample_weig
     with one_number.trial(tower, (y_true, y_pred)) as tried:
         result = loss(y_true, y_pred, sample_weight)
     return loss_of_all(loss, y_true, y_pred, sample_weight) if tried.fails else result
+
+
+def loss_with_own_call(loss: Callable[..., Any], y_true: Any, y_pred: Any,
+                       sample_weight: Any) -> Any:
+    """The tower's part of a loss of a class that has a ``__call__`` of its own.
+
+    What it returns nobody has scaled, and by no reduction: it is a number as one device has it.
+    """
+    tower = contexts.splitting_tower()
+    if tower is None:
+        return loss(y_true, y_pred, sample_weight)
+    given = (y_true, y_pred, sample_weight)
+    can_try = one_number.can_try(tower)
+    with one_number.trial(tower, given) if can_try else contextlib.nullcontext() as tried:
+        with parts.own_means(tower):
+            result = tf.convert_to_tensor(loss(y_true, y_pred, sample_weight))
+        if can_try:
+            result = one_number.whole(tower, result, is_sum=False, weighted=False)
+            own_losses.check_number(tower, result, "sum_over_batch_size")
+    if tried is not None and tried.fails:
+        return loss_of_all(loss, y_true, y_pred, sample_weight)
+    return parts.scaled(tower, result) if result.shape.rank == 0 else result
 
 
 class _Held:

@@ -251,7 +251,7 @@ def _along(walk: Walk, operation: tf.Operation) -> bool:
 
 def _rows_by_rows(walk: Walk, operation: tf.Operation) -> bool:
     return ({each.shape.rank for each in operation.inputs} == {2}
-            and not any(map(walk.is_steady, operation.inputs)))
+            and all(axis_of(walk, each) is not None for each in operation.inputs))
 
 
 def _terms(walk: Walk, operation: tf.Operation) -> bool:

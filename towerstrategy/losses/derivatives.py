@@ -138,6 +138,8 @@ def _note(tower: contexts.TowerContext, target: Any, sources: Any, result: Any,
     kinds = [_kinds(tower, loss) for loss in tf.nest.flatten(target)]
     if any(not _UNSCALED.isdisjoint(each) for each in kinds):
         tower.suspects |= {id(each) for each in held if isinstance(each, one_copy.TowerVariable)}
+    for loss in tf.nest.flatten(target):
+        _check_rows(tower, loss)
     if vectors is None:
         kinds = [_kinds_of_sum(tower, loss) if each == _UNKNOWN else each
                  for loss, each in zip(tf.nest.flatten(target), kinds)]
@@ -193,10 +195,30 @@ def _kinds(tower: contexts.TowerContext, target: Any) -> provenance.Kinds:
     return _UNKNOWN if target.shape.rank != 0 else _kinds_of_scalar(tower, target)
 
 
+def _are_rows(tower: contexts.TowerContext, losses: Any) -> bool:
+    """Whether what is differentiated is traced, and may have a value a row."""
+    return bool(isinstance(losses, tf.Tensor) and not _tf.is_eager(losses)
+                and losses.dtype.is_floating and losses.shape.rank and not tower.is_scaled(losses))
+
+
+def _check_rows(tower: contexts.TowerContext, losses: Any) -> None:
+    """Warns, once for an operation, of losses, one a row, that are made of other rows, too."""
+    if not _are_rows(tower, losses) or not tower.several or not tower.can_merge:
+        return
+    walk = parts.walk(tower)
+    if contractions.axis_of(walk, losses) is not None and contractions.is_coupled(walk, losses):
+        tower.warn_of(
+            losses,
+            "towerstrategy: in a step of your own, {name} is differentiated, which has a value a "
+            "row and puts other rows into each: a tower has those of its own rows alone, so that "
+            "it comes out otherwise than on one device. Gather the rows first, with "
+            "towerstrategy.whole_batch, and differentiate "
+            "strategy.scale_loss(tf.reduce_sum(losses)), or the mean.")
+
+
 def _kinds_of_sum(tower: contexts.TowerContext, losses: Any) -> provenance.Kinds:
     """The kinds of the sum of ``losses``, which a gradient is taken of: one a row, or of others."""
-    if (not isinstance(losses, tf.Tensor) or _tf.is_eager(losses) or not losses.dtype.is_floating
-            or not losses.shape.rank or tower.is_scaled(losses)):
+    if not _are_rows(tower, losses):
         return _UNKNOWN
     walk = parts.walk(tower)
     are_parts = (contractions.axis_of(walk, losses) is not None

@@ -4,6 +4,9 @@ Goes in: the function, its arguments, and the graph that tower 0 was traced in. 
 has left tensors of that graph, other than in its result.  There they are tower 0's alone and, after
 the trace, of no use; so the function is traced for each tower, where the caller is.
 
+Towers that take turns would each find there, behind a meeting, what the last one has put there, so
+each is given its own again (:class:`Turns`).
+
 What is looked at is what the function reaches by its arguments, its closure, its object and the
 globals that it names.  TensorFlow's own objects (modules, layers, models) are left out: layers keep
 tensors that nobody takes from there.
@@ -34,19 +37,8 @@ class Before:
     """
 
     def __init__(self, fn: Callable[..., Any], arguments: Any) -> None:
-        self._held: dict[int, tuple[str, Any, Any]] = {}
-        waiting = [(holder, 0) for holder in [*_reached(fn), arguments]]
-        while waiting:
-            holder, depth = waiting.pop()
-            if depth > _DEPTH or isinstance(holder, _LEFT_OUT):
-                continue
-            filled = _filled(holder)
-            if filled is not None:
-                if id(filled) in self._held or len(filled) > _MOST:
-                    continue
-                self._held[id(filled)] = type(holder).__name__, filled, (
-                    dict(filled) if isinstance(filled, dict) else list(filled))
-            waiting += [(part, depth + 1) for part in _inside(holder, filled)]
+        self._held = {place: (name, filled, filled.copy())
+                      for place, (name, filled) in _containers(fn, arguments).items()}
 
     def take_back(self, graph: tf.Graph) -> list[str]:
         """Gives the containers that hold tensors of ``graph`` now what they held before.
@@ -65,6 +57,92 @@ class Before:
                     filled.clear()
                     filled.update(before)
         return found
+
+
+class Turns:
+    """What each of several towers that take turns has put into attributes and dictionaries.
+
+    Sums and lists that one tower after another adds to stay everyone's.
+
+    Args:
+      fn: the replica function.
+      arguments: what it is called with, a nest.
+    """
+
+    def __init__(self, fn: Callable[..., Any], arguments: Any) -> None:
+        self._held: dict[int, dict[Any, Any]] = {
+            place: filled for place, (_, filled) in _containers(fn, arguments).items()
+            if isinstance(filled, dict)}
+        self._own: dict[tuple[int, int], dict[Any, Any]] = {}
+        self._seen: dict[int, dict[Any, Any]] = {}
+
+    def begin(self, tower: int) -> None:
+        """Gives ``tower`` what it has put there in the turns before."""
+        for place, held in self._held.items():
+            held.update({
+                key: value for key, value in self._own.get((tower, place), {}).items()
+                if key in held and held[key] is not value and not _goes_on(held[key], value)})
+            self._seen[place] = dict(held)
+
+    def end(self, tower: int) -> None:
+        """Remembers what ``tower`` has put there in this turn."""
+        for place, held in self._held.items():
+            seen = self._seen[place]
+            put = {key: value for key, value in held.items()
+                   if (key not in seen or seen[key] is not value) and _may_hold(value)}
+            self._own.setdefault((tower, place), {}).update(put)
+
+
+def _goes_on(later: Any, value: Any) -> bool:
+    """Whether a tower has made ``later`` by adding to ``value``, another's.
+
+    In eager code it does not show what a tensor was made of; numbers are taken for sums there.
+    """
+    if not isinstance(value, tf.Tensor) or not isinstance(later, tf.Tensor):
+        ids = {id(each) for each in _tensors(value)}
+        return any(id(each) in ids for each in _tensors(later))
+    if _tf.is_eager(value) or _tf.is_eager(later):
+        return bool(value.shape.rank == 0)
+    waiting, seen = [later], set[str]()
+    while waiting and len(seen) < _MOST:
+        tensor = waiting.pop(0)
+        if tensor.name == value.name:
+            return True
+        if tensor.name not in seen:
+            seen.add(tensor.name)
+            waiting += tensor.op.inputs
+    return False
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether there are tensors in what has been put somewhere, or may be, later."""
+    return not isinstance(value, _LEFT_OUT) and _filled(value) is not None or bool(_tensors(value))
+
+
+def _tensors(value: Any, depth: int = 0) -> list[tf.Tensor]:
+    """The tensors in what has been put somewhere."""
+    if isinstance(value, tf.Tensor):
+        return [value]
+    if depth > _DEPTH or isinstance(value, _LEFT_OUT):
+        return []
+    return [each for part in _inside(value, _filled(value)) for each in _tensors(part, depth + 1)]
+
+
+def _containers(fn: Callable[..., Any], arguments: Any) -> dict[int, tuple[str, Any]]:
+    """By their ids the lists and dictionaries that a function reaches, and whose they are."""
+    found: dict[int, tuple[str, Any]] = {}
+    waiting = [(holder, 0) for holder in [*_reached(fn), arguments]]
+    while waiting:
+        holder, depth = waiting.pop()
+        if depth > _DEPTH or isinstance(holder, _LEFT_OUT):
+            continue
+        filled = _filled(holder)
+        if filled is not None:
+            if id(filled) in found or len(filled) > _MOST:
+                continue
+            found[id(filled)] = type(holder).__name__, filled
+        waiting += [(part, depth + 1) for part in _inside(holder, filled)]
+    return found
 
 
 def _reached(fn: Any) -> Iterator[Any]:

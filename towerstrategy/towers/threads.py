@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import compiled, contexts, enclosed, order, stages
+from towerstrategy.towers import compiled, contexts, enclosed, leavings, order, stages
 from towerstrategy.variables import alone
 
 
@@ -106,6 +106,7 @@ class _Call:
                   for tower in range(len(strategy.extended.worker_devices))]
         for tower in towers:
             tower.given = _eager_parts((args, kwargs))
+        self._left = leavings.Turns(fn, (args, kwargs))
         self._towers = [
             _TowerThread(tower, state, made, fn, _tf.select_replica(number, args),
                          _tf.select_replica(number, kwargs))
@@ -185,9 +186,11 @@ class _Call:
             before = 0 if self._state.eager else _tf.operation_count(self._state.graph)
             with _tf.graph_seeded(self._graph_seed, replica), self._eager_seeds(tower.number), \
                     _tf.tracing_for_xla() if self._compiles else contextlib.nullcontext():
+                self._left.begin(tower.number)
                 tower.proceed()
             if tower.error is not None:
                 raise tower.error
+            self._left.end(tower.number)
             if self._compiles:
                 tower.operations += self._state.graph.get_operations()[before:]
             self._end_turn(tower.number, before)

@@ -63,7 +63,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "into it: it is not the mean of the towers'"),
     (compile_utils, "get_loss"): hooks.Hook(
         losses.get_loss,
-        "makes a loss over the whole batch one that Keras calls"),
+        "makes a loss over the whole batch, and one with a call of its own, one that Keras calls"),
     (compile_utils, "get_metric"): hooks.Hook(
         metrics_lib.get_metric,
         "the same for a metric's function"),

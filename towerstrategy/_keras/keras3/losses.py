@@ -182,21 +182,25 @@ def _couples_rows(loss: Any) -> bool:
     return axis is None or 0 in tree.flatten(axis)
 
 
-class LossOfAll(loss_module.Loss):
-    """A compiled loss that is computed once, of all towers' rows."""
+class LossByRule(loss_module.Loss):
+    """A compiled loss of which a rule makes the tower's part: of all rows, or of its own call."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, rule: Callable[..., Any]) -> None:
         super().__init__(inner.name, inner.reduction, inner.dtype)
-        self.inner = inner
+        self.inner, self.rule = inner, rule
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        return over_rows_rules.loss_of_all(self.inner, y_true, y_pred, sample_weight)
+        return self.rule(self.inner, y_true, y_pred, sample_weight)
 
 
 def get_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_loss(identifier: Any, y_true: Any, y_pred: Any) -> Any:
-        if not isinstance(identifier, over_rows.OverRows):
-            return original(identifier, y_true, y_pred)
-        return LossOfAll(original(identifier.inner, y_true, y_pred))
+        if isinstance(identifier, over_rows.OverRows):
+            inner = original(identifier.inner, y_true, y_pred)
+            return LossByRule(inner, over_rows_rules.loss_of_all)
+        loss = original(identifier, y_true, y_pred)
+        if isinstance(loss, loss_module.Loss) and type(loss).__call__ != loss_module.Loss.__call__:
+            return LossByRule(loss, over_rows_rules.loss_with_own_call)
+        return loss
 
     return get_loss

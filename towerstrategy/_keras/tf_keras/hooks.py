@@ -45,7 +45,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "over the tower's rows there, and what comes out is scaled"),
     (compile_utils.LossesContainer, "_get_loss_object"): hooks.Hook(
         losses.get_loss_object,
-        "makes a loss over the whole batch one that tf_keras calls"),
+        "makes a loss over the whole batch, or with a call of its own, one that tf_keras calls"),
     (compile_utils.MetricsContainer, "_get_metric_object"): hooks.Hook(
         metrics.get_metric_object,
         "the same for a metric's function"),

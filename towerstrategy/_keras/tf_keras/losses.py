@@ -129,22 +129,25 @@ def _own_mean(tower: Any, loss: Callable[..., Any], *args: Any, **kwargs: Any) -
     return result if result is None else tower.mark_mean(result)
 
 
-class LossOfAll(keras_losses.Loss):
-    """A compiled loss that is computed once, of all towers' rows."""
+class LossByRule(keras_losses.Loss):
+    """A compiled loss of which a rule makes the tower's part: of all rows, or of its own call."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, rule: Callable[..., Any]) -> None:
         super().__init__(inner.reduction, inner.name)
-        self.inner = inner
+        self.inner, self.rule = inner, rule
         self._allow_sum_over_batch_size = True
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        return over_rows_rules.loss_of_all(self.inner, y_true, y_pred, sample_weight)
+        return self.rule(self.inner, y_true, y_pred, sample_weight)
 
 
 def get_loss_object(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_loss_object(self: Any, loss: Any) -> Any:
-        if not isinstance(loss, over_rows.OverRows):
-            return original(self, loss)
-        return LossOfAll(original(self, loss.inner))
+        if isinstance(loss, over_rows.OverRows):
+            return LossByRule(original(self, loss.inner), over_rows_rules.loss_of_all)
+        made = original(self, loss)
+        if made is not None and type(made).__call__ != keras_losses.Loss.__call__:
+            return LossByRule(made, over_rows_rules.loss_with_own_call)
+        return made
 
     return _get_loss_object
