@@ -321,7 +321,7 @@ class Walk:
     def _is_number(self, value: tf.Tensor, number: float | None) -> bool:
         static = tf.get_static_value(self.origin(value))
         return (number is not None and static is not None and np.size(static) == 1
-                and abs(float(static) - number) < 1e-6)
+                and abs(float(np.ravel(static)[0]) - number) < 1e-6)
 
     def is_steady(self, value: Any) -> bool:
         """Whether ``value`` comes of weights and constants alone."""
@@ -414,6 +414,11 @@ class Walk:
             return is_users or source.type not in without
 
         return self._all_behind(value, is_own, row_axes.SIZES)
+
+    def reads(self, value: tf.Tensor, handle: Any) -> bool:
+        """Whether what a variable holds, that ``handle`` stands for, goes into ``value``."""
+        return not self._all_behind(value, lambda operation: operation.type != "ReadVariableOp"
+                                    or self.origin(operation.inputs[0]) is not self.origin(handle))
 
     def behind(self, value: tf.Tensor) -> set[int] | None:
         """The ids of what steady ``value`` comes of outside of all graphs; None if not steady."""
