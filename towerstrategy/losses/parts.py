@@ -315,10 +315,16 @@ def is_no_sum(tower: contexts.TowerContext, value: Any) -> bool:
 
 
 def gradient(tower: contexts.TowerContext, value: Any) -> Any:
-    """The tower's part of what an optimizer is given, where it is a function of sums over rows."""
-    if (not isinstance(value, tf.Tensor) or _tf.is_eager(value)
-            or kinds(tower, value, None).isdisjoint(_NO_SUMS)):
+    """The tower's part of what an optimizer is given, where it is a function of sums over rows.
+
+    So it is of a gradient of the batch's loss to which a multiple of the loss was added.
+    """
+    if not isinstance(value, tf.Tensor) or _tf.is_eager(value):
         return value
+    found = kinds(tower, value, None)
+    if found.isdisjoint(_NO_SUMS):
+        is_mixed = {provenance.Kind.PART, provenance.Kind.MEAN} <= found
+        return _filled(tower, terms.scaled(walk(tower), value, tower.share)) if is_mixed else value
     whole = of_all(tower, value)
     return value if whole is None else whole * tf.cast(tower.share, whole.dtype)
 

@@ -49,10 +49,7 @@ DIVIDED = frozenset({"RealDiv", "Div", "DivNoNan"})
 _SHARED = frozenset({"StopGradient", "ReadVariableOp"})
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 BRANCHES = frozenset({"If", "StatelessIf"})
-_LOOPS = frozenset({"StatelessWhile", "While"})
-
-# Functions of all rows that are no sum.
-_COUPLING = frozenset({"Max", "Min", "Prod", "EuclideanNorm"})
+LOOPS = frozenset({"StatelessWhile", "While"})
 
 # What makes of a number of rows a multiple of it.
 _MULTIPLES = frozenset({"Cast", "Identity", "Mul", "Maximum"})
@@ -134,9 +131,9 @@ class Walk:
             return self._call(value)
         if operation.type in BRANCHES:
             return self._leaf(self._branches(value))
-        if operation.type in _LOOPS:
+        if operation.type in LOOPS:
             return self._leaf(self._loop(value))
-        if operation.type in _COUPLING and value.dtype.is_floating and self.takes_rows(
+        if operation.type in contractions.EXTREMES and value.dtype.is_floating and self.takes_rows(
                 operation.inputs[0], operation.inputs[1], value):
             return self._leaf(_MIXED)
         return self._leaf(self._function(operation))
