@@ -41,7 +41,7 @@ _PART, _MEAN, _COUNTED, _CONSTANT, _WEIGHTS, _MIXED, _OTHER = (
     frozenset({kind}) for kind in Kind)
 # Of what is a sum of such the towers' mean by share of rows is one device's.
 MEANS = frozenset({Kind.MEAN, Kind.CONSTANT, Kind.WEIGHTS})
-_OF_ROWS = frozenset({Kind.PART, Kind.MEAN, Kind.COUNTED, Kind.MIXED})
+OF_ROWS = frozenset({Kind.PART, Kind.MEAN, Kind.COUNTED, Kind.MIXED})
 
 ADDED = frozenset({"AddV2", "Add", "Sub", "AddN", "Pack"})
 DIVIDED = frozenset({"RealDiv", "Div", "DivNoNan"})
@@ -218,14 +218,14 @@ class Walk:
                 kinds |= self._call(value, name)
         if kinds <= MEANS or kinds == _PART:
             return kinds
-        return _OTHER if _OF_ROWS.isdisjoint(kinds) else _MIXED
+        return _OTHER if OF_ROWS.isdisjoint(kinds) else _MIXED
 
     def _loop(self, value: tf.Tensor) -> Kinds:
         """The kinds of what a loop adds up, turn by turn."""
         body = _tf.graph_of_call(value.op, value.op.get_attr("body").name)
         if body is None:
             return _OTHER
-        self._outer.update((id(inner), outer) for inner, outer in zip(body.inputs, value.op.inputs))
+        self.enter(body.inputs, value.op.inputs)
         kinds = self.kinds(body.outputs[value.value_index])
         if Kind.PART not in kinds:
             return kinds
@@ -266,7 +266,7 @@ class Walk:
         """The kind of a function of scalars that is no sum of them."""
         scalars = [value for value in (inputs or operation.inputs)
                    if value.shape.rank == 0 and value.dtype.is_floating]
-        return _OTHER if _OF_ROWS.isdisjoint(self._together(scalars)) else _MIXED
+        return _OTHER if OF_ROWS.isdisjoint(self._together(scalars)) else _MIXED
 
     def _call(self, value: tf.Tensor, function: str | None = None) -> Kinds:
         """Looks into a nested ``tf.function``, or the ``function`` that is a branch."""
@@ -283,9 +283,13 @@ class Walk:
         if graph is None:
             return None
         given = operation.inputs[0 if function is None else 1:]
-        self._outer.update((id(inner), outer) for inner, outer in zip(graph.inputs, given))
+        self.enter(graph.inputs, given)
         returned: tf.Tensor = graph.outputs[value.value_index]
         return returned
+
+    def enter(self, arguments: Sequence[tf.Tensor], given: Sequence[tf.Tensor]) -> None:
+        """Lets the ``arguments`` of a function lead to what it is given."""
+        self._outer.update((id(inner), outer) for inner, outer in zip(arguments, given))
 
     def is_outside(self, value: Any) -> bool:
         """Whether ``value`` is the same on all towers, and nothing is to be seen behind it."""
