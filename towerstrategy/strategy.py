@@ -20,7 +20,7 @@ from towerstrategy.machines import clusters, meeting
 from towerstrategy.placement import asked_shares, cuts, kind
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.report import description
-from towerstrategy.towers import branches, stages, summaries
+from towerstrategy.towers import branches, padding, stages, summaries
 from towerstrategy.towers import draws as draws_lib
 from towerstrategy.variables import rules
 
@@ -173,6 +173,7 @@ class TowerStrategy(kind.Kind):
         stages.install()
         draws_lib.install()
         summaries.install()
+        padding.install()
         _keras.install_hooks()
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:

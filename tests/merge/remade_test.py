@@ -279,6 +279,36 @@ class RemadeTest(parameterized.TestCase):
         if how != "by hand":
             np.testing.assert_allclose(found, trained(None), rtol=1e-5)
 
+    @parameterized.product(kit=list(KERAS), scaled=[True, False])
+    def test_added_up_in_a_loop(self, kit, scaled):
+        """Else each tower's own sum is clipped, by the norm of that, and nobody is told."""
+        def trained(strategy):
+            with contextlib.nullcontext() if strategy is None else strategy.scope():
+                model = model_of(KERAS[kit])
+                optimizer = KERAS[kit].optimizers.SGD(1.)
+
+            def step(x, y):
+                weights = model.trainable_variables
+                sums = [tf.zeros(weight.shape) for weight in weights]
+                for turn in tf.range(3):
+                    found = gradients_of(strategy, model, x, tf.cast(y, tf.float32)
+                                         * tf.cast(turn, tf.float32))
+                    if scaled:
+                        sums = [.5 * each + dense(new) / 3. for each, new in zip(sums, found)]
+                    else:
+                        sums = [each + dense(new) for each, new in zip(sums, found)]
+                clipped, _ = tf.clip_by_global_norm(sums, 0.05)
+                optimizer.apply_gradients(zip(clipped, weights))
+
+            run = tf.function(step if strategy is None else (
+                lambda x, y: strategy.run(step, (x, y))))
+            for batch in batches():
+                run(*(batch if strategy is None else strategy.split(batch)))
+            return [weight.numpy() for weight in model.weights]
+
+        for got, wanted in zip(trained(towerstrategy.TowerStrategy(3)), trained(None)):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
     def test_what_is_the_towers_own_stays(self):
         """Else a gradient that is weighted by a number of each tower's counts as another's."""
         strategy = towerstrategy.TowerStrategy(2)

@@ -3,8 +3,10 @@
 import contextlib
 import warnings
 
+import keras
 import numpy as np
 import tensorflow as tf
+import tf_keras
 from absl.testing import absltest, parameterized
 
 import towerstrategy
@@ -183,6 +185,50 @@ class ByRowsTest(parameterized.TestCase):
 
         step(strategy.split(tf.constant([1., 2., 3., 4.])))
         self.assertEqual((float(total), float(largest)), (10., 7.))
+
+    @parameterized.product(version=[keras, tf_keras], is_part=[True, False])
+    def test_a_learning_rate_of_the_batchs_loss(self, version, is_part):
+        """Else each batch is learnt from at the rate that the first tower's rows ask for."""
+        def learnt(strategy):
+            with contextlib.nullcontext() if strategy is None else strategy.scope():
+                weight = tf.Variable(np.ones([COLUMNS, 1], "float32"))
+                optimizer = version.optimizers.SGD(.1)
+                optimizer.build([weight])
+
+            def step(x):
+                with tf.GradientTape() as tape:
+                    losses = tf.square(tf.matmul(tf.cast(x, tf.float32), weight) - 1.)
+                    mean = tf.reduce_mean(losses)
+                    loss = mean if strategy is None else (
+                        tf.nn.compute_average_loss(losses[:, 0]) if is_part
+                        else strategy.scale_loss(mean))
+                optimizer.learning_rate.assign(.1 / (1 + (loss if is_part else mean)))
+                optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+
+            run = tf.function(step if strategy is None else lambda x: strategy.run(step, (x,)))
+            for batch in batches():
+                run(*(batch if strategy is None else strategy.split(batch)))
+            return weight.numpy(), float(tf.convert_to_tensor(optimizer.learning_rate))
+
+        for got, wanted in zip(learnt(towerstrategy.TowerStrategy(3)), learnt(None)):
+            np.testing.assert_allclose(got, wanted, rtol=2e-6)
+
+    def test_a_moving_average_whose_writes_are_added_up(self):
+        """Else what it was counts once a tower, and it grows from step to step."""
+        class Averages:
+            def __init__(self):
+                self.mean, self.total, self.parts = (
+                    tf.Variable(np.ones(2), aggregation=tf.VariableAggregation.SUM)
+                    for _ in range(3))
+
+            def update(self, x):
+                self.mean.assign(.9 * self.mean + .1 * tf.reduce_mean(x[:, :2], 0))
+                self.total.assign(.9 * self.total + .1 * tf.reduce_sum(x[:, :2], 0))
+                self.parts.assign_add(tf.reduce_sum(x[:, :2], 0))
+
+        got, wanted = kept(towerstrategy.TowerStrategy(3), Averages), kept(None, Averages)
+        for name, value in wanted.items():
+            np.testing.assert_allclose(got[name], value, rtol=1e-9, err_msg=name)
 
 
 if __name__ == "__main__":

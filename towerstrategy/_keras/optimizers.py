@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.losses import own_losses, parts, provenance
+from towerstrategy.losses import loops, own_losses, parts, provenance
 from towerstrategy.machines import row_products
 from towerstrategy.merge import beside, factors, merging, remade, stacked
 from towerstrategy.merge import gradients as gradients_lib
@@ -83,6 +83,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         multiplied to be those of the scaled loss; else None.
     """
     own_losses.check_applied(tower, variables_, gradients)
+    loops.check(tower)
     if not tower.can_merge:
         raise tower.refused()
     gradients, count = list(gradients), tower.count

@@ -36,6 +36,10 @@ class Walk(Protocol):
         """Whether reducing ``value`` over ``axes`` reduces the batch's rows."""
 
 
+# Functions of all rows that are no sum; what says how often there is each of them.
+EXTREMES = frozenset({"Max", "Min", "Prod", "EuclideanNorm"})
+_COUNTED = frozenset({"UniqueWithCounts", "UniqueWithCountsV2"})
+
 _Rows = Callable[[Walk, tf.Operation], Sequence[tf.Tensor]]
 
 
@@ -78,9 +82,12 @@ def is_coupled(walk: Walk, rows: tf.Tensor) -> bool:
 def _puts_together(walk: Walk, value: tf.Tensor) -> bool:
     """Whether the operation is known to put several rows into one."""
     operation = value.op
-    if operation.type in row_axes.REDUCED:
+    if operation.type in row_axes.REDUCED or (
+            operation.type in EXTREMES and value.dtype.is_floating):
         rows, axes = operation.inputs
         return tf.get_static_value(axes) is not None and walk.takes_rows(rows, axes, value)
+    if operation.type in _COUNTED and value.value_index == 2:
+        return axis_of(walk, operation.inputs[0]) == 0
     look = _COUPLING.get(operation.type)
     return look is not None and look(walk, operation)
 

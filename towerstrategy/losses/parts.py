@@ -247,6 +247,40 @@ def of_all(tower: contexts.TowerContext, value: Any) -> tf.Tensor | None:
     return None if found.kinds(value) <= provenance.MEANS else totals.of_all(tower, found, value)
 
 
+def of_all_or_mean(tower: contexts.TowerContext, value: Any) -> tf.Tensor | None:
+    """As :func:`of_all`; of what has a mean over rows for a term, too."""
+    whole = of_all(tower, value)
+    if (whole is not None or not _has_batch(tower) or not tower.can_merge
+            or not isinstance(value, tf.Tensor) or _tf.is_eager(value)
+            or not value.dtype.is_floating):
+        return whole
+    found = walk(tower).kinds(value)
+    is_mean = found <= provenance.MEANS and provenance.Kind.MEAN in found
+    return contexts.mean_of_towers(value) if is_mean else None
+
+
+def of_terms(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor | None:
+    """A tower's part of ``value``, each of whose terms counts as what it is.
+
+    None where a term is no mean, no part, and not the same on all towers.
+    """
+    whole = of_all(tower, value)
+    if whole is not None:
+        return whole * tf.cast(tower.share, whole.dtype)
+    found = walk(tower)
+    if not found.kinds(value) <= provenance.MEANS | {provenance.Kind.PART}:
+        return None
+    return _filled(tower, terms.scaled(found, value, tower.share))
+
+
+def is_made_of(tower: contexts.TowerContext, value: Any, variable: Any) -> bool:
+    """Whether ``value`` is traced, in a tower that has rows, and what ``variable`` holds is in it.
+    """
+    return (_has_batch(tower) and tower.can_merge and isinstance(value, tf.Tensor)
+            and not _tf.is_eager(value) and value.dtype.is_floating
+            and walk(tower).reads(value, variable.handle))
+
+
 def is_of_rows(tower: contexts.TowerContext, value: Any) -> bool:
     """Whether ``value``, of which :func:`of_all` knows no way, is made of rows by no sum or mean.
     """
@@ -281,10 +315,16 @@ def is_no_sum(tower: contexts.TowerContext, value: Any) -> bool:
 
 
 def gradient(tower: contexts.TowerContext, value: Any) -> Any:
-    """The tower's part of what an optimizer is given, where it is a function of sums over rows."""
-    if (not isinstance(value, tf.Tensor) or _tf.is_eager(value)
-            or kinds(tower, value, None).isdisjoint(_NO_SUMS)):
+    """The tower's part of what an optimizer is given, where it is a function of sums over rows.
+
+    So it is of a gradient of the batch's loss to which a multiple of the loss was added.
+    """
+    if not isinstance(value, tf.Tensor) or _tf.is_eager(value):
         return value
+    found = kinds(tower, value, None)
+    if found.isdisjoint(_NO_SUMS):
+        is_mixed = {provenance.Kind.PART, provenance.Kind.MEAN} <= found
+        return _filled(tower, terms.scaled(walk(tower), value, tower.share)) if is_mixed else value
     whole = of_all(tower, value)
     return value if whole is None else whole * tf.cast(tower.share, whole.dtype)
 

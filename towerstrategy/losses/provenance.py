@@ -41,7 +41,7 @@ _PART, _MEAN, _COUNTED, _CONSTANT, _WEIGHTS, _MIXED, _OTHER = (
     frozenset({kind}) for kind in Kind)
 # Of what is a sum of such the towers' mean by share of rows is one device's.
 MEANS = frozenset({Kind.MEAN, Kind.CONSTANT, Kind.WEIGHTS})
-_OF_ROWS = frozenset({Kind.PART, Kind.MEAN, Kind.COUNTED, Kind.MIXED})
+OF_ROWS = frozenset({Kind.PART, Kind.MEAN, Kind.COUNTED, Kind.MIXED})
 
 ADDED = frozenset({"AddV2", "Add", "Sub", "AddN", "Pack"})
 DIVIDED = frozenset({"RealDiv", "Div", "DivNoNan"})
@@ -49,10 +49,7 @@ DIVIDED = frozenset({"RealDiv", "Div", "DivNoNan"})
 _SHARED = frozenset({"StopGradient", "ReadVariableOp"})
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 BRANCHES = frozenset({"If", "StatelessIf"})
-_LOOPS = frozenset({"StatelessWhile", "While"})
-
-# Functions of all rows that are no sum.
-_COUPLING = frozenset({"Max", "Min", "Prod", "EuclideanNorm"})
+LOOPS = frozenset({"StatelessWhile", "While"})
 
 # What makes of a number of rows a multiple of it.
 _MULTIPLES = frozenset({"Cast", "Identity", "Mul", "Maximum"})
@@ -134,9 +131,9 @@ class Walk:
             return self._call(value)
         if operation.type in BRANCHES:
             return self._leaf(self._branches(value))
-        if operation.type in _LOOPS:
+        if operation.type in LOOPS:
             return self._leaf(self._loop(value))
-        if operation.type in _COUPLING and value.dtype.is_floating and self.takes_rows(
+        if operation.type in contractions.EXTREMES and value.dtype.is_floating and self.takes_rows(
                 operation.inputs[0], operation.inputs[1], value):
             return self._leaf(_MIXED)
         return self._leaf(self._function(operation))
@@ -221,14 +218,14 @@ class Walk:
                 kinds |= self._call(value, name)
         if kinds <= MEANS or kinds == _PART:
             return kinds
-        return _OTHER if _OF_ROWS.isdisjoint(kinds) else _MIXED
+        return _OTHER if OF_ROWS.isdisjoint(kinds) else _MIXED
 
     def _loop(self, value: tf.Tensor) -> Kinds:
         """The kinds of what a loop adds up, turn by turn."""
         body = _tf.graph_of_call(value.op, value.op.get_attr("body").name)
         if body is None:
             return _OTHER
-        self._outer.update((id(inner), outer) for inner, outer in zip(body.inputs, value.op.inputs))
+        self.enter(body.inputs, value.op.inputs)
         kinds = self.kinds(body.outputs[value.value_index])
         if Kind.PART not in kinds:
             return kinds
@@ -269,7 +266,7 @@ class Walk:
         """The kind of a function of scalars that is no sum of them."""
         scalars = [value for value in (inputs or operation.inputs)
                    if value.shape.rank == 0 and value.dtype.is_floating]
-        return _OTHER if _OF_ROWS.isdisjoint(self._together(scalars)) else _MIXED
+        return _OTHER if OF_ROWS.isdisjoint(self._together(scalars)) else _MIXED
 
     def _call(self, value: tf.Tensor, function: str | None = None) -> Kinds:
         """Looks into a nested ``tf.function``, or the ``function`` that is a branch."""
@@ -286,9 +283,13 @@ class Walk:
         if graph is None:
             return None
         given = operation.inputs[0 if function is None else 1:]
-        self._outer.update((id(inner), outer) for inner, outer in zip(graph.inputs, given))
+        self.enter(graph.inputs, given)
         returned: tf.Tensor = graph.outputs[value.value_index]
         return returned
+
+    def enter(self, arguments: Sequence[tf.Tensor], given: Sequence[tf.Tensor]) -> None:
+        """Lets the ``arguments`` of a function lead to what it is given."""
+        self._outer.update((id(inner), outer) for inner, outer in zip(arguments, given))
 
     def is_outside(self, value: Any) -> bool:
         """Whether ``value`` is the same on all towers, and nothing is to be seen behind it."""
@@ -321,7 +322,7 @@ class Walk:
     def _is_number(self, value: tf.Tensor, number: float | None) -> bool:
         static = tf.get_static_value(self.origin(value))
         return (number is not None and static is not None and np.size(static) == 1
-                and abs(float(static) - number) < 1e-6)
+                and abs(float(np.ravel(static)[0]) - number) < 1e-6)
 
     def is_steady(self, value: Any) -> bool:
         """Whether ``value`` comes of weights and constants alone."""
@@ -414,6 +415,11 @@ class Walk:
             return is_users or source.type not in without
 
         return self._all_behind(value, is_own, row_axes.SIZES)
+
+    def reads(self, value: tf.Tensor, handle: Any) -> bool:
+        """Whether what a variable holds, that ``handle`` stands for, goes into ``value``."""
+        return not self._all_behind(value, lambda operation: operation.type != "ReadVariableOp"
+                                    or self.origin(operation.inputs[0]) is not self.origin(handle))
 
     def behind(self, value: tf.Tensor) -> set[int] | None:
         """The ids of what steady ``value`` comes of outside of all graphs; None if not steady."""

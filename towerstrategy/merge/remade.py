@@ -44,6 +44,9 @@ class Gradient(NamedTuple):
 # gradients their homes and kinds.
 _TAKEN: weakref.WeakKeyDictionary[tf.Graph, dict[str, tuple[str, provenance.Kind]]] = (
     weakref.WeakKeyDictionary())
+# The same of the values of slices.
+_SLICES: weakref.WeakKeyDictionary[tf.Graph, dict[str, tuple[str, provenance.Kind]]] = (
+    weakref.WeakKeyDictionary())
 
 
 class Noted:
@@ -70,7 +73,10 @@ class Noted:
         if graph is not None:
             behind = self._behind.setdefault(id(graph), _Behind(graph))
             behind.gradients.update(part.name for part in _parts(gradient.value))
-            if gradient.kind and isinstance(gradient.value, tf.Tensor):
+            if gradient.kind and isinstance(gradient.value, tf.IndexedSlices):
+                _SLICES.setdefault(graph, {})[gradient.value.values.name] = (
+                    gradient.home, gradient.kind)
+            elif gradient.kind:
                 _TAKEN.setdefault(graph, {})[gradient.value.name] = gradient.home, gradient.kind
         self._gradients[id(gradient.value)] = gradient
 
@@ -81,12 +87,14 @@ class Noted:
           What these have made of gradients and is no multiple of them, since this was last asked.
         """
         others: list[tf.Tensor] = []
-        if graph is None or not _TAKEN:
+        if graph is None or not (_TAKEN or _SLICES):
             return others
         begin = self._looked_at.get(id(graph), 0)
         for place, operation in enumerate(graph.get_operations()[begin:], begin):
             if operation.type in provenance.CALLS:
                 others += self._add_of_call(graph, place, operation)
+            elif operation.type in provenance.LOOPS:
+                self._add_of_loop(graph, place, operation)
         self._looked_at[id(graph)] = _tf.operation_count(graph)
         return others
 
@@ -96,17 +104,35 @@ class Noted:
         taken = {} if inner is None else _TAKEN.get(inner, {})
         if inner is None or not taken:
             return
-        behind = _Behind(inner, 0)
-        behind.gradients.update(taken)
         known = {name: kind for name, (_, kind) in taken.items()}
         for value, returned in zip(call.outputs, inner.outputs):
-            kinds = linear.kinds(returned, known, behind.operations(), lambda _: False)
+            kinds = _kinds_behind(inner, returned, known)
             if kinds in linear.ALONE:
                 self._behind.setdefault(id(graph), _Behind(graph)).look_from(place)
                 home, _ = next(iter(taken.values()))
                 self.add(Gradient(value, home, next(iter(kinds))))
             elif kinds is not None and value.dtype.is_floating:
                 yield value
+
+    def _add_of_loop(self, graph: tf.Graph, place: int, loop: tf.Operation) -> None:
+        """Remembers sums of gradients that a loop has added up from 0, turn by turn."""
+        inner = _tf.graph_of_call(loop, loop.get_attr("body").name)
+        taken = {} if inner is None else {**_TAKEN.get(inner, {}), **_densified(inner)}
+        if inner is None or not taken:
+            return
+        known = {name: kind for name, (_, kind) in taken.items()}
+        homes = [home for home, _ in taken.values()]
+        for value, begun, carried, returned in zip(loop.outputs, loop.inputs, inner.inputs,
+                                                   inner.outputs):
+            if not value.dtype.is_floating or not _is_zero(begun):
+                continue
+            turn = _kinds_behind(inner, returned, known)
+            for kind in turn or ():
+                # What was added up before is a gradient as much as what this turn adds.
+                both = _kinds_behind(inner, returned, {**known, carried.name: kind})
+                if both in linear.ALONE and kind in both:
+                    self._behind.setdefault(id(graph), _Behind(graph)).look_from(place)
+                    self.add(Gradient(value, homes[0], kind))
 
     def holds(self, value: Any) -> bool:
         """Whether a tape has given ``value`` as it is."""
@@ -160,6 +186,29 @@ class Noted:
                  if gradient.kind and _graph_of(gradient.value) is graph
                  for part in _parts(gradient.value)}
         return linear.kinds(value, known, self._behind[id(graph)].operations(), is_same)
+
+
+def _densified(graph: tf.Graph) -> dict[str, tuple[str, provenance.Kind]]:
+    """What has been made of all slices of a gradient, dense; as in :data:`_TAKEN`."""
+    slices = _SLICES.get(graph, {})
+    return {operation.outputs[0].name: slices[operation.inputs[0].name]
+            for operation in (graph.get_operations() if slices else ())
+            if operation.type == "UnsortedSegmentSum" and operation.inputs[0].name in slices}
+
+
+def _kinds_behind(graph: tf.Graph, value: tf.Tensor,
+                  known: Mapping[str, provenance.Kind]) -> provenance.Kinds | None:
+    """The kinds of ``known`` gradients of ``graph`` of which ``value`` is a sum of multiples."""
+    behind = _Behind(graph, 0)
+    behind.gradients.update(known)
+    return linear.kinds(value, known, behind.operations(), lambda _: False)
+
+
+def _is_zero(value: tf.Tensor) -> bool:
+    if value.op.type == "Fill":
+        value = value.op.inputs[1]
+    static = tf.get_static_value(value)
+    return value.op.type == "ZerosLike" or static is not None and not static.any()
 
 
 class _Behind:

@@ -19,16 +19,38 @@ _STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 # Batch norm's are those of each tower's rows, unless it is synchronized.
 _LOCAL = ("moving_mean", "moving_variance")
 
+# Keras has tower 0 write it: who sets it of a loss means that of the batch.
+_RATE = "learning_rate"
+_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
+
 
 def of_all(tower: contexts.TowerContext, variable: Any, value: Any) -> tf.Tensor | None:
     """What one device writes to ``variable`` where the tower writes ``value``."""
-    if (variable.aggregation is not tf.VariableAggregation.NONE or variable.merges_extremes
-            or variable.name.partition(":")[0].endswith(_LOCAL)):
+    if variable.merges_extremes:
+        return None
+    name = variable.name.partition(":")[0]
+    if name.endswith(_RATE) and variable.aggregation is _FIRST:
+        return parts.of_all_or_mean(tower, value)
+    if variable.aggregation is not tf.VariableAggregation.NONE or name.endswith(_LOCAL):
         return None
     whole = parts.of_all(tower, value)
     if whole is None and parts.is_of_rows(tower, value):
         _warn(tower, variable, value)
     return whole
+
+
+def part_of_next(tower: contexts.TowerContext, variable: Any, value: Any) -> Any:
+    """What a tower adds to the next value of a variable whose writes are added up.
+
+    The value that the variable had, as a moving average has it for a term, is one of all towers'
+    and not one a tower.  Who asked for the number of towers has divided by it.
+    """
+    if (variable.aggregation is not tf.VariableAggregation.SUM or variable.merges_extremes
+            or tower.asked or tower.strategy.extended.asked
+            or not parts.is_made_of(tower, value, variable)):
+        return value
+    part = parts.of_terms(tower, value)
+    return value if part is None else part
 
 
 def are_added(tower: contexts.TowerContext, variable: Any, method_name: str, indices: Any,

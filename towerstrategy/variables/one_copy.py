@@ -178,6 +178,7 @@ class TowerVariable(_tf.ResourceVariable):
         if whole is not None:
             return tower.merge_call(lambda _, same: plain(
                 contexts.all_values(same, tower.count)[0]), args=(whole,))
+        value = by_rows.part_of_next(tower, self, value)
 
         def merged(_: Any, values: Any) -> Any:
             values = contexts.all_values(values, tower.count)
