@@ -264,6 +264,35 @@ class StateTest(parameterized.TestCase):
         np.testing.assert_array_equal(*seen)
         self.assertFalse(np.array_equal(seen[0][0], seen[0][1]))
 
+    @parameterized.product(how=["dynamic", "a trace each"], draws=["per row", "per tower"])
+    def test_several_runs_in_a_function(self, how, draws):
+        """Else the second step of a pair that train in turn draws what the first has drawn."""
+        def noise(x):
+            return tf.nn.dropout(x + 1., 0.5) + tf.random.uniform(tf.shape(x))
+
+        x, strategy = rows_of(7), strategy_of(3, draws=draws)
+        strategy.extended.trace_once = how == "dynamic"
+
+        def wanted(x):
+            return noise(x) + noise(x), tf.random.normal([]), noise(x)
+
+        def step(batch):
+            first = strategy.run(lambda x: noise(x) + noise(x), (batch,))
+            return first, tf.random.normal([]), strategy.run(noise, (batch,))
+
+        tf.random.set_seed(4)
+        first, between, second = tf.function(wanted)(tf.constant(x))
+        tf.random.set_seed(4)
+        got = tf.function(step)(strategy.split(x))
+        parts = [strategy.experimental_local_results(got[place]) for place in (0, 2)]
+        self.assertEqual(got[1], between)
+        if draws == "per row":
+            np.testing.assert_array_equal(np.concatenate(parts[0]), first)
+            np.testing.assert_array_equal(np.concatenate(parts[1]), second)
+        else:
+            flat = np.concatenate([np.ravel(part) for run in parts for part in run])
+            self.assertGreater(len(np.unique(flat)), 0.95 * len(flat))  # no mask or noise twice
+
     @parameterized.named_parameters(*WITH_STATE.items())
     def test_operations_with_a_state_alone(self, fn):
         """Else what has no stateless twin, as sampled losses, depends on the towers."""

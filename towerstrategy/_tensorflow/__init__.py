@@ -232,6 +232,9 @@ from towerstrategy._tensorflow.seeds import (
     SEED_STEP as SEED_STEP,
 )
 from towerstrategy._tensorflow.seeds import (
+    OperationSeeds as OperationSeeds,
+)
+from towerstrategy._tensorflow.seeds import (
     eager_seeds_apart as eager_seeds_apart,
 )
 from towerstrategy._tensorflow.seeds import (
@@ -242,6 +245,9 @@ from towerstrategy._tensorflow.seeds import (
 )
 from towerstrategy._tensorflow.seeds import (
     graph_seeded as graph_seeded,
+)
+from towerstrategy._tensorflow.seeds import (
+    operation_seeds_of_caller as operation_seeds_of_caller,
 )
 from towerstrategy._tensorflow.seeds import (
     seed_of_first as seed_of_first,

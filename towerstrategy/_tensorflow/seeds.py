@@ -11,11 +11,14 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
+from tensorflow.python.framework import random_seed
 
 PRIVATE_NAMES = {
     "tensorflow.python.eager.context:global_seed": "what tf.random.set_seed set, if anything",
     "tensorflow.python.eager.context:context":
         "its generator gives eager operations their seeds",
+    "tensorflow.python.framework.random_seed:_graph_to_seed_dict":
+        "how many operations of a graph have been given a seed, which is the next one's",
 }
 
 # An odd number, so that no two towers get the same multiple of it modulo 2**31.
@@ -54,6 +57,41 @@ def graph_seeded(seed: int | None, tower: int) -> Iterator[None]:
         yield
     finally:
         graph.seed = seed
+
+
+@contextlib.contextmanager
+def operation_seeds_of_caller() -> Iterator[None]:
+    """Within, the function being traced goes on with the caller's seeds of operations without one.
+
+    After, the caller goes on with the function's, as if its operations had been the caller's.
+    """
+    given, graph = random_seed._graph_to_seed_dict, tf.compat.v1.get_default_graph()
+    given[graph] = given.get(graph.outer_graph, 0)
+    yield
+    given[graph.outer_graph] = given[graph]
+
+
+class OperationSeeds:
+    """The seeds of operations without one in ``graph``, in which towers are traced in turns.
+
+    Tower 0's are one device's.  Each other tower begins where tower 0 does and goes on by itself.
+    """
+
+    def __init__(self, graph: tf.Graph) -> None:
+        self._graph = graph
+        self._begin = random_seed._graph_to_seed_dict.get(graph, 0)
+        self._next: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def of(self, tower: int) -> Iterator[None]:
+        """Within, operations are ``tower``'s."""
+        given = random_seed._graph_to_seed_dict
+        firsts = given.get(self._graph, 0)
+        if tower:
+            given[self._graph] = self._next.get(tower, self._begin)
+        yield
+        if tower:
+            self._next[tower], given[self._graph] = given[self._graph], firsts
 
 
 @contextlib.contextmanager

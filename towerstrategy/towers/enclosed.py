@@ -26,7 +26,7 @@ def run(make: Callable[[], Any]) -> tuple[Any, tf.Operation | None]:
     def run_towers() -> list[tf.Tensor]:
         _tf.wait_by_device()
         _tf.call_once()
-        with _tf.variables_of_caller():
+        with _tf.variables_of_caller(), _tf.operation_seeds_of_caller():
             result = make()
         tensors: list[tf.Tensor] = []
         holder[:] = [tf.nest.map_structure(lambda leaf: _take_out(leaf, tensors), result)]

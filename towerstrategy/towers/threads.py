@@ -87,6 +87,7 @@ class _Call:
         self._compiles = compiles
         self._shares = shares
         self._graph_seed = _tf.graph_seed()
+        self._operation_seeds = _tf.OperationSeeds(tf.compat.v1.get_default_graph())
         state = self._state = _tf.ThreadState()
         self._merge_scope = f"{state.name_scope}/merge/" if state.name_scope else "merge/"
         self._turns = alone.Turns(strategy.extended.written_alone)
@@ -184,7 +185,7 @@ class _Call:
         for tower in self._towers:
             replica = self._strategy.extended.first_replica + tower.number
             before = 0 if self._state.eager else _tf.operation_count(self._state.graph)
-            with _tf.graph_seeded(self._graph_seed, replica), self._eager_seeds(tower.number), \
+            with _tf.graph_seeded(self._graph_seed, replica), self._seeds(tower.number), \
                     _tf.tracing_for_xla() if self._compiles else contextlib.nullcontext():
                 self._left.begin(tower.number)
                 tower.proceed()
@@ -202,8 +203,11 @@ class _Call:
                 f"tower(s) {at} are at a merge_call, the others have returned.")
         return all(ended)
 
-    def _eager_seeds(self, tower: int) -> contextlib.AbstractContextManager[None]:
-        if self._state.eager and self._strategy.extended.draws_rows:
+    def _seeds(self, tower: int) -> contextlib.AbstractContextManager[None]:
+        """Within, operations that are given no seed get ``tower``'s."""
+        if not self._state.eager:
+            return self._operation_seeds.of(tower)
+        if self._strategy.extended.draws_rows:
             return _tf.eager_seeds_apart(tower)
         return contextlib.nullcontext()
 
