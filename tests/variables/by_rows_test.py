@@ -167,6 +167,35 @@ class ByRowsTest(parameterized.TestCase):
             step(strategy.split(tf.range(1., 8.)))
         self.assertLen([each for each in seen if "is no sum over them" in str(each.message)], 2)
 
+    @parameterized.parameters(2, 11)  # of fewer rows than towers, each is traced by itself
+    def test_a_small_batch_of_eager_code(self, rows):
+        """Else a constant's sum over its rows is the mean of the towers', and nobody is told."""
+        strategy = towerstrategy.TowerStrategy([f"CPU:{number}" for number in range(3)])
+        strategy.extended.trace_once = False
+        with strategy.scope():
+            total = tf.Variable(tf.zeros([2]), trainable=False)
+        batch = tf.reshape(tf.range(2. * rows), [rows, 2])
+        parts = strategy.split(batch)
+        tf.function(lambda: strategy.run(
+            lambda x: total.assign(tf.reduce_sum(x, 0) * 2.), (parts,)))()
+        np.testing.assert_allclose(total, 2. * tf.reduce_sum(batch, 0), rtol=1e-6)
+
+    @parameterized.parameters(True, False)
+    def test_what_a_tower_knows_of_itself(self, trace_once):
+        """Else a tower's share is taken for a number that its rows add up to."""
+        strategy = towerstrategy.TowerStrategy([f"CPU:{number}" for number in range(2)])
+        strategy.extended.trace_once = trace_once
+        with strategy.scope():
+            kept = tf.Variable(0., trainable=False)
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 2])])
+        def step(x):
+            strategy.run(lambda _: kept.assign(tf.cast(
+                tf.distribute.get_replica_context().share, tf.float32)), (strategy.split(x),))
+
+        step(tf.ones([3, 2]))
+        self.assertAlmostEqual(float(kept), (2. / 3.) ** 2 + (1. / 3.) ** 2, places=6)
+
     def test_a_rule_is_kept(self):
         """Else a variable that is to take the sum, or the largest, gets it of sums already made."""
         strategy = towerstrategy.TowerStrategy(2)

@@ -85,6 +85,8 @@ class Walk:
         self._is_whole = is_whole
         self._rows = rows
         self._every = {each for each in (rows, *others) if each}
+        # A small batch of eager code is a constant in a trace of a tower's own.
+        self._captured = {"Placeholder", *(["Const"] if others else [])}
         self._state = state
         self._default = default
         self._factor = factor
@@ -297,14 +299,15 @@ class Walk:
 
     def origin(self, value: Any) -> Any:
         """What ``value`` stands for: a captured tensor, or the argument of a function's call."""
-        while not _tf.is_eager(value) and value.op.type == "Placeholder":
+        while not _tf.is_eager(value) and value.op.type in self._captured:
             if id(value.graph) not in self._graphs:
                 self._graphs[id(value.graph)] = value.graph
                 self._outer.update((id(inner), outer)
                                    for outer, inner in _tf.captures_of(value.graph))
-            if id(value) not in self._outer:
+            outer = self._outer.get(id(value))
+            if outer is None or value.op.type == "Const" and id(outer) not in self._state:
                 break
-            value = self._outer[id(value)]
+            value = outer
         return value
 
     def _is_own_count(self, divisor: tf.Tensor, of_any_size: bool) -> bool:

@@ -186,6 +186,7 @@ class _Search:
             self.is_together = self._is_batch(tensor) and _TOLD_ELSEWHERE.isdisjoint(
                 each.operation.type for each in self.needed.values())
             if (not operation.inputs or operation.op_def.is_stateful or len(self.needed) > _MOST
+                    or self._tower.is_told(tensor)
                     or self._given is not None and tensor in self._given):
                 return False
             self.needed[operation.name] = remade.Made(operation, tuple(operation.inputs))

@@ -65,6 +65,7 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
         self.draws_alike = False
         self._met: dict[int, Any] = {}
         self._counts: dict[str, Any] = {}
+        self._told: set[str] = set()
         self._in_branches: dict[int, tuple[Any, tf.Tensor]] = {}
         self.refusal: RuntimeError | None = None  # of an optimizer in a branch or loop
         self.stage_run: Any = None  # of the model that runs, see _keras/stages.py
@@ -132,7 +133,14 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
 
     def own(self, values: Any) -> Any:
         """What this tower has of one value a tower."""
-        return values[self._tower] if self._call is None else self._call.own(self._tower, values)
+        own = values[self._tower] if self._call is None else self._call.own(self._tower, values)
+        if tf.is_symbolic_tensor(own):
+            self._told.add(own.name)
+        return own
+
+    def is_told(self, tensor: tf.Tensor) -> bool:
+        """Whether ``tensor`` is what the tower knows of itself, as its share is."""
+        return tensor.name in self._told
 
     @property
     def is_copied(self) -> bool:
