@@ -329,6 +329,18 @@ class WarningTest(parameterized.TestCase):
 
         self.assertEqual(fit(keras, loss_of)[1], [])
 
+    def test_some_of_the_rows_that_are_the_batchs_worst(self):
+        """Else each tower trains on the hardest of its own rows, and nobody is told."""
+        def hardest(model, y, y_pred):
+            losses = tf.reduce_sum(tf.square(y_pred), 1)
+            return tf.reduce_sum(tf.math.top_k(losses, 2).values) / 8.
+
+        def of_columns(model, y, y_pred):
+            return tf.reduce_sum(tf.math.top_k(tf.square(y_pred), 1).values) / 8.
+
+        self.assertLen(fit(keras, hardest)[1], 1)
+        self.assertEqual(fit(keras, of_columns)[1], [])
+
     def test_a_generator_and_a_critic(self):
         """Else every GAN with Keras' losses is warned."""
         bce = keras.losses.BinaryCrossentropy(from_logits=True)

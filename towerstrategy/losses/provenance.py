@@ -37,8 +37,7 @@ class Kind(enum.Enum):
 
 Kinds = frozenset[Kind]
 Known = Callable[[tf.Tensor], Kind | None]
-_PART, _MEAN, _COUNTED, _CONSTANT, _WEIGHTS, _MIXED, _OTHER = (
-    frozenset({kind}) for kind in Kind)
+_PART, _MEAN, _COUNTED, _CONSTANT, _WEIGHTS, _MIXED, _OTHER = map(frozenset, zip(Kind))
 # Of what is a sum of such the towers' mean by share of rows is one device's.
 MEANS = frozenset({Kind.MEAN, Kind.CONSTANT, Kind.WEIGHTS})
 OF_ROWS = frozenset({Kind.PART, Kind.MEAN, Kind.COUNTED, Kind.MIXED})
@@ -201,7 +200,8 @@ class Walk:
     def _reduction(self, operation: tf.Operation) -> Kinds:
         value, axes = operation.inputs
         if value.shape.rank == 0 or not self.takes_rows(value, axes, operation.outputs[0]):
-            return self.kinds(value)
+            chosen = self._default is None and value.op.type == "TopKV2"
+            return _MIXED if chosen and contractions.is_coupled(self, value) else self.kinds(value)
         if self._default is not None:
             return frozenset({self._default})
         if contractions.is_coupled(self, value):
