@@ -91,8 +91,9 @@ def drawn(strategy, fn, x, how):
     else:
         strategy.extended.trace_once = how != "a trace each"
         batches = tf.data.Dataset.from_tensor_slices(x).batch(len(x))
-        batches = iter(strategy.experimental_distribute_dataset(batches))
-        parts = tf.function(lambda: strategy.run(fn, (next(batches),)))()
+        # Given, not captured: a function is a cycle, and would keep it until garbage is collected.
+        parts = tf.function(lambda elements: strategy.run(fn, (next(elements),)))(
+            iter(strategy.experimental_distribute_dataset(batches)))
     return np.concatenate([part.numpy() for part in strategy.experimental_local_results(parts)])
 
 
@@ -186,8 +187,8 @@ def with_state(fn, call, strategy, x=None, how=None):
     strategy.extended.trace_once = how != "a trace each"
     batches = tf.data.Dataset.from_tensor_slices(x).batch(len(x)).repeat()
     batches = iter(strategy.experimental_distribute_dataset(batches))
-    step = tf.function(lambda: strategy.run(fn, (next(batches),)))
-    return [call(step) for _ in range(3)]
+    step = tf.function(lambda elements: strategy.run(fn, (next(elements),)))
+    return [call(lambda: step(batches)) for _ in range(3)]
 
 
 # How a function of rows, plain and as a tf.function, is called.
