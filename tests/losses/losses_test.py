@@ -455,6 +455,15 @@ class HelpersTest(parameterized.TestCase):
 
 class OneNumberTest(parameterized.TestCase):
 
+    def assert_as_on_one_device(self, trained):
+        """What ``trained`` gives in a scope is the same on three towers, and nothing is told."""
+        wanted = trained(contextlib.nullcontext())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "towerstrategy")
+            got = trained(towerstrategy.TowerStrategy(3).scope())
+        for one, other in zip(got, wanted):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
     @wide.product(2, version=list(KITS), reduction=["sum", "none", None],
                   made=["mean", "sum"])
     def test_what_does_not_fit_is_made_of_all_rows(self, version, reduction, made):
@@ -475,12 +484,7 @@ class OneNumberTest(parameterized.TestCase):
             return [*model.get_weights(), history.history["loss"]]
 
         given = {} if reduction is None else {"reduction": reduction}
-        wanted = trained(contextlib.nullcontext())
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "towerstrategy")
-            got = trained(towerstrategy.TowerStrategy(3).scope())
-        for one, other in zip(got, wanted):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        self.assert_as_on_one_device(trained)
 
     @wide.product(2, version=list(KITS), made=["mean", "sum", "entropy", "farthest", "Keras' own"])
     def test_a_call_of_its_own(self, version, made):
@@ -514,12 +518,7 @@ class OneNumberTest(parameterized.TestCase):
             return [*model.get_weights(), history.history["loss"],
                     model.evaluate(*rows(), batch_size=8, verbose=0)]
 
-        wanted = trained(contextlib.nullcontext())
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "towerstrategy")
-            got = trained(towerstrategy.TowerStrategy(3).scope())
-        for one, other in zip(got, wanted):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        self.assert_as_on_one_device(trained)
 
     @wide.product(version=list(KITS), made=["writes", "draws", "differentiates"])
     def test_what_cannot_be_called_again(self, version, made):

@@ -34,11 +34,10 @@ def check(tower: contexts.TowerContext) -> None:
 
 def _ends_by_rows(tower: contexts.TowerContext, loop: tf.Operation) -> bool:
     condition = _tf.graph_of_call(loop, loop.get_attr("cond").name)
-    compared = [] if condition is None else [
-        value for operation in condition.get_operations() if operation.type in _COMPARED
-        for value in operation.inputs if value.dtype.is_floating and value.shape.rank == 0]
-    if condition is None or not compared:
+    if condition is None:
         return False
+    compared = [value for operation in condition.get_operations() if operation.type in _COMPARED
+                for value in operation.inputs if value.dtype.is_floating and value.shape.rank == 0]
     walk = parts.walk(tower)
     walk.enter(condition.inputs, loop.outputs)
     return any(not walk.kinds(value).isdisjoint(provenance.OF_ROWS) for value in compared)

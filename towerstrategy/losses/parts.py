@@ -235,13 +235,19 @@ def _has_batch(tower: contexts.TowerContext) -> bool:
     return tower.several and (tower.is_nested or tower.static_rows is not None)
 
 
+def _can_be_of_all(tower: contexts.TowerContext, value: Any) -> bool:
+    """Whether ``value`` is traced, in a tower that has rows, where the towers can meet."""
+    return (_has_batch(tower) and tower.can_merge and isinstance(value, tf.Tensor)
+            and not _tf.is_eager(value))
+
+
 def of_all(tower: contexts.TowerContext, value: Any) -> tf.Tensor | None:
     """What one device has in the place of ``value``, a function of sums over a tower's rows.
 
     None where ``value`` is a mean over rows, comes of weights alone, or of something else.
     """
-    if (not _has_batch(tower) or not tower.can_merge or not isinstance(value, tf.Tensor)
-            or _tf.is_eager(value) or not (value.dtype.is_floating or value.dtype.is_integer)):
+    if not _can_be_of_all(tower, value) or not (
+            value.dtype.is_floating or value.dtype.is_integer):
         return None
     found = walk(tower)
     return None if found.kinds(value) <= provenance.MEANS else totals.of_all(tower, found, value)
@@ -250,9 +256,7 @@ def of_all(tower: contexts.TowerContext, value: Any) -> tf.Tensor | None:
 def of_all_or_mean(tower: contexts.TowerContext, value: Any) -> tf.Tensor | None:
     """As :func:`of_all`; of what has a mean over rows for a term, too."""
     whole = of_all(tower, value)
-    if (whole is not None or not _has_batch(tower) or not tower.can_merge
-            or not isinstance(value, tf.Tensor) or _tf.is_eager(value)
-            or not value.dtype.is_floating):
+    if whole is not None or not _can_be_of_all(tower, value) or not value.dtype.is_floating:
         return whole
     found = walk(tower).kinds(value)
     is_mean = found <= provenance.MEANS and provenance.Kind.MEAN in found
@@ -276,21 +280,19 @@ def of_terms(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor | None
 def is_made_of(tower: contexts.TowerContext, value: Any, variable: Any) -> bool:
     """Whether ``value`` is traced, in a tower that has rows, and what ``variable`` holds is in it.
     """
-    return (_has_batch(tower) and tower.can_merge and isinstance(value, tf.Tensor)
-            and not _tf.is_eager(value) and value.dtype.is_floating
+    return (_can_be_of_all(tower, value) and value.dtype.is_floating
             and walk(tower).reads(value, variable.handle))
 
 
 def is_of_rows(tower: contexts.TowerContext, value: Any) -> bool:
     """Whether ``value``, of which :func:`of_all` knows no way, is made of rows by no sum or mean.
     """
-    if not _has_batch(tower) or not tower.can_merge or not isinstance(value, tf.Tensor) or (
-            _tf.is_eager(value)):
+    if not _can_be_of_all(tower, value):
         return False
     found = walk(tower)
     kinds = found.kinds(value)
-    return not kinds <= provenance.MEANS and (provenance.Kind.MIXED in kinds
-                                       or totals.puts_together(tower, found, value))
+    return not kinds <= provenance.MEANS and (
+        provenance.Kind.MIXED in kinds or totals.puts_together(tower, found, value))
 
 
 def are_rows(tower: contexts.TowerContext, indices: Any, updates: Any) -> bool:
