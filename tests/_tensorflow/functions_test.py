@@ -19,6 +19,7 @@ class GraphOptimizerTest(absltest.TestCase):
             return found.graph_options.rewrite_options
 
         self.assertEqual(lightly().optimizers, ["dependency"])
+        self.assertTrue(lightly().disable_tfg_optimizer)  # a tenth of a first step's run
         rewrites.scoped_allocator_optimization = rewrites.ON  # TensorFlow's own, of a cluster
         self.assertEqual(lightly().optimizers, ["dependency"])
         rewrites.constant_folding = rewrites.OFF

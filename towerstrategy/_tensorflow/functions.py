@@ -337,4 +337,6 @@ def _lightly(config: bytes, executor_type: str | None) -> Any:
     if {field.name for field, _ in rewrites.ListFields()} <= _NOT_THE_USERS:
         rewrites.optimizers[:] = ["dependency"]
         rewrites.meta_optimizer_iterations = rewrites.ONE
+        # Takes the graph into MLIR and back, whatever is asked for.
+        rewrites.disable_tfg_optimizer = True
     return eager_context.FunctionCallOptions(executor_type, proto)
