@@ -22,6 +22,12 @@ def synchronizing(layer: Any) -> contexts.TowerContext | None:
     return tower if everywhere or layer.synchronized else None
 
 
+def of_own_rows(inputs: tf.Tensor, found: Any) -> Any:
+    """``found``, the statistics of a tower's own ``inputs``, by nature: nobody is told of them."""
+    tower = contexts.splitting_tower()
+    return found if tower is None else tower.mark_made_of(found, inputs)
+
+
 def moments(tower: contexts.TowerContext, inputs: tf.Tensor, axes: Sequence[int], mask: Any = None,
             epsilon: float = 0.) -> tuple[Any, Any, Any]:
     """See :func:`statistics.whole_batch_moments`; ``mask`` has no channels, the last axis."""

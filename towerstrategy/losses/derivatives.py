@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.losses import contractions, parts, provenance
+from towerstrategy.losses import contractions, given_back, parts, provenance
 from towerstrategy.merge import remade
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
@@ -140,6 +140,7 @@ def _note(tower: contexts.TowerContext, target: Any, sources: Any, result: Any,
         tower.suspects |= {id(each) for each in held if isinstance(each, one_copy.TowerVariable)}
     for loss in tf.nest.flatten(target):
         _check_rows(tower, loss)
+    given_back.check(tower, target)
     if vectors is None:
         kinds = [_kinds_of_sum(tower, loss) if each == _UNKNOWN else each
                  for loss, each in zip(tf.nest.flatten(target), kinds)]

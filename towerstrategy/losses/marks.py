@@ -34,6 +34,9 @@ class Marks:
       uniques: eager values of which each is there once.
       gathered: whether the replica function has asked for the rows of all towers.
       given: ids of the eager tensors that the towers were given parts of, where each is traced.
+      parts: ids of traced tensors with this tower's rows, where the graph does not tell them.
+      places: where rows are in tensors that were looked at, by their ids, see given_back.
+      told_values: traced values of which a warning was due.
       trial: of the loss that is being called, see one_number; or None.
     """
 
@@ -47,9 +50,13 @@ class Marks:
         self.uniques: list[tf.Tensor] = []
         self.gathered = False
         self.given: frozenset[int] = frozenset()
+        self.parts: frozenset[int] = frozenset()
+        self.places: dict[int, Any] = {}
+        self.told_values: list[tf.Tensor] = []
         self.trial: Any = None
         self._scaled: dict[int, Any] = {}
         self._means: dict[int, Any] = {}
+        self._made_of: dict[int, tuple[Any, list[tf.Tensor]]] = {}
         self._whole: set[str] = set()
         self._losses: dict[int, tuple[Any, list[Any]]] = {}
 
@@ -91,6 +98,21 @@ class Marks:
     def is_whole(self, value: tf.Tensor) -> bool:
         """Whether a traced tensor went through :meth:`mark_whole`."""
         return bool(self._whole) and value.name in self._whole
+
+    def mark_made_of(self, result: Any, given: Any) -> Any:
+        """Remembers that somebody answers for how ``result`` was made of ``given``, two nests."""
+        sources = [each for each in tf.nest.flatten(given)
+                   if isinstance(each, tf.Tensor) and not _tf.is_eager(each)]
+        for leaf in tf.nest.flatten(result):
+            if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf) and not any(
+                    leaf is source for source in sources):
+                self._made_of[id(leaf)] = leaf, sources
+        return result
+
+    def made_of(self, result: tf.Tensor) -> list[tf.Tensor] | None:
+        """What ``result`` was made of, where it went through :meth:`mark_made_of`; else None."""
+        found = self._made_of.get(id(result))
+        return None if found is None else found[1]
 
     def losses_of(self, layer: Any) -> list[Any]:
         """The list of the losses that ``layer`` has added in this tower."""

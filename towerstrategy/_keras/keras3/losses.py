@@ -64,7 +64,8 @@ def apply_mask(original: Callable[..., Any]) -> Callable[..., Any]:
         tower = contexts.splitting_tower()
         if tower is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
             return weights
-        return losses_rules.whole_batch_mask(tower, weights, mask)
+        weights = losses_rules.whole_batch_mask(tower, weights, mask)
+        return tower.mark_made_of(weights, (sample_weight, mask))
 
     return apply_mask
 

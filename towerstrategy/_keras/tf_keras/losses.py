@@ -39,7 +39,8 @@ def apply_valid_mask(original: Callable[..., Any]) -> Callable[..., Any]:
         tower = contexts.splitting_tower()
         if tower is None or mask is None or reduction not in means:
             return weights
-        return losses_rules.whole_batch_mask(tower, weights, mask)
+        weights = losses_rules.whole_batch_mask(tower, weights, mask)
+        return tower.mark_made_of(weights, (sw, mask))
 
     return apply_valid_mask
 
