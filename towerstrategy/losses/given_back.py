@@ -42,12 +42,14 @@ class _Holds(NamedTuple):
     Attributes:
       places: where the rows are in it, see :mod:`row_places`.
       root: the statistic that it is, or of rows, the one that has gone into them.
+      alone: whether those dimensions have nothing but the rows.
       cancels: whether it is an extreme that nothing is differentiated by, as that which is taken
         off before exponentials and cancels behind them.
     """
 
     places: row_places.Places = None
     root: Any = None
+    alone: bool = True
     cancels: bool = False
 
 
@@ -193,7 +195,8 @@ class _Search:
               held: Sequence[_Holds]) -> _Holds:
         """What ``operation`` makes of what is ``given`` to it."""
         kind, dtype = operation.type, operation.outputs[0].dtype
-        made = row_places.made(operation, given, [each.places for each in held])
+        made = row_places.made(operation, given, [each.places for each in held],
+                               all(each.alone for each in held))
         is_number = dtype.is_floating or dtype.is_complex or dtype == tf.bool
         of_rows = [each.root for each in held if each.places is not None and each.root is not None]
         root = of_rows[0] if of_rows and kind not in _LAYERS else None
@@ -202,7 +205,7 @@ class _Search:
             statistic = operation.outputs[0] if root is None else root
             if made.places is not None:
                 self.found.append(statistic)
-            return _Holds(made.places, statistic)
+            return _Holds(made.places, statistic, made.alone)
         statistics = [each for each in held if each.places is None and each.root is not None]
         if made.places is None:
             return self._of_statistics(operation, statistics) if is_number else _NOTHING
@@ -210,7 +213,7 @@ class _Search:
                 kind == "Sub" and held[1].cancels):
             root = statistics[0].root
             self.found.append(root)
-        return _Holds(made.places, None if kind in _LAYERS else root)
+        return _Holds(made.places, None if kind in _LAYERS else root, made.alone)
 
     def _of_statistics(self, operation: tf.Operation, statistics: Sequence[_Holds]) -> _Holds:
         """What is made of statistics alone."""
@@ -219,7 +222,7 @@ class _Search:
         root = statistics[0].root
         cancels = all(each.cancels for each in statistics) or (
             operation.type == "StopGradient" and root.op.type in _EXTREMES)
-        return _Holds(None, root, cancels)
+        return _Holds(None, root, cancels=cancels)
 
     def _put_call(self, operation: tf.Operation) -> None:
         """Looks into a nested function, or the branches of a condition."""

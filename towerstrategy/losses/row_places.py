@@ -27,28 +27,40 @@ class Made(NamedTuple):
     Attributes:
       places: where they are in each of its outputs.
       together: whether several are put into one value.
+      alone: whether those dimensions have nothing but the rows.
     """
 
     places: Places = None
     together: bool = False
+    alone: bool = True
 
 
 _Rule = Callable[[tf.Operation, Sequence[tf.Tensor], Sequence[Places]], Made]
 _LOST = Made(SOMEWHERE)
 
 
-def made(operation: tf.Operation, given: Sequence[tf.Tensor], places: Sequence[Places]) -> Made:
-    """What ``operation`` makes of what is ``given`` to it, where rows are in those ``places``."""
+def made(operation: tf.Operation, given: Sequence[tf.Tensor], places: Sequence[Places],
+         alone: bool) -> Made:
+    """What ``operation`` makes of what is ``given`` to it, where rows are in those ``places``.
+
+    Args:
+      operation: an operation.
+      given: its inputs.
+      places: where rows are in each of them.
+      alone: whether those dimensions have nothing but the rows.
+    """
     if not any(place is not None for place in places):
         return Made()
+    if operation.type == "Reshape":
+        return _reshaped(operation, given, places, alone)
     rule = _RULES.get(operation.type)
-    return _LOST if rule is None else rule(operation, given, places)
+    return (_LOST if rule is None else rule(operation, given, places))._replace(alone=alone)
 
 
 def by_shape(value: tf.Tensor, rows: int | None) -> Places:
     """Where ``rows`` (0 where they are not known) may be in ``value``, as far as its shape tells.
     """
-    if value.shape.rank is None:
+    if value.shape.rank is None or rows == 1:
         return SOMEWHERE
     likely = [axis for axis, size in enumerate(value.shape)
               if size is None or size == (rows or None)]
@@ -187,17 +199,19 @@ def _sliced(operation: tf.Operation, given: Sequence[tf.Tensor], places: Sequenc
 
 
 def _reshaped(operation: tf.Operation, given: Sequence[tf.Tensor],
-              places: Sequence[Places]) -> Made:
-    before, after = given[0].shape, operation.outputs[0].shape
-    if not places[0] or before.rank is None or after.rank is None:
+              places: Sequence[Places], alone: bool) -> Made:
+    if not places[0] or given[0].shape.rank is None or operation.outputs[0].shape.rank is None:
         return Made() if places[0] is None else _LOST
+    before, after = given[0].shape.as_list(), operation.outputs[0].shape.as_list()
     first, last = min(places[0]), max(places[0])
-    begin = _behind(list(before)[:first], list(after))
+    if before[first] == 1:  # a single row: any dimension of 1 may be its
+        return Made(places[0]) if before[:last + 1] == after[:last + 1] else _LOST
+    begin = _behind(before[:first], after)
     if begin is None:
         return _LOST
-    end = _of_size(list(after), begin + 1, list(before)[last + 1:])
-    if end is None:  # elements go on in their order, so the first dimension has some of each
-        return Made(frozenset({begin}))
+    end = _of_size(after, begin + 1, before[last + 1:])
+    if end is None or not alone:  # elements go on in their order: the first has some of each
+        return Made(frozenset({begin}), alone=False)
     return Made(frozenset({begin, *(axis for axis in range(begin, end) if after[axis] != 1)}))
 
 
@@ -355,5 +369,5 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("LogSoftmax", "Softmax"), _over_last),
     **dict.fromkeys(("Split", "SplitV"), _split),
     "ConcatV2": _joined, "Einsum": _subscripted, "ExpandDims": _expanded, "GatherNd": _taken,
-    "OneHot": _one_hot, "Pack": _packed, "Reshape": _reshaped, "Squeeze": _squeezed,
+    "OneHot": _one_hot, "Pack": _packed, "Squeeze": _squeezed,
     "StridedSlice": _sliced, "TopKV2": _chosen, "Transpose": _transposed, "Unpack": _unpacked}
