@@ -127,6 +127,8 @@ class _Search:
         kind = operation.type
         if kind in _SOURCES or kind == "Placeholder" and tensor.dtype == tf.resource:
             return ()
+        if self._tower.is_agreed(tensor):  # what has its gradient is given the rows, too
+            return ()
         answered = self._tower.made_of(tensor)
         if answered is not None:
             return answered
