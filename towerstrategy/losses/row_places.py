@@ -329,7 +329,7 @@ def _one_hot(operation: tf.Operation, given: Sequence[tf.Tensor],
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys((
         "Abs", "Acos", "Acosh", "Add", "AddN", "AddV2", "Angle", "ApproximateEqual", "Asin",
-        "Asinh", "Atan", "Atan2", "Atanh", "BesselI0e", "BesselI1e", "Betainc", "Bitcast",
+        "Asinh", "Atan", "Atan2", "Atanh", "BesselI0e", "BesselI1e", "Betainc",
         "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BroadcastTo", "Bucketize", "Cast", "Ceil",
         "CheckNumerics", "ClipByValue", "Complex", "ComplexAbs", "Conj", "Cos", "Cosh", "Digamma",
         "Div", "DivNoNan", "Elu", "EluGrad", "EnsureShape", "Equal", "Erf", "Erfc", "Erfinv",
@@ -340,15 +340,15 @@ _RULES: dict[str, _Rule] = {
         "Minimum", "Mod", "Mul", "MulNoNan", "Ndtri", "Neg", "NextAfter", "NotEqual", "Polygamma",
         "Pow", "PreventGradient", "QuantizeAndDequantizeV2", "QuantizeAndDequantizeV4", "Real",
         "RealDiv", "Reciprocal", "ReciprocalGrad", "Relu", "Relu6", "Relu6Grad", "ReluGrad",
-        "RightShift", "Rint", "Round", "Rsqrt", "RsqrtGrad", "Select", "SelectV2", "Selu",
+        "RightShift", "Rint", "Round", "Rsqrt", "RsqrtGrad", "SelectV2", "Selu",
         "SeluGrad", "Sigmoid", "SigmoidGrad", "Sign", "Sin", "Sinh", "Snapshot", "Softplus",
         "SoftplusGrad", "Softsign", "SoftsignGrad", "Sqrt", "SqrtGrad", "Square",
         "SquaredDifference", "StopGradient", "Sub", "Tan", "Tanh", "TanhGrad", "TruncateDiv",
         "TruncateMod", "Xdivy", "Xlog1py", "Xlogy", "Zeta"), _elementwise),
     **dict.fromkeys((
-        "Cumprod", "Cumsum", "CumulativeLogsumexp", "FFT", "FusedBatchNorm", "FusedBatchNormV2",
-        "FusedBatchNormV3", "IFFT", "IRFFT", "MatrixDiag", "MatrixDiagV3", "MirrorPad", "Pad",
-        "PadV2", "RFFT", "ReverseV2", "Roll", "Slice", "Tile"), _same),
+        "Bitcast", "Cumprod", "Cumsum", "CumulativeLogsumexp", "FFT", "FusedBatchNorm",
+        "FusedBatchNormV2", "FusedBatchNormV3", "IFFT", "IRFFT", "MatrixDiag", "MatrixDiagV3",
+        "MirrorPad", "Pad", "PadV2", "RFFT", "ReverseV2", "Roll", "Select", "Slice", "Tile"), _same),
     **dict.fromkeys((
         "AdjustContrastv2", "AdjustHue", "AdjustSaturation", "AvgPool", "AvgPool3D",
         "BatchToSpaceND", "BiasAdd", "Conv", "Conv2D", "Conv2DBackpropInput", "Conv3D",
