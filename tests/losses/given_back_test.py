@@ -219,6 +219,26 @@ class LayersTest(parameterized.TestCase):
             model.fit(WORDS if masks else X, Y, batch_size=11, verbose=0)
 
     @parameterized.product(version=BOTH)
+    def test_batch_norm_in_a_function_is_not_told(self, version):
+        """Else a decorated ``call`` that was traced outside of the towers is warned of."""
+        class Own(version.Model):
+            def __init__(self):
+                super().__init__()
+                self.norm, self.dense = version.layers.BatchNormalization(), version.layers.Dense(1)
+
+            @tf.function
+            def call(self, x, training=None):
+                return self.dense(self.norm(x, training=training))
+
+        strategy = towerstrategy.TowerStrategy(2)
+        with strategy.scope():
+            model = Own()
+            model.compile("sgd", "mse")
+            model(X[:2], training=True)
+        with silence():
+            model.fit(X[:4], Y[:4], batch_size=4, verbose=0)
+
+    @parameterized.product(version=BOTH)
     def test_masks_and_weights_are_not_told(self, version):
         """Else Keras' own mean over unmasked steps is taken for a statistic of rows."""
         strategy = towerstrategy.TowerStrategy(4)

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy.losses import marks
 from towerstrategy.towers import contexts, statistics
 
 
@@ -24,8 +25,7 @@ def synchronizing(layer: Any) -> contexts.TowerContext | None:
 
 def of_own_rows(inputs: tf.Tensor, found: Any) -> Any:
     """``found``, the statistics of a tower's own ``inputs``, by nature: nobody is told of them."""
-    tower = contexts.splitting_tower()
-    return found if tower is None else tower.mark_made_of(found, inputs)
+    return marks.mark_made_of(found, inputs)
 
 
 def moments(tower: contexts.TowerContext, inputs: tf.Tensor, axes: Sequence[int], mask: Any = None,

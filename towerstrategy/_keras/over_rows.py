@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.losses import one_number, over_rows, own_losses, parts
+from towerstrategy.losses import marks, one_number, over_rows, own_losses, parts
 from towerstrategy.towers import contexts
 
 
@@ -85,7 +85,7 @@ def loss_of_rows(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample_weig
         result = loss(y_true, y_pred, sample_weight)
     if tried.fails:
         result = loss_of_all(loss, y_true, y_pred, sample_weight)
-    return tower.mark_made_of(result, (y_true, y_pred, sample_weight))
+    return marks.mark_made_of(result, (y_true, y_pred, sample_weight))
 
 
 def loss_with_own_call(loss: Callable[..., Any], y_true: Any, y_pred: Any,
@@ -109,7 +109,7 @@ def loss_with_own_call(loss: Callable[..., Any], y_true: Any, y_pred: Any,
         result = loss_of_all(loss, y_true, y_pred, sample_weight)
     elif result.shape.rank == 0:
         result = parts.scaled(tower, result)
-    return tower.mark_made_of(result, given)
+    return marks.mark_made_of(result, given)
 
 
 class _Held:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.losses import parts, provenance, row_axes, row_places
+from towerstrategy.losses import marks, parts, provenance, row_axes, row_places
 from towerstrategy.towers import contexts
 
 _REDUCING = frozenset({"EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"})
@@ -129,7 +129,7 @@ class _Search:
             return ()
         if self._tower.is_agreed(tensor):  # what has its gradient is given the rows, too
             return ()
-        answered = self._tower.made_of(tensor)
+        answered = marks.made_of(tensor)
         if answered is not None:
             return answered
         if kind.startswith("Placeholder"):
@@ -146,7 +146,7 @@ class _Search:
 
     def _put(self, operation: tf.Operation, tensor: tf.Tensor,
              sources: Sequence[tf.Tensor]) -> None:
-        if tensor.op.type in _SOURCES or self._tower.made_of(tensor) is not None:
+        if tensor.op.type in _SOURCES or marks.made_of(tensor) is not None:
             self._holds[id(tensor)] = _NOTHING
         elif self._is_given(tensor):
             self._holds[id(tensor)] = _Holds(row_places.FIRST)

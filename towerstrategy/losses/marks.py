@@ -19,6 +19,8 @@ from towerstrategy.merge import remade
 
 # What a nested function has scaled it scales at each call, in whichever trace: tensors' names.
 _PARTS: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
+# So it is with what it was answered for in there: the names of what went into it.
+_MADE_OF: weakref.WeakKeyDictionary[tf.Graph, dict[str, list[str]]] = weakref.WeakKeyDictionary()
 
 
 class Marks:
@@ -56,7 +58,6 @@ class Marks:
         self.trial: Any = None
         self._scaled: dict[int, Any] = {}
         self._means: dict[int, Any] = {}
-        self._made_of: dict[int, tuple[Any, list[tf.Tensor]]] = {}
         self._whole: set[str] = set()
         self._losses: dict[int, tuple[Any, list[Any]]] = {}
 
@@ -99,24 +100,29 @@ class Marks:
         """Whether a traced tensor went through :meth:`mark_whole`."""
         return bool(self._whole) and value.name in self._whole
 
-    def mark_made_of(self, result: Any, given: Any) -> Any:
-        """Remembers that somebody answers for how ``result`` was made of ``given``, two nests."""
-        sources = [each for each in tf.nest.flatten(given)
-                   if isinstance(each, tf.Tensor) and not _tf.is_eager(each)]
-        for leaf in tf.nest.flatten(result):
-            if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf) and not any(
-                    leaf is source for source in sources):
-                self._made_of[id(leaf)] = leaf, sources
-        return result
-
-    def made_of(self, result: tf.Tensor) -> list[tf.Tensor] | None:
-        """What ``result`` was made of, where it went through :meth:`mark_made_of`; else None."""
-        found = self._made_of.get(id(result))
-        return None if found is None else found[1]
-
     def losses_of(self, layer: Any) -> list[Any]:
         """The list of the losses that ``layer`` has added in this tower."""
         return self._losses.setdefault(id(layer), (layer, []))[1]
+
+
+def mark_made_of(result: Any, given: Any) -> Any:
+    """Remembers that somebody answers for how ``result`` was made of ``given``, two nests.
+
+    Of what is traced, be it in a tower or not: a nested function may be called by one later.
+    """
+    sources = [each for each in tf.nest.flatten(given) if tf.is_symbolic_tensor(each)]
+    for leaf in tf.nest.flatten(result):
+        if tf.is_symbolic_tensor(leaf) and not any(leaf is source for source in sources):
+            _MADE_OF.setdefault(leaf.graph, {})[leaf.name] = [
+                source.name for source in sources if source.graph is leaf.graph]
+    return result
+
+
+def made_of(result: tf.Tensor) -> list[tf.Tensor] | None:
+    """What ``result`` was made of, where it went through :func:`mark_made_of`; else None."""
+    graph = result.graph
+    names = _MADE_OF.get(graph, {}).get(result.name)
+    return None if names is None else [graph.get_tensor_by_name(name) for name in names]
 
 
 def _note_in_graph(loss: Any) -> None:

@@ -348,7 +348,8 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys((
         "Bitcast", "Cumprod", "Cumsum", "CumulativeLogsumexp", "FFT", "FusedBatchNorm",
         "FusedBatchNormV2", "FusedBatchNormV3", "IFFT", "IRFFT", "MatrixDiag", "MatrixDiagV3",
-        "MirrorPad", "Pad", "PadV2", "RFFT", "ReverseV2", "Roll", "Select", "Slice", "Tile"), _same),
+        "MirrorPad", "Pad", "PadV2", "RFFT", "ReverseV2", "Roll", "Select", "Slice", "Tile"),
+        _same),
     **dict.fromkeys((
         "AdjustContrastv2", "AdjustHue", "AdjustSaturation", "AvgPool", "AvgPool3D",
         "BatchToSpaceND", "BiasAdd", "Conv", "Conv2D", "Conv2DBackpropInput", "Conv3D",
