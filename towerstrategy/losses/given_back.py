@@ -103,6 +103,7 @@ class _Search:
         self._tower = tower
         self._walk = parts.walk(tower)
         self._holds: dict[int, _Holds] = tower.places  # of a former search, too
+        self._inner: dict[int, list[tuple[_Search, Sequence[tf.Tensor]]]] = {}
         self.found: list[tf.Tensor] = []
 
     def look(self, values: Iterable[tf.Tensor]) -> None:
@@ -156,7 +157,7 @@ class _Search:
             for value, output in zip(operation.inputs, operation.outputs):
                 self._holds[id(output)] = self._outside(output) or self._of(value)
         elif operation.type in _BODIES:
-            self._put_call(operation)
+            self._put_called(operation, tensor)
         else:
             self._put_outputs(operation)
 
@@ -226,20 +227,28 @@ class _Search:
             operation.type == "StopGradient" and root.op.type in _EXTREMES)
         return _Holds(None, root, cancels=cancels)
 
-    def _put_call(self, operation: tf.Operation) -> None:
-        """Looks into a nested function, or the branches of a condition."""
-        first = int(operation.type in provenance.BRANCHES)  # behind a branch's condition
-        for name in _tf.functions_of(operation):
-            graph = _tf.graph_of_call(operation, name)
-            if graph is None:
-                continue
-            inner = _Search(self._tower)
-            inner._holds = {id(argument): self._of(value) for argument, value in zip(
-                graph.inputs, operation.inputs[first:])}
-            inner.look(graph.outputs)
-            self.found += inner.found
-            for result, output in zip(graph.outputs, operation.outputs):
-                if self._of(output) is _NOTHING:
-                    self._holds[id(output)] = inner._of(result)
-        for output in operation.outputs:
-            self._holds.setdefault(id(output), _NOTHING)
+    def _put_called(self, operation: tf.Operation, tensor: tf.Tensor) -> None:
+        """Looks into a nested function, or the branches of a condition, for ``tensor`` alone.
+
+        What a function hands on for its gradients it may have made where nobody is to look.
+        """
+        holds = _NOTHING
+        for search, outputs in self._bodies(operation):
+            result = outputs[tensor.value_index]
+            search.look([result])
+            self.found += search.found
+            holds = search._of(result) if holds is _NOTHING else holds
+        self._holds[id(tensor)] = holds
+
+    def _bodies(self, operation: tf.Operation) -> list[tuple[_Search, Sequence[tf.Tensor]]]:
+        """Searches in what ``operation`` calls, and what that returns."""
+        if id(operation) not in self._inner:
+            given = [self._of(value) for value in operation.inputs]
+            first = int(operation.type in provenance.BRANCHES)  # behind a branch's condition
+            graphs = [_tf.graph_of_call(operation, name) for name in _tf.functions_of(operation)]
+            made = self._inner[id(operation)] = [
+                (_Search(self._tower), graph.outputs) for graph in graphs if graph is not None]
+            for (search, _), graph in zip(made, filter(None, graphs)):
+                search._holds = {id(argument): holds for argument, holds in zip(
+                    graph.inputs, given[first:])}
+        return self._inner[id(operation)]
