@@ -140,8 +140,8 @@ def _note(tower: contexts.TowerContext, target: Any, sources: Any, result: Any,
         tower.suspects |= {id(each) for each in held if isinstance(each, one_copy.TowerVariable)}
     for loss in tf.nest.flatten(target):
         _check_rows(tower, loss)
-    given_back.check(tower, target)
-    if vectors is None:
+    if vectors is None:  # else it is part of another, as where a function is recomputed
+        given_back.check(tower, target)
         kinds = [_kinds_of_sum(tower, loss) if each == _UNKNOWN else each
                  for loss, each in zip(tf.nest.flatten(target), kinds)]
     known = not tower.own_means and _are_steady(vectors)
