@@ -86,18 +86,13 @@ def masked(x):
     return x * kept
 
 
-def recomputed(x):
-    """TensorFlow lets this wait, by an extreme of the gradients times 0."""
-    return tf.recompute_grad(lambda x: tf.square(x) + x)(x)
-
-
 def by_weights(x):
     return x - tf.reduce_mean(tf.constant(TABLE), 0)
 
 
 TOLD = (standardized, below_the_largest, by_moments, by_their_length, beside_the_deviation,
         of_groups, as_weights, in_a_function, behind_time)
-SILENT = (of_a_row, recomputed, taken_off_before_exponentials, masked, by_weights)
+SILENT = (of_a_row, taken_off_before_exponentials, masked, by_weights)
 
 
 def fitted(version, strategy, function, rows=X, **kwargs):
@@ -242,6 +237,24 @@ class LayersTest(parameterized.TestCase):
             model(X[:2], training=True)
         with silence():
             model.fit(X[:4], Y[:4], batch_size=4, verbose=0)
+
+    @parameterized.product(version=BOTH)
+    def test_what_is_recomputed_is_not_told(self, version):
+        """Else TensorFlow's own order is warned of: an extreme of the gradients, times 0."""
+        class Again(version.layers.Layer):
+            def build(self, shape):
+                self.kernel = self.add_weight(shape=[6, 6], name="kernel")
+
+            def call(self, x):
+                return tf.recompute_grad(lambda x: tf.tanh(tf.matmul(x, self.kernel)))(x)
+
+        strategy = towerstrategy.TowerStrategy(4)
+        with strategy.scope():
+            inputs = version.Input([6])
+            model = version.Model(inputs, version.layers.Dense(1)(Again()(Again()(inputs))))
+            model.compile("sgd", "mse")
+        with silence():
+            model.fit(X, Y, batch_size=11, verbose=0)
 
     @parameterized.product(version=BOTH)
     def test_masks_and_weights_are_not_told(self, version):
