@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy.losses import marks
 from towerstrategy.towers import contexts, statistics
 
 
@@ -20,6 +21,11 @@ def synchronizing(layer: Any) -> contexts.TowerContext | None:
         return None
     everywhere = tower.strategy.extended.synchronize_batch_norm
     return tower if everywhere or layer.synchronized else None
+
+
+def of_own_rows(inputs: tf.Tensor, found: Any) -> Any:
+    """``found``, the statistics of a tower's own ``inputs``, by nature: nobody is told of them."""
+    return marks.mark_made_of(found, inputs)
 
 
 def moments(tower: contexts.TowerContext, inputs: tf.Tensor, axes: Sequence[int], mask: Any = None,

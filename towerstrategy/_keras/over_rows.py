@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.losses import one_number, over_rows, own_losses, parts
+from towerstrategy.losses import marks, one_number, over_rows, own_losses, parts
 from towerstrategy.towers import contexts
 
 
@@ -83,7 +83,9 @@ def loss_of_rows(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample_weig
         return loss(y_true, y_pred, sample_weight)
     with one_number.trial(tower, (y_true, y_pred)) as tried:
         result = loss(y_true, y_pred, sample_weight)
-    return loss_of_all(loss, y_true, y_pred, sample_weight) if tried.fails else result
+    if tried.fails:
+        result = loss_of_all(loss, y_true, y_pred, sample_weight)
+    return marks.mark_made_of(result, (y_true, y_pred, sample_weight))
 
 
 def loss_with_own_call(loss: Callable[..., Any], y_true: Any, y_pred: Any,
@@ -104,8 +106,10 @@ def loss_with_own_call(loss: Callable[..., Any], y_true: Any, y_pred: Any,
             result = one_number.whole(tower, result, is_sum=False, weighted=False)
             own_losses.check_number(tower, result, "sum_over_batch_size")
     if tried is not None and tried.fails:
-        return loss_of_all(loss, y_true, y_pred, sample_weight)
-    return parts.scaled(tower, result) if result.shape.rank == 0 else result
+        result = loss_of_all(loss, y_true, y_pred, sample_weight)
+    elif result.shape.rank == 0:
+        result = parts.scaled(tower, result)
+    return marks.mark_made_of(result, given)
 
 
 class _Held:

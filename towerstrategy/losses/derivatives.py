@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.losses import contractions, parts, provenance
+from towerstrategy.losses import contractions, given_back, parts, provenance
 from towerstrategy.merge import remade
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
@@ -140,7 +140,8 @@ def _note(tower: contexts.TowerContext, target: Any, sources: Any, result: Any,
         tower.suspects |= {id(each) for each in held if isinstance(each, one_copy.TowerVariable)}
     for loss in tf.nest.flatten(target):
         _check_rows(tower, loss)
-    if vectors is None:
+    if vectors is None:  # else it is part of another, as where a function is recomputed
+        given_back.check(tower, target)
         kinds = [_kinds_of_sum(tower, loss) if each == _UNKNOWN else each
                  for loss, each in zip(tf.nest.flatten(target), kinds)]
     known = not tower.own_means and _are_steady(vectors)

@@ -19,6 +19,8 @@ from towerstrategy.merge import remade
 
 # What a nested function has scaled it scales at each call, in whichever trace: tensors' names.
 _PARTS: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
+# So it is with what it was answered for in there: the names of what went into it.
+_MADE_OF: weakref.WeakKeyDictionary[tf.Graph, dict[str, list[str]]] = weakref.WeakKeyDictionary()
 
 
 class Marks:
@@ -34,6 +36,9 @@ class Marks:
       uniques: eager values of which each is there once.
       gathered: whether the replica function has asked for the rows of all towers.
       given: ids of the eager tensors that the towers were given parts of, where each is traced.
+      parts: ids of traced tensors with this tower's rows, where the graph does not tell them.
+      places: where rows are in tensors that were looked at, by their ids, see given_back.
+      told_values: traced values of which a warning was due.
       trial: of the loss that is being called, see one_number; or None.
     """
 
@@ -47,6 +52,9 @@ class Marks:
         self.uniques: list[tf.Tensor] = []
         self.gathered = False
         self.given: frozenset[int] = frozenset()
+        self.parts: frozenset[int] = frozenset()
+        self.places: dict[int, Any] = {}
+        self.told_values: list[tf.Tensor] = []
         self.trial: Any = None
         self._scaled: dict[int, Any] = {}
         self._means: dict[int, Any] = {}
@@ -95,6 +103,26 @@ class Marks:
     def losses_of(self, layer: Any) -> list[Any]:
         """The list of the losses that ``layer`` has added in this tower."""
         return self._losses.setdefault(id(layer), (layer, []))[1]
+
+
+def mark_made_of(result: Any, given: Any) -> Any:
+    """Remembers that somebody answers for how ``result`` was made of ``given``, two nests.
+
+    Of what is traced, be it in a tower or not: a nested function may be called by one later.
+    """
+    sources = [each for each in tf.nest.flatten(given) if tf.is_symbolic_tensor(each)]
+    for leaf in tf.nest.flatten(result):
+        if tf.is_symbolic_tensor(leaf) and not any(leaf is source for source in sources):
+            _MADE_OF.setdefault(leaf.graph, {})[leaf.name] = [
+                source.name for source in sources if source.graph is leaf.graph]
+    return result
+
+
+def made_of(result: tf.Tensor) -> list[tf.Tensor] | None:
+    """What ``result`` was made of, where it went through :func:`mark_made_of`; else None."""
+    graph = result.graph
+    names = _MADE_OF.get(graph, {}).get(result.name)
+    return None if names is None else [graph.get_tensor_by_name(name) for name in names]
 
 
 def _note_in_graph(loss: Any) -> None:

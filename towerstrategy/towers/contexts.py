@@ -307,6 +307,7 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
 
     def warn_of(self, value: tf.Tensor, message: str) -> None:
         """Warns of a traced ``value``, once for the operation that ``{name}`` stands for."""
+        self.told_values.append(value)
         name = plain_name(value.op.name)
         warned = self._strategy.extended.warned_numbers
         if name not in warned:

@@ -105,8 +105,9 @@ class _Call:
         made: dict[str, list[tf.Variable]] = {}
         towers = [contexts.TowerContext(strategy, tower, shares, self)
                   for tower in range(len(strategy.extended.worker_devices))]
+        given = parts_in((args, kwargs))
         for tower in towers:
-            tower.given = _eager_parts((args, kwargs))
+            tower.given, tower.parts = given
         self._left = leavings.Turns(fn, (args, kwargs))
         self._towers = [
             _TowerThread(tower, state, made, fn, _tf.select_replica(number, args),
@@ -258,12 +259,14 @@ class _Meeting:
         self.controls = [] if self.eager else _tf.control_dependencies_of(graph)
 
 
-def _eager_parts(arguments: Any) -> frozenset[int]:
-    """The ids of the eager tensors that towers are given parts of, which a trace captures."""
+def parts_in(arguments: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """The ids of the tensors that towers are given parts of: eager ones, and traced ones."""
     values = [part for leaf in tf.nest.flatten(arguments)
               if isinstance(leaf, _tf.PerReplica) for part in leaf.values]
-    return frozenset(id(part) for part in tf.nest.flatten(values, expand_composites=True)
-                     if isinstance(part, tf.Tensor) and _tf.is_eager(part))
+    tensors = [part for part in tf.nest.flatten(values, expand_composites=True)
+               if isinstance(part, tf.Tensor)]
+    eager = frozenset(id(part) for part in tensors if _tf.is_eager(part))
+    return eager, frozenset(map(id, tensors)) - eager
 
 
 class _TowerThread(threading.Thread):

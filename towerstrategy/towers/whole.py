@@ -70,6 +70,8 @@ def own_rows_of(tower: contexts.TowerContext, compute: Callable[[Any], Any], val
     def own(leaf: tf.Tensor) -> tf.Tensor:
         part = leaf[first:first + tower.rows]
         part.set_shape(tf.TensorShape([tower.given_rows]).concatenate(leaf.shape[1:]))
+        if not _tf.is_eager(part):
+            tower.parts |= {id(part)}
         return part
 
     return tf.nest.map_structure(own, made)

@@ -28,7 +28,7 @@ def moments(original: Callable[..., Any]) -> Callable[..., Any]:
     def _moments(self: Any, inputs: Any, mask: Any) -> Any:
         tower = batch_norm.synchronizing(self)
         if tower is None:
-            return original(self, inputs, mask)
+            return batch_norm.of_own_rows(inputs, original(self, inputs, mask))
         axes = self._reduction_axes
         epsilon = 0. if mask is None else keras_config.epsilon()
         _, mean, variance = batch_norm.moments(tower, inputs, axes, mask, epsilon)

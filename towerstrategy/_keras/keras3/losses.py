@@ -19,7 +19,7 @@ from keras.src.trainers import trainer as base_trainer
 from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import losses as losses_rules
 from towerstrategy._keras import over_rows as over_rows_rules
-from towerstrategy.losses import one_number, over_rows, own_losses, parts
+from towerstrategy.losses import marks, one_number, over_rows, own_losses, parts
 from towerstrategy.towers import contexts
 
 
@@ -64,7 +64,8 @@ def apply_mask(original: Callable[..., Any]) -> Callable[..., Any]:
         tower = contexts.splitting_tower()
         if tower is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
             return weights
-        return losses_rules.whole_batch_mask(tower, weights, mask)
+        weights = losses_rules.whole_batch_mask(tower, weights, mask)
+        return marks.mark_made_of(weights, (sample_weight, mask))
 
     return apply_mask
 

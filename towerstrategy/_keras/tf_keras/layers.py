@@ -32,7 +32,8 @@ def calculate_mean_and_var(original: Callable[..., Any]) -> Callable[..., Any]:
         tower = batch_norm.synchronizing(self)
         # Virtual batches are parts of the batch by their name.
         if tower is None or self.virtual_batch_size is not None:
-            return original(self, inputs, reduction_axes, keep_dims, mask=mask)
+            return batch_norm.of_own_rows(
+                inputs, original(self, inputs, reduction_axes, keep_dims, mask=mask))
         _, mean, variance = batch_norm.moments(tower, inputs, reduction_axes, mask)
         if keep_dims:
             return mean, variance

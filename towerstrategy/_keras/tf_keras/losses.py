@@ -17,7 +17,7 @@ from tf_keras.src.utils import losses_utils
 
 from towerstrategy._keras import losses as losses_rules
 from towerstrategy._keras import over_rows as over_rows_rules
-from towerstrategy.losses import one_number, over_rows, own_losses, parts
+from towerstrategy.losses import marks, one_number, over_rows, own_losses, parts
 from towerstrategy.towers import contexts
 
 
@@ -39,7 +39,8 @@ def apply_valid_mask(original: Callable[..., Any]) -> Callable[..., Any]:
         tower = contexts.splitting_tower()
         if tower is None or mask is None or reduction not in means:
             return weights
-        return losses_rules.whole_batch_mask(tower, weights, mask)
+        weights = losses_rules.whole_batch_mask(tower, weights, mask)
+        return marks.mark_made_of(weights, (sw, mask))
 
     return apply_valid_mask
 
