@@ -292,8 +292,8 @@ def check_writes(towers, mode, sizes, wraps, aggregation, method, what):
         signed, reading = reading, lambda x: signed(x)  # else its signature is for all the rows
     run = runner(strategy, reading, mode)
     # Sums over rows show in a graph.
-    is_whole = (what in ("sum", "loss") and aggregation is Aggregation.NONE and mode != "eager"
-                and not NESTING & set(wraps))
+    is_whole = (what in ("sum", "loss") and aggregation is not Aggregation.SUM
+                and mode != "eager" and not NESTING & set(wraps))
     now = 1.0
     for batch in batches(sizes):
         for _ in range(2 ** wraps.count("loop")):

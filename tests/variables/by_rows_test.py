@@ -96,6 +96,47 @@ class Means:
         self.steps.assign_add(1)
 
 
+class Places:
+    """What is kept of one batch after another, each in a place of its own."""
+
+    def __init__(self):
+        self.turn = tf.Variable(0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+        self.sums, self.means, self.roots, self.listed, self.rooted = (
+            tf.Variable(np.zeros(4)) for _ in range(5))
+        self.rows = tf.Variable(np.zeros(4, "int32"))
+        self.table = tf.Variable(np.zeros([4, COLUMNS]))
+
+    def update(self, x):
+        turn = tf.convert_to_tensor(self.turn)
+        root = tf.sqrt(tf.reduce_mean(tf.square(x)))
+        self.sums[turn].assign(tf.reduce_sum(x))
+        self.means.scatter_nd_update([[turn]], [tf.reduce_mean(x)])
+        self.roots[turn].assign(root)
+        self.rooted.scatter_nd_add([[turn]], [root])
+        self.listed.scatter_nd_update([[turn]], [tf.reduce_sum(x)])
+        self.rows[turn].assign(tf.shape(x)[0])
+        self.table.scatter_update(tf.IndexedSlices(
+            tf.reduce_sum(x, 0, keepdims=True), turn[tf.newaxis]))
+        self.turn.assign_add(1)
+
+
+class Rules:
+    """Functions of sums, kept where the towers' mean, or the first tower's value, is asked for."""
+
+    def __init__(self):
+        self.mean, self.root, self.least = (
+            tf.Variable(np.ones(()), aggregation=tf.VariableAggregation.MEAN) for _ in range(3))
+        self.first, self.seen = (tf.Variable(
+            np.zeros(()), aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA) for _ in range(2))
+
+    def update(self, x):
+        self.mean.assign_add(tf.reduce_sum(x))
+        self.root.assign(tf.sqrt(tf.reduce_mean(tf.square(x))))
+        self.least.assign(tf.minimum(self.least, tf.reduce_sum(x) / 100.))
+        self.first.assign(.5 * self.first + tf.reduce_mean(x))
+        self.seen.assign_add(tf.reduce_sum(x))
+
+
 class Deviation:
     def __init__(self):
         self.value = tf.Variable(np.zeros(COLUMNS))
@@ -129,7 +170,7 @@ def kept(strategy, make):
 class ByRowsTest(parameterized.TestCase):
 
     @parameterized.parameters((Counts, 3), (Codebook, 3), (Codebook, 4), (LeastSquares, 3),
-                              (Centers, 3), (Means, 3))
+                              (Centers, 3), (Means, 3), (Places, 3), (Rules, 3))
     def test_as_on_one_device(self, make, towers):
         """Else counts and sums of rows come out R times too small, and nobody is told."""
         with warnings.catch_warnings():

@@ -277,6 +277,12 @@ def of_terms(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor | None
     return _filled(tower, terms.scaled(found, value, tower.share))
 
 
+def is_steady(tower: contexts.TowerContext, value: Any) -> bool:
+    """Whether ``value`` comes of weights and constants alone; eager values do not tell."""
+    return not isinstance(value, tf.Tensor) or not _tf.is_eager(value) and (
+        walk(tower).is_steady(value))
+
+
 def is_made_of(tower: contexts.TowerContext, value: Any, variable: Any) -> bool:
     """Whether ``value`` is traced, in a tower that has rows, and what ``variable`` holds is in it.
     """

@@ -1,8 +1,8 @@
 """Writes of what towers have made of their rows: counts, sums of features, ratios of such.
 
-Goes in: a tower's value for a variable without an aggregation.  Comes out: what one device would
-have written, where the value is made of sums over rows (:mod:`totals`); None where the rule for
-writes will do, as for means over rows, or has to.
+Goes in: a tower's value for a variable whose writes are not added up.  Comes out: what one device
+would have written, where the value is made of sums over rows (:mod:`totals`); None where the rule
+for writes will do, as for means over rows, or has to.
 """
 
 from __future__ import annotations
@@ -14,26 +14,44 @@ import tensorflow as tf
 
 from towerstrategy.losses import parts
 from towerstrategy.towers import contexts
+from towerstrategy.variables import by_gradients
 
 _STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 # Batch norm's are those of each tower's rows, unless it is synchronized.
 _LOCAL = ("moving_mean", "moving_variance")
 
-# Keras has tower 0 write it: who sets it of a loss means that of the batch.
-_RATE = "learning_rate"
+# Keras has tower 0 write the learning rate: who sets it of a loss means that of the batch.
 _FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
 def of_all(tower: contexts.TowerContext, variable: Any, value: Any) -> tf.Tensor | None:
     """What one device writes to ``variable`` where the tower writes ``value``."""
-    if variable.merges_extremes:
+    if by_gradients.adds_up(tower, variable) or variable.name.partition(":")[0].endswith(_LOCAL):
         return None
-    name = variable.name.partition(":")[0]
-    if name.endswith(_RATE) and variable.aggregation is _FIRST:
+    if variable.aggregation is _FIRST:
         return parts.of_all_or_mean(tower, value)
-    if variable.aggregation is not tf.VariableAggregation.NONE or name.endswith(_LOCAL):
-        return None
     whole = parts.of_all(tower, value)
+    if whole is None and parts.is_of_rows(tower, value):
+        _warn(tower, variable, value)
+    return whole
+
+
+def of_all_at(tower: contexts.TowerContext, variable: Any, value: Any,
+              *places: Any) -> tf.Tensor | None:
+    """As :func:`of_all`, where ``value`` goes to a place in the variable.
+
+    Args:
+      tower: which writes.
+      variable: to which it writes.
+      value: a tensor.
+      *places: the indices, or bounds; None comes out unless they are the same on all towers.
+    """
+    if by_gradients.adds_up(tower, variable) or not all(
+            parts.is_steady(tower, place) for place in places):
+        return None
+    whole = by_gradients.of_merged(tower, value)
+    if whole is None:
+        whole = parts.of_all_or_mean(tower, value)
     if whole is None and parts.is_of_rows(tower, value):
         _warn(tower, variable, value)
     return whole

@@ -176,8 +176,7 @@ class TowerVariable(_tf.ResourceVariable):
             return by_gradients.write(tower, self, made, plain)
         whole = by_rows.of_all(tower, self, value)
         if whole is not None:
-            return tower.merge_call(lambda _, same: plain(
-                contexts.all_values(same, tower.count)[0]), args=(whole,))
+            return _write_same(tower, plain, whole)
         value = by_rows.part_of_next(tower, self, value)
 
         def merged(_: Any, values: Any) -> Any:
@@ -202,6 +201,10 @@ class TowerVariable(_tf.ResourceVariable):
         made = by_gradients.find(tower, self, slices)
         if made is not None:
             return by_gradients.write(tower, self, made, plain)
+        whole = by_rows.of_all_at(tower, self, slices.values, slices.indices)
+        if whole is not None:
+            return _write_same(tower, lambda values: plain(tf.IndexedSlices(
+                values, slices.indices, slices.dense_shape)), whole)
         are_added = by_rows.are_added(tower, self, method_name, slices.indices, slices.values)
 
         def merged(_: Any, values: Any) -> Any:
@@ -257,6 +260,11 @@ class TowerVariable(_tf.ResourceVariable):
         if not tower.can_merge:
             raise RuntimeError(contexts.NESTED_MERGE)
 
+        indices, updates = located(*arguments)
+        updates = tf.convert_to_tensor(updates, dtype=self.dtype)
+        whole = by_rows.of_all_at(tower, self, updates, indices)
+        if whole is not None:
+            return _write_same(tower, functools.partial(plain, indices), whole)
         are_added = len(arguments) == 2 and by_rows.are_added(tower, self, method_name, *arguments)
 
         def merged(_: Any, values: Any) -> Any:
@@ -278,6 +286,9 @@ class TowerVariable(_tf.ResourceVariable):
         if not tower.can_merge:
             raise RuntimeError(contexts.NESTED_MERGE)
         plain.keywords["name"] = None
+        whole = by_rows.of_all_at(tower, self, value, begin, end, strides)
+        if whole is not None:
+            return _write_same(tower, lambda same: plain(value=same, **where), whole)
 
         def merged(_: Any, where: Any, value: Any) -> Any:
             parts = {key: contexts.all_values(part, tower.count) for key, part in where.items()}
@@ -325,6 +336,12 @@ class TowerVariable(_tf.ResourceVariable):
             raise RuntimeError(contexts.NESTED_MERGE)
         tower.writes_alone(self)
         return plain(value)
+
+
+def _write_same(tower: contexts.TowerContext, plain: Callable[[Any], Any], value: tf.Tensor) -> Any:
+    """Does a write, given as ``plain``, once, of a value that is the same on all towers."""
+    return tower.merge_call(lambda _, same: plain(contexts.all_values(same, tower.count)[0]),
+                            args=(value,))
 
 
 def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,
