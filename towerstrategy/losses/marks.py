@@ -35,6 +35,7 @@ class Marks:
       gathered: whether the replica function has asked for the rows of all towers.
       given: ids of the eager tensors that the towers were given parts of, where each is traced.
       trial: of the loss that is being called, see one_number; or None.
+      predicates: by what it is decided whether what is being traced runs.
     """
 
     def __init__(self) -> None:
@@ -48,6 +49,7 @@ class Marks:
         self.gathered = False
         self.given: frozenset[int] = frozenset()
         self.trial: Any = None
+        self.predicates: list[Any] = []
         self._scaled: dict[int, Any] = {}
         self._means: dict[int, Any] = {}
         self._whole: set[str] = set()
@@ -61,6 +63,15 @@ class Marks:
             yield
         finally:
             self.weight = before
+
+    @contextlib.contextmanager
+    def in_branch(self, predicate: Any) -> Iterator[None]:
+        """Within, the branches of a condition are traced."""
+        self.predicates.append(predicate)
+        try:
+            yield
+        finally:
+            self.predicates.pop()
 
     def mark_scaled(self, loss: Any) -> Any:
         """Remembers that ``loss`` is this tower's part of the whole batch's loss already."""

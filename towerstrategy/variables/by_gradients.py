@@ -1,9 +1,9 @@
 """Writes of what towers have made of their gradients: sums of several batches, steps of one's own.
 
-Goes in: a tower's value for a variable whose writes are not added up.  Comes out: what one device would
-have written, made of the merged gradients (:mod:`remade`); None where the rule for writes will do.
-Gradients of a part of the batch's loss are summed, those of a mean over the tower's rows count by
-its share.  A variable that was written so holds the whole batch's, not a tower's part.
+Goes in: a tower's value for a variable whose writes are not added up.  Comes out: what one device
+would have written, made of the merged gradients (:mod:`remade`); None where the rule for writes
+will do.  Gradients of a part of the batch's loss are summed, those of a mean over the tower's rows
+count by its share.  A variable that was written so holds the whole batch's, not a tower's part.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ class TowerVariable(_tf.ResourceVariable):
     _home_may_change = False
     _extreme: str | None = None  # "max" or "min", see rules
     holds_gradients = False  # whether towers have written what they made of gradients
+    alone_adds: frozenset[bool] = frozenset()  # whether what they write alone is to be added up
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("a TowerVariable is made by tf.Variable in the scope of a TowerStrategy.")
@@ -167,7 +168,8 @@ class TowerVariable(_tf.ResourceVariable):
         value = tf.convert_to_tensor(value, dtype=self.dtype)
         if not tower.can_merge:
             tower.refuse_compiled_write(self)
-            return self._write_alone(tower, plain, value)
+            is_step = method is not _tf.ResourceVariable.assign
+            return self._write_alone(tower, plain, value, is_step)
 
         # A given name may hold the tower's name scope, and the write is on the merge device.
         plain.keywords["name"] = None
@@ -323,7 +325,7 @@ class TowerVariable(_tf.ResourceVariable):
             raise RuntimeError(contexts.NESTED_MERGE)
 
     def _write_alone(self, tower: contexts.TowerContext, plain: Callable[..., Any],
-                     value: tf.Tensor) -> Any:
+                     value: tf.Tensor, is_step: bool) -> Any:
         """A write inside control flow, where the towers cannot meet.
 
         Each tower writes for itself, and they merge where they meet next, see :mod:`alone`.
@@ -334,6 +336,7 @@ class TowerVariable(_tf.ResourceVariable):
         self._check_alone(tower, first)
         if self.aggregation is Aggregation.SUM:  # of values or of steps: that cannot be told later
             raise RuntimeError(contexts.NESTED_MERGE)
+        by_rows.note_alone(tower, self, value, is_step)
         tower.writes_alone(self)
         return plain(value)
 

@@ -118,6 +118,8 @@ def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
     """
     if variable.merges_extremes:
         return merging.extreme(variable._extreme, [*values, before], shares)
+    if variable.alone_adds == {True}:
+        return before + merging.total_of_filled([each - before for each in values], shares)
     if takes_firsts(variable) or not _is_floating(variable):
         return values[0]
     if shares.may_be_empty:
