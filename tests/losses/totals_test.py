@@ -251,6 +251,12 @@ class SameTest(parameterized.TestCase):
         ("in_a_branch", lambda t, p: tf.cond(
             tf.reduce_sum(t) > 0., lambda: nested_ratio.python_function(t, p), lambda: 0.)),
         ("of_the_worst", lambda t, p: tf.reduce_max(tf.square(p - t))),
+        ("a_branch_by_a_mean", lambda t, p: tf.cond(
+            tf.reduce_mean(t) > 0., lambda: tf.reduce_mean(tf.abs(p)), lambda: tf.reduce_mean(p))),
+        ("prototypes", lambda t, p: tf.reduce_mean(tf.square(p - tf.gather(
+            tf.math.unsorted_segment_mean(p, sides(t), 5), sides(t))))),
+        ("by_their_covariance", lambda t, p: tf.reduce_mean(p * (p @ tf.linalg.inv(
+            tf.matmul(p, p, transpose_a=True) + tf.eye(4))))),
         ("a_variance", lambda t, p: tf.math.reduce_variance(p - t)),
         ("rows_with_rows", lambda t, p: tf.reduce_mean(tf.matmul(p, p, transpose_b=True))),
         ("pairs", lambda t, p: tf.reduce_mean(tf.einsum("ij,kj->ik", t, p))),

@@ -463,7 +463,7 @@ def check_variable(towers, rows, dtype, aggregation, writes, traced, seed):
     counts = np.array(sizes_of(rows, towers))
     wanted = np.zeros([2])
     for method, factor in writes:
-        is_whole = traced and aggregation is Aggregation.NONE  # sums over rows show in a graph
+        is_whole = traced and aggregation is not Aggregation.SUM  # sums over rows show in a graph
         step = sums.sum(0) * factor if is_whole else merged_write(
             aggregation, sums * factor, counts, dtype.is_floating)
         wanted = {"assign": step, "assign_add": wanted + step, "assign_sub": wanted - step}[method]

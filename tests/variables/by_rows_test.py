@@ -96,6 +96,127 @@ class Means:
         self.steps.assign_add(1)
 
 
+class Places:
+    """What is kept of one batch after another, each in a place of its own."""
+
+    def __init__(self):
+        self.turn = tf.Variable(0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+        self.sums, self.means, self.roots, self.listed, self.rooted = (
+            tf.Variable(np.zeros(4)) for _ in range(5))
+        self.rows = tf.Variable(np.zeros(4, "int32"))
+        self.table = tf.Variable(np.zeros([4, COLUMNS]))
+
+    def update(self, x):
+        turn = tf.convert_to_tensor(self.turn)
+        root = tf.sqrt(tf.reduce_mean(tf.square(x)))
+        self.sums[turn].assign(tf.reduce_sum(x))
+        self.means.scatter_nd_update([[turn]], [tf.reduce_mean(x)])
+        self.roots[turn].assign(root)
+        self.rooted.scatter_nd_add([[turn]], [root])
+        self.listed.scatter_nd_update([[turn]], [tf.reduce_sum(x)])
+        self.rows[turn].assign(tf.shape(x)[0])
+        self.table.scatter_update(tf.IndexedSlices(
+            tf.reduce_sum(x, 0, keepdims=True), turn[tf.newaxis]))
+        self.turn.assign_add(1)
+
+
+class Rules:
+    """Functions of sums, kept where the towers' mean, or the first tower's value, is asked for."""
+
+    def __init__(self):
+        self.mean, self.root, self.least = (
+            tf.Variable(np.ones(()), aggregation=tf.VariableAggregation.MEAN) for _ in range(3))
+        self.first, self.seen = (tf.Variable(
+            np.zeros(()), aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA) for _ in range(2))
+
+    def update(self, x):
+        self.mean.assign_add(tf.reduce_sum(x))
+        self.root.assign(tf.sqrt(tf.reduce_mean(tf.square(x))))
+        self.least.assign(tf.minimum(self.least, tf.reduce_sum(x) / 100.))
+        self.first.assign(.5 * self.first + tf.reduce_mean(x))
+        self.seen.assign_add(tf.reduce_sum(x))
+
+
+class Alone:
+    """Sums over rows that are added up where the towers cannot meet."""
+
+    def __init__(self):
+        self.turn = tf.Variable(0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+        self.total, self.mean, self.looped, self.called = (
+            tf.Variable(np.zeros(())) for _ in range(4))
+        self.rows, self.turns = tf.Variable(0), tf.Variable(0)
+
+    @tf.function
+    def add(self, x):
+        self.called.assign_add(tf.reduce_sum(tf.abs(x)))
+
+    def update(self, x):
+        def write():
+            self.total.assign_sub(tf.reduce_sum(x))
+            self.mean.assign(.5 * self.mean + tf.reduce_mean(x))
+            self.rows.assign_add(tf.shape(x)[0])
+            self.turns.assign_add(1)
+            return 0
+
+        tf.cond(self.turn % 2 < 1, write, lambda: 0)
+        for column in tf.range(2):
+            self.looped.assign_add(tf.reduce_sum(x[:, column]))
+        self.add(x)
+        self.turn.assign_add(1)
+
+
+class Chosen:
+    """What is made in a branch that the batch's mean chooses."""
+
+    def __init__(self):
+        self.value = tf.Variable(np.ones(()))
+
+    def update(self, x):
+        mean = tf.reduce_mean(x)
+        self.value.assign(tf.cond(mean > .2, lambda: 2. * mean, lambda: mean - 1.))
+
+
+class Best:
+    """Writes in a branch that the batch's mean chooses."""
+
+    def __init__(self):
+        self.value = tf.Variable(np.full((), 9.))
+
+    def update(self, x):
+        mean = tf.reduce_mean(x)
+        tf.cond(mean < self.value, lambda: self.value.assign(mean), lambda: self.value.value())
+
+
+class Root:
+    def __init__(self):
+        self.value = tf.Variable(np.ones(()))
+
+    @tf.function
+    def keep(self, x):
+        self.value.assign(tf.sqrt(tf.reduce_sum(x * x)))
+
+    def update(self, x):
+        self.keep(x)
+
+
+class Last:
+    def __init__(self):
+        self.value = tf.Variable(np.ones(()))
+
+    def update(self, x):
+        tf.cond(self.value < 1e9, lambda: self.value.assign(tf.reduce_sum(x)),
+                lambda: self.value.value())
+
+
+class Restarted:
+    def __init__(self):
+        self.value = tf.Variable(np.ones(()))
+
+    def update(self, x):
+        tf.cond(self.value > 3., lambda: self.value.assign(0.),
+                lambda: self.value.assign_add(tf.reduce_sum(x)))
+
+
 class Deviation:
     def __init__(self):
         self.value = tf.Variable(np.zeros(COLUMNS))
@@ -129,7 +250,8 @@ def kept(strategy, make):
 class ByRowsTest(parameterized.TestCase):
 
     @parameterized.parameters((Counts, 3), (Codebook, 3), (Codebook, 4), (LeastSquares, 3),
-                              (Centers, 3), (Means, 3))
+                              (Centers, 3), (Means, 3), (Places, 3), (Rules, 3),
+                              (Alone, 3), (Chosen, 3))
     def test_as_on_one_device(self, make, towers):
         """Else counts and sums of rows come out R times too small, and nobody is told."""
         with warnings.catch_warnings():
@@ -142,6 +264,12 @@ class ByRowsTest(parameterized.TestCase):
     def test_what_is_made_of_each_towers_rows_is_told(self, make):
         """Else a variable holds the mean of the towers' values, and looks like one device's."""
         with self.assertWarnsRegex(UserWarning, "write to variable .* rows of the batch together"):
+            kept(towerstrategy.TowerStrategy(3), make)
+
+    @parameterized.parameters(Best, Root, Last, Restarted)
+    def test_what_is_made_where_towers_cannot_meet_is_told(self, make):
+        """Else a variable that a branch or a nested function writes is the towers' mean, untold."""
+        with self.assertWarnsRegex(UserWarning, "where the towers cannot meet, and what is"):
             kept(towerstrategy.TowerStrategy(3), make)
 
     def test_a_part_that_is_no_sum_is_told(self):

@@ -89,7 +89,7 @@ def _puts_together(walk: Walk, value: tf.Tensor) -> bool:
     if operation.type in _COUNTED and value.value_index == 2:
         return axis_of(walk, operation.inputs[0]) == 0
     look = _COUPLING.get(operation.type)
-    return look is not None and look(walk, operation)
+    return bool(rows_of(walk, operation)) or look is not None and look(walk, operation)
 
 
 def _matrices(walk: Walk, operation: tf.Operation) -> Sequence[tf.Tensor]:
@@ -257,8 +257,11 @@ def _along(walk: Walk, operation: tf.Operation) -> bool:
 
 
 def _rows_by_rows(walk: Walk, operation: tf.Operation) -> bool:
-    return ({each.shape.rank for each in operation.inputs} == {2}
-            and all(axis_of(walk, each) is not None for each in operation.inputs))
+    """Whether rows are multiplied with rows, or with what sums over rows have been made to."""
+    if {each.shape.rank for each in operation.inputs} != {2}:
+        return False
+    return all(axis_of(walk, each) is not None or not walk.is_steady(each)
+               and is_coupled(walk, each) for each in operation.inputs)
 
 
 def _terms(walk: Walk, operation: tf.Operation) -> bool:

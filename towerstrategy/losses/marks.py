@@ -40,6 +40,7 @@ class Marks:
       places: where rows are in tensors that were looked at, by their ids, see given_back.
       told_values: traced values of which a warning was due.
       trial: of the loss that is being called, see one_number; or None.
+      predicates: by what it is decided whether what is being traced runs.
     """
 
     def __init__(self) -> None:
@@ -56,6 +57,7 @@ class Marks:
         self.places: dict[int, Any] = {}
         self.told_values: list[tf.Tensor] = []
         self.trial: Any = None
+        self.predicates: list[Any] = []
         self._scaled: dict[int, Any] = {}
         self._means: dict[int, Any] = {}
         self._whole: set[str] = set()
@@ -69,6 +71,15 @@ class Marks:
             yield
         finally:
             self.weight = before
+
+    @contextlib.contextmanager
+    def in_branch(self, predicate: Any) -> Iterator[None]:
+        """Within, the branches of a condition are traced."""
+        self.predicates.append(predicate)
+        try:
+            yield
+        finally:
+            self.predicates.pop()
 
     def mark_scaled(self, loss: Any) -> Any:
         """Remembers that ``loss`` is this tower's part of the whole batch's loss already."""

@@ -24,6 +24,9 @@ from towerstrategy.towers import contexts
 from towerstrategy.variables import by_gradients
 
 _NO_SUMS = frozenset({provenance.Kind.MIXED, provenance.Kind.OTHER})
+PARTS = frozenset({provenance.Kind.PART})
+# What the mean of the towers' values does not make one device's.
+OTHER_THAN_MEANS = provenance.OF_ROWS - provenance.MEANS
 # Of numbers no sum.
 _OF_SUMS = frozenset({"Exp", "Log", "Max", "Maximum", "Min", "Minimum", "Pow", "Prod", "Rsqrt",
                       "Sqrt"})
@@ -275,6 +278,30 @@ def of_terms(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor | None
     if not found.kinds(value) <= provenance.MEANS | {provenance.Kind.PART}:
         return None
     return _filled(tower, terms.scaled(found, value, tower.share))
+
+
+def is_steady(tower: contexts.TowerContext, value: Any) -> bool:
+    """Whether ``value`` comes of weights and constants alone; eager values do not tell."""
+    return not isinstance(value, tf.Tensor) or not _tf.is_eager(value) and (
+        walk(tower).is_steady(value))
+
+
+def kinds_alone(tower: contexts.TowerContext, value: Any) -> provenance.Kinds:
+    """The kinds of the terms of what is traced where the towers cannot meet; none where not known.
+    """
+    if not _has_batch(tower) or not isinstance(value, tf.Tensor) or _tf.is_eager(value):
+        return frozenset()
+    found = walk(tower)
+    outside = found.origin(value)
+    of_gradients = None if _tf.is_eager(outside) else tower.gradients.kinds(
+        outside, tower.graph, tower.is_agreed)
+    return found.kinds(value) | (of_gradients or frozenset())
+
+
+def is_of_own_rows(tower: contexts.TowerContext, condition: Any) -> bool:
+    """Whether a condition is made of sums or means over the tower's rows."""
+    return (_has_batch(tower) and isinstance(condition, tf.Tensor) and not _tf.is_eager(condition)
+            and not walk(tower).kinds(condition).isdisjoint(provenance.OF_ROWS))
 
 
 def is_made_of(tower: contexts.TowerContext, value: Any, variable: Any) -> bool:

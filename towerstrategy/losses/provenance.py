@@ -212,7 +212,7 @@ class Walk:
 
     def _branches(self, value: tf.Tensor) -> Kinds:
         """The kinds of what comes of a branch or another: a term counts as it would there."""
-        kinds = frozenset[Kind]()
+        kinds = self.kinds(value.op.inputs[0]) & _MIXED  # each tower takes a branch of its own
         for name in _tf.functions_of(value.op):
             graph = _tf.graph_of_call(value.op, name)
             ends_in = None if graph is None else graph.outputs[value.value_index]

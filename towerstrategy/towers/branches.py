@@ -44,7 +44,8 @@ def _cond(original: Callable[..., Any]) -> Callable[..., Any]:
         if tower is None or tower.graph is None or not tower.can_merge:
             return original(pred, true_fn, false_fn, name)
         try:
-            return original(pred, true_fn, false_fn, name)
+            with tower.in_branch(pred):
+                return original(pred, true_fn, false_fn, name)
         except RuntimeError as error:
             # No class of its own: autograph would give users one of its errors in place of it.
             if error is not tower.refusal:

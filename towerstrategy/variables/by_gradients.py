@@ -1,9 +1,9 @@
 """Writes of what towers have made of their gradients: sums of several batches, steps of one's own.
 
-Goes in: a tower's value for a variable without an aggregation.  Comes out: what one device would
-have written, made of the merged gradients (:mod:`remade`); None where the rule for writes will do.
-Gradients of a part of the batch's loss are summed, those of a mean over the tower's rows count by
-its share.  A variable that was written so holds the whole batch's, not a tower's part.
+Goes in: a tower's value for a variable whose writes are not added up.  Comes out: what one device
+would have written, made of the merged gradients (:mod:`remade`); None where the rule for writes
+will do.  Gradients of a part of the batch's loss are summed, those of a mean over the tower's rows
+count by its share.  A variable that was written so holds the whole batch's, not a tower's part.
 """
 
 from __future__ import annotations
@@ -24,11 +24,20 @@ from towerstrategy.towers import contexts
 
 def find(tower: contexts.TowerContext, variable: Any, value: Any) -> remade.Remade | None:
     """How to make ``value``, written to ``variable``, of merged gradients."""
-    if (variable.aggregation is not tf.VariableAggregation.NONE or variable.merges_extremes
-            or not tower.several):
+    if adds_up(tower, variable) or not tower.several:
         return None
     look_into_calls(tower)
     return tower.gradients.remade([value], tower.graph, known=True)
+
+
+def adds_up(tower: contexts.TowerContext, variable: Any) -> bool:
+    """Whether what the towers write to ``variable`` is added up, or has another rule of its own.
+
+    Who asked for the number of towers has made of his value what its mean, as he asked for, needs.
+    """
+    asked = tower.asked or tower.strategy.extended.asked
+    return (variable.merges_extremes or variable.aggregation is tf.VariableAggregation.SUM
+            or asked and variable.aggregation is tf.VariableAggregation.MEAN)
 
 
 def look_into_calls(tower: contexts.TowerContext) -> None:

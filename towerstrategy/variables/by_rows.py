@@ -1,8 +1,8 @@
 """Writes of what towers have made of their rows: counts, sums of features, ratios of such.
 
-Goes in: a tower's value for a variable without an aggregation.  Comes out: what one device would
-have written, where the value is made of sums over rows (:mod:`totals`); None where the rule for
-writes will do, as for means over rows, or has to.
+Goes in: a tower's value for a variable whose writes are not added up.  Comes out: what one device
+would have written, where the value is made of sums over rows (:mod:`totals`); None where the rule
+for writes will do, as for means over rows, or has to.
 """
 
 from __future__ import annotations
@@ -14,29 +14,82 @@ import tensorflow as tf
 
 from towerstrategy.losses import parts
 from towerstrategy.towers import contexts
+from towerstrategy.variables import by_gradients
 
 _STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 # Batch norm's are those of each tower's rows, unless it is synchronized.
 _LOCAL = ("moving_mean", "moving_variance")
 
-# Keras has tower 0 write it: who sets it of a loss means that of the batch.
-_RATE = "learning_rate"
+# Keras has tower 0 write the learning rate: who sets it of a loss means that of the batch.
 _FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
+
+_TOGETHER = (
+    "towerstrategy: what the towers write to variable {variable!r}, {name!r}, puts rows "
+    "of the batch together in a way that is not made again of the rows of all towers: it gets "
+    "{rule}, which is not what one device writes. Gather the rows first, with "
+    "towerstrategy.whole_batch; say what it holds, with strategy.merge_rule(variable, \"max\") "
+    "or \"min\"; or make it with the tf.VariableAggregation that it needs.")
+_ALONE = (
+    "towerstrategy: variable {variable!r} is written in a branch, a loop or a nested tf.function, "
+    "where the towers cannot meet, and what is written there, {name!r}, or whether it is, depends "
+    "on all rows that a tower has: it gets {rule}, which is not what one device writes. Make the "
+    "value outside, and write it there, as by variable.assign(tf.where(condition, value, "
+    "variable)). Sums over rows alone may be added in there, by assign_add.")
 
 
 def of_all(tower: contexts.TowerContext, variable: Any, value: Any) -> tf.Tensor | None:
     """What one device writes to ``variable`` where the tower writes ``value``."""
-    if variable.merges_extremes:
+    if by_gradients.adds_up(tower, variable) or variable.name.partition(":")[0].endswith(_LOCAL):
         return None
-    name = variable.name.partition(":")[0]
-    if name.endswith(_RATE) and variable.aggregation is _FIRST:
+    if variable.aggregation is _FIRST:
         return parts.of_all_or_mean(tower, value)
-    if variable.aggregation is not tf.VariableAggregation.NONE or name.endswith(_LOCAL):
-        return None
     whole = parts.of_all(tower, value)
     if whole is None and parts.is_of_rows(tower, value):
         _warn(tower, variable, value)
     return whole
+
+
+def of_all_at(tower: contexts.TowerContext, variable: Any, value: Any,
+              *places: Any) -> tf.Tensor | None:
+    """As :func:`of_all`, where ``value`` goes to a place in the variable.
+
+    Args:
+      tower: which writes.
+      variable: to which it writes.
+      value: a tensor.
+      *places: the indices, or bounds; None comes out unless they are the same on all towers.
+    """
+    if by_gradients.adds_up(tower, variable) or not all(
+            parts.is_steady(tower, place) for place in places):
+        return None
+    whole = by_gradients.of_merged(tower, value)
+    if whole is None:
+        whole = parts.of_all_or_mean(tower, value)
+    if whole is None and parts.is_of_rows(tower, value):
+        _warn(tower, variable, value)
+    return whole
+
+
+def note_alone(tower: contexts.TowerContext, variable: Any, value: Any, is_step: bool) -> None:
+    """Notes a write where the towers cannot meet: steps by sums over rows are to be added up.
+
+    Warns, once a variable, where one device would write something else.
+
+    Args:
+      tower: which writes.
+      variable: to which it writes, in a branch, a loop or a nested function.
+      value: the value, or step, that it writes.
+      is_step: whether the value is added to what the variable holds, or taken from it.
+    """
+    if by_gradients.adds_up(tower, variable):
+        return
+    kinds = parts.kinds_alone(tower, value)
+    is_part = is_step and kinds == parts.PARTS and tower.strategy.extended.workers is None
+    variable.alone_adds |= {is_part}
+    if (not is_part and not kinds.isdisjoint(parts.OTHER_THAN_MEANS)
+            or len(variable.alone_adds) > 1
+            or any(parts.is_of_own_rows(tower, each) for each in tower.predicates)):
+        _warn(tower, variable, value, _ALONE)
 
 
 def part_of_next(tower: contexts.TowerContext, variable: Any, value: Any) -> Any:
@@ -76,7 +129,8 @@ def check_part(tower: contexts.TowerContext, variable: Any, value: Any) -> None:
         'strategy.merge_rule(variable, "max") or "min".', UserWarning, stacklevel=2)
 
 
-def _warn(tower: contexts.TowerContext, variable: Any, value: tf.Tensor) -> None:
+def _warn(tower: contexts.TowerContext, variable: Any, value: tf.Tensor,
+          message: str = _TOGETHER) -> None:
     """Says, once a variable, that it will hold something else than on one device."""
     warned = tower.strategy.extended.warned
     if id(variable) in warned:
@@ -85,10 +139,5 @@ def _warn(tower: contexts.TowerContext, variable: Any, value: tf.Tensor) -> None
     rule = ("the mean of the towers' values by share of rows"
             if variable.dtype.is_floating else "the first tower's value")
     name = contexts.plain_name(value.op.name)
-    warnings.warn(
-        f"towerstrategy: what the towers write to variable {variable.name!r}, {name!r}, puts rows "
-        "of the batch together in a way that is not made again of the rows of all towers: it gets "
-        f"{rule}, which is not what one device writes. Gather the rows first, with "
-        "towerstrategy.whole_batch; say what it holds, with strategy.merge_rule(variable, \"max\") "
-        "or \"min\"; or make it with the tf.VariableAggregation that it needs.",
-        UserWarning, stacklevel=2)
+    warnings.warn(message.format(variable=variable.name, name=name, rule=rule), UserWarning,
+                  stacklevel=2)

@@ -12,7 +12,7 @@ SUM                    the sum over the towers that have rows
 ONLY_FIRST_REPLICA     tower 0's value
 =====================  ===================================================================
 
-What comes here under NONE is no function of sums over rows where a graph shows that, see
+What comes here is no function of sums over rows where a graph shows that, but under SUM, see
 :mod:`by_rows`.  A variable that merges extremes gets the largest, or smallest.
 
 Scatter writes follow the same rules, slice by slice: SUM, and a step of NONE with a slice a row,
@@ -118,6 +118,8 @@ def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
     """
     if variable.merges_extremes:
         return merging.extreme(variable._extreme, [*values, before], shares)
+    if variable.alone_adds == {True}:
+        return before + merging.total_of_filled([each - before for each in values], shares)
     if takes_firsts(variable) or not _is_floating(variable):
         return values[0]
     if shares.may_be_empty:
