@@ -1,6 +1,7 @@
 """report: what describe() says is where things are, what TowerReport says is what happened."""
 
 import copy
+import ctypes
 import os
 import pathlib
 import pickle
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import time
 import types
+import unittest
 from unittest import mock
 from xml.etree import ElementTree
 
@@ -632,7 +634,7 @@ class HarmlessTest(parameterized.TestCase):
 
 
 class QuietTest(absltest.TestCase):
-    """quiet.profiler."""
+    """quiet: what a report keeps from the training."""
 
     def test_keeps_what_others_write(self):
         """Else an error that TensorFlow logs while a sample begins or ends is lost."""
@@ -653,6 +655,31 @@ class QuietTest(absltest.TestCase):
             self.assertEqual(written.read().splitlines(), [
                 b"E0000 00:00:17.6 2574 cupti_tracer.cc:7] no privilege",
                 b"mine: profiler_session.cc:117] is named"])
+
+    def freed_while_stopping(self):
+        """What is left of 2,000 bytes that are freed as the profiler stops."""
+        library = ctypes.CDLL(None)
+        library.malloc.restype = ctypes.c_void_p
+        library.free.argtypes = [ctypes.c_void_p]
+        address = library.malloc(2000)
+        ctypes.memset(address, 7, 2000)
+        left = []
+
+        def stop(save):
+            library.free(address)
+            left.append(ctypes.string_at(address + 64, 1000))
+
+        recording = sample_lib.Recording()
+        with mock.patch.object(tf.profiler.experimental, "stop", stop):
+            recording.drop()
+        tf.profiler.experimental.stop(save=False)
+        return left[0]
+
+    @unittest.skipUnless(sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"),
+                         "for glibc")
+    def test_the_profiler_finds_nothing_in_what_it_has_freed(self):
+        """Else it writes there, and samples end one of four workers in most trainings."""
+        self.assertNotIn(b"\7" * 8, self.freed_while_stopping())
 
 
 def profile(lines, names=(), plane="/host:CPU"):

@@ -1,14 +1,16 @@
 """What a report must not do to a training: print TensorFlow's lines into it, or end it.
 
-Goes in: what a report does.  Comes out: the same without the profiler's log lines, and with a
-warning in place of an error.
+Goes in: what a report does.  Comes out: the same without the profiler's log lines, with a warning
+in place of an error, and without TensorFlow's writes to memory that it has freed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -16,6 +18,30 @@ from collections.abc import Iterator
 _PROFILER_SAYS = re.compile(
     rb"^(?:I\d{4} |\d{4}-\d\d-\d\d \S+: I )[^\]]*"
     rb"\b(?:profiler_session|save_profile|cupti_\w+)\.cc:\d+\] ")
+
+# glibc's malloc.h: the option by which mallopt has freed bytes overwritten.
+_M_PERTURB = -6
+
+
+@contextlib.contextmanager
+def freed_overwritten() -> Iterator[None]:
+    """Has what is freed within overwritten, where the C library is glibc.
+
+    As it stops, TensorFlow's profiler looks at notes that it has freed (``HandleCrossThreadEvents``
+    in ``tsl/profiler/backends/cpu/traceme_recorder.cc``, up to TensorFlow 2.21, after the notes'
+    vector has grown), and writes to those in which it finds the number of something that began in
+    another thread.  Collective operations of several machines do: of four workers one was killed
+    (SIGABRT, SIGSEGV) in most trainings.  In overwritten notes it finds no number.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
+        yield
+        return
+    mallopt(_M_PERTURB, 0xA5)
+    try:
+        yield
+    finally:
+        mallopt(_M_PERTURB, 0)
 
 
 @contextlib.contextmanager

@@ -215,7 +215,7 @@ def _start(folder: str) -> None:
 
 
 def _stop(save: bool) -> None:
-    with quiet.profiler():
+    with quiet.profiler(), quiet.freed_overwritten():
         tf.profiler.experimental.stop(save=save)
 
 
