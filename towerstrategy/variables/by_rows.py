@@ -39,7 +39,7 @@ _ALONE = (
 
 def of_all(tower: contexts.TowerContext, variable: Any, value: Any) -> tf.Tensor | None:
     """What one device writes to ``variable`` where the tower writes ``value``."""
-    if by_gradients.adds_up(tower, variable) or variable.name.partition(":")[0].endswith(_LOCAL):
+    if by_gradients.adds_up(tower, variable) or _is_local(variable):
         return None
     if variable.aggregation is _FIRST:
         return parts.of_all_or_mean(tower, value)
@@ -81,7 +81,7 @@ def note_alone(tower: contexts.TowerContext, variable: Any, value: Any, is_step:
       value: the value, or step, that it writes.
       is_step: whether the value is added to what the variable holds, or taken from it.
     """
-    if by_gradients.adds_up(tower, variable):
+    if by_gradients.adds_up(tower, variable) or _is_local(variable):
         return
     kinds = parts.kinds_alone(tower, value)
     is_part = is_step and kinds == parts.PARTS and tower.strategy.extended.workers is None
@@ -90,6 +90,10 @@ def note_alone(tower: contexts.TowerContext, variable: Any, value: Any, is_step:
             or len(variable.alone_adds) > 1
             or any(parts.is_of_own_rows(tower, each) for each in tower.predicates)):
         _warn(tower, variable, value, _ALONE)
+
+
+def _is_local(variable: Any) -> bool:
+    return bool(variable.name.partition(":")[0].endswith(_LOCAL))
 
 
 def part_of_next(tower: contexts.TowerContext, variable: Any, value: Any) -> Any:
