@@ -376,7 +376,7 @@ def _warn(tower: contexts.TowerContext, value: tf.Tensor) -> None:
 
 
 def walk(tower: contexts.TowerContext, default: provenance.Kind | None = None,
-          factor: int | None = None) -> provenance.Walk:
+         factor: int | None = None) -> provenance.Walk:
     def known(value: Any) -> provenance.Kind | None:
         if tower.is_scaled(value):
             return provenance.Kind.PART
