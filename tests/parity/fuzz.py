@@ -463,7 +463,9 @@ def check_variable(towers, rows, dtype, aggregation, writes, traced, seed):
     counts = np.array(sizes_of(rows, towers))
     wanted = np.zeros([2])
     for method, factor in writes:
-        is_whole = traced and aggregation is not Aggregation.SUM  # sums over rows show in a graph
+        # Sums over rows show in a graph; other properties have asked for the number of towers.
+        is_whole = traced and aggregation is not Aggregation.SUM and not (
+            aggregation is Aggregation.MEAN and strategy.extended.asked)
         step = sums.sum(0) * factor if is_whole else merged_write(
             aggregation, sums * factor, counts, dtype.is_floating)
         wanted = {"assign": step, "assign_add": wanted + step, "assign_sub": wanted - step}[method]
