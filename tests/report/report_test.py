@@ -801,6 +801,14 @@ class SampleTest(parameterized.TestCase):
                               "tf_data": [("map/A:MatMul", 5, 4)]}), kinds=("CPU",))
         self.assert_ms(found.towers, 4)
 
+    def test_one_tower_that_waits_for_other_machines(self):
+        """Else the fastest worker, which waits longest, looks busiest, and gets fewer rows."""
+        found = read(profile({
+            "tf_Compute": [("towerstrategy_sample", 0, 20), ("f/A:MatMul", 1, 4)],
+            "collective_ops": [("CollectiveReduceV2:CollectiveReduceV2", 5, 9)],
+            "tf_Compute/2": [("_27:_Send", 15, 2)]}), kinds=("CPU",))
+        self.assert_ms(found.towers, 4)
+
     def test_profile_without_anything(self):
         """Else a TensorFlow that notes less stops the training."""
         found = read(profile({}), seconds=0.5)

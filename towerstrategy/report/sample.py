@@ -35,6 +35,7 @@ _SCOPE = re.compile(rf"(?:^|/)(?:tower_(?P<tower>\d+)_[A-Z]+_\d+|(?P<merge>merge
                     rf"|(?P<split>{datasets_lib.SCOPE}(?:_\d+)?))(?=[/:]|$)")
 _UPDATE = re.compile(rf"(?:^|/){contexts.UPDATE_SCOPE}(?:_\d+)?(?=[/:]|$)")
 _OPERATION = re.compile(r"(?<!:):_?[A-Z]\w*$")
+_CROSSING = re.compile(r":(?:Collective\w*|_(?:Host)?(?:Send|Recv))$")
 _GET_NEXT = re.compile(r"IteratorGetNext\w*Op::DoCompute$")
 _EAGER = "EagerKernelExecute"
 
@@ -330,7 +331,9 @@ class _Times:
             return None
         found = _SCOPE.search(name)
         if found is None:
-            return 0 if self._alone and not name.startswith("EagerLocalExecute") else None
+            # Where a lone tower waits for those of other machines, it is not busy.
+            is_none = name.startswith("EagerLocalExecute") or _CROSSING.search(name)
+            return 0 if self._alone and not is_none else None
         if found["merge"]:
             return "update" if _UPDATE.search(name, found.end()) else "merge"
         return "split" if found["split"] else int(found["tower"]) // self._micro_batches
