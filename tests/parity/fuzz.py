@@ -444,6 +444,15 @@ def merged_write(aggregation: Aggregation, values: np.ndarray, rows: np.ndarray,
     return np.tensordot(rows / rows.sum(), values, 1)
 
 
+def writes_whole(strategy, aggregation):
+    """Whether sums over rows that show in a graph are written as those of all rows.
+
+    Other properties may have asked for the number of towers.
+    """
+    return aggregation is not Aggregation.SUM and not (
+        aggregation is Aggregation.MEAN and strategy.extended.asked)
+
+
 def check_variable(towers, rows, dtype, aggregation, writes, traced, seed):
     """A sequence of writes in the towers to the one copy."""
     assume(aggregation is not Aggregation.MEAN or dtype.is_floating)
@@ -463,9 +472,7 @@ def check_variable(towers, rows, dtype, aggregation, writes, traced, seed):
     counts = np.array(sizes_of(rows, towers))
     wanted = np.zeros([2])
     for method, factor in writes:
-        # Sums over rows show in a graph; other properties have asked for the number of towers.
-        is_whole = traced and aggregation is not Aggregation.SUM and not (
-            aggregation is Aggregation.MEAN and strategy.extended.asked)
+        is_whole = traced and writes_whole(strategy, aggregation)
         step = sums.sum(0) * factor if is_whole else merged_write(
             aggregation, sums * factor, counts, dtype.is_floating)
         wanted = {"assign": step, "assign_add": wanted + step, "assign_sub": wanted - step}[method]

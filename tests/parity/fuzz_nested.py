@@ -20,7 +20,14 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 import towerstrategy
-from tests.parity.fuzz import Aggregation, check_close, merged_write, sizes_of, strategy_of
+from tests.parity.fuzz import (
+    Aggregation,
+    check_close,
+    merged_write,
+    sizes_of,
+    strategy_of,
+    writes_whole,
+)
 
 MOST_TOWERS = 4
 context = tf.distribute.get_replica_context
@@ -301,8 +308,7 @@ def check_writes(towers, mode, sizes, wraps, aggregation, method, what):
     run = runner(strategy, reading, mode)
     # Sums over rows show in a graph; where the towers cannot meet only steps can be added up.
     is_traced = mode != "eager" or bool({"function", "relaxed", "method"} & set(wraps))
-    is_whole = (what in ("sum", "loss") and aggregation is not Aggregation.SUM and is_traced
-                and not (aggregation is Aggregation.MEAN and strategy.extended.asked)
+    is_whole = (what in ("sum", "loss") and is_traced and writes_whole(strategy, aggregation)
                 and (method == "assign_add" or not NESTING & set(inside)))
     now = 1.0
     for batch in batches(sizes):

@@ -302,27 +302,31 @@ def _below(rank: int) -> Moves:
     return is_below
 
 
+# Those that make of each element one.
+_UNARY = frozenset({
+    "Abs", "Acos", "Acosh", "Angle", "Asin", "Asinh", "Atan", "Atanh", "BesselI0e", "BesselI1e",
+    "Bitcast", "Bucketize", "Cast", "Ceil", "CheckNumerics", "ComplexAbs", "Conj", "Cos",
+    "Cosh", "Digamma", "Elu", "EnsureShape", "Erf", "Erfc", "Erfinv", "Exp", "Expm1", "Floor",
+    "Identity", "Imag", "Inv", "Invert", "IsFinite", "IsInf", "IsNan", "LeakyRelu", "Lgamma",
+    "Log", "Log1p", "LogicalNot", "Ndtri", "Neg", "OnesLike", "PreventGradient", "Real",
+    "Reciprocal", "Relu", "Relu6", "Rint", "Round", "Rsqrt", "Selu", "Sigmoid", "Sign", "Sin",
+    "Sinh", "Snapshot", "Softplus", "Softsign", "Sqrt", "Square", "StopGradient", "Tan", "Tanh",
+    "ZerosLike"})
+# Of the elements of several tensors, in the same place.
+_BROADCAST = frozenset({
+    "Add", "AddN", "AddV2", "ApproximateEqual", "Atan2", "Betainc", "BitwiseAnd", "BitwiseOr",
+    "BitwiseXor", "ClipByValue", "Complex", "Div", "DivNoNan", "EluGrad", "Equal", "FloorDiv",
+    "FloorMod", "Greater", "GreaterEqual", "Igamma", "Igammac", "InvGrad", "LeakyReluGrad",
+    "Less", "LessEqual", "LogicalAnd", "LogicalOr", "Maximum", "Minimum", "Mod", "Mul",
+    "MulNoNan", "NextAfter", "NotEqual", "Polygamma", "Pow", "RealDiv", "ReciprocalGrad",
+    "Relu6Grad", "ReluGrad", "RsqrtGrad", "Select", "SelectV2", "SeluGrad", "SigmoidGrad",
+    "SoftplusGrad", "SoftsignGrad", "SqrtGrad", "SquaredDifference", "Sub", "TanhGrad",
+    "TruncateDiv", "TruncateMod", "Xdivy", "Xlog1py", "Xlogy", "Zeta"})
+ELEMENTWISE = _UNARY | _BROADCAST
+
 # How to tell whether an operation may put several rows into one value.
 _MOVES: dict[str, Moves] = {
-    **dict.fromkeys((
-        "Abs", "Acos", "Acosh", "Angle", "Asin", "Asinh", "Atan", "Atanh", "BesselI0e",
-        "BesselI1e", "Bitcast", "Bucketize", "Cast", "Ceil", "CheckNumerics", "ComplexAbs", "Conj",
-        "Cos", "Cosh", "Digamma", "Elu", "EnsureShape", "Erf", "Erfc", "Erfinv", "Exp", "Expm1",
-        "Floor", "Identity", "Imag", "Inv", "Invert", "IsFinite", "IsInf", "IsNan", "LeakyRelu",
-        "Lgamma", "Log", "Log1p", "LogicalNot", "Ndtri", "Neg", "OnesLike", "PreventGradient",
-        "Real", "Reciprocal", "Relu", "Relu6", "Rint", "Round", "Rsqrt", "Selu", "Sigmoid", "Sign",
-        "Sin", "Sinh", "Snapshot", "Softplus", "Softsign", "Sqrt", "Square", "StopGradient", "Tan",
-        "Tanh", "ZerosLike"), _never),
-    **dict.fromkeys((
-        "Add", "AddN", "AddV2", "ApproximateEqual", "Atan2", "Betainc", "BitwiseAnd", "BitwiseOr",
-        "BitwiseXor", "ClipByValue", "Complex", "Div", "DivNoNan", "EluGrad", "Equal", "FloorDiv",
-        "FloorMod", "Greater", "GreaterEqual", "Igamma", "Igammac", "InvGrad",
-        "LeakyReluGrad", "Less", "LessEqual", "LogicalAnd", "LogicalOr", "Maximum", "Minimum",
-        "Mod", "Mul", "MulNoNan", "NextAfter", "NotEqual", "Polygamma", "Pow", "RealDiv",
-        "ReciprocalGrad", "Relu6Grad", "ReluGrad", "RsqrtGrad", "Select", "SelectV2", "SeluGrad",
-        "SigmoidGrad", "SoftplusGrad", "SoftsignGrad", "SqrtGrad", "SquaredDifference", "Sub",
-        "TanhGrad", "TruncateDiv", "TruncateMod", "Xdivy", "Xlog1py", "Xlogy", "Zeta"),
-        _broadcast),
+    **dict.fromkeys(_UNARY, _never), **dict.fromkeys(_BROADCAST, _broadcast),
     **dict.fromkeys((
         "All", "Any", "ArgMax", "ArgMin", "Cumprod", "Cumsum", "CumulativeLogsumexp",
         "EuclideanNorm", "ExpandDims", "Max", "Mean", "Min", "Prod", "ReverseV2", "Sum"),

@@ -24,7 +24,6 @@ from towerstrategy.towers import contexts
 from towerstrategy.variables import by_gradients
 
 _NO_SUMS = frozenset({provenance.Kind.MIXED, provenance.Kind.OTHER})
-PARTS = frozenset({provenance.Kind.PART})
 # What the mean of the towers' values does not make one device's.
 OTHER_THAN_MEANS = provenance.OF_ROWS - provenance.MEANS
 # Of numbers no sum.
@@ -238,10 +237,14 @@ def _has_batch(tower: contexts.TowerContext) -> bool:
     return tower.several and (tower.is_nested or tower.static_rows is not None)
 
 
+def _is_traced(tower: contexts.TowerContext, value: Any) -> bool:
+    """Whether ``value`` is traced, in a tower that has rows."""
+    return _has_batch(tower) and isinstance(value, tf.Tensor) and not _tf.is_eager(value)
+
+
 def _can_be_of_all(tower: contexts.TowerContext, value: Any) -> bool:
-    """Whether ``value`` is traced, in a tower that has rows, where the towers can meet."""
-    return (_has_batch(tower) and tower.can_merge and isinstance(value, tf.Tensor)
-            and not _tf.is_eager(value))
+    """The same, where the towers can meet."""
+    return tower.can_merge and _is_traced(tower, value)
 
 
 def of_all(tower: contexts.TowerContext, value: Any) -> tf.Tensor | None:
@@ -289,7 +292,7 @@ def is_steady(tower: contexts.TowerContext, value: Any) -> bool:
 def kinds_alone(tower: contexts.TowerContext, value: Any) -> provenance.Kinds:
     """The kinds of the terms of what is traced where the towers cannot meet; none where not known.
     """
-    if not _has_batch(tower) or not isinstance(value, tf.Tensor) or _tf.is_eager(value):
+    if not _is_traced(tower, value):
         return frozenset()
     found = walk(tower)
     outside = found.origin(value)
@@ -300,7 +303,7 @@ def kinds_alone(tower: contexts.TowerContext, value: Any) -> provenance.Kinds:
 
 def is_of_own_rows(tower: contexts.TowerContext, condition: Any) -> bool:
     """Whether a condition is made of sums or means over the tower's rows."""
-    return (_has_batch(tower) and isinstance(condition, tf.Tensor) and not _tf.is_eager(condition)
+    return (_is_traced(tower, condition)
             and not walk(tower).kinds(condition).isdisjoint(provenance.OF_ROWS))
 
 
@@ -325,8 +328,7 @@ def is_of_rows(tower: contexts.TowerContext, value: Any) -> bool:
 def are_rows(tower: contexts.TowerContext, indices: Any, updates: Any) -> bool:
     """Whether there is one of ``indices`` a row, and ``updates`` are not divided by their number.
     """
-    if not _has_batch(tower) or any(not isinstance(each, tf.Tensor) or _tf.is_eager(each)
-                                    for each in (indices, updates)):
+    if not _is_traced(tower, indices) or not _is_traced(tower, updates):
         return False
     found = walk(tower)
     return contractions.axis_of(found, indices) == 0 and found.kinds(updates).isdisjoint(
@@ -335,8 +337,8 @@ def are_rows(tower: contexts.TowerContext, indices: Any, updates: Any) -> bool:
 
 def is_no_sum(tower: contexts.TowerContext, value: Any) -> bool:
     """Whether ``value`` is a root, an extreme or the like of a tower's sums, means or rows."""
-    if (not _has_batch(tower) or not isinstance(value, tf.Tensor) or _tf.is_eager(value)
-            or not value.dtype.is_floating or tower.is_agreed(value)):
+    if (not _is_traced(tower, value) or not value.dtype.is_floating
+            or tower.is_agreed(value)):
         return False
     added_up = value.op.inputs if value.op.type in provenance.ADDED else [value]
     return any(each.op.type in _OF_SUMS and provenance.Kind.MIXED in kinds(tower, each, None)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from towerstrategy.losses import by_row
+
 # The dimensions that have rows, or parts of several; none of them where nobody knows which; None
 # where there are no rows.
 Places = frozenset[int] | None
@@ -328,23 +330,8 @@ def _one_hot(operation: tf.Operation, given: Sequence[tf.Tensor],
 
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys((
-        "Abs", "Acos", "Acosh", "Add", "AddN", "AddV2", "Angle", "ApproximateEqual", "Asin",
-        "Asinh", "Atan", "Atan2", "Atanh", "BesselI0e", "BesselI1e", "Betainc",
-        "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BroadcastTo", "Bucketize", "Cast", "Ceil",
-        "CheckNumerics", "ClipByValue", "Complex", "ComplexAbs", "Conj", "Cos", "Cosh", "Digamma",
-        "Div", "DivNoNan", "Elu", "EluGrad", "EnsureShape", "Equal", "Erf", "Erfc", "Erfinv",
-        "Exp", "Expm1", "FakeQuantWithMinMaxVars", "Floor", "FloorDiv", "FloorMod", "Greater",
-        "GreaterEqual", "Identity", "Igamma", "Igammac", "Imag", "Inv", "InvGrad", "Invert",
-        "IsFinite", "IsInf", "IsNan", "LeakyRelu", "LeakyReluGrad", "LeftShift", "Less",
-        "LessEqual", "Lgamma", "Log", "Log1p", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum",
-        "Minimum", "Mod", "Mul", "MulNoNan", "Ndtri", "Neg", "NextAfter", "NotEqual", "Polygamma",
-        "Pow", "PreventGradient", "QuantizeAndDequantizeV2", "QuantizeAndDequantizeV4", "Real",
-        "RealDiv", "Reciprocal", "ReciprocalGrad", "Relu", "Relu6", "Relu6Grad", "ReluGrad",
-        "RightShift", "Rint", "Round", "Rsqrt", "RsqrtGrad", "SelectV2", "Selu",
-        "SeluGrad", "Sigmoid", "SigmoidGrad", "Sign", "Sin", "Sinh", "Snapshot", "Softplus",
-        "SoftplusGrad", "Softsign", "SoftsignGrad", "Sqrt", "SqrtGrad", "Square",
-        "SquaredDifference", "StopGradient", "Sub", "Tan", "Tanh", "TanhGrad", "TruncateDiv",
-        "TruncateMod", "Xdivy", "Xlog1py", "Xlogy", "Zeta"), _elementwise),
+        *by_row.ELEMENTWISE, "BroadcastTo", "FakeQuantWithMinMaxVars", "LeftShift",
+        "QuantizeAndDequantizeV2", "QuantizeAndDequantizeV4", "RightShift"), _elementwise),
     **dict.fromkeys((
         "Bitcast", "Cumprod", "Cumsum", "CumulativeLogsumexp", "FFT", "FusedBatchNorm",
         "FusedBatchNormV2", "FusedBatchNormV3", "IFFT", "IRFFT", "MatrixDiag", "MatrixDiagV3",

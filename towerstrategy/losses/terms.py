@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from towerstrategy.losses import provenance, row_axes
 
-_PARTS = frozenset({provenance.Kind.PART})
+PARTS = frozenset({provenance.Kind.PART})
 # Terms of these kinds do not simply count by the tower's share.
 LOOKED_INTO = frozenset({provenance.Kind.PART, provenance.Kind.COUNTED})
 _LEFT_WHOLE = provenance.CALLS | provenance.BRANCHES | {"Placeholder"}
@@ -22,7 +22,7 @@ def scaled(walk: provenance.Walk, value: tf.Tensor, share: tf.Tensor) -> tf.Tens
     What divides by the number of the tower's rows divides by that of all rows on one device.
     """
     kinds = walk.kinds(value)
-    if kinds == _PARTS:
+    if kinds == PARTS:
         return value
     operation = value.op
     inputs = list(operation.inputs)

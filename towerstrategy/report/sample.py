@@ -332,8 +332,9 @@ class _Times:
         found = _SCOPE.search(name)
         if found is None:
             # Where a lone tower waits for those of other machines, it is not busy.
-            is_none = name.startswith("EagerLocalExecute") or _CROSSING.search(name)
-            return 0 if self._alone and not is_none else None
+            is_its = self._alone and not (
+                name.startswith("EagerLocalExecute") or _CROSSING.search(name))
+            return 0 if is_its else None
         if found["merge"]:
             return "update" if _UPDATE.search(name, found.end()) else "merge"
         return "split" if found["split"] else int(found["tower"]) // self._micro_batches

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.losses import parts
+from towerstrategy.losses import parts, terms
 from towerstrategy.towers import contexts
 from towerstrategy.variables import by_gradients
 
@@ -84,7 +84,7 @@ def note_alone(tower: contexts.TowerContext, variable: Any, value: Any, is_step:
     if by_gradients.adds_up(tower, variable) or _is_local(variable):
         return
     kinds = parts.kinds_alone(tower, value)
-    is_part = is_step and kinds == parts.PARTS and tower.strategy.extended.workers is None
+    is_part = is_step and kinds == terms.PARTS and tower.strategy.extended.workers is None
     variable.alone_adds |= {is_part}
     if (not is_part and not kinds.isdisjoint(parts.OTHER_THAN_MEANS)
             or len(variable.alone_adds) > 1

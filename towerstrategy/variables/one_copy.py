@@ -239,10 +239,12 @@ class TowerVariable(_tf.ResourceVariable):
         name = "scatter_nd_update" if method_name == "batch_scatter_update" else method_name
         plain = functools.partial(getattr(_tf.ResourceVariable, name), self)
 
-        def sliced(*own: Any) -> tf.IndexedSlices:
+        def found(own: Any) -> tuple[Any, tf.Tensor]:
             indices, updates = located(*own)
-            return pieces.flat_slices(written.sizes_of(self), indices,
-                                      tf.convert_to_tensor(updates, dtype=self.dtype))
+            return indices, tf.convert_to_tensor(updates, dtype=self.dtype)
+
+        def sliced(indices: Any, updates: tf.Tensor) -> tf.IndexedSlices:
+            return pieces.flat_slices(written.sizes_of(self), indices, updates)
 
         def write(slices: tf.IndexedSlices) -> Any:
             with tf.device(homes_lib.home_of(self)):
@@ -254,7 +256,7 @@ class TowerVariable(_tf.ResourceVariable):
         if tower is None:
             values = [leaf for leaf in tf.nest.flatten(arguments)
                       if isinstance(leaf, tf.distribute.DistributedValues)]
-            parts = [sliced(*_tf.select_replica(number, arguments))
+            parts = [sliced(*found(_tf.select_replica(number, arguments)))
                      for number in range(len(values[0].values))]
             shares = written.shares_of(self, values[0])
             return write(written.slices_from_outside(self, method_name,
@@ -262,8 +264,7 @@ class TowerVariable(_tf.ResourceVariable):
         if not tower.can_merge:
             raise RuntimeError(contexts.NESTED_MERGE)
 
-        indices, updates = located(*arguments)
-        updates = tf.convert_to_tensor(updates, dtype=self.dtype)
+        indices, updates = found(arguments)
         whole = by_rows.of_all_at(tower, self, updates, indices)
         if whole is not None:
             return _write_same(tower, functools.partial(plain, indices), whole)
@@ -273,7 +274,7 @@ class TowerVariable(_tf.ResourceVariable):
             parts = contexts.all_values(values, tower.count)
             return write(written.slices(self, method_name, parts, tower.shares, are_added))
 
-        return tower.merge_call(merged, args=(sliced(*arguments),))
+        return tower.merge_call(merged, args=(sliced(indices, updates),))
 
     def _strided_slice_assign(self, begin: Any, end: Any, strides: Any, value: Any, name: Any,
                               **masks: Any) -> Any:
