@@ -60,6 +60,10 @@ class TowerExtended(_tf.StrategyExtended):
         self._retrace_functions_for_each_device = len(placement.towers) > 1
         self.experimental_enable_get_next_as_optional = True
         self._modes = modes.Modes()
+        # Of what `sharding` partitioned: types of operations that were done with all rows for want
+        # of a rule; how often values of the last step cross between the towers, by kind.
+        self.done_with_all_rows: set[str] = set()
+        self.crossings: dict[str, int] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""

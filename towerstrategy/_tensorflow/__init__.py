@@ -227,6 +227,31 @@ from towerstrategy._tensorflow.machines import (
 from towerstrategy._tensorflow.machines import (
     start_worker as start_worker,
 )
+from towerstrategy._tensorflow.partitioning import PRIVATE_NAMES as _PARTITIONING
+from towerstrategy._tensorflow.partitioning import (
+    add_function as add_function,
+)
+from towerstrategy._tensorflow.partitioning import (
+    body_of as body_of,
+)
+from towerstrategy._tensorflow.partitioning import (
+    hand_on_all_functions as hand_on_all_functions,
+)
+from towerstrategy._tensorflow.partitioning import (
+    new_function_graph as new_function_graph,
+)
+from towerstrategy._tensorflow.partitioning import (
+    op_def as op_def,
+)
+from towerstrategy._tensorflow.partitioning import (
+    placeholder_like as placeholder_like,
+)
+from towerstrategy._tensorflow.partitioning import (
+    trace as trace,
+)
+from towerstrategy._tensorflow.partitioning import (
+    value_as_shape as value_as_shape,
+)
 from towerstrategy._tensorflow.seeds import PRIVATE_NAMES as _SEEDS
 from towerstrategy._tensorflow.seeds import (
     SEED_STEP as SEED_STEP,
@@ -253,6 +278,9 @@ from towerstrategy._tensorflow.seeds import (
     seed_of_first as seed_of_first,
 )
 from towerstrategy._tensorflow.strategies import PRIVATE_NAMES as _STRATEGIES
+from towerstrategy._tensorflow.strategies import (
+    no_strategy as no_strategy,
+)
 from towerstrategy._tensorflow.strategies import (
     Options as Options,
 )
@@ -377,6 +405,7 @@ PRIVATE_NAMES: dict[str, str] = {
     **_LOSSES,
     **_DEVICES,
     **_MACHINES,
+    **_PARTITIONING,
     **_SEEDS,
     **_STRATEGIES,
     **_THREADS,

@@ -23,6 +23,8 @@ PRIVATE_NAMES = {
         "tells TensorFlow's variables that StrategyExtended.update runs; no public counterpart",
     "tensorflow.python.distribute.distribute_lib:_CrossReplicaThreadMode":
         "the cross-replica context that merge_call enters; only scope() is public",
+    "tensorflow.python.distribute.distribute_lib:_get_default_replica_mode":
+        "the context of a program without a strategy, which is entered again",
     "tensorflow.python.distribute.distribute_lib:_push_per_thread_mode":
         "enters that context on the current graph",
     "tensorflow.python.distribute.distribute_lib:_pop_per_thread_mode": "leaves it",
@@ -41,6 +43,16 @@ Options = collective_util.Options
 def cross_replica_context(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Enters the cross-replica context of ``strategy`` on the current graph and thread."""
     distribute_lib._push_per_thread_mode(distribute_lib._CrossReplicaThreadMode(strategy))
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+@contextlib.contextmanager
+def no_strategy() -> Iterator[None]:
+    """Leaves all strategies' contexts, on the current graph and thread."""
+    distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
     try:
         yield
     finally:

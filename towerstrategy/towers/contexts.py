@@ -372,6 +372,18 @@ class MergedContext(tf.distribute.ReplicaContext):
         return value
 
 
+class OneReplicaContext(MergedContext):
+    """The replica context of a step that is traced once, with all rows: there is one replica.
+
+    A ``merge_call`` runs as in a program without a strategy: so objects that were made in the scope
+    and objects that were made outside of it, an optimizer's variables for one, are both served.
+    """
+
+    def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with _tf.no_strategy():
+            return merge_fn(self._strategy, *args, **kwargs)
+
+
 def current_tower() -> TowerContext | None:
     """The context of the tower that runs here, or None outside of towers."""
     context = tf.distribute.get_replica_context()

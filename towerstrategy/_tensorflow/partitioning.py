@@ -1,0 +1,93 @@
+"""What partitioning a traced function needs of TensorFlow: definitions, bodies, new functions.
+
+Goes in: names of operations and functions.  Comes out: their definitions and graphs.
+
+Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import func_graph as func_graph_lib
+from tensorflow.python.framework import function_def_to_graph, op_def_registry, tensor_util
+from tensorflow.python.ops import control_flow_util_v2, handle_data_util
+
+PRIVATE_NAMES = {
+    "tensorflow.python.framework.func_graph:FuncGraph":
+        "a graph with inputs and outputs, of which a function is made",
+    "tensorflow.python.framework.func_graph:func_graph_from_py_func":
+        "traces a Python function in the function that is being traced",
+    "tensorflow.python.framework.function_def_to_graph:function_def_to_graph":
+        "the graph of a function of which TensorFlow has kept the definition alone",
+    "tensorflow.python.framework.op_def_registry:get":
+        "the definition of a type of operations",
+    "tensorflow.python.framework.tensor_util:constant_value_as_shape":
+        "the entries of a shape that are known, where others are not",
+    "tensorflow.python.ops.control_flow_util_v2:create_new_tf_function":
+        "makes a function of a graph, for a branch or a loop",
+    "tensorflow.python.ops.handle_data_util:copy_handle_data":
+        "tells a resource's shape and dtype to what stands for it",
+}
+
+
+_numbers = itertools.count()  # functions of one name must be one function, in a whole process
+
+
+def op_def(type: str) -> Any:
+    """The definition of a type of operations; None if there is none."""
+    return op_def_registry.get(type)
+
+
+def value_as_shape(tensor: tf.Tensor) -> tf.TensorShape:
+    """The shape that a vector is, so far as it is known without running anything."""
+    return tensor_util.constant_value_as_shape(tensor)
+
+
+def trace(fn: Callable[..., Any], specs: Sequence[Any], name: str) -> Any:
+    """The graph of ``fn`` called with placeholders of these specs, a flat list.
+
+    Its captures are tensors of the function that is being traced, or of none.
+    """
+    return func_graph_lib.func_graph_from_py_func(
+        name, fn, list(specs), {}, add_control_dependencies=True)
+
+
+def body_of(graph: tf.Graph, name: str) -> Any:
+    """The graph of a function of ``graph``."""
+    function = graph._get_function(name)
+    body = getattr(function, "graph", None)
+    if body is None:
+        with graph.as_default():
+            body = function_def_to_graph.function_def_to_graph(function.cached_definition)
+    return body
+
+
+def new_function_graph(like: tf.Graph, name: str) -> Any:
+    """An empty graph, to make a function of."""
+    name = name.replace("/", "_")
+    graph = func_graph_lib.FuncGraph(f"__inference_{name}_towers_{next(_numbers)}", collections={})
+    graph.seed = like.seed
+    return graph
+
+
+def placeholder_like(tensor: tf.Tensor, open_shape: bool = False) -> tf.Tensor:
+    """What stands in the current graph for a tensor of another; of any shape if ``open_shape``."""
+    made = tf.compat.v1.placeholder(tensor.dtype, None if open_shape else tensor.shape)
+    handle_data_util.copy_handle_data(tensor, made)
+    return made
+
+
+def add_function(graph: tf.Graph, body: Any) -> str:
+    """Makes a function of ``body`` that ``graph`` can call; its name."""
+    with graph.as_default():
+        return str(control_flow_util_v2.create_new_tf_function(body))
+
+
+def hand_on_all_functions(source: tf.Graph, target: tf.Graph) -> None:
+    """Makes all functions of ``source`` callable in ``target``."""
+    for name in list(source._functions):
+        target._add_function_recursive(source._get_function(name))

@@ -1,0 +1,172 @@
+"""Nodes of a graph, collected as a ``GraphDef`` and imported at once.
+
+Goes in: operations to copy, and types of operations to make.  Comes out: :class:`Ref`, what stands
+for a tensor until the import, and then tensors.  Making operations one by one in Python takes several
+times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+
+
+class Ref(NamedTuple):
+    """An output of a node, or a tensor that stands outside of the nodes."""
+
+    node: str
+    index: int
+    dtype: tf.DType
+
+    @property
+    def input(self) -> str:
+        return f"{self.node}:{self.index}" if self.index else self.node
+
+
+class Builder:
+    """Collects nodes for ``graph``."""
+
+    def __init__(self, graph: tf.Graph) -> None:
+        self.graph = graph
+        self._def = tf.compat.v1.GraphDef()
+        self._def.versions.CopyFrom(graph.graph_def_versions)
+        self._taken: dict[tuple[str, int], tf.Tensor] = {}
+        self._names: dict[str, int] = {}
+        self._constants: dict[tuple[Any, ...], Ref] = {}
+        self._made: dict[str, tf.Operation] = {}
+        self.count = 0
+
+    def take(self, tensor: tf.Tensor) -> Ref:
+        """What stands for a tensor of ``graph``."""
+        key = (f"outside_{tensor.op.name}", tensor.value_index)
+        self._taken[key] = tensor
+        return Ref(*key, tensor.dtype)
+
+    def copy(self, operation: tf.Operation, inputs: Sequence[Ref], device: str, scope: str = "",
+             controls: Iterable[str] = ()) -> tuple[list[Ref], str]:
+        """An operation of another graph, with other inputs, on ``device``; and its node."""
+        node = self._def.node.add()
+        node.CopyFrom(operation.node_def)
+        node.name = self._name(f"{scope}{operation.name}")
+        for key in [key for key in node.attr if key in ("_class", "_output_shapes")]:
+            del node.attr[key]
+        refs = self._complete(node, inputs, device, controls,
+                              [tensor.dtype for tensor in operation.outputs])
+        return refs, node.name
+
+    def make(self, type: str, inputs: Sequence[Ref], device: str, name: str = "",
+             **attrs: Any) -> Ref:
+        """The first output of a new operation; attributes that say types follow the inputs."""
+        definition = _tf.op_def(type)
+        node = self._def.node.add()
+        node.op, node.name = type, self._name(name or type)
+        left = list(inputs)
+        for arg in definition.input_arg:
+            number = 1
+            if arg.number_attr:
+                others = len(definition.input_arg) - 1
+                number = len(inputs) - others
+                node.attr[arg.number_attr].i = number
+            if arg.type_attr:
+                node.attr[arg.type_attr].type = left[0].dtype.as_datatype_enum
+            left = left[number:]
+        for key, value in attrs.items():
+            node.attr[key].CopyFrom(_attr(value))
+        dtypes = [tf.as_dtype(arg.type or node.attr[arg.type_attr].type
+                              or _default(definition, arg.type_attr))
+                  for arg in definition.output_arg]
+        return self._complete(node, inputs, device, (), dtypes)[0]
+
+    def constant(self, value: Any, dtype: tf.DType, device: str) -> Ref:
+        """A constant; the same one once a device."""
+        array = np.asarray(value, dtype.as_numpy_dtype)
+        key = (array.tobytes(), array.shape, dtype, device)
+        if key not in self._constants:
+            node = self._def.node.add()
+            node.op, node.name = "Const", self._name("Const")
+            node.attr["dtype"].type = dtype.as_datatype_enum
+            node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(array, dtype, array.shape))
+            self._constants[key] = self._complete(node, (), device, (), [dtype])[0]
+        return self._constants[key]
+
+    def call(self, like: tf.Operation, type: str, inputs: Sequence[Ref], device: str, scope: str,
+             controls: Iterable[str], dtypes: Sequence[tf.DType], functions: dict[str, Any],
+             attrs: dict[str, Any]) -> tuple[list[Ref], str]:
+        """A control flow operation such as ``like`` with other functions and inputs."""
+        node = self._def.node.add()
+        node.op, node.name = type, self._name(f"{scope}{like.name}")
+        for key, value in like.node_def.attr.items():
+            if key not in ("_class", "output_shapes", "_output_shapes") and key not in attrs:
+                node.attr[key].CopyFrom(value)
+        for key, value in attrs.items():
+            node.attr[key].CopyFrom(value)
+        for key, function in functions.items():
+            node.attr[key].Clear()
+            if isinstance(function, str):
+                node.attr[key].func.name = function
+            else:
+                for name in function:
+                    node.attr[key].list.func.add().name = name
+        return self._complete(node, inputs, device, controls, dtypes), node.name
+
+    def finish(self) -> None:
+        """Imports what has been collected into ``graph``."""
+        made = _tf.import_nodes(self.graph, self._def, self._taken)
+        self._made = {node.name: operation for node, operation in zip(self._def.node, made)}
+
+    def tensor(self, ref: Ref) -> tf.Tensor:
+        """The tensor that ``ref`` has become; after :meth:`finish`."""
+        if (ref.node, ref.index) in self._taken:
+            return self._taken[ref.node, ref.index]
+        return self._made[ref.node].outputs[ref.index]
+
+    def operation(self, name: str) -> tf.Operation:
+        """The operation that a node has become; after :meth:`finish`."""
+        return self._made[name]
+
+    def _complete(self, node: Any, inputs: Sequence[Ref], device: str, controls: Iterable[str],
+                  dtypes: Sequence[tf.DType]) -> list[Ref]:
+        del node.input[:]
+        node.input.extend(ref.input if (ref.node, ref.index) not in self._taken
+                          else f"{ref.node}:{ref.index}" for ref in inputs)
+        node.input.extend(f"^{name}" for name in dict.fromkeys(controls))
+        node.device = device
+        self.count += 1
+        return [Ref(node.name, index, dtype) for index, dtype in enumerate(dtypes)]
+
+    def _name(self, wanted: str) -> str:
+        number = self._names.get(wanted)
+        self._names[wanted] = 0 if number is None else number + 1
+        if number is None:
+            return wanted
+        return self._name(f"{wanted}_{number + 1}")
+
+
+def _default(definition: Any, name: str) -> int:
+    for attr in definition.attr:
+        if attr.name == name:
+            return int(attr.default_value.type)
+    return 0
+
+
+def _attr(value: Any) -> Any:
+    attr = tf.compat.v1.AttrValue()
+    if isinstance(value, bool):
+        attr.b = value
+    elif isinstance(value, int):
+        attr.i = value
+    elif isinstance(value, float):
+        attr.f = value
+    elif isinstance(value, tf.DType):
+        attr.type = value.as_datatype_enum
+    elif isinstance(value, (str, bytes)):
+        attr.s = value if isinstance(value, bytes) else value.encode()
+    else:
+        attr.list.i.extend(value)
+        attr.list.SetInParent()
+    return attr

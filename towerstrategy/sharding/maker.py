@@ -1,0 +1,107 @@
+"""What a rule is given that makes the towers' operations itself.
+
+Goes in: an operation and its inputs, redistributed as the rule takes them.  Comes out: nodes on the
+towers, or on the merge device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.sharding.builder import Ref
+from towerstrategy.sharding.rules.registry import Op
+from towerstrategy.sharding.spec import Sharded
+from towerstrategy.sharding.values import Towers, Value
+
+
+class Maker:
+    """Makes nodes for one operation.
+
+    Attributes:
+      op: the operation.
+      inputs: its inputs, as the rule takes them.
+      towers: the towers, with their rows of the batch: ``count(tower)``, ``offset(tower)``, ``total()``.
+    """
+
+    def __init__(self, op: Op, inputs: Sequence[Value], towers: Towers) -> None:
+        self.op, self.inputs, self.towers = op, inputs, towers
+
+    def part(self, index: int, tower: int) -> Ref:
+        """A tower's part of an input."""
+        return self.inputs[index].part(tower)
+
+    def whole(self, index: int) -> Ref:
+        """An input with all rows."""
+        return self.inputs[index].whole()
+
+    def copy(self, inputs: Sequence[Ref], tower: int | None) -> list[Ref]:
+        """The operation itself, of other inputs, on a tower (None: the merge device)."""
+        return self.towers.builder.copy(self.op.operation, inputs, self._device(tower),
+                                        self._scope(tower))[0]
+
+    def make(self, type: str, inputs: Sequence[Ref], tower: int | None, **attrs: Any) -> Ref:
+        """The first output of another operation, named after this one."""
+        return self.towers.builder.make(type, inputs, self._device(tower),
+                                        f"{self._scope(tower)}{self.op.name}/{type}", **attrs)
+
+    def constant(self, value: Any, dtype: tf.DType, tower: int | None) -> Ref:
+        """A constant."""
+        return self.towers.builder.constant(value, dtype, self._device(tower))
+
+    def each(self, make: Any) -> list[Ref]:
+        """What ``make`` makes for each tower."""
+        return [make(tower) for tower in range(len(self.towers))]
+
+    def rows(self, index: int, dtype: tf.DType) -> Ref:
+        """How many positions an input has along the dimension in which it is sharded, in all."""
+        value, spec = self.inputs[index], self.inputs[index].spec
+        assert isinstance(spec, Sharded)
+        if spec.times is not None and not spec.group:
+            total = self.towers.total(dtype)
+            if spec.times == 1:
+                return total
+            return self.make("Mul", [total, self.constant(spec.times, dtype, None)], None)
+        sizes = [self._entry(self.make("Shape", [value.part(tower)], tower, out_type=dtype),
+                             spec.dim, tower) for tower in range(len(self.towers))]
+        return self.towers.add_up(sizes, self.towers.merge)
+
+    def shape(self, index: int, dtype: tf.DType) -> Ref:
+        """The shape of a sharded input with all rows."""
+        value, spec = self.inputs[index], self.inputs[index].spec
+        assert isinstance(spec, Sharded)
+        rank = value.shape.rank
+        first = None
+        if rank is None or None in [size for dim, size in enumerate(value.shape)
+                                    if dim != spec.dim]:
+            first = self.make("Shape", [value.part(0)], 0, out_type=dtype)
+        if rank is None:
+            assert first is not None
+            index_ref = self.constant([[spec.dim]], tf.int32, None)
+            rows = self.make("Reshape", [self.rows(index, dtype),
+                                         self.constant([1], tf.int32, None)], None)
+            return self.make("TensorScatterUpdate", [first, index_ref, rows], None)
+        if rank == 0:
+            return self.constant([], dtype, None)
+        numbers = []
+        for dim, size in enumerate(value.shape):
+            if dim == spec.dim:
+                numbers.append(self.rows(index, dtype))
+            elif size is not None:
+                numbers.append(self.constant(size, dtype, None))
+            else:
+                assert first is not None
+                numbers.append(self._entry(first, dim, None))
+        return self.make("Pack", numbers, None, axis=0)
+
+    def _entry(self, vector: Ref, index: int, tower: int | None) -> Ref:
+        return self.make("GatherV2", [vector, self.constant(index, tf.int32, tower),
+                                      self.constant(0, tf.int32, tower)], tower)
+
+    def _device(self, tower: int | None) -> str:
+        return self.towers.merge if tower is None else self.towers.devices[tower]
+
+    def _scope(self, tower: int | None) -> str:
+        return "" if tower is None else self.towers.scopes[tower]

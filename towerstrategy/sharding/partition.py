@@ -1,0 +1,350 @@
+"""A traced step -> its operations on the towers and on the merge device.
+
+Goes in: a :class:`propagate.Layout` and the towers.  Comes out: nodes that give one device's result.
+
+What is sharded or partial is made on each tower, what is replicated once: with the variable that it
+reads or writes, else on the merge device.  Constants, and what is made of them alone, are made on
+each tower that uses them.  Effects keep the order that the trace gave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding import propagate
+from towerstrategy.sharding.builder import Builder, Ref
+from towerstrategy.sharding.maker import Maker
+from towerstrategy.sharding.propagate import Layout, Nested
+from towerstrategy.sharding.rules.registry import Op, Plan
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    Axes,
+    ListOf,
+    Partial,
+    Replicated,
+    Sharded,
+    Size,
+    Spec,
+)
+from towerstrategy.sharding.values import Towers, Value
+
+LARGEST_REPEATED = 4096  # bytes of a constant that each tower has in its own part of the graph
+
+
+class Partition:
+    """Makes the nodes of a layout.
+
+    Args:
+      towers: the towers.
+      scope: a prefix for names, with a "/" behind it.
+    """
+
+    def __init__(self, towers: Towers, scope: str = "") -> None:
+        self._towers, self._scope = towers, scope
+        self._values: dict[str, Value] = {}
+        self._nodes: dict[str, list[str]] = {}  # an operation -> the nodes that it has become
+        self.effects: list[str] = []  # nodes that must run
+        self._outside: list[str] = []
+
+    def run(self, layout: Layout, inputs: Iterable[Value],
+            controls: Sequence[str] = ()) -> list[Value]:
+        """Makes the nodes; gives the graph's outputs."""
+        self._outside = list(controls)
+        self._values.update(zip((tensor.name for tensor in layout.graph.inputs), inputs))
+        for operation in layout.order:
+            if operation.name in layout.plans:
+                self._operation(layout, operation)
+        return [self._values[tensor.name] for tensor in layout.graph.outputs]
+
+    # One operation.
+
+    def _operation(self, layout: Layout, operation: tf.Operation) -> None:
+        plan = layout.plans[operation.name]
+        values = [self._values[tensor.name] for tensor in operation.inputs]
+        controls = self._controls(operation)
+        takes: Sequence[Spec] = [REPLICATED] * len(values) if plan is None else plan.takes
+        values = [value.as_spec(spec) for value, spec in zip(values, takes)]
+        if plan is None:
+            made = self._once(operation, values, controls)
+        elif isinstance(plan, Nested):
+            made = self._nested(operation, plan, values, controls)
+        else:
+            made = self._on_towers(operation, plan, values, controls)
+        self._values.update(zip((tensor.name for tensor in operation.outputs), made))
+
+    def _controls(self, operation: tf.Operation) -> list[str]:
+        return self._outside + [node for before in operation.control_inputs
+                                for node in self._nodes.get(before.name, ())]
+
+    def _done(self, operation: tf.Operation, nodes: Iterable[str]) -> None:
+        if propagate.has_effect(operation) or operation.op_def.is_stateful:
+            self._nodes.setdefault(operation.name, []).extend(nodes)
+            if propagate.has_effect(operation):
+                self.effects.extend(nodes)
+
+    def _once(self, operation: tf.Operation, values: Sequence[Value],
+              controls: list[str]) -> list[Value]:
+        """The operation with all rows."""
+        device = self._home(operation, values)
+        constant = not controls and _is_repeatable(operation) and all(
+            value.constant for value in values)
+        copy = _Lazily(lambda: self._copied(
+            operation, [value.whole() for value in values], device, "", controls))
+        if not constant:
+            copy.made()
+        others: dict[int, list[Ref]] = {}
+
+        def part(index: int) -> Callable[[int], Ref] | None:
+            if not constant:
+                return None
+
+            def one(tower: int) -> Ref:
+                if tower not in others:
+                    others[tower] = self._copied(
+                        operation, [value.part(tower) for value in values],
+                        self._towers.devices[tower], self._towers.scopes[tower], ())
+                return others[tower][index]
+
+            return one
+
+        return [Value(self._towers, REPLICATED, tensor.shape, copy.output(index), part(index),
+                      device, constant) for index, tensor in enumerate(operation.outputs)]
+
+    def _copied(self, operation: tf.Operation, inputs: Sequence[Ref], device: str, scope: str,
+                controls: Iterable[str]) -> list[Ref]:
+        refs, name = self._towers.builder.copy(
+            operation, inputs, device, f"{scope}{self._scope}", controls)
+        self._done(operation, [name])
+        return refs
+
+    def _home(self, operation: tf.Operation, values: Sequence[Value]) -> str:
+        """Where an operation is done once: with its variable, else where the user or nobody says."""
+        for tensor, value in zip(operation.inputs, values):
+            if tensor.dtype == tf.resource and value.device:
+                return value.device
+        return operation.device or self._towers.merge
+
+    def _on_towers(self, operation: tf.Operation, plan: Plan, values: Sequence[Value],
+                   controls: list[str]) -> list[Value]:
+        op, count = Op(operation), len(self._towers)
+        maker = Maker(op, values, self._towers)
+        made: dict[int, list[Ref]] = {}
+        home = next((value.device for tensor, value in zip(operation.inputs, values)
+                     if tensor.dtype == tf.resource and value.device), "")
+
+        if plan.make is not None:
+            each = _Lazily(lambda: plan.make(maker))  # type: ignore[misc]
+
+            def part(tower: int) -> list[Ref]:
+                return [output[tower] for output in each.made()]
+        else:
+            def part(tower: int) -> list[Ref]:
+                if tower not in made:
+                    made[tower] = self._copied(
+                        operation, [value.part(tower) for value in values],
+                        home or self._towers.devices[tower], self._towers.scopes[tower], controls)
+                return made[tower]
+
+        if plan.whole is not None:
+            whole = _Lazily(lambda: plan.whole(maker))  # type: ignore[misc]
+        else:
+            whole = _Lazily(lambda: self._copied(
+                operation, [value.whole() for value in values], self._home(operation, values), "",
+                controls))
+        if not all(isinstance(spec, (Size, Axes)) for spec in plan.gives):
+            for tower in range(count):
+                part(tower)
+        return [self._given(tensor, spec, index, part, whole)
+                for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
+
+    def _given(self, tensor: tf.Tensor, spec: Spec, index: int,
+               part: Callable[[int], list[Ref]], whole: _Lazily) -> Value:
+        def one(tower: int) -> Ref:
+            return part(tower)[index]
+
+        if isinstance(spec, Size):
+            return Value(self._towers, spec, tensor.shape, whole.output(index), one)
+        if isinstance(spec, Axes):
+            return Value(self._towers, spec, tensor.shape, whole.output(index))
+        if isinstance(spec, Replicated):  # each tower's is the same
+            return Value(self._towers, spec, tensor.shape, lambda: one(0))
+        return Value(self._towers, spec, tensor.shape, None, one)
+
+    # Calls, branches and loops.
+
+    def _nested(self, operation: tf.Operation, plan: Nested, values: Sequence[Value],
+                controls: list[str]) -> list[Value]:
+        if operation.type in propagate.CALLS:
+            return self._inlined(operation, plan.layouts[0], values, controls)
+        if plan.local:
+            return self._on_towers(operation, Plan(plan.takes, plan.gives), values, controls)
+        return self._for_all(operation, plan, values, controls)
+
+    def _inlined(self, operation: tf.Operation, layout: Layout, values: Sequence[Value],
+                 controls: list[str]) -> list[Value]:
+        inner = Partition(self._towers, f"{self._scope}{operation.name}/")
+        results = inner.run(layout, values, controls)
+        self._nodes.setdefault(operation.name, []).extend(inner.effects)
+        self.effects.extend(inner.effects)
+        return results
+
+    def _for_all(self, operation: tf.Operation, plan: Nested, values: Sequence[Value],
+                 controls: list[str]) -> list[Value]:
+        """One branch or loop for all towers, with what each of them has of its inputs."""
+        loop = operation.type in propagate.LOOPS
+        first = 0 if loop else 1
+        refs: list[Ref] = []
+        for value in values[first:]:
+            refs += _refs_of(value, len(self._towers))
+        bodies = [_Body(self._towers, layout, plan.takes[first:], values[first:], operation)
+                  for layout in plan.layouts]
+        for number, body in enumerate(bodies):
+            body.make(plan.gives if number or not loop else [REPLICATED])
+        asked = sorted({tower for body in bodies for tower in body.asked})
+        for number, body in enumerate(bodies):
+            body.finish(asked, hand_on=loop and number == 1)
+        refs += [self._towers.count(tower) for tower in asked]
+        dtypes = [ref.dtype for ref in bodies[-1].results]
+        names = [_tf.add_function(self._towers.builder.graph, body.graph) for body in bodies]
+        extra = {} if loop else {"Tin": _types(refs), "Tout": _types_of(dtypes)}
+        made, name = self._towers.builder.call(
+            operation, operation.type, refs if loop else [values[0].whole(), *refs],
+            self._towers.merge, self._scope, controls,
+            [ref.dtype for ref in refs] if loop else dtypes, _attributes(operation, names),
+            {"T": _types(refs)} if loop else extra)
+        self._done(operation, [name])
+        return self._taken_apart(operation, plan.gives, made)
+
+    def _taken_apart(self, operation: tf.Operation, gives: Sequence[Spec],
+                     made: Sequence[Ref]) -> list[Value]:
+        left = iter(made)
+        return [_value_of(self._towers, spec, tensor.shape, left)
+                for tensor, spec in zip(operation.outputs, gives)]
+
+
+class _Lazily:
+    """Outputs that are made when the first of them is asked for."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._made = make, None
+
+    def made(self) -> Any:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def output(self, index: int) -> Callable[[], Ref]:
+        return lambda: self.made()[index]
+
+
+class _Body:
+    """A branch or the body of a loop, as a function of what all towers have."""
+
+    def __init__(self, outer: Towers, layout: Layout, specs: Sequence[Spec],
+                 values: Sequence[Value], operation: tf.Operation) -> None:
+        self._outer, self._layout, self._specs = outer, layout, specs
+        self.graph = _tf.new_function_graph(layout.graph, operation.name)
+        self.asked: dict[int, tf.Tensor] = {}
+        self.results: list[Ref] = []
+        with self.graph.as_default():
+            self._inputs, self._values = self._entered(values)
+
+    def _entered(self, values: Sequence[Value]) -> tuple[list[tf.Tensor], list[Any]]:
+        builder = self._builder = Builder(self.graph)
+        towers = self._towers = Towers(builder, self._outer.devices, self._outer.merge,
+                                       self._outer.scopes, self._count)
+        placeholders: list[tf.Tensor] = []
+        entered = []
+        for spec, value, inner in zip(self._specs, values, self._layout.graph.inputs):
+            refs = []
+            for _ in range(_number_of(spec, len(towers))):
+                placeholders.append(_tf.placeholder_like(inner, open_shape=True))
+                refs.append(builder.take(placeholders[-1]))
+            made = _value_of(towers, spec, inner.shape, iter(refs))
+            made.device = value.device
+            entered.append(made)
+        return placeholders, entered
+
+    def _count(self, tower: int) -> Ref:
+        with self.graph.as_default():
+            self.asked[tower] = tf.compat.v1.placeholder(tf.int64, [])
+        return self._builder.take(self.asked[tower])
+
+    def make(self, gives: Sequence[Spec]) -> None:
+        """Makes its nodes; its results are to be of these specs."""
+        partition = Partition(self._towers)
+        results = partition.run(self._layout, self._values)
+        for value, spec in zip(results, gives):
+            self.results += _refs_of(value.as_spec(spec), len(self._towers))
+        self._effects = partition.effects
+
+    def finish(self, asked: Sequence[int], hand_on: bool) -> None:
+        """Makes a function of it, which also takes how many rows those towers have."""
+        _tf.hand_on_all_functions(self._layout.graph, self.graph)
+        with self.graph.as_default():
+            counts = [self.asked[tower] if tower in self.asked
+                      else tf.compat.v1.placeholder(tf.int64, []) for tower in asked]
+            identities = [self._builder.make("Identity", [ref], "") for ref in self.results]
+            self._builder.finish()
+            outputs = [self._builder.tensor(ref) for ref in identities]
+            handed = [tf.identity(count) for count in counts] if hand_on else []
+        self.graph.inputs = [*self._inputs, *counts]
+        self.graph.outputs = [*outputs, *handed]
+        self.graph.control_outputs = [self._builder.operation(name)
+                                      for name in dict.fromkeys(self._effects)]
+
+
+def _number_of(spec: Spec, towers: int) -> int:
+    if isinstance(spec, Size):
+        return towers + 1
+    return towers if isinstance(spec, (Sharded, Partial, ListOf)) else 1
+
+
+def _refs_of(value: Value, towers: int) -> list[Ref]:
+    """The nodes that are a value: the whole, or each tower's part, or both."""
+    spec = value.spec
+    refs = [] if isinstance(spec, (Sharded, Partial, ListOf)) else [value.whole()]
+    return refs if isinstance(spec, Replicated) else refs + value.parts()
+
+
+def _value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Any) -> Value:
+    """The inverse of :func:`_refs_of`."""
+    whole = None if isinstance(spec, (Sharded, Partial, ListOf)) else next(refs)
+    if isinstance(spec, Replicated):
+        return Value(towers, REPLICATED, shape, lambda: whole)
+    parts = [next(refs) for _ in range(len(towers))]
+    return Value(towers, spec, shape, None if whole is None else lambda: whole, parts.__getitem__)
+
+
+def _attributes(operation: tf.Operation, names: Sequence[str]) -> Any:
+    if operation.type in propagate.LOOPS:
+        return dict(zip(("cond", "body"), names))
+    if operation.type.endswith("Case"):
+        return {"branches": list(names)}
+    return dict(zip(("then_branch", "else_branch"), names))
+
+
+def _types_of(dtypes: Iterable[tf.DType]) -> Any:
+    attr = tf.compat.v1.AttrValue()
+    attr.list.type.extend(dtype.as_datatype_enum for dtype in dtypes)
+    attr.list.SetInParent()
+    return attr
+
+
+def _types(refs: Iterable[Ref]) -> Any:
+    return _types_of(ref.dtype for ref in refs)
+
+
+def _is_repeatable(operation: tf.Operation) -> bool:
+    """Whether each tower may make it for itself rather than be sent it."""
+    if operation.op_def.is_stateful or operation.type in (
+            *propagate.CALLS, *propagate.BRANCHES, *propagate.LOOPS):
+        return False
+    size = sum(tensor.shape.num_elements() * tensor.dtype.size
+               if tensor.shape.is_fully_defined() else LARGEST_REPEATED + 1
+               for tensor in operation.outputs if not operation.inputs)
+    return size <= LARGEST_REPEATED

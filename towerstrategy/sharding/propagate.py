@@ -1,0 +1,319 @@
+"""The spec of each tensor of a traced step, from those of its inputs.
+
+Goes in: a traced graph and the specs of its inputs.  Comes out: :class:`Layout`, what each of its
+operations makes and takes (a :class:`Plan`, or None: once, with all rows), functions that it calls
+included.
+
+Calls, branches and loops are the only operations that are known here by their type, as what they do
+is said by graphs of their own.  The specs of a loop's variables are a fixpoint over its body.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding.rules import registry
+from towerstrategy.sharding.rules.registry import Op, Plan
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    ListOf,
+    Partial,
+    Replicated,
+    Sharded,
+    Size,
+    Spec,
+)
+
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
+LOOPS = ("While", "StatelessWhile")
+ROUNDS = 20  # a variable of a loop changes its spec a few times at most
+
+
+class CannotGather(Exception):
+    """A list of each tower's own is needed whole."""
+
+
+@dataclasses.dataclass
+class Nested:
+    """A call, a branch or a loop of which some inputs differ between the towers.
+
+    Attributes:
+      layouts: of what it calls: the function; the branches; the loop's condition and body.
+      takes: what its inputs are to be.
+      gives: what its outputs are.
+      local: whether each tower can do it by itself, as the others need nothing of what is in it.
+    """
+
+    layouts: list[Layout]
+    takes: list[Spec]
+    gives: list[Spec]
+    local: bool
+
+
+@dataclasses.dataclass
+class Layout:
+    """What the operations of a graph are on the towers.
+
+    Attributes:
+      graph: the graph.
+      order: the operations that are needed, each behind those that it needs.
+      specs: the spec of each tensor, by its name.
+      plans: how each operation is done, by its name.
+      fallbacks: the operations done with all rows for want of a rule, though they get parts.
+    """
+
+    graph: Any
+    order: list[tf.Operation]
+    specs: dict[str, Spec]
+    plans: dict[str, Plan | Nested | None]
+    fallbacks: list[tf.Operation]
+
+    def inputs_of(self, operation: tf.Operation) -> list[Spec]:
+        return [self.specs[tensor.name] for tensor in operation.inputs]
+
+    @property
+    def outputs(self) -> list[Spec]:
+        return [self.specs[tensor.name] for tensor in self.graph.outputs]
+
+    def all_fallbacks(self) -> Iterator[tf.Operation]:
+        """Those of the functions that are called, too."""
+        yield from self.fallbacks
+        for plan in self.plans.values():
+            if isinstance(plan, Nested):
+                for layout in plan.layouts:
+                    yield from layout.all_fallbacks()
+
+
+def propagate(graph: Any, inputs: Sequence[Spec]) -> Layout:
+    """The layout of ``graph`` whose inputs are of these specs.
+
+    Raises:
+      TypeError: a rule that does not return what a rule must.
+    """
+    try:
+        return _Propagation(lists=True).layout(graph, inputs)
+    except CannotGather:
+        return _Propagation(lists=False).layout(graph, inputs)
+
+
+class _Propagation:
+    """One pass; ``lists`` says whether each tower may have ``TensorList``s of its own."""
+
+    def __init__(self, lists: bool) -> None:
+        self._lists = lists
+
+    def layout(self, graph: Any, inputs: Sequence[Spec]) -> Layout:
+        layout = Layout(graph, _needed_in_order(graph), {}, {}, [])
+        layout.specs.update(zip((tensor.name for tensor in graph.inputs), inputs))
+        for operation in layout.order:
+            if operation.outputs and all(out.name in layout.specs for out in operation.outputs):
+                continue
+            gives = self._operation(layout, operation)
+            layout.specs.update(zip((tensor.name for tensor in operation.outputs), gives))
+        return layout
+
+    def _operation(self, layout: Layout, operation: tf.Operation) -> Sequence[Spec]:
+        specs = layout.inputs_of(operation)
+        whole = [REPLICATED] * len(operation.outputs)
+        if all(isinstance(spec, Replicated) for spec in specs):
+            plan = registry.plan_of(Op(operation), specs) if any(
+                spec != REPLICATED for spec in specs) else None
+        elif operation.type in CALLS:
+            plan = self._call(operation, specs)
+        elif operation.type in BRANCHES:
+            plan = self._branch(operation, specs)
+        elif operation.type in LOOPS:
+            plan = self._loop(operation, specs)
+        else:
+            plan = registry.plan_of(Op(operation), specs)
+        if plan is not None and not self._possible(specs, plan):
+            plan = None
+        layout.plans[operation.name] = plan
+        if plan is not None:
+            return plan.gives
+        if any(isinstance(spec, ListOf) for spec in specs):
+            raise CannotGather(operation.type)
+        if any(isinstance(spec, Sharded) for spec in specs):
+            layout.fallbacks.append(operation)
+        return whole
+
+    def _possible(self, specs: Sequence[Spec], plan: Plan | Nested) -> bool:
+        """Whether each input can be made what the plan takes."""
+        if not self._lists and any(isinstance(spec, ListOf) for spec in plan.gives):
+            return False
+        return all(can_become(spec, wanted) for spec, wanted in zip(specs, plan.takes))
+
+    def _call(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested:
+        layout = self.layout(function_of(operation, "f"), specs)
+        return Nested([layout], list(specs), layout.outputs, local=False)
+
+    def _branch(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
+        layouts = [self.layout(graph, specs[1:]) for graph in branches_of(operation)]
+        gives = [_joined(outputs) for outputs in zip(*(each.outputs for each in layouts))]
+        for layout in layouts:
+            for spec, wanted in zip(layout.outputs, gives):
+                if not can_become(spec, wanted):
+                    raise CannotGather(operation.type)
+        local = all(is_local(layout, gives) for layout in layouts)
+        return Nested(layouts, [REPLICATED, *specs[1:]], gives, local)
+
+    def _loop(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
+        condition, body = function_of(operation, "cond"), function_of(operation, "body")
+        wanted = list(specs)
+        for _ in range(ROUNDS):
+            layout = self.layout(body, wanted)
+            after = [_turned(before, now, tensor) for before, now, tensor
+                     in zip(wanted, layout.outputs, operation.inputs)]
+            if after == wanted:
+                break
+            wanted = after
+        else:
+            return None
+        asked = self.layout(condition, wanted)
+        local = is_local(layout, wanted) and is_local(asked, [REPLICATED])
+        return Nested([asked, layout], wanted, wanted, local)
+
+
+def can_become(spec: Spec, wanted: Spec) -> bool:
+    """Whether what is of ``spec`` can be redistributed to ``wanted``."""
+    if spec == wanted:
+        return True
+    if isinstance(wanted, Replicated):
+        return not isinstance(spec, ListOf)
+    if isinstance(wanted, Sharded):
+        if isinstance(spec, Sharded) and spec == dataclasses.replace(wanted, broadcast=False):
+            return True
+        return not wanted.group and not isinstance(spec, ListOf)
+    if isinstance(wanted, Partial):
+        return wanted == Partial("sum") and not isinstance(spec, ListOf)
+    if isinstance(wanted, ListOf):
+        return isinstance(spec, (ListOf, Replicated))
+    return False
+
+
+def _joined(specs: Sequence[Spec]) -> Spec:
+    """What branches give that give these."""
+    first = specs[0]
+    if all(spec == first for spec in specs):
+        return first
+    lists = [spec for spec in specs if isinstance(spec, ListOf)]
+    if lists:
+        return next((spec for spec in lists if spec.element is not None), lists[0])
+    sharded = {spec for spec in specs if not isinstance(spec, Replicated)}
+    if len(sharded) == 1 and isinstance(first, Partial):
+        return first
+    return REPLICATED
+
+
+def _turned(before: Spec, after: Spec, tensor: tf.Tensor) -> Spec:
+    """What a loop's variable is to be that was ``before`` and is ``after`` behind the body."""
+    if before == after or isinstance(after, Replicated) and isinstance(before, Replicated):
+        return before
+    if isinstance(before, ListOf) or isinstance(after, ListOf):
+        known = [spec for spec in (before, after)
+                 if isinstance(spec, ListOf) and spec.element is not None]
+        return known[-1] if known else ListOf()
+    if isinstance(before, Replicated):
+        if isinstance(after, Partial):
+            return after if after.reduction == "sum" else REPLICATED
+        if isinstance(after, Sharded) and not after.group and tensor.shape.rank is not None \
+                and tensor.shape[after.dim] != 1:
+            return after
+    if isinstance(before, Partial) and isinstance(after, Replicated):
+        return before
+    return REPLICATED
+
+
+def is_local(layout: Layout, outputs: Sequence[Spec]) -> bool:
+    """Whether each tower can do all of this by itself, as it was traced, and gets ``outputs``."""
+    if any(spec != wanted and not (isinstance(spec, Replicated) and isinstance(wanted, Replicated))
+           for spec, wanted in zip(layout.outputs, outputs)):
+        return False
+    if any(isinstance(spec, Size) for spec in outputs):
+        return False
+    return all(_is_local(layout, operation) for operation in layout.order
+               if operation.name in layout.plans)
+
+
+def _is_local(layout: Layout, operation: tf.Operation) -> bool:
+    plan, specs = layout.plans[operation.name], layout.inputs_of(operation)
+    if isinstance(plan, Nested):
+        return (plan.local or operation.type in CALLS and is_local(
+            plan.layouts[0], plan.gives)) and _as_taken(specs, plan.takes)
+    if plan is None:
+        return all(isinstance(spec, Replicated) for spec in specs) and not has_effect(operation)
+    return plan.make is None and plan.whole is None and _as_taken(specs, plan.takes)
+
+
+def _as_taken(specs: Sequence[Spec], takes: Sequence[Spec]) -> bool:
+    return all(spec == wanted or isinstance(spec, Replicated) and isinstance(wanted, Replicated)
+               or isinstance(spec, ListOf) and isinstance(wanted, ListOf)
+               or isinstance(wanted, ListOf) and isinstance(spec, Replicated)
+               for spec, wanted in zip(specs, takes))
+
+
+def has_effect(operation: tf.Operation) -> bool:
+    """Whether it writes, draws or does something else that counts how often it is done."""
+    if not operation.op_def.is_stateful and not any(
+            tensor.dtype == tf.resource for tensor in operation.inputs):
+        return False
+    read, written = _tf.touched_resources(operation)
+    return bool(written)
+
+
+def function_of(operation: tf.Operation, attribute: str) -> Any:
+    """The graph of the function that an operation calls."""
+    return _tf.body_of(operation.graph, operation.get_attr(attribute).name)
+
+
+def branches_of(operation: tf.Operation) -> list[Any]:
+    """The graphs of an operation's branches."""
+    if operation.type.endswith("Case"):
+        return [_tf.body_of(operation.graph, branch.name)
+                for branch in operation.get_attr("branches")]
+    return [function_of(operation, "then_branch"), function_of(operation, "else_branch")]
+
+
+def _needed_in_order(graph: Any) -> list[tf.Operation]:
+    """The operations that results or effects need, each behind those that it needs.
+
+    The order in which they were made is not that: a loop gets its accumulators when its gradient
+    is asked for.
+    """
+    roots = [tensor.op for tensor in graph.outputs] + [
+        operation for operation in graph.get_operations() if _is_root(operation)]
+    done: set[str] = set()
+    order: list[tf.Operation] = []
+    for root in roots:
+        _visit(root, done, order)
+    return order
+
+
+def _is_root(operation: tf.Operation) -> bool:
+    return operation.type != "Placeholder" and has_effect(operation)
+
+
+def _visit(root: tf.Operation, done: set[str], order: list[tf.Operation]) -> None:
+    stack: list[tuple[tf.Operation, Callable[[], Any] | Any]] = []
+
+    def enter(operation: tf.Operation) -> None:
+        if operation.name not in done:
+            done.add(operation.name)
+            needs = [tensor.op for tensor in operation.inputs] + list(operation.control_inputs)
+            stack.append((operation, iter(needs)))
+
+    enter(root)
+    while stack:
+        operation, needs = stack[-1]
+        following = next(needs, None)
+        if following is None:
+            stack.pop()
+            order.append(operation)
+        else:
+            enter(following)

@@ -1,0 +1,158 @@
+"""Operations that work entry by entry, with broadcasting, and those that are linear in a partial.
+
+Goes in: an operation.  Comes out: its plan.  Examples stay where they are; a sum of parts stays one
+where that is so for any parts, and where nothing larger has to cross for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from towerstrategy.sharding.rules.registry import Op, Plan, rule
+from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Partial, Sharded, Size, Spec
+
+LINEAR = ("Identity", "Cast", "Neg", "StopGradient", "PreventGradient", "Snapshot", "Real", "Imag",
+          "Conj", "ComplexAbs_")
+UNARY = """
+    Abs Acos Acosh Angle Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0
+    BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bitcast Cast Ceil CheckNumerics
+    CheckNumericsV2 ComplexAbs Conj Cos Cosh Dawsn Digamma Elu Erf Erfc Erfinv Exp Expint Expm1 Floor
+    FresnelCos FresnelSin Identity Imag Inv Invert IsFinite IsInf IsNan LeakyRelu Lgamma Log Log1p
+    LogicalNot Ndtri Neg OnesLike PopulationCount PreventGradient Real Reciprocal Relu Relu6 Rint
+    Round Rsqrt Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Spence Sqrt Square
+    StopGradient Tan Tanh ZerosLike QuantizeAndDequantizeV4 FakeQuantWithMinMaxArgs
+    AsString DecodeBase64 EncodeBase64 StringLength StringLower StringUpper StringStrip
+    StringToHashBucketFast StringToHashBucketStrong StringToHashBucket StringToNumber
+    RegexFullMatch StaticRegexFullMatch StaticRegexReplace RegexReplace Substr
+    Bucketize DebugIdentityV2""".split()
+BINARY = """
+    Add AddN AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex
+    Div DivNoNan EluGrad Equal FakeQuantWithMinMaxArgsGradient FloorDiv FloorMod Greater GreaterEqual
+    Igamma IgammaGradA Igammac InvGrad LeakyReluGrad LeftShift Less LessEqual LogicalAnd LogicalOr
+    Maximum Minimum Mod Mul MulNoNan NextAfter NotEqual Polygamma Pow RealDiv ReciprocalGrad Relu6Grad
+    ReluGrad RightShift RsqrtGrad SelectV2 SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad
+    SquaredDifference Sub TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta""".split()
+
+
+def is_plain(spec: Spec) -> bool:
+    """Whether a tensor of this spec can be had whole without anything being gathered."""
+    return not isinstance(spec, (Sharded, ListOf))
+
+
+def aligned(op: Op, specs: Sequence[Spec], out: int | None) -> tuple[list[Spec], Sharded] | None:
+    """What inputs that are broadcast against each other take, and what comes out of rank ``out``.
+
+    None where the sharded ones do not go together, or ranks are unknown.
+    """
+    found: Sharded | None = None
+    for index, spec in enumerate(specs):
+        if isinstance(spec, Sharded):
+            rank = op.rank(index)
+            if rank is None or out is None:
+                if any(other != spec for other in specs):
+                    return None
+                here = spec
+            else:
+                here = spec.at(spec.dim + out - rank)
+            if found is not None and found != here:
+                return None
+            found = here
+    if found is None:
+        return None
+    takes: list[Spec] = []
+    for index, spec in enumerate(specs):
+        if isinstance(spec, Sharded):
+            takes.append(spec)
+        elif isinstance(spec, ListOf):
+            return None
+        else:
+            beside = _beside(op, index, found, out)
+            if beside is None:
+                return None
+            takes.append(beside)
+    return takes, found
+
+
+def _beside(op: Op, index: int, sharded: Sharded, out: int | None) -> Spec | None:
+    """What a whole tensor beside a sharded one is to be."""
+    rank = op.rank(index)
+    if rank is None or out is None:
+        return None
+    dim = sharded.dim - (out - rank)
+    if dim < 0 or op.inputs[index].shape[dim] == 1:
+        return REPLICATED
+    return dataclasses.replace(sharded, dim=dim, broadcast=True)
+
+
+def _on_lists(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    if all(isinstance(spec, ListOf) for spec in specs):
+        return Plan(specs, [specs[0]] * len(op.outputs))
+    return None
+
+
+def _of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """A number of rows times, or over, what is no number of rows; a cast or a copy of it."""
+    size = next(spec for spec in specs if isinstance(spec, Size))
+    if len(specs) == 1 and op.type in ("Identity", "Cast", "StopGradient", "Snapshot"):
+        if op.outputs[0].dtype.is_integer:
+            return Plan(specs, specs)
+    if op.type == "Mul" and op.out_rank() == 0 and sum(isinstance(s, Size) for s in specs) == 1:
+        factor = op.value(0 if specs[1] is size else 1)
+        times = None if factor is None or size.times is None else size.times * int(factor)
+        return Plan(specs, [dataclasses.replace(size, times=times)])
+    return None
+
+
+@rule(*UNARY)
+def unary(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    spec = specs[0]
+    if isinstance(spec, ListOf):
+        return _on_lists(op, specs)
+    if isinstance(spec, Size):
+        return _of_size(op, specs)
+    if isinstance(spec, Partial):
+        if op.type in LINEAR and spec == SUM or op.type in ("Identity", "StopGradient"):
+            return Plan(specs, [spec])
+        return None
+    if isinstance(spec, Sharded) and all(is_plain(other) for other in specs[1:]):
+        return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec] * len(op.outputs))
+    return None
+
+
+@rule(*BINARY)
+def binary(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    if any(isinstance(spec, ListOf) for spec in specs):
+        return _on_lists(op, specs)
+    if any(isinstance(spec, Sharded) for spec in specs):
+        found = aligned(op, specs, op.out_rank())
+        return None if found is None else Plan(found[0], [found[1]])
+    if op.type in ("AddN", "AddV2", "Add", "Sub") and all(spec == SUM for spec in specs):
+        # A sum over sums of parts; broadcasting does not change that.
+        return Plan(specs, [SUM])
+    if any(isinstance(spec, Size) for spec in specs):
+        return _of_size(op, specs)
+    return None
+
+
+@rule("Select")
+def select(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    rank, condition = op.out_rank(), op.rank(0)
+    if rank is None or condition not in (0, 1, rank) or any(
+            isinstance(spec, ListOf) for spec in specs):
+        return None
+    if condition == rank:
+        return binary(op, specs)
+    found = aligned(op, [REPLICATED, *specs[1:]], rank)
+    if found is None:
+        return None
+    takes, gives = found
+    if condition == 0:
+        return Plan([REPLICATED, *takes[1:]], [gives]) if is_plain(specs[0]) else None
+    mask = gives if gives.dim == 0 else REPLICATED  # chooses along the first dimension
+    return Plan([mask, *takes[1:]], [gives])
+
+
+@rule("IdentityN")
+def identity_n(op: Op, specs: Sequence[Spec]) -> Plan:
+    return Plan(specs, specs)

@@ -1,0 +1,105 @@
+"""Gathers and scatters, and sums of segments.
+
+Goes in: an operation.  Comes out: its plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from towerstrategy.sharding.rules.elementwise import is_plain
+from towerstrategy.sharding.rules.registry import Op, Plan, rule
+from towerstrategy.sharding.spec import REPLICATED, SUM, Partial, Sharded, Size, Spec
+
+
+@rule("GatherV2")
+def gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    values, indices = specs[0], specs[1]
+    ranks, batch = (op.rank(0), op.rank(1)), op.attr("batch_dims")
+    axes = op.axes(2, ranks[0])
+    if isinstance(values, Size):
+        return _entry(op, values) if isinstance(op.rank(1), int) and is_plain(indices) else None
+    if axes is None or None in ranks or batch < 0:
+        return None
+    axis = axes[0]
+    if isinstance(values, Sharded) and isinstance(indices, Sharded):
+        if batch and values.dim < batch and values == indices:
+            return Plan([values, indices, REPLICATED], [values])
+        return None
+    if isinstance(indices, Sharded) and is_plain(values):
+        if indices.dim < batch:
+            return Plan([indices, indices, REPLICATED], [indices])
+        return Plan([REPLICATED, indices, REPLICATED],
+                    [indices.at(axis - batch + indices.dim)])
+    if isinstance(values, Sharded) and is_plain(indices) and axis != values.dim:
+        if values.dim < batch:
+            return Plan([values, values, REPLICATED], [values])
+        moved = values.dim if values.dim < axis else values.dim + ranks[1] - batch - 1
+        return Plan([values, REPLICATED, REPLICATED], [values.at(moved)])
+    return None
+
+
+def _entry(op: Op, size: Size) -> Plan | None:
+    """Entries of a shape."""
+    indices = op.value(1)
+    if indices is None or op.inputs[0].shape.rank != 1:
+        return None
+    chosen = [int(index) for index in indices.ravel()]
+    takes: list[Spec] = [size, REPLICATED, REPLICATED]
+    if size.at not in chosen:
+        return Plan(takes, [REPLICATED])
+    if chosen.count(size.at) > 1 or indices.ndim > 1:
+        return None
+    return Plan(takes, [Size(chosen.index(size.at), size.times, size.group)])
+
+
+@rule("GatherNd")
+def gather_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    values, indices = specs
+    if is_plain(values) and isinstance(indices, Sharded) and op.rank(1) is not None \
+            and indices.dim < op.rank(1) - 1:  # type: ignore[operator]
+        return Plan([REPLICATED, indices], [indices])
+    return None
+
+
+@rule("ResourceGather")
+def resource_gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    indices = specs[1]
+    if not isinstance(indices, Sharded) or op.attr("batch_dims"):
+        return None
+    return Plan([REPLICATED, indices], [indices])
+
+
+@rule("UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin")
+def unsorted_segment(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    data, segments = specs[0], specs[1]
+    found = {spec for spec in (data, segments) if isinstance(spec, Sharded)}
+    if len(found) != 1 or not is_plain(specs[2]) or op.rank(1) is None:
+        return None
+    (spec,) = found
+    if spec.dim >= op.rank(1):  # type: ignore[operator]
+        return None
+    reduction = {"Sum": "sum", "Max": "max", "Min": "min"}[op.type[len("UnsortedSegment"):]]
+    return Plan([spec, spec, REPLICATED], [Partial(reduction)])
+
+
+@rule("ScatterNd")
+def scatter_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    indices, updates = specs[0], specs[1]
+    found = {spec for spec in (indices, updates) if isinstance(spec, Sharded)}
+    if len(found) != 1 or not is_plain(specs[2]) or op.rank(0) is None:
+        return None
+    (spec,) = found
+    if spec.dim >= op.rank(0) - 1:  # type: ignore[operator]
+        return None
+    return Plan([spec, spec, REPLICATED], [SUM])
+
+
+@rule("Bincount", "DenseBincount")
+def bincount(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    spec = specs[0]
+    if op.type == "DenseBincount" and isinstance(spec, Sharded) and is_plain(specs[1]):
+        if spec.dim == 0 and op.rank(0) == 2:
+            weights = specs[2] if isinstance(specs[2], Sharded) else REPLICATED
+            return Plan([spec, REPLICATED, weights], [spec])
+    return None

@@ -1,0 +1,178 @@
+"""The table of rules: an operation's type -> what it makes of the specs of its inputs.
+
+Goes in: rules, by :func:`rule` (ours) or :func:`register` (a user's).  Comes out: :func:`plan_of`.
+
+A rule is a function of an :class:`Op` and of the specs of its inputs.  It returns a :class:`Plan`,
+or None where the operation cannot be done in parts: it is done once then, with all rows.  A rule
+only ever claims; that what it claims is so is proved by running each operation whole and in pieces
+(``tests/sharding``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    ListOf,
+    Partial,
+    Replicated,
+    Sharded,
+    Size,
+    Spec,
+)
+
+
+class Op:
+    """An operation as a rule sees it: its type, attributes, static shapes and static values."""
+
+    def __init__(self, operation: tf.Operation) -> None:
+        self.operation = operation
+        self.type: str = operation.type
+        self.name: str = operation.name
+        self.inputs: list[tf.Tensor] = list(operation.inputs)
+        self.outputs: list[tf.Tensor] = list(operation.outputs)
+
+    def attr(self, name: str) -> Any:
+        """An attribute; strings as ``str``."""
+        value = self.operation.get_attr(name)
+        return value.decode() if isinstance(value, bytes) else value
+
+    def value(self, index: int) -> np.ndarray | None:
+        """The value of an input where it is known without running anything, else None."""
+        return tf.get_static_value(self.inputs[index])
+
+    def rank(self, index: int) -> int | None:
+        """The rank of an input; None if unknown."""
+        rank: int | None = self.inputs[index].shape.rank
+        return rank
+
+    def out_rank(self, index: int = 0) -> int | None:
+        """The rank of an output; None if unknown."""
+        rank: int | None = self.outputs[index].shape.rank
+        return rank
+
+    def axes(self, index: int, rank: int | None) -> list[int] | None:
+        """The dimensions that an input names, counted from the first; None if unknown."""
+        value = self.value(index)
+        if value is None or rank is None:
+            return None
+        return [int(axis) % max(rank, 1) for axis in np.ravel(value)]
+
+
+@dataclasses.dataclass
+class Plan:
+    """How an operation is done on the towers.
+
+    Attributes:
+      takes: what each input is to be; where it is something else it is redistributed before.
+      gives: what each output then is.
+      make: makes the towers' operations in place of a copy of the operation on each; it is called
+        with a :class:`maker.Maker` and gives, for each output, one value a tower. For a rule
+        whose towers need to do something else than one device does.
+      whole: likewise makes the whole batch's outputs, for sizes that are made of sharded inputs.
+    """
+
+    takes: Sequence[Spec]
+    gives: Sequence[Spec]
+    make: Callable[[Any], list[list[Any]]] | None = None
+    whole: Callable[[Any], list[Any]] | None = None
+
+
+Rule = Callable[[Op, Sequence[Spec]], "Plan | None"]
+_RULES: dict[str, Rule] = {}
+
+
+def rule(*types: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for operations of these types; one rule a type."""
+
+    def put(function: Rule) -> Rule:
+        for name in types:
+            if name in _RULES:
+                raise ValueError(f"operation type {name!r} has a rule already: {_RULES[name]}")
+            _RULES[name] = function
+        return function
+
+    return put
+
+
+def register(type: str, rule: Rule) -> None:
+    """Gives operations of a type a rule, or another one than they have.
+
+    Args:
+      type: the type of a TensorFlow operation, such as ``"MatMul"`` (``tensor.op.type``).
+      rule: a function of an :class:`Op` and the specs of its inputs that returns a :class:`Plan`,
+        or None: done once with all rows. :func:`by_example` is a ready one.
+
+    Raises:
+      ValueError: ``type`` is no operation of this process.
+      TypeError: ``rule`` cannot be called.
+
+    >>> import towerstrategy.sharding
+    >>> towerstrategy.sharding.register("Betainc", towerstrategy.sharding.by_example)
+    """
+    if not isinstance(type, str) or not hasattr(tf.raw_ops, type) and not _is_operation(type):
+        raise ValueError("type must be the type of a TensorFlow operation that is loaded, such as "
+                         f"'MatMul', but got {type!r}")
+    if not callable(rule):
+        raise TypeError("rule must be a function of an operation and the specs of its inputs, but "
+                        f"got {rule!r}")
+    _RULES[type] = rule
+
+
+def _is_operation(type: str) -> bool:
+    from towerstrategy import _tensorflow as _tf
+
+    return _tf.op_def(type) is not None
+
+
+def types() -> list[str]:
+    """The operation types that have a rule."""
+    return sorted(_RULES)
+
+
+def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """How ``op`` is done with inputs of these specs; None: once, with all rows.
+
+    Raises:
+      TypeError: a rule that does not return a :class:`Plan` of specs.
+    """
+    found = _RULES.get(op.type)
+    plan = None if found is None else found(op, specs)
+    if plan is None:
+        return None
+    problem = _problem(plan, op)
+    if problem:
+        raise TypeError(f"the rule for {op.type} (operation {op.name!r}) {problem}")
+    return plan
+
+
+def _problem(plan: Any, op: Op) -> str:
+    if not isinstance(plan, Plan):
+        return f"must return a towerstrategy.sharding.Plan or None, but returned {plan!r}"
+    specs = (Replicated, Sharded, Partial, Size, ListOf)
+    for word, got, of in (("takes", plan.takes, op.inputs), ("gives", plan.gives, op.outputs)):
+        if len(got) != len(of):
+            return f"must say {len(of)} specs in `{word}`, but said {len(got)}: {got!r}"
+        for spec in got:
+            if not isinstance(spec, specs):
+                return f"must say specs in `{word}`, but said {spec!r}"
+    return ""
+
+
+def by_example(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The rule of an operation that keeps examples apart along the first dimension.
+
+    Every input that has the batch's rows in its first dimension keeps them, every other input is
+    the same for all towers, and all outputs have the rows in their first dimension.
+    """
+    sharded = [spec for spec in specs if isinstance(spec, Sharded)]
+    if not sharded or any(spec != sharded[0] or spec.dim for spec in sharded):
+        return None
+    return Plan([spec if isinstance(spec, Sharded) else REPLICATED for spec in specs],
+                [sharded[0]] * len(op.outputs))

@@ -1,0 +1,108 @@
+"""What a tensor of a step written for one device is on the towers.
+
+Goes in: nothing.  Comes out: the specs that :mod:`propagate` gives to tensors, and that the rules of
+:mod:`rules` are written in.
+
+A step is traced once, with all rows of the global batch.  Each of its tensors is one of:
+
+* :class:`Replicated`: made once, from what is the same for all towers;
+* :class:`Sharded`: each tower has its own slice along one dimension, and the slices in the order of
+  the towers are the whole tensor;
+* :class:`Partial`: each tower has a tensor of the whole shape, and the whole tensor is their sum
+  (maximum, minimum, conjunction, disjunction);
+* :class:`Size`: an integer, or a vector of integers, some of whose entries count rows.  It is known
+  twice: for the whole batch, and for each tower.  Arithmetic takes the whole batch's, a tensor that
+  is sharded is shaped by the tower's;
+* :class:`ListOf`: a ``TensorList`` of which each tower has its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Union
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicated:
+    """The same for all towers, made once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes(Replicated):
+    """The axes over which a broadcast is summed again, so far as static shapes tell.
+
+    Attributes:
+      reduced: for each dimension of the broadcast shape whether it is among the axes; None where
+        that is known when the step runs only.
+    """
+
+    reduced: tuple[bool | None, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """Each tower has its slice along ``dim``; all slices in the towers' order are the tensor.
+
+    Attributes:
+      dim: the dimension, counted from the first.
+      times: how many consecutive positions an example of the batch has there; None if unknown.
+      group: which examples. Empty: those of the batch. Else the name of the operation that has
+        chosen among them, as ``tf.boolean_mask`` does: two tensors go together if their groups
+        are the same.
+      broadcast: in a wish for an input only: a dimension of size 1 is left as it is.
+    """
+
+    dim: int
+    times: int | None = 1
+    group: str = ""
+    broadcast: bool = False
+
+    def at(self, dim: int) -> Sharded:
+        """The same examples along another dimension."""
+        return dataclasses.replace(self, dim=dim)
+
+    def goes_with(self, other: Sharded) -> bool:
+        """Whether each tower has the same positions of both."""
+        return (self.times, self.group) == (other.times, other.group)
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """Each tower has a part of the whole shape; ``reduction`` of the parts is the tensor.
+
+    Attributes:
+      reduction: "sum", "max", "min", "and" (all) or "or" (any).
+    """
+
+    reduction: str = "sum"
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Integers that say shapes, known for the whole batch and for each tower.
+
+    Attributes:
+      at: the entry that counts rows (0 for a scalar). The towers' numbers there add up to the
+        batch's; all other entries are alike.
+      times, group: as those of :class:`Sharded`.
+    """
+
+    at: int = 0
+    times: int | None = 1
+    group: str = ""
+
+    def shards(self, dim: int) -> Sharded:
+        """What is shaped by this, along ``dim``."""
+        return Sharded(dim, self.times, self.group)
+
+
+@dataclasses.dataclass(frozen=True)
+class ListOf:
+    """A ``TensorList`` of each tower's own; ``element`` is what its entries are (None: unknown)."""
+
+    element: Spec | None = None
+
+
+Spec = Union[Replicated, Sharded, Partial, Size, ListOf]
+REPLICATED = Replicated()
+SUM = Partial("sum")

@@ -1,0 +1,180 @@
+"""A function written for one device, done by the towers while a ``tf.function`` is traced.
+
+Goes in: the function and its arguments, sub-batches among them.  Comes out: one device's results.
+
+The function is traced once, with an open number of rows, in a replica context of one replica that
+has all rows.  What was traced is then partitioned: see :mod:`propagate` and :mod:`partition`.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import sub_batches
+from towerstrategy.merge import merging
+from towerstrategy.sharding import propagate
+from towerstrategy.sharding.builder import Builder, Ref
+from towerstrategy.sharding.partition import Partition
+from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec
+from towerstrategy.sharding.values import Towers, Value
+from towerstrategy.towers import contexts
+
+_log = logging.getLogger("towerstrategy")
+
+
+def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What one device would return for ``fn(*args, **kwargs)`` and all rows.
+
+    Args:
+      strategy: the strategy, whose towers do it.
+      fn: the function, written for one device.
+      args: its arguments; per-replica values that hold rows are sharded, all else is the same for
+        all towers.
+      kwargs: keyword arguments, likewise.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    inputs = _Inputs(strategy, (args, kwargs))
+    traced, result = _traced(strategy, fn, inputs)
+    layout = propagate.propagate(traced, [
+        *inputs.specs, *[REPLICATED] * (len(traced.inputs) - len(inputs.specs))])
+    _report(strategy, layout)
+    _tf.hand_on_all_functions(traced, graph)
+    builder = Builder(graph)
+    towers = _towers(strategy, builder, inputs)
+    values = inputs.values(towers, builder, traced)
+    partition = Partition(towers)
+    outputs = [value.whole() for value in partition.run(layout, values)]
+    builder.finish()
+    strategy.extended.crossings = dict(towers.crossings)
+    effects = [builder.operation(name) for name in dict.fromkeys(partition.effects)]
+    with tf.control_dependencies(effects), tf.device(strategy.extended.merge_device):
+        tensors = [tf.identity(_shaped(builder.tensor(ref), traced_output))
+                   for ref, traced_output in zip(outputs, traced.outputs)]
+    return result(tensors)
+
+
+def _shaped(tensor: tf.Tensor, traced: tf.Tensor) -> tf.Tensor:
+    tensor.set_shape(traced.shape)
+    return tensor
+
+
+class _Inputs:
+    """The arguments: which of their tensors hold rows, and what each tower has of them."""
+
+    def __init__(self, strategy: Any, arguments: Any) -> None:
+        self._structure = tf.nest.map_structure(self._as_argument, arguments)
+        leaves = tf.nest.flatten(self._structure)
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, _Rows))]
+        self.specs: list[Spec] = [Sharded(0) if isinstance(leaf, _Rows) else REPLICATED
+                                  for leaf in self.tensors]
+        self.rows = next((leaf for leaf in leaves if isinstance(leaf, _Rows)), None)
+        self._merge = strategy.extended.merge_device
+
+    def _as_argument(self, leaf: Any) -> Any:
+        if not isinstance(leaf, _tf.PerReplica):
+            return leaf
+        parts = list(leaf.values)
+        if all(isinstance(part, tf.Tensor) and part.shape.rank for part in parts):
+            counts = (leaf.rows if isinstance(leaf, sub_batches.StandInSubBatches) else None)
+            return _Rows(parts, counts)
+        return merging.concat(parts, 0)
+
+    def type_specs(self) -> list[tf.TensorSpec]:
+        """What the function is traced with."""
+        return [leaf.whole if isinstance(leaf, _Rows) else tf.TensorSpec(leaf.shape, leaf.dtype)
+                for leaf in self.tensors]
+
+    def packed(self, tensors: Sequence[tf.Tensor]) -> Any:
+        """The arguments with these tensors in place of the outer ones."""
+        left = iter(tensors)
+        flat = [next(left) if isinstance(leaf, (tf.Tensor, _Rows)) else leaf
+                for leaf in tf.nest.flatten(self._structure)]
+        return tf.nest.pack_sequence_as(self._structure, flat)
+
+    def values(self, towers: Towers, builder: Builder, traced: Any) -> list[Value]:
+        """What stands for each input of the traced graph."""
+        made = [self._value(towers, builder, leaf, spec)
+                for leaf, spec in zip(self.tensors, self.specs)]
+        for outer, inner in _tf.captures_of(traced):
+            device = getattr(outer, "device", "") or ""
+            ref = builder.take(_tf.capture(builder.graph, outer))
+            made.append(Value(towers, REPLICATED, inner.shape, _giving(ref), device=device))
+        return made
+
+    def _value(self, towers: Towers, builder: Builder, leaf: Any, spec: Spec) -> Value:
+        if not isinstance(leaf, _Rows):
+            return Value(towers, spec, leaf.shape, _giving(builder.take(leaf)))
+        refs = [builder.take(part) for part in leaf.parts]
+        return Value(towers, spec, leaf.whole.shape, None, refs.__getitem__)
+
+
+def _giving(ref: Ref) -> Callable[[], Ref]:
+    return lambda: ref
+
+
+class _Rows:
+    """The towers' rows of one component of the batch."""
+
+    def __init__(self, parts: Sequence[tf.Tensor], counts: tf.Tensor | None) -> None:
+        self.parts = list(parts)
+        if counts is not None:  # a tower without rows has a copy of another's
+            self.parts = [part[:counts[tower]] for tower, part in enumerate(parts)]
+        shape = parts[0].shape
+        for part in parts[1:]:
+            shape = shape.most_specific_compatible_shape(part.shape)
+        self.whole = tf.TensorSpec(tf.TensorShape([None]).concatenate(shape[1:]), parts[0].dtype)
+
+
+def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
+    devices = [tf.DeviceSpec.from_string(device).to_string()
+               for device in strategy.extended.worker_devices]
+    scopes = [f"{contexts.scope_name(tower, device)}/"
+              for tower, device in enumerate(strategy.extended.worker_devices)]
+    merge = tf.DeviceSpec.from_string(strategy.extended.merge_device).to_string()
+
+    def count(tower: int) -> Ref:
+        assert inputs.rows is not None
+        with builder.graph.as_default(), tf.device(strategy.extended.host_device):
+            return builder.take(tf.shape(inputs.rows.parts[tower], tf.int64)[0])
+
+    return Towers(builder, devices, merge, scopes, count)
+
+
+def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs
+            ) -> tuple[Any, Callable[[Sequence[tf.Tensor]], Any]]:
+    """The traced graph, and what packs its outputs as ``fn`` does."""
+    converted = _tf.autograph_convert(fn)
+
+    def one_device(*tensors: tf.Tensor) -> Any:
+        args, kwargs = inputs.packed(tensors)
+        return converted(*args, **kwargs)
+
+    with contexts.OneReplicaContext(strategy), strategy.extended.counted_as(1), \
+            _tf.variables_of_caller(), tf.device(None):
+        traced = _tf.trace(one_device, inputs.type_specs(), getattr(fn, "__name__", "step"))
+    structure = traced.structured_outputs
+
+    def packed(tensors: Sequence[tf.Tensor]) -> Any:
+        left = iter(tensors)
+        flat = [next(left) if isinstance(leaf, tf.Tensor) else leaf
+                for leaf in tf.nest.flatten(structure, expand_composites=True)]
+        return tf.nest.pack_sequence_as(structure, flat, expand_composites=True)
+
+    return traced, packed
+
+
+def _report(strategy: Any, layout: propagate.Layout) -> None:
+    """Says once which operations are done with all rows for want of a rule."""
+    found = collections.Counter(operation.type for operation in layout.all_fallbacks())
+    known = strategy.extended.done_with_all_rows
+    for operation in layout.all_fallbacks():
+        if operation.type not in known:
+            _log.info("%s (%s) is done once, with the rows of all towers: it has no rule for them. "
+                      "%s", operation.type, operation.name, _tf.line_of(operation))
+    known.update(found)
