@@ -235,6 +235,9 @@ from towerstrategy._tensorflow.partitioning import (
     body_of as body_of,
 )
 from towerstrategy._tensorflow.partitioning import (
+    constant_value as constant_value,
+)
+from towerstrategy._tensorflow.partitioning import (
     hand_on_all_functions as hand_on_all_functions,
 )
 from towerstrategy._tensorflow.partitioning import (

@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.framework import func_graph as func_graph_lib
 from tensorflow.python.framework import function_def_to_graph, op_def_registry, tensor_util
 from tensorflow.python.ops import control_flow_util_v2, handle_data_util
 
 PRIVATE_NAMES = {
+    "tensorflow.python.client.pywrap_tf_session:TF_TryEvaluateConstant_wrapper":
+        "the value of axes that are computed from constants, which tf.get_static_value gives up on",
     "tensorflow.python.framework.func_graph:FuncGraph":
         "a graph with inputs and outputs, of which a function is made",
     "tensorflow.python.framework.func_graph:func_graph_from_py_func":
@@ -40,6 +43,16 @@ _numbers = itertools.count()  # functions of one name must be one function, in a
 def op_def(type: str) -> Any:
     """The definition of a type of operations; None if there is none."""
     return op_def_registry.get(type)
+
+
+def constant_value(tensor: tf.Tensor) -> Any:
+    """The value of a tensor of a graph that is made of constants alone; None if it is not."""
+    value = tf.get_static_value(tensor)
+    if value is None and tensor.dtype.is_integer and tensor.shape.is_fully_defined():
+        with tensor.graph._c_graph.get() as c_graph:
+            value = pywrap_tf_session.TF_TryEvaluateConstant_wrapper(
+                c_graph, tensor._as_tf_output())
+    return value
 
 
 def value_as_shape(tensor: tf.Tensor) -> tf.TensorShape:

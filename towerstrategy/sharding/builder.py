@@ -72,7 +72,7 @@ class Builder:
                 others = len(definition.input_arg) - 1
                 number = len(inputs) - others
                 node.attr[arg.number_attr].i = number
-            if arg.type_attr:
+            if arg.type_attr and left:
                 node.attr[arg.type_attr].type = left[0].dtype.as_datatype_enum
             left = left[number:]
         for key, value in attrs.items():

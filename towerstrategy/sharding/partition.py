@@ -130,7 +130,10 @@ class Partition:
 
     def _on_towers(self, operation: tf.Operation, plan: Plan, values: Sequence[Value],
                    controls: list[str]) -> list[Value]:
-        op, count = Op(operation), len(self._towers)
+        op, count, rows = Op(operation), len(self._towers), None
+        if plan.padded and count > 1:
+            rows = next(value for value in values if isinstance(value.spec, Sharded))
+            values = [value.padded() for value in values]
         maker = Maker(op, values, self._towers)
         made: dict[int, list[Ref]] = {}
         home = next((value.device for tensor, value in zip(operation.inputs, values)
@@ -149,26 +152,31 @@ class Partition:
                         home or self._towers.devices[tower], self._towers.scopes[tower], controls)
                 return made[tower]
 
-        if plan.whole is not None:
+        whole: _Lazily | None
+        if any(isinstance(spec, ListOf) for spec in plan.takes):
+            whole = None  # of lists only the towers' are there
+        elif plan.whole is not None:
             whole = _Lazily(lambda: plan.whole(maker))  # type: ignore[misc]
         else:
             whole = _Lazily(lambda: self._copied(
                 operation, [value.whole() for value in values], self._home(operation, values), "",
                 controls))
-        if not all(isinstance(spec, (Size, Axes)) for spec in plan.gives):
+        if any(isinstance(spec, (Sharded, Partial, ListOf)) for spec in plan.gives):
             for tower in range(count):
                 part(tower)
-        return [self._given(tensor, spec, index, part, whole)
-                for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
+        given = [self._given(tensor, spec, index, part, whole)
+                 for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
+        return given if rows is None else [value.without_padding(rows) for value in given]
 
     def _given(self, tensor: tf.Tensor, spec: Spec, index: int,
-               part: Callable[[int], list[Ref]], whole: _Lazily) -> Value:
+               part: Callable[[int], list[Ref]], whole: _Lazily | None) -> Value:
         def one(tower: int) -> Ref:
             return part(tower)[index]
 
         if isinstance(spec, Size):
-            return Value(self._towers, spec, tensor.shape, whole.output(index), one)
-        if isinstance(spec, Axes):
+            return Value(self._towers, spec, tensor.shape,
+                         None if whole is None else whole.output(index), one)
+        if isinstance(spec, Axes) and whole is not None:
             return Value(self._towers, spec, tensor.shape, whole.output(index))
         if isinstance(spec, Replicated):  # each tower's is the same
             return Value(self._towers, spec, tensor.shape, lambda: one(0))
@@ -270,8 +278,9 @@ class _Body:
         return placeholders, entered
 
     def _count(self, tower: int) -> Ref:
-        with self.graph.as_default():
-            self.asked[tower] = tf.compat.v1.placeholder(tf.int64, [])
+        if tower not in self.asked:
+            with self.graph.as_default():
+                self.asked[tower] = tf.compat.v1.placeholder(tf.int64, [])
         return self._builder.take(self.asked[tower])
 
     def make(self, gives: Sequence[Spec]) -> None:

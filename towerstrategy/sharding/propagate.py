@@ -21,6 +21,7 @@ from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     REPLICATED,
+    SUM,
     ListOf,
     Partial,
     Replicated,
@@ -165,19 +166,40 @@ class _Propagation:
 
     def _loop(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
         condition, body = function_of(operation, "cond"), function_of(operation, "body")
+        found = self._settled(body, operation, specs)
+        if found is None:
+            return None
+        sums = [_adds_up(found[1], tensor) for tensor in body.outputs]
+        if any(sums):
+            again = self._settled(body, operation, [SUM if is_sum else spec for is_sum, spec
+                                                    in zip(sums, found[0])])
+            if again is not None:
+                found = again
+        wanted, layout = found
+        asked = self.layout(condition, wanted)
+        local = is_local(layout, wanted) and is_local(asked, [REPLICATED])
+        return Nested([asked, layout], wanted, wanted, local)
+
+    def _settled(self, body: Any, operation: tf.Operation, specs: Sequence[Spec]
+                 ) -> tuple[list[Spec], Layout] | None:
+        """What the variables of a loop are that begin as ``specs``; the layout of its body."""
         wanted = list(specs)
         for _ in range(ROUNDS):
             layout = self.layout(body, wanted)
             after = [_turned(before, now, tensor) for before, now, tensor
                      in zip(wanted, layout.outputs, operation.inputs)]
             if after == wanted:
-                break
+                return wanted, layout
             wanted = after
-        else:
-            return None
-        asked = self.layout(condition, wanted)
-        local = is_local(layout, wanted) and is_local(asked, [REPLICATED])
-        return Nested([asked, layout], wanted, wanted, local)
+        return None
+
+
+def _adds_up(layout: Layout, tensor: tf.Tensor) -> bool:
+    """Whether the towers' parts are summed in each turn, for the sum to be added to."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return layout.plans.get(tensor.op.name, True) is None and any(
+        spec == SUM for spec in layout.inputs_of(tensor.op))
 
 
 def can_become(spec: Spec, wanted: Spec) -> bool:
@@ -235,8 +257,6 @@ def is_local(layout: Layout, outputs: Sequence[Spec]) -> bool:
     if any(spec != wanted and not (isinstance(spec, Replicated) and isinstance(wanted, Replicated))
            for spec, wanted in zip(layout.outputs, outputs)):
         return False
-    if any(isinstance(spec, Size) for spec in outputs):
-        return False
     return all(_is_local(layout, operation) for operation in layout.order
                if operation.name in layout.plans)
 
@@ -248,7 +268,7 @@ def _is_local(layout: Layout, operation: tf.Operation) -> bool:
             plan.layouts[0], plan.gives)) and _as_taken(specs, plan.takes)
     if plan is None:
         return all(isinstance(spec, Replicated) for spec in specs) and not has_effect(operation)
-    return plan.make is None and plan.whole is None and _as_taken(specs, plan.takes)
+    return plan.make is None and not plan.padded and _as_taken(specs, plan.takes)
 
 
 def _as_taken(specs: Sequence[Spec], takes: Sequence[Spec]) -> bool:

@@ -62,8 +62,8 @@ class Sharded:
         return dataclasses.replace(self, dim=dim)
 
     def goes_with(self, other: Sharded) -> bool:
-        """Whether each tower has the same positions of both."""
-        return (self.times, self.group) == (other.times, other.group)
+        """Whether each tower has the same positions of both, where they are of one size."""
+        return self.group == other.group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +85,17 @@ class Size:
       at: the entry that counts rows (0 for a scalar). The towers' numbers there add up to the
         batch's; all other entries are alike.
       times, group: as those of :class:`Sharded`.
+      known: the entries that are known beforehand, for the shape of a tensor; else None.
     """
 
     at: int = 0
     times: int | None = 1
     group: str = ""
+    known: tuple[int | None, ...] | None = None
+
+    def moved(self, at: int) -> Size:
+        """The same number of rows in another entry of something else."""
+        return Size(at, self.times, self.group)
 
     def shards(self, dim: int) -> Sharded:
         """What is shaped by this, along ``dim``."""

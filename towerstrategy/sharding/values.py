@@ -60,6 +60,21 @@ class Towers:
         return self._once(("offset", tower, dtype), lambda: self.builder.make(
             "AddV2", [self.offset(tower - 1, dtype), self.count(tower - 1, dtype)], self.merge))
 
+    def missing(self, tower: int) -> Ref:
+        """1 for a tower without rows, else 0; an int32 scalar."""
+        return self._once(("missing", tower), lambda: self.builder.make("Cast", [
+            self.builder.make("Equal", [self.count(tower), self.builder.constant(
+                0, tf.int64, self.merge)], self.merge)], self.merge, DstT=tf.int32))
+
+    def vector(self, number: Ref, at: int, length: int, other: int) -> Ref:
+        """A vector with ``number`` in one place and ``other`` in all others."""
+        def make() -> Ref:
+            rest = self.builder.constant(other, number.dtype, self.merge)
+            return self.builder.make("Pack", [number if place == at else rest
+                                              for place in range(length)], self.merge, axis=0)
+
+        return self._once(("vector", number, at, length, other), make)
+
     def add_up(self, parts: Sequence[Ref], device: str) -> Ref:
         """The sum of some values."""
         if len(parts) == 1:
@@ -144,6 +159,57 @@ class Value:
                          self.spec, (Size, ListOf)) else Value(
                              towers, wanted, self.shape, self.whole, None, self.device)
 
+    def padded(self) -> Value:
+        """With a row of zeros for each tower that has none."""
+        spec, towers = self.spec, self._towers
+        if isinstance(spec, Sharded) and self.shape.rank is not None:
+            return Value(towers, spec, self.shape, self.whole, self._padded_part)
+        if isinstance(spec, Size):
+            length, at = self.shape.num_elements(), spec.at
+            return Value(towers, spec, self.shape, self.whole, lambda tower: towers.builder.make(
+                "Maximum", [self.part(tower), towers.builder.constant(
+                    [int(place == at) for place in range(length)], self.part(tower).dtype,
+                    towers.devices[tower])], towers.devices[tower]))
+        return self
+
+    def _padded_part(self, tower: int) -> Ref:
+        assert isinstance(self.spec, Sharded)
+        towers, dim, rank, part = self._towers, self.spec.dim, self.shape.rank, self.part(tower)
+        build, device = towers.builder, towers.devices[tower]
+        after = towers.vector(self._missing(tower), dim, rank, 0)
+        none = build.constant([0] * rank, tf.int32, towers.merge)
+        paddings = build.make("Pack", [none, after], towers.merge, axis=1)
+        return build.make("Pad", [part, paddings], device, f"{towers.scopes[tower]}Pad")
+
+    def without_padding(self, like: Value) -> Value:
+        """The inverse of :meth:`padded`, where ``like`` tells which towers have no rows."""
+        spec, towers, rank = self.spec, self._towers, self.shape.rank
+        if not isinstance(spec, Sharded) or rank is None:
+            return self
+
+        def part(tower: int) -> Ref:
+            build, device = towers.builder, towers.devices[tower]
+            one = build.constant(1, tf.int32, towers.merge)
+            rows = build.make("Sub", [like._missing(tower), one], towers.merge)
+            begin = build.constant([0] * rank, tf.int32, device)
+            return build.make("Slice", [self.part(tower), begin, towers.vector(
+                rows, spec.dim, rank, -1)], device, f"{towers.scopes[tower]}Slice")
+
+        return Value(towers, spec, self.shape, None, part)
+
+    def _missing(self, tower: int) -> Ref:
+        assert isinstance(self.spec, Sharded)
+        towers = self._towers
+        if not self.spec.group:
+            return towers.missing(tower)
+        build, device = towers.builder, towers.devices[tower]
+        rows = build.make("GatherV2", [
+            build.make("Shape", [self.part(tower)], device),
+            build.constant(self.spec.dim, tf.int32, device), build.constant(0, tf.int32, device)],
+            device)
+        return build.make("Cast", [build.make("Equal", [rows, build.constant(
+            0, tf.int32, device)], device)], device, DstT=tf.int32)
+
     def _first_or_zeros(self, tower: int) -> Ref:
         if tower == 0:
             return self.whole()
@@ -155,6 +221,8 @@ class Value:
         if len(parts) == 1:
             return parts[0]
         device = towers.merge
+        if isinstance(self.spec, Size):
+            return self._total(parts, self.spec.at)
         if isinstance(self.spec, Sharded):
             towers.note("gather")
             axis = towers.builder.constant(self.spec.dim, tf.int32, device)
@@ -169,6 +237,19 @@ class Value:
             whole = towers.builder.make(_REDUCTIONS[self.spec.reduction], [whole, part], device,
                                         "merge/Reduce")
         return whole
+
+    def _total(self, parts: Sequence[Ref], at: int) -> Ref:
+        """A size of the whole batch: the towers' rows add up, all else is alike."""
+        build, device, dtype = self._towers.builder, self._towers.merge, parts[0].dtype
+        if self.shape.rank == 0:
+            return self._towers.add_up(parts, device)
+        index = build.make("Range", [build.constant(0, tf.int32, device),
+                                     build.make("Size", [parts[0]], device),
+                                     build.constant(1, tf.int32, device)], device)
+        here = build.make("Cast", [build.make(
+            "Equal", [index, build.constant(at, tf.int32, device)], device)], device, DstT=dtype)
+        others = [build.make("Mul", [part, here], device) for part in parts[1:]]
+        return self._towers.add_up([parts[0], *others], device)
 
     def _cut(self, wanted: Sharded) -> Value:
         """Each tower's slice of the whole tensor."""
@@ -196,8 +277,8 @@ class Value:
                     begin = build.make("SelectV2", [is_one, zero, begin], towers.merge)
                     size = build.make("SelectV2", [is_one, one, size], towers.merge)
             return build.make("Slice", [
-                whole, self._vector(begin, wanted.dim, 0), self._vector(size, wanted.dim, -1)],
-                device, f"{towers.scopes[tower]}cut", Index=tf.int64)
+                whole, towers.vector(begin, wanted.dim, rank, 0),
+                towers.vector(size, wanted.dim, rank, -1)], device, f"{towers.scopes[tower]}cut", Index=tf.int64)
 
         return Value(towers, wanted, self.shape, self.whole, part)
 
@@ -208,9 +289,3 @@ class Value:
         shape = build.make("Shape", [self.whole()], device, out_type=tf.int64)
         return build.make("GatherV2", [shape, build.constant(dim, tf.int64, device),
                                        build.constant(0, tf.int32, device)], device)
-
-    def _vector(self, number: Ref, dim: int, other: int) -> Ref:
-        build, device = self._towers.builder, self._towers.merge
-        rest = build.constant(other, tf.int64, device)
-        numbers = [number if index == dim else rest for index in range(self.shape.rank)]
-        return build.make("Pack", numbers, device, axis=0)

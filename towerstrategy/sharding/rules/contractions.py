@@ -42,29 +42,20 @@ def _contracted(op: Op, specs: Sequence[Spec], names: Sequence[Sequence[Any]],
                 out: Sequence[Any]) -> Plan | None:
     """A contraction, by labels of the dimensions."""
     sharded = [(index, spec) for index, spec in enumerate(specs) if isinstance(spec, Sharded)]
-    partial = [index for index, spec in enumerate(specs) if spec == SUM]
-    if not sharded:
-        return None
-    labels = {names[index][spec.dim] for index, spec in sharded}
-    if len(labels) != 1 or any(not spec.goes_with(sharded[0][1]) for _, spec in sharded):
-        return None
-    (label,), first = labels, sharded[0][1]
-    if any(list(term).count(label) > 1 for term in (*names, out)) or partial and label not in out:
-        pass
+    if not sharded or any(len(set(term)) < len(term) for term in (*names, out)):
+        return None  # nothing to gain, or a diagonal
+    # Rows against rows, as all examples beside all: one operand stays sharded, the other is gathered.
+    index, first = sharded[0]
+    label = names[index][first.dim]
     takes: list[Spec] = []
     for index, (spec, term) in enumerate(zip(specs, names)):
-        if label not in term:
-            takes.append(REPLICATED)
-            continue
-        dim = term.index(label)
-        if isinstance(spec, Sharded):
+        dim = term.index(label) if label in term else None
+        if isinstance(spec, Sharded) and spec.dim == dim and spec.goes_with(first):
             takes.append(spec)
-        elif isinstance(label, int) and op.inputs[index].shape[dim] == 1:
+        elif dim is None or isinstance(label, int) and op.inputs[index].shape[dim] == 1:
             takes.append(REPLICATED)
         else:
             takes.append(Sharded(dim, first.times, first.group, broadcast=isinstance(label, int)))
-    if any(list(term).count(label) > 1 for term in (*names, out)):
-        return None  # a diagonal
     return Plan(takes, [first.at(out.index(label)) if label in out else SUM])
 
 
@@ -86,7 +77,7 @@ def _rows_first(op: Op, specs: Sequence[Spec], data: Sequence[int],
         return None
     takes: list[Spec] = [spec if index in data else REPLICATED for index in range(len(specs))]
     has_rows = outputs or [True] * len(op.outputs)
-    return Plan(takes, [spec if rows else SUM for rows in has_rows])
+    return Plan(takes, [spec if rows else SUM for rows in has_rows], padded=True)
 
 
 @rule("Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D",
@@ -131,8 +122,8 @@ def input_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     middle: list[Spec] = [REPLICATED] * (len(specs) - 2)
     if isinstance(specs[0], Size) and specs[0].at == 0 and specs[0].shards(0) == gradient:
-        return Plan([specs[0], *middle, gradient], [gradient])
-    return Plan([REPLICATED, *middle, gradient], [gradient], make=_with_own_rows)
+        return Plan([specs[0], *middle, gradient], [gradient], padded=True)
+    return Plan([REPLICATED, *middle, gradient], [gradient], make=_with_own_rows, padded=True)
 
 
 def _with_own_rows(m: Any) -> list[list[Any]]:

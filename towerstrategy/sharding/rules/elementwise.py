@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Partial, Sharded, Size, Spec
 
@@ -45,33 +47,42 @@ def aligned(op: Op, specs: Sequence[Spec], out: int | None) -> tuple[list[Spec],
 
     None where the sharded ones do not go together, or ranks are unknown.
     """
-    found: Sharded | None = None
-    for index, spec in enumerate(specs):
-        if isinstance(spec, Sharded):
-            rank = op.rank(index)
-            if rank is None or out is None:
-                if any(other != spec for other in specs):
-                    return None
-                here = spec
-            else:
-                here = spec.at(spec.dim + out - rank)
-            if found is not None and found != here:
-                return None
-            found = here
-    if found is None:
+    if any(isinstance(spec, ListOf) for spec in specs):
         return None
+    places = [_place(op, index, spec, out) for index, spec in enumerate(specs)]
+    known = [place for place in places if place is not None]
+    if not known or any(place is None and isinstance(spec, Sharded)
+                        for place, spec in zip(places, specs)):
+        return None
+    # Of rows against rows one side stays sharded, the one with more dimensions; the other is
+    # gathered.
+    found = max(known, key=lambda place: (_size_at(op, places.index(place)), place.times or 0))
     takes: list[Spec] = []
-    for index, spec in enumerate(specs):
-        if isinstance(spec, Sharded):
+    for index, (spec, place) in enumerate(zip(specs, places)):
+        if place is not None and place.dim == found.dim and place.goes_with(found):
             takes.append(spec)
-        elif isinstance(spec, ListOf):
+            continue
+        beside = _beside(op, index, found, out)
+        if beside is None:
             return None
-        else:
-            beside = _beside(op, index, found, out)
-            if beside is None:
-                return None
-            takes.append(beside)
+        takes.append(beside)
     return takes, found
+
+
+def _place(op: Op, index: int, spec: Spec, out: int | None) -> Sharded | None:
+    """Where an input's rows are in the shape that all inputs are broadcast to."""
+    rank = op.rank(index)
+    if not isinstance(spec, Sharded):
+        return None
+    if rank is None or out is None:
+        return spec if all(tensor.shape.rank is None for tensor in op.inputs) else None
+    return spec.at(spec.dim + out - rank)
+
+
+def _size_at(op: Op, index: int) -> int:
+    """How many entries an example of an input has, so far as that is known."""
+    return int(np.prod([size or 1 for size in op.inputs[index].shape.as_list()], dtype=np.int64)) \
+        if op.rank(index) is not None else 0
 
 
 def _beside(op: Op, index: int, sharded: Sharded, out: int | None) -> Spec | None:
@@ -100,7 +111,7 @@ def _of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if op.type == "Mul" and op.out_rank() == 0 and sum(isinstance(s, Size) for s in specs) == 1:
         factor = op.value(0 if specs[1] is size else 1)
         times = None if factor is None or size.times is None else size.times * int(factor)
-        return Plan(specs, [dataclasses.replace(size, times=times)])
+        return Plan(specs, [Size(0, times, size.group)])
     return None
 
 

@@ -50,7 +50,8 @@ def _entry(op: Op, size: Size) -> Plan | None:
         return Plan(takes, [REPLICATED])
     if chosen.count(size.at) > 1 or indices.ndim > 1:
         return None
-    return Plan(takes, [Size(chosen.index(size.at), size.times, size.group)])
+    known = None if size.known is None else tuple(size.known[index] for index in chosen)
+    return Plan(takes, [Size(chosen.index(size.at), size.times, size.group, known)])
 
 
 @rule("GatherNd")

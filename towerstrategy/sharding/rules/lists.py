@@ -21,7 +21,7 @@ def _with(held: Spec, element: Spec) -> ListOf | None:
 
 
 def _can_be_held(spec: Spec) -> bool:
-    return isinstance(spec, (Sharded, Partial, ListOf))
+    return isinstance(spec, (Sharded, Partial, Size, ListOf))
 
 
 @rule("TensorListPushBack")
@@ -54,7 +54,7 @@ def pop_back(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(held, ListOf):
         return None
     takes = [held, *[spec if isinstance(spec, Size) else REPLICATED for spec in specs[1:]]]
-    return Plan(takes, [held, held.element or REPLICATED])
+    return Plan(takes, [held, held.element or _zeros(specs[1])])
 
 
 @rule("TensorListGetItem")
@@ -63,7 +63,12 @@ def get_item(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(held, ListOf) or not is_plain(specs[1]):
         return None
     takes = [held, REPLICATED, *[s if isinstance(s, Size) else REPLICATED for s in specs[2:]]]
-    return Plan(takes, [held.element or REPLICATED])
+    return Plan(takes, [held.element or _zeros(specs[2])])
+
+
+def _zeros(shape: Spec) -> Spec:
+    """What is taken from a list into which nothing was put: zeros of this shape."""
+    return shape.shards(shape.at) if isinstance(shape, Size) else REPLICATED
 
 
 @rule("TensorListFromTensor")

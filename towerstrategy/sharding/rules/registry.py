@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.spec import (
     REPLICATED,
     ListOf,
@@ -45,7 +46,7 @@ class Op:
 
     def value(self, index: int) -> np.ndarray | None:
         """The value of an input where it is known without running anything, else None."""
-        return tf.get_static_value(self.inputs[index])
+        return _tf.constant_value(self.inputs[index])
 
     def rank(self, index: int) -> int | None:
         """The rank of an input; None if unknown."""
@@ -75,6 +76,8 @@ class Plan:
       make: makes the towers' operations in place of a copy of the operation on each; it is called
         with a :class:`maker.Maker` and gives, for each output, one value a tower. For a rule
         whose towers need to do something else than one device does.
+      padded: a tower without rows gets one of zeros, which is cut off behind: for kernels that fail
+        on no rows, or give something of a wrong shape.
       whole: likewise makes the whole batch's outputs, for sizes that are made of sharded inputs.
     """
 
@@ -82,6 +85,7 @@ class Plan:
     gives: Sequence[Spec]
     make: Callable[[Any], list[list[Any]]] | None = None
     whole: Callable[[Any], list[Any]] | None = None
+    padded: bool = False
 
 
 Rule = Callable[[Op, Sequence[Spec]], "Plan | None"]
@@ -126,8 +130,6 @@ def register(type: str, rule: Rule) -> None:
 
 
 def _is_operation(type: str) -> bool:
-    from towerstrategy import _tensorflow as _tf
-
     return _tf.op_def(type) is not None
 
 

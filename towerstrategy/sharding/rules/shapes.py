@@ -6,27 +6,28 @@ as the towers' add up to the batch's; else the batch's is meant.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, Axes, ListOf, Partial, Sharded, Size, Spec
 
 
-def _size_of(spec: Sharded) -> Size:
-    return Size(spec.dim, spec.times, spec.group)
+def _size_of(spec: Sharded, shape: tf.TensorShape) -> Size:
+    known = None if shape.rank is None else tuple(shape.as_list())
+    return Size(spec.dim, spec.times, spec.group, known)
 
 
 @rule("Shape", "ShapeN")
 def shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if any(isinstance(spec, ListOf) for spec in specs):
         return None
-    gives: list[Spec] = [_size_of(spec) if isinstance(spec, Sharded) else REPLICATED
-                         for spec in specs]
+    gives: list[Spec] = [_size_of(spec, tensor.shape) if isinstance(spec, Sharded)
+                         else REPLICATED for spec, tensor in zip(specs, op.inputs)]
 
     def whole(m: Any) -> list[Any]:
         dtype = op.outputs[0].dtype
@@ -67,6 +68,8 @@ def rank(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def static_sizes(op: Op, index: int, spec: Spec) -> list[Any] | None:
     """The numbers of a shape: ints, None where unknown, the :class:`Sharded` where rows are."""
     known = _partial_value(op.inputs[index])
+    if isinstance(spec, Size) and spec.known is not None:
+        known = list(spec.known)
     if known is None:
         return None
     if isinstance(spec, Size) and spec.at < len(known):
@@ -81,7 +84,7 @@ def _partial_value(tensor: tf.Tensor) -> list[Any] | None:
     value = tf.get_static_value(tensor, partial=True)
     if value is not None:
         return [None if entry is None else int(entry) for entry in value]
-    known = tf.get_static_value(tensor)
+    known = _tf.constant_value(tensor)
     if known is not None:
         return [int(entry) for entry in known]
     shape = _as_shape(tensor)
@@ -89,8 +92,6 @@ def _partial_value(tensor: tf.Tensor) -> list[Any] | None:
 
 
 def _as_shape(tensor: tf.Tensor) -> tf.TensorShape:
-    from towerstrategy import _tensorflow as _tf
-
     return _tf.value_as_shape(tensor)
 
 
@@ -168,7 +169,7 @@ def slice_of_size(op: Op, spec: Size) -> Plan | None:
     takes: list[Spec] = [spec, REPLICATED, REPLICATED, REPLICATED]
     if at < 0:  # the towers' numbers are the batch's
         return Plan(takes, [REPLICATED])
-    return Plan(takes, [dataclasses.replace(spec, at=at)])
+    return Plan(takes, [spec.moved(at)])
 
 
 def pack_of_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -177,7 +178,7 @@ def pack_of_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if len(sizes) != 1 or op.rank(0) != 0:
         return None
     at, spec = sizes[0]
-    return Plan(specs, [dataclasses.replace(spec, at=at)])
+    return Plan(specs, [spec.moved(at)])
 
 
 def concat_of_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -189,7 +190,7 @@ def concat_of_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
     before = [op.inputs[number].shape[0] for number in range(index)]
     if None in before:
         return None
-    return Plan(specs, [dataclasses.replace(spec, at=sum(before) + spec.at)])
+    return Plan(specs, [spec.moved(sum(before) + spec.at)])
 
 
 def product_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -221,7 +222,7 @@ def dynamic_stitch(op: Op, specs: Sequence[Spec]) -> Plan | None:
     for later in range(index - count + 1, count):
         if place in np.ravel(indices[later]):  # written over
             return None
-    return Plan(specs, [dataclasses.replace(spec, at=place)])
+    return Plan(specs, [spec.moved(place)])
 
 
 @rule("Range")

@@ -32,7 +32,12 @@ def reshape(op: Op, specs: Sequence[Spec]) -> Plan | None:
     found = _reshaped(op, spec, target)
     if found is None:
         return None
-    return Plan([spec, target if isinstance(target, Size) else REPLICATED], [found],
+    if isinstance(target, Size):
+        return Plan(specs, [found])
+    known = shapes.static_sizes(op, 1, target)
+    if known is not None and known[found.dim] == -1:
+        return Plan([spec, REPLICATED], [found])
+    return Plan([spec, REPLICATED], [found],
                 make=lambda m: [m.each(lambda tower: _reshape(m, tower, found.dim))])
 
 
@@ -45,13 +50,14 @@ def _reshaped(op: Op, spec: Sharded, target: Spec) -> Sharded | None:
     before, after = _before(op), _after(op, target)
     if after is None:
         return None
-    place = None
     if isinstance(target, Size) and target.group == spec.group:
-        if target.at < len(after) and (before is None or _same(
-                before[:spec.dim], after[:target.at])):
-            if before is not None or spec.dim == target.at == 0:
-                place = target.at
-    elif before is not None:
+        # All else is in front of the rows, as before, or behind them.
+        if spec.dim == target.at == 0 or before is not None and _same(
+                before[:spec.dim], after[:target.at]):
+            return dataclasses.replace(spec, dim=target.at, times=target.times)
+        return None
+    place = None
+    if before is not None:
         place = next((at for at in range(len(after))
                       if _same(before[:spec.dim], after[:at]) and after[at] != 1
                       and all(isinstance(size, int) and size > 0 for size in after[at + 1:])),
@@ -59,11 +65,8 @@ def _reshaped(op: Op, spec: Sharded, target: Spec) -> Sharded | None:
         if place is not None and isinstance(after[place], int) and after[place] > 0 \
                 and before[spec.dim] is None:
             return None  # a constant where the rows should be
-    if place is None:
+    if place is None or before is None:
         return None
-    if before is None:
-        return dataclasses.replace(spec, dim=place, times=target.times
-                                   if isinstance(target, Size) else None)
     times = _times(spec, before[spec.dim + 1:], after[place + 1:])
     if times == 0:
         return None
@@ -122,8 +125,6 @@ def _reshape(m: Any, tower: int, dim: int) -> Any:
     if None not in others and 0 not in others:
         shape = m.constant([-1 if at == dim else size for at, size in enumerate(static)], dtype,
                            tower)
-    elif isinstance(m.inputs[1].spec, Size):
-        shape = m.part(1, tower)
     else:
         mask = np.arange(rank) == dim
         shape = m.make("SelectV2", [m.constant(mask, tf.bool, tower),
@@ -138,7 +139,7 @@ def expand_dims(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(spec, Partial):
         return Plan([spec, REPLICATED], [spec])
     if isinstance(spec, Size) and rank == 0:
-        return Plan([spec, REPLICATED], [dataclasses.replace(spec, at=0)])
+        return Plan([spec, REPLICATED], [spec.moved(0)])
     if not isinstance(spec, Sharded) or axes is None:
         return None
     return Plan([spec, REPLICATED], [spec.at(spec.dim + (axes[0] <= spec.dim))])
