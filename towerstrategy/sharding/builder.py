@@ -77,9 +77,9 @@ class Builder:
             left = left[number:]
         for key, value in attrs.items():
             node.attr[key].CopyFrom(_attr(value))
-        dtypes = [tf.as_dtype(arg.type or node.attr[arg.type_attr].type
-                              or _default(definition, arg.type_attr))
-                  for arg in definition.output_arg]
+        dtypes = [tf.as_dtype(arg.type or (
+            node.attr[arg.type_attr].type if arg.type_attr in node.attr
+            else _default(definition, arg.type_attr))) for arg in definition.output_arg]
         return self._complete(node, inputs, device, (), dtypes)[0]
 
     def constant(self, value: Any, dtype: tf.DType, device: str) -> Ref:

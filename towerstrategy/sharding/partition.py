@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import propagate
+from towerstrategy.sharding import homes, propagate
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.maker import Maker
 from towerstrategy.sharding.propagate import Layout, Nested
@@ -49,12 +49,15 @@ class Partition:
         self._nodes: dict[str, list[str]] = {}  # an operation -> the nodes that it has become
         self.effects: list[str] = []  # nodes that must run
         self._outside: list[str] = []
+        self._homes: dict[str, str] = {}
 
     def run(self, layout: Layout, inputs: Iterable[Value],
             controls: Sequence[str] = ()) -> list[Value]:
         """Makes the nodes; gives the graph's outputs."""
         self._outside = list(controls)
         self._values.update(zip((tensor.name for tensor in layout.graph.inputs), inputs))
+        self._homes = homes.homes(layout, {
+            name: value.device for name, value in self._values.items() if value.device})
         for operation in layout.order:
             if operation.name in layout.plans:
                 self._operation(layout, operation)
@@ -77,14 +80,14 @@ class Partition:
         self._values.update(zip((tensor.name for tensor in operation.outputs), made))
 
     def _controls(self, operation: tf.Operation) -> list[str]:
-        return self._outside + [node for before in operation.control_inputs
-                                for node in self._nodes.get(before.name, ())]
+        outside = self._outside if operation.op_def.is_stateful else []
+        return outside + [node for before in operation.control_inputs
+                          for node in self._nodes.get(before.name, ())]
 
     def _done(self, operation: tf.Operation, nodes: Iterable[str]) -> None:
-        if propagate.has_effect(operation) or operation.op_def.is_stateful:
-            self._nodes.setdefault(operation.name, []).extend(nodes)
-            if propagate.has_effect(operation):
-                self.effects.extend(nodes)
+        self._nodes.setdefault(operation.name, []).extend(nodes)
+        if propagate.has_effect(operation):
+            self.effects.extend(nodes)
 
     def _once(self, operation: tf.Operation, values: Sequence[Value],
               controls: list[str]) -> list[Value]:
@@ -126,7 +129,10 @@ class Partition:
         for tensor, value in zip(operation.inputs, values):
             if tensor.dtype == tf.resource and value.device:
                 return value.device
-        return operation.device or self._towers.merge
+        if operation.name in self._homes or operation.device:
+            return self._homes.get(operation.name) or operation.device
+        largest = max(values, key=lambda value: value.size, default=None)
+        return largest.device if largest and largest.device else self._towers.merge
 
     def _on_towers(self, operation: tf.Operation, plan: Plan, values: Sequence[Value],
                    controls: list[str]) -> list[Value]:
@@ -180,7 +186,8 @@ class Partition:
             return Value(self._towers, spec, tensor.shape, whole.output(index))
         if isinstance(spec, Replicated):  # each tower's is the same
             return Value(self._towers, spec, tensor.shape, lambda: one(0))
-        return Value(self._towers, spec, tensor.shape, None, one)
+        return Value(self._towers, spec, tensor.shape, None, one,
+                     self._homes.get(tensor.op.name, ""))
 
     # Calls, branches and loops.
 

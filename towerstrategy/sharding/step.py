@@ -37,9 +37,19 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
       args: its arguments; per-replica values that hold rows are sharded, all else is the same for
         all towers.
       kwargs: keyword arguments, likewise.
+
+    Raises:
+      NotImplementedError: the strategy spans several machines.
+      ValueError: components of the batch that have different numbers of rows.
     """
+    if strategy.extended.workers is not None:
+        raise NotImplementedError(
+            "a step that is traced once and partitioned runs on the towers of one machine so far, "
+            f"but the strategy has {strategy.extended.workers.replicas} towers on several: use "
+            "strategy.run.")
     graph = tf.compat.v1.get_default_graph()
     inputs = _Inputs(strategy, (args, kwargs))
+    inputs.check_rows()
     traced, result = _traced(strategy, fn, inputs)
     layout = propagate.propagate(traced, [
         *inputs.specs, *[REPLICATED] * (len(traced.inputs) - len(inputs.specs))])
@@ -85,10 +95,26 @@ class _Inputs:
             return _Rows(parts, counts)
         return merging.concat(parts, 0)
 
-    def type_specs(self) -> list[tf.TensorSpec]:
-        """What the function is traced with."""
-        return [leaf.whole if isinstance(leaf, _Rows) else tf.TensorSpec(leaf.shape, leaf.dtype)
-                for leaf in self.tensors]
+    def check_rows(self) -> None:
+        """Raises where components of the batch have different numbers of rows on a tower."""
+        rows = [leaf for leaf in self.tensors if isinstance(leaf, _Rows)]
+        for other in rows[1:]:
+            for tower, (first, part) in enumerate(zip(rows[0].parts, other.parts)):
+                sizes = first.shape[0], part.shape[0]
+                if None not in sizes and sizes[0] != sizes[1]:
+                    raise ValueError(
+                        "all components of a batch must have the same number of rows, but tower "
+                        f"{tower} got {sizes[0]} of {first.shape} and {sizes[1]} of {part.shape}.")
+
+    def type_specs(self, known_rows: bool) -> list[tf.TensorSpec]:
+        """What the function is traced with: an open number of rows, or the batch's."""
+        return [tf.TensorSpec(leaf.shape, leaf.dtype) if not isinstance(leaf, _Rows)
+                else leaf.known if known_rows else leaf.whole for leaf in self.tensors]
+
+    @property
+    def rows_are_known(self) -> bool:
+        """Whether the batch's number of rows is known while the function is traced."""
+        return self.rows is not None and self.rows.known.shape[0] is not None
 
     def packed(self, tensors: Sequence[tf.Tensor]) -> Any:
         """The arguments with these tensors in place of the outer ones."""
@@ -129,6 +155,9 @@ class _Rows:
         for part in parts[1:]:
             shape = shape.most_specific_compatible_shape(part.shape)
         self.whole = tf.TensorSpec(tf.TensorShape([None]).concatenate(shape[1:]), parts[0].dtype)
+        sizes = [part.shape[0] for part in self.parts]
+        total = None if None in sizes else sum(sizes)
+        self.known = tf.TensorSpec(tf.TensorShape([total]).concatenate(shape[1:]), parts[0].dtype)
 
 
 def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
@@ -155,9 +184,21 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs
         args, kwargs = inputs.packed(tensors)
         return converted(*args, **kwargs)
 
-    with contexts.OneReplicaContext(strategy), strategy.extended.counted_as(1), \
-            _tf.variables_of_caller(), tf.device(None):
-        traced = _tf.trace(one_device, inputs.type_specs(), getattr(fn, "__name__", "step"))
+    def trace(known_rows: bool) -> Any:
+        with contexts.OneReplicaContext(strategy), strategy.extended.counted_as(1), \
+                _tf.variables_of_caller(), tf.device(None):
+            return _tf.trace(one_device, inputs.type_specs(known_rows),
+                             getattr(fn, "__name__", "step"))
+
+    try:
+        traced = trace(known_rows=False)
+    except Exception as error:
+        if not inputs.rows_are_known:
+            raise
+        try:  # what is written for batches of one size asks for it in Python
+            traced = trace(known_rows=True)
+        except Exception:
+            raise error from None
     structure = traced.structured_outputs
 
     def packed(tensors: Sequence[tf.Tensor]) -> Any:

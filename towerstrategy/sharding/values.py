@@ -115,6 +115,11 @@ class Value:
         self._parts: dict[int, Ref] = {}
         self._others: dict[Any, Value] = {}
 
+    @property
+    def size(self) -> int:
+        """How many entries it has, so far as that is known."""
+        return self.shape.num_elements() or 0 if self.shape.rank is not None else 0
+
     def whole(self) -> Ref:
         """The whole tensor."""
         if self._whole is None:
@@ -220,7 +225,7 @@ class Value:
         towers, parts = self._towers, self.parts()
         if len(parts) == 1:
             return parts[0]
-        device = towers.merge
+        device = self.device or towers.merge
         if isinstance(self.spec, Size):
             return self._total(parts, self.spec.at)
         if isinstance(self.spec, Sharded):

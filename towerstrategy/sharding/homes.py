@@ -1,0 +1,44 @@
+"""Where an operation that is done once is done: with the variable that it is for.
+
+Goes in: a layout, and the device of each variable that it reads or writes.  Comes out: a device for
+each operation that works for one variable alone, such as an optimizer's.  So a gradient's parts are
+summed where its variable is, and no weight or slot crosses to be updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+from towerstrategy.sharding.propagate import Layout
+
+
+def homes(layout: Layout, devices: Mapping[str, str]) -> dict[str, str]:
+    """The device of operations of ``layout``, by name; no entry where none is better than another.
+
+    Args:
+      layout: the operations.
+      devices: the devices of variables, by the names of their handles in the layout's graph.
+    """
+    if len(set(devices.values())) < 2:
+        return {}
+    found: dict[str, str] = {}
+    wanted: dict[str, set[str]] = {}  # where those who take its results are
+    for operation in reversed(layout.order):
+        home = _of_variable(operation, devices)
+        asked = wanted.get(operation.name, set())
+        if home is None and len(asked) == 1:
+            (home,) = asked
+        if home is not None:
+            found[operation.name] = home
+            for tensor in operation.inputs:
+                wanted.setdefault(tensor.op.name, set()).add(home)
+    return found
+
+
+def _of_variable(operation: tf.Operation, devices: Mapping[str, str]) -> str | None:
+    for tensor in operation.inputs:
+        if tensor.dtype == tf.resource and devices.get(tensor.name):
+            return devices[tensor.name]
+    return None
