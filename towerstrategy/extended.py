@@ -24,6 +24,7 @@ from towerstrategy.merge import merging, reductions
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import homes as homes_lib
+from towerstrategy.sharding import run as whole_batch
 from towerstrategy.towers import calls, compiled, contexts, modes, stages, steps
 from towerstrategy.variables import creation, living, tower_local
 
@@ -60,9 +61,11 @@ class TowerExtended(_tf.StrategyExtended):
         self._retrace_functions_for_each_device = len(placement.towers) > 1
         self.experimental_enable_get_next_as_optional = True
         self._modes = modes.Modes()
+        self.one_program = False  # whether steps of Keras are traced once and partitioned
         # Of what `sharding` partitioned: types of operations that were done with all rows for want
-        # of a rule; how often values of the last step cross between the towers, by kind.
-        self.done_with_all_rows: set[str] = set()
+        # of a rule -> the first one's name, bytes an example, the user's line; how often values of
+        # the last step cross between the towers, by kind.
+        self.done_with_all_rows: dict[str, tuple[str, int, str]] = {}
         self.crossings: dict[str, int] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
@@ -93,7 +96,7 @@ class TowerExtended(_tf.StrategyExtended):
         else:
             optimizer = _tf.light_graph_optimizer()
         explained = compiled.explained() if compiles else contextlib.nullcontext()
-        with optimizer, explained, self._modes.within(compiles=compiles):
+        with optimizer, explained, self._modes.within(compiles=compiles, keras_step=True):
             yield
 
     def train_step(self, call: Callable[[], Any], compiles: bool = False) -> Any:
@@ -329,6 +332,8 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         owner = getattr(colocate_with_variable, "_distribute_strategy", None)
+        if owner is None and contexts.has_all_rows():
+            return  # a model made outside of the scope, whose step is traced as on one device
         if owner is None or owner is not self._container_strategy():
             raise ValueError(
                 "`colocate_vars_with` must only be passed a variable created in this "
@@ -346,10 +351,19 @@ class TowerExtended(_tf.StrategyExtended):
     # The verbs.
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._runs_one_program:
+            return whole_batch.run(self._container_strategy(), fn, args, kwargs)
+
         def call(fn: Callable[..., Any]) -> Any:
             return calls.call_each(self._container_strategy(), fn, args, kwargs)
 
         return call(fn) if self._modes.steps is None else self._modes.steps.run_towers(call, fn)
+
+    @property
+    def _runs_one_program(self) -> bool:
+        """Whether a step of Keras runs here that is traced once, as on one device."""
+        return (self.one_program and self._modes.keras_step and self._workers is None
+                and not self._placement.rows and not self._modes.compiles)
 
     def _experimental_run_steps_on_iterator(self, fn: Callable[..., Any], iterator: Any,
                                             iterations: Any, initial_loop_values: Any) -> Any:

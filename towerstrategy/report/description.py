@@ -45,7 +45,9 @@ def describe(strategy: tf.distribute.Strategy, state: Sequence[tuple[str, str, s
     text, page = _described(strategy)
     for title, header, lines, numbers in (
             ("Stages of the model", ("stage", "bytes", "layers"), stages, (1,)),
-            ("State of the model", ("state", "kept", "merged"), state, ())):
+            ("State of the model", ("state", "kept", "merged"), state, ()),
+            ("Done once, with the rows of all towers", (
+                "operation", "bytes an example", "first one", "line"), _done_once(strategy), (1,))):
         if lines:
             text += f"\n\n{table(header, lines, numbers)}"
             page += _page(title, header, lines, numbers)
@@ -54,6 +56,12 @@ def describe(strategy: tf.distribute.Strategy, state: Sequence[tuple[str, str, s
     shown = _Shown(text)
     shown.page = page
     return shown
+
+
+def _done_once(strategy: tf.distribute.Strategy) -> list[tuple[str, str, str, str]]:
+    """What partitioned steps gather all rows for, as it has no rule."""
+    return [(kind, f"{gathered:,}", name, line) for kind, (name, gathered, line)
+            in strategy.extended.done_with_all_rows.items()]
 
 
 def describe_html(strategy: tf.distribute.Strategy) -> str:

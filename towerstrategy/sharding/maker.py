@@ -64,9 +64,10 @@ class Maker:
             if spec.times == 1:
                 return total
             return self.make("Mul", [total, self.constant(spec.times, dtype, None)], None)
-        sizes = [self._entry(self.make("Shape", [value.part(tower)], tower, out_type=dtype),
+        sizes = [self._entry(self.make("Shape", [value.part(tower)], tower, out_type=tf.int64),
                              spec.dim, tower) for tower in range(len(self.towers))]
-        return self.towers.add_up(sizes, self.towers.merge)
+        rows = self.towers.add_up(sizes, self.towers.merge)
+        return rows if dtype == tf.int64 else self.make("Cast", [rows], None, DstT=dtype)
 
     def shape(self, index: int, dtype: tf.DType) -> Ref:
         """The shape of a sharded input with all rows."""

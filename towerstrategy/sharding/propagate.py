@@ -82,9 +82,15 @@ class Layout:
     def outputs(self) -> list[Spec]:
         return [self.specs[tensor.name] for tensor in self.graph.outputs]
 
-    def all_fallbacks(self) -> Iterator[tf.Operation]:
-        """Those of the functions that are called, too."""
-        yield from self.fallbacks
+    def gathered(self, operation: tf.Operation) -> int:
+        """Bytes an example that are gathered for an operation, so far as shapes are known."""
+        return sum(_bytes_an_example(tensor, spec) for tensor, spec
+                   in zip(operation.inputs, self.inputs_of(operation)) if isinstance(spec, Sharded))
+
+    def all_fallbacks(self) -> Iterator[tuple[tf.Operation, int]]:
+        """Those of the functions that are called, too, with the bytes an example they gather."""
+        for operation in self.fallbacks:
+            yield operation, self.gathered(operation)
         for plan in self.plans.values():
             if isinstance(plan, Nested):
                 for layout in plan.layouts:
@@ -200,6 +206,13 @@ def _adds_up(layout: Layout, tensor: tf.Tensor) -> bool:
         tensor = tensor.op.inputs[0]
     return layout.plans.get(tensor.op.name, True) is None and any(
         spec == SUM for spec in layout.inputs_of(tensor.op))
+
+
+def _bytes_an_example(tensor: tf.Tensor, spec: Sharded) -> int:
+    count = spec.times or 1
+    for dim, size in enumerate(tensor.shape if tensor.shape.rank is not None else ()):
+        count *= 1 if dim == spec.dim else size or 1
+    return int(count * tensor.dtype.size)
 
 
 def can_become(spec: Spec, wanted: Spec) -> bool:

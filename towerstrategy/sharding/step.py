@@ -8,7 +8,6 @@ has all rows.  What was traced is then partitioned: see :mod:`propagate` and :mo
 
 from __future__ import annotations
 
-import collections
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -211,11 +210,11 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs
 
 
 def _report(strategy: Any, layout: propagate.Layout) -> None:
-    """Says once which operations are done with all rows for want of a rule."""
-    found = collections.Counter(operation.type for operation in layout.all_fallbacks())
+    """Notes which operations are done with all rows for want of a rule, and says it once a type."""
     known = strategy.extended.done_with_all_rows
-    for operation in layout.all_fallbacks():
+    for operation, gathered in layout.all_fallbacks():
         if operation.type not in known:
-            _log.info("%s (%s) is done once, with the rows of all towers: it has no rule for them. "
-                      "%s", operation.type, operation.name, _tf.line_of(operation))
-    known.update(found)
+            known[operation.type] = operation.name, gathered, _tf.line_of(operation)
+            _log.info("%s (%s) is done once, with the rows of all towers, as it has no rule for "
+                      "them: %d bytes an example are gathered. %s", operation.type,
+                      *known[operation.type])

@@ -77,6 +77,13 @@ class Towers:
 
     def add_up(self, parts: Sequence[Ref], device: str) -> Ref:
         """The sum of some values."""
+        here = dict.fromkeys(self.devices)
+        if len(parts) == len(self.devices) > len(here):  # micro-batches: first those of a device
+            parts = [self._sum([part for part, at in zip(parts, self.devices) if at == own], own)
+                     for own in here]
+        return self._sum(parts, device)
+
+    def _sum(self, parts: Sequence[Ref], device: str) -> Ref:
         if len(parts) == 1:
             return parts[0]
         return self.builder.make("AddN", parts, device, "merge/AddN")
