@@ -125,6 +125,10 @@ class Builder:
             return self._taken[ref.node, ref.index]
         return self._made[ref.node].outputs[ref.index]
 
+    def made(self, scope: str) -> list[str]:
+        """The names of the operations whose nodes are in a name scope; after :meth:`finish`."""
+        return [operation.name for node, operation in self._made.items() if node.startswith(scope)]
+
     def operation(self, name: str) -> tf.Operation:
         """The operation that a node has become; after :meth:`finish`."""
         return self._made[name]

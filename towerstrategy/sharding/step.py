@@ -22,7 +22,7 @@ from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.partition import Partition
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec
 from towerstrategy.sharding.values import Towers, Value
-from towerstrategy.towers import contexts
+from towerstrategy.towers import contexts, order
 
 _log = logging.getLogger("towerstrategy")
 
@@ -60,6 +60,8 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     partition = Partition(towers)
     outputs = [value.whole() for value in partition.run(layout, values)]
     builder.finish()
+    order.put(graph, [builder.made(scope) for scope in towers.scopes],
+              strategy.extended.placement, [builder.tensor(ref) for ref in outputs])
     strategy.extended.crossings = dict(towers.crossings)
     effects = [builder.operation(name) for name in dict.fromkeys(partition.effects)]
     with tf.control_dependencies(effects), tf.device(strategy.extended.merge_device):

@@ -79,14 +79,18 @@ class Towers:
         """The sum of some values."""
         here = dict.fromkeys(self.devices)
         if len(parts) == len(self.devices) > len(here):  # micro-batches: first those of a device
-            parts = [self._sum([part for part, at in zip(parts, self.devices) if at == own], own)
-                     for own in here]
-        return self._sum(parts, device)
-
-    def _sum(self, parts: Sequence[Ref], device: str) -> Ref:
+            parts = [self._one_by_one([part for part, at in zip(parts, self.devices)
+                                       if at == own], own) for own in here]
         if len(parts) == 1:
             return parts[0]
         return self.builder.make("AddN", parts, device, "merge/AddN")
+
+    def _one_by_one(self, parts: Sequence[Ref], device: str) -> Ref:
+        """A sum that holds no two of its parts for long."""
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.builder.make("AddV2", [total, part], device, "merge/AddV2")
+        return total
 
     def _as(self, ref: Ref, dtype: tf.DType) -> Ref:
         if ref.dtype == dtype:
