@@ -21,6 +21,7 @@ class Modes(threading.local):
     stand_ins = False
     predicting = False
     compiles = False
+    keras_step = False
     alike_on_all = False
     totals: dict[int, Any] = {}
     steps: steps.StepsContext | None = None

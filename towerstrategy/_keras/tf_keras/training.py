@@ -119,7 +119,7 @@ def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
         before = self.predict_function
         result, step = original(self, force), self.predict_function
         strategy = self.distribute_strategy
-        if not (kind.is_tower_strategy(strategy) and self.jit_compile) or step is before:
+        if not kind.is_tower_strategy(strategy) or step is before:
             return result
         self.predict_function = _in_step(strategy, self, step)
         return self.predict_function

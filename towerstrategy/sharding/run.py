@@ -1,0 +1,63 @@
+"""A replica function that is written for one device, run for the whole batch.
+
+Goes in: what ``strategy.run`` was given by a step of Keras.  Comes out: one device's results, not
+one a tower.
+
+In a ``tf.function`` the towers do it, see :mod:`step`.  In eager code, which is for debugging, one
+device does it with all rows, so that all that is printed is printed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import sub_batches
+from towerstrategy.merge import merging
+from towerstrategy.sharding import step
+from towerstrategy.towers import contexts
+
+
+def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What one device would return for ``fn(*args, **kwargs)`` and all rows."""
+    devices = strategy.extended.worker_devices
+    if tf.executing_eagerly() or len(devices) == 1:
+        device = devices[0] if len(devices) == 1 else strategy.extended.merge_device
+        with tf.device(device):
+            args, kwargs = tf.nest.map_structure(_whole, (args, kwargs))
+        if not tf.executing_eagerly():
+            fn = _tf.autograph_convert(fn)
+        with contexts.OneReplicaContext(strategy), strategy.extended.counted_as(1), \
+                tf.device(device):
+            return fn(*args, **kwargs)
+    with tf.device(strategy.extended.host_device):
+        args, kwargs = tf.nest.map_structure(_dense, (args, kwargs))
+    return step.call(strategy, fn, args, kwargs)
+
+
+def _dense(leaf: Any) -> Any:
+    """``leaf``; whole where the towers' parts are no tensors."""
+    if isinstance(leaf, _tf.PerReplica) and not all(
+            isinstance(part, tf.Tensor) for part in leaf.values):
+        return _whole(leaf)
+    return leaf
+
+
+def _whole(leaf: Any) -> Any:
+    """All rows of a component of the batch."""
+    if not isinstance(leaf, _tf.PerReplica):
+        return leaf
+    parts = list(leaf.values)
+    if isinstance(leaf, sub_batches.StandInSubBatches):
+        parts = [_first_rows(part, leaf.rows[tower]) for tower, part in enumerate(parts)]
+    return parts[0] if len(parts) == 1 else merging.concat(parts, 0)
+
+
+def _first_rows(part: Any, rows: tf.Tensor) -> Any:
+    if isinstance(part, tf.SparseTensor):
+        size = tf.concat([[rows], part.dense_shape[1:]], 0)
+        return tf.sparse.slice(part, tf.zeros_like(size), size)
+    return part[:rows]
