@@ -1,8 +1,8 @@
 """Nodes of a graph, collected as a ``GraphDef`` and imported at once.
 
 Goes in: operations to copy, and types of operations to make.  Comes out: :class:`Ref`, what stands
-for a tensor until the import, and then tensors.  Making operations one by one in Python takes several
-times as long.
+for a tensor until the import, and then tensors.  Making operations one by one in Python takes
+several times as long.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from towerstrategy import _tensorflow as _tf
 
 
 class Ref(NamedTuple):
-    """An output of a node, or a tensor that stands outside of the nodes."""
+    """Output number ``place`` of a node, or a tensor that stands outside of the nodes."""
 
     node: str
-    index: int
+    place: int
     dtype: tf.DType
 
     @property
     def input(self) -> str:
-        return f"{self.node}:{self.index}" if self.index else self.node
+        return f"{self.node}:{self.place}" if self.place else self.node
 
 
 class Builder:
@@ -121,9 +121,9 @@ class Builder:
 
     def tensor(self, ref: Ref) -> tf.Tensor:
         """The tensor that ``ref`` has become; after :meth:`finish`."""
-        if (ref.node, ref.index) in self._taken:
-            return self._taken[ref.node, ref.index]
-        return self._made[ref.node].outputs[ref.index]
+        if (ref.node, ref.place) in self._taken:
+            return self._taken[ref.node, ref.place]
+        return self._made[ref.node].outputs[ref.place]
 
     def made(self, scope: str) -> list[str]:
         """The names of the operations whose nodes are in a name scope; after :meth:`finish`."""
@@ -136,8 +136,8 @@ class Builder:
     def _complete(self, node: Any, inputs: Sequence[Ref], device: str, controls: Iterable[str],
                   dtypes: Sequence[tf.DType]) -> list[Ref]:
         del node.input[:]
-        node.input.extend(ref.input if (ref.node, ref.index) not in self._taken
-                          else f"{ref.node}:{ref.index}" for ref in inputs)
+        node.input.extend(ref.input if (ref.node, ref.place) not in self._taken
+                          else f"{ref.node}:{ref.place}" for ref in inputs)
         node.input.extend(f"^{name}" for name in dict.fromkeys(controls))
         node.device = device
         self.count += 1

@@ -23,7 +23,8 @@ class Maker:
     Attributes:
       op: the operation.
       inputs: its inputs, as the rule takes them.
-      towers: the towers, with their rows of the batch: ``count(tower)``, ``offset(tower)``, ``total()``.
+      towers: the towers, with their rows of the batch: ``count(tower)``, ``offset(tower)`` and
+        ``total()``.
     """
 
     def __init__(self, op: Op, inputs: Sequence[Value], towers: Towers) -> None:

@@ -1,10 +1,11 @@
 """A traced step -> its operations on the towers and on the merge device.
 
-Goes in: a :class:`propagate.Layout` and the towers.  Comes out: nodes that give one device's result.
+Goes in: a :class:`propagate.Layout` and the towers.  Comes out: nodes that give one device's
+result.
 
-What is sharded or partial is made on each tower, what is replicated once: with the variable that it
-reads or writes, else on the merge device.  Constants, and what is made of them alone, are made on
-each tower that uses them.  Effects keep the order that the trace gave them.
+What is sharded or partial is made on each tower, what is replicated once: with the variable that
+it reads or writes, else on the merge device.  Constants, and what is made of them alone, are made
+on each tower that uses them.  Effects keep the order that the trace gave them.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Partition:
         return refs
 
     def _home(self, operation: tf.Operation, values: Sequence[Value]) -> str:
-        """Where an operation is done once: with its variable, else where the user or nobody says."""
+        """Where an operation is done once: with its variable, or where the user says."""
         for tensor, value in zip(operation.inputs, values):
             if tensor.dtype == tf.resource and value.device:
                 return value.device
@@ -214,7 +215,7 @@ class Partition:
         first = 0 if loop else 1
         refs: list[Ref] = []
         for value in values[first:]:
-            refs += _refs_of(value, len(self._towers))
+            refs += _refs_of(value)
         bodies = [_Body(self._towers, layout, plan.takes[first:], values[first:], operation)
                   for layout in plan.layouts]
         for number, body in enumerate(bodies):
@@ -295,7 +296,7 @@ class _Body:
         partition = Partition(self._towers)
         results = partition.run(self._layout, self._values)
         for value, spec in zip(results, gives):
-            self.results += _refs_of(value.as_spec(spec), len(self._towers))
+            self.results += _refs_of(value.as_spec(spec))
         self._effects = partition.effects
 
     def finish(self, asked: Sequence[int], hand_on: bool) -> None:
@@ -320,7 +321,7 @@ def _number_of(spec: Spec, towers: int) -> int:
     return towers if isinstance(spec, (Sharded, Partial, ListOf)) else 1
 
 
-def _refs_of(value: Value, towers: int) -> list[Ref]:
+def _refs_of(value: Value) -> list[Ref]:
     """The nodes that are a value: the whole, or each tower's part, or both."""
     spec = value.spec
     refs = [] if isinstance(spec, (Sharded, Partial, ListOf)) else [value.whole()]
@@ -329,11 +330,12 @@ def _refs_of(value: Value, towers: int) -> list[Ref]:
 
 def _value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Any) -> Value:
     """The inverse of :func:`_refs_of`."""
-    whole = None if isinstance(spec, (Sharded, Partial, ListOf)) else next(refs)
+    parted = isinstance(spec, (Sharded, Partial, ListOf))
+    whole: Any = None if parted else next(refs)
     if isinstance(spec, Replicated):
         return Value(towers, REPLICATED, shape, lambda: whole)
     parts = [next(refs) for _ in range(len(towers))]
-    return Value(towers, spec, shape, None if whole is None else lambda: whole, parts.__getitem__)
+    return Value(towers, spec, shape, None if parted else lambda: whole, parts.__getitem__)
 
 
 def _attributes(operation: tf.Operation, names: Sequence[str]) -> Any:

@@ -11,7 +11,7 @@ is said by graphs of their own.  The specs of a loop's variables are a fixpoint 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -26,7 +26,6 @@ from towerstrategy.sharding.spec import (
     Partial,
     Replicated,
     Sharded,
-    Size,
     Spec,
 )
 
@@ -128,6 +127,7 @@ class _Propagation:
     def _operation(self, layout: Layout, operation: tf.Operation) -> Sequence[Spec]:
         specs = layout.inputs_of(operation)
         whole = [REPLICATED] * len(operation.outputs)
+        plan: Plan | Nested | None
         if all(isinstance(spec, Replicated) for spec in specs):
             plan = registry.plan_of(Op(operation), specs) if any(
                 spec != REPLICATED for spec in specs) else None
@@ -333,7 +333,7 @@ def _is_root(operation: tf.Operation) -> bool:
 
 
 def _visit(root: tf.Operation, done: set[str], order: list[tf.Operation]) -> None:
-    stack: list[tuple[tf.Operation, Callable[[], Any] | Any]] = []
+    stack: list[tuple[tf.Operation, Iterator[tf.Operation]]] = []
 
     def enter(operation: tf.Operation) -> None:
         if operation.name not in done:

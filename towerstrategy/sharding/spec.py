@@ -1,7 +1,7 @@
 """What a tensor of a step written for one device is on the towers.
 
-Goes in: nothing.  Comes out: the specs that :mod:`propagate` gives to tensors, and that the rules of
-:mod:`rules` are written in.
+Goes in: nothing.  Comes out: the specs that :mod:`propagate` gives to tensors, and in which the
+rules of :mod:`rules` are written.
 
 A step is traced once, with all rows of the global batch.  Each of its tensors is one of:
 

@@ -294,7 +294,8 @@ class Value:
                     size = build.make("SelectV2", [is_one, one, size], towers.merge)
             return build.make("Slice", [
                 whole, towers.vector(begin, wanted.dim, rank, 0),
-                towers.vector(size, wanted.dim, rank, -1)], device, f"{towers.scopes[tower]}cut", Index=tf.int64)
+                towers.vector(size, wanted.dim, rank, -1)], device, f"{towers.scopes[tower]}cut",
+                Index=tf.int64)
 
         return Value(towers, wanted, self.shape, self.whole, part)
 

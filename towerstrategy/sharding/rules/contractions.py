@@ -1,6 +1,7 @@
 """Matrix products, einsums, convolutions and pooling, and their gradients.
 
-Goes in: an operation.  Comes out: its plan.  Where rows are contracted each tower has a part of a sum.
+Goes in: an operation.  Comes out: its plan.  Where rows are contracted each tower has a part of a
+sum.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Size, Spec
 
 @rule("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
 def matmul(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    ranks = (op.rank(0), op.rank(1))
+    ranks: list[Any] = [op.rank(0), op.rank(1)]
     if None in ranks:
         return None
     flags = ("transpose_a", "transpose_b") if op.type == "MatMul" else ("adj_x", "adj_y")
-    rank = max(ranks)  # type: ignore[type-var]
-    # Labels of each operand's dimensions: batch dimensions by place, then rows, contracted, columns.
+    rank = max(ranks)
+    # Labels of each operand's dimensions: batch dimensions by place, then rows, contracted,
+    # columns.
     names: list[list[Any]] = []
     for number, labels in enumerate((["m", "k"], ["k", "n"])):
         if op.attr(flags[number]):
             labels.reverse()
-        own = ranks[number] - 2  # type: ignore[operator]
+        own = ranks[number] - 2
         names.append([*range(rank - 2 - own, rank - 2), *labels])
     return _contracted(op, specs, names, [*range(rank - 2), "m", "n"])
 
@@ -44,7 +46,8 @@ def _contracted(op: Op, specs: Sequence[Spec], names: Sequence[Sequence[Any]],
     sharded = [(index, spec) for index, spec in enumerate(specs) if isinstance(spec, Sharded)]
     if not sharded or any(len(set(term)) < len(term) for term in (*names, out)):
         return None  # nothing to gain, or a diagonal
-    # Rows against rows, as all examples beside all: one operand stays sharded, the other is gathered.
+    # Rows against rows, as all examples beside all: one operand stays sharded, the other is
+    # gathered.
     index, first = sharded[0]
     label = names[index][first.dim]
     takes: list[Spec] = []
@@ -69,7 +72,8 @@ def _rows_first(op: Op, specs: Sequence[Spec], data: Sequence[int],
       data: the inputs that have rows.
       outputs: whether each output has rows, or is a sum over them; all have if None.
     """
-    found = {specs[index] for index in data if isinstance(specs[index], Sharded)}
+    found = {spec for index, spec in enumerate(specs)
+             if index in data and isinstance(spec, Sharded)}
     if len(found) != 1:
         return None
     (spec,) = found
@@ -83,8 +87,7 @@ def _rows_first(op: Op, specs: Sequence[Spec], data: Sequence[int],
 @rule("Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D",
       "Dilation2D", "LRN", "ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea",
       "AdjustContrastv2", "AdjustHue", "AdjustSaturation", "HSVToRGB", "RGBToHSV", "SpaceToDepth",
-      "DepthToSpace", "ExtractImagePatches", "ExtractVolumePatches", "MaxPoolV2",
-      "FusedResizeAndPadConv2D", "MaxPoolWithArgmax_", "MatrixDiagPartV3_")
+      "DepthToSpace", "ExtractImagePatches", "ExtractVolumePatches", "MaxPoolV2")
 def image(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return _rows_first(op, specs, [0])
 
@@ -103,7 +106,7 @@ def pooling_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return _rows_first(op, specs, [0, 1, 2])
 
 
-@rule("ResizeBilinearGrad", "ResizeBicubicGrad", "Dilation2DBackpropInput_")
+@rule("ResizeBilinearGrad", "ResizeBicubicGrad")
 def resize_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return _rows_first(op, specs, [0, 1])
 
@@ -144,7 +147,6 @@ def _with_own_rows(m: Any) -> list[list[Any]]:
     return [m.each(one)]
 
 
-@rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter",
-      "Dilation2DBackpropFilter_")
+@rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
 def filter_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return _rows_first(op, specs, [0, 2], [False])

@@ -15,26 +15,31 @@ from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Partial, Sharded, Size, Spec
 
 LINEAR = ("Identity", "Cast", "Neg", "StopGradient", "PreventGradient", "Snapshot", "Real", "Imag",
-          "Conj", "ComplexAbs_")
-UNARY = """
+          "Conj")
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+UNARY = _names("""
     Abs Acos Acosh Angle Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0
-    BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bitcast Cast Ceil CheckNumerics
-    CheckNumericsV2 ComplexAbs Conj Cos Cosh Dawsn Digamma Elu Erf Erfc Erfinv Exp Expint Expm1 Floor
-    FresnelCos FresnelSin Identity Imag Inv Invert IsFinite IsInf IsNan LeakyRelu Lgamma Log Log1p
-    LogicalNot Ndtri Neg OnesLike PopulationCount PreventGradient Real Reciprocal Relu Relu6 Rint
-    Round Rsqrt Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Spence Sqrt Square
-    StopGradient Tan Tanh ZerosLike QuantizeAndDequantizeV4 FakeQuantWithMinMaxArgs
-    AsString DecodeBase64 EncodeBase64 StringLength StringLower StringUpper StringStrip
+    BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bitcast Cast Ceil
+    CheckNumerics CheckNumericsV2 ComplexAbs Conj Cos Cosh Dawsn Digamma Elu Erf Erfc Erfinv Exp
+    Expint Expm1 Floor FresnelCos FresnelSin Identity Imag Inv Invert IsFinite IsInf IsNan
+    LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike PopulationCount PreventGradient Real
+    Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign
+    Spence Sqrt Square StopGradient Tan Tanh ZerosLike FakeQuantWithMinMaxArgs AsString
+    DecodeBase64 EncodeBase64 StringLength StringLower StringUpper StringStrip
     StringToHashBucketFast StringToHashBucketStrong StringToHashBucket StringToNumber
-    RegexFullMatch StaticRegexFullMatch StaticRegexReplace RegexReplace Substr
-    Bucketize DebugIdentityV2""".split()
-BINARY = """
-    Add AddN AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex
-    Div DivNoNan EluGrad Equal FakeQuantWithMinMaxArgsGradient FloorDiv FloorMod Greater GreaterEqual
-    Igamma IgammaGradA Igammac InvGrad LeakyReluGrad LeftShift Less LessEqual LogicalAnd LogicalOr
-    Maximum Minimum Mod Mul MulNoNan NextAfter NotEqual Polygamma Pow RealDiv ReciprocalGrad Relu6Grad
-    ReluGrad RightShift RsqrtGrad SelectV2 SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad
-    SquaredDifference Sub TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta""".split()
+    RegexFullMatch StaticRegexFullMatch StaticRegexReplace RegexReplace Bucketize
+    DebugIdentityV2""")
+BINARY = _names("""
+    Add AddN AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue
+    Complex Div DivNoNan EluGrad Equal FakeQuantWithMinMaxArgsGradient FloorDiv FloorMod Greater
+    GreaterEqual Igamma IgammaGradA Igammac InvGrad LeakyReluGrad LeftShift Less LessEqual
+    LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan NextAfter NotEqual Polygamma Pow RealDiv
+    ReciprocalGrad Relu6Grad ReluGrad RightShift RsqrtGrad SelectV2 SeluGrad SigmoidGrad
+    SoftplusGrad SoftsignGrad SqrtGrad SquaredDifference Sub Substr TanhGrad TruncateDiv
+    TruncateMod Xdivy Xlog1py Xlogy Zeta""")
 
 
 def is_plain(spec: Spec) -> bool:
@@ -75,7 +80,7 @@ def _place(op: Op, index: int, spec: Spec, out: int | None) -> Sharded | None:
     if not isinstance(spec, Sharded):
         return None
     if rank is None or out is None:
-        return spec if all(tensor.shape.rank is None for tensor in op.inputs) else None
+        return spec if op.type == "AddN" else None  # whose inputs are of one shape
     return spec.at(spec.dim + out - rank)
 
 
@@ -105,14 +110,23 @@ def _on_lists(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def _of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """A number of rows times, or over, what is no number of rows; a cast or a copy of it."""
     size = next(spec for spec in specs if isinstance(spec, Size))
-    if len(specs) == 1 and op.type in ("Identity", "Cast", "StopGradient", "Snapshot"):
-        if op.outputs[0].dtype.is_integer:
-            return Plan(specs, specs)
+    if len(specs) == 1 and op.type in ("Identity", "Cast", "StopGradient", "Snapshot") \
+            and op.outputs[0].dtype.is_integer:
+        return Plan(specs, specs)
     if op.type == "Mul" and op.out_rank() == 0 and sum(isinstance(s, Size) for s in specs) == 1:
         factor = op.value(0 if specs[1] is size else 1)
         times = None if factor is None or size.times is None else size.times * int(factor)
-        return Plan(specs, [Size(0, times, size.group)])
+        return Plan([spec if spec is size else REPLICATED for spec in specs],
+                    [Size(0, times, size.group)])
     return None
+
+
+def _is_linear(op: Op) -> bool:
+    """Whether a sum of parts is what the operation makes of them added up."""
+    if op.type != "Cast":
+        return op.type in LINEAR
+    to = op.outputs[0].dtype  # integers are cut off, and half a number has too few digits for parts
+    return to.is_complex or to.is_floating and to.size >= 4
 
 
 @rule(*UNARY)
@@ -123,12 +137,22 @@ def unary(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(spec, Size):
         return _of_size(op, specs)
     if isinstance(spec, Partial):
-        if op.type in LINEAR and spec == SUM or op.type in ("Identity", "StopGradient"):
+        if spec == SUM and _is_linear(op) or op.type in ("Identity", "StopGradient"):
             return Plan(specs, [spec])
         return None
     if isinstance(spec, Sharded) and all(is_plain(other) for other in specs[1:]):
         return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec] * len(op.outputs))
     return None
+
+
+@rule("QuantizeAndDequantizeV3", "QuantizeAndDequantizeV4")
+def quantize(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Unless the range is that of all rows, or there is one a row."""
+    spec = specs[0]
+    if not isinstance(spec, Sharded) or not op.attr("range_given") or op.attr("axis") == spec.dim \
+            or not all(is_plain(other) for other in specs[1:]):
+        return None
+    return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec])
 
 
 @rule(*BINARY)

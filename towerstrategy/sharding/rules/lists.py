@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import tensorflow as tf
+
 from towerstrategy.sharding.rules.elementwise import is_plain
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
+from towerstrategy.sharding.rules.shapes import static_sizes
 from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Replicated, Sharded, Size, Spec
 
 
@@ -24,9 +27,34 @@ def _can_be_held(spec: Spec) -> bool:
     return isinstance(spec, (Sharded, Partial, Size, ListOf))
 
 
+def is_empty(held: tf.Tensor) -> bool:
+    """Whether a list made once has no entries, so that it may serve as each tower's.
+
+    Of a list that a function is given, or a loop, the caller knows.
+    """
+    while held.op.type == "Identity":
+        (held,) = held.op.inputs
+    return held.op.type in ("EmptyTensorList", "TensorListReserve", "Placeholder")
+
+
+def _shaped_as(op: Op, index: int, spec: Spec, element: Spec) -> bool:
+    """Whether the shape that entries are said to have holds for the towers' entries."""
+    if not isinstance(element, Sharded):
+        return not isinstance(spec, Size)
+    if isinstance(spec, Size):
+        return spec.shards(spec.at) == element
+    value = op.value(index)
+    known = static_sizes(op, index, spec) if value is None else list(value.ravel())
+    if known is None or value is not None and value.ndim == 0:
+        return value is not None
+    return len(known) > element.dim and known[element.dim] == -1
+
+
 @rule("TensorListPushBack")
 def push_back(op: Op, specs: Sequence[Spec]) -> Plan | None:
     held, element = specs
+    if not isinstance(held, ListOf) and not is_empty(op.inputs[0]):
+        return None
     if not _can_be_held(element):
         if not isinstance(held, ListOf):
             return None
@@ -38,6 +66,8 @@ def push_back(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("TensorListSetItem")
 def set_item(op: Op, specs: Sequence[Spec]) -> Plan | None:
     held, index, element = specs[0], specs[1], specs[2]
+    if not isinstance(held, ListOf) and not is_empty(op.inputs[0]):
+        return None
     if not _can_be_held(element):
         if not isinstance(held, ListOf):
             return None
@@ -54,7 +84,8 @@ def pop_back(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(held, ListOf):
         return None
     takes = [held, *[spec if isinstance(spec, Size) else REPLICATED for spec in specs[1:]]]
-    return Plan(takes, [held, held.element or _zeros(specs[1])])
+    element = held.element or _zeros(specs[1])
+    return Plan(takes, [held, element]) if _shaped_as(op, 1, specs[1], element) else None
 
 
 @rule("TensorListGetItem")
@@ -63,7 +94,8 @@ def get_item(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(held, ListOf) or not is_plain(specs[1]):
         return None
     takes = [held, REPLICATED, *[s if isinstance(s, Size) else REPLICATED for s in specs[2:]]]
-    return Plan(takes, [held.element or _zeros(specs[2])])
+    element = held.element or _zeros(specs[2])
+    return Plan(takes, [element]) if _shaped_as(op, 2, specs[2], element) else None
 
 
 def _zeros(shape: Spec) -> Spec:
@@ -87,6 +119,8 @@ def stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     takes = [held, *[s if isinstance(s, Size) else REPLICATED for s in specs[1:]]]
     element = held.element
+    if not _shaped_as(op, 1, specs[1], element or REPLICATED):
+        return None
     if isinstance(element, Sharded):
         return Plan(takes, [element.at(element.dim + 1)])
     if isinstance(element, (Partial, Replicated)):

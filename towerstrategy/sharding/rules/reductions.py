@@ -1,6 +1,7 @@
 """Reductions: over the rows they give a part of the result on each tower.
 
-Goes in: an operation.  Comes out: its plan.  A mean over rows is a tower's sum over the batch's count.
+Goes in: an operation.  Comes out: its plan.  A mean over rows is a tower's sum over the batch's
+count.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def bias_add_grad(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan(specs, [SUM])
 
 
-@rule("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Roll", "Softmax_")
+@rule("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Roll")
 def along_an_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Along other axes than the rows' only."""
     spec, axes = specs[0], op.axes(2 if op.type == "Roll" else 1, op.rank(0))
@@ -118,7 +119,7 @@ def along_an_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec])
 
 
-@rule("Softmax", "LogSoftmax", "TopKV2", "TopK", "InTopKV2", "NthElement")
+@rule("Softmax", "LogSoftmax", "TopKV2", "InTopKV2", "NthElement")
 def along_the_last_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, rank = specs[0], op.rank(0)
     if op.type == "InTopKV2":

@@ -44,19 +44,17 @@ class Op:
         value = self.operation.get_attr(name)
         return value.decode() if isinstance(value, bytes) else value
 
-    def value(self, index: int) -> np.ndarray | None:
+    def value(self, index: int) -> Any:
         """The value of an input where it is known without running anything, else None."""
         return _tf.constant_value(self.inputs[index])
 
-    def rank(self, index: int) -> int | None:
+    def rank(self, index: int) -> Any:
         """The rank of an input; None if unknown."""
-        rank: int | None = self.inputs[index].shape.rank
-        return rank
+        return self.inputs[index].shape.rank
 
-    def out_rank(self, index: int = 0) -> int | None:
+    def out_rank(self, index: int = 0) -> Any:
         """The rank of an output; None if unknown."""
-        rank: int | None = self.outputs[index].shape.rank
-        return rank
+        return self.outputs[index].shape.rank
 
     def axes(self, index: int, rank: int | None) -> list[int] | None:
         """The dimensions that an input names, counted from the first; None if unknown."""
@@ -151,6 +149,9 @@ def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
     problem = _problem(plan, op)
     if problem:
         raise TypeError(f"the rule for {op.type} (operation {op.name!r}) {problem}")
+    if any(isinstance(wanted, Sharded) and not isinstance(spec, Sharded) and op.rank(index) is None
+           for index, (spec, wanted) in enumerate(zip(specs, plan.takes))):
+        return None  # nothing can be cut whose rank is unknown
     return plan
 
 

@@ -1,7 +1,7 @@
 """Shapes and sizes: numbers of rows, known for the batch and for each tower.
 
-Goes in: an operation.  Comes out: its plan.  A number that counts rows stays a :class:`Size` as long
-as the towers' add up to the batch's; else the batch's is meant.
+Goes in: an operation.  Comes out: its plan.  A number that counts rows stays a :class:`Size` as
+long as the towers' add up to the batch's; else the batch's is meant.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, Axes, ListOf, Partial, Sharded, Size, Spec
 
@@ -81,12 +82,9 @@ def _partial_value(tensor: tf.Tensor) -> list[Any] | None:
     """The entries of a vector so far as they are known."""
     if tensor.shape.rank != 1 or tensor.shape[0] is None:
         return None
-    value = tf.get_static_value(tensor, partial=True)
-    if value is not None:
-        return [None if entry is None else int(entry) for entry in value]
-    known = _tf.constant_value(tensor)
-    if known is not None:
-        return [int(entry) for entry in known]
+    known = entries_of(tensor)
+    if known is not None and any(entry is not None for entry in known):
+        return list(known)
     shape = _as_shape(tensor)
     return None if shape.rank is None else shape.as_list()
 
@@ -146,14 +144,15 @@ def _known_axes(axes: Axes) -> list[int] | None:
 
 
 def position_in_slice(op: Op, at: int) -> int | None:
-    """Where entry ``at`` of a vector is in a strided slice of it: -1 if it is not, None if unknown."""
+    """Where entry ``at`` of a vector is in a strided slice of it; -1: nowhere, None: unknown."""
     values = [op.value(index) for index in (1, 2, 3)]
     length = op.inputs[0].shape[0]
-    if any(value is None or len(value) != 1 for value in values) or length is None:
+    if op.rank(0) != 1 or length is None or any(
+            value is None or len(value) != 1 for value in values):
         return None
     if op.attr("ellipsis_mask") or op.attr("new_axis_mask"):
         return None
-    begin, end, step = (int(value[0]) for value in values)  # type: ignore[index]
+    begin, end, step = (int(value[0]) for value in values)
     if op.attr("shrink_axis_mask"):
         return 0 if begin % length == at else -1
     taken = list(range(length))[slice(None if op.attr("begin_mask") else begin,
@@ -175,10 +174,50 @@ def slice_of_size(op: Op, spec: Size) -> Plan | None:
 def pack_of_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Numbers put together to a shape, one of which counts rows."""
     sizes = [(index, spec) for index, spec in enumerate(specs) if isinstance(spec, Size)]
-    if len(sizes) != 1 or op.rank(0) != 0:
+    shape = op.outputs[0].shape
+    if len(sizes) != 1 or op.rank(0) not in (0, 1) or not shape.is_fully_defined():
         return None
-    at, spec = sizes[0]
-    return Plan(specs, [spec.moved(at)])
+    index, spec = sizes[0]
+    place = (index,) if op.rank(0) == 0 else tuple(
+        np.insert([spec.at], op.attr("axis") % 2, index))
+    return Plan(_sizes_and_wholes(specs), [spec.moved(int(np.ravel_multi_index(place, shape)))])
+
+
+def _sizes_and_wholes(specs: Sequence[Spec]) -> list[Spec]:
+    return [spec if isinstance(spec, Size) else REPLICATED for spec in specs]
+
+
+def transpose_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Shapes, one beside the other; entries are counted in the order of memory."""
+    spec, order, shape = specs[0], op.value(1), op.inputs[0].shape
+    if not isinstance(spec, Size) or order is None or not shape.is_fully_defined():
+        return None
+    places = np.arange(shape.num_elements()).reshape(shape).transpose([int(at) for at in order])
+    return Plan([spec, REPLICATED], [spec.moved(places.ravel().tolist().index(spec.at))])
+
+
+def split_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """A shape in pieces."""
+    spec, sizes = specs[0], op.value(1)
+    if not isinstance(spec, Size) or sizes is None or op.rank(0) != 1 or (sizes < 0).any():
+        return None
+    gives: list[Spec] = []
+    start = 0
+    for size in sizes:
+        inside = start <= spec.at < start + int(size)
+        gives.append(spec.moved(spec.at - start) if inside else REPLICATED)
+        start += int(size)
+    return Plan([spec, REPLICATED, REPLICATED], gives)
+
+
+def piece_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """A slice of a shape."""
+    spec, begin, size = specs[0], op.value(1), op.value(2)
+    if not isinstance(spec, Size) or begin is None or size is None or len(begin) != 1:
+        return None
+    at, takes = spec.at - int(begin[0]), [spec, REPLICATED, REPLICATED]
+    inside = at >= 0 and (int(size[0]) < 0 or at < int(size[0]))
+    return Plan(takes, [spec.moved(at) if inside else REPLICATED])
 
 
 def concat_of_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -190,7 +229,7 @@ def concat_of_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
     before = [op.inputs[number].shape[0] for number in range(index)]
     if None in before:
         return None
-    return Plan(specs, [spec.moved(sum(before) + spec.at)])
+    return Plan(_sizes_and_wholes(specs), [spec.moved(sum(before) + spec.at)])
 
 
 def product_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
