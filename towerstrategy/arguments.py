@@ -1,8 +1,8 @@
 """Wrong arguments of what a strategy's user calls are refused here, before anything runs.
 
-Goes in: the arguments of ``run``, ``reduce``, ``gather`` and of what distributes datasets and
-values.  Comes out: nothing, or an error that names the argument, what was given and what is
-possible.
+Goes in: the arguments of ``run``, ``function``, ``reduce``, ``gather`` and of what distributes
+datasets and values.  Comes out: nothing, or an error that names the argument, what was given and
+what is possible.
 """
 
 from __future__ import annotations
@@ -17,6 +17,23 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.towers import contexts
+
+
+def check_made(cross_device_ops: Any, communication_options: Any,
+               synchronize_batch_norm: Any) -> None:
+    """What ``TowerStrategy`` is made with, but for what says where things are."""
+    if not isinstance(cross_device_ops, (type(None), tf.distribute.CrossDeviceOps)):
+        raise TypeError("cross_device_ops must be None or a tf.distribute.CrossDeviceOps, but "
+                        f"got {cross_device_ops!r} of type {type(cross_device_ops).__name__}.")
+    if not isinstance(communication_options, (type(None), _tf.Options)):
+        raise TypeError("communication_options must be None or a "
+                        "tf.distribute.experimental.CommunicationOptions, but got "
+                        f"{communication_options!r} of type "
+                        f"{type(communication_options).__name__}.")
+    if not isinstance(synchronize_batch_norm, bool):
+        raise TypeError("synchronize_batch_norm must be True or False, but got "
+                        f"{synchronize_batch_norm!r} of type "
+                        f"{type(synchronize_batch_norm).__name__}.")
 
 
 def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
@@ -93,6 +110,58 @@ def check_function(argument: str, fn: Any) -> None:
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
         raise TypeError(f"{argument} must be a function that runs when it is called, but {fn!r} "
                         "has a yield or is async: a call of it gives a generator or a coroutine.")
+
+
+def check_options(strategy: Any, input_signature: Any, autograph: Any, jit_compile: Any,
+                  reduce_retracing: Any) -> None:
+    """The arguments of ``strategy.function``."""
+    several = ("towers of several stages" if strategy.extended.placement.rows else
+               "several machines" if strategy.extended.workers is not None else None)
+    if several is not None:
+        raise NotImplementedError("strategy.function partitions a step over the towers of one "
+                                  f"machine, not over {several}. Use strategy.run.")
+    if not isinstance(input_signature, (list, tuple, type(None))):
+        raise TypeError("input_signature must be None, or a list or tuple with what describes each "
+                        f"argument, but got {input_signature!r} of type "
+                        f"{type(input_signature).__name__}.")
+    for leaf in tf.nest.flatten(input_signature or ()):
+        if not isinstance(leaf, tf.TypeSpec):
+            raise TypeError("input_signature must have a tf.TensorSpec, or another tf.TypeSpec, "
+                            f"for each argument, but has {leaf!r} of type {type(leaf).__name__}.")
+    for name, value in (("autograph", autograph), ("reduce_retracing", reduce_retracing)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, but got {value!r} of type "
+                            f"{type(value).__name__}.")
+    if jit_compile not in (None, False):
+        raise ValueError(
+            f"jit_compile must be None or False, but got {jit_compile!r}: XLA compiles for one "
+            "device, and the function runs on all towers. Within it, call a "
+            "tf.function(jit_compile=True) of what is to be compiled.")
+
+
+def check_sharded(strategy: tf.distribute.Strategy, bound: dict[str, Any]) -> None:
+    """The arguments of a function made by ``strategy.function``."""
+    leaves = tf.nest.flatten(bound)
+    if not any(isinstance(leaf, (tf.distribute.DistributedValues, tf.distribute.DistributedDataset,
+                                 tf.distribute.DistributedIterator)) for leaf in leaves):
+        return
+    _check_parts(strategy, bound)
+    for path, leaf in _leaves(bound):
+        if isinstance(leaf, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
+            raise TypeError(
+                f"{path} is a distributed {'dataset' if hasattr(leaf, '__len__') else 'iterator'}, "
+                "but must be a batch: a function made by strategy.function is written for one "
+                "device, which takes no part of a batch. Give it next(iterator), or each batch of "
+                "a loop, in eager code or in a tf.function around it.")
+        if _is_per_replica(leaf) and any(_rank(part) == 0 for part in leaf.values):
+            raise ValueError(
+                f"{path} has a scalar for each tower, but must have rows, or be the same for all "
+                "towers. strategy.reduce makes one value of it.")
+
+
+def _rank(part: Any) -> int | None:
+    shape = getattr(part, "shape", ())
+    return shape.rank if isinstance(shape, tf.TensorShape) else len(shape)
 
 
 def check_structures(argument: str, values: list[Any]) -> None:

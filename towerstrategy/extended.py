@@ -25,7 +25,7 @@ from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.sharding import run as whole_batch
-from towerstrategy.towers import calls, compiled, contexts, modes, stages, steps
+from towerstrategy.towers import calls, compiled, contexts, modes, one_replica, stages, steps
 from towerstrategy.variables import creation, living, tower_local
 
 
@@ -332,7 +332,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         owner = getattr(colocate_with_variable, "_distribute_strategy", None)
-        if owner is None and contexts.has_all_rows():
+        if owner is None and one_replica.has_all_rows():
             return  # a model made outside of the scope, whose step is traced as on one device
         if owner is None or owner is not self._container_strategy():
             raise ValueError(
@@ -460,6 +460,11 @@ class TowerExtended(_tf.StrategyExtended):
         if not isinstance(value, tf.distribute.DistributedValues):
             return value
         return reductions.onto(destinations, lambda: merging.concat(list(value.values), axis))
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        if one_replica.has_all_rows():  # where tf_keras reads a metric
+            return value
+        return super()._replica_ctx_all_reduce(reduce_op, value, options)
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         if isinstance(tensor, (float, int)):

@@ -8,24 +8,22 @@ verb each.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _keras, arguments, extended
-from towerstrategy import _tensorflow as _tf
 from towerstrategy.losses import own_losses, parts
 from towerstrategy.machines import clusters, meeting
 from towerstrategy.placement import asked_shares, cuts, kind
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.report import description
+from towerstrategy.sharding import function as functions
 from towerstrategy.towers import branches, padding, stages, summaries
 from towerstrategy.towers import draws as draws_lib
 from towerstrategy.variables import rules
-
-# What calling tf.distribute.experimental.CommunicationOptions gives.
-Options = _tf.Options
 
 
 class TowerStrategy(kind.Kind):
@@ -145,18 +143,7 @@ class TowerStrategy(kind.Kind):
             raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is "
                                "off (a tf.compat.v1 graph, or "
                                "tf.compat.v1.disable_eager_execution).")
-        if not isinstance(cross_device_ops, (type(None), tf.distribute.CrossDeviceOps)):
-            raise TypeError("cross_device_ops must be None or a tf.distribute.CrossDeviceOps, but "
-                            f"got {cross_device_ops!r} of type {type(cross_device_ops).__name__}.")
-        if not isinstance(communication_options, (type(None), Options)):
-            raise TypeError("communication_options must be None or a "
-                            "tf.distribute.experimental.CommunicationOptions, but got "
-                            f"{communication_options!r} of type "
-                            f"{type(communication_options).__name__}.")
-        if not isinstance(synchronize_batch_norm, bool):
-            raise TypeError("synchronize_batch_norm must be True or False, but got "
-                            f"{synchronize_batch_norm!r} of type "
-                            f"{type(synchronize_batch_norm).__name__}.")
+        arguments.check_made(cross_device_ops, communication_options, synchronize_batch_norm)
         draws_lib.check(draws)
         resolver = (clusters.resolver_of_environment() if cluster_resolver is None
                     else cluster_resolver)
@@ -191,6 +178,57 @@ class TowerStrategy(kind.Kind):
         """
         arguments.check_run(self, fn, args, kwargs, options)
         return super().run(fn, args, kwargs, options)
+
+    def function(self, func: Callable[..., Any] | None = None,
+                 input_signature: Sequence[Any] | None = None, autograph: bool = True,
+                 jit_compile: bool | None = None, reduce_retracing: bool = False) -> Any:
+        """As ``tf.function``, for a step written for one device that the towers do.
+
+        The step sees all rows of the batch, in a replica context of one replica.  It is traced
+        once, and what was traced is partitioned: each tower does what concerns its rows.  What one
+        device computes comes out, for every program.
+
+        Arguments that come from :meth:`split`, or from this strategy's distributed datasets, are
+        sharded; all others are the same for all towers.  Batches are taken from an iterator
+        outside, or in a ``tf.function`` around it.  With one tower it is the ``tf.function``.
+
+        Args:
+          func: the function, or a method; None for a decorator with the arguments below.
+          input_signature: as of ``tf.function``, with the shapes of the whole batch.
+          autograph, reduce_retracing: as of ``tf.function``.
+          jit_compile: None or False; in it, a ``tf.function(jit_compile=True)`` may be called.
+
+        Returns:
+          A function of the same arguments, which returns what one device would, with
+          ``python_function``, ``get_concrete_function`` and the like of a ``tf.function``.  It
+          raises ``RuntimeError`` in a replica and in the scope of another strategy, ``TypeError``
+          for an iterator, and ``ValueError`` for per-replica scalars and other strategies' values.
+
+        Raises:
+          TypeError: ``func`` is no function; options of a wrong type.
+          ValueError: ``jit_compile=True``.
+          NotImplementedError: several machines, or towers of several stages.
+
+        >>> strategy = TowerStrategy(split_cpu(4)[:3])
+        >>> with strategy.scope():
+        ...   weight = tf.Variable(1.)
+        >>> @strategy.function
+        ... def train_step(x, y):
+        ...   with tf.GradientTape() as tape:
+        ...     loss = tf.reduce_mean((weight * x - y) ** 2)
+        ...   weight.assign_sub(0.25 * tape.gradient(loss, weight))
+        ...   return loss
+        >>> x, y = strategy.split((np.float32([1., 2., 3., 0.]), np.float32([2., 4., 6., 0.])))
+        >>> [float(train_step(x, y)) for _ in range(2)]
+        [3.5, 1.96875]
+        >>> float(weight)
+        1.4375
+        """
+        arguments.check_options(self, input_signature, autograph, jit_compile, reduce_retracing)
+
+        make = functools.partial(functions.Function, self, input_signature=input_signature,
+                                 autograph=autograph, reduce_retracing=reduce_retracing)
+        return make if func is None else make(func)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """As ``tf.distribute.Strategy.reduce``.

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.towers import contexts, whole
+from towerstrategy.towers import contexts, one_replica, whole
 
 PER_ROW, PER_TOWER = "per row", "per tower"
 
@@ -364,11 +364,14 @@ def _generators_counter(skip: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def key_and_counter(generator: Any, shape: Any, seeds: bool) -> tuple[Any, Any] | None:
+        # TensorFlow folds in the number of the only replica, too.
+        if one_replica.has_all_rows():
+            return _tf.key_and_counter(skip(generator, _count(tf.convert_to_tensor(shape))))
         tower = contexts.current_tower()
         if tower is None or not tower.strategy.extended.draws_rows:
             return None
         shape = tf.convert_to_tensor(shape)
-        if not tower.several:  # TensorFlow folds in the number of the only replica, too
+        if not tower.several:
             return _tf.key_and_counter(skip(generator, _count(shape)))
         part = None if tower.draws_alike else part_of(tower, shape, seeds)
         before = _moved_once(skip, tower, generator,

@@ -18,7 +18,7 @@ from towerstrategy._keras import adopting, one_pass
 from towerstrategy._keras import optimizers as optimizers_rules
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement import kind
-from towerstrategy.towers import contexts
+from towerstrategy.towers import contexts, one_replica
 
 # Keras' way to update -> the kernel that does the same.
 _KERNELS: dict[Any, one_pass.Rule] = {
@@ -68,9 +68,9 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _take(optimizer: Any) -> None:
-    tower = contexts.current_tower()
-    if tower is not None:
-        adopting.take_optimizer(tower.strategy, optimizer, names)
+    strategy = one_replica.strategy_of_replica()
+    if strategy is not None:
+        adopting.take_optimizer(strategy, optimizer, names)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from towerstrategy._keras import adopting, one_pass
 from towerstrategy._keras import optimizers as optimizers_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
-from towerstrategy.towers import contexts
+from towerstrategy.towers import contexts, one_replica
 
 # Keras' way to update -> the kernel that does the same.
 _KERNELS: dict[Any, one_pass.Rule] = {
@@ -40,9 +40,9 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
             grads_and_vars = list(grads_and_vars)
             with optimizers_rules.merged_if_alone([gradient for gradient, _ in grads_and_vars]):
                 return original(self, grads_and_vars, *args, **kwargs)
-        taking = contexts.current_tower()
-        if taking is not None:
-            adopting.take_optimizer(taking.strategy, self, names)
+        strategy = one_replica.strategy_of_replica()
+        if strategy is not None:
+            adopting.take_optimizer(strategy, self, names)
         if tower is None:
             return original(self, grads_and_vars, *args, **kwargs)
         grads, targets = optimizers_rules.apart(grads_and_vars)

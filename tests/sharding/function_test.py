@@ -1,0 +1,307 @@
+"""``strategy.function`` as users of ``tf.function`` meet it: options, datasets, methods, errors."""
+
+import gc
+import weakref
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import towerstrategy
+
+DEVICES = towerstrategy.split_cpu(8)
+X = np.arange(10, dtype=np.float32)
+
+
+def strategy_of(towers):
+    return towerstrategy.TowerStrategy(DEVICES[:towers])
+
+
+class FunctionTest(parameterized.TestCase):
+
+    @parameterized.parameters(1, 3)
+    def test_decorates_like_tf_function(self, towers):
+        """Else a name, a docstring or a keyword is lost when tf.function is replaced."""
+        strategy = strategy_of(towers)
+
+        @strategy.function(reduce_retracing=True)
+        def normalize(x, scale=2.0):
+            """Doc."""
+            return {"scaled": x / tf.reduce_max(x) * scale}
+
+        self.assertEqual((normalize.__name__, normalize.__doc__), ("normalize", "Doc."))
+        self.assertEqual(normalize.python_function(tf.constant(X))["scaled"][-1], 2)
+        for given in (normalize(strategy.split(X), 3.0), normalize(scale=3.0, x=strategy.split(X))):
+            np.testing.assert_allclose(given["scaled"], X / 3, rtol=1e-6)
+        self.assertEqual(normalize.experimental_get_tracing_count(), 1)
+        self.assertIn("scale", normalize.pretty_printed_concrete_signatures())
+
+    @parameterized.parameters(1, 3)
+    def test_distributed_datasets(self, towers):
+        """Else a loop over a dataset, eager or in a tf.function, cannot call it."""
+        strategy = strategy_of(towers)
+        dataset = strategy.experimental_distribute_dataset(
+            tf.data.Dataset.from_tensor_slices(X).batch(4))
+        mean = strategy.function(lambda x: tf.reduce_mean(x))
+
+        @tf.function
+        def by_loop():
+            total = 0.0
+            for batch in dataset:
+                total += mean(batch)
+            return total
+
+        @tf.function
+        def by_next(iterator):
+            total = 0.0
+            for _ in tf.range(3):
+                total += mean(next(iterator))
+            return total
+
+        self.assertEqual([float(mean(batch)) for batch in dataset], [1.5, 5.5, 8.5])
+        self.assertEqual(by_loop(), 15.5)
+        self.assertEqual(by_next(iter(dataset)), 15.5)
+        if towers > 1:
+            self.assertLessEqual(mean.experimental_get_tracing_count(), 3)
+
+    def test_other_numbers_of_rows_are_not_traced_again(self):
+        """Else the last batch of an epoch, and each new length, costs a trace."""
+        strategy = strategy_of(3)
+        total = strategy.function(lambda x: tf.reduce_sum(x))
+        self.assertEqual([float(total(strategy.split(X[:rows]))) for rows in (9, 5, 2, 1)],
+                         [36, 10, 1, 0])
+        self.assertEqual(total.experimental_get_tracing_count(), 1)
+
+    @parameterized.parameters(1, 3)
+    def test_what_is_not_split_is_the_same_for_all(self, towers):
+        """Else a tensor, a variable or a model that is handed over counts once a tower."""
+        strategy = strategy_of(towers)
+        variable, module = tf.Variable(3.0), tf.Module()
+        module.weight = tf.Variable(2.0)
+
+        @strategy.function
+        def step(x, factors, written, module, flag):
+            written.assign_add(1.0)
+            return tf.reduce_sum(x * factors[0]) * module.weight if flag else None
+
+        given = step(strategy.split(X), [tf.constant(2.0), None], variable, module, True)
+        self.assertEqual((float(given), float(variable)), (180, 4))
+
+    @parameterized.parameters(1, 3)
+    def test_batches_of_different_sizes(self, towers):
+        """Else labelled and unlabelled rows cannot be in one step."""
+        strategy = strategy_of(towers)
+        step = strategy.function(lambda a, b: tf.reduce_sum(a) * tf.reduce_mean(b))
+        self.assertEqual(step(strategy.split(X), strategy.split(X[:5])), 90)
+        self.assertEqual(step(strategy.split(X[:5]), strategy.split(X[:5])), 20)
+
+    def test_batches_of_different_sizes_in_a_graph(self):
+        """Else rows are counted wrongly in silence, where only the step can know their numbers."""
+        strategy = strategy_of(3)
+        step = strategy.function(lambda a, b: tf.reduce_sum(a) * tf.reduce_mean(b))
+
+        def datasets(*sizes):
+            return [iter(strategy.experimental_distribute_dataset(
+                tf.data.Dataset.from_tensor_slices(X).batch(size))) for size in sizes]
+
+        both = tf.function(lambda a, b: step(next(a), next(b)))
+        self.assertEqual(both(*datasets(4, 4)), 9)
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "must be of one batch"):
+            both(*datasets(4, 5))
+
+    @parameterized.parameters(1, 3)
+    def test_input_signature(self, towers):
+        """Else a signature written for one device is refused, or traced for each batch."""
+        strategy = strategy_of(towers)
+        step = strategy.function(
+            lambda x, scale: tf.reduce_sum(x["a"]) * scale,
+            input_signature=[{"a": tf.TensorSpec([None])}, tf.TensorSpec([])])
+        for rows in (10, 5):
+            given = step(strategy.split({"a": X[:rows]}), 2.0)
+            self.assertEqual(given, 2 * X[:rows].sum())
+        self.assertEqual(step({"a": X}, 2.0), 90)
+        self.assertLessEqual(step.experimental_get_tracing_count(), 2)
+        for wrong in ({"a": X.astype("i")}, {"a": X[:, None]}, {"b": X}):
+            with self.assertRaises((TypeError, ValueError)) as caught:
+                step(strategy.split(wrong), 2.0)
+            if towers > 1:
+                self.assertRegex(str(caught.exception), "x must .*input_signature says")
+
+    @parameterized.parameters(1, 3)
+    def test_get_concrete_function(self, towers):
+        """Else who asks for the graph of a step does not get it."""
+        strategy = strategy_of(towers)
+        concrete = strategy.function(lambda x: tf.reduce_mean(x)).get_concrete_function(
+            strategy.split(X))
+        self.assertEqual(concrete(strategy.split(X)), 4.5)
+        devices = {node.device for node in concrete.graph.as_graph_def().node}
+        self.assertGreaterEqual(len(devices - {""}), towers)
+
+    @parameterized.parameters(1, 3)
+    def test_methods(self, towers):
+        """Else it cannot be put where tf.function is, on a method."""
+        strategy = strategy_of(towers)
+
+        class Scaled(tf.Module):
+
+            def __init__(self, scale):
+                super().__init__()
+                self.scale = tf.Variable(scale)
+
+            @strategy.function(input_signature=[tf.TensorSpec([None])])
+            def __call__(self, x):
+                return self.scale * tf.reduce_max(x)
+
+        class Twice(Scaled):
+
+            @strategy.function
+            def __call__(self, x):
+                return 2 * super().__call__(x)
+
+        one, two, both = Scaled(2.0), Scaled(3.0), Twice(4.0)
+        self.assertEqual([float(one(strategy.split(X))), float(two(strategy.split(X))),
+                          float(one(strategy.split(X))), float(both(strategy.split(X)))],
+                         [18, 27, 18, 72])
+        self.assertLen(one.variables, 1)
+        self.assertEqual(one.__call__.get_concrete_function(strategy.split(X))(
+            strategy.split(X)), 18)
+
+    def test_methods_let_go_of_their_objects(self):
+        """Else each model that is made in a search stays in memory."""
+        strategy = strategy_of(3)
+
+        class Scaled(tf.Module):
+
+            @strategy.function
+            def __call__(self, x):
+                return tf.reduce_max(x)
+
+        scaled = Scaled()
+        scaled(strategy.split(X))
+        left = weakref.ref(scaled)
+        del scaled
+        gc.collect()
+        self.assertIsNone(left())
+
+    @parameterized.parameters(1, 3)
+    def test_within_another(self, towers):
+        """Else steps cannot be put together of smaller ones."""
+        strategy = strategy_of(towers)
+        inner = strategy.function(lambda x: x - tf.reduce_mean(x))
+        outer = strategy.function(lambda x: tf.reduce_max(inner(x)))
+        self.assertEqual(outer(strategy.split(X)), 4.5)
+
+    @parameterized.parameters(1, 3)
+    def test_makes_variables_once(self, towers):
+        """Else a layer that is built when it is called cannot be in a step."""
+        strategy, made = strategy_of(towers), []
+
+        @strategy.function
+        def step(x):
+            if not made:
+                made.append(tf.Variable(1.0))
+            made[0].assign_add(tf.reduce_mean(x))
+            return made[0].read_value()
+
+        self.assertEqual([float(step(strategy.split(X))) for _ in range(2)], [5.5, 10])
+        self.assertLen(made, 1)
+
+    @parameterized.parameters(1, 3)
+    def test_autograph(self, towers):
+        """Else `if` of a tensor, or autograph=False, does not mean what it means in tf.function."""
+        strategy = strategy_of(towers)
+
+        def clipped(x):
+            if tf.reduce_mean(x) > 4:
+                x = x - 4
+            return tf.reduce_sum(x)
+
+        self.assertEqual(strategy.function(clipped)(strategy.split(X)), 5)
+        with self.assertRaises(tf.errors.OperatorNotAllowedInGraphError):
+            strategy.function(clipped, autograph=False)(strategy.split(X))
+
+    @parameterized.parameters(1, 3)
+    def test_the_step_sees_one_replica(self, towers):
+        """Else code that reads the number of replicas scales what has all rows already."""
+        strategy = strategy_of(towers)
+
+        @strategy.function
+        def step(x):
+            context = tf.distribute.get_replica_context()
+            return (strategy.num_replicas_in_sync, context.replica_id_in_sync_group,
+                    context.all_reduce("SUM", tf.reduce_sum(x)))
+
+        self.assertEqual([int(value) for value in step(strategy.split(X))], [1, 0, 45])
+
+
+class RefusedTest(parameterized.TestCase):
+    """Else what cannot be right is found out from a wrong result, or from TensorFlow's depths."""
+
+    def assert_refused(self, error, message, call):
+        with self.assertRaisesRegex(error, message):
+            call()
+
+    @parameterized.parameters(1, 3)
+    def test_arguments_of_a_call(self, towers):
+        """Iterators, scalars and other strategies' values are named."""
+        strategy, other = strategy_of(towers), strategy_of(2)
+        step = strategy.function(lambda x: tf.reduce_mean(x))
+        dataset = strategy.experimental_distribute_dataset(
+            tf.data.Dataset.from_tensor_slices(X).batch(4))
+        self.assert_refused(TypeError, "x is a distributed dataset, but", lambda: step(dataset))
+        self.assert_refused(TypeError, "x is a distributed iterator, but",
+                            lambda: step(iter(dataset)))
+        self.assert_refused(ValueError, "x has a part for each of 2 towers",
+                            lambda: step(other.split(X)))
+        if towers > 1:
+            means = strategy.run(tf.reduce_mean, (strategy.split(X),))
+            self.assert_refused(ValueError, "x has a scalar for each tower", lambda: step(means))
+        self.assert_refused(TypeError, "missing a required argument: 'x'", step)
+
+    @parameterized.parameters(
+        (TypeError, "func must be a function", {"func": 3}),
+        (TypeError, "input_signature must be None, or a list", {"input_signature": 3}),
+        (TypeError, "input_signature must have a tf.TensorSpec", {"input_signature": [3]}),
+        (TypeError, "autograph must be True or False", {"autograph": "no"}),
+        (TypeError, "reduce_retracing must be True or False", {"reduce_retracing": 1}),
+        (ValueError, "jit_compile must be None or False.*XLA", {"jit_compile": True}))
+    def test_options(self, error, message, options):
+        """Wrong options are named where they are given."""
+        self.assert_refused(error, message, lambda: strategy_of(2).function(**options))
+
+    def test_several_stages(self):
+        """Towers of several devices are no towers of one step yet."""
+        strategy = towerstrategy.TowerStrategy([DEVICES[:2], DEVICES[2:4]])
+        self.assert_refused(NotImplementedError, "stages", lambda: strategy.function(len))
+
+    @parameterized.parameters(1, 3)
+    def test_places_of_a_call(self, towers):
+        """In a replica, and in the scope of another strategy, it has no towers to run on."""
+        strategy = strategy_of(towers)
+        step = strategy.function(lambda x: tf.reduce_mean(x), autograph=False)
+        self.assert_refused(RuntimeError, "outside of the function given to strategy.run",
+                            lambda: strategy.run(step, (strategy.split(X),)))
+        with strategy_of(2).scope():
+            self.assert_refused(RuntimeError, "Mixing different", lambda: step(X))
+
+    def test_sub_batches_that_are_no_arguments(self):
+        """Else the first tower's rows are taken for all."""
+        strategy = strategy_of(3)
+        parts = strategy.split(X)
+        iterator = iter(strategy.experimental_distribute_dataset(
+            tf.data.Dataset.from_tensor_slices(X).batch(4)))
+        for value in (lambda: parts, lambda: next(iterator)):
+            step = strategy.function(lambda: tf.reduce_mean(value()), autograph=False)  # noqa: B023
+            self.assert_refused(RuntimeError, "takes sub-batches .* as its arguments", step)
+
+    def test_others_are_left_alone(self):
+        """Else a program with another strategy runs otherwise once this package is imported."""
+        mirrored = tf.distribute.MirroredStrategy(DEVICES[:2])
+        values = mirrored.experimental_distribute_values_from_function(
+            lambda context: tf.constant(context.replica_id_in_sync_group))
+        total = mirrored.reduce("SUM", mirrored.run(lambda x: x + 1, (values,)), axis=None)
+        self.assertEqual(total, 3)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,156 @@
+"""``strategy.function``: a step that is written for one device, traced once, done by the towers.
+
+Goes in: a function and the options of ``tf.function``.  Comes out: :class:`Function`, which is
+called as the ``tf.function`` would be.  Sub-batches among its arguments are sharded, see
+:mod:`step`; all else is the same for all towers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy import arguments
+from towerstrategy.batch import results, sub_batches
+from towerstrategy.sharding import signatures, step
+from towerstrategy.towers import contexts, one_replica
+
+
+class Function:
+    """What ``strategy.function`` returns; it is called as the function that it was made of.
+
+    Args:
+      strategy: whose towers do it.
+      python_function: written for one device.
+      input_signature, jit_compile, options: as of ``tf.function``.
+
+    Attributes:
+      python_function: the function that it was made of.
+    """
+
+    def __init__(self, strategy: Any, python_function: Callable[..., Any],
+                 input_signature: Sequence[Any] | None = None, **options: Any) -> None:
+        arguments.check_function("func", python_function)
+        functools.update_wrapper(self, python_function)
+        self.python_function, self._strategy = python_function, strategy
+        self._input_signature, self._options = input_signature, options
+        self._parameters = inspect.signature(python_function)
+        self._functions: dict[Any, Any] = {}  # one for each choice of sharded arguments
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_within_another():
+            return self._within(*args, **kwargs)
+        function, args, kwargs = self._prepared(args, kwargs)
+        with self._scope():
+            return function(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """So that it can be a method: one such function for each instance."""
+        if instance is None:
+            return self
+        key = f"_strategy_function_{id(self)}"
+        if key not in vars(instance):
+            vars(instance)[key] = Function(
+                self._strategy, self.python_function.__get__(instance, owner),
+                self._input_signature, **self._options)
+        return vars(instance)[key]
+
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of ``tf.function``; what is sharded is given as ``strategy.split`` gives it."""
+        function, args, kwargs = self._prepared(args, kwargs)
+        with self._scope():
+            return function.get_concrete_function(*args, **kwargs)
+
+    def experimental_get_tracing_count(self) -> int:
+        """How often it has been traced."""
+        return sum(function.experimental_get_tracing_count()
+                   for function in self._functions.values())
+
+    def pretty_printed_concrete_signatures(self, verbose: bool = True) -> str:
+        """For which arguments it has been traced, as that of ``tf.function``."""
+        return "\n\n".join(function.pretty_printed_concrete_signatures(verbose)
+                           for function in self._functions.values())
+
+    def __repr__(self) -> str:
+        return f"<strategy.function of {self.python_function!r}, for {self._strategy!r}>"
+
+    @functools.cached_property
+    def _within(self) -> Any:
+        """What is called by another such function, which has all rows."""
+        return tf.function(self.python_function, self._input_signature, **self._options)
+
+    def _is_within_another(self) -> bool:
+        context = tf.distribute.get_replica_context()
+        return (isinstance(context, contexts.OneReplicaContext)
+                and context.strategy is self._strategy)
+
+    def _scope(self) -> contextlib.AbstractContextManager[Any]:
+        inside = tf.distribute.get_strategy() is self._strategy
+        return contextlib.nullcontext() if inside else self._strategy.scope()
+
+    def _prepared(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """The ``tf.function`` for these arguments, and they as it takes them."""
+        arguments.check_scope(self._strategy)
+        if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+            raise RuntimeError(
+                f"{self.__name__}, made by strategy.function, runs on all towers, so it belongs "
+                "outside of the function given to strategy.run, which runs once in each tower, and "
+                "of a model's train_step. There, use tf.function.")
+        bound = self._parameters.bind(*args, **kwargs)
+        arguments.check_sharded(self._strategy, bound.arguments)
+        bound.arguments = signatures.opened(bound.arguments)
+        signature = None
+        if self._input_signature is not None:
+            bound.apply_defaults()
+            signature = signatures.signed(self._input_signature, bound.arguments)
+        return self._function(signature), bound.args, bound.kwargs
+
+    def _function(self, signature: tuple[Any, ...] | None) -> Any:
+        key = None if signature is None else tuple(tf.nest.flatten(signature))
+        if key not in self._functions:
+            self._functions[key] = tf.function(self._step(), signature, **self._options)
+        return self._functions[key]
+
+    def _step(self) -> Callable[..., Any]:
+        """What is traced: a function of the same parameters."""
+        strategy, python_function = self._strategy, self.python_function
+
+        def on_towers(*args: Any, **kwargs: Any) -> Any:
+            return _call(strategy, python_function, args, kwargs)
+
+        on_towers.__signature__ = self._parameters  # type: ignore[attr-defined]
+        on_towers.__name__, on_towers.__doc__ = self.__name__, self.__doc__
+        return on_towers
+
+    __name__: str = "function"
+
+
+def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    extended = strategy.extended
+    if len(extended.worker_devices) > 1:
+        return step.call(strategy, fn, args, kwargs)
+    with contexts.OneReplicaContext(strategy), tf.device(extended.worker_devices[0]):
+        return _tf.autograph_convert(fn)(*args, **kwargs)
+
+
+def _refuse_parts(value: Any, dtype: Any = None, name: str | None = None,
+                  as_ref: bool = False) -> Any:
+    """A tower's part of what is no argument would be taken for all rows."""
+    del dtype, name, as_ref
+    if one_replica.has_all_rows():
+        raise RuntimeError(
+            "a function made by strategy.function takes sub-batches (of strategy.split, or of a "
+            "distributed dataset) as its arguments, but used some that were made outside of it, or "
+            "taken from an iterator in it. Call it with next(iterator), or with each batch of a "
+            f"loop, in eager code or in a tf.function around it. Got {value!r}.")
+    return NotImplemented
+
+
+for _type in (sub_batches.SubBatches, results.TowerResults):
+    tf.register_tensor_conversion_function(_type, _refuse_parts, priority=50)

@@ -1,0 +1,101 @@
+"""The arguments of a ``strategy.function`` as its ``tf.function`` takes them.
+
+Goes in: arguments with sub-batches among them, and an ``input_signature`` for one device.
+Comes out: arguments whose sub-batches are traced for any number of rows, and the signature for the
+towers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch import sub_batches
+from towerstrategy.merge import merging
+
+
+def opened(bound: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, with which a function is traced once for all numbers of rows.
+
+    What has other numbers of rows than the first of them, as a second batch beside the first, is
+    put together to be the same for all towers: only the rows of one batch are sharded.
+    """
+    sharded = [leaf for leaf in tf.nest.flatten(bound) if isinstance(leaf, sub_batches.SubBatches)]
+    if not sharded:
+        return dict(bound)
+    return {name: tf.nest.map_structure(functools.partial(_opened, sharded[0]), value)
+            for name, value in bound.items()}
+
+
+def _opened(first: sub_batches.SubBatches, leaf: Any) -> Any:
+    if not isinstance(leaf, sub_batches.SubBatches):
+        return leaf
+    if not _has_rows_of(leaf, first):
+        return merging.concat(leaf.values, 0)
+    if leaf.open_rows:
+        return leaf
+    if isinstance(leaf, sub_batches.StandInSubBatches):
+        return sub_batches.with_open_rows(sub_batches.StandInSubBatches(leaf.values, leaf.rows))
+    return sub_batches.with_open_rows(sub_batches.SubBatches(leaf.values))
+
+
+def _has_rows_of(leaf: sub_batches.SubBatches, first: sub_batches.SubBatches) -> bool:
+    """Whether each tower has as many rows of both; where that shows in the step only, it must."""
+    if leaf is first or isinstance(leaf, sub_batches.StandInSubBatches):
+        return True
+    for one, other in zip(leaf.values, first.values):
+        rows = rows_lib.rows_in(one), rows_lib.rows_in(other)
+        if all(isinstance(count, int) for count in rows):
+            if rows[0] != rows[1]:
+                return False
+        else:
+            tf.debugging.assert_equal(
+                *(tf.cast(count, tf.int64) for count in rows), "the arguments of a function made "
+                "by strategy.function must be of one batch, but have different numbers of rows. "
+                "Call it in eager code to give it batches of different sizes.")
+    return True
+
+
+def signed(signature: Sequence[Any], bound: Mapping[str, Any]) -> tuple[Any, ...]:
+    """``signature`` with the specs of the towers' parts for what is sharded among the arguments.
+
+    Raises:
+      ValueError: an argument is not what the signature says.
+    """
+    if len(bound) < len(signature):
+        raise ValueError(f"input_signature has {len(signature)} entries, but the function takes "
+                         f"{len(bound)} arguments: {', '.join(bound)}.")
+    return tuple(_signed(name, spec, bound[name]) for name, spec in zip(bound, signature))
+
+
+def _signed(name: str, spec: Any, value: Any) -> Any:
+    try:
+        tf.nest.assert_same_structure(spec, value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must have the structure that input_signature says, {spec!r}, but "
+                         f"got {value!r}.") from None
+    return tf.nest.map_structure(lambda leaf, one: _of_leaf(name, leaf, one), spec, value)
+
+
+def _of_leaf(name: str, spec: Any, value: Any) -> Any:
+    if not isinstance(value, _tf.PerReplica):
+        return spec
+    parts = [tf.type_spec_from_value(part) for part in value.values]
+    wanted = sub_batches.with_any_rows(spec)
+    for part in parts:
+        if not sub_batches.with_any_rows(part).is_subtype_of(wanted):
+            raise ValueError(f"{name} must be as input_signature says, {spec!r}, but the towers' "
+                             f"parts of it are {parts!r}.")
+    rows = [part.shape[0] for part in parts]
+    if spec.shape[0] is not None and None not in rows and sum(rows) != spec.shape[0]:
+        raise ValueError(f"{name} must have the {spec.shape[0]} rows that input_signature says, "
+                         f"{spec!r}, but the towers have {rows}.")
+    count = [wanted] * len(parts)
+    if isinstance(value, sub_batches.StandInSubBatches):
+        return sub_batches.StandInSpec(*count, tf.TensorSpec(value.rows.shape, tf.int64))
+    return sub_batches.SubBatchesSpec(*count)
