@@ -16,6 +16,8 @@ from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import Sharded
 from towerstrategy.sharding.values import Towers, Value
 
+HOST = -1  # in place of a tower: the CPU that numbers of rows are kept on
+
 
 class Maker:
     """Makes nodes for one operation.
@@ -64,11 +66,11 @@ class Maker:
             total = self.towers.total(dtype)
             if spec.times == 1:
                 return total
-            return self.make("Mul", [total, self.constant(spec.times, dtype, None)], None)
+            return self.make("Mul", [total, self.constant(spec.times, dtype, HOST)], HOST)
         sizes = [self._entry(self.make("Shape", [value.part(tower)], tower, out_type=tf.int64),
-                             spec.dim, tower) for tower in range(len(self.towers))]
-        rows = self.towers.add_up(sizes, self.towers.merge)
-        return rows if dtype == tf.int64 else self.make("Cast", [rows], None, DstT=dtype)
+                             spec.dim, HOST) for tower in range(len(self.towers))]
+        rows = self.towers.add_up(sizes, self.towers.host)
+        return rows if dtype == tf.int64 else self.make("Cast", [rows], HOST, DstT=dtype)
 
     def shape(self, index: int, dtype: tf.DType) -> Ref:
         """The shape of a sharded input with all rows."""
@@ -81,29 +83,31 @@ class Maker:
             first = self.make("Shape", [value.part(0)], 0, out_type=dtype)
         if rank is None:
             assert first is not None
-            index_ref = self.constant([[spec.dim]], tf.int32, None)
+            index_ref = self.constant([[spec.dim]], tf.int32, HOST)
             rows = self.make("Reshape", [self.rows(index, dtype),
-                                         self.constant([1], tf.int32, None)], None)
-            return self.make("TensorScatterUpdate", [first, index_ref, rows], None)
+                                         self.constant([1], tf.int32, HOST)], HOST)
+            return self.make("TensorScatterUpdate", [first, index_ref, rows], HOST)
         if rank == 0:
-            return self.constant([], dtype, None)
+            return self.constant([], dtype, HOST)
         numbers = []
         for dim, size in enumerate(value.shape):
             if dim == spec.dim:
                 numbers.append(self.rows(index, dtype))
             elif size is not None:
-                numbers.append(self.constant(size, dtype, None))
+                numbers.append(self.constant(size, dtype, HOST))
             else:
                 assert first is not None
-                numbers.append(self._entry(first, dim, None))
-        return self.make("Pack", numbers, None, axis=0)
+                numbers.append(self._entry(first, dim, HOST))
+        return self.make("Pack", numbers, HOST, axis=0)
 
     def _entry(self, vector: Ref, index: int, tower: int | None) -> Ref:
         return self.make("GatherV2", [vector, self.constant(index, tf.int32, tower),
                                       self.constant(0, tf.int32, tower)], tower)
 
     def _device(self, tower: int | None) -> str:
+        if tower == HOST:
+            return self.towers.host
         return self.towers.merge if tower is None else self.towers.devices[tower]
 
     def _scope(self, tower: int | None) -> str:
-        return "" if tower is None else self.towers.scopes[tower]
+        return "" if tower is None or tower == HOST else self.towers.scopes[tower]

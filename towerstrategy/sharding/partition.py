@@ -145,6 +145,8 @@ class Partition:
         made: dict[int, list[Ref]] = {}
         home = next((value.device for tensor, value in zip(operation.inputs, values)
                      if tensor.dtype == tf.resource and value.device), "")
+        if all(isinstance(spec, (Size, Replicated)) for spec in (*plan.takes, *plan.gives)):
+            home = self._towers.host  # shapes made of shapes
 
         if plan.make is not None:
             each = _Lazily(lambda: plan.make(maker))  # type: ignore[misc]
@@ -166,8 +168,8 @@ class Partition:
             whole = _Lazily(lambda: plan.whole(maker))  # type: ignore[misc]
         else:
             whole = _Lazily(lambda: self._copied(
-                operation, [value.whole() for value in values], self._home(operation, values), "",
-                controls))
+                operation, [value.whole() for value in values],
+                home or self._home(operation, values), "", controls))
         if any(isinstance(spec, (Sharded, Partial, ListOf)) for spec in plan.gives):
             for tower in range(count):
                 part(tower)
@@ -272,7 +274,7 @@ class _Body:
     def _entered(self, values: Sequence[Value]) -> tuple[list[tf.Tensor], list[Any]]:
         builder = self._builder = Builder(self.graph)
         towers = self._towers = Towers(builder, self._outer.devices, self._outer.merge,
-                                       self._outer.scopes, self._count)
+                                       self._outer.host, self._outer.scopes, self._count)
         placeholders: list[tf.Tensor] = []
         entered = []
         for spec, value, inner in zip(self._specs, values, self._layout.graph.inputs):

@@ -173,7 +173,8 @@ def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
         with builder.graph.as_default(), tf.device(strategy.extended.host_device):
             return builder.take(tf.shape(inputs.rows.parts[tower], tf.int64)[0])
 
-    return Towers(builder, devices, merge, scopes, count)
+    host = tf.DeviceSpec.from_string(strategy.extended.host_device).to_string()
+    return Towers(builder, devices, merge, host, scopes, count)
 
 
 def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs

@@ -25,13 +25,14 @@ class Towers:
       builder: where nodes are collected.
       devices: the towers' devices.
       merge: the device for what is made once.
+      host: the CPU that numbers of rows are kept on; kernels take shapes from there.
       scopes: the name scope of each tower's nodes, with a "/" behind it.
       counts: gives each tower's number of rows, int64 scalars.
     """
 
-    def __init__(self, builder: Builder, devices: Sequence[str], merge: str,
+    def __init__(self, builder: Builder, devices: Sequence[str], merge: str, host: str,
                  scopes: Sequence[str], counts: Callable[[int], Ref]) -> None:
-        self.builder, self.devices, self.merge = builder, devices, merge
+        self.builder, self.devices, self.merge, self.host = builder, devices, merge, host
         self.scopes = scopes
         self._counts = counts
         self._known: dict[Any, Ref] = {}
@@ -51,27 +52,27 @@ class Towers:
     def total(self, dtype: tf.DType = tf.int64) -> Ref:
         """How many rows the batch has."""
         return self._once(("total", dtype), lambda: self.add_up(
-            [self.count(tower, dtype) for tower in range(len(self))], self.merge))
+            [self.count(tower, dtype) for tower in range(len(self))], self.host))
 
     def offset(self, tower: int, dtype: tf.DType = tf.int64) -> Ref:
         """How many rows the towers before this one have."""
         if tower == 0:
-            return self.builder.constant(0, dtype, self.merge)
+            return self.builder.constant(0, dtype, self.host)
         return self._once(("offset", tower, dtype), lambda: self.builder.make(
-            "AddV2", [self.offset(tower - 1, dtype), self.count(tower - 1, dtype)], self.merge))
+            "AddV2", [self.offset(tower - 1, dtype), self.count(tower - 1, dtype)], self.host))
 
     def missing(self, tower: int) -> Ref:
         """1 for a tower without rows, else 0; an int32 scalar."""
         return self._once(("missing", tower), lambda: self.builder.make("Cast", [
             self.builder.make("Equal", [self.count(tower), self.builder.constant(
-                0, tf.int64, self.merge)], self.merge)], self.merge, DstT=tf.int32))
+                0, tf.int64, self.host)], self.host)], self.host, DstT=tf.int32))
 
     def vector(self, number: Ref, at: int, length: int, other: int) -> Ref:
         """A vector with ``number`` in one place and ``other`` in all others."""
         def make() -> Ref:
-            rest = self.builder.constant(other, number.dtype, self.merge)
+            rest = self.builder.constant(other, number.dtype, self.host)
             return self.builder.make("Pack", [number if place == at else rest
-                                              for place in range(length)], self.merge, axis=0)
+                                              for place in range(length)], self.host, axis=0)
 
         return self._once(("vector", number, at, length, other), make)
 
@@ -95,7 +96,7 @@ class Towers:
     def _as(self, ref: Ref, dtype: tf.DType) -> Ref:
         if ref.dtype == dtype:
             return ref
-        return self.builder.make("Cast", [ref], self.merge, DstT=dtype)
+        return self.builder.make("Cast", [ref], self.host, DstT=dtype)
 
     def _once(self, key: Any, make: Callable[[], Ref]) -> Ref:
         if key not in self._known:
@@ -193,8 +194,8 @@ class Value:
         towers, dim, rank, part = self._towers, self.spec.dim, self.shape.rank, self.part(tower)
         build, device = towers.builder, towers.devices[tower]
         after = towers.vector(self._missing(tower), dim, rank, 0)
-        none = build.constant([0] * rank, tf.int32, towers.merge)
-        paddings = build.make("Pack", [none, after], towers.merge, axis=1)
+        none = build.constant([0] * rank, tf.int32, towers.host)
+        paddings = build.make("Pack", [none, after], towers.host, axis=1)
         return build.make("Pad", [part, paddings], device, f"{towers.scopes[tower]}Pad")
 
     def without_padding(self, like: Value) -> Value:
@@ -205,8 +206,8 @@ class Value:
 
         def part(tower: int) -> Ref:
             build, device = towers.builder, towers.devices[tower]
-            one = build.constant(1, tf.int32, towers.merge)
-            rows = build.make("Sub", [like._missing(tower), one], towers.merge)
+            one = build.constant(1, tf.int32, towers.host)
+            rows = build.make("Sub", [like._missing(tower), one], towers.host)
             begin = build.constant([0] * rank, tf.int32, device)
             return build.make("Slice", [self.part(tower), begin, towers.vector(
                 rows, spec.dim, rank, -1)], device, f"{towers.scopes[tower]}Slice")
@@ -256,7 +257,7 @@ class Value:
 
     def _total(self, parts: Sequence[Ref], at: int) -> Ref:
         """A size of the whole batch: the towers' rows add up, all else is alike."""
-        build, device, dtype = self._towers.builder, self._towers.merge, parts[0].dtype
+        build, device, dtype = self._towers.builder, self._towers.host, parts[0].dtype
         if self.shape.rank == 0:
             return self._towers.add_up(parts, device)
         index = build.make("Range", [build.constant(0, tf.int32, device),
@@ -283,15 +284,15 @@ class Value:
             begin, size = towers.offset(tower), towers.count(tower)
             if wanted.times != 1 or wanted.broadcast and self.shape[wanted.dim] is None:
                 rows = self._rows_in(wanted.dim)
-                times = build.make("FloorDiv", [rows, towers.total()], towers.merge)
-                begin = build.make("Mul", [begin, times], towers.merge)
-                size = build.make("Mul", [size, times], towers.merge)
+                times = build.make("FloorDiv", [rows, towers.total()], towers.host)
+                begin = build.make("Mul", [begin, times], towers.host)
+                size = build.make("Mul", [size, times], towers.host)
                 if wanted.broadcast and self.shape[wanted.dim] is None:
-                    one = build.constant(1, tf.int64, towers.merge)
-                    is_one = build.make("Equal", [rows, one], towers.merge)
-                    zero = build.constant(0, tf.int64, towers.merge)
-                    begin = build.make("SelectV2", [is_one, zero, begin], towers.merge)
-                    size = build.make("SelectV2", [is_one, one, size], towers.merge)
+                    one = build.constant(1, tf.int64, towers.host)
+                    is_one = build.make("Equal", [rows, one], towers.host)
+                    zero = build.constant(0, tf.int64, towers.host)
+                    begin = build.make("SelectV2", [is_one, zero, begin], towers.host)
+                    size = build.make("SelectV2", [is_one, one, size], towers.host)
             return build.make("Slice", [
                 whole, towers.vector(begin, wanted.dim, rank, 0),
                 towers.vector(size, wanted.dim, rank, -1)], device, f"{towers.scopes[tower]}cut",
@@ -300,7 +301,7 @@ class Value:
         return Value(towers, wanted, self.shape, self.whole, part)
 
     def _rows_in(self, dim: int) -> Ref:
-        build, device = self._towers.builder, self._towers.merge
+        build, device = self._towers.builder, self._towers.host
         if self.shape[dim] is not None:
             return build.constant(self.shape[dim], tf.int64, device)
         shape = build.make("Shape", [self.whole()], device, out_type=tf.int64)
