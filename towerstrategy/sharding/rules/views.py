@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.elementwise import is_plain
+from towerstrategy.sharding.rules.entries import entries_of, sizes_of
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Partial, Sharded, Size, Spec
 
@@ -24,7 +25,7 @@ def reshape(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(spec, Partial):
         return Plan([spec, REPLICATED], [spec])
     if isinstance(spec, Size):
-        if op.out_rank() == 1 and op.rank(0) in (0, 1) or op.out_rank() == 0:
+        if op.out_rank() in (0, 1):  # entries are counted in the order of memory
             return Plan([spec, REPLICATED], [spec])
         return None
     if not isinstance(spec, Sharded):
@@ -50,7 +51,9 @@ def _reshaped(op: Op, spec: Sharded, target: Spec) -> Sharded | None:
     before, after = _before(op), _after(op, target)
     if after is None:
         return None
-    if isinstance(target, Size) and target.group == spec.group:
+    if isinstance(target, Size):
+        if target.group != spec.group:
+            return None
         # All else is in front of the rows, as before, or behind them.
         if spec.dim == target.at == 0 or before is not None and _same(
                 before[:spec.dim], after[:target.at]):
@@ -74,8 +77,7 @@ def _reshaped(op: Op, spec: Sharded, target: Spec) -> Sharded | None:
 
 
 def _before(op: Op) -> list[int | None] | None:
-    shape = op.inputs[0].shape
-    return None if shape.rank is None else list(shape.as_list())
+    return sizes_of(op.inputs[0])
 
 
 def _after(op: Op, target: Spec) -> list[Any] | None:
@@ -170,6 +172,8 @@ def transpose(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, order = specs[0], op.value(1)
     if isinstance(spec, Partial):
         return Plan([spec, REPLICATED], [spec])
+    if isinstance(spec, Size) and op.type == "Transpose":
+        return shapes.transpose_of_size(op, specs)
     if not isinstance(spec, Sharded) or order is None:
         return None
     return Plan([spec, REPLICATED], [spec.at([int(axis) for axis in order].index(spec.dim))])
@@ -216,6 +220,8 @@ def pack(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def unpack(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, rank = specs[0], op.rank(0)
     if isinstance(spec, Size):
+        if rank != 1:
+            return None
         return Plan([spec], [Size(0, spec.times, spec.group) if number == spec.at else REPLICATED
                              for number in range(len(op.outputs))])
     if spec == SUM:
@@ -232,6 +238,8 @@ def unpack(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def split(op: Op, specs: Sequence[Spec]) -> Plan | None:
     value, axis = (1, 0) if op.type == "Split" else (0, 2)
     spec, axes = specs[value], op.axes(axis, op.rank(value))
+    if isinstance(spec, Size) and op.type == "SplitV":
+        return shapes.split_of_size(op, specs)
     if not isinstance(spec, Sharded) or axes is None or axes[0] == spec.dim:
         return None
     takes: list[Spec] = [REPLICATED] * len(specs)
@@ -247,9 +255,19 @@ def strided_slice(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(spec, Sharded):
         return None
     place = sliced(op, spec.dim, op.rank(0))
-    if place is None:
+    if place is not None:
+        return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [spec.at(place)])
+    return _sliced_to_size(op, spec, specs[2])
+
+
+def _sliced_to_size(op: Op, spec: Sharded, end: Spec) -> Plan | None:
+    """A strided slice from 0 to the number of rows: all of them."""
+    begin, steps = entries_of(op.inputs[1]), entries_of(op.inputs[3])
+    masks = any(op.attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis"))
+    if not isinstance(end, Size) or end.at != spec.dim or end.shards(spec.dim) != spec or masks \
+            or begin is None or steps is None or begin[spec.dim] != 0 or steps[spec.dim] != 1:
         return None
-    return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [spec.at(place)])
+    return Plan([spec, REPLICATED, end, REPLICATED], [spec])
 
 
 def sliced(op: Op, dim: int, rank: int | None, begin: int = 1) -> int | None:
@@ -294,14 +312,18 @@ def strided_slice_grad(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("Slice")
 def slice_(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, begin = specs[0], op.value(1)
+    if isinstance(specs[0], Size):
+        return shapes.piece_of_size(op, specs)
+    spec, begin = specs[0], entries_of(op.inputs[1])
     size = shapes.static_sizes(op, 2, specs[2])
-    if not isinstance(spec, Sharded) or begin is None or int(begin[spec.dim]) or size is None:
+    if not isinstance(spec, Sharded) or begin is None or begin[spec.dim] != 0:
         return None
     if isinstance(specs[2], Size):
         whole = specs[2].at == spec.dim and specs[2].shards(spec.dim) == spec
         return Plan([spec, REPLICATED, specs[2]], [spec]) if whole else None
-    return Plan([spec, REPLICATED, REPLICATED], [spec]) if size[spec.dim] == -1 else None
+    if size is None or size[spec.dim] != -1:
+        return None
+    return Plan([spec, REPLICATED, REPLICATED], [spec])
 
 
 @rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
@@ -366,4 +388,4 @@ def one_hot(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(spec, Sharded) or rank is None:
         return None
     axis = op.attr("axis") % (rank + 1)
-    return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [spec.at(spec.dim + (axis <= spec.dim))])
+    return Plan([spec, *[REPLICATED] * 3], [spec.at(spec.dim + (axis <= spec.dim))])

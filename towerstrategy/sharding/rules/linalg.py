@@ -1,0 +1,102 @@
+"""Operations on matrices, on the last dimension or the last two, and Fourier transforms.
+
+Goes in: an operation.  Comes out: its plan.  Examples stay where they are in front of these
+dimensions; along them nothing is done in parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from towerstrategy.sharding.rules.elementwise import is_plain
+from towerstrategy.sharding.rules.registry import Op, Plan, rule
+from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec
+
+_LAST = {**dict.fromkeys(("FFT", "IFFT", "RFFT", "IRFFT"), 1),
+         **dict.fromkeys(("FFT2D", "IFFT2D", "RFFT2D", "IRFFT2D"), 2),
+         **dict.fromkeys(("FFT3D", "IFFT3D", "RFFT3D", "IRFFT3D"), 3)}
+
+
+def _in_front(op: Op, specs: Sequence[Spec], last: Sequence[int]) -> Plan | None:
+    """Each example for itself.
+
+    Args:
+      op: the operation.
+      specs: the specs of its inputs.
+      last: for each of the first inputs how many dimensions an example has; those all have the same
+        dimensions in front. Further inputs are the same for all towers.
+    """
+    found = {spec for spec in specs[:len(last)] if isinstance(spec, Sharded)}
+    if len(found) != 1 or not all(map(is_plain, specs[len(last):])):
+        return None
+    (spec,) = found
+    for index, own in enumerate(last):
+        rank = op.rank(index)
+        if rank is None or spec.dim >= rank - own:
+            return None
+        # Where inputs are broadcast against each other dimensions are not in the same places.
+        if rank - own != op.rank(0) - last[0]:  # type: ignore[operator]
+            return None
+    beside = dataclasses.replace(spec, broadcast=True)
+    takes: list[Spec] = [REPLICATED if index >= len(last) else spec if given == spec else beside
+                         for index, given in enumerate(specs)]
+    return Plan(takes, [spec] * len(op.outputs))
+
+
+@rule("Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant",
+      "MatrixSquareRoot", "MatrixLogarithm", "Qr", "Svd", "SelfAdjointEigV2", "Eig", "Lu",
+      "MatrixBandPart", "MatrixDiagPart")
+def of_one_matrix(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return _in_front(op, specs, [2])
+
+
+@rule("MatrixDiagPartV2", "MatrixDiagPartV3")
+def diagonals(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return _in_front(op, specs, [2])
+
+
+@rule("MatrixDiag")
+def matrix_of_diagonal(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return _in_front(op, specs, [1])
+
+
+@rule("MatrixDiagV2", "MatrixDiagV3")
+def matrix_of_diagonals(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Of one diagonal, or of several, which have a dimension of their own."""
+    last = _diagonal_dims(op, 1)
+    return None if last is None else _in_front(op, specs, [last])
+
+
+@rule("MatrixSetDiag")
+def set_diagonal(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return _in_front(op, specs, [2, 1])
+
+
+@rule("MatrixSetDiagV2", "MatrixSetDiagV3")
+def set_diagonals(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    last = _diagonal_dims(op, 2)
+    return None if last is None else _in_front(op, specs, [2, last])
+
+
+def _diagonal_dims(op: Op, index: int) -> int | None:
+    """How many dimensions the diagonals have that an input names; None if unknown."""
+    named = op.value(index)
+    if named is None:
+        return None
+    return 1 if named.size == 1 or named.ravel()[0] == named.ravel()[1] else 2
+
+
+@rule("CholeskyGrad", "MatrixTriangularSolve", "BatchMatrixTriangularSolve", "MatrixSolve")
+def of_two_matrices(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return _in_front(op, specs, [2, 2])
+
+
+@rule("MatrixSolveLs", "TridiagonalSolve")
+def solved(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return _in_front(op, specs, [2, 2])
+
+
+@rule(*_LAST)
+def fourier(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return _in_front(op, specs, [_LAST[op.type]])
