@@ -162,10 +162,10 @@ class Partition:
                 return made[tower]
 
         whole: _Lazily | None
-        if any(isinstance(spec, ListOf) for spec in plan.takes):
-            whole = None  # of lists only the towers' are there
-        elif plan.whole is not None:
+        if plan.whole is not None:
             whole = _Lazily(lambda: plan.whole(maker))  # type: ignore[misc]
+        elif any(isinstance(spec, ListOf) for spec in plan.takes):
+            whole = None  # of lists only the towers' are there
         else:
             whole = _Lazily(lambda: self._copied(
                 operation, [value.whole() for value in values],

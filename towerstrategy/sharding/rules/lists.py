@@ -6,6 +6,7 @@ Goes in: an operation.  Comes out: its plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -137,10 +138,30 @@ def new_list(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan([size, *[REPLICATED] * (len(specs) - 1)], [ListOf()])
 
 
-@rule("TensorListLength", "TensorListElementShape")
+@rule("TensorListLength")
 def length(op: Op, specs: Sequence[Spec]) -> Plan | None:
     held = specs[0]
-    if not isinstance(held, ListOf) or op.type == "TensorListElementShape" and isinstance(
-            held.element, Sharded):
+    return Plan([held], [REPLICATED]) if isinstance(held, ListOf) else None
+
+
+@rule("TensorListElementShape")
+def element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The shape of a list's entries, with -1 where it is open."""
+    held = specs[0]
+    if not isinstance(held, ListOf):
         return None
-    return Plan([held], [REPLICATED])
+    element = held.element
+    if not isinstance(element, Sharded):
+        return Plan([held], [REPLICATED])
+
+    def whole(m: Any) -> list[Any]:
+        first, *others = m.each(lambda tower: m.copy([m.part(0, tower)], tower)[0])
+        dtype = op.outputs[0].dtype
+        place = m.constant([element.dim], tf.int32, None)
+        rows = [m.make("Gather", [shape, place], None) for shape in (first, *others)]
+        total = m.make("Maximum", [m.towers.add_up(rows, m.towers.merge),
+                                   m.constant(-1, dtype, None)], None)
+        return [m.make("TensorScatterUpdate", [
+            first, m.constant([[element.dim]], tf.int32, None), total], None)]
+
+    return Plan([held], [Size(element.dim, element.times, element.group)], whole=whole)
