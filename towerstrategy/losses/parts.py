@@ -20,7 +20,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.losses import contractions, provenance, terms, totals
 from towerstrategy.merge import merging
-from towerstrategy.towers import contexts
+from towerstrategy.towers import contexts, one_replica
 from towerstrategy.variables import by_gradients
 
 _NO_SUMS = frozenset({provenance.Kind.MIXED, provenance.Kind.OTHER})
@@ -160,6 +160,8 @@ def own_loss(tower: contexts.TowerContext, compute: Callable[[], Any]) -> Any:
 def scale_loss(strategy: tf.distribute.Strategy, loss: Any) -> tf.Tensor:
     """See ``TowerStrategy.scale_loss``."""
     tower = contexts.current_tower()
+    if one_replica.has_all_rows() and one_replica.strategy_of_replica() is strategy:
+        return _as_loss(loss)
     if tower is None or tower.strategy is not strategy:
         raise RuntimeError(
             "strategy.scale_loss makes a tower's mean its part of the whole batch's, so it belongs "
@@ -167,6 +169,15 @@ def scale_loss(strategy: tf.distribute.Strategy, loss: Any) -> tf.Tensor:
             "compute_loss, between the forward pass and tape.gradient. "
             + ("Here no tower of a strategy runs." if tower is None
                else f"Here a tower of another strategy runs: {tower.strategy!r}."))
+    value = _as_loss(loss)
+    if not tower.several:
+        return value
+    if tower.own_means or value.shape.rank != 0:
+        return scaled(tower, value)
+    return part(tower, value, provenance.Kind.MEAN)
+
+
+def _as_loss(loss: Any) -> tf.Tensor:
     try:
         value = tf.convert_to_tensor(loss)
     except (TypeError, ValueError) as error:
@@ -175,11 +186,7 @@ def scale_loss(strategy: tf.distribute.Strategy, loss: Any) -> tf.Tensor:
     if not value.dtype.is_floating:
         raise TypeError(f"loss must be a floating point tensor, but got {loss!r} of dtype "
                         f"{value.dtype.name}.")
-    if not tower.several:
-        return value
-    if tower.own_means or value.shape.rank != 0:
-        return scaled(tower, value)
-    return part(tower, value, provenance.Kind.MEAN)
+    return value
 
 
 def mean(tower: contexts.TowerContext, value: tf.Tensor) -> tf.Tensor:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import merging
-from towerstrategy.towers import contexts
+from towerstrategy.towers import contexts, one_replica
 from towerstrategy.variables import by_rows, one_copy
 
 
@@ -63,6 +63,8 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def assign(self, value: Any, use_locking: bool = False, name: Any = None,
                read_value: bool = True) -> Any:
+        if one_replica.has_all_rows():
+            return self._assign_for_all(value, read_value)
         if not self._assigned_from_outside():
             kept = self._kept_if_empty(value, lambda: self._get().value())
             return super().assign(kept, use_locking, name, read_value)
@@ -71,12 +73,11 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def spread(self, value: tf.Tensor) -> list[Any]:
         """Writes the parts so that reading them together gives ``value``; returns the writes."""
-        whole = self.aggregation is one_copy.Aggregation.SUM
         writes = []
         for number, part in enumerate(self._values):
             with tf.device(part.device):
                 first = self._distribute_strategy.extended.first_replica + number == 0
-                kept = value if first or not whole else tf.zeros_like(value)
+                kept = value if first or not self._is_total else tf.zeros_like(value)
                 writes.append(part.assign(kept, read_value=False))
         return writes
 
@@ -88,6 +89,8 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def assign_add(self, value: Any, use_locking: bool = False, name: Any = None,
                    read_value: bool = True) -> Any:
+        if one_replica.has_all_rows() and not self._is_total:
+            return self._assign_for_all(self._values[0] + tf.cast(value, self.dtype), read_value)
         if self._assigned_from_outside():
             return self._first(_tf.ResourceVariable.assign_add, value, read_value)
         kept = self._kept_if_empty(value, lambda: tf.zeros([], self.dtype))
@@ -95,10 +98,23 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def assign_sub(self, value: Any, use_locking: bool = False, name: Any = None,
                    read_value: bool = True) -> Any:
+        if one_replica.has_all_rows() and not self._is_total:
+            return self._assign_for_all(self._values[0] - tf.cast(value, self.dtype), read_value)
         if self._assigned_from_outside():
             return self._first(_tf.ResourceVariable.assign_sub, value, read_value)
         kept = self._kept_if_empty(value, lambda: tf.zeros([], self.dtype))
         return super().assign_sub(kept, use_locking, name, read_value)
+
+    @property
+    def _is_total(self) -> bool:
+        """Whether the parts are added up, whoever has written them."""
+        return self.aggregation is one_copy.Aggregation.SUM
+
+    def _assign_for_all(self, value: Any, read_value: bool) -> Any:
+        """In a step that has all rows: all parts are to read as ``value`` together."""
+        contexts.writer_of(self)
+        self.spread(tf.cast(tf.convert_to_tensor(value), self.dtype))
+        return self if read_value else None
 
     def _first(self, method: Callable[..., Any], value: Any, read_value: bool) -> Any:
         """A step of a sum from outside the towers: the first tower's part takes it."""
@@ -121,7 +137,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def _assigned_from_outside(self) -> bool:
         contexts.writer_of(self)  # which raises in a tower of another strategy
-        if _tf.is_saving_one_copy() or self.aggregation is not one_copy.Aggregation.SUM:
+        if _tf.is_saving_one_copy() or not self._is_total:
             return False
         context = tf.distribute.get_replica_context()
         return context is None or context.strategy is not self._distribute_strategy

@@ -1,0 +1,175 @@
+"""Steps of Keras that are traced once and partitioned over the towers: one device's results.
+
+Each training runs on one device and on three towers, in Keras 3 and in tf_keras.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from absl.testing import absltest, parameterized
+
+import towerstrategy
+
+DEVICES = towerstrategy.split_cpu(8)
+KITS = {"keras": keras, "tf_keras": tf_keras}
+DRAW = np.random.RandomState(3)
+# Batches of 8 and of 2 rows: the last is smaller than the towers.
+X, Y = DRAW.rand(18, 4).astype("f"), DRAW.rand(18, 2).astype("f")
+WEIGHTS = DRAW.rand(18).astype("f")
+BOTH = parameterized.named_parameters((name, name) for name in KITS)
+
+
+def towers():
+    strategy = towerstrategy.TowerStrategy(DEVICES[:3])
+    strategy.extended.one_program = True
+    return strategy
+
+
+def plain(kit, rate=.3):
+    """A model with a draw a row and a statistic of the batch."""
+    model = kit.Sequential([
+        kit.layers.Dense(6, "tanh", kernel_regularizer="l2"), kit.layers.Dropout(rate, seed=5),
+        kit.layers.BatchNormalization(), kit.layers.Dense(2)])
+    model.compile(kit.optimizers.Adam(.01), "mse", metrics=["mae"], weighted_metrics=["mse"])
+    return model
+
+
+def contrastive(kit):
+    """A model whose own step compares each row with all others, and scales by no replicas."""
+
+    class Model(kit.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = kit.layers.Dense(3)
+            self.mean = kit.metrics.Mean("mean")
+
+        def call(self, x, training=False):
+            return self.dense(x)
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                out = self(data[0], training=True)
+                pairs = tf.matmul(out, out, transpose_b=True)
+                loss = tf.reduce_mean(tf.reduce_logsumexp(pairs, 1) - tf.linalg.diag_part(pairs))
+            weights = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+            self.mean.update_state(loss)
+            return {"mean": self.mean.result(), "norm": tf.norm(out)}
+
+    model = Model()
+    model.compile(kit.optimizers.SGD(.1))
+    return model
+
+
+def trained(kit, make, strategy, fit=(), after=lambda model: []):
+    """What a training gives: logs, weights, and what ``after`` asks the model for."""
+    kit.backend.clear_session()
+    kit.utils.set_random_seed(1)
+    if strategy is None:
+        model = make(kit)
+    else:
+        with strategy.scope():
+            model = make(kit)
+    history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, **dict(fit))
+    return [history.history, model.get_weights(), after(model)]
+
+
+class OneProgramTest(parameterized.TestCase):
+
+    def assert_as_one_device(self, kit, make, **options):
+        strategy = towers()
+        wanted, got = (trained(KITS[kit], make, where, **options) for where in (None, strategy))
+        tf.nest.map_structure(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+        self.assertNotEmpty(strategy.extended.crossings)  # the step was partitioned
+
+    @BOTH
+    def test_fit_evaluate_and_predict(self, kit):
+        """Else draws, statistics and metrics of a training on towers are not one device's."""
+        self.assert_as_one_device(kit, plain, after=lambda model: [
+            model.evaluate(X, Y, batch_size=8, return_dict=True, verbose=0),
+            model.predict(X, batch_size=8, verbose=0), model.predict(X[:1], verbose=0)])
+
+    @BOTH
+    def test_sample_weights_and_validation(self, kit):
+        """Else weighted rows count wrongly where the towers' weights differ."""
+        self.assert_as_one_device(kit, plain, fit={
+            "sample_weight": WEIGHTS, "validation_data": (X[:5], Y[:5], WEIGHTS[:5])})
+
+    @BOTH
+    def test_own_step_in_which_rows_meet(self, kit):
+        """Else a step written for one device means something else on towers."""
+        self.assert_as_one_device(kit, contrastive)
+
+    @BOTH
+    def test_on_batch(self, kit):
+        """Else a loop over train_on_batch differs, with fewer rows than towers among them."""
+        # tf_keras' draws begin anew with each trace, of which one device makes others.
+        self.assert_as_one_device(kit, functools.partial(plain, rate=0.), after=lambda model: [
+            model.train_on_batch(X[:7], Y[:7], return_dict=True),
+            model.train_on_batch(X[:2], Y[:2], WEIGHTS[:2], return_dict=True),
+            model.test_on_batch(X[:7], Y[:7], return_dict=True),
+            model.predict_on_batch(X[:7]), model.get_weights()])
+
+    @BOTH
+    def test_eagerly_prints_once(self, kit):
+        """Else who debugs a step sees a part of the batch."""
+        seen = []
+
+        def make(kit):
+            class Model(kit.Sequential):
+                def train_step(self, data):
+                    seen.append(len(data[0]))
+                    return super().train_step(data)
+
+            model = Model([kit.layers.Dense(2)])
+            model.compile(kit.optimizers.SGD(.1), "mse", run_eagerly=True)
+            return model
+
+        wanted, got = (trained(KITS[kit], make, where)[:2] for where in (None, towers()))
+        tf.nest.map_structure(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+        self.assertEqual(seen, [8, 8, 2] * 4)
+
+    @parameterized.parameters([1, 2])
+    def test_several_steps_an_execution(self, unrolled):
+        """Else steps_per_execution, which loops over the step, trains differently."""
+
+        def make(kit):
+            model = plain(kit)
+            model.compile("sgd", "mse", steps_per_execution=2)
+            model.unrolled_steps_per_execution = unrolled
+            return model
+
+        self.assert_as_one_device("keras", make,
+                                  after=lambda model: [model.predict(X, batch_size=8, verbose=0)])
+
+    def test_sparse_and_ragged_batches(self):
+        """Else inputs that are no tensors lose rows, or count those of stand-ins."""
+
+        def sparse_of(kit):
+            model = kit.Sequential([kit.Input([4], sparse=True), kit.layers.Dense(2)])
+            model.compile(kit.optimizers.SGD(.1), "mse")
+            return model
+
+        strategy, results = towers(), []
+        for where in (None, strategy):
+            tf_keras.utils.set_random_seed(1)
+            if where is None:
+                model = sparse_of(tf_keras)
+            else:
+                with where.scope():
+                    model = sparse_of(tf_keras)
+            data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).map(
+                lambda x, y: (tf.sparse.from_dense(tf.where(x > .5, x, 0.)), y))
+            history = model.fit(data, epochs=2, verbose=0)
+            results.append([history.history, model.get_weights()])
+        tf.nest.map_structure(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
+
+
+if __name__ == "__main__":
+    absltest.main()
