@@ -1,0 +1,420 @@
+"""Proves the table of rules: runs an operation whole and in uneven pieces, for all specs of inputs.
+
+Goes in: a :class:`Sample`, an operation with arrays to feed it.  Comes out: an :class:`Outcome`, how
+often a rule claimed a plan, and each claim that was wrong.
+
+An input of a sample can be sharded along each dimension whose size is a multiple of :data:`BATCH`.
+Each combination of specs that the inputs can have is propagated, emitted on four towers, one of them
+without rows, and run: what the towers have must make up what one device has.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding.builder import Builder
+from towerstrategy.sharding.partition import Partition
+from towerstrategy.sharding.propagate import Layout, propagate
+from towerstrategy.sharding.rules.registry import Plan
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    Axes,
+    ListOf,
+    Partial,
+    Replicated,
+    Sharded,
+    Size,
+    Spec,
+)
+from towerstrategy.sharding.values import Towers, Value
+
+BATCH = 6
+ROWS = (3, 0, 2, 1)  # of each tower
+NONE_EMPTY = (2, 1, 1, 2)
+CHOSEN = {ROWS: (2, 1, 0, 3), NONE_EMPTY: (1, 3, 1, 1)}  # the towers' of a group of examples
+COMBINATIONS = 60  # with more than this, groups and unknown sizes of examples are left out
+BOUNDS = {tf.float64: 1e-12, tf.complex128: 1e-12, tf.float16: 1e-2, tf.bfloat16: 3e-2}
+_ACROSS = {"sum": np.sum, "max": np.max, "min": np.min, "and": np.all, "or": np.any}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """An operation and what it is fed.
+
+    Attributes:
+      type: the type of the operation whose rule is proved.
+      call: makes it, of placeholders; what is around it is part of the proof.
+      arrays: what the placeholders are fed.
+      title: what tells it from other samples of the type.
+    """
+
+    type: str
+    call: Callable[..., Any]
+    arrays: tuple[np.ndarray, ...]
+    title: str = ""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of a sample.
+
+    Attributes:
+      claims: how many combinations of specs a rule gave a plan for.
+      wrong: what is wrong with which of them.
+      needs_rows: whether some failed to run only because a tower has no rows.
+    """
+
+    claims: int = 0
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    needs_rows: bool = False
+
+
+def prove(sample: Sample, most: int | None = None) -> Outcome:
+    """Runs what the table claims of a sample: all of it, or ``most`` claims, drawn at random."""
+    outcome = Outcome()
+    found = list(itertools.islice(_claims(sample), most))
+    outcome.claims = len(found)
+    for claim, problem, raised in _tried(sample, found, ROWS):
+        if raised:
+            ((_, again, _),) = _tried(sample, [claim], NONE_EMPTY)
+            if not again:
+                outcome.needs_rows = True
+                continue
+        if problem:
+            outcome.wrong.append(f"{sample.type}({sample.title}) of {_said(sample, claim)}: {problem}")
+    return outcome
+
+
+def _said(sample: Sample, claim: Layout) -> str:
+    inputs = [f"{tensor.shape} {shown(claim.specs[tensor.name])}" for tensor in claim.graph.inputs]
+    plans = [f"{shown(*plan.takes)} -> {shown(*plan.gives)}" for operation in claim.order
+             if operation.type == sample.type
+             for plan in [claim.plans.get(operation.name)] if isinstance(plan, Plan)]
+    return f"{'; '.join(inputs)} by {' | '.join(dict.fromkeys(plans))}"
+
+
+def shown(*specs: Spec) -> str:
+    """Specs in a few letters."""
+    return ", ".join(f"{type(spec).__name__}({', '.join(map(str, _told(spec)))})" for spec in specs)
+
+
+def _told(spec: Spec) -> list[Any]:
+    """What of a spec is not as by default."""
+    return [getattr(spec, field.name) for field in dataclasses.fields(spec)
+            if getattr(spec, field.name) != field.default]
+
+
+# The combinations of specs and of static shapes.
+
+
+def _claims(sample: Sample) -> Iterator[Layout]:
+    """The layouts of a sample in which the table has a plan for its operation."""
+    choices = [_specs_of(array) for array in sample.arrays]
+    if np.prod([len(choice) for choice in choices]) > COMBINATIONS:
+        choices = [[spec for spec in choice if not getattr(spec, "group", "")
+                    and getattr(spec, "times", 1)] for choice in choices]
+    traced = functools.cache(lambda shapes: _traced(sample, shapes))
+    cases = [(specs, shapes) for specs in itertools.product(*choices)
+             if specs != (REPLICATED,) * len(specs)
+             for shapes in dict.fromkeys(_shapes(sample.arrays, specs))]
+    random.Random(sample.title).shuffle(cases)
+    for specs, shapes in cases:
+        graph = traced(shapes)
+        if graph is None:
+            continue
+        layout = propagate(graph, specs)
+        if any(layout.plans.get(operation.name) is not None for operation in layout.order
+               if operation.type == sample.type):
+            yield layout
+
+
+def _specs_of(array: np.ndarray) -> list[Spec]:
+    """What an input with these values can be."""
+    specs: list[Spec] = [REPLICATED]
+    for dim, size in enumerate(array.shape):
+        if size and size % BATCH == 0:
+            times = size // BATCH
+            specs += [Sharded(dim, times), Sharded(dim, times, "chosen")]
+            specs += [Sharded(dim, None)] if times > 1 else []
+    if array.dtype == bool:
+        specs += [Partial("and"), Partial("or")]
+    elif array.dtype.kind in "iufc":
+        specs.append(Partial("sum"))
+        if array.dtype.kind != "c":
+            specs += [Partial("max"), Partial("min")]
+    if array.dtype.kind == "i" and array.ndim < 2:
+        for at, entry in enumerate(np.ravel(array)):
+            if entry > 0 and entry % BATCH == 0:
+                specs += [Size(at, int(entry) // BATCH), Size(at, int(entry) // BATCH, "chosen"),
+                          Size(at, None)]
+    return specs
+
+
+def _shapes(arrays: Sequence[np.ndarray], specs: Sequence[Spec]) -> Iterator[tuple[Any, ...]]:
+    """Static shapes: all known; rows open; all open that could be rows or one; no rank."""
+    yield tuple(array.shape for array in arrays)
+    yield tuple(tuple(None if isinstance(spec, Sharded) and dim == spec.dim else size
+                      for dim, size in enumerate(array.shape))
+                for array, spec in zip(arrays, specs))
+    yield tuple(tuple(None if size == 1 or size % BATCH == 0 else size for size in array.shape)
+                for array in arrays)
+    yield tuple(tuple(None for _ in array.shape) for array in arrays)
+    yield tuple(None for _ in arrays)
+
+
+def _traced(sample: Sample, shapes: Sequence[Any]) -> Any:
+    """The graph of the operation; None if it needs to know more of the shapes."""
+    types = [tf.TensorSpec(shape, _dtype(array)) for shape, array in zip(shapes, sample.arrays)]
+    try:
+        return _tf.trace(sample.call, types, sample.type)
+    except (ValueError, TypeError):
+        if None in shapes or any(None in shape for shape in shapes):
+            return None
+        raise
+
+
+def _dtype(array: np.ndarray) -> tf.DType:
+    return tf.string if array.dtype.kind in "OSU" else tf.as_dtype(array.dtype)
+
+
+# Whole and in pieces.
+
+
+def _tried(sample: Sample, claims: Sequence[Layout], rows: tuple[int, ...]
+           ) -> list[tuple[Layout, str, bool]]:
+    """For each claim what is wrong with it, "" if nothing is, and whether it failed to run."""
+    if not claims:
+        return []
+    try:
+        with tf.Graph().as_default() as graph:
+            emitter = _Emitter(sample, rows)
+            made = [emitter.emit(claim) for claim in claims]
+            emitter.finish()
+            expected = _whole(sample)
+    except Exception as error:  # whatever a rule or what emits it raises is the finding
+        if len(claims) == 1:
+            return [(claims[0], f"raised {type(error).__name__}: {str(error)[:300]}", False)]
+        return [judged for claim in claims for judged in _tried(sample, [claim], rows)]
+    with tf.compat.v1.Session(graph=graph, config=_config()) as session:
+        wanted = session.run(expected)
+        try:
+            got = session.run([one.fetches for one in made])
+        except tf.errors.OpError:
+            got = [_ran(session, one) for one in made]
+    return [(claim, f"failed: {str(result)[:200]}", True) if isinstance(result, Exception)
+            else (claim, one.problem(result, wanted), False)
+            for claim, one, result in zip(claims, made, got)]
+
+
+def _ran(session: Any, one: _Emitted) -> Any:
+    try:
+        return session.run(one.fetches)
+    except tf.errors.OpError as error:
+        return error
+
+
+def _config() -> Any:
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=1,
+                                      intra_op_parallelism_threads=1)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    config.graph_options.optimizer_options.opt_level = -1
+    return config
+
+
+def _whole(sample: Sample) -> list[tf.Tensor]:
+    """What one device makes."""
+    results = sample.call(*[tf.constant(array, _dtype(array)) for array in sample.arrays])
+    return [result for result in tf.nest.flatten(results, expand_composites=True)
+            if isinstance(result, tf.Tensor) and _is_shown(result)]
+
+
+def _is_shown(tensor: tf.Tensor) -> bool:
+    return tensor.dtype not in (tf.variant, tf.resource)
+
+
+class _Emitter:
+    """Emits claims into the graph at hand, with one import."""
+
+    def __init__(self, sample: Sample, rows: tuple[int, ...]) -> None:
+        self._sample, self._rows = sample, rows
+        builder = self._builder = Builder(tf.compat.v1.get_default_graph())
+        counts = [builder.constant(count, tf.int64, "") for count in rows]
+        self._towers = Towers(
+            builder, devices=[""] * len(rows), merge="", host="",
+            scopes=[f"tower_{at}/" for at in range(len(rows))], counts=counts.__getitem__)
+        self._refs: dict[Any, list[Any]] = {}
+        self._made: list[_Emitted] = []
+
+    def emit(self, claim: Layout) -> _Emitted:
+        """Makes the nodes of a claim."""
+        inputs = [self._fed(index, claim.specs[tensor.name], tensor.shape)
+                  for index, tensor in enumerate(claim.graph.inputs)]
+        values = Partition(self._towers).run(_with_all_parts(claim), inputs)
+        shown = [(value, claim.specs[tensor.name])
+                 for value, tensor in zip(values, claim.graph.outputs) if _is_shown(tensor)]
+        self._made.append(_Emitted(shown, self._rows))
+        return self._made[-1]
+
+    def finish(self) -> None:
+        """Imports all of them."""
+        self._builder.finish()
+        for one in self._made:
+            one.fetches = [(self._builder.tensor(whole), list(map(self._builder.tensor, parts)))
+                           for whole, parts in one.refs]
+
+    def _fed(self, index: int, spec: Spec, shape: tf.TensorShape) -> Value:
+        """An input as the towers have it."""
+        (whole,) = self._constants(index, None, lambda array: [array])
+        if isinstance(spec, Replicated):
+            return Value(self._towers, spec, shape, lambda: whole)
+        parts = self._constants(index, spec, lambda array: _pieces(array, spec, self._rows))
+        return Value(self._towers, spec, shape,
+                     (lambda: whole) if isinstance(spec, Size) else None, parts.__getitem__)
+
+    def _constants(self, index: int, spec: Spec | None,
+                   make: Callable[[np.ndarray], list[np.ndarray]]) -> list[Any]:
+        if (index, spec) not in self._refs:
+            array = self._sample.arrays[index]
+            self._refs[index, spec] = [self._builder.take(tf.constant(part, _dtype(array)))
+                                       for part in make(array)]
+        return self._refs[index, spec]
+
+
+class _Emitted:
+    """A claim that was emitted: the nodes of its outputs, whole and each tower's, then tensors."""
+
+    def __init__(self, shown: Sequence[tuple[Value, Spec]], rows: tuple[int, ...]) -> None:
+        self._rows = rows
+        self.specs = [spec for _, spec in shown]
+        self.refs = [(value.whole() if not isinstance(value.spec, ListOf) else value.part(0),
+                      [] if isinstance(spec, Axes) else value.parts()) for value, spec in shown]
+        self.fetches: list[Any] = []
+
+    def problem(self, got: Any, expected: Sequence[np.ndarray]) -> str:
+        """What is wrong with what came out; "" if nothing is."""
+        for number, ((whole, parts), spec, wanted) in enumerate(zip(got, self.specs, expected)):
+            problem = _difference(whole, wanted) or _ill_formed(parts, spec, wanted, self._rows)
+            if problem:
+                return f"output {number}, {shown(spec)}: {problem}"
+        return ""
+
+
+def _with_all_parts(claim: Layout) -> Layout:
+    """The layout, but that each tower's copy of a replicated result can be looked at."""
+    names = {tensor.op.name for tensor in claim.graph.outputs}
+    used = {tensor.name for operation in claim.order for tensor in operation.inputs}
+    plans = dict(claim.plans)
+    for operation in claim.order:
+        plan = claim.plans.get(operation.name)
+        if operation.name not in names or not isinstance(plan, Plan) or plan.whole is not None \
+                or any(tensor.name in used for tensor in operation.outputs):
+            continue
+        if any(isinstance(spec, (Size, Axes)) for spec in plan.gives):
+            continue
+        plans[operation.name] = dataclasses.replace(plan, gives=[
+            ListOf() if isinstance(spec, Replicated) else spec for spec in plan.gives])
+    return dataclasses.replace(claim, plans=plans)
+
+
+def _counts(spec: Sharded | Size, rows: tuple[int, ...], size: int) -> list[int]:
+    """How many positions each tower has of ``size``."""
+    return [count * (size // BATCH) for count in (CHOSEN[rows] if spec.group else rows)]
+
+
+def _pieces(array: np.ndarray, spec: Spec, rows: tuple[int, ...]) -> list[np.ndarray]:
+    """What each tower has of an input."""
+    if isinstance(spec, Sharded):
+        counts = _counts(spec, rows, array.shape[spec.dim])
+        return np.split(array, np.cumsum(counts)[:-1], axis=spec.dim)
+    if isinstance(spec, Size):
+        pieces = []
+        for count in _counts(spec, rows, int(np.ravel(array)[spec.at])):
+            piece = array.copy()
+            piece[(spec.at,) if array.ndim else ()] = count
+            pieces.append(piece)
+        return pieces
+    assert isinstance(spec, Partial), spec
+    return _parts(array, spec.reduction)
+
+
+def _parts(array: np.ndarray, reduction: str) -> list[np.ndarray]:
+    """Arrays of which ``array`` is the sum, maximum, minimum, conjunction or disjunction."""
+    draws = np.random.default_rng(array.size)
+    if reduction == "sum":
+        if array.dtype.kind in "iu":
+            others = [draws.integers(0, 3, array.shape).astype(array.dtype) for _ in ROWS[1:]]
+        else:
+            others = [(draws.integers(-4, 5, array.shape) / 4).astype(array.dtype)
+                      for _ in ROWS[1:]]
+        return [(array - sum(others)).astype(array.dtype), *others]
+    owner = draws.integers(0, len(ROWS), array.shape)
+    if reduction in ("and", "or"):
+        return [np.where(owner == at, array, np.bool_(reduction == "and")) for at in
+                range(len(ROWS))]
+    sign = -1 if reduction == "max" else 1
+    return [np.where(owner == at, array, array + np.asarray(sign, array.dtype) * draws.integers(
+        1, 3, array.shape).astype(array.dtype)).astype(array.dtype) for at in range(len(ROWS))]
+
+
+# What came out.
+
+
+def _ill_formed(parts: Sequence[np.ndarray], spec: Spec, wanted: np.ndarray,
+                rows: tuple[int, ...]) -> str:
+    """What is wrong with the towers' values, as parts of ``wanted``."""
+    if isinstance(spec, Sharded):
+        if wanted.shape[spec.dim] % BATCH and not spec.group:
+            return f"{wanted.shape} along {spec.dim} is not the batch's"
+        if spec.times is not None and wanted.shape[spec.dim] != BATCH * spec.times:
+            return f"{wanted.shape} along {spec.dim} is not {spec.times} a row"
+        counts = _counts(spec, rows, wanted.shape[spec.dim])
+        have = [part.shape[spec.dim] for part in parts]
+        return "" if have == counts else f"towers have {have} positions in place of {counts}"
+    if isinstance(spec, Partial):
+        shapes = collections.Counter(part.shape for part in parts)
+        if list(shapes) != [wanted.shape]:
+            return f"parts of shapes {list(shapes)} of {wanted.shape}"
+        return _difference(_ACROSS[spec.reduction](parts, axis=0), wanted)
+    if isinstance(spec, Size):
+        flat = [np.ravel(part) for part in parts]
+        for at, entry in enumerate(np.ravel(wanted)):
+            have = [int(part[at]) for part in flat]
+            counts = _counts(spec, rows, int(entry)) if at == spec.at else [entry] * len(have)
+            if have != counts:
+                return f"towers have {have} in place of {counts} in entry {at}"
+        if spec.times is not None and int(np.ravel(wanted)[spec.at]) != BATCH * spec.times:
+            return f"{wanted} is not {spec.times} a row"
+        return ""
+    for tower, part in enumerate(parts):
+        problem = _difference(part, wanted)
+        if problem:
+            return f"tower {tower}: {problem}"
+    return ""
+
+
+def _difference(got: np.ndarray, wanted: np.ndarray) -> str:
+    got, wanted = np.asarray(got), np.asarray(wanted)
+    if got.shape != wanted.shape:
+        return f"shape {got.shape} in place of {wanted.shape}"
+    if wanted.dtype.kind in "OSUb":
+        return "" if np.array_equal(got, wanted) else f"{got} in place of {wanted}"
+    bound = BOUNDS.get(tf.as_dtype(wanted.dtype), 1e-5)
+    exact = np.complex128 if wanted.dtype.kind == "c" else np.float64
+    got, wanted = got.astype(exact), wanted.astype(exact)
+    finite = wanted[np.isfinite(wanted)]
+    scale = max(1.0, float(np.max(np.abs(finite)))) if finite.size else 1.0
+    same = np.isclose(got, wanted, rtol=0, atol=bound * scale, equal_nan=True)
+    if same.all():
+        return ""
+    at = tuple(np.argwhere(~same)[0])
+    return f"{got[at]} in place of {wanted[at]} at {[int(place) for place in at]}"

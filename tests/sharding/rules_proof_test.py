@@ -1,0 +1,104 @@
+"""Tests of the table of rules: each operation is run whole and in uneven pieces, and both agree."""
+
+import collections
+import functools
+
+import numpy as np
+import proof_cases  # noqa: F401  registers samples
+import proof_cases_algebra  # noqa: F401
+import proof_cases_moves  # noqa: F401
+import tensorflow as tf
+from absl.testing import absltest
+from proof import Sample, prove
+from proof_samples import samples
+
+import wide
+from towerstrategy.sharding import rules  # noqa: F401  fills the table
+from towerstrategy.sharding.rules import registry
+from towerstrategy.sharding.rules.registry import Plan
+from towerstrategy.sharding.spec import SUM
+
+# Claims of a sample that the default run tries; --wide tries all, about 30,000.
+MOST = 8
+# CPU kernels of which a row of padding is to keep towers away that have no rows.
+FAIL_ON_NO_ROWS = {"MirrorPad", "MirrorPadGrad"}
+# What is drawn is not what one device draws when it is fed in pieces; other tests prove draws.
+PROVED_ELSEWHERE = set(registry.types()) & {
+    "RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomUniformInt"}
+# The table says of these that they are done with all rows, whatever they are given.
+NEVER_CLAIMED = {"Bincount"}
+
+
+@functools.cache
+def _outcomes():
+    """What came of each operation's samples."""
+    outcomes = collections.defaultdict(list)
+    for sample in samples():
+        outcomes[sample.type].append(prove(sample, None if wide.ALL else MOST))
+    return outcomes
+
+
+class RulesTest(absltest.TestCase):
+
+    def test_no_claim_is_wrong(self):
+        """Training would silently give other weights than one device gives."""
+        wrong = [text for outcomes in _outcomes().values() for one in outcomes for text in one.wrong]
+        self.assertFalse(wrong, "\n".join(wrong[:20]))
+
+    def test_each_rule_is_proved(self):
+        """A rule could be added that nobody has checked."""
+        missing = set(registry.types()) - set(_outcomes()) - PROVED_ELSEWHERE
+        self.assertFalse(missing, "write samples, as tests/sharding/proof_cases.py does")
+
+    def test_each_rule_claims_something(self):
+        """A rule that stopped claiming would be slow, and its proof would prove nothing."""
+        idle = {type for type, outcomes in _outcomes().items()
+                if not sum(one.claims for one in outcomes)}
+        self.assertEqual(idle, NEVER_CLAIMED)
+
+    def test_kernels_that_fail_on_no_rows_are_known(self):
+        """The last batch of an epoch, when a tower gets none of it, would stop the training."""
+        found = {type for type, outcomes in _outcomes().items()
+                 if any(one.needs_rows for one in outcomes)}
+        self.assertLessEqual(found, FAIL_ON_NO_ROWS)
+
+
+class ProofTest(absltest.TestCase):
+
+    def _outcome(self, type, rule, *arrays, **attrs):
+        before = registry._RULES[type]
+        registry.register(type, rule)
+        self.addCleanup(registry.register, type, before)
+        call = getattr(tf.raw_ops, type)
+        names = ("x",) if type == "Abs" else ("input",)
+        return prove(Sample(type, lambda *fed: call(**dict(zip(names, fed)), **attrs), arrays))
+
+    def test_a_wrong_place_of_the_rows_is_found(self):
+        """The proof would pass whatever the table claims."""
+        outcome = self._outcome("Sum", registry.by_example, np.ones([4, 6]), axis=[0])
+        self.assertFalse(outcome.wrong)  # it claims nothing of rows in the second dimension
+        outcome = self._outcome("Sum", registry.by_example, np.ones([6, 4]), axis=[0])
+        self.assertIn("Sum", outcome.wrong[0])
+
+    def test_a_wrong_reduction_is_found(self):
+        """Products of parts could be claimed to add up."""
+        def rule(op, specs):
+            return Plan([specs[0], *specs[1:]], [SUM])
+
+        outcome = self._outcome("Prod", rule, np.arange(24.0).reshape(6, 4), axis=[0])
+        self.assertTrue(any("Partial" in text for text in outcome.wrong), outcome.wrong)
+
+    def test_what_raises_is_found(self):
+        """A plan that cannot be made would stop the user's training."""
+        def rule(op, specs):
+            def make(maker):
+                raise KeyError("made by nobody")
+
+            return Plan(specs, specs, make=make)
+
+        outcome = self._outcome("Abs", rule, np.ones([6, 4]))
+        self.assertIn("made by nobody", outcome.wrong[0])
+
+
+if __name__ == "__main__":
+    absltest.main()
