@@ -264,7 +264,7 @@ METRICS: dict[str, dict[str, Any]] = {
         Accuracy AUC BinaryAccuracy BinaryCrossentropy CategoricalAccuracy CategoricalCrossentropy
         CategoricalHinge CosineSimilarity F1Score FBetaScore FalseNegatives FalsePositives Hinge
         KLDivergence LogCoshError MeanAbsoluteError MeanAbsolutePercentageError MeanSquaredError
-        MeanSquaredLogarithmicError OneHotIoU:2 Poisson Precision R2Score Recall
+        MeanSquaredLogarithmicError Poisson Precision R2Score Recall
         RootMeanSquaredError SquaredHinge TopKCategoricalAccuracy TrueNegatives TruePositives
         PearsonCorrelation ConcordanceCorrelation""".split()},
     "AUC:labels": {"multi_label": True, "num_labels": 4},

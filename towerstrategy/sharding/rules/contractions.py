@@ -62,7 +62,7 @@ def _contracted(op: Op, specs: Sequence[Spec], names: Sequence[Sequence[Any]],
     return Plan(takes, [first.at(out.index(label)) if label in out else SUM])
 
 
-def _rows_first(op: Op, specs: Sequence[Spec], data: Sequence[int],
+def rows_first(op: Op, specs: Sequence[Spec], data: Sequence[int],
                 outputs: Sequence[bool] | None = None) -> Plan | None:
     """Operations on images: those of ``data`` have the rows first, all else is the same for all.
 
@@ -79,6 +79,9 @@ def _rows_first(op: Op, specs: Sequence[Spec], data: Sequence[int],
     (spec,) = found
     if spec.dim or not all(is_plain(s) or index in data for index, s in enumerate(specs)):
         return None
+    rank = op.rank(data[0])  # a row of padding needs it
+    if rank is None or not outputs and any(op.out_rank(at) != rank for at in range(len(op.outputs))):
+        return None
     takes: list[Spec] = [spec if index in data else REPLICATED for index in range(len(specs))]
     has_rows = outputs or [True] * len(op.outputs)
     return Plan(takes, [spec if rows else SUM for rows in has_rows], padded=True)
@@ -89,7 +92,7 @@ def _rows_first(op: Op, specs: Sequence[Spec], data: Sequence[int],
       "AdjustContrastv2", "AdjustHue", "AdjustSaturation", "HSVToRGB", "RGBToHSV", "SpaceToDepth",
       "DepthToSpace", "ExtractImagePatches", "ExtractVolumePatches", "MaxPoolV2")
 def image(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _rows_first(op, specs, [0])
+    return rows_first(op, specs, [0])
 
 
 @rule("BiasAdd")
@@ -103,17 +106,17 @@ def bias_add(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("MaxPoolGrad", "MaxPool3DGrad", "MaxPoolGradGrad", "MaxPool3DGradGrad", "LRNGrad")
 def pooling_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _rows_first(op, specs, [0, 1, 2])
+    return rows_first(op, specs, [0, 1, 2])
 
 
 @rule("ResizeBilinearGrad", "ResizeBicubicGrad")
 def resize_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _rows_first(op, specs, [0, 1])
+    return rows_first(op, specs, [0, 1])
 
 
 @rule("ResizeNearestNeighborGrad")
 def nearest_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _rows_first(op, specs, [0])
+    return rows_first(op, specs, [0])
 
 
 @rule("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput",
@@ -121,10 +124,12 @@ def nearest_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def input_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The first input is the shape of the result: the tower's, or with the tower's rows put in."""
     gradient = specs[-1]
-    if not isinstance(gradient, Sharded) or gradient.dim:
+    if not isinstance(gradient, Sharded) or gradient.dim or op.rank(-1) is None \
+            or op.out_rank() != op.rank(-1):
         return None
     middle: list[Spec] = [REPLICATED] * (len(specs) - 2)
-    if isinstance(specs[0], Size) and specs[0].at == 0 and specs[0].shards(0) == gradient:
+    if isinstance(specs[0], Size) and specs[0].at == 0 and specs[0].shards(0) == gradient \
+            and op.inputs[0].shape.is_fully_defined():
         return Plan([specs[0], *middle, gradient], [gradient], padded=True)
     return Plan([REPLICATED, *middle, gradient], [gradient], make=_with_own_rows, padded=True)
 
@@ -149,4 +154,4 @@ def _with_own_rows(m: Any) -> list[list[Any]]:
 
 @rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
 def filter_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _rows_first(op, specs, [0, 2], [False])
+    return rows_first(op, specs, [0, 2], [False])

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+import tensorflow as tf
 
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Partial, Sharded, Size, Spec
@@ -186,6 +187,15 @@ def select(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return Plan([REPLICATED, *takes[1:]], [gives]) if is_plain(specs[0]) else None
     mask = gives if gives.dim == 0 else REPLICATED  # chooses along the first dimension
     return Plan([mask, *takes[1:]], [gives])
+
+
+@rule("EnsureShape")
+def ensure_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Where nothing is said of how many rows there are."""
+    spec, shape = specs[0], tf.TensorShape(op.attr("shape"))
+    if not isinstance(spec, Sharded) or shape.rank is not None and shape[spec.dim] is not None:
+        return None
+    return Plan(specs, [spec])
 
 
 @rule("IdentityN")

@@ -54,13 +54,22 @@ def _entry(op: Op, size: Size) -> Plan | None:
     return Plan(takes, [Size(chosen.index(size.at), size.times, size.group, known)])
 
 
-@rule("GatherNd")
+@rule("GatherNd", "ResourceGatherNd")
 def gather_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
     values, indices = specs
     if is_plain(values) and isinstance(indices, Sharded) and op.rank(1) is not None \
-            and indices.dim < op.rank(1) - 1:  # type: ignore[operator]
+            and indices.dim < op.rank(1) - 1:
         return Plan([REPLICATED, indices], [indices])
     return None
+
+
+@rule("LookupTableFind", "LookupTableFindV2")
+def lookup(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Each tower asks the one table."""
+    keys = specs[1]
+    if not isinstance(keys, Sharded) or not is_plain(specs[2]):
+        return None
+    return Plan([REPLICATED, keys, REPLICATED], [keys])
 
 
 @rule("ResourceGather")
@@ -71,17 +80,30 @@ def resource_gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan([REPLICATED, indices], [indices])
 
 
-@rule("UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin")
+@rule("SegmentSum", "SegmentMean", "SegmentMax", "SegmentMin", "SegmentProd", "SegmentSumV2",
+      "SegmentMaxV2", "SegmentMinV2", "SegmentProdV2", "SparseSegmentSum", "SparseSegmentMean",
+      "SparseSegmentSqrtN")
+def sorted_segments(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Sums over the first dimension: each row for itself in another."""
+    spec = specs[0]
+    if not isinstance(spec, Sharded) or not spec.dim or not all(map(is_plain, specs[1:])):
+        return None
+    return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec])
+
+
+@rule("UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin",
+      "UnsortedSegmentProd")
 def unsorted_segment(op: Op, specs: Sequence[Spec]) -> Plan | None:
     data, segments = specs[0], specs[1]
     found = {spec for spec in (data, segments) if isinstance(spec, Sharded)}
     if len(found) != 1 or not is_plain(specs[2]) or op.rank(1) is None:
         return None
     (spec,) = found
-    if spec.dim >= op.rank(1):  # type: ignore[operator]
-        return None
-    reduction = {"Sum": "sum", "Max": "max", "Min": "min"}[op.type[len("UnsortedSegment"):]]
-    return Plan([spec, spec, REPLICATED], [Partial(reduction)])
+    rank: int = op.rank(1)  # type: ignore[assignment]
+    if spec.dim >= rank:  # behind the segments, each row for itself
+        return Plan([spec, REPLICATED, REPLICATED], [spec.at(spec.dim - rank + 1)])
+    reduction = {"Sum": "sum", "Max": "max", "Min": "min"}.get(op.type[len("UnsortedSegment"):])
+    return Plan([spec, spec, REPLICATED], [Partial(reduction)]) if reduction else None
 
 
 @rule("ScatterNd")
@@ -91,16 +113,31 @@ def scatter_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if len(found) != 1 or not is_plain(specs[2]) or op.rank(0) is None:
         return None
     (spec,) = found
-    if spec.dim >= op.rank(0) - 1:  # type: ignore[operator]
+    if spec.dim >= op.rank(0) - 1:
         return None
     return Plan([spec, spec, REPLICATED], [SUM])
+
+
+def _counted(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """How many there are of each number, in all rows."""
+    if op.attr("binary_output") or not is_plain(specs[1]):
+        return None
+    if op.inputs[2].shape.rank != 1:
+        return None
+    if op.inputs[2].shape[0] == 0:
+        return Plan([specs[0], REPLICATED, REPLICATED], [SUM])
+    return Plan([specs[0], REPLICATED, specs[0]], [SUM]) if specs[2] == specs[0] else None
 
 
 @rule("Bincount", "DenseBincount")
 def bincount(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec = specs[0]
+    if op.type == "DenseBincount" and isinstance(spec, Sharded) and op.rank(0) == 1:
+        return _counted(op, specs)
     if op.type == "DenseBincount" and isinstance(spec, Sharded) and is_plain(specs[1]):
         if spec.dim == 0 and op.rank(0) == 2:
-            weights = specs[2] if isinstance(specs[2], Sharded) else REPLICATED
-            return Plan([spec, REPLICATED, weights], [spec])
+            shape = op.inputs[2].shape  # that of what is counted, or there are none
+            if shape.rank == 1 and shape[0] != 0 or shape.rank is None:
+                return None
+            return Plan([spec, REPLICATED, spec if shape.rank == 2 else REPLICATED], [spec])
     return None

@@ -39,8 +39,6 @@ def fused(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not op.attr("is_training"):
         # Further outputs are the moments that were given, and what gradients do not use.
         return Plan(takes, [spec, *others], padded=True)
-    if op.attr("exponential_avg_factor") != 1.0:
-        return None
     return Plan(takes, [spec, *others], make=lambda m: _normalized(m, axes))
 
 
@@ -78,8 +76,21 @@ def _normalized(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:
         return sums.cast(shifted, tower, m.op.inputs[0].dtype)
 
     outputs = [m.each(one)]
-    moments = [mean, sums.unbiased(variance), mean, variance, m.constant([], kind, None)]
+    running = [_running(m, 3, mean), _running(m, 4, sums.unbiased(variance))]
+    moments = [*running, mean, variance, m.constant([], kind, None)]
     return outputs + [[moment] * len(m.towers) for moment in moments[:len(m.op.outputs) - 1]]
+
+
+def _running(m: Any, index: int, moment: Any) -> Any:
+    """A moment of all rows, mixed with the one that was given."""
+    if "exponential_avg_factor" not in m.op.operation.node_def.attr:
+        return moment
+    factor = m.op.attr("exponential_avg_factor")
+    if factor == 1.0:
+        return moment
+    old = m.make("Mul", [m.whole(index), m.constant(1 - factor, moment.dtype, None)], None)
+    new = m.make("Mul", [moment, m.constant(factor, moment.dtype, None)], None)
+    return m.make("AddV2", [old, new], None)
 
 
 class _Sums:

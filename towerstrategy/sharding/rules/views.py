@@ -304,8 +304,14 @@ def strided_slice_grad(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(size, Size) or not isinstance(gradient, Sharded) \
             or op.inputs[0].shape.rank != 1:
         return None
-    if sliced(op, size.at, op.inputs[0].shape[0]) != gradient.dim or (
-            gradient.times, gradient.group) != (size.times, size.group):
+    if (gradient.times, gradient.group) != (size.times, size.group):
+        return None
+    if isinstance(specs[2], Size):
+        plan = _sliced_to_size(op, size.shards(size.at), specs[2])
+        if plan is None or gradient.dim != size.at:
+            return None
+        return Plan([size, REPLICATED, specs[2], REPLICATED, gradient], plan.gives)
+    if sliced(op, size.at, op.inputs[0].shape[0]) != gradient.dim:
         return None
     return Plan([size, REPLICATED, REPLICATED, REPLICATED, gradient], [size.shards(size.at)])
 
