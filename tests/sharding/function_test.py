@@ -221,6 +221,15 @@ class FunctionTest(parameterized.TestCase):
             strategy.function(clipped, autograph=False)(strategy.split(X))
 
     @parameterized.parameters(1, 3)
+    def test_a_tape_around_it(self, towers):
+        """Else a loss that is a strategy.function cannot be differentiated by who calls it."""
+        strategy, weight = strategy_of(towers), tf.Variable(2.0)
+        loss_of = strategy.function(lambda x: tf.reduce_max(x * weight) + tf.reduce_mean(x * weight))
+        with tf.GradientTape() as tape:
+            loss = loss_of(strategy.split(X))
+        self.assertEqual(tape.gradient(loss, weight), 13.5)
+
+    @parameterized.parameters(1, 3)
     def test_the_step_sees_one_replica(self, towers):
         """Else code that reads the number of replicas scales what has all rows already."""
         strategy = strategy_of(towers)
@@ -283,6 +292,26 @@ class RefusedTest(parameterized.TestCase):
                             lambda: strategy.run(step, (strategy.split(X),)))
         with strategy_of(2).scope():
             self.assert_refused(RuntimeError, "Mixing different", lambda: step(X))
+
+    def test_gradients_of_loops_in_eager_code(self):
+        """Else TensorFlow, which rewrites loops by their names, gives a wrong gradient."""
+        strategy, weight = strategy_of(3), tf.Variable(2.0)
+
+        @strategy.function
+        def last(x):
+            return tf.scan(lambda a, b: 0.5 * a + b, x * weight)[-1]
+
+        @tf.function
+        def gradient_of(x):
+            with tf.GradientTape() as tape:
+                found = last(x)
+            return tape.gradient(found, weight)
+
+        with tf.GradientTape() as tape:
+            found = last(strategy.split(X))
+        with self.assertRaisesRegex(NotImplementedError, "in a tf.function that calls it"):
+            tape.gradient(found, weight)
+        self.assertAlmostEqual(float(gradient_of(strategy.split(X))), float(found) / 2, places=4)
 
     def test_sub_batches_that_are_no_arguments(self):
         """Else the first tower's rows are taken for all."""

@@ -18,7 +18,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy import arguments
 from towerstrategy.batch import results, sub_batches
-from towerstrategy.sharding import signatures, step
+from towerstrategy.sharding import propagate, signatures, step
 from towerstrategy.towers import contexts, one_replica
 
 
@@ -42,13 +42,17 @@ class Function:
         self._input_signature, self._options = input_signature, options
         self._parameters = inspect.signature(python_function)
         self._functions: dict[Any, Any] = {}  # one for each choice of sharded arguments
+        self._has_loops = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_within_another():
             return self._within(*args, **kwargs)
         function, args, kwargs = self._prepared(args, kwargs)
         with self._scope():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if self._has_loops and tf.executing_eagerly():
+            return tf.nest.map_structure(_not_differentiated, result, expand_composites=True)
+        return result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """So that it can be a method: one such function for each instance."""
@@ -122,7 +126,9 @@ class Function:
         strategy, python_function = self._strategy, self.python_function
 
         def on_towers(*args: Any, **kwargs: Any) -> Any:
-            return _call(strategy, python_function, args, kwargs)
+            result = _call(strategy, python_function, args, kwargs)
+            self._has_loops = self._has_loops or _loops_here(strategy)
+            return result
 
         on_towers.__signature__ = self._parameters  # type: ignore[attr-defined]
         on_towers.__name__, on_towers.__doc__ = self.__name__, self.__doc__
@@ -137,6 +143,31 @@ def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return step.call(strategy, fn, args, kwargs)
     with contexts.OneReplicaContext(strategy), tf.device(extended.worker_devices[0]):
         return _tf.autograph_convert(fn)(*args, **kwargs)
+
+
+def _loops_here(strategy: Any) -> bool:
+    """Whether there are loops among what the towers do."""
+    return len(strategy.extended.worker_devices) > 1 and any(
+        operation.type in propagate.LOOPS
+        for operation in tf.compat.v1.get_default_graph().get_operations())
+
+
+def _not_differentiated(value: Any) -> Any:
+    """``value``, from which an eager tape cannot go back: it takes the towers' loops for one."""
+    if not (isinstance(value, tf.Tensor) and (value.dtype.is_floating or value.dtype.is_complex)):
+        return value
+
+    @tf.custom_gradient
+    def ended(value: tf.Tensor) -> Any:
+        def refuse(upstream: Any) -> Any:
+            raise NotImplementedError(
+                "the gradient of a function made by strategy.function, in which there is a loop, "
+                "cannot be taken in eager code. Take it in the function, or in a tf.function that "
+                "calls it.")
+
+        return tf.identity(value), refuse
+
+    return ended(value)
 
 
 def _refuse_parts(value: Any, dtype: Any = None, name: str | None = None,
