@@ -228,12 +228,15 @@ class Partition:
         refs += [self._towers.count(tower) for tower in asked]
         dtypes = [ref.dtype for ref in bodies[-1].results]
         names = [_tf.add_function(self._towers.builder.graph, body.graph) for body in bodies]
-        extra = {} if loop else {"Tin": _types(refs), "Tout": _types_of(dtypes)}
+        extra = {"T": _types(refs)} if loop else {"Tin": _types(refs), "Tout": _types_of(dtypes)}
+        if loop and any(layout.has_state for layout in plan.layouts):
+            # On one device a draw may wait for what the turn before has made, its shape say.
+            extra["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
         made, name = self._towers.builder.call(
             operation, operation.type, refs if loop else [values[0].whole(), *refs],
             self._towers.merge, self._scope, controls,
             [ref.dtype for ref in refs] if loop else dtypes, _attributes(operation, names),
-            {"T": _types(refs)} if loop else extra)
+            extra)
         self._done(operation, [name])
         return self._taken_apart(operation, plan.gives, made)
 

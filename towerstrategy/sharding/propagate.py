@@ -81,6 +81,13 @@ class Layout:
     def outputs(self) -> list[Spec]:
         return [self.specs[tensor.name] for tensor in self.graph.outputs]
 
+    @property
+    def has_state(self) -> bool:
+        """Whether an operation counts how often it is done, those of called functions included."""
+        nested = [layout for plan in self.plans.values() if isinstance(plan, Nested)
+                  for layout in plan.layouts]
+        return any(map(has_state, self.order)) or any(layout.has_state for layout in nested)
+
     def gathered(self, operation: tf.Operation) -> int:
         """Bytes an example that are gathered for an operation, so far as shapes are known."""
         return sum(_bytes_an_example(tensor, spec) for tensor, spec
@@ -280,7 +287,7 @@ def _is_local(layout: Layout, operation: tf.Operation) -> bool:
         return (plan.local or operation.type in CALLS and is_local(
             plan.layouts[0], plan.gives)) and _as_taken(specs, plan.takes)
     if plan is None:
-        return all(isinstance(spec, Replicated) for spec in specs) and not has_effect(operation)
+        return all(isinstance(spec, Replicated) for spec in specs) and not has_state(operation)
     return plan.make is None and not plan.padded and _as_taken(specs, plan.takes)
 
 
@@ -291,8 +298,19 @@ def _as_taken(specs: Sequence[Spec], takes: Sequence[Spec]) -> bool:
                for spec, wanted in zip(specs, takes))
 
 
+def has_state(operation: tf.Operation) -> bool:
+    """Whether it counts how often it is done: it has an effect, or its kernel keeps a state.
+
+    The kernels of some random operations do; nothing waits for these, and they run if their draw is
+    used.
+    """
+    kernel = operation.op_def.is_stateful and not any(
+        tensor.dtype == tf.resource for tensor in operation.inputs)
+    return kernel or has_effect(operation)
+
+
 def has_effect(operation: tf.Operation) -> bool:
-    """Whether it writes, draws or does something else that counts how often it is done."""
+    """Whether it writes to a variable or to the world outside."""
     if not operation.op_def.is_stateful and not any(
             tensor.dtype == tf.resource for tensor in operation.inputs):
         return False
