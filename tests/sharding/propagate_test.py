@@ -1,0 +1,106 @@
+"""Tests of what each tensor of a traced step is: loops, branches and lists among it."""
+
+import tensorflow as tf
+from absl.testing import absltest
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding import rules  # noqa: F401  fills the table
+from towerstrategy.sharding.propagate import propagate
+from towerstrategy.sharding.spec import REPLICATED, SUM, Partial, Sharded
+
+
+def _outputs(function, *inputs):
+    """The specs of what ``function`` returns of inputs, pairs of a shape and a spec."""
+    graph = _tf.trace(tf.function(function).python_function,
+                      [tf.TensorSpec(shape, tf.float32) for shape, _ in inputs], "step")
+    layout = propagate(graph, [*(spec for _, spec in inputs),
+                               *[REPLICATED] * (len(graph.inputs) - len(inputs))])
+    return layout.outputs
+
+
+ROWS = ([None, 4], Sharded(0))
+WHOLE = ([4], REPLICATED)
+
+
+class PropagateTest(absltest.TestCase):
+
+    def test_rows_stay_where_they_are(self):
+        """Each layer would gather the batch."""
+        self.assertEqual(_outputs(lambda x, w: [tf.nn.relu(x * w), tf.transpose(x)], ROWS, WHOLE),
+                         [Sharded(0), Sharded(1)])
+
+    def test_a_sum_over_rows_is_a_part_on_each_tower(self):
+        """A loss would be gathered in place of added up."""
+        self.assertEqual(_outputs(lambda x: [tf.reduce_sum(x), tf.reduce_max(x, 0)], ROWS),
+                         [SUM, Partial("max")])
+
+    def test_what_has_no_rows_is_made_once(self):
+        """Each tower would keep an optimizer of its own."""
+        self.assertEqual(_outputs(lambda x, w: w * 2, ROWS, WHOLE), [REPLICATED])
+
+    def test_what_has_no_rule_is_made_with_all_rows(self):
+        """A value of some rows would pass for that of all."""
+        self.assertEqual(_outputs(lambda x: tf.sort(x, axis=0), ROWS), [REPLICATED])
+
+    def test_a_loop_that_adds_rows_to_a_constant_shards_it(self):
+        """A recurrent layer's state would be gathered at each of its steps."""
+        def loop(x, w):
+            return tf.while_loop(lambda n, state: n < 3, lambda n, state: (n + 1, state + x),
+                                 (0, tf.zeros([6, 4])))
+
+        self.assertEqual(_outputs(loop, ([6, 4], Sharded(0)), WHOLE), [REPLICATED, Sharded(0)])
+
+    def test_a_loop_that_adds_up_parts_keeps_them(self):
+        """The gradient of a recurrent layer's kernel would cross at each of its steps."""
+        def loop(x, w):
+            return tf.while_loop(lambda n, total: n < 3,
+                                 lambda n, total: (n + 1, total + tf.reduce_sum(x, 0)), (0, w * 2))
+
+        self.assertEqual(_outputs(loop, ROWS, WHOLE), [REPLICATED, SUM])
+
+    def test_variables_of_a_loop_depend_on_each_other(self):
+        """One turn around the body would say too little of what a variable becomes in the third."""
+        def loop(x, w):
+            return tf.while_loop(
+                lambda n, *_: n < 5, lambda n, a, b, c: (n + 1, b + 1.0, c + 1.0, x),
+                (0, tf.zeros([6, 4]), tf.zeros([6, 4]), tf.zeros([6, 4])))[1:]
+
+        self.assertEqual(_outputs(loop, ([6, 4], Sharded(0)), WHOLE), [Sharded(0)] * 3)
+
+    def test_branches_that_agree_keep_rows(self):
+        """A batch would be gathered at each ``tf.cond``."""
+        def branch(x, w):
+            return tf.cond(tf.reduce_sum(w) > 0, lambda: x * 2, lambda: tf.nn.relu(x))
+
+        self.assertEqual(_outputs(branch, ROWS, WHOLE), [Sharded(0)])
+
+    def test_branches_that_differ_give_what_both_can(self):
+        """The rows of one branch would be taken for the sum of the other."""
+        def branch(x, w):
+            return tf.cond(tf.reduce_sum(w) > 0, lambda: tf.reduce_sum(x, 0),
+                           lambda: tf.reduce_max(x, 0))
+
+        self.assertEqual(_outputs(branch, ROWS, WHOLE), [REPLICATED])
+
+    def test_lists_hold_each_towers_entries(self):
+        """A recurrent layer would gather each of its outputs."""
+        def loop(x, w):
+            def body(n, entries):
+                return n + 1, entries.write(n, x * tf.cast(n, tf.float32))
+
+            entries = tf.TensorArray(tf.float32, 3, element_shape=[None, 4])
+            return tf.while_loop(lambda n, _: n < 3, body, (0, entries))[1].stack()
+
+        self.assertEqual(_outputs(loop, ROWS, WHOLE), [Sharded(1)])
+
+    def test_a_list_with_something_in_it_is_not_each_towers(self):
+        """An entry that all towers have would be taken for the rows of each of them."""
+        def steps(x, w):
+            entries = tf.TensorArray(tf.float32, 2, element_shape=[6, 4]).write(0, tf.zeros([6, 4]))
+            return entries.write(1, x).stack()
+
+        self.assertEqual(_outputs(steps, ([6, 4], Sharded(0)), WHOLE), [REPLICATED])
+
+
+if __name__ == "__main__":
+    absltest.main()
