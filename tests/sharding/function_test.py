@@ -224,7 +224,8 @@ class FunctionTest(parameterized.TestCase):
     def test_a_tape_around_it(self, towers):
         """Else a loss that is a strategy.function cannot be differentiated by who calls it."""
         strategy, weight = strategy_of(towers), tf.Variable(2.0)
-        loss_of = strategy.function(lambda x: tf.reduce_max(x * weight) + tf.reduce_mean(x * weight))
+        loss_of = strategy.function(
+            lambda x: tf.reduce_max(x * weight) + tf.reduce_mean(x * weight))
         with tf.GradientTape() as tape:
             loss = loss_of(strategy.split(X))
         self.assertEqual(tape.gradient(loss, weight), 13.5)
