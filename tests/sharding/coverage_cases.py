@@ -28,16 +28,20 @@ def _rows(shape: Sequence[int | None], dtype: Any = tf.float32) -> tf.TensorSpec
     return tf.TensorSpec([None, *shape], dtype)
 
 
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
 # Layers: what each is made with, and the shapes of its inputs.
 
 LAYERS: dict[str, tuple[dict[str, Any], tuple[tuple[int, ...], ...]]] = {
-    **{name: ({}, (ROW,)) for name in """
-        ActivityRegularization Activation:relu ELU LeakyReLU PReLU ReLU Softmax ReLU6 Flatten Masking
-        UnitNormalization BatchNormalization LayerNormalization RMSNormalization""".split()},
-    **{f"Activation:{name}": ({"activation": name}, (ROW,)) for name in """
+    **{name: ({}, (ROW,)) for name in _names("""
+        ActivityRegularization ELU LeakyReLU PReLU ReLU Softmax ReLU6 Flatten Masking
+        UnitNormalization BatchNormalization LayerNormalization RMSNormalization""")},
+    **{f"Activation:{name}": ({"activation": name}, (ROW,)) for name in _names("""
         celu elu exponential gelu glu hard_shrink hard_sigmoid hard_tanh leaky_relu linear
         log_sigmoid log_softmax mish relu relu6 selu sigmoid silu soft_shrink softmax softplus
-        softsign sparse_plus sparsemax squareplus swish tanh tanh_shrink threshold""".split()},
+        softsign sparse_plus sparsemax squareplus swish tanh tanh_shrink threshold""")},
     "Dense": ({"units": 4, "kernel_regularizer": "l2", "use_bias": True}, (ROW,)),
     "Dense:series": ({"units": 4}, (SERIES,)),
     "EinsumDense": ({"equation": "abc,cd->abd", "output_shape": (None, 7)}, (SERIES,)),
@@ -80,8 +84,8 @@ LAYERS: dict[str, tuple[dict[str, Any], tuple[tuple[int, ...], ...]]] = {
                                                                  (3, VOLUME))},
     **{f"Cropping{rank}D": ({}, (shape,)) for rank, shape in ((1, SERIES), (2, IMAGE),
                                                               (3, VOLUME))},
-    **{name: ({}, (ROW, ROW)) for name in """
-        Add Average Concatenate Maximum Minimum Multiply Subtract""".split()},
+    **{name: ({}, (ROW, ROW)) for name in _names("""
+        Add Average Concatenate Maximum Minimum Multiply Subtract""")},
     "Concatenate:series": ({"axis": 1}, (SERIES, SERIES)),
     "Dot": ({"axes": 1}, (ROW, ROW)),
     "Dot:series": ({"axes": 2}, (SERIES, SERIES)),
@@ -164,8 +168,6 @@ STRINGS: dict[str, dict[str, Any]] = {
 
 def layers(keras: Any) -> Iterator[tuple[str, Callable[[], Case]]]:
     for name, (arguments, shapes) in LAYERS.items():
-        if name == "Activation:relu":
-            arguments = {"activation": "relu"}
         yield name, functools.partial(_layer, keras, name, arguments, [_rows(s) for s in shapes])
     for table, dtype in ((INTEGERS, tf.int64), (STRINGS, tf.string)):
         for name, arguments in table.items():
@@ -194,8 +196,6 @@ def _layer(keras: Any, title: str, arguments: Mapping[str, Any],
             flat = [value for value in tf.nest.flatten(outputs) if isinstance(value, tf.Tensor)]
             losses = [tf.reduce_mean(value ** 2) for value in flat if value.dtype.is_floating]
             loss = tf.add_n([*losses, *layer.losses]) if losses else None
-        variables = [getattr(variable, "value", None) for variable in layer.trainable_variables]
-        del variables
         sources = [*_plain(layer.trainable_variables),
                    *[tensor for tensor in tensors if tensor.dtype.is_floating]]
         return flat, [] if loss is None else [
@@ -254,19 +254,20 @@ def _mlp(keras: Any, units: int = 4, activation: str = "sigmoid") -> Any:
                              keras.layers.Dense(units, activation=activation)])
 
 
-LOSSES = """BinaryCrossentropy BinaryFocalCrossentropy CategoricalCrossentropy CategoricalHinge
+LOSSES = _names("""BinaryCrossentropy BinaryFocalCrossentropy CategoricalCrossentropy
+    CategoricalHinge
     CategoricalFocalCrossentropy CosineSimilarity Dice Hinge Huber KLDivergence LogCosh
     MeanAbsoluteError MeanAbsolutePercentageError MeanSquaredError MeanSquaredLogarithmicError
-    Poisson SquaredHinge Tversky CircleGeneralizedGap""".split()
+    Poisson SquaredHinge Tversky CircleGeneralizedGap""")
 SPARSE = ["SparseCategoricalCrossentropy", "CTC", "Circle"]
 METRICS: dict[str, dict[str, Any]] = {
-    **{name: {} for name in """
+    **{name: {} for name in _names("""
         Accuracy AUC BinaryAccuracy BinaryCrossentropy CategoricalAccuracy CategoricalCrossentropy
         CategoricalHinge CosineSimilarity F1Score FBetaScore FalseNegatives FalsePositives Hinge
         KLDivergence LogCoshError MeanAbsoluteError MeanAbsolutePercentageError MeanSquaredError
         MeanSquaredLogarithmicError Poisson Precision R2Score Recall
         RootMeanSquaredError SquaredHinge TopKCategoricalAccuracy TrueNegatives TruePositives
-        PearsonCorrelation ConcordanceCorrelation""".split()},
+        PearsonCorrelation ConcordanceCorrelation""")},
     "AUC:labels": {"multi_label": True, "num_labels": 4},
     "AUC:pr": {"curve": "PR", "summation_method": "minoring"},
     "Precision:top_k": {"top_k": 2},

@@ -2,10 +2,10 @@
 
 Goes in: an operation that draws by key and counter.  Comes out: its plan.
 
-TensorFlow's generator, Philox, is counter based: each counter gives a group of four numbers (two of
-64 bits), whoever asks.  So a tower moves the counter on by the groups before its rows, and draws its
-own: bit for bit one device's.  Distributions that need a varying number of random bits have counters
-reserved for each number.
+TensorFlow's generator, Philox, is counter based: each counter gives a group of four numbers (two
+of 64 bits), whoever asks.  So a tower moves the counter on by the groups before its rows, and draws
+its own: bit for bit one device's.  Distributions that need a varying number of random bits have
+counters reserved for each number.
 """
 
 from __future__ import annotations

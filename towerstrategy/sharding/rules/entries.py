@@ -39,7 +39,8 @@ def sizes_of(tensor: tf.Tensor) -> list[int | None] | None:
 def _sizes(tensor: tf.Tensor, depth: int) -> list[int | None] | None:
     if tensor.shape.rank is None:
         return None
-    own, found = list(tensor.shape.as_list()), None
+    own: list[int | None] = list(tensor.shape.as_list())
+    found: Sequence[Any] | np.ndarray | None = None
     if own.count(None) < 2 or not depth:  # rows are open, all else is known
         return own
     if tensor.op.type == "Reshape":
@@ -61,8 +62,9 @@ def _broadcast(shapes: Sequence[Sequence[int | None] | None]) -> list[int | None
     if any(shape is None for shape in shapes):
         return None
     rank = max(len(shape) for shape in shapes if shape is not None)
-    together = zip(*([1] * (rank - len(shape)) + list(shape) for shape in shapes
-                     if shape is not None))
+    filled: list[list[int | None]] = [[*[1] * (rank - len(shape)), *shape] for shape in shapes
+                                      if shape is not None]
+    together = zip(*filled)
     return [next((size for size in sizes if size is not None and size > 1),
                  None if None in sizes else min(sizes)) for sizes in map(list, together)]
 
@@ -141,8 +143,10 @@ def _strided_slice(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
     limits = [_value(tensor, index, depth) for index in (1, 2, 3)]
     masks = {name: operation.get_attr(f"{name}_mask") for name in
              ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
-    if found is None or any(value is None or len(value) != 1 for value in limits) or found.ndim != 1 \
-            or masks["ellipsis"] or masks["new_axis"]:
+    if found is None or found.ndim != 1 or any(
+            value is None or len(value) != 1 for value in limits):
+        return None
+    if masks["ellipsis"] or masks["new_axis"]:
         return None
     begin, end, step = (int(value[0]) for value in limits)  # type: ignore[index]
     if masks["shrink_axis"]:

@@ -99,7 +99,7 @@ def unsorted_segment(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if len(found) != 1 or not is_plain(specs[2]) or op.rank(1) is None:
         return None
     (spec,) = found
-    rank: int = op.rank(1)  # type: ignore[assignment]
+    rank = op.rank(1)
     if spec.dim >= rank:  # behind the segments, each row for itself
         return Plan([spec, REPLICATED, REPLICATED], [spec.at(spec.dim - rank + 1)])
     reduction = {"Sum": "sum", "Max": "max", "Min": "min"}.get(op.type[len("UnsortedSegment"):])
@@ -115,7 +115,8 @@ def scatter_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
     (spec,) = found
     if spec.dim >= op.rank(0) - 1:
         return None
-    return Plan([spec, spec, REPLICATED], [SUM])
+    truth = op.inputs[1].dtype.is_bool  # of entries with the same indices: whether any is true
+    return Plan([spec, spec, REPLICATED], [Partial("or") if truth else SUM])
 
 
 def _counted(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -132,12 +133,11 @@ def _counted(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("Bincount", "DenseBincount")
 def bincount(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec = specs[0]
-    if op.type == "DenseBincount" and isinstance(spec, Sharded) and op.rank(0) == 1:
+    if op.type != "DenseBincount" or not isinstance(spec, Sharded) or not is_plain(specs[1]):
+        return None
+    if op.rank(0) == 1:
         return _counted(op, specs)
-    if op.type == "DenseBincount" and isinstance(spec, Sharded) and is_plain(specs[1]):
-        if spec.dim == 0 and op.rank(0) == 2:
-            shape = op.inputs[2].shape  # that of what is counted, or there are none
-            if shape.rank == 1 and shape[0] != 0 or shape.rank is None:
-                return None
-            return Plan([spec, REPLICATED, spec if shape.rank == 2 else REPLICATED], [spec])
-    return None
+    shape = op.inputs[2].shape  # that of what is counted, or there are none
+    if spec.dim or op.rank(0) != 2 or shape.rank is None or shape.rank == 1 and shape[0] != 0:
+        return None
+    return Plan([spec, REPLICATED, spec if shape.rank == 2 else REPLICATED], [spec])

@@ -39,7 +39,7 @@ def crop(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("DrawBoundingBoxes", "DrawBoundingBoxesV2", "CombinedNonMaxSuppression")
 def boxes(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return rows_first(op, specs, [0, 1])
+    return rows_first(op, specs, [0, 1], [True] * len(op.outputs))
 
 
 @rule("ScaleAndTranslate", "ExtractGlimpseV2")

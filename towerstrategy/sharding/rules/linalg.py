@@ -36,7 +36,7 @@ def _in_front(op: Op, specs: Sequence[Spec], last: Sequence[int]) -> Plan | None
         if rank is None or spec.dim >= rank - own:
             return None
         # Where inputs are broadcast against each other dimensions are not in the same places.
-        if rank - own != op.rank(0) - last[0]:  # type: ignore[operator]
+        if rank - own != op.rank(0) - last[0]:
             return None
     beside = dataclasses.replace(spec, broadcast=True)
     takes: list[Spec] = [REPLICATED if index >= len(last) else spec if given == spec else beside

@@ -25,7 +25,7 @@ def into_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if named is None or not ranks[1]:
         return None
     # Of updates the last dimensions are those of the tensor that are not named.
-    behind = ranks[2] - (ranks[0] - named)  # type: ignore[operator]
+    behind = ranks[2] - (ranks[0] - named)
     placed = [into] if isinstance(into, Sharded) else []
     if isinstance(updates, Sharded):
         if updates.dim < behind:
@@ -34,5 +34,5 @@ def into_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not placed or any(spec != placed[0] for spec in placed) or placed[0].dim < named:
         return None
     spec = placed[0]
-    takes = [spec, REPLICATED, spec.at(spec.dim - named + behind)]
+    takes: list[Spec] = [spec, REPLICATED, spec.at(spec.dim - named + behind)]
     return Plan(takes, [spec], padded=True)

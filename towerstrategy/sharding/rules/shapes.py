@@ -215,7 +215,8 @@ def piece_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, begin, size = specs[0], op.value(1), op.value(2)
     if not isinstance(spec, Size) or begin is None or size is None or len(begin) != 1:
         return None
-    at, takes = spec.at - int(begin[0]), [spec, REPLICATED, REPLICATED]
+    at = spec.at - int(begin[0])
+    takes: list[Spec] = [spec, REPLICATED, REPLICATED]
     inside = at >= 0 and (int(size[0]) < 0 or at < int(size[0]))
     return Plan(takes, [spec.moved(at) if inside else REPLICATED])
 
