@@ -18,7 +18,7 @@ import tensorflow as tf
 from towerstrategy import _keras, arguments
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.batch import input_contexts, prefetching, splitting
+from towerstrategy.batch import input_contexts, input_options, splitting
 from towerstrategy.machines import dealing, meeting, shards
 from towerstrategy.merge import merging, reductions
 from towerstrategy.merge import shares as shares_lib
@@ -62,9 +62,7 @@ class TowerExtended(_tf.StrategyExtended):
         self.experimental_enable_get_next_as_optional = True
         self._modes = modes.Modes()
         self.one_program = False  # whether steps of Keras are traced once and partitioned
-        # Of what `sharding` partitioned: types of operations that were done with all rows for want
-        # of a rule -> the first one's name, bytes an example, the user's line; how often values of
-        # the last step cross between the towers, by kind.
+        # Of partitioned steps: operations without a rule by type, the last one's crossings by kind.
         self.done_with_all_rows: dict[str, tuple[str, int, str]] = {}
         self.crossings: dict[str, int] = {}
 
@@ -351,19 +349,14 @@ class TowerExtended(_tf.StrategyExtended):
     # The verbs.
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._runs_one_program:
+        elsewhere = self._workers is not None or self._placement.rows or self._modes.compiles
+        if self.one_program and self._modes.keras_step and not elsewhere:
             return whole_batch.run(self._container_strategy(), fn, args, kwargs)
 
         def call(fn: Callable[..., Any]) -> Any:
             return calls.call_each(self._container_strategy(), fn, args, kwargs)
 
         return call(fn) if self._modes.steps is None else self._modes.steps.run_towers(call, fn)
-
-    @property
-    def _runs_one_program(self) -> bool:
-        """Whether a step of Keras runs here that is traced once, as on one device."""
-        return (self.one_program and self._modes.keras_step and self._workers is None
-                and not self._placement.rows and not self._modes.compiles)
 
     def _experimental_run_steps_on_iterator(self, fn: Callable[..., Any], iterator: Any,
                                             iterations: Any, initial_loop_values: Any) -> Any:
@@ -403,21 +396,9 @@ class TowerExtended(_tf.StrategyExtended):
             made = shards.shard_grouped(made, workers, self._modes.stand_ins, ready)
         return made.fetched_to(fetch)
 
-    def _input_options(self, options: Any) -> tuple[bool, prefetching.Fetch, int]:
-        """Whether each tower has a pipeline, where parts are fetched to, elements held ready."""
-        devices = () if self._placement.towers_on_host else self.worker_devices
-        fetch = prefetching.Fetch(devices, self.host_device)
-        if options is None:
-            return False, fetch, datasets_lib.READY
-        if not isinstance(options, tf.distribute.InputOptions):
-            raise TypeError("options must be None or a tf.distribute.InputOptions, but got "
-                            f"{options!r} of type {type(options).__name__}.")
-        arguments.check_input_options(options)
-        ready = options.experimental_per_replica_buffer_size
-        devices = self.worker_devices if options.experimental_fetch_to_device else ()
-        mode = options.experimental_replication_mode
-        return (mode == tf.distribute.InputReplicationMode.PER_REPLICA,
-                fetch._replace(devices=devices, ready=ready), max(datasets_lib.READY, ready))
+    def _input_options(self, options: Any) -> Any:
+        return input_options.read(options, self.worker_devices, self.host_device,
+                                  self._placement.towers_on_host)
 
     def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> Any:
         return datasets_lib.RestartableIterator(
