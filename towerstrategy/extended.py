@@ -370,7 +370,7 @@ class TowerExtended(_tf.StrategyExtended):
                                          options: Any) -> tf.distribute.DistributedDataset:
         _keras.install_hooks()
         arguments.check_outside("a dataset is distributed to all towers")
-        per_replica, fetch, ready = self._input_options(options)
+        per_replica, fetch, ready = input_options.read(options, self)
         if per_replica:
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
@@ -382,7 +382,7 @@ class TowerExtended(_tf.StrategyExtended):
                                            options: Any) -> tf.distribute.DistributedDataset:
         arguments.check_outside("a dataset is distributed to all towers")
         arguments.check_function("dataset_fn", dataset_fn)
-        per_replica, fetch, ready = self._input_options(options)
+        per_replica, fetch, ready = input_options.read(options, self)
         count, workers = len(self.worker_devices), self._workers
         placed = options is not None and options.experimental_place_dataset_on_device
         datasets = []
@@ -395,10 +395,6 @@ class TowerExtended(_tf.StrategyExtended):
         if workers is not None:
             made = shards.shard_grouped(made, workers, self._modes.stand_ins, ready)
         return made.fetched_to(fetch)
-
-    def _input_options(self, options: Any) -> Any:
-        return input_options.read(options, self.worker_devices, self.host_device,
-                                  self._placement.towers_on_host)
 
     def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> Any:
         return datasets_lib.RestartableIterator(

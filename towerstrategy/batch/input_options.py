@@ -6,7 +6,6 @@ a pipeline of its own, where its parts are fetched to, and how many elements are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,20 +14,19 @@ from towerstrategy import arguments
 from towerstrategy.batch import datasets, prefetching
 
 
-def read(options: Any, towers: Sequence[str], host: str, on_host: bool
-         ) -> tuple[bool, prefetching.Fetch, int]:
+def read(options: Any, extended: Any) -> tuple[bool, prefetching.Fetch, int]:
     """Whether each tower has a pipeline, where parts are fetched to, elements held ready.
 
     Args:
       options: a ``tf.distribute.InputOptions`` or None.
-      towers: the towers' devices.
-      host: the CPU that feeds them.
-      on_host: whether the towers work in its memory.
+      extended: ``strategy.extended``, which knows the towers' devices and the CPU that feeds them.
 
     Raises:
       TypeError: ``options`` is something else.
     """
-    fetch = prefetching.Fetch(() if on_host else towers, host)
+    towers = extended.worker_devices
+    on_host = extended.placement.towers_on_host
+    fetch = prefetching.Fetch(() if on_host else towers, extended.host_device)
     if options is None:
         return False, fetch, datasets.READY
     if not isinstance(options, tf.distribute.InputOptions):
