@@ -170,7 +170,8 @@ class Partition:
             whole = _Lazily(lambda: self._copied(
                 operation, [value.whole() for value in values],
                 home or self._home(operation, values), "", controls))
-        if any(isinstance(spec, (Sharded, Partial, ListOf)) for spec in plan.gives):
+        if not plan.gives or any(isinstance(spec, (Sharded, Partial, ListOf))
+                                 for spec in plan.gives):
             for tower in range(count):
                 part(tower)
         given = [self._given(tensor, spec, index, part, whole)

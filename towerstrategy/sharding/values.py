@@ -196,7 +196,9 @@ class Value:
         after = towers.vector(self._missing(tower), dim, rank, 0)
         none = build.constant([0] * rank, tf.int32, towers.host)
         paddings = build.make("Pack", [none, after], towers.host, axis=1)
-        return build.make("Pad", [part, paddings], device, f"{towers.scopes[tower]}Pad")
+        # Not Pad, which oneDNN fuses with a convolution that gives no rows a wrong shape.
+        zero = build.constant(0, part.dtype, device)
+        return build.make("PadV2", [part, paddings, zero], device, f"{towers.scopes[tower]}Pad")
 
     def without_padding(self, like: Value) -> Value:
         """The inverse of :meth:`padded`, where ``like`` tells which towers have no rows."""
