@@ -1,11 +1,11 @@
-"""Proves the table of rules: runs an operation whole and in uneven pieces, for all specs of inputs.
+"""Proves the table of rules: runs an operation whole and in uneven pieces, for all specs.
 
-Goes in: a :class:`Sample`, an operation with arrays to feed it.  Comes out: an :class:`Outcome`, how
-often a rule claimed a plan, and each claim that was wrong.
+Goes in: a :class:`Sample`, an operation with arrays to feed it.  Comes out: an :class:`Outcome`,
+how often a rule claimed a plan, and each claim that was wrong.
 
 An input of a sample can be sharded along each dimension whose size is a multiple of :data:`BATCH`.
-Each combination of specs that the inputs can have is propagated, emitted on four towers, one of them
-without rows, and run: what the towers have must make up what one device has.
+Each combination of specs that the inputs can have is propagated, emitted on four towers, one of
+them without rows, and run: what the towers have must make up what one device has.
 """
 
 from __future__ import annotations
@@ -91,15 +91,21 @@ def prove(sample: Sample, most: int | None = None) -> Outcome:
                 outcome.needs_rows = True
                 continue
         if problem:
-            outcome.wrong.append(f"{sample.type}({sample.title}) of {_said(sample, claim)}: {problem}")
+            outcome.wrong.append(
+                f"{sample.type}({sample.title}) of {_said(sample, claim)}: {problem}"
+            )
     return outcome
 
 
 def _said(sample: Sample, claim: Layout) -> str:
     inputs = [f"{tensor.shape} {shown(claim.specs[tensor.name])}" for tensor in claim.graph.inputs]
-    plans = [f"{shown(*plan.takes)} -> {shown(*plan.gives)}" for operation in claim.order
-             if operation.type == sample.type
-             for plan in [claim.plans.get(operation.name)] if isinstance(plan, Plan)]
+    plans = [
+        f"{shown(*plan.takes)} -> {shown(*plan.gives)}"
+        for operation in claim.order
+        if operation.type == sample.type
+        for plan in [claim.plans.get(operation.name)]
+        if isinstance(plan, Plan)
+    ]
     return f"{'; '.join(inputs)} by {' | '.join(dict.fromkeys(plans))}"
 
 
@@ -110,8 +116,11 @@ def shown(*specs: Spec) -> str:
 
 def _told(spec: Spec) -> list[Any]:
     """What of a spec is not as by default."""
-    return [getattr(spec, field.name) for field in dataclasses.fields(spec)
-            if getattr(spec, field.name) != field.default]
+    return [
+        getattr(spec, field.name)
+        for field in dataclasses.fields(spec)
+        if getattr(spec, field.name) != field.default
+    ]
 
 
 # The combinations of specs and of static shapes.
@@ -121,20 +130,32 @@ def _claims(sample: Sample) -> Iterator[Layout]:
     """The layouts of a sample in which the table has a plan for its operation."""
     choices = [_specs_of(array) for array in sample.arrays]
     if np.prod([len(choice) for choice in choices]) > COMBINATIONS:
-        choices = [[spec for spec in choice if not getattr(spec, "group", "")
-                    and getattr(spec, "times", 1)] for choice in choices]
+        choices = [
+            [
+                spec
+                for spec in choice
+                if not getattr(spec, "group", "") and getattr(spec, "times", 1)
+            ]
+            for choice in choices
+        ]
     traced = functools.cache(lambda shapes: _traced(sample, shapes))
-    cases = [(specs, shapes) for specs in itertools.product(*choices)
-             if specs != (REPLICATED,) * len(specs)
-             for shapes in dict.fromkeys(_shapes(sample.arrays, specs))]
+    cases = [
+        (specs, shapes)
+        for specs in itertools.product(*choices)
+        if specs != (REPLICATED,) * len(specs)
+        for shapes in dict.fromkeys(_shapes(sample.arrays, specs))
+    ]
     random.Random(sample.title).shuffle(cases)
     for specs, shapes in cases:
         graph = traced(shapes)
         if graph is None:
             continue
         layout = propagate(graph, specs)
-        if any(layout.plans.get(operation.name) is not None for operation in layout.order
-               if operation.type == sample.type):
+        if any(
+            layout.plans.get(operation.name) is not None
+            for operation in layout.order
+            if operation.type == sample.type
+        ):
             yield layout
 
 
@@ -155,19 +176,28 @@ def _specs_of(array: np.ndarray) -> list[Spec]:
     if array.dtype.kind == "i" and array.ndim < 2:
         for at, entry in enumerate(np.ravel(array)):
             if entry > 0 and entry % BATCH == 0:
-                specs += [Size(at, int(entry) // BATCH), Size(at, int(entry) // BATCH, "chosen"),
-                          Size(at, None)]
+                specs += [
+                    Size(at, int(entry) // BATCH),
+                    Size(at, int(entry) // BATCH, "chosen"),
+                    Size(at, None),
+                ]
     return specs
 
 
 def _shapes(arrays: Sequence[np.ndarray], specs: Sequence[Spec]) -> Iterator[tuple[Any, ...]]:
     """Static shapes: all known; rows open; all open that could be rows or one; no rank."""
     yield tuple(array.shape for array in arrays)
-    yield tuple(tuple(None if isinstance(spec, Sharded) and dim == spec.dim else size
-                      for dim, size in enumerate(array.shape))
-                for array, spec in zip(arrays, specs))
-    yield tuple(tuple(None if size == 1 or size % BATCH == 0 else size for size in array.shape)
-                for array in arrays)
+    yield tuple(
+        tuple(
+            None if isinstance(spec, Sharded) and dim == spec.dim else size
+            for dim, size in enumerate(array.shape)
+        )
+        for array, spec in zip(arrays, specs)
+    )
+    yield tuple(
+        tuple(None if size == 1 or size % BATCH == 0 else size for size in array.shape)
+        for array in arrays
+    )
     yield tuple(tuple(None for _ in array.shape) for array in arrays)
     yield tuple(None for _ in arrays)
 
@@ -190,8 +220,9 @@ def _dtype(array: np.ndarray) -> tf.DType:
 # Whole and in pieces.
 
 
-def _tried(sample: Sample, claims: Sequence[Layout], rows: tuple[int, ...]
-           ) -> list[tuple[Layout, str, bool]]:
+def _tried(
+    sample: Sample, claims: Sequence[Layout], rows: tuple[int, ...]
+) -> list[tuple[Layout, str, bool]]:
     """For each claim what is wrong with it, "" if nothing is, and whether it failed to run."""
     if not claims:
         return []
@@ -211,9 +242,12 @@ def _tried(sample: Sample, claims: Sequence[Layout], rows: tuple[int, ...]
             got = session.run([one.fetches for one in made])
         except tf.errors.OpError:
             got = [_ran(session, one) for one in made]
-    return [(claim, f"failed: {str(result)[:200]}", True) if isinstance(result, Exception)
-            else (claim, one.problem(result, wanted), False)
-            for claim, one, result in zip(claims, made, got)]
+    return [
+        (claim, f"failed: {str(result)[:200]}", True)
+        if isinstance(result, Exception)
+        else (claim, one.problem(result, wanted), False)
+        for claim, one, result in zip(claims, made, got)
+    ]
 
 
 def _ran(session: Any, one: _Emitted) -> Any:
@@ -224,8 +258,9 @@ def _ran(session: Any, one: _Emitted) -> Any:
 
 
 def _config() -> Any:
-    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=1,
-                                      intra_op_parallelism_threads=1)
+    config = tf.compat.v1.ConfigProto(
+        inter_op_parallelism_threads=1, intra_op_parallelism_threads=1
+    )
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     config.graph_options.optimizer_options.opt_level = -1
     return config
@@ -234,8 +269,11 @@ def _config() -> Any:
 def _whole(sample: Sample) -> list[tf.Tensor]:
     """What one device makes."""
     results = sample.call(*[tf.constant(array, _dtype(array)) for array in sample.arrays])
-    return [result for result in tf.nest.flatten(results, expand_composites=True)
-            if isinstance(result, tf.Tensor) and _is_shown(result)]
+    return [
+        result
+        for result in tf.nest.flatten(results, expand_composites=True)
+        if isinstance(result, tf.Tensor) and _is_shown(result)
+    ]
 
 
 def _is_shown(tensor: tf.Tensor) -> bool:
@@ -250,18 +288,28 @@ class _Emitter:
         builder = self._builder = Builder(tf.compat.v1.get_default_graph())
         counts = [builder.constant(count, tf.int64, "") for count in rows]
         self._towers = Towers(
-            builder, devices=[""] * len(rows), merge="", host="",
-            scopes=[f"tower_{at}/" for at in range(len(rows))], counts=counts.__getitem__)
+            builder,
+            devices=[""] * len(rows),
+            merge="",
+            host="",
+            scopes=[f"tower_{at}/" for at in range(len(rows))],
+            counts=counts.__getitem__,
+        )
         self._refs: dict[Any, list[Any]] = {}
         self._made: list[_Emitted] = []
 
     def emit(self, claim: Layout) -> _Emitted:
         """Makes the nodes of a claim."""
-        inputs = [self._fed(index, claim.specs[tensor.name], tensor.shape)
-                  for index, tensor in enumerate(claim.graph.inputs)]
+        inputs = [
+            self._fed(index, claim.specs[tensor.name], tensor.shape)
+            for index, tensor in enumerate(claim.graph.inputs)
+        ]
         values = Partition(self._towers).run(_with_all_parts(claim), inputs)
-        shown = [(value, claim.specs[tensor.name])
-                 for value, tensor in zip(values, claim.graph.outputs) if _is_shown(tensor)]
+        shown = [
+            (value, claim.specs[tensor.name])
+            for value, tensor in zip(values, claim.graph.outputs)
+            if _is_shown(tensor)
+        ]
         self._made.append(_Emitted(shown, self._rows))
         return self._made[-1]
 
@@ -269,8 +317,10 @@ class _Emitter:
         """Imports all of them."""
         self._builder.finish()
         for one in self._made:
-            one.fetches = [(self._builder.tensor(whole), list(map(self._builder.tensor, parts)))
-                           for whole, parts in one.refs]
+            one.fetches = [
+                (self._builder.tensor(whole), list(map(self._builder.tensor, parts)))
+                for whole, parts in one.refs
+            ]
 
     def _fed(self, index: int, spec: Spec, shape: tf.TensorShape) -> Value:
         """An input as the towers have it."""
@@ -278,15 +328,22 @@ class _Emitter:
         if isinstance(spec, Replicated):
             return Value(self._towers, spec, shape, lambda: whole)
         parts = self._constants(index, spec, lambda array: _pieces(array, spec, self._rows))
-        return Value(self._towers, spec, shape,
-                     (lambda: whole) if isinstance(spec, Size) else None, parts.__getitem__)
+        return Value(
+            self._towers,
+            spec,
+            shape,
+            (lambda: whole) if isinstance(spec, Size) else None,
+            parts.__getitem__,
+        )
 
-    def _constants(self, index: int, spec: Spec | None,
-                   make: Callable[[np.ndarray], list[np.ndarray]]) -> list[Any]:
+    def _constants(
+        self, index: int, spec: Spec | None, make: Callable[[np.ndarray], list[np.ndarray]]
+    ) -> list[Any]:
         if (index, spec) not in self._refs:
             array = self._sample.arrays[index]
-            self._refs[index, spec] = [self._builder.take(tf.constant(part, _dtype(array)))
-                                       for part in make(array)]
+            self._refs[index, spec] = [
+                self._builder.take(tf.constant(part, _dtype(array))) for part in make(array)
+            ]
         return self._refs[index, spec]
 
 
@@ -296,8 +353,13 @@ class _Emitted:
     def __init__(self, shown: Sequence[tuple[Value, Spec]], rows: tuple[int, ...]) -> None:
         self._rows = rows
         self.specs = [spec for _, spec in shown]
-        self.refs = [(value.whole() if not isinstance(value.spec, ListOf) else value.part(0),
-                      [] if isinstance(spec, Axes) else value.parts()) for value, spec in shown]
+        self.refs = [
+            (
+                value.whole() if not isinstance(value.spec, ListOf) else value.part(0),
+                [] if isinstance(spec, Axes) else value.parts(),
+            )
+            for value, spec in shown
+        ]
         self.fetches: list[Any] = []
 
     def problem(self, got: Any, expected: Sequence[np.ndarray]) -> str:
@@ -316,13 +378,18 @@ def _with_all_parts(claim: Layout) -> Layout:
     plans = dict(claim.plans)
     for operation in claim.order:
         plan = claim.plans.get(operation.name)
-        if operation.name not in names or not isinstance(plan, Plan) or plan.whole is not None \
-                or any(tensor.name in used for tensor in operation.outputs):
+        if (
+            operation.name not in names
+            or not isinstance(plan, Plan)
+            or plan.whole is not None
+            or any(tensor.name in used for tensor in operation.outputs)
+        ):
             continue
         if any(isinstance(spec, (Size, Axes)) for spec in plan.gives):
             continue
-        plans[operation.name] = dataclasses.replace(plan, gives=[
-            ListOf() if isinstance(spec, Replicated) else spec for spec in plan.gives])
+        plans[operation.name] = dataclasses.replace(
+            plan, gives=[ListOf() if isinstance(spec, Replicated) else spec for spec in plan.gives]
+        )
     return dataclasses.replace(claim, plans=plans)
 
 
@@ -354,23 +421,33 @@ def _parts(array: np.ndarray, reduction: str) -> list[np.ndarray]:
         if array.dtype.kind in "iu":
             others = [draws.integers(0, 3, array.shape).astype(array.dtype) for _ in ROWS[1:]]
         else:
-            others = [(draws.integers(-4, 5, array.shape) / 4).astype(array.dtype)
-                      for _ in ROWS[1:]]
+            others = [
+                (draws.integers(-4, 5, array.shape) / 4).astype(array.dtype) for _ in ROWS[1:]
+            ]
         return [(array - sum(others)).astype(array.dtype), *others]
     owner = draws.integers(0, len(ROWS), array.shape)
     if reduction in ("and", "or"):
-        return [np.where(owner == at, array, np.bool_(reduction == "and")) for at in
-                range(len(ROWS))]
+        return [
+            np.where(owner == at, array, np.bool_(reduction == "and")) for at in range(len(ROWS))
+        ]
     sign = -1 if reduction == "max" else 1
-    return [np.where(owner == at, array, array + np.asarray(sign, array.dtype) * draws.integers(
-        1, 3, array.shape).astype(array.dtype)).astype(array.dtype) for at in range(len(ROWS))]
+    return [
+        np.where(
+            owner == at,
+            array,
+            array
+            + np.asarray(sign, array.dtype) * draws.integers(1, 3, array.shape).astype(array.dtype),
+        ).astype(array.dtype)
+        for at in range(len(ROWS))
+    ]
 
 
 # What came out.
 
 
-def _ill_formed(parts: Sequence[np.ndarray], spec: Spec, wanted: np.ndarray,
-                rows: tuple[int, ...]) -> str:
+def _ill_formed(
+    parts: Sequence[np.ndarray], spec: Spec, wanted: np.ndarray, rows: tuple[int, ...]
+) -> str:
     """What is wrong with the towers' values, as parts of ``wanted``."""
     if isinstance(spec, Sharded):
         if wanted.shape[spec.dim] % BATCH and not spec.group:
@@ -390,9 +467,9 @@ def _ill_formed(parts: Sequence[np.ndarray], spec: Spec, wanted: np.ndarray,
         for at, entry in enumerate(np.ravel(wanted)):
             have = [int(part[at]) for part in flat]
             counts = _counts(spec, rows, int(entry)) if at == spec.at else [entry] * len(have)
-            if have != counts:
+            if have != counts and (entry != -1 or set(have) != {-1}):  # -1: open, in a shape
                 return f"towers have {have} in place of {counts} in entry {at}"
-        if spec.times is not None and int(np.ravel(wanted)[spec.at]) != BATCH * spec.times:
+        if spec.times is not None and np.ravel(wanted)[spec.at] not in (BATCH * spec.times, -1):
             return f"{wanted} is not {spec.times} a row"
         return ""
     for tower, part in enumerate(parts):

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-
 from proof_samples import around, case, flags, random, real, whole
+
 from towerstrategy.sharding.rules import elementwise
 
 raw = tf.raw_ops
@@ -20,11 +20,47 @@ raw = tf.raw_ops
 
 def _elementwise() -> None:
     signed = {"low": -2.0, "high": 2.0}
-    everywhere = {"Abs", "Atan", "Asinh", "Ceil", "Cos", "Cosh", "Elu", "Erf", "Erfc", "Exp", "Floor",
-                  "LeakyRelu", "Neg", "Relu", "Relu6", "Rint", "Round", "Selu", "Sigmoid", "Sign",
-                  "Sin", "Sinh", "Softplus", "Softsign", "Square", "Tan", "Tanh", "Identity",
-                  "OnesLike", "ZerosLike", "Expm1", "CheckNumerics", "CheckNumericsV2", "Snapshot",
-                  "PreventGradient", "StopGradient", "IsNan", "IsInf", "IsFinite"}
+    everywhere = {
+        "Abs",
+        "Atan",
+        "Asinh",
+        "Ceil",
+        "Cos",
+        "Cosh",
+        "Elu",
+        "Erf",
+        "Erfc",
+        "Exp",
+        "Floor",
+        "LeakyRelu",
+        "Neg",
+        "Relu",
+        "Relu6",
+        "Rint",
+        "Round",
+        "Selu",
+        "Sigmoid",
+        "Sign",
+        "Sin",
+        "Sinh",
+        "Softplus",
+        "Softsign",
+        "Square",
+        "Tan",
+        "Tanh",
+        "Identity",
+        "OnesLike",
+        "ZerosLike",
+        "Expm1",
+        "CheckNumerics",
+        "CheckNumericsV2",
+        "Snapshot",
+        "PreventGradient",
+        "StopGradient",
+        "IsNan",
+        "IsInf",
+        "IsFinite",
+    }
     messages = {"CheckNumerics": {"message": ""}, "CheckNumericsV2": {"message": ""}}
     for type in elementwise.UNARY:
         if type in _OTHER_UNARY:
@@ -45,7 +81,9 @@ def _quantized() -> None:
     for type, bits in (("QuantizeAndDequantizeV3", [8]), ("QuantizeAndDequantizeV4", [])):
         case(type, real(6, 4, low=-1.0), -1.0, 1.0, *bits, range_given=True)
         case(type, real(6, 4, low=-1.0), -1.0, 1.0, *bits, range_given=False)
-        case(type, real(3, 6), real(6, low=-1.0, high=0.0), real(6), *bits, range_given=True, axis=1)
+        case(
+            type, real(3, 6), real(6, low=-1.0, high=0.0), real(6), *bits, range_given=True, axis=1
+        )
 
 
 def _two(type: str, make: Callable[..., np.ndarray], second: Any = None) -> None:
@@ -53,8 +91,9 @@ def _two(type: str, make: Callable[..., np.ndarray], second: Any = None) -> None
     second = second or make
     case(type, make(6, 4), second(6, 4))
     try:  # only where the operation broadcasts
-        getattr(raw, type)(**dict(zip(inspect.signature(getattr(raw, type)).parameters,
-                                      (make(6, 4), second(4)))))
+        getattr(raw, type)(
+            **dict(zip(inspect.signature(getattr(raw, type)).parameters, (make(6, 4), second(4))))
+        )
     except (tf.errors.InvalidArgumentError, ValueError):
         return
     case(type, make(6, 1), second(6))
@@ -67,8 +106,9 @@ def _two(type: str, make: Callable[..., np.ndarray], second: Any = None) -> None
 
 
 def _integers(low: int = 0, high: int = 5) -> Callable[[str], None]:
-    return lambda type: _two(type, lambda *s: whole(*s, low=low, high=high),
-                             lambda *s: whole(*s, low=1, high=4))
+    return lambda type: _two(
+        type, lambda *s: whole(*s, low=low, high=high), lambda *s: whole(*s, low=1, high=4)
+    )
 
 
 def _each(*arrays: Callable[[], np.ndarray], **attrs: Any) -> Callable[[str], None]:
@@ -80,10 +120,13 @@ def _complex(*shape: int) -> np.ndarray:
 
 
 def _casts(type: str) -> None:
-    for source, targets in ((real(6, 4, low=-3, high=3), (tf.float32, tf.int32, tf.bool, tf.float16)),
-                            (whole(6, 4, high=3), (tf.float32, tf.bool, tf.int8)),
-                            (flags(6, 4), (tf.float64,)), (_complex(6, 2), (tf.float64,)),
-                            (np.asarray(6, np.int32), (tf.float32, tf.int64))):
+    for source, targets in (
+        (real(6, 4, low=-3, high=3), (tf.float32, tf.int32, tf.bool, tf.float16)),
+        (whole(6, 4, high=3), (tf.float32, tf.bool, tf.int8)),
+        (flags(6, 4), (tf.float64,)),
+        (_complex(6, 2), (tf.float64,)),
+        (np.asarray(6, np.int32), (tf.float32, tf.int64)),
+    ):
         for target in targets:
             case(type, source, DstT=target)
 
@@ -127,10 +170,13 @@ def _sums(type: str) -> None:
 def _counted(type: str) -> None:
     """What arithmetic makes of numbers of rows."""
     _two(type, lambda *s: real(*s))
-    for first, second in ((np.asarray(6, np.int32), 5), (5, np.asarray(12, np.int32)),
-                          (np.asarray(6, np.int32), np.asarray(12, np.int32)),
-                          (np.asarray(6, np.int32), np.asarray([6, 3, 12], np.int32)),
-                          (np.asarray([3, 6], np.int32), 2)):
+    for first, second in (
+        (np.asarray(6, np.int32), 5),
+        (5, np.asarray(12, np.int32)),
+        (np.asarray(6, np.int32), np.asarray(12, np.int32)),
+        (np.asarray(6, np.int32), np.asarray([6, 3, 12], np.int32)),
+        (np.asarray([3, 6], np.int32), 2),
+    ):
         case(type, first, second)
 
 
@@ -143,26 +189,40 @@ _DIGITS = np.asarray(["1", "2.5", "-3", "0", "7", "1e3"], object)
 _CODES = np.asarray(["YQ", "YmM", "", "eHl6", "YQ", "YmM"], object)
 _INT = _each(lambda: whole(6, 4), lambda: whole(3, 12))
 _OTHER_UNARY: dict[str, Callable[[str], None]] = {
-    "Cast": _casts, "Identity": _copies, "Snapshot": _copies, "StopGradient": _copies,
+    "Cast": _casts,
+    "Identity": _copies,
+    "Snapshot": _copies,
+    "StopGradient": _copies,
     "Neg": lambda type: (_numbers(type), case(type, real(6, 4, low=-1.0))),  # type: ignore
     "Square": lambda type: (_numbers(type), case(type, real(6, 4, low=-1.0))),  # type: ignore
     "Angle": _each(lambda: _complex(6, 2), Tout=tf.float64),
-    "Bitcast": lambda type: [case(type, real(6, 12), type=to)  # type: ignore
-                             for to in (tf.int64, tf.int32)]
-    + [case(type, whole(12, 6, 2), type=tf.int64), case(type, whole(4, 12, high=9), type=tf.float32)],
+    "Bitcast": lambda type: (
+        [
+            case(type, real(6, 12), type=to)  # type: ignore
+            for to in (tf.int64, tf.int32)
+        ]
+        + [
+            case(type, whole(12, 6, 2), type=tf.int64),
+            case(type, whole(4, 12, high=9), type=tf.float32),
+        ]
+    ),
     "ComplexAbs": _each(lambda: _complex(6, 2), Tout=tf.float64),
     "Conj": _each(lambda: _complex(6, 2)),
     "Real": _each(lambda: _complex(6, 2), Tout=tf.float64),
     "Imag": _each(lambda: _complex(6, 2), Tout=tf.float64),
-    "Invert": _INT, "PopulationCount": _INT,
+    "Invert": _INT,
+    "PopulationCount": _INT,
     "LogicalNot": _each(lambda: flags(6, 4)),
     "DebugIdentityV2": _each(lambda: real(6, 4)),
     "Bucketize": _each(lambda: real(6, 4), boundaries=[0.3, 0.5]),
     "FakeQuantWithMinMaxArgs": _each(lambda: real(6, 4, dtype=np.float32)),
     "AsString": _each(lambda: whole(6, 4)),
-    "DecodeBase64": _each(lambda: _CODES), "EncodeBase64": _each(lambda: _text(6, 2)),
-    "StringLength": _each(lambda: _text(6, 2)), "StringLower": _each(lambda: _text(6)),
-    "StringUpper": _each(lambda: _text(6)), "StringStrip": _each(lambda: _text(12)),
+    "DecodeBase64": _each(lambda: _CODES),
+    "EncodeBase64": _each(lambda: _text(6, 2)),
+    "StringLength": _each(lambda: _text(6, 2)),
+    "StringLower": _each(lambda: _text(6)),
+    "StringUpper": _each(lambda: _text(6)),
+    "StringStrip": _each(lambda: _text(12)),
     "StringToHashBucketFast": _each(lambda: _text(6, 2), num_buckets=7),
     "StringToHashBucket": _each(lambda: _text(6), num_buckets=7),
     "StringToHashBucketStrong": _each(lambda: _text(6), num_buckets=7, key=[1, 2]),
@@ -173,45 +233,88 @@ _OTHER_UNARY: dict[str, Callable[[str], None]] = {
     "StaticRegexReplace": _each(lambda: _text(6), pattern="a", rewrite="b"),
 }
 _OTHER_BINARY: dict[str, Callable[[str], None]] = {
-    "AddN": _sums, "AddV2": _counted, "Mul": _counted, "Sub": _counted, "Maximum": _counted,
-    "FloorDiv": _counted, "RealDiv": _counted, "Minimum": _counted,
-    "Betainc": _three, "ClipByValue": _clips, "SelectV2": _choices,
-    "BitwiseAnd": _integers(), "BitwiseOr": _integers(), "BitwiseXor": _integers(),
-    "LeftShift": _integers(), "RightShift": _integers(), "TruncateDiv": _integers(-5),
-    "TruncateMod": _integers(-5), "Mod": _integers(-5),
-    "LogicalAnd": lambda type: _two(type, flags), "LogicalOr": lambda type: _two(type, flags),
-    "Complex": lambda type: [case(type, real(6, 4), real(*shape), Tout=tf.complex128)  # type: ignore
-                             for shape in ((6, 4), (4,), (6, 1))],
-    "Substr": lambda type: (case(type, _text(6), 0, 0),  # type: ignore
-                            case(type, _text(6), whole(6, high=1), whole(6))),
+    "AddN": _sums,
+    "AddV2": _counted,
+    "Mul": _counted,
+    "Sub": _counted,
+    "Maximum": _counted,
+    "FloorDiv": _counted,
+    "RealDiv": _counted,
+    "Minimum": _counted,
+    "Betainc": _three,
+    "ClipByValue": _clips,
+    "SelectV2": _choices,
+    "BitwiseAnd": _integers(),
+    "BitwiseOr": _integers(),
+    "BitwiseXor": _integers(),
+    "LeftShift": _integers(),
+    "RightShift": _integers(),
+    "TruncateDiv": _integers(-5),
+    "TruncateMod": _integers(-5),
+    "Mod": _integers(-5),
+    "LogicalAnd": lambda type: _two(type, flags),
+    "LogicalOr": lambda type: _two(type, flags),
+    "Complex": lambda type: [
+        case(type, real(6, 4), real(*shape), Tout=tf.complex128)  # type: ignore
+        for shape in ((6, 4), (4,), (6, 1))
+    ],
+    "Substr": lambda type: (
+        case(type, _text(6), 0, 0),  # type: ignore
+        case(type, _text(6), whole(6, high=1), whole(6)),
+    ),
     "FakeQuantWithMinMaxArgsGradient": lambda type: _two(
-        type, lambda *s: real(*s, dtype=np.float32)),
-    "Polygamma": lambda type: [case(type, order, real(6, 4))  # type: ignore
-                               for order in (np.asarray(2.0), np.asarray([2.0, 1.0, 3.0, 2.0]))],
+        type, lambda *s: real(*s, dtype=np.float32)
+    ),
+    "Polygamma": lambda type: [
+        case(type, order, real(6, 4))  # type: ignore
+        for order in (np.asarray(2.0), np.asarray([2.0, 1.0, 3.0, 2.0]))
+    ],
     "Zeta": lambda type: _two(type, lambda *s: real(*s, low=1.5, high=4), lambda *s: real(*s)),
 }
 
 
 def _contractions() -> None:
-    for first, second, turned in (((6, 4), (4, 6), (False, False)), ((4, 6), (4, 12), (True, False)),
-                                  ((6, 4), (12, 4), (False, True)), ((4, 6), (3, 4), (True, True)),
-                                  ((12, 6), (6, 6), (False, False)), ((4, 12), (12, 5), (False, False))):
+    for first, second, turned in (
+        ((6, 4), (4, 6), (False, False)),
+        ((4, 6), (4, 12), (True, False)),
+        ((6, 4), (12, 4), (False, True)),
+        ((4, 6), (3, 4), (True, True)),
+        ((12, 6), (6, 6), (False, False)),
+        ((4, 12), (12, 5), (False, False)),
+    ):
         case("MatMul", real(*first), real(*second), transpose_a=turned[0], transpose_b=turned[1])
     case("MatMul", real(6, 12, dtype=np.float32), real(12, 4, dtype=np.float32))
     for type in ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
-        case(type, real(6, 4, 3), real(6, 3, 2), **({"Tout": tf.float64} if type[-1] == "3" else {}))
-        case(type, real(6, 12, 3), real(6, 12, 2), adj_x=True,
-             **({"Tout": tf.float64} if type[-1] == "3" else {}))
+        case(
+            type, real(6, 4, 3), real(6, 3, 2), **({"Tout": tf.float64} if type[-1] == "3" else {})
+        )
+        case(
+            type,
+            real(6, 12, 3),
+            real(6, 12, 2),
+            adj_x=True,
+            **({"Tout": tf.float64} if type[-1] == "3" else {}),
+        )
     for first, second in (((6, 4, 3), (3, 6)), ((2, 1, 6, 6), (6, 6, 3)), ((1, 4, 6), (6, 6, 12))):
         case("BatchMatMulV2", real(*first), real(*second))
-    for equation, first, second in (("ab,bc->ac", (6, 4), (4, 12)), ("abc,cd->abd", (6, 12, 3), (3, 6)),
-                                    ("aecd,abcd->acbe", (6, 3, 2, 4), (6, 12, 2, 4)),
-                                    ("abc,abd->dc", (6, 2, 3), (6, 2, 4)), ("a,b->ab", (6,), (12,)),
-                                    ("a,a->", (12,), (12,))):
+    for equation, first, second in (
+        ("ab,bc->ac", (6, 4), (4, 12)),
+        ("abc,cd->abd", (6, 12, 3), (3, 6)),
+        ("aecd,abcd->acbe", (6, 3, 2, 4), (6, 12, 2, 4)),
+        ("abc,abd->dc", (6, 2, 3), (6, 2, 4)),
+        ("a,b->ab", (6,), (12,)),
+        ("a,a->", (12,), (12,)),
+    ):
         case("Einsum", [real(*first), real(*second)], equation=equation)
-    for equation, shape in (("aab->ab", (6, 6, 2)), ("aa->", (6, 6)), ("ab->ba", (6, 12)),
-                            ("a->aa", (6,)), ("...b->b...", (6, 4)), ("ab->b", (6, 12)),
-                            ("ab->", (6, 4))):
+    for equation, shape in (
+        ("aab->ab", (6, 6, 2)),
+        ("aa->", (6, 6)),
+        ("ab->ba", (6, 12)),
+        ("a->aa", (6,)),
+        ("...b->b...", (6, 4)),
+        ("ab->b", (6, 12)),
+        ("ab->", (6, 4)),
+    ):
         case("Einsum", [real(*shape)], equation=equation)
     _convolutions()
     _images()
@@ -226,22 +329,52 @@ def _convolutions() -> None:
     sizes = [6, 5, 6, 3]
     for shape in (np.asarray(sizes, np.int32), sizes):
         case("Conv2DBackpropInput", shape, kernel, out, strides=steps, padding="VALID")
-    around("Conv2DBackpropInput", lambda x, k, d: raw.Conv2DBackpropInput(
-        input_sizes=tf.shape(x), filter=k, out_backprop=d, strides=steps, padding="VALID"),
-        image, kernel, out)
+    around(
+        "Conv2DBackpropInput",
+        lambda x, k, d: raw.Conv2DBackpropInput(
+            input_sizes=tf.shape(x), filter=k, out_backprop=d, strides=steps, padding="VALID"
+        ),
+        image,
+        kernel,
+        out,
+    )
     case("Conv2DBackpropFilter", image, [2, 2, 3, 6], out, strides=steps, padding="VALID")
     case("DepthwiseConv2dNative", image, real(2, 2, 3, 2), strides=steps, padding="VALID")
     deep = real(6, 4, 5, 6)
-    case("DepthwiseConv2dNativeBackpropInput", np.asarray(sizes, np.int32), real(2, 2, 3, 2), deep,
-         strides=steps, padding="VALID")
-    case("DepthwiseConv2dNativeBackpropFilter", image, [2, 2, 3, 2], deep, strides=steps,
-         padding="VALID")
+    case(
+        "DepthwiseConv2dNativeBackpropInput",
+        np.asarray(sizes, np.int32),
+        real(2, 2, 3, 2),
+        deep,
+        strides=steps,
+        padding="VALID",
+    )
+    case(
+        "DepthwiseConv2dNativeBackpropFilter",
+        image,
+        [2, 2, 3, 2],
+        deep,
+        strides=steps,
+        padding="VALID",
+    )
     box = real(6, 3, 3, 3, 2)
     case("Conv3D", box, real(2, 2, 2, 2, 4), strides=steps3, padding="VALID")
-    case("Conv3DBackpropInputV2", np.asarray([6, 3, 3, 3, 2], np.int32), real(2, 2, 2, 2, 4),
-         real(6, 2, 2, 2, 4), strides=steps3, padding="VALID")
-    case("Conv3DBackpropFilterV2", box, [2, 2, 2, 2, 4], real(6, 2, 2, 2, 4), strides=steps3,
-         padding="VALID")
+    case(
+        "Conv3DBackpropInputV2",
+        np.asarray([6, 3, 3, 3, 2], np.int32),
+        real(2, 2, 2, 2, 4),
+        real(6, 2, 2, 2, 4),
+        strides=steps3,
+        padding="VALID",
+    )
+    case(
+        "Conv3DBackpropFilterV2",
+        box,
+        [2, 2, 2, 2, 4],
+        real(6, 2, 2, 2, 4),
+        strides=steps3,
+        padding="VALID",
+    )
     case("BiasAdd", real(6, 4, 3), real(3))
     case("BiasAdd", real(6, 12), real(12))
     case("BiasAdd", real(6, 6, 2, 2), real(6), data_format="NCHW")
@@ -270,8 +403,14 @@ def _images() -> None:
     case("AvgPool3DGrad", np.asarray(box.shape, np.int32), less, **pool3)
     case("MaxPool3DGrad", box, raw.MaxPool3D(input=box, **pool3).numpy(), less, **pool3)
     case("MaxPool3DGradGrad", box, raw.MaxPool3D(input=box, **pool3).numpy(), box, **pool3)
-    case("Dilation2D", image, single(2, 2, 3), strides=[1, 1, 1, 1], rates=[1, 1, 1, 1],
-         padding="VALID")
+    case(
+        "Dilation2D",
+        image,
+        single(2, 2, 3),
+        strides=[1, 1, 1, 1],
+        rates=[1, 1, 1, 1],
+        padding="VALID",
+    )
     case("LRN", image)
     case("LRNGrad", image, image, raw.LRN(input=image).numpy())
     for type in ("ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea"):
@@ -287,17 +426,35 @@ def _images() -> None:
     case("RGBToHSV", single(6, 12, 3))
     case("SpaceToDepth", image, block_size=2)
     case("DepthToSpace", single(6, 2, 3, 4), block_size=2)
-    case("ExtractImagePatches", image, ksizes=window, strides=window, rates=[1, 1, 1, 1],
-         padding="VALID")
-    case("ExtractVolumePatches", box, ksizes=[1, 2, 2, 2, 1], strides=[1, 1, 1, 1, 1],
-         padding="VALID")
+    case(
+        "ExtractImagePatches",
+        image,
+        ksizes=window,
+        strides=window,
+        rates=[1, 1, 1, 1],
+        padding="VALID",
+    )
+    case(
+        "ExtractVolumePatches",
+        box,
+        ksizes=[1, 2, 2, 2, 1],
+        strides=[1, 1, 1, 1, 1],
+        padding="VALID",
+    )
 
 
 def _reductions() -> None:
     for type in ("Sum", "Mean", "Max", "Min", "Prod", "EuclideanNorm", "All", "Any"):
         make = flags if type in ("All", "Any") else lambda *s: real(*s, low=-1.0)
-        for shape, axes in (((6, 4), [0]), ((6, 4), [1]), ((4, 12), [0, 1]), ((3, 6, 2), [-2, 2]),
-                            ((6, 12), 1), ((6, 4), []), ((6, 4), [1, 0])):
+        for shape, axes in (
+            ((6, 4), [0]),
+            ((6, 4), [1]),
+            ((4, 12), [0, 1]),
+            ((3, 6, 2), [-2, 2]),
+            ((6, 12), 1),
+            ((6, 4), []),
+            ((6, 4), [1, 0]),
+        ):
             for keep in (False, True):
                 case(type, make(*shape), axes, keep_dims=keep)
         case(type, make(6, 4), np.asarray([1], np.int32))

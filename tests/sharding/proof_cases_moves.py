@@ -10,21 +10,42 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-
 from proof_samples import around, case, flags, real, whole
 
 raw = tf.raw_ops
 
 
 def _reshapes() -> None:
-    for shape, target in (((6, 4), (-1, 4)), ((6, 4), (6, 2, 2)), ((6, 4), (-1,)), ((6, 4), (24,)),
-                          ((12, 4), (6, 2, 4)), ((12, 4), (6, 8)), ((6, 4), (-1, 2)),
-                          ((6, 12), (72,)), ((6, 12), (12, 6)), ((6, 6), (-1, 6)), ((2, 6, 3), (12, 3)),
-                          ((2, 6, 3), (2, 18)), ((2, 6, 3), (6, 6)), ((12,), (2, 6)), ((12,), (6, 2)),
-                          ((6, 1), (6,)), ((1, 6), (-1,)), ((6, 4), (1, -1, 4)), ((6, 4), (4, 6)),
-                          ((6, 4), (1, 6, 4)), ((4, 6), (2, 2, -1)), ((6, 2, 2), (-1, 4)),
-                          ((6,), (-1, 1)), ((18, 2), (-1, 3, 2)), ((6, 4), (3, -1)),
-                          ((4, 6, 2), (2, 2, -1, 2)), ((6, 4), (6, -1)), ((12, 2), (-1, 8))):
+    for shape, target in (
+        ((6, 4), (-1, 4)),
+        ((6, 4), (6, 2, 2)),
+        ((6, 4), (-1,)),
+        ((6, 4), (24,)),
+        ((12, 4), (6, 2, 4)),
+        ((12, 4), (6, 8)),
+        ((6, 4), (-1, 2)),
+        ((6, 12), (72,)),
+        ((6, 12), (12, 6)),
+        ((6, 6), (-1, 6)),
+        ((2, 6, 3), (12, 3)),
+        ((2, 6, 3), (2, 18)),
+        ((2, 6, 3), (6, 6)),
+        ((12,), (2, 6)),
+        ((12,), (6, 2)),
+        ((6, 1), (6,)),
+        ((1, 6), (-1,)),
+        ((6, 4), (1, -1, 4)),
+        ((6, 4), (4, 6)),
+        ((6, 4), (1, 6, 4)),
+        ((4, 6), (2, 2, -1)),
+        ((6, 2, 2), (-1, 4)),
+        ((6,), (-1, 1)),
+        ((18, 2), (-1, 3, 2)),
+        ((6, 4), (3, -1)),
+        ((4, 6, 2), (2, 2, -1, 2)),
+        ((6, 4), (6, -1)),
+        ((12, 2), (-1, 8)),
+    ):
         case("Reshape", real(*shape), target)
     case("Reshape", real(6, 4), np.asarray([6, 2, 2], np.int32))
     case("Reshape", real(12, 4), np.asarray([6, 8], np.int32))
@@ -33,23 +54,53 @@ def _reshapes() -> None:
     case("Reshape", np.asarray(6, np.int32), [1])
     case("Reshape", np.asarray([4, 6], np.int32), [2, 1])
     for size in ((6, 2, 2), (2, 12), (24,), (1, 6, 4), (6, 1, 4)):
-        around("Reshape", lambda x, y: raw.Reshape(tensor=x, shape=tf.shape(y)), real(6, 4),
-               real(*size), title="as")
-    around("Reshape", lambda x: raw.Reshape(tensor=x, shape=tf.stack([tf.shape(x)[0], 2, 2])),
-           real(6, 4), title="rows, 2, 2")
-    around("Reshape", lambda x: raw.Reshape(tensor=x, shape=tf.stack([tf.shape(x)[0] * 2, 2])),
-           real(6, 4), title="twice the rows, 2")
-    around("Reshape", lambda x: raw.Reshape(tensor=x, shape=tf.stack([-1, tf.shape(x)[1], 2])),
-           real(6, 4, 2), title="-1, columns, 2")
-    around("Reshape", lambda x: raw.Reshape(
-        tensor=x, shape=tf.stack([tf.shape(x)[0] * tf.shape(x)[1], 3])), real(2, 6, 3), title="merged")
+        around(
+            "Reshape",
+            lambda x, y: raw.Reshape(tensor=x, shape=tf.shape(y)),
+            real(6, 4),
+            real(*size),
+            title="as",
+        )
+    around(
+        "Reshape",
+        lambda x: raw.Reshape(tensor=x, shape=tf.stack([tf.shape(x)[0], 2, 2])),
+        real(6, 4),
+        title="rows, 2, 2",
+    )
+    around(
+        "Reshape",
+        lambda x: raw.Reshape(tensor=x, shape=tf.stack([tf.shape(x)[0] * 2, 2])),
+        real(6, 4),
+        title="twice the rows, 2",
+    )
+    around(
+        "Reshape",
+        lambda x: raw.Reshape(tensor=x, shape=tf.stack([-1, tf.shape(x)[1], 2])),
+        real(6, 4, 2),
+        title="-1, columns, 2",
+    )
+    around(
+        "Reshape",
+        lambda x: raw.Reshape(tensor=x, shape=tf.stack([tf.shape(x)[0] * tf.shape(x)[1], 3])),
+        real(2, 6, 3),
+        title="merged",
+    )
     for shape, axis in (((6, 4), 0), ((6, 4), 1), ((6, 4), -1), ((6,), -1), ((6, 12), -2)):
         case("ExpandDims", real(*shape), axis)
     case("ExpandDims", np.asarray(6, np.int32), 0)
-    for shape, axes in (((6, 1), [1]), ((6, 1), []), ((1, 12, 1), [0]), ((1, 12, 1), [-1, 0]),
-                        ((1, 6, 1), [])):
+    for shape, axes in (
+        ((6, 1), [1]),
+        ((6, 1), []),
+        ((1, 12, 1), [0]),
+        ((1, 12, 1), [-1, 0]),
+        ((1, 6, 1), []),
+    ):
         case("Squeeze", real(*shape), axis=axes)
     case("Squeeze", np.asarray([6], np.int32), axis=[0])
+    for shape in ([6, 4], [None, 4], [6, None]):
+        case("EnsureShape", real(6, 4), shape=shape)
+    case("EnsureShape", real(3, 12), shape=[3, None])
+    case("EnsureShape", np.asarray([4, 6], np.int32), shape=[2])
     for type in ("Transpose", "ConjugateTranspose"):
         case(type, real(6, 12), [1, 0])
         case(type, real(6, 12, 3), [1, 2, 0])
@@ -63,10 +114,16 @@ def _joints() -> None:
         case("Pack", [real(6, 4), real(6, 4)], axis=axis)
     case("ConcatV2", [real(3, 6, 2), real(3, 6, 6)], 2)
     case("ConcatV2", [real(6, 6), real(6, 6)], 1)
-    around("ConcatV2", lambda x, y: raw.ConcatV2(
-        values=[tf.shape(x)[:1], [2], tf.shape(y)[1:]], axis=0), real(6, 4), real(2, 12))
+    around(
+        "ConcatV2",
+        lambda x, y: raw.ConcatV2(values=[tf.shape(x)[:1], [2], tf.shape(y)[1:]], axis=0),
+        real(6, 4),
+        real(2, 12),
+    )
     around("ConcatV2", lambda x: raw.ConcatV2(values=[[2, 3], tf.shape(x)], axis=0), real(4, 6))
-    around("Pack", lambda x: raw.Pack(values=[3, tf.shape(x)[0], tf.shape(x)[1]], axis=0), real(6, 12))
+    around(
+        "Pack", lambda x: raw.Pack(values=[3, tf.shape(x)[0], tf.shape(x)[1]], axis=0), real(6, 12)
+    )
     case("Pack", [np.asarray(6, np.int32), np.asarray(2, np.int32)], axis=0)
     case("Pack", [np.asarray(6, np.int32), np.asarray(12, np.int32)], axis=0)
     for axis in (0, 1, -1):
@@ -87,24 +144,56 @@ def _slices() -> None:
         lambda rank: {"begin": [0], "end": [0], "strides": [-1], "begin_mask": 1, "end_mask": 1},
         lambda rank: {"begin": [1], "end": [0], "strides": [1], "end_mask": 1},
         lambda rank: {"begin": [1], "end": [2], "strides": [1], "shrink_axis_mask": 1},
-        lambda rank: {"begin": [-1], "end": [0], "strides": [1], "shrink_axis_mask": 1, "end_mask": 1},
+        lambda rank: {
+            "begin": [-1],
+            "end": [0],
+            "strides": [1],
+            "shrink_axis_mask": 1,
+            "end_mask": 1,
+        },
         lambda rank: {"begin": [0, 1], "end": [0, 3], "strides": [1, 1], "ellipsis_mask": 1},
-        lambda rank: {"begin": [0, 0], "end": [0, 0], "strides": [1, 1], "new_axis_mask": 1,
-                      "begin_mask": 2, "end_mask": 2},
-        lambda rank: {"begin": [0, 1], "end": [0, 3], "strides": [1, 2], "begin_mask": 1,
-                      "end_mask": 1},
-        lambda rank: {"begin": [0, 1], "end": [0, 2], "strides": [1, 1], "begin_mask": 1,
-                      "end_mask": 1, "shrink_axis_mask": 2},
-        lambda rank: {"begin": [0, 0, 0], "end": [0, 0, 1], "strides": [1, 1, 1], "ellipsis_mask": 1,
-                      "new_axis_mask": 2, "shrink_axis_mask": 4},
+        lambda rank: {
+            "begin": [0, 0],
+            "end": [0, 0],
+            "strides": [1, 1],
+            "new_axis_mask": 1,
+            "begin_mask": 2,
+            "end_mask": 2,
+        },
+        lambda rank: {
+            "begin": [0, 1],
+            "end": [0, 3],
+            "strides": [1, 2],
+            "begin_mask": 1,
+            "end_mask": 1,
+        },
+        lambda rank: {
+            "begin": [0, 1],
+            "end": [0, 2],
+            "strides": [1, 1],
+            "begin_mask": 1,
+            "end_mask": 1,
+            "shrink_axis_mask": 2,
+        },
+        lambda rank: {
+            "begin": [0, 0, 0],
+            "end": [0, 0, 1],
+            "strides": [1, 1, 1],
+            "ellipsis_mask": 1,
+            "new_axis_mask": 2,
+            "shrink_axis_mask": 4,
+        },
         lambda rank: {"begin": [0, 0], "end": [6, 2], "strides": [1, 1], "end_mask": 0},
         lambda rank: {"begin": [0], "end": [6], "strides": [1]},
     )
     for array in arrays:
         for cut in cuts:
             given = cut(array.ndim)
-            if len(given["begin"]) > array.ndim and not given.get("ellipsis_mask", 0) \
-                    and not given.get("new_axis_mask", 0):
+            if (
+                len(given["begin"]) > array.ndim
+                and not given.get("ellipsis_mask", 0)
+                and not given.get("new_axis_mask", 0)
+            ):
                 continue
             try:
                 small = raw.StridedSlice(input=array, **given).numpy()
@@ -114,26 +203,55 @@ def _slices() -> None:
             case("StridedSlice", array, *places, **given)
             if array.ndim > 1:
                 _slice_gradients(array, small, places, given)
-    case("StridedSlice", real(6, 4), np.asarray([0, 1], np.int32), [6, 3], [1, 1], begin_mask=1,
-         end_mask=1)
-    around("StridedSlice", lambda x: raw.StridedSlice(
-        input=x, begin=[0], end=[tf.shape(x)[0]], strides=[1]), real(6, 4))
-    for begin, size in (([0, 0], [-1, 2]), ([0, 1], [6, -1]), ([1, 0], [-1, -1]), ([0, 0], [2, 12]),
-                        ([0, 0], [6, 12])):
+    case(
+        "StridedSlice",
+        real(6, 4),
+        np.asarray([0, 1], np.int32),
+        [6, 3],
+        [1, 1],
+        begin_mask=1,
+        end_mask=1,
+    )
+    around(
+        "StridedSlice",
+        lambda x: raw.StridedSlice(input=x, begin=[0], end=[tf.shape(x)[0]], strides=[1]),
+        real(6, 4),
+    )
+    for begin, size in (
+        ([0, 0], [-1, 2]),
+        ([0, 1], [6, -1]),
+        ([1, 0], [-1, -1]),
+        ([0, 0], [2, 12]),
+        ([0, 0], [6, 12]),
+    ):
         case("Slice", real(6, 12), begin, size)
-    around("Slice", lambda x: raw.Slice(input=x, begin=[0, 1], size=tf.stack([tf.shape(x)[0], 2])),
-           real(6, 4))
-    around("Slice", lambda x, y: raw.Slice(input=x, begin=[0, 1], size=tf.stack([tf.shape(y)[0], 2])),
-           real(12, 4), real(6), title="of others' rows")
+    around(
+        "Slice",
+        lambda x: raw.Slice(input=x, begin=[0, 1], size=tf.stack([tf.shape(x)[0], 2])),
+        real(6, 4),
+    )
+    around(
+        "Slice",
+        lambda x, y: raw.Slice(input=x, begin=[0, 1], size=tf.stack([tf.shape(y)[0], 2])),
+        real(12, 4),
+        real(6),
+        title="of others' rows",
+    )
     case("Slice", real(6, 4), [0, 1], np.asarray([6, 2], np.int32))
     case("Slice", np.asarray([4, 6, 2], np.int32), [1], [2])
 
 
-def _slice_gradients(array: np.ndarray, small: np.ndarray, places: list[Any],
-                     given: dict[str, Any]) -> None:
+def _slice_gradients(
+    array: np.ndarray, small: np.ndarray, places: list[Any], given: dict[str, Any]
+) -> None:
     names = dict(zip(("begin", "end", "strides"), places))
-    around("StridedSliceGrad", lambda x, d: raw.StridedSliceGrad(
-        shape=tf.shape(x), dy=d, **names, **given), array, small, title=f"{names} {given}")
+    around(
+        "StridedSliceGrad",
+        lambda x, d: raw.StridedSliceGrad(shape=tf.shape(x), dy=d, **names, **given),
+        array,
+        small,
+        title=f"{names} {given}",
+    )
     case("StridedSliceGrad", np.asarray(array.shape, np.int32), *places, small, **given)
 
 
@@ -150,8 +268,12 @@ def _pads_and_fills() -> None:
     case("Fill", np.asarray([4, 12], np.int32), real())
     around("Fill", lambda x, v: raw.Fill(dims=tf.shape(x), value=v), real(6, 12), real())
     for value in ((6, 12), (12,), (6, 1), (1, 1), (1, 12), ()):
-        around("BroadcastTo", lambda v, x: raw.BroadcastTo(input=v, shape=tf.shape(x)),
-               real(*value), real(6, 12))
+        around(
+            "BroadcastTo",
+            lambda v, x: raw.BroadcastTo(input=v, shape=tf.shape(x)),
+            real(*value),
+            real(6, 12),
+        )
         case("BroadcastTo", real(*value), np.asarray([6, 12], np.int32))
     case("BroadcastTo", real(6, 1), [6, 3])
     case("BroadcastTo", real(6), [2, 6])
@@ -160,10 +282,18 @@ def _pads_and_fills() -> None:
         case("Tile", real(1, 4), np.asarray([6, 1], np.int32))
         case("Tile", real(6, 4), np.asarray(times, np.int32))
     case("Tile", real(1, 4), np.asarray([12, 6], np.int32))
-    around("Tile", lambda x, y: raw.Tile(input=x, multiples=tf.stack([tf.shape(y)[0], 2])),
-           real(1, 3), real(6, 2))
-    around("Tile", lambda x, y: raw.Tile(input=x, multiples=tf.stack([1, tf.shape(y)[0]])),
-           real(6, 3), real(6, 2))
+    around(
+        "Tile",
+        lambda x, y: raw.Tile(input=x, multiples=tf.stack([tf.shape(y)[0], 2])),
+        real(1, 3),
+        real(6, 2),
+    )
+    around(
+        "Tile",
+        lambda x, y: raw.Tile(input=x, multiples=tf.stack([1, tf.shape(y)[0]])),
+        real(6, 3),
+        real(6, 2),
+    )
     for axis in (-1, 0, 1):
         case("OneHot", whole(6, 12), 4, 1.0, 0.0, axis=axis)
     case("OneHot", whole(6), 6, real(), 0.0)
@@ -177,10 +307,20 @@ def _sizes() -> None:
             case("Size", real(*shape), out_type=kind)
         case("ShapeN", [real(*shape), real(6, 2)])
         case("Rank", real(*shape))
-    for first, second in (((6, 4), (4,)), ((6, 1), (6, 4)), ((6, 4), (1, 4)), ((12, 4), (12, 4)),
-                          ((6, 12), (6, 1)), ((6, 6), (6,)), ((6, 1, 4), (12, 1)), ((6, 4), ()),
-                          ((1, 6), (6, 1))):
-        around("BroadcastGradientArgs", lambda x, y: _summed_again(x, y), real(*first), real(*second))
+    for first, second in (
+        ((6, 4), (4,)),
+        ((6, 1), (6, 4)),
+        ((6, 4), (1, 4)),
+        ((12, 4), (12, 4)),
+        ((6, 12), (6, 1)),
+        ((6, 6), (6,)),
+        ((6, 1, 4), (12, 1)),
+        ((6, 4), ()),
+        ((1, 6), (6, 1)),
+    ):
+        around(
+            "BroadcastGradientArgs", lambda x, y: _summed_again(x, y), real(*first), real(*second)
+        )
         case("BroadcastGradientArgs", np.asarray(first, np.int32), np.asarray(second, np.int32))
     for values in ([4, 6, 2], [6], [12, 4]):
         case("Prod", np.asarray(values, np.int32), [0])
@@ -189,8 +329,11 @@ def _sizes() -> None:
     case("DynamicStitch", [[0, 2], [1]], [np.asarray([6, 4], np.int32), np.asarray([3], np.int32)])
     case("DynamicStitch", [[0, 1], [1]], [np.asarray([4, 6], np.int32), np.asarray([1], np.int32)])
     case("DynamicStitch", [[1], [0, 2]], [np.asarray([6], np.int32), np.asarray([12, 3], np.int32)])
-    around("DynamicStitch", lambda x: raw.DynamicStitch(
-        indices=[tf.range(2), [1]], data=[tf.shape(x), [1]]), real(6, 4))
+    around(
+        "DynamicStitch",
+        lambda x: raw.DynamicStitch(indices=[tf.range(2), [1]], data=[tf.shape(x), [1]]),
+        real(6, 4),
+    )
     case("Range", 0, np.asarray(12, np.int32), 1)
     case("Range", 2, np.asarray(12, np.int32), 1)
     case("Range", 0, np.asarray(12, np.int32), 2)
@@ -202,21 +345,43 @@ def _summed_again(x: tf.Tensor, y: tf.Tensor) -> Any:
     """A broadcast's gradients: the axes alone are not all that has to be right."""
     axes = raw.BroadcastGradientArgs(s0=tf.shape(x), s1=tf.shape(y))
     both = x * y
-    return (*axes, *(tf.reshape(raw.Sum(input=both * 2, axis=axis), tf.shape(own))
-                     for axis, own in zip(axes, (x, y))))
+    return (
+        *axes,
+        *(
+            tf.reshape(raw.Sum(input=both * 2, axis=axis), tf.shape(own))
+            for axis, own in zip(axes, (x, y))
+        ),
+    )
 
 
 def _gathers() -> None:
     for values, indices, axis, batch in (
-            ((4, 3), (6,), 0, 0), ((4, 3), (12, 2), 0, 0), ((6, 4), (3,), 1, 0), ((6, 4), (6,), 1, 0),
-            ((4, 6), (2, 3), 0, 0), ((6, 4, 12), (2, 6), 1, 0), ((6, 4), (6, 3), 1, 1),
-            ((6, 4, 2), (6, 3), 1, 1), ((6, 6), (6,), 0, 0), ((6, 2, 4, 12), (6, 2, 3), 2, 2),
-            ((6, 2, 4), (6, 2, 6), -1, 2), ((6, 4, 12), (6, 12), 1, 1), ((6, 4, 5), (6, 12), 2, 1),
-            ((4, 3), (), 0, 0)):
+        ((4, 3), (6,), 0, 0),
+        ((4, 3), (12, 2), 0, 0),
+        ((6, 4), (3,), 1, 0),
+        ((6, 4), (6,), 1, 0),
+        ((4, 6), (2, 3), 0, 0),
+        ((6, 4, 12), (2, 6), 1, 0),
+        ((6, 4), (6, 3), 1, 1),
+        ((6, 4, 2), (6, 3), 1, 1),
+        ((6, 6), (6,), 0, 0),
+        ((6, 2, 4, 12), (6, 2, 3), 2, 2),
+        ((6, 2, 4), (6, 2, 6), -1, 2),
+        ((6, 4, 12), (6, 12), 1, 1),
+        ((6, 4, 5), (6, 12), 2, 1),
+        ((4, 3), (), 0, 0),
+    ):
         case("GatherV2", real(*values), whole(*indices), axis, batch_dims=batch)
-    for values, chosen in (([6, 4, 2], [0]), ([4, 6, 2], [2, 1]), ([4, 6, 2], [2, 0]),
-                           ([6, 4], 0), ([4, 6, 2], 1), ([6, 4], [0, 0]), ([4, 6, 2], [[1, 0]]),
-                           ([4, 6], 1)):
+    for values, chosen in (
+        ([6, 4, 2], [0]),
+        ([4, 6, 2], [2, 1]),
+        ([4, 6, 2], [2, 0]),
+        ([6, 4], 0),
+        ([4, 6, 2], 1),
+        ([6, 4], [0, 0]),
+        ([4, 6, 2], [[1, 0]]),
+        ([4, 6], 1),
+    ):
         case("GatherV2", np.asarray(values, np.int32), chosen, 0)
     case("GatherNd", real(4, 4), whole(6, 2))
     case("GatherNd", real(4, 4), whole(6, 12, 1))
@@ -225,8 +390,12 @@ def _gathers() -> None:
     around("ResourceGather", lambda at: _looked_up(at, 0), whole(6, 12))
     around("ResourceGather", lambda at: _looked_up(at, 1), whole(4, 6))
     for kind in ("Sum", "Max", "Min"):
-        for shape, segments in (((6, 4), (6,)), ((12, 6), (12,)), ((6, 12, 2), (6, 12)),
-                                ((4, 6), (4,))):
+        for shape, segments in (
+            ((6, 4), (6,)),
+            ((12, 6), (12,)),
+            ((6, 12, 2), (6, 12)),
+            ((4, 6), (4,)),
+        ):
             case(f"UnsortedSegment{kind}", real(*shape), whole(*segments, low=-1), 4)
         case(f"UnsortedSegment{kind}", whole(6, 2), whole(6), np.asarray(6, np.int32))
     case("ScatterNd", whole(6, 1), real(6, 3), [4, 3])
@@ -245,8 +414,9 @@ def _looked_up(indices: tf.Tensor, batch: int) -> tf.Tensor:
     handle = raw.VarHandleOp(dtype=tf.float64, shape=[4, 5], shared_name="looked_up")
     table = tf.constant(np.arange(20.0).reshape(4, 5) / 7)
     with tf.control_dependencies([raw.AssignVariableOp(resource=handle, value=table)]):
-        return raw.ResourceGather(resource=handle, indices=indices, dtype=tf.float64,
-                                  batch_dims=batch)
+        return raw.ResourceGather(
+            resource=handle, indices=indices, dtype=tf.float64, batch_dims=batch
+        )
 
 
 def _others() -> None:
@@ -286,12 +456,15 @@ def _lists() -> None:
     def shapes(x: tf.Tensor, y: tf.Tensor) -> Any:
         held = pushed([-1, 4], x, y)
         return raw.TensorListElementShape(input_handle=held, shape_type=tf.int32), stacked(
-            held, [-1, 4])
+            held, [-1, 4]
+        )
 
     def cut(x: tf.Tensor, *at: int) -> Any:
         held = raw.TensorListFromTensor(tensor=x, element_shape=-1)
-        return stacked(held, -1), [raw.TensorListGetItem(
-            input_handle=held, index=index, element_shape=-1, **kind) for index in at]
+        return stacked(held, -1), [
+            raw.TensorListGetItem(input_handle=held, index=index, element_shape=-1, **kind)
+            for index in at
+        ]
 
     pair = (real(6, 4), real(6, 4))
     for type in ("TensorListPushBack", "TensorListStack", "EmptyTensorList"):
@@ -301,11 +474,21 @@ def _lists() -> None:
     for type in ("TensorListSetItem", "TensorListReserve"):
         around(type, lambda x, y: stacked(set_items([-1, 4], x, y), [-1, 4]), *pair)
         around(type, lambda x, y: stacked(set_items(tf.shape(x), x, y), tf.shape(x)), *pair)
-        around(type, lambda x, y: stacked(set_items(tf.shape(x), x, y), [-1, 6]), real(4, 6),
-               real(4, 6))
+        around(
+            type,
+            lambda x, y: stacked(set_items(tf.shape(x), x, y), [-1, 6]),
+            real(4, 6),
+            real(4, 6),
+        )
     around("TensorListPopBack", popped, *pair)
-    around("TensorListLength", lambda x, y: (raw.TensorListLength(
-        input_handle=pushed(-1, x, y)), stacked(pushed(-1, x, y), [-1, 4])), *pair)
+    around(
+        "TensorListLength",
+        lambda x, y: (
+            raw.TensorListLength(input_handle=pushed(-1, x, y)),
+            stacked(pushed(-1, x, y), [-1, 4]),
+        ),
+        *pair,
+    )
     around("TensorListElementShape", shapes, *pair)
     for type in ("TensorListFromTensor", "TensorListGetItem"):
         around(type, lambda x: cut(x, 0, 2), real(3, 6, 2))

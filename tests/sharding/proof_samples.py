@@ -4,8 +4,8 @@ Goes in: an operation's type, and its inputs: arrays are fed, all else is as it 
 :func:`samples`, all that were written.
 
 A dimension whose size is a multiple of 6 can be the one along which an input is sharded, see
-:mod:`proof`; so sizes of 6, 12 and 18 are chosen where that matters, others elsewhere, and some of 6
-where they are not the batch's rows.
+:mod:`proof`; so sizes of 6, 12 and 18 are chosen where that matters, others elsewhere, and some of
+6 where they are not the batch's rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-
 from proof import Sample
 
 _SAMPLES: list[Sample] = []
