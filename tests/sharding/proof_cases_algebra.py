@@ -82,7 +82,8 @@ def _normalization() -> None:
         for training in (True, False):
             extra = (none,) if version == "V3" else ()
             kept = [part.numpy() for part in raw.FusedBatchNorm(
-                x=image, scale=scale, offset=scale, mean=none, variance=none)[3:]] if training else [single(2), single(2)]
+                x=image, scale=scale, offset=scale, mean=none, variance=none)[3:]]
+            kept = kept if training else [single(2), single(2)]
             around(f"FusedBatchNormGrad{version}", _outputs(
                 f"FusedBatchNormGrad{version}", 3, epsilon=0.01, is_training=training),
                 single(6, 3, 4, 2), image, scale, *kept, *extra,

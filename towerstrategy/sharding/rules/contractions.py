@@ -80,7 +80,7 @@ def rows_first(op: Op, specs: Sequence[Spec], data: Sequence[int],
     if spec.dim or not all(is_plain(s) or index in data for index, s in enumerate(specs)):
         return None
     rank = op.rank(data[0])  # a row of padding needs it
-    if rank is None or not outputs and any(op.out_rank(at) != rank for at in range(len(op.outputs))):
+    if rank is None or any(op.out_rank(at) is None for at in range(len(op.outputs))):
         return None
     takes: list[Spec] = [spec if index in data else REPLICATED for index in range(len(specs))]
     has_rows = outputs or [True] * len(op.outputs)
@@ -92,6 +92,8 @@ def rows_first(op: Op, specs: Sequence[Spec], data: Sequence[int],
       "AdjustContrastv2", "AdjustHue", "AdjustSaturation", "HSVToRGB", "RGBToHSV", "SpaceToDepth",
       "DepthToSpace", "ExtractImagePatches", "ExtractVolumePatches", "MaxPoolV2")
 def image(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    if op.out_rank() != op.rank(0):
+        return None  # of patches of unknown volumes TensorFlow says a wrong rank
     return rows_first(op, specs, [0])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.sharding.rules import shapes
+from towerstrategy.sharding.rules.elementwise import aligned
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded, Size, Spec
 
@@ -134,10 +135,14 @@ def along_the_last_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
 def cross_entropy(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    found = {spec for spec in specs if isinstance(spec, Sharded)}
-    if len(found) != 1:
+    """Logits and labels are broadcast against each other, sparse labels are not."""
+    if op.type == "SoftmaxCrossEntropyWithLogits":
+        found = aligned(op, specs, 2)
+        if found is None or found[1].dim:
+            return None
+        return Plan(found[0], [found[1], found[1]])
+    sharded = {spec for spec in specs if isinstance(spec, Sharded)}
+    if len(sharded) != 1:
         return None
-    (spec,) = found
-    if spec.dim:
-        return None
-    return Plan([spec, spec], [spec, spec])
+    (spec,) = sharded
+    return None if spec.dim else Plan([spec, spec], [spec, spec])

@@ -149,7 +149,8 @@ def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
     problem = _problem(plan, op)
     if problem:
         raise TypeError(f"the rule for {op.type} (operation {op.name!r}) {problem}")
-    if any(isinstance(wanted, Sharded) and not isinstance(spec, Sharded) and op.rank(index) is None
+    if any(isinstance(wanted, Sharded) and spec != dataclasses.replace(wanted, broadcast=False)
+           and op.rank(index) is None
            for index, (spec, wanted) in enumerate(zip(specs, plan.takes))):
         return None  # nothing can be cut whose rank is unknown
     return plan
