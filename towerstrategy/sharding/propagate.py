@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding.rules import registry
+from towerstrategy.sharding.rules import lists, registry
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     REPLICATED,
@@ -189,6 +189,10 @@ class _Propagation:
             if again is not None:
                 found = again
         wanted, layout = found
+        for spec, after, tensor in zip(specs, wanted, operation.inputs):
+            if isinstance(after, ListOf) and isinstance(spec, Replicated) \
+                    and not lists.is_empty(tensor):
+                raise CannotGather(operation.type)  # what is in it is made of all rows
         asked = self.layout(condition, wanted)
         local = is_local(layout, wanted) and is_local(asked, [REPLICATED])
         return Nested([asked, layout], wanted, wanted, local)

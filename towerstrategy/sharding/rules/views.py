@@ -337,7 +337,8 @@ def pad(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, padding = specs[0], op.value(1)
     if not isinstance(spec, Sharded) or padding is None or padding[spec.dim].any():
         return None
-    return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec])
+    return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec],
+                padded=op.type in ("MirrorPad", "MirrorPadGrad"))
 
 
 @rule("Fill")
