@@ -282,9 +282,6 @@ from towerstrategy._tensorflow.seeds import (
 )
 from towerstrategy._tensorflow.strategies import PRIVATE_NAMES as _STRATEGIES
 from towerstrategy._tensorflow.strategies import (
-    no_strategy as no_strategy,
-)
-from towerstrategy._tensorflow.strategies import (
     Options as Options,
 )
 from towerstrategy._tensorflow.strategies import (
@@ -298,6 +295,9 @@ from towerstrategy._tensorflow.strategies import (
 )
 from towerstrategy._tensorflow.strategies import (
     cross_replica_context as cross_replica_context,
+)
+from towerstrategy._tensorflow.strategies import (
+    no_strategy as no_strategy,
 )
 from towerstrategy._tensorflow.threads import PRIVATE_NAMES as _THREADS
 from towerstrategy._tensorflow.threads import (
