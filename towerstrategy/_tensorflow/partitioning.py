@@ -15,7 +15,9 @@ import tensorflow as tf
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.framework import func_graph as func_graph_lib
 from tensorflow.python.framework import function_def_to_graph, op_def_registry, tensor_util
-from tensorflow.python.ops import control_flow_util_v2, handle_data_util
+from tensorflow.python.ops import control_flow_util_v2
+
+from towerstrategy._tensorflow import compiling, graphs
 
 PRIVATE_NAMES = {
     "tensorflow.python.client.pywrap_tf_session:TF_TryEvaluateConstant_wrapper":
@@ -32,8 +34,6 @@ PRIVATE_NAMES = {
         "the entries of a shape that are known, where others are not",
     "tensorflow.python.ops.control_flow_util_v2:create_new_tf_function":
         "makes a function of a graph, for a branch or a loop",
-    "tensorflow.python.ops.handle_data_util:copy_handle_data":
-        "tells a resource's shape and dtype to what stands for it",
 }
 
 
@@ -87,10 +87,10 @@ def new_function_graph(like: tf.Graph, name: str) -> Any:
     return graph
 
 
-def placeholder_like(tensor: tf.Tensor, open_shape: bool = False) -> tf.Tensor:
-    """What stands in the current graph for a tensor of another; of any shape if ``open_shape``."""
-    made = tf.compat.v1.placeholder(tensor.dtype, None if open_shape else tensor.shape)
-    handle_data_util.copy_handle_data(tensor, made)
+def placeholder_like(tensor: tf.Tensor) -> tf.Tensor:
+    """What stands in the current graph for a tensor of another, of any shape."""
+    made = tf.compat.v1.placeholder(tensor.dtype, None)
+    graphs.copy_handle_data(tensor, made)
     return made
 
 
@@ -102,5 +102,4 @@ def add_function(graph: tf.Graph, body: Any) -> str:
 
 def hand_on_all_functions(source: tf.Graph, target: tf.Graph) -> None:
     """Makes all functions of ``source`` callable in ``target``."""
-    for name in list(source._functions):
-        target._add_function_recursive(source._get_function(name))
+    compiling.hand_on_functions(source, target, list(source._functions))

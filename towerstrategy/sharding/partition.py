@@ -284,7 +284,7 @@ class _Body:
         for spec, value, inner in zip(self._specs, values, self._layout.graph.inputs):
             refs = []
             for _ in range(_number_of(spec, len(towers))):
-                placeholders.append(_tf.placeholder_like(inner, open_shape=True))
+                placeholders.append(_tf.placeholder_like(inner))
                 refs.append(builder.take(placeholders[-1]))
             made = _value_of(towers, spec, inner.shape, iter(refs))
             made.device = value.device

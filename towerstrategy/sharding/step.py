@@ -47,7 +47,7 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             f"but the strategy has {strategy.extended.workers.replicas} towers on several: use "
             "strategy.run.")
     graph = tf.compat.v1.get_default_graph()
-    inputs = _Inputs(strategy, (args, kwargs))
+    inputs = _Inputs((args, kwargs))
     inputs.check_rows()
     traced, result = _traced(strategy, fn, inputs)
     layout = propagate.propagate(traced, [
@@ -60,8 +60,9 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     partition = Partition(towers)
     outputs = [value.whole() for value in partition.run(layout, values)]
     builder.finish()
-    order.put(graph, [builder.made(scope) for scope in towers.scopes],
-              strategy.extended.placement, [builder.tensor(ref) for ref in outputs])
+    if strategy.extended.placement.micro_batches > 1:
+        order.put(graph, [builder.made(scope) for scope in towers.scopes],
+                  strategy.extended.placement, [builder.tensor(ref) for ref in outputs])
     strategy.extended.crossings = dict(towers.crossings)
     effects = [builder.operation(name) for name in dict.fromkeys(partition.effects)]
     with tf.control_dependencies(effects), tf.device(strategy.extended.merge_device):
@@ -78,14 +79,13 @@ def _shaped(tensor: tf.Tensor, traced: tf.Tensor) -> tf.Tensor:
 class _Inputs:
     """The arguments: which of their tensors hold rows, and what each tower has of them."""
 
-    def __init__(self, strategy: Any, arguments: Any) -> None:
+    def __init__(self, arguments: Any) -> None:
         self._structure = tf.nest.map_structure(self._as_argument, arguments)
         leaves = tf.nest.flatten(self._structure)
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, _Rows))]
         self.specs: list[Spec] = [Sharded(0) if isinstance(leaf, _Rows) else REPLICATED
                                   for leaf in self.tensors]
         self.rows = next((leaf for leaf in leaves if isinstance(leaf, _Rows)), None)
-        self._merge = strategy.extended.merge_device
 
     def _as_argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, _tf.PerReplica):

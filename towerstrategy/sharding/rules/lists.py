@@ -51,32 +51,33 @@ def _shaped_as(op: Op, index: int, spec: Spec, element: Spec) -> bool:
     return len(known) > element.dim and known[element.dim] == -1
 
 
-@rule("TensorListPushBack")
-def push_back(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    held, element = specs
-    if not isinstance(held, ListOf) and not is_empty(op.inputs[0]):
+def _put(held: Spec, tensor: tf.Tensor, element: Spec) -> tuple[Spec, Spec, ListOf] | None:
+    """What a list and an entry that it gets are to be, and what the list is then."""
+    if not isinstance(held, ListOf) and not is_empty(tensor):
         return None
     if not _can_be_held(element):
         if not isinstance(held, ListOf):
             return None
         element = held.element or REPLICATED
     new = _with(held, element)
-    return None if new is None else Plan([ListOf() if held == REPLICATED else held, element], [new])
+    if new is None:
+        return None
+    return held if isinstance(held, ListOf) else ListOf(), element, new
+
+
+@rule("TensorListPushBack")
+def push_back(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    put = _put(specs[0], op.inputs[0], specs[1])
+    return None if put is None else Plan(put[:2], [put[2]])
 
 
 @rule("TensorListSetItem")
 def set_item(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    held, index, element = specs[0], specs[1], specs[2]
-    if not isinstance(held, ListOf) and not is_empty(op.inputs[0]):
+    put = _put(specs[0], op.inputs[0], specs[2])
+    if put is None or not is_plain(specs[1]):
         return None
-    if not _can_be_held(element):
-        if not isinstance(held, ListOf):
-            return None
-        element = held.element or REPLICATED
-    new = _with(held, element)
-    if new is None or not is_plain(index):
-        return None
-    return Plan([ListOf() if not isinstance(held, ListOf) else held, REPLICATED, element], [new])
+    held, element, new = put
+    return Plan([held, REPLICATED, element], [new])
 
 
 @rule("TensorListPopBack")
