@@ -61,7 +61,7 @@ class TowerExtended(_tf.StrategyExtended):
         self._retrace_functions_for_each_device = len(placement.towers) > 1
         self.experimental_enable_get_next_as_optional = True
         self._modes = modes.Modes()
-        self.one_program = False  # whether steps of Keras are traced once and partitioned
+        self.one_program = True  # whether steps of Keras are traced once and partitioned
         # Of partitioned steps: operations without a rule by type, the last one's crossings by kind.
         self.done_with_all_rows: dict[str, tuple[str, int, str]] = {}
         self.crossings: dict[str, int] = {}
