@@ -23,9 +23,7 @@ BOTH = parameterized.named_parameters((name, name) for name in KITS)
 
 
 def towers():
-    strategy = towerstrategy.TowerStrategy(DEVICES[:3])
-    strategy.extended.one_program = True
-    return strategy
+    return towerstrategy.TowerStrategy(DEVICES[:3])
 
 
 def plain(kit, rate=.3):

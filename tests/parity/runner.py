@@ -126,7 +126,6 @@ def compare(case: cases.Case, keras: Any, towers: Towers, jit_compile: bool = Fa
     tower on the default device is compiled as one device is, and is held against that.
     """
     strategy = towers.strategy(**case.strategy)
-    strategy.extended.one_program = bool(os.environ.get("PARITY_ONE_PROGRAM"))
     alike = jit_compile and strategy.extended.placement.compiles
     wanted = _single(case.name, keras.__name__, alike)
     return apart(train(case, keras, strategy, jit_compile), wanted)
