@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
