@@ -55,6 +55,17 @@ def kernel_error(x):
         return x + 0. * tf.reduce_sum(tf.ensure_shape(large, [0, *x.shape[1:]]))
 
 
+def python_error_in_step(x):
+    if not tf.distribute.in_cross_replica_context():
+        raise ValueError("broken")
+    return x
+
+
+def error_of_a_tower(x):
+    """Fails where a row is no number, by an operation that each tower does with its rows."""
+    return tf.debugging.check_numerics(tf.where(x > 50., np.nan, x), "broken")
+
+
 def merge_error(x):
     if in_a_tower():
         context().merge_call(lambda strategy: 1 / 0)
@@ -210,13 +221,16 @@ class FitTest(_Leaves):
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
         return caught.exception
 
-    @wide.product(2, kit=[keras, tf_keras], fn=[python_error, kernel_error],
-                  run_eagerly=[False, True])
-    def test_error(self, kit, fn, run_eagerly):
-        """Else nobody knows which device failed, weights are half updated, or fit cannot go on."""
-        error = self.fails(kit, fn, run_eagerly=run_eagerly)
+    @wide.product(2, kit=[keras, tf_keras], run_eagerly=[False, True],
+                  fault=[(python_error_in_step, "broken"), (kernel_error, "Shape of tensor"),
+                         (error_of_a_tower, "broken : Tensor had NaN")])
+    def test_error(self, kit, run_eagerly, fault):
+        """Else nobody knows what failed, weights are half updated, or fit cannot go on."""
+        error = self.fails(kit, fault[0], run_eagerly=run_eagerly)
         self.assertIsInstance(error, (ValueError, tf.errors.InvalidArgumentError))
-        self.assertRegex(told(error).replace("\n", " "), "tower.1.*CPU.2")
+        self.assertRegex(told(error), fault[1])
+        if fault[0] is error_of_a_tower and not run_eagerly:
+            self.assertIn("tower_1_CPU_2/", told(error))
 
     @parameterized.parameters(keras, tf_keras)
     def test_assertion(self, kit):

@@ -348,9 +348,13 @@ class TowerExtended(_tf.StrategyExtended):
 
     # The verbs.
 
+    @property
+    def partitions_steps(self) -> bool:
+        """Whether steps of Keras that XLA does not compile are traced once and partitioned."""
+        return self.one_program and self._workers is None and not self._placement.rows
+
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        elsewhere = self._workers is not None or self._placement.rows or self._modes.compiles
-        if self.one_program and self._modes.keras_step and not elsewhere:
+        if self.partitions_steps and self._modes.keras_step and not self._modes.compiles:
             return whole_batch.run(self._container_strategy(), fn, args, kwargs)
 
         def call(fn: Callable[..., Any]) -> Any:

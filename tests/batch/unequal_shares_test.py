@@ -188,9 +188,7 @@ class KindsTest(parameterized.TestCase):
 
     @parameterized.parameters((keras, 1), (tf_keras, 3))
     def test_trains_as_one_device(self, kit, steps):
-        """Else a GPU and a CPU tower, each with a trace of its own and parts fetched to it, train
-        something else than one device.
-        """
+        """Else a GPU and a CPU tower, with parts fetched to each, train something else."""
         x = np.random.RandomState(0).randn(19, 4).astype("f")
         found = []
         for shares in (None, [3, 1]):
@@ -209,7 +207,6 @@ class KindsTest(parameterized.TestCase):
                               *model.get_weights()])
         for one, other in zip(*found):
             np.testing.assert_allclose(other, one, 1e-5, 1e-6)
-        self.assertIn("devices of different kinds", "".join(strategy.extended.own_trace_reasons))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from absl.testing import parameterized
 
 import towerstrategy
 import wide
-from towerstrategy.merge import gradients as gradients_lib
 from towerstrategy.report.check import advice, command, machine, same, speed
+from towerstrategy.sharding import values
 
 ROOT = pathlib.Path(__file__).parents[2]
 # The command with every so many of its comparisons and ways to train, however busy the machine is.
@@ -81,15 +81,9 @@ class CommandTest(parameterized.TestCase):
 
     def test_a_difference_is_told(self):
         """Else a machine on which towers compute something else passes."""
-        sum_of = gradients_lib.gradients
-
-        def wrong(*arguments, **options):
-            return [None if value is None else value * 1.001
-                    for value in sum_of(*arguments, **options)]
-
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "check.json"
-            with mock.patch.object(gradients_lib, "gradients", wrong):
+            with mock.patch.object(values.Towers, "add_up", lambda towers, parts, device: parts[0]):
                 self.assertEqual(self._status("--json", str(path)), 1)
             document = json.loads(path.read_text())
         self.assertIs(document["passed"], False)
@@ -98,7 +92,7 @@ class CommandTest(parameterized.TestCase):
 
     def test_a_failing_training_is_told(self):
         """Else a machine on which towers cannot train passes, or the report is lost."""
-        with mock.patch.object(gradients_lib, "gradients", side_effect=RuntimeError("no kernel")), \
+        with mock.patch.object(values.Towers, "add_up", side_effect=RuntimeError("no kernel")), \
                 tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "check.json"
             self.assertEqual(self._status("--json", str(path)), 1)

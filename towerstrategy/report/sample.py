@@ -31,8 +31,9 @@ from towerstrategy.towers import contexts
 from towerstrategy.towers import stages as stages_lib
 
 _WINDOW = "towerstrategy_sample"
-_SCOPE = re.compile(rf"(?:^|/)(?:tower_(?P<tower>\d+)_[A-Z]+_\d+|(?P<merge>merge)"
-                    rf"|(?P<split>{datasets_lib.SCOPE}(?:_\d+)?))(?=[/:]|$)")
+# A tower's part of a loop that turns for all towers is in the scope of the loop, which is done once.
+_SCOPE = re.compile(rf"(?:.*/)?tower_(?P<tower>\d+)_[A-Z]+_\d+(?=[/:]|$)|(?:^|.*?/)(?:"
+                    rf"(?P<merge>merge)|(?P<split>{datasets_lib.SCOPE}(?:_\d+)?))(?=[/:]|$)")
 _UPDATE = re.compile(rf"(?:^|/){contexts.UPDATE_SCOPE}(?:_\d+)?(?=[/:]|$)")
 _OPERATION = re.compile(r"(?<!:):_?[A-Z]\w*$")
 _CROSSING = re.compile(r":(?:Collective\w*|_(?:Host)?(?:Send|Recv))$")
@@ -329,7 +330,7 @@ class _Times:
         """The part that the operation ``name:Type`` belongs to, or None."""
         if not _OPERATION.search(name):
             return None
-        found = _SCOPE.search(name)
+        found = _SCOPE.match(name)
         if found is None:
             # Where a lone tower waits for those of other machines, it is not busy.
             is_its = self._alone and not (

@@ -32,7 +32,8 @@ class Part:
     Attributes:
       name: such as ``"tower 0"``, ``"tower 0, stage 1"`` or ``"merge"``.
       device: where it runs.
-      rows: a tower's rows in this epoch; None where they were not counted, and for other parts.
+      rows: a tower's rows in this epoch, or those of "merge" in eager steps, which it does for all
+        towers; None where they were not counted, and for other parts.
       seconds: in a step, the time in which at least one operation of it was running; of a stage,
         on its device.
       idle: a tower's or stage's share of the step in which none was; None for other parts.
@@ -88,7 +89,7 @@ class Epoch:
         return sum(idle) / len(idle) if idle else None
 
     def __str__(self) -> str:
-        counted = [rows for rows in self.rows if rows is not None]
+        counted = [part.rows for part in self.parts if part.rows is not None]
         title = f"epoch {self.number + 1}: {sum(counted):,} rows in {self.seconds:.3g} s"
         if self.sample is None or self.sampled_in is None:
             title += "; no step sampled yet"
@@ -124,10 +125,11 @@ class TowerReport(Callback):
     - **rows**: each tower's rows of the epoch, all of them counted.
     - **busy ms a step**: of one sampled step, the time in which at least one operation of this line
       was running.  Work of a tower that runs in parallel counts once, so no line has more than the
-      step.  A tower's operations are those of the model and its gradients, the reading of weights
-      among them; ``merge`` is what runs where the towers meet, ``update`` the optimizer, ``split``
-      the dealing of rows in the input pipeline (beside the step), ``input`` the step's waiting for
-      its batch.
+      step.  A tower's operations are those that it does with its rows; ``merge`` is what is done
+      once for all towers, sums of what they have found above all, ``update`` what of that nothing
+      but writes of variables needs, such as the optimizer, ``split`` the dealing of rows in the
+      input pipeline (beside the step), ``input`` the step's waiting for its batch.  Eager steps
+      (``run_eagerly=True``) are done once, with all rows, and the towers are idle.
     - **idle**: the share of the step in which no operation of that tower was running.  CPU towers
       share the machine's cores: one of them can be busy and still wait for a core.
 
@@ -311,6 +313,9 @@ def _check(picture: Any, log_dir: Any, most: Any, print_fn: Any) -> None:
 
 def _epoch(number: int, watch: Watch, shares: list[float] | None) -> Epoch:
     placement, sample, rows = watch.placement, watch.sample, watch.rows
+    merged = sum(rows) if watch.once and rows is not None else None
+    if merged is not None:
+        rows = [0] * len(placement.devices)
     lines = []
     for tower, device in enumerate(placement.devices):
         row = placement.rows[tower] if placement.rows else ()
@@ -326,7 +331,7 @@ def _epoch(number: int, watch: Watch, shares: list[float] | None) -> Epoch:
     where = description.merge_name(placement)
     for name, device in (("merge", where), ("update", where), ("split", "CPU:0"),
                          ("input", "CPU:0")):
-        lines.append(Part(name, device, None, None if sample is None else getattr(sample, name),
-                          None))
+        lines.append(Part(name, device, merged if name == "merge" else None,
+                          None if sample is None else getattr(sample, name), None))
     return Epoch(number, watch.seconds, tuple(lines), sample, watch.sampled_in,
                  None if shares is None else tuple(shares))

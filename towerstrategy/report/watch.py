@@ -38,6 +38,7 @@ class Watch:
     Attributes:
       placement: where the towers are.
       rows: the towers' rows of the last epoch; None where its batches could not be counted.
+      once: whether one device does eager steps for all towers, with their rows.
       seconds: how long the last epoch took.
       sample: the latest sample, or None.
       sampled_in: the epoch it is of.
@@ -50,6 +51,8 @@ class Watch:
         placement: devices_lib.Placement = extended.placement
         self.placement = placement
         self.rows: list[int] | None = None
+        self.once = (extended.partitions_steps and len(placement.towers) > 1 and bool(
+            model.run_eagerly or tf.config.functions_run_eagerly()))
         self.seconds = 0.0
         self.sample: Sample | None = None
         self.sampled_in: int | None = None

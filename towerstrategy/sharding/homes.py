@@ -1,8 +1,9 @@
-"""Where an operation that is done once is done: with the variable that it is for.
+"""Where an operation that is done once is done, with the variable that it is for, and its name.
 
 Goes in: a layout, and the device of each variable that it reads or writes.  Comes out: a device for
 each operation that works for one variable alone, such as an optimizer's.  So a gradient's parts are
-summed where its variable is, and no weight or slot crosses to be updated.
+summed where its variable is, and no weight or slot crosses to be updated.  And a name scope, by
+which the report and the profiler's timeline tell the update of variables from all else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
+from towerstrategy.sharding import propagate
 from towerstrategy.sharding.propagate import Layout
+from towerstrategy.sharding.spec import Sharded
+from towerstrategy.towers import contexts
+
+ONCE = "merge/"  # the name scope of what is done once
+UPDATE = f"{ONCE}{contexts.UPDATE_SCOPE}/"
 
 
 def homes(layout: Layout, devices: Mapping[str, str]) -> dict[str, str]:
@@ -34,6 +41,24 @@ def homes(layout: Layout, devices: Mapping[str, str]) -> dict[str, str]:
             found[operation.name] = home
             for tensor in operation.inputs:
                 wanted.setdefault(tensor.op.name, set()).add(home)
+    return found
+
+
+def updates(layout: Layout) -> set[str]:
+    """Operations, by name, that are done once and that nothing but writes of variables needs."""
+    found: set[str] = set()
+    elsewhere = {tensor.op.name for tensor in layout.graph.outputs}
+    needed: set[str] = set()
+    for operation in reversed(layout.order):
+        once = layout.plans.get(operation.name) is None or operation.type in (
+            *propagate.CALLS, *propagate.BRANCHES, *propagate.LOOPS)
+        gathers = any(isinstance(spec, Sharded) for spec in layout.inputs_of(operation))
+        is_asked = operation.name in needed or propagate.has_effect(operation)
+        if once and not gathers and is_asked and operation.name not in elsewhere:
+            found.add(operation.name)
+            needed.update(tensor.op.name for tensor in operation.inputs)
+        else:
+            elsewhere.update(tensor.op.name for tensor in operation.inputs)
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy.sharding import homes
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import Sharded
@@ -110,4 +111,4 @@ class Maker:
         return self.towers.merge if tower is None else self.towers.devices[tower]
 
     def _scope(self, tower: int | None) -> str:
-        return "" if tower is None or tower == HOST else self.towers.scopes[tower]
+        return homes.ONCE if tower is None or tower == HOST else self.towers.scopes[tower]

@@ -42,15 +42,17 @@ class Partition:
     Args:
       towers: the towers.
       scope: a prefix for names, with a "/" behind it.
+      once: the scope of what is done once.
     """
 
-    def __init__(self, towers: Towers, scope: str = "") -> None:
-        self._towers, self._scope = towers, scope
+    def __init__(self, towers: Towers, scope: str = "", once: str = homes.ONCE) -> None:
+        self._towers, self._scope, self._default = towers, scope, once
         self._values: dict[str, Value] = {}
         self._nodes: dict[str, list[str]] = {}  # an operation -> the nodes that it has become
         self.effects: list[str] = []  # nodes that must run
         self._outside: list[str] = []
         self._homes: dict[str, str] = {}
+        self._updates: set[str] = set()
 
     def run(self, layout: Layout, inputs: Iterable[Value],
             controls: Sequence[str] = ()) -> list[Value]:
@@ -59,6 +61,7 @@ class Partition:
         self._values.update(zip((tensor.name for tensor in layout.graph.inputs), inputs))
         self._homes = homes.homes(layout, {
             name: value.device for name, value in self._values.items() if value.device})
+        self._updates = homes.updates(layout)
         for operation in layout.order:
             if operation.name in layout.plans:
                 self._operation(layout, operation)
@@ -97,7 +100,8 @@ class Partition:
         constant = not controls and _is_repeatable(operation) and all(
             value.constant for value in values)
         copy = _Lazily(lambda: self._copied(
-            operation, [value.whole() for value in values], device, "", controls))
+            operation, [value.whole() for value in values], device, self._once_in(operation),
+            controls))
         if not constant:
             copy.made()
         others: dict[int, list[Ref]] = {}
@@ -124,6 +128,10 @@ class Partition:
             operation, inputs, device, f"{scope}{self._scope}", controls)
         self._done(operation, [name])
         return refs
+
+    def _once_in(self, operation: tf.Operation) -> str:
+        """The name scope of an operation that is done once."""
+        return homes.UPDATE if operation.name in self._updates else self._default
 
     def _home(self, operation: tf.Operation, values: Sequence[Value]) -> str:
         """Where an operation is done once: with its variable, or where the user says."""
@@ -169,7 +177,7 @@ class Partition:
         else:
             whole = _Lazily(lambda: self._copied(
                 operation, [value.whole() for value in values],
-                home or self._home(operation, values), "", controls))
+                home or self._home(operation, values), self._once_in(operation), controls))
         if not plan.gives or any(isinstance(spec, (Sharded, Partial, ListOf))
                                  for spec in plan.gives):
             for tower in range(count):
@@ -205,7 +213,8 @@ class Partition:
 
     def _inlined(self, operation: tf.Operation, layout: Layout, values: Sequence[Value],
                  controls: list[str]) -> list[Value]:
-        inner = Partition(self._towers, f"{self._scope}{operation.name}/")
+        inner = Partition(self._towers, f"{self._scope}{operation.name}/",
+                          self._once_in(operation))
         results = inner.run(layout, values, controls)
         self._nodes.setdefault(operation.name, []).extend(inner.effects)
         self.effects.extend(inner.effects)
@@ -235,7 +244,7 @@ class Partition:
             extra["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
         made, name = self._towers.builder.call(
             operation, operation.type, refs if loop else [values[0].whole(), *refs],
-            self._towers.merge, self._scope, controls,
+            self._towers.merge, f"{self._once_in(operation)}{self._scope}", controls,
             [ref.dtype for ref in refs] if loop else dtypes, _attributes(operation, names),
             extra)
         self._done(operation, [name])

@@ -17,7 +17,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import merging
-from towerstrategy.sharding import step
+from towerstrategy.sharding import homes, step
 from towerstrategy.towers import contexts
 
 
@@ -31,7 +31,8 @@ def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not tf.executing_eagerly():
             fn = _tf.autograph_convert(fn)
         with contexts.OneReplicaContext(strategy), strategy.extended.counted_as(1), \
-                tf.device(device):
+                tf.device(device), tf.profiler.experimental.Trace(
+                    f"{contexts.scope_name(0, device)}/" if len(devices) == 1 else homes.ONCE):
             return fn(*args, **kwargs)
     with tf.device(strategy.extended.host_device):
         args, kwargs = tf.nest.map_structure(_dense, (args, kwargs))
