@@ -316,7 +316,7 @@ class TrainingTest(parameterized.TestCase):
     @parameterized.parameters(*KITS)
     def test_a_tower_with_more_work_is_busier(self, name, kit):
         """Else someone cannot see that one tower does all the work."""
-        with (strategy := TowerStrategy(TOWERS, shares=[1, 10, 1])).scope():
+        with TowerStrategy(TOWERS, shares=[1, 10, 1]).scope():
             model = kit.Sequential([kit.Input([3]), kit.layers.Dense(2000), kit.layers.Dense(1000),
                                     kit.layers.Dense(1)])
             model.compile("sgd", "mse")

@@ -31,7 +31,7 @@ from towerstrategy.towers import contexts
 from towerstrategy.towers import stages as stages_lib
 
 _WINDOW = "towerstrategy_sample"
-# A tower's part of a loop that turns for all towers is in the scope of the loop, which is done once.
+# A tower's part of a loop that turns for all towers is in the scope of the loop, done once.
 _SCOPE = re.compile(rf"(?:.*/)?tower_(?P<tower>\d+)_[A-Z]+_\d+(?=[/:]|$)|(?:^|.*?/)(?:"
                     rf"(?P<merge>merge)|(?P<split>{datasets_lib.SCOPE}(?:_\d+)?))(?=[/:]|$)")
 _UPDATE = re.compile(rf"(?:^|/){contexts.UPDATE_SCOPE}(?:_\d+)?(?=[/:]|$)")
