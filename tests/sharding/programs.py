@@ -21,9 +21,9 @@ def program(make):
     return make
 
 
-def batches():
+def batches(counts=ROWS):
     draw = np.random.default_rng(7)
-    return [(draw.normal(size=[rows, 4]), draw.integers(0, 3, size=[rows])) for rows in ROWS]
+    return [(draw.normal(size=[rows, 4]), draw.integers(0, 3, size=[rows])) for rows in counts]
 
 
 def weights(*shape, seed=0):

@@ -23,7 +23,7 @@ CASES = [(name, towers) for index, name in enumerate(programs.PROGRAMS)
          for towers in ((3, *TOWERS) if wide.ALL else (3, TOWERS[index % len(TOWERS)]))]
 
 
-def outcome(name, strategy=None, in_scope=True):
+def outcome(name, strategy=None, in_scope=True, rows=programs.ROWS):
     """All that a program returns, then its variables."""
     keras.utils.set_random_seed(3)
     if strategy is None:
@@ -35,7 +35,7 @@ def outcome(name, strategy=None, in_scope=True):
         alone = len(strategy.extended.worker_devices) == 1  # as tf.function: traced for each shape
         function = strategy.function(step, programs.SIGNATURE if alone else None)
         run = lambda x, y: function(*strategy.split((x, y)))  # noqa: E731
-    given = [run(tf.constant(x), tf.constant(y)) for x, y in programs.batches()]
+    given = [run(tf.constant(x), tf.constant(y)) for x, y in programs.batches(rows)]
     state = state() if callable(state) else state
     return [np.asarray(leaf) for leaf in tf.nest.flatten([given, list(state)])]
 
@@ -45,11 +45,11 @@ of_one_device = functools.cache(outcome)
 
 class ProgramsTest(parameterized.TestCase):
 
-    def check(self, name, strategy, in_scope=True):
-        expected = of_one_device(name)
+    def check(self, name, strategy, in_scope=True, rows=programs.ROWS):
+        expected = of_one_device(name, rows=rows)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            given = outcome(name, strategy, in_scope)
+            given = outcome(name, strategy, in_scope, rows)
         self.assertEqual(len(given), len(expected))
         for one, other in zip(expected, given):
             self.assertEqual((one.shape, one.dtype), (other.shape, other.dtype))
@@ -69,6 +69,12 @@ class ProgramsTest(parameterized.TestCase):
     def test_however_the_towers_are_made(self, name, options):
         """Else a program is right until rows are dealt otherwise, or variables live elsewhere."""
         self.check(name, towerstrategy.TowerStrategy(DEVICES[:2], **options))
+
+    @parameterized.parameters("triplet_hard", "searchsorted", "categorical", "ragged_rows",
+                              "sinkhorn")
+    def test_one_row(self, name):
+        """Else what is 1 in every shape for once is taken for a broadcast."""
+        self.check(name, towerstrategy.TowerStrategy(DEVICES[:3]), rows=(1, 2))
 
 
 if __name__ == "__main__":

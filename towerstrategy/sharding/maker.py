@@ -13,11 +13,9 @@ import tensorflow as tf
 
 from towerstrategy.sharding import homes
 from towerstrategy.sharding.builder import Ref
-from towerstrategy.sharding.rules.registry import Op
+from towerstrategy.sharding.rules.registry import HOST, Op
 from towerstrategy.sharding.spec import Sharded
 from towerstrategy.sharding.values import Towers, Value
-
-HOST = -1  # in place of a tower: the CPU that numbers of rows are kept on
 
 
 class Maker:

@@ -290,11 +290,10 @@ class Value:
                 begin = build.make("Mul", [begin, times], towers.host)
                 size = build.make("Mul", [size, times], towers.host)
                 if wanted.broadcast and self.shape[wanted.dim] is None:
+                    none = build.constant(0, tf.int64, towers.host)
+                    fewer = build.make("Equal", [times, none], towers.host)  # one, for all rows
                     one = build.constant(1, tf.int64, towers.host)
-                    is_one = build.make("Equal", [rows, one], towers.host)
-                    zero = build.constant(0, tf.int64, towers.host)
-                    begin = build.make("SelectV2", [is_one, zero, begin], towers.host)
-                    size = build.make("SelectV2", [is_one, one, size], towers.host)
+                    size = build.make("SelectV2", [fewer, one, size], towers.host)
             return build.make("Slice", [
                 whole, towers.vector(begin, wanted.dim, rank, 0),
                 towers.vector(size, wanted.dim, rank, -1)], device, f"{towers.scopes[tower]}cut",

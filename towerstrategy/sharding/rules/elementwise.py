@@ -41,6 +41,10 @@ BINARY = _names("""
     ReciprocalGrad Relu6Grad ReluGrad RightShift RsqrtGrad SelectV2 SeluGrad SigmoidGrad
     SoftplusGrad SoftsignGrad SqrtGrad SquaredDifference Sub Substr TanhGrad TruncateDiv
     TruncateMod Xdivy Xlog1py Xlogy Zeta""")
+OF_ONE_SHAPE = _names("""
+    AddN ApproximateEqual EluGrad FakeQuantWithMinMaxArgsGradient InvGrad LeakyReluGrad
+    ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad Select SeluGrad SigmoidGrad SoftplusGrad
+    SoftsignGrad SqrtGrad TanhGrad""")
 
 
 def is_plain(spec: Spec) -> bool:
@@ -81,7 +85,7 @@ def _place(op: Op, index: int, spec: Spec, out: int | None) -> Sharded | None:
     if not isinstance(spec, Sharded):
         return None
     if rank is None or out is None:
-        return spec if op.type == "AddN" else None  # whose inputs are of one shape
+        return spec if op.type in OF_ONE_SHAPE else None
     return spec.at(spec.dim + out - rank)
 
 
@@ -97,6 +101,8 @@ def _beside(op: Op, index: int, sharded: Sharded, out: int | None) -> Spec | Non
     if rank is None or out is None:
         return None
     dim = sharded.dim - (out - rank)
+    if op.type in OF_ONE_SHAPE and rank == out:
+        return dataclasses.replace(sharded, dim=dim)
     if dim < 0 or op.inputs[index].shape[dim] == 1:
         return REPLICATED
     return dataclasses.replace(sharded, dim=dim, broadcast=True)

@@ -28,6 +28,7 @@ from towerstrategy.sharding.spec import (
     Spec,
 )
 
+HOST = -1  # in place of a tower: the CPU that numbers of rows are kept on
 
 class Op:
     """An operation as a rule sees it: its type, attributes, static shapes and static values."""

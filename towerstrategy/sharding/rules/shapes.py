@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.entries import entries_of
-from towerstrategy.sharding.rules.registry import Op, Plan, rule
+from towerstrategy.sharding.rules.registry import HOST, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, Axes, ListOf, Partial, Sharded, Size, Spec
 
 
@@ -98,7 +98,8 @@ def broadcast_gradient_args(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Over which axes to sum; which of them does not depend on how many rows there are.
 
     The whole batch's shapes are compared.  A dimension with rows in both shapes is in neither;
-    one with rows beside a 1 is in the other.
+    one with rows beside a 1 is in the other.  TensorFlow sums over what is 1 in both shapes, too,
+    as are rows where the batch has one: not so here, as other towers have none.
     """
     sizes = [static_sizes(op, index, spec) for index, spec in enumerate(specs)]
     if sizes[0] is None or sizes[1] is None:
@@ -111,7 +112,10 @@ def broadcast_gradient_args(op: Op, specs: Sequence[Spec]) -> Plan | None:
     def whole(m: Any) -> list[Any]:
         dtype = op.outputs[0].dtype
         if values[0] is None or values[1] is None:
-            return list(m.copy([m.whole(0), m.whole(1)], None))
+            found = m.copy([m.whole(0), m.whole(1)], HOST)
+            return [m.make("ListDiff", [axes, m.constant(
+                [dim for dim, summed in enumerate(given.reduced) if summed is False], dtype, HOST)],
+                HOST) for axes, given in zip(found, gives)]
         return [m.constant(np.asarray(value, np.int64), dtype, None) for value in values]
 
     return Plan(specs, gives, whole=whole)
