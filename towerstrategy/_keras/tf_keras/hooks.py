@@ -39,6 +39,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (keras_losses.Loss, "__call__"): hooks.Hook(
         losses.loss_call,
         "functions that return one number may put all rows of a batch into it"),
+    (keras_losses.Loss, "_get_reduction"): hooks.Hook(
+        losses.get_reduction,
+        "refuses means under a strategy; in a step that has all rows they are one device's"),
     (compile_utils.LossesContainer, "__call__"): hooks.Hook(
         losses.losses_call,
         "scales each loss by itself, and multiplies a summed one by R for the log; all are means "

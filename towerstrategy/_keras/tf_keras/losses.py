@@ -15,10 +15,11 @@ from tf_keras.src import losses as keras_losses
 from tf_keras.src.engine import training
 from tf_keras.src.utils import losses_utils
 
+from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import losses as losses_rules
 from towerstrategy._keras import over_rows as over_rows_rules
 from towerstrategy.losses import marks, one_number, over_rows, own_losses, parts
-from towerstrategy.towers import contexts
+from towerstrategy.towers import contexts, one_replica
 
 
 def scale(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,6 +97,16 @@ def loss_call(original: Callable[..., Any]) -> Callable[..., Any]:
                                             sample_weight)
 
     return __call__
+
+
+def get_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _get_reduction(self: Any) -> Any:
+        if not one_replica.has_all_rows():
+            return original(self)
+        with _tf.no_strategy():
+            return original(self)
+
+    return _get_reduction
 
 
 class One(int):
