@@ -1,4 +1,7 @@
-"""Statistics over the batch's rows that go back into each row: told, and nothing else is."""
+"""Statistics over the batch's rows that go back into each row.
+
+In a step of Keras they are one device's; in a loop of one's own they are told, and nothing else is.
+"""
 
 import contextlib
 import warnings
@@ -16,7 +19,6 @@ RANDOM = np.random.default_rng(3)
 X = RANDOM.normal(size=[11, 6]).astype("float32")
 Y = RANDOM.normal(size=[11, 1]).astype("float32")
 TABLE = RANDOM.normal(size=[11, 6]).astype("float32")
-WORDS = RANDOM.integers(0, 5, size=[11, 6])
 
 
 def standardized(x):
@@ -95,19 +97,41 @@ TOLD = (standardized, below_the_largest, by_moments, by_their_length, beside_the
 SILENT = (of_a_row, taken_off_before_exponentials, masked, by_weights)
 
 
-def fitted(version, strategy, function, rows=X, **kwargs):
-    """The weights after a step of a model with a layer that calls ``function``."""
+def trained(version, strategy, *functions):
+    """The weights after steps of a model with a layer for each of some functions."""
     class Given(version.layers.Layer):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
         def call(self, x):
-            return function(x)
+            return self.function(x)
+
+    class Model(version.Model):
+        """Normalizes within a function, and the rows' weights in its step."""
+
+        def __init__(self):
+            super().__init__()
+            self.dense = version.layers.Dense(6, activation="tanh")
+            self.norm, self.head = version.layers.BatchNormalization(), version.layers.Dense(1)
+            self.given = [Given(function) for function in functions]
+
+        @tf.function
+        def call(self, x, training=None):
+            hidden = self.norm(self.dense(x), training=training)
+            return self.head(tf.concat([given(hidden) for given in self.given], 1))
+
+        def train_step(self, data):
+            x, y = data
+            weight = tf.abs(x[:, 0])
+            return super().train_step((x, y, weight / tf.reduce_sum(weight)))
 
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         version.utils.set_random_seed(1)
-        inputs = version.Input([6])
-        hidden = Given()(version.layers.Dense(6, activation="tanh")(inputs))
-        model = version.Model(inputs, version.layers.Dense(1)(hidden))
-        model.compile(version.optimizers.SGD(.1), "mse", **kwargs)
-    model.fit(rows, Y[:len(rows)], batch_size=11, epochs=1, shuffle=False, verbose=0)
+        model = Model()
+        model.compile(version.optimizers.SGD(.1), "mse")
+        model(X[:2], training=True)
+    model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)  # of 8 and of 3 rows
     return model.get_weights()
 
 
@@ -153,20 +177,13 @@ def assert_same(got, wanted):
 
 class GivenBackTest(parameterized.TestCase):
 
-    @parameterized.product(version=BOTH, function=TOLD)
-    def test_of_a_layer_is_told(self, version, function):
-        """Else a tower normalizes by its own rows, and weights are others, and nobody knows."""
-        strategy = towerstrategy.TowerStrategy(4)
-        found = told(lambda: fitted(version, strategy, function))
-        self.assertLen(found, 1)
-        self.assertIn("goes back into each", found[0])
-
-    @parameterized.product(version=BOTH, function=(*SILENT, of_all_rows))
-    def test_of_a_layer_as_on_one_device_in_silence(self, version, function):
-        """Else models that are right are warned of."""
+    @parameterized.parameters(*BOTH)
+    def test_in_a_step_of_keras(self, version):
+        """Else a tower normalizes by its own rows, and weights are others."""
+        functions = (*TOLD, *SILENT, of_all_rows)
         with silence():
-            got = fitted(version, towerstrategy.TowerStrategy(4), function)
-        assert_same(got, fitted(version, None, function))
+            got = trained(version, towerstrategy.TowerStrategy(4), *functions)
+        assert_same(got, trained(version, None, *functions))
 
     @parameterized.product(function=TOLD, once=[True, False])
     def test_of_a_step_is_told(self, function, once):
@@ -184,106 +201,6 @@ class GivenBackTest(parameterized.TestCase):
         with silence():
             got = stepped(strategy, function)
         assert_same(got, stepped(None, function))
-
-    @parameterized.product(version=BOTH, rows=[1, 5])
-    def test_batches_of_few_rows(self, version, rows):
-        """Else the number of rows, or that of features, is taken for something else."""
-        def step(function):
-            strategy = towerstrategy.TowerStrategy(3)
-            return lambda: fitted(version, strategy, function, X[:rows])
-
-        self.assertLen(told(step(standardized)), 1)
-        self.assertEmpty(told(step(of_a_row)))
-
-
-class LayersTest(parameterized.TestCase):
-
-    @parameterized.product(version=BOTH, fused=[True, False], masks=[True, False])
-    def test_batch_norm_is_not_told(self, version, fused, masks):
-        """Else who trains any convolutional model is warned of what everybody does."""
-        options = {"fused": fused} if version is tf_keras and not masks else {}
-        strategy = towerstrategy.TowerStrategy(4)
-        with strategy.scope():
-            if masks:
-                model = version.Sequential([
-                    version.layers.Embedding(5, 4, mask_zero=True),
-                    version.layers.BatchNormalization(),
-                    version.layers.LSTM(3), version.layers.Dense(1)])
-            else:
-                model = version.Sequential([
-                    version.layers.Reshape([3, 2, 1]), version.layers.Conv2D(2, 2),
-                    version.layers.BatchNormalization(**options),
-                    version.layers.Flatten(), version.layers.Dense(1)])
-            model.compile("sgd", "mse")
-        with silence():
-            model.fit(WORDS if masks else X, Y, batch_size=11, verbose=0)
-
-    @parameterized.product(version=BOTH)
-    def test_batch_norm_in_a_function_is_not_told(self, version):
-        """Else a decorated ``call`` that was traced outside of the towers is warned of."""
-        class Own(version.Model):
-            def __init__(self):
-                super().__init__()
-                self.norm, self.dense = version.layers.BatchNormalization(), version.layers.Dense(1)
-
-            @tf.function
-            def call(self, x, training=None):
-                return self.dense(self.norm(x, training=training))
-
-        strategy = towerstrategy.TowerStrategy(2)
-        with strategy.scope():
-            model = Own()
-            model.compile("sgd", "mse")
-            model(X[:2], training=True)
-        with silence():
-            model.fit(X[:4], Y[:4], batch_size=4, verbose=0)
-
-    @parameterized.product(version=BOTH)
-    def test_what_is_recomputed_is_not_told(self, version):
-        """Else TensorFlow's own order is warned of: an extreme of the gradients, times 0."""
-        class Again(version.layers.Layer):
-            def build(self, shape):
-                self.kernel = self.add_weight(shape=[6, 6], name="kernel")
-
-            def call(self, x):
-                return tf.recompute_grad(lambda x: tf.tanh(tf.matmul(x, self.kernel)))(x)
-
-        strategy = towerstrategy.TowerStrategy(4)
-        with strategy.scope():
-            inputs = version.Input([6])
-            model = version.Model(inputs, version.layers.Dense(1)(Again()(Again()(inputs))))
-            model.compile("sgd", "mse")
-        with silence():
-            model.fit(X, Y, batch_size=11, verbose=0)
-
-    @parameterized.product(version=BOTH)
-    def test_masks_and_weights_are_not_told(self, version):
-        """Else Keras' own mean over unmasked steps is taken for a statistic of rows."""
-        strategy = towerstrategy.TowerStrategy(4)
-        with strategy.scope():
-            model = version.Sequential([
-                version.layers.Embedding(5, 4, mask_zero=True),
-                version.layers.LSTM(3, return_sequences=True), version.layers.Dense(1)])
-            model.compile("sgd", "mse")
-        with silence():
-            model.fit(WORDS, np.repeat(Y[:, None], 6, 1), sample_weight=np.abs(X),
-                      batch_size=11, verbose=0)
-
-    @parameterized.product(version=BOTH)
-    def test_weights_that_a_step_normalizes_are_told(self, version):
-        """Else a tower's rows count by those of the tower alone."""
-        class Weighted(version.Model):
-            def train_step(self, data):
-                x, y = data
-                weight = tf.abs(x[:, 0])
-                return super().train_step((x, y, weight / tf.reduce_sum(weight)))
-
-        strategy = towerstrategy.TowerStrategy(4)
-        with strategy.scope():
-            inputs = version.Input([6])
-            model = Weighted(inputs, version.layers.Dense(1)(inputs))
-            model.compile("sgd", "mse")
-        self.assertLen(told(lambda: model.fit(X, Y, batch_size=11, verbose=0)), 1)
 
     def test_what_is_told_of_a_loss_is_told_once(self):
         """Else a variance in a step's loss is warned of for each of its operations."""

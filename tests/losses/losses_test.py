@@ -62,15 +62,21 @@ def model_with(kit, loss_of):
     return model
 
 
-def fit(kit, loss_of, towers=3, size=8):
-    """Trains for a batch; returns the weights, and what this package has warned of."""
+def looped(strategy, model, size=8):
+    """Two steps of a loop of one's own."""
+    step = tf.function(lambda *parts: strategy.run(model.train_step, (parts,)), autograph=False)
+    for _ in range(2):
+        step(*strategy.split(rows(size)))
+
+
+def loop(kit, loss_of, towers=3, size=8):
+    """Trains for two steps; returns the weights, and what this package has warned of."""
     strategy = towerstrategy.TowerStrategy(towers)
-    x, y = rows(size)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with strategy.scope():
             model = model_with(kit, loss_of)
-        model.fit(x, y, batch_size=size, epochs=2, verbose=0)
+        looped(strategy, model, size)
     return model.get_weights(), [str(warning.message) for warning in caught
                                  if str(warning.message).startswith("towerstrategy")]
 
@@ -270,12 +276,88 @@ RIGHT = {
 }
 
 
+class KerasStepTest(parameterized.TestCase):
+
+    @parameterized.parameters(*KITS)
+    def test_any_loss_is_one_devices(self, version):
+        """Else a ``train_step`` that is right on one device, or by tf.distribute, is another."""
+        def every(model, y, y_pred):
+            losses = {**UNSCALED, **RIGHT}
+            if not tf.distribute.has_strategy():
+                losses["scale_loss"] = UNSCALED["a mean"]
+            return tf.add_n([tf.reduce_sum(loss(model, y, y_pred)) for loss in losses.values()])
+
+        def trained(strategy):
+            with strategy.scope():
+                model = model_with(KITS[version], every)
+            model.fit(*rows(), batch_size=8, epochs=2, verbose=0)
+            return model.get_weights()
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "towerstrategy")
+            got = trained(towerstrategy.TowerStrategy(3))
+        for one, other in zip(got, trained(tf.distribute.get_strategy()), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+    @parameterized.parameters(*KITS)
+    def test_a_gan_of_keras_examples(self, version):
+        """Else the usual GAN does not compile, is warned, or trains otherwise.
+
+        It compiles before it makes the metrics that its own list names.
+        """
+        kit = KITS[version]
+        loss_of = kit.losses.BinaryCrossentropy(from_logits=True)
+
+        class Gan(kit.Model):
+            def __init__(self):
+                super().__init__()
+                self.generator, self.critic = (
+                    kit.Sequential([kit.Input([4]), kit.layers.Dense(units)]) for units in (4, 1))
+
+            def compile(self, optimizers):
+                super().compile()
+                self.optimizers = optimizers
+                self.trackers = [kit.metrics.Mean(name=name) for name in ("ours", "theirs")]
+
+            @property
+            def metrics(self):
+                return self.trackers
+
+            def train_step(self, real):
+                fake = self.generator(tf.random.normal(tf.shape(real)))
+                logits = {"critic": tf.concat([fake, real], 0), "generator": fake}
+                labels = {"critic": tf.concat([tf.ones_like(fake), tf.zeros_like(real)], 0)[:, :1],
+                          "generator": tf.zeros_like(fake)[:, :1]}
+                for name, optimizer, tracker in zip(logits, self.optimizers, self.trackers):
+                    with tf.GradientTape() as tape:
+                        given = logits["critic"] if name == "critic" else self.generator(real)
+                        loss = loss_of(labels[name], self.critic(given))
+                    variables = getattr(self, name).trainable_variables
+                    optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+                    tracker.update_state(loss)
+                return {tracker.name: tracker.result() for tracker in self.trackers}
+
+        def trained(strategy):
+            kit.utils.set_random_seed(4)
+            with strategy.scope():
+                model = Gan()
+                model.compile([kit.optimizers.Adam(), kit.optimizers.Adam()])
+            history = model.fit(np.ones([7, 4], "float32"), batch_size=7, verbose=0).history
+            return [*model.get_weights(), *history.values()]
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "towerstrategy")
+            got = trained(towerstrategy.TowerStrategy(3))
+        for one, other in zip(got, trained(tf.distribute.get_strategy()), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 class WarningTest(parameterized.TestCase):
 
     @wide.product(version=list(KITS), name=list(UNSCALED))
     def test_what_nothing_has_scaled(self, version, name):
         """Else a step trains with R times the learning rate and nobody is told."""
-        _, warned = fit(KITS[version], UNSCALED[name])
+        _, warned = loop(KITS[version], UNSCALED[name])
         self.assertLen(warned, 1)
         self.assertIn("strategy.scale_loss(loss)", warned[0])
         self.assertStartsWith(warned[0], own_losses.MESSAGE)
@@ -283,12 +365,12 @@ class WarningTest(parameterized.TestCase):
     @wide.product(version=list(KITS), name=list(RIGHT))
     def test_right_losses(self, version, name):
         """Else a warning of what is right teaches people to look away."""
-        self.assertEqual(fit(KITS[version], RIGHT[name])[1], [])
+        self.assertEqual(loop(KITS[version], RIGHT[name])[1], [])
 
     @parameterized.parameters(*KITS)
     def test_one_tower(self, version):
         """Else a script is warned on a machine on which nothing is wrong."""
-        self.assertEqual(fit(KITS[version], UNSCALED["a mean"], towers=1)[1], [])
+        self.assertEqual(loop(KITS[version], UNSCALED["a mean"], towers=1)[1], [])
 
     @wide.product(version=list(KITS), size=[8, 7, 2])
     def test_what_it_says_to_write_is_right(self, version, size):
@@ -297,7 +379,7 @@ class WarningTest(parameterized.TestCase):
         kit.utils.set_random_seed(3)
         model = model_with(kit, wanted)
         model.fit(*rows(size), batch_size=size, epochs=2, verbose=0)
-        got, warned = fit(kit, lambda model, y, y_pred: tf.distribute.get_strategy().scale_loss(
+        got, warned = loop(kit, lambda model, y, y_pred: tf.distribute.get_strategy().scale_loss(
             wanted(model, y, y_pred)), size=size)
         self.assertEqual(warned, [])
         for one, other in zip(got, model.get_weights(), strict=True):
@@ -312,7 +394,7 @@ class WarningTest(parameterized.TestCase):
         with warnings.catch_warnings():
             warnings.filterwarnings("error", own_losses.MESSAGE.rstrip())
             with self.assertRaisesRegex(UserWarning, "unscaled loss"):
-                model.fit(*rows(), batch_size=8, verbose=0)
+                looped(strategy, model)
         for one, other in zip(model.get_weights(), before, strict=True):
             np.testing.assert_array_equal(one, other)
 
@@ -327,7 +409,7 @@ class WarningTest(parameterized.TestCase):
             return tf.distribute.get_strategy().scale_loss(tf.reduce_mean(slope ** 2)
                                                            + tf.reduce_mean(y_pred))
 
-        self.assertEqual(fit(keras, loss_of)[1], [])
+        self.assertEqual(loop(keras, loss_of)[1], [])
 
     def test_some_of_the_rows_that_are_the_batchs_worst(self):
         """Else each tower trains on the hardest of its own rows, and nobody is told."""
@@ -338,8 +420,8 @@ class WarningTest(parameterized.TestCase):
         def of_columns(model, y, y_pred):
             return tf.reduce_sum(tf.math.top_k(tf.square(y_pred), 1).values) / 8.
 
-        self.assertLen(fit(keras, hardest)[1], 1)
-        self.assertEqual(fit(keras, of_columns)[1], [])
+        self.assertLen(loop(keras, hardest)[1], 1)
+        self.assertEqual(loop(keras, of_columns)[1], [])
 
     def test_a_generator_and_a_critic(self):
         """Else every GAN with Keras' losses is warned."""
@@ -368,61 +450,6 @@ class WarningTest(parameterized.TestCase):
             step(strategy.split(tf.random.normal([7, 4])))
         self.assertEqual([str(each.message) for each in caught
                           if "towerstrategy" in str(each.message)], [])
-
-
-    @wide.product(version=list(KITS), wrong=[None, "critic", "generator"])
-    def test_a_gan_of_keras_examples(self, version, wrong):
-        """Else the usual GAN does not compile, or is warned, or trains wrongly without a word.
-
-        It compiles before it makes the metrics that its own list names.
-        """
-        kit = KITS[version]
-        right = kit.losses.BinaryCrossentropy(from_logits=True, **(
-            {} if kit is keras else {"reduction": "none"}))
-
-        class Gan(kit.Model):
-            def __init__(self):
-                super().__init__()
-                self.generator, self.critic = (
-                    kit.Sequential([kit.Input([4]), kit.layers.Dense(units)]) for units in (4, 1))
-
-            def compile(self, optimizers):
-                super().compile()
-                self.optimizers = optimizers
-                self.trackers = [kit.metrics.Mean(name=name) for name in ("ours", "theirs")]
-
-            @property
-            def metrics(self):
-                return self.trackers
-
-            def loss_of(self, name, labels, logits):
-                if name == wrong:
-                    return tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels, logits))
-                loss = right(labels, logits)
-                return loss if kit is keras else tf.nn.compute_average_loss(loss)
-
-            def train_step(self, real):
-                fake = self.generator(tf.random.normal(tf.shape(real)))
-                logits = {"critic": tf.concat([fake, real], 0), "generator": fake}
-                labels = {"critic": tf.concat([tf.ones_like(fake), tf.zeros_like(real)], 0)[:, :1],
-                          "generator": tf.zeros_like(fake)[:, :1]}
-                for name, optimizer, tracker in zip(logits, self.optimizers, self.trackers):
-                    with tf.GradientTape() as tape:
-                        given = logits["critic"] if name == "critic" else self.generator(real)
-                        loss = self.loss_of(name, labels[name], self.critic(given))
-                    variables = getattr(self, name).trainable_variables
-                    optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
-                    tracker.update_state(loss)
-                return {tracker.name: tracker.result() for tracker in self.trackers}
-
-        with towerstrategy.TowerStrategy(3).scope():
-            model = Gan()
-            model.compile([kit.optimizers.Adam(), kit.optimizers.Adam()])
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model.fit(np.ones([7, 4], "float32"), batch_size=7, verbose=0)
-        told = [each for each in caught if own_losses.MESSAGE in str(each.message)]
-        self.assertLen(told, 0 if wrong is None else 1)
 
 
 class HelpersTest(parameterized.TestCase):
@@ -455,99 +482,76 @@ class HelpersTest(parameterized.TestCase):
 
 class OneNumberTest(parameterized.TestCase):
 
-    def assert_as_on_one_device(self, trained):
-        """What ``trained`` gives in a scope is the same on three towers, and nothing is told."""
-        wanted = trained(contextlib.nullcontext())
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "towerstrategy")
-            got = trained(towerstrategy.TowerStrategy(3).scope())
-        for one, other in zip(got, wanted):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-    @wide.product(2, version=list(KITS), reduction=["sum", "none", None],
-                  made=["mean", "sum"])
-    def test_what_does_not_fit_is_made_of_all_rows(self, version, reduction, made):
+    @parameterized.product(version=list(KITS), reduction=["sum", "none", None])
+    def test_as_on_one_device(self, version, reduction):
         """Else a loss that is one number trains with another step than on one device."""
         kit = KITS[version]
+        given = {} if reduction is None else {"reduction": reduction}
 
         class OneNumber(kit.losses.Loss):
+            def __init__(self, made):
+                super().__init__(**given)
+                self.made = made
+
             def call(self, y_true, y_pred):
-                return getattr(tf, f"reduce_{made}")(tf.square(y_pred - y_true))
+                return self.made(tf.square(y_pred - y_true), y_pred)
 
-        def trained(scope):
-            kit.utils.set_random_seed(1)
-            with scope:
-                x = kit.Input((5,))
-                model = kit.Model(x, kit.layers.Dense(3)(x))
-                model.compile(kit.optimizers.SGD(0.01), OneNumber(**given))
-            history = model.fit(*rows(), batch_size=7, verbose=0, shuffle=False)
-            return [*model.get_weights(), history.history["loss"]]
+        class OwnCall(OneNumber):
+            """Past Keras' reduction."""
 
-        given = {} if reduction is None else {"reduction": reduction}
-        self.assert_as_on_one_device(trained)
-
-    @wide.product(2, version=list(KITS), made=["mean", "sum", "entropy", "farthest", "Keras' own"])
-    def test_a_call_of_its_own(self, version, made):
-        """Else a loss that overrides ``__call__``, past Keras' reduction, trains and is logged as
-        another than on one device, and nobody is told.
-        """
-        kit = KITS[version]
-
-        class OwnCall(kit.losses.Loss):
             def __call__(self, y_true, y_pred, sample_weight=None):
-                squares = tf.square(y_pred - y_true)
-                if made == "entropy":
-                    likely = tf.reduce_mean(tf.nn.softmax(y_pred), axis=0)
-                    return tf.reduce_sum(likely * tf.math.log(likely))
-                if made == "farthest":
-                    return tf.reduce_max(tf.matmul(squares, squares, transpose_b=True))
-                if made == "Keras' own":
-                    return super().__call__(y_true, y_pred) + tf.reduce_mean(squares)
-                return getattr(tf, f"reduce_{made}")(squares)
+                return self.made(tf.square(y_pred - y_true), y_pred)
+
+        class Both(kit.losses.Loss):
+            def __call__(self, y_true, y_pred, sample_weight=None):
+                return super().__call__(y_true, y_pred) + tf.reduce_mean(y_pred ** 2)
 
             def call(self, y_true, y_pred):
                 return tf.reduce_mean(tf.abs(y_pred - y_true), axis=-1)
 
-        def trained(scope):
+        def entropy(squares, y_pred):
+            likely = tf.reduce_mean(tf.nn.softmax(y_pred), axis=0)
+            return tf.reduce_sum(likely * tf.math.log(likely))
+
+        def differentiates(squares, y_pred):
+            with tf.GradientTape() as tape:
+                tape.watch(y_pred)
+                cubes = tf.reduce_sum(y_pred ** 3)
+            return tf.reduce_mean(tf.math.top_k(
+                tf.reshape(squares * tape.gradient(cubes, y_pred), [-1]), 2)[0])
+
+        made = {
+            "mean": lambda squares, y_pred: tf.reduce_mean(squares),
+            "sum": lambda squares, y_pred: tf.reduce_sum(squares),
+            "farthest": lambda squares, y_pred: tf.reduce_max(
+                tf.matmul(squares, squares, transpose_b=True)),
+            "draws": lambda squares, y_pred: tf.reduce_max(
+                squares * tf.random.uniform(tf.shape(squares), seed=3)),
+            "entropy": entropy, "differentiates": differentiates}
+
+        def trained(strategy):
             kit.utils.set_random_seed(1)
-            with scope:
+            with strategy.scope():
+                calls = tf.Variable(0., trainable=False)
+
+                def writes(squares, y_pred):
+                    calls.assign_add(1.)
+                    return tf.reduce_max(squares)
+
+                losses = {kind.__name__ + name: kind(function) for kind in (OneNumber, OwnCall)
+                          for name, function in {**made, "writes": writes}.items()}
+                losses["both"] = Both()
                 x = kit.Input((5,))
-                model = kit.Model(x, kit.layers.Dense(3)(x))
-                model.compile(kit.optimizers.SGD(0.01), OwnCall())
-            history = model.fit(*rows(), batch_size=7, verbose=0, shuffle=False)
+                model = kit.Model(x, {name: kit.layers.Dense(3, name=name)(x) for name in losses})
+                model.compile(kit.optimizers.SGD(0.01), losses)
+            x, y = rows()
+            y = dict.fromkeys(losses, y)
+            history = model.fit(x, y, batch_size=7, verbose=0, shuffle=False)  # of 7 rows, of 1
             return [*model.get_weights(), history.history["loss"],
-                    model.evaluate(*rows(), batch_size=8, verbose=0)]
+                    model.evaluate(x, y, batch_size=8, verbose=0), calls.numpy()]
 
-        self.assert_as_on_one_device(trained)
-
-    @wide.product(version=list(KITS), made=["writes", "draws", "differentiates"])
-    def test_what_cannot_be_called_again(self, version, made):
-        """Else a loss that writes is called twice a step, or trains otherwise and nobody is told.
-        """
-        kit = KITS[version]
-        with towerstrategy.TowerStrategy(3).scope():
-            calls = tf.Variable(0.0, trainable=False)
-            x = kit.Input((5,))
-            model = kit.Model(x, kit.layers.Dense(3)(x))
-
-            def loss(y_true, y_pred):
-                squares = tf.reshape(tf.square(y_pred - y_true), [-1])
-                if made == "draws":
-                    squares *= tf.random.uniform(tf.shape(squares))
-                elif made == "writes":
-                    calls.assign_add(1.0)
-                else:
-                    with tf.GradientTape() as tape:
-                        tape.watch(y_pred)
-                        cubes = tf.reduce_sum(y_pred ** 3)
-                    squares *= tf.reshape(tape.gradient(cubes, y_pred), [-1])
-                return tf.reduce_mean(tf.math.top_k(squares, 2)[0])
-
-            model.compile(kit.optimizers.SGD(0.01), loss)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model.fit(*rows(), batch_size=8, verbose=0)
-        told = [str(each.message) for each in caught if "returns one number" in str(each.message)]
-        self.assertLen(told, 1)
-        self.assertIn("neither a sum nor a mean", told[0])
-        self.assertEqual(float(calls), float(made == "writes"))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "towerstrategy")
+            got = trained(towerstrategy.TowerStrategy(3))
+        for one, other in zip(got, trained(tf.distribute.get_strategy()), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

@@ -126,7 +126,6 @@ def check_applied(tower: contexts.TowerContext, targets: Sequence[Any],
     warned = tower.strategy.extended.warned
     if tower.asked or tower.suspects.isdisjoint(changed) or not warned.isdisjoint(changed):
         return
-    warned |= changed
     count = tower.strategy.extended._num_replicas_in_sync
     warnings.warn(
         f"{MESSAGE}the loss that is differentiated here is a mean over the rows of one tower, or "
@@ -136,3 +135,4 @@ def check_applied(tower: contexts.TowerContext, targets: Sequence[Any],
         "tape.gradient; what Keras' loss objects, compute_loss and tf.nn.compute_average_loss "
         "return is scaled already. Where this is what you want, say so with "
         f'warnings.filterwarnings("ignore", "{MESSAGE.rstrip()}").', UserWarning, stacklevel=2)
+    warned |= changed  # last: where the warning is an error, the towers' own traces raise it again
