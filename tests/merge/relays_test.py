@@ -13,7 +13,6 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
-import wide
 from benchmarks import kernels, on_gpus, traffic
 from towerstrategy.merge import relays
 
@@ -27,29 +26,6 @@ def as_gpus(relayed, least=200):
     """Within, towers are GPUs, and what has ``least`` bytes is large, if anything is."""
     with on_gpus.tracing(), mock.patch.object(relays, "LEAST", least if relayed else 2**40):
         yield
-
-
-def compiled(library, strategy):
-    library.utils.set_random_seed(1)
-    layers = library.layers
-    with strategy.scope():
-        model = library.Sequential([
-            library.Input([9]), layers.Dense(23, "tanh"),
-            layers.BatchNormalization(synchronized=True), layers.Dense(11), layers.Dense(7)])
-        model.compile(library.optimizers.Adam(clipnorm=1.), "mse", metrics=["mae"])
-    return model
-
-
-def trained(library, relayed, merge_device, **options):
-    """What fit, evaluate and predict give."""
-    with as_gpus(relayed):
-        strategy = towerstrategy.TowerStrategy(on_gpus.towers(4), merge_device, **options)
-        model = compiled(library, strategy)
-        logs = model.fit(X, Y, batch_size=17, epochs=2, shuffle=False, verbose=0)
-        results = (logs.history, model.evaluate(X, Y, batch_size=17, verbose=0),
-                   model.predict(X, batch_size=17, verbose=0), model.get_weights())
-    assert not strategy.extended.own_trace_reasons
-    return tf.nest.flatten(results)
 
 
 def wide_step(merge_device, relayed, towers=7):
@@ -86,20 +62,6 @@ class ChosenTest(parameterized.TestCase):
 
 
 class ResultsTest(parameterized.TestCase):
-
-    @parameterized.parameters(
-        (keras, "CPU:0", {}), (keras, "balanced", {}), (tf_keras, "CPU:1", {"micro_batches": 2}),
-        *[(tf_keras, "CPU:2", {})] * wide.ALL)
-    def test_fit_evaluate_predict(self, library, merge_device, options):
-        """Else a model trains otherwise on GPUs."""
-        with mock.patch.object(relays, "spread", wraps=relays.spread) as spread, \
-                mock.patch.object(relays, "total", wraps=relays.total) as total:
-            found = trained(library, True, merge_device, **options)
-        self.assertGreater(spread.call_count, 1)
-        self.assertGreater(total.call_count, 0)
-        wanted = trained(library, False, merge_device, **options)
-        for value, expected in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(value, expected, 1e-6, 1e-7)
 
     @parameterized.parameters(11, 2)
     def test_steps_of_ones_own(self, rows):
