@@ -106,21 +106,3 @@ class StepTest(parameterized.TestCase):
         products = [node for node in nodes if node.op == "MatMul" and node.attr["transpose_a"].b
                     and "merge" in node.name]
         self.assertLen(products, 2)
-
-    @parameterized.product(keras_=[keras, tf_keras], rows=[1, 2])
-    def test_sum_losses_leave_stand_ins_out(self, keras_, rows):
-        """Else a tower without rows, which works on a copy of a row, counts that row twice."""
-        x, y = np.arange(1., 1. + rows)[:, None], np.ones([rows, 1])
-        weights = []
-        for strategy in (None, towerstrategy.TowerStrategy(["CPU:1", "CPU:2", "CPU:3"])):
-            with strategy.scope() if strategy else tf.device(None):
-                model = keras_.Sequential([keras_.Input([1]),
-                                           keras_.layers.Dense(1, kernel_initializer="ones")])
-                loss = keras_.losses.MeanSquaredError(
-                    reduction="sum", name="summed") if keras_ is keras else \
-                    keras_.losses.MeanSquaredError(reduction=keras_.losses.Reduction.SUM)
-                model.compile(keras_.optimizers.SGD(.01), loss)
-            model.fit(x, y, batch_size=3, epochs=2, verbose=0)
-            weights.append(model.get_weights())
-        for one, towers in zip(*weights):
-            np.testing.assert_allclose(towers, one, rtol=1e-6)

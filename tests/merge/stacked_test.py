@@ -26,13 +26,15 @@ def trained(kit, strategy):
     rows = np.random.RandomState(0).rand(7, 4).astype("float32")
     data = tf.data.Dataset.from_tensors((rows, rows[:, :1])).repeat(3)
     kinds = collections.Counter()
-    if strategy:
-        distributed = strategy.experimental_distribute_dataset(data)
-        step = tf.function(lambda one: strategy.run(model.train_step, (one,)), autograph=False)
-        graph = step.get_concrete_function(next(iter(distributed))).graph.as_graph_def()
-        kinds.update(node.op for function in graph.library.function for node in function.node_def
-                     if node.device.endswith("CPU:2"))
-    model.fit(data, verbose=0)
+    if strategy is None:
+        model.fit(data, verbose=0)
+        return model.get_weights(), kinds
+    step = tf.function(lambda one: strategy.run(model.train_step, (one,)), autograph=False)
+    for batch in strategy.experimental_distribute_dataset(data):
+        step(batch)
+    graph = step.get_concrete_function(batch).graph.as_graph_def()
+    kinds.update(node.op for function in graph.library.function for node in function.node_def
+                 if node.device.endswith("CPU:2"))
     return model.get_weights(), kinds
 
 
