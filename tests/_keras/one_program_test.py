@@ -145,11 +145,15 @@ class OneProgramTest(parameterized.TestCase):
         self.assert_as_one_device("keras", make,
                                   after=lambda model: [model.predict(X, batch_size=8, verbose=0)])
 
-    def test_sparse_and_ragged_batches(self):
-        """Else inputs that are no tensors lose rows, or count those of stand-ins."""
+    @parameterized.parameters(True, False)
+    def test_batches_that_are_sparse_or_of_unknown_rank(self, sparse):
+        """Else inputs whose parts are not sharded lose rows, or count those of stand-ins."""
 
-        def sparse_of(kit):
-            model = kit.Sequential([kit.Input([4], sparse=True), kit.layers.Dense(2)])
+        def unknown(rows):
+            return tf.ensure_shape(tf.py_function(lambda rows: rows, [rows], tf.float32), None)
+
+        def model_of(kit):
+            model = kit.Sequential([kit.Input([4], sparse=sparse), kit.layers.Dense(2)])
             model.compile(kit.optimizers.SGD(.1), "mse")
             return model
 
@@ -157,12 +161,13 @@ class OneProgramTest(parameterized.TestCase):
         for where in (None, strategy):
             tf_keras.utils.set_random_seed(1)
             if where is None:
-                model = sparse_of(tf_keras)
+                model = model_of(tf_keras)
             else:
                 with where.scope():
-                    model = sparse_of(tf_keras)
+                    model = model_of(tf_keras)
             data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).map(
-                lambda x, y: (tf.sparse.from_dense(tf.where(x > .5, x, 0.)), y))
+                lambda x, y: (tf.sparse.from_dense(tf.where(x > .5, x, 0.)), y) if sparse
+                else (unknown(x), unknown(y)))
             history = model.fit(data, epochs=2, verbose=0)
             results.append([history.history, model.get_weights()])
         tf.nest.map_structure(

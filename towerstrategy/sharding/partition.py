@@ -287,7 +287,8 @@ class _Body:
     def _entered(self, values: Sequence[Value]) -> tuple[list[tf.Tensor], list[Any]]:
         builder = self._builder = Builder(self.graph)
         towers = self._towers = Towers(builder, self._outer.devices, self._outer.merge,
-                                       self._outer.host, self._outer.scopes, self._count)
+                                       self._outer.host, self._outer.scopes, self._count,
+                                       self._outer.draws_rows)
         placeholders: list[tf.Tensor] = []
         entered = []
         for spec, value, inner in zip(self._specs, values, self._layout.graph.inputs):

@@ -15,8 +15,6 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import sub_batches
-from towerstrategy.merge import merging
 from towerstrategy.sharding import homes, step
 from towerstrategy.towers import contexts
 
@@ -27,38 +25,11 @@ def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if tf.executing_eagerly() or len(devices) == 1:
         device = devices[0] if len(devices) == 1 else strategy.extended.merge_device
         with tf.device(device):
-            args, kwargs = tf.nest.map_structure(_whole, (args, kwargs))
+            args, kwargs = tf.nest.map_structure(step.whole, (args, kwargs))
         if not tf.executing_eagerly():
             fn = _tf.autograph_convert(fn)
         with contexts.OneReplicaContext(strategy), strategy.extended.counted_as(1), \
                 tf.device(device), tf.profiler.experimental.Trace(
                     f"{contexts.scope_name(0, device)}/" if len(devices) == 1 else homes.ONCE):
             return fn(*args, **kwargs)
-    with tf.device(strategy.extended.host_device):
-        args, kwargs = tf.nest.map_structure(_dense, (args, kwargs))
     return step.call(strategy, fn, args, kwargs)
-
-
-def _dense(leaf: Any) -> Any:
-    """``leaf``; whole where the towers' parts are no tensors."""
-    if isinstance(leaf, _tf.PerReplica) and not all(
-            isinstance(part, tf.Tensor) for part in leaf.values):
-        return _whole(leaf)
-    return leaf
-
-
-def _whole(leaf: Any) -> Any:
-    """All rows of a component of the batch."""
-    if not isinstance(leaf, _tf.PerReplica):
-        return leaf
-    parts = list(leaf.values)
-    if isinstance(leaf, sub_batches.StandInSubBatches):
-        parts = [_first_rows(part, leaf.rows[tower]) for tower, part in enumerate(parts)]
-    return parts[0] if len(parts) == 1 else merging.concat(parts, 0)
-
-
-def _first_rows(part: Any, rows: tf.Tensor) -> Any:
-    if isinstance(part, tf.SparseTensor):
-        size = tf.concat([[rows], part.dense_shape[1:]], 0)
-        return tf.sparse.slice(part, tf.zeros_like(size), size)
-    return part[:rows]

@@ -47,7 +47,8 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             f"but the strategy has {strategy.extended.workers.replicas} towers on several: use "
             "strategy.run.")
     graph = tf.compat.v1.get_default_graph()
-    inputs = _Inputs((args, kwargs))
+    with tf.device(strategy.extended.host_device):
+        inputs = _Inputs((args, kwargs))
     inputs.check_rows()
     traced, result = _traced(strategy, fn, inputs)
     layout = propagate.propagate(traced, [
@@ -69,6 +70,23 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = [tf.identity(_shaped(builder.tensor(ref), traced_output))
                    for ref, traced_output in zip(outputs, traced.outputs)]
     return result(tensors)
+
+
+def whole(leaf: Any) -> Any:
+    """All rows of a component of the batch; ``leaf`` if it is none."""
+    if not isinstance(leaf, _tf.PerReplica):
+        return leaf
+    parts = list(leaf.values)
+    if isinstance(leaf, sub_batches.StandInSubBatches):
+        parts = [_first_rows(part, leaf.rows[tower]) for tower, part in enumerate(parts)]
+    return parts[0] if len(parts) == 1 else merging.concat(parts, 0)
+
+
+def _first_rows(part: Any, rows: tf.Tensor) -> Any:
+    if isinstance(part, tf.SparseTensor):
+        size = tf.concat([[rows], part.dense_shape[1:]], 0)
+        return tf.sparse.slice(part, tf.zeros_like(size), size)
+    return part[:rows]
 
 
 def _shaped(tensor: tf.Tensor, traced: tf.Tensor) -> tf.Tensor:
@@ -94,7 +112,7 @@ class _Inputs:
         if all(isinstance(part, tf.Tensor) and part.shape.rank for part in parts):
             counts = (leaf.rows if isinstance(leaf, sub_batches.StandInSubBatches) else None)
             return _Rows(parts, counts)
-        return merging.concat(parts, 0)
+        return whole(leaf)
 
     def check_rows(self) -> None:
         """Raises where components of the batch have different numbers of rows on a tower."""
@@ -174,7 +192,7 @@ def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
             return builder.take(tf.shape(inputs.rows.parts[tower], tf.int64)[0])
 
     host = tf.DeviceSpec.from_string(strategy.extended.host_device).to_string()
-    return Towers(builder, devices, merge, host, scopes, count)
+    return Towers(builder, devices, merge, host, scopes, count, strategy.extended.draws_rows)
 
 
 def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs

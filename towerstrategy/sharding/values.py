@@ -28,12 +28,14 @@ class Towers:
       host: the CPU that numbers of rows are kept on; kernels take shapes from there.
       scopes: the name scope of each tower's nodes, with a "/" behind it.
       counts: gives each tower's number of rows, int64 scalars.
+      draws_rows: whether a tower draws its rows of what one device draws, not numbers of its own.
     """
 
     def __init__(self, builder: Builder, devices: Sequence[str], merge: str, host: str,
-                 scopes: Sequence[str], counts: Callable[[int], Ref]) -> None:
+                 scopes: Sequence[str], counts: Callable[[int], Ref],
+                 draws_rows: bool = True) -> None:
         self.builder, self.devices, self.merge, self.host = builder, devices, merge, host
-        self.scopes = scopes
+        self.scopes, self.draws_rows = scopes, draws_rows
         self._counts = counts
         self._known: dict[Any, Ref] = {}
         self.crossings: dict[str, int] = {}

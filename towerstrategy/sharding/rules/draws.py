@@ -43,6 +43,9 @@ def draw(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 def _drawn(m: Any, width: int) -> list[Any]:
     """Each tower's draw; ``width`` is how many numbers a row has, negative if that is unknown."""
+    if not m.towers.draws_rows:  # each its own, by the counter's higher half
+        return m.each(lambda tower: _copied(m, m.part(0, tower), m.make("AddV2", [
+            m.whole(2), m.constant([0, tower], tf.uint64, None)], None), tower))
     group = 2 if m.op.outputs[0].dtype.size == 8 else 4
     whole_groups = width >= 0 and width % group == 0
     drawn, before = [], m.constant(0, tf.int64, None)
