@@ -61,7 +61,8 @@ class TowerExtended(_tf.StrategyExtended):
         self._retrace_functions_for_each_device = len(placement.towers) > 1
         self.experimental_enable_get_next_as_optional = True
         self._modes = modes.Modes()
-        self.one_program = True  # whether steps of Keras are traced once and partitioned
+        # Whether steps of Keras that XLA does not compile are traced once and partitioned.
+        self.partitions_steps = workers is None and not placement.rows
         # Of partitioned steps: operations without a rule by type, the last one's crossings by kind.
         self.done_with_all_rows: dict[str, tuple[str, int, str]] = {}
         self.crossings: dict[str, int] = {}
@@ -347,11 +348,6 @@ class TowerExtended(_tf.StrategyExtended):
         return _tf.value_container(value)
 
     # The verbs.
-
-    @property
-    def partitions_steps(self) -> bool:
-        """Whether steps of Keras that XLA does not compile are traced once and partitioned."""
-        return self.one_program and self._workers is None and not self._placement.rows
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.partitions_steps and self._modes.keras_step and not self._modes.compiles:

@@ -107,8 +107,7 @@ class TowerStrategy(kind.Kind):
         docs/micro_batches.md.
       draws: what random operations draw in a tower (dropout, noise, ``tf.random``): with
         ``"per row"`` its rows of what one device would draw for the whole batch, see
-        docs/same_as_one_device.md; with ``"per tower"`` numbers of its own.  In eager steps of
-        Keras, which one device does, both are one device's.
+        docs/same_as_one_device.md; with ``"per tower"`` numbers of its own, but in eager Keras.
       balance: what of the stages of a tower is to be as equal as can be: ``"bytes"`` of weights,
         slots and activations; or ``"time"``, for which each layer of a functional or sequential
         model is tried once when the model is compiled.
