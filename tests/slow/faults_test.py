@@ -1,5 +1,6 @@
 """What is too slow for every run: Ctrl-C in processes of their own, and running out of memory."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -50,7 +51,7 @@ PROGRAM = """
 
         class Work(kit.layers.Layer):
             def call(self, x):
-                return work(x) if hasattr(tf.distribute.get_replica_context(), "shares") else x
+                return x if tf.distribute.in_cross_replica_context() else work(x)
 
         with strategy.scope():
             model = kit.Sequential([kit.Input([4]), Work(), kit.layers.Dense(1)])
@@ -64,8 +65,9 @@ PROGRAM = """
 
 class InterruptTest(parameterized.TestCase):
 
-    @parameterized.product(what=["eager", "function", "keras", "tf_keras"],
-                           when=["steps", "tracing", "tracing each"])
+    @parameterized.parameters(*itertools.product(["keras", "tf_keras"], ["steps", "tracing"]),
+                              *itertools.product(["eager", "function"],
+                                                 ["steps", "tracing", "tracing each"]))
     def test_ctrl_c(self, what, when):
         """Else Ctrl-C is lost, or waits for more than the step."""
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -120,6 +122,8 @@ class MemoryTest(parameterized.TestCase):
                 return model.train_on_batch(x, np.zeros([8, 1], "f"))
 
         train(np.zeros([8, 3], "f"))
-        with self.assertRaisesRegex(tf.errors.ResourceExhaustedError, "tower_1_CPU_2"):
+        # A largest number of all rows is nobody's alone in a step that is one program.
+        where = "tower_1_CPU_2" if kit is None else "merge/.*zeros"
+        with self.assertRaisesRegex(tf.errors.ResourceExhaustedError, where):
             train(sick)
         train(np.zeros([8, 3], "f"))
