@@ -115,11 +115,9 @@ def check_function(argument: str, fn: Any) -> None:
 def check_options(strategy: Any, input_signature: Any, autograph: Any, jit_compile: Any,
                   reduce_retracing: Any) -> None:
     """The arguments of ``strategy.function``."""
-    several = ("towers of several stages" if strategy.extended.placement.rows else
-               "several machines" if strategy.extended.workers is not None else None)
-    if several is not None:
-        raise NotImplementedError("strategy.function partitions a step over the towers of one "
-                                  f"machine, not over {several}. Use strategy.run.")
+    if strategy.extended.placement.rows:
+        raise NotImplementedError("strategy.function partitions a step over towers of one device "
+                                  "each, not over towers of several stages. Use strategy.run.")
     if not isinstance(input_signature, (list, tuple, type(None))):
         raise TypeError("input_signature must be None, or a list or tuple with what describes each "
                         f"argument, but got {input_signature!r} of type "

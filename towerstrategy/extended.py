@@ -62,7 +62,7 @@ class TowerExtended(_tf.StrategyExtended):
         self.experimental_enable_get_next_as_optional = True
         self._modes = modes.Modes()
         # Whether steps of Keras that XLA does not compile are traced once and partitioned.
-        self.partitions_steps = workers is None and not placement.rows
+        self.partitions_steps = not placement.rows
         # Of partitioned steps: operations without a rule by type, the last one's crossings by kind.
         self.done_with_all_rows: dict[str, tuple[str, int, str]] = {}
         self.crossings: dict[str, int] = {}

@@ -207,7 +207,7 @@ class TowerStrategy(kind.Kind):
         Raises:
           TypeError: ``func`` is no function; options of a wrong type.
           ValueError: ``jit_compile=True``.
-          NotImplementedError: several machines, or towers of several stages.
+          NotImplementedError: towers of several stages.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:3])
         >>> with strategy.scope():

@@ -20,14 +20,15 @@ from towerstrategy.merge import shares as shares_lib
 WORKERS, TOWERS = 2, 2
 CASES = ("unseeded", "verbs", "ends_early", "sharded", "uneven-keras",
          "loop-keras", "embedded-tf_keras", "random_start-keras", "counted-keras", "wide-keras",
-         "handed-keras", "whole-keras")
+         "handed-keras", "whole-keras", "in_batch", "looped-keras", "function")
 
 
 class ClusterTest(machines_workers.ClusterTestCase):
     workers, towers, cases = WORKERS, TOWERS, CASES
 
     @parameterized.parameters("verbs", "uneven-keras", "loop-keras", "embedded-tf_keras",
-                              "wide-keras", "handed-keras", "whole-keras")
+                              "wide-keras", "handed-keras", "whole-keras", "in_batch",
+                              "looped-keras", "function")
     def test_as_on_one_device(self, case):
         """Else weights, logs, evaluations or predictions depend on the number of machines."""
         self.assert_as_on_one_device(case)
@@ -78,18 +79,10 @@ class ClusterTest(machines_workers.ClusterTestCase):
     def test_what_crosses(self):
         """Else a step's cost grows with the number of variables: each collective waits for all."""
         seen = self.seen("counted-keras")
-        # Row counts, gradients, metrics.
-        self.assertEqual(seen["counts"].tolist(), [3, 3])
-        self.assertEqual(seen["own_traces"].tolist(), [0])
+        # Row counts; gradients with what metrics count.
+        self.assertEqual(seen["counts"].tolist(), [2, 2])
         # Parts stay with the towers that they were prefetched to.
         self.assertEqual(seen["in_loops"].tolist(), [0, 0])
-
-    def test_rows_of_wide_layers_cross(self):
-        """Else a step with few rows sends whole kernels, which takes longer than the step."""
-        seen, kernel = self.seen("wide-keras"), 1024 * 1024
-        self.assertLess(max(seen["graph_sent_6"]), kernel // 2)
-        self.assertGreater(max(seen["graph_sent_6"]), WORKERS * 2048, "rows of both factors")
-        self.assertEqual(max(seen["graph_sent_300"]), kernel)
 
 
 class OneTowerTest(parameterized.TestCase):

@@ -171,6 +171,9 @@ from towerstrategy._tensorflow.graphs import (
     copy_handle_data as copy_handle_data,
 )
 from towerstrategy._tensorflow.graphs import (
+    crosses_machines as crosses_machines,
+)
+from towerstrategy._tensorflow.graphs import (
     operation_count as operation_count,
 )
 from towerstrategy._tensorflow.graphs import (
@@ -223,6 +226,9 @@ from towerstrategy._tensorflow.machines import (
 )
 from towerstrategy._tensorflow.machines import (
     end_collectives as end_collectives,
+)
+from towerstrategy._tensorflow.machines import (
+    hand_keys_to_branches as hand_keys_to_branches,
 )
 from towerstrategy._tensorflow.machines import (
     start_worker as start_worker,

@@ -82,13 +82,18 @@ def written_resources(operation: tf.Operation) -> Collection[tf.Tensor]:
     return written
 
 
+def crosses_machines(operation: tf.Operation) -> bool:
+    """Whether ``operation`` is a collective one, which waits for those of other machines."""
+    return bool(operation.type.startswith("Collective"))
+
+
 def touched_resources(operation: tf.Operation) -> tuple[set[str], set[str]]:
     """The resources that ``operation`` reads and writes, as TensorFlow's own ordering takes them.
 
     Each by its tensor's name; ``""`` written stands for an effect on the world outside, in which
     operations are kept in the order that they were made in.
     """
-    if operation.type.startswith("Collective"):  # in one order on all machines
+    if crosses_machines(operation):  # in one order on all machines
         return set(), {"collective"}
     if not any(tensor.dtype == tf.resource for tensor in operation.inputs):
         return set(), {""} if auto_control_deps.op_is_stateful(operation) else set()

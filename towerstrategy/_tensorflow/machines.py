@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +17,9 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import func_graph
+from tensorflow.python.ops import control_flow_util_v2
 
+from towerstrategy._tensorflow import wrapping
 from towerstrategy._tensorflow.strategies import Options
 
 PRIVATE_NAMES = {
@@ -31,6 +34,8 @@ PRIVATE_NAMES = {
         "keys of collective ops in a branch that calls a function",
     "tensorflow.python.framework.func_graph:FuncGraph": "which functions are around an operation",
     "tensorflow.python.framework.func_graph:FuncGraph.outer_graph": "the same",
+    "tensorflow.python.ops.control_flow_util_v2:CondBranchFuncGraph":
+        "a branch, which does not hand on what is asked for when it is called",
     "tensorflow.python.eager.context:Context.configure_collective_ops":
         "makes this process one worker of a cluster, as "
         "CollectiveAllReduceExtended._initialize_multi_worker does; no public name",
@@ -64,6 +69,24 @@ class CollectiveLauncher(cross_device_utils.CollectiveReplicaLauncher):
             graph = graph.outer_graph
         with contextlib.nullcontext() if tf.executing_eagerly() else graph.as_default():
             return super()._next_instance_key()
+
+
+def hand_keys_to_branches() -> None:
+    """Makes keys of collective ops reach functions that are called in a branch, once a process.
+
+    TensorFlow has them reach those that are called in a function or in a loop.
+    """
+    wrapping.wrap(control_flow_util_v2.CondBranchFuncGraph, "capture_call_time_value", _from_around)
+
+
+def _from_around(original: Callable[..., Any]) -> Callable[..., Any]:
+    def capture_call_time_value(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.outer_graph, func_graph.FuncGraph):
+            return original(self, *args, **kwargs)
+        around = self.outer_graph.capture_call_time_value(*args, **kwargs)
+        return tf.nest.map_structure(self.capture, around)
+
+    return capture_call_time_value
 
 
 # Of all strategies in this process; far from where MultiWorkerMirroredStrategy starts counting.

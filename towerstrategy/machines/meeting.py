@@ -35,6 +35,9 @@ _PRODUCT_COSTS = 2
 # What shares may be taken from, in the order of the numbers that say so to other workers.
 _KINDS = ("", asked_shares.MEMORY, asked_shares.MEASURED)
 
+_EXTREMES = {"max": tf.reduce_max, "min": tf.reduce_min, "and": tf.reduce_all,
+             "or": tf.reduce_any}
+
 # Bytes from which a tensor crosses by itself, and which smaller ones wait to be together.
 LARGE = 2**22
 _watched: list[clusters.Cluster] = []
@@ -82,6 +85,7 @@ class Machines:
         _made.append(self)
         self.count, self.index, self.towers = cluster.count, cluster.index, towers
         self._device = device
+        _tf.hand_keys_to_branches()
         self._launcher = _tf.collective_launcher(device, cluster.count, options)
         # TensorFlow gathers in an order of its own; this tells where each worker's part is.
         self._order = list(range(self.count))
@@ -232,12 +236,22 @@ class Machines:
         if not value.shape.rank:
             raise ValueError("values of rank 0 cannot be gathered: there is no axis to put them "
                              f"behind one another along (axis={axis}).")
-        axis %= value.shape.rank
-        if axis == 0:
-            return self.gather_rows([value])[0]
-        order = [axis, *(other for other in range(value.shape.rank) if other != axis)]
-        rows = self.gather_rows([tf.transpose(value, order)])[0]
-        return tf.transpose(rows, [order.index(place) for place in range(value.shape.rank)])
+        return self.gather_along([value], [axis % value.shape.rank])[0]
+
+    def gather_along(self, values: Sequence[tf.Tensor], axes: Sequence[int]) -> list[tf.Tensor]:
+        """Dense values, each gathered along its axis: the first where their rank is unknown."""
+        orders = [[axis, *(other for other in range(value.shape.rank) if other != axis)]
+                  if axis else None for value, axis in zip(values, axes)]
+        gathered = self.gather_rows([value if order is None else tf.transpose(value, order)
+                                     for value, order in zip(values, orders)])
+        return [rows if order is None else tf.transpose(
+            rows, [order.index(place) for place in range(len(order))])
+            for rows, order in zip(gathered, orders)]
+
+    def extremes(self, values: Sequence[tf.Tensor], kinds: Sequence[str]) -> list[tf.Tensor]:
+        """The workers' "max", "min", "and" (all) or "or" (any) of each value, of one shape."""
+        gathered = self.gather_rows([value[tf.newaxis] for value in values])
+        return [_EXTREMES[kind](rows, 0) for rows, kind in zip(gathered, kinds)]
 
     def stack(self, value: tf.Tensor) -> tf.Tensor:
         """The workers' values, of one shape on all, stacked in the workers' order."""
@@ -335,7 +349,7 @@ class Machines:
             [sent, tf.zeros(tf.concat([missing[tf.newaxis], inner], 0), sent.dtype)], 0)
         gathered = self._gather(padded[tf.newaxis])
         together = tf.boolean_mask(gathered, tf.sequence_mask(rows, most))
-        together.set_shape([None, *sent.shape[1:]])
+        together.set_shape(tf.TensorShape([None]).concatenate(sent.shape[1:]))
         return _unpacked(together, value.dtype)
 
     def _gather(self, value: tf.Tensor) -> tf.Tensor:

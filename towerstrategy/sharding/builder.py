@@ -114,6 +114,27 @@ class Builder:
                     node.attr[key].list.func.add().name = name
         return self._complete(node, inputs, device, controls, dtypes), node.name
 
+    @property
+    def nodes(self) -> Any:
+        """What has been collected, each node behind those that it needs."""
+        return self._def.node
+
+    def reserve(self, wanted: str) -> str:
+        """A name for a node that :meth:`define` makes."""
+        return self._name(wanted)
+
+    def define(self, name: str, ref: Ref, device: str) -> None:
+        """Makes a node of a name that was reserved, which is ``ref``."""
+        node = self._def.node.add()
+        node.op, node.name = "Identity", name
+        node.attr["T"].type = ref.dtype.as_datatype_enum
+        self._complete(node, [ref], device, (), [ref.dtype])
+
+    def wait(self, name: str, before: str) -> None:
+        """Makes a node wait for another."""
+        if before:
+            next(node for node in self._def.node if node.name == name).input.append(f"^{before}")
+
     def finish(self) -> None:
         """Imports what has been collected into ``graph``."""
         made = _tf.import_nodes(self.graph, self._def, self._taken)

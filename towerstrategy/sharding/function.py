@@ -139,7 +139,7 @@ class Function:
 
 def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     extended = strategy.extended
-    if len(extended.worker_devices) > 1:
+    if len(extended.worker_devices) > 1 or extended.workers is not None:
         return step.call(strategy, fn, args, kwargs)
     with contexts.OneReplicaContext(strategy), tf.device(extended.worker_devices[0]):
         return _tf.autograph_convert(fn)(*args, **kwargs)

@@ -14,7 +14,7 @@ import tensorflow as tf
 from towerstrategy.sharding import homes
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.rules.registry import HOST, Op
-from towerstrategy.sharding.spec import Sharded
+from towerstrategy.sharding.spec import Sharded, Size
 from towerstrategy.sharding.values import Towers, Value
 
 
@@ -70,6 +70,24 @@ class Maker:
                              spec.dim, HOST) for tower in range(len(self.towers))]
         rows = self.towers.add_up(sizes, self.towers.host)
         return rows if dtype == tf.int64 else self.make("Cast", [rows], HOST, DstT=dtype)
+
+    def earlier(self, index: int, dtype: tf.DType) -> Ref:
+        """How many rows a size counts that are of the workers before this one."""
+        value, spec, towers = self.inputs[index], self.inputs[index].spec, self.towers
+        assert isinstance(spec, Size)
+        if spec.times is not None and not spec.group or towers.across.workers is None:
+            rows = towers.earlier(dtype)
+            if spec.times in (None, 1):
+                return rows
+            return self.make("Mul", [rows, self.constant(spec.times, dtype, HOST)], HOST)
+        sizes = value.parts()
+        if value.shape.rank != 0:
+            sizes = [self._entry(size, spec.at, HOST) for size in sizes]
+        own = sizes[0]
+        for size in sizes[1:]:
+            own = self.make("AddV2", [own, size], HOST)
+        rows = towers.of_earlier(own)
+        return rows if rows.dtype == dtype else self.make("Cast", [rows], HOST, DstT=dtype)
 
     def shape(self, index: int, dtype: tf.DType) -> Ref:
         """The shape of a sharded input with all rows."""

@@ -10,13 +10,14 @@ on each tower that uses them.  Effects keep the order that the trace gave them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import homes, propagate
+from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.maker import Maker
 from towerstrategy.sharding.propagate import Layout, Nested
@@ -146,7 +147,7 @@ class Partition:
     def _on_towers(self, operation: tf.Operation, plan: Plan, values: Sequence[Value],
                    controls: list[str]) -> list[Value]:
         op, count, rows = Op(operation), len(self._towers), None
-        if plan.padded and count > 1:
+        if plan.padded and self._towers.replicas > 1:
             rows = next(value for value in values if isinstance(value.spec, Sharded))
             values = [value.padded() for value in values]
         maker = Maker(op, values, self._towers)
@@ -232,10 +233,10 @@ class Partition:
                   for layout in plan.layouts]
         for number, body in enumerate(bodies):
             body.make(plan.gives if number or not loop else [REPLICATED])
-        asked = sorted({tower for body in bodies for tower in body.asked})
+        asked = {key: one for body in bodies for key, one in body.asked.items()}
         for number, body in enumerate(bodies):
             body.finish(asked, hand_on=loop and number == 1)
-        refs += [self._towers.count(tower) for tower in asked]
+        refs += [one.outer() for one in asked.values()]
         dtypes = [ref.dtype for ref in bodies[-1].results]
         names = [_tf.add_function(self._towers.builder.graph, body.graph) for body in bodies]
         extra = {"T": _types(refs)} if loop else {"Tin": _types(refs), "Tout": _types_of(dtypes)}
@@ -248,6 +249,8 @@ class Partition:
             [ref.dtype for ref in refs] if loop else dtypes, _attributes(operation, names),
             extra)
         self._done(operation, [name])
+        if any(body.crosses for body in bodies):
+            self._towers.across.note_control_flow(name)
         return self._taken_apart(operation, plan.gives, made)
 
     def _taken_apart(self, operation: tf.Operation, gives: Sequence[Spec],
@@ -272,6 +275,13 @@ class _Lazily:
         return lambda: self.made()[index]
 
 
+class _Asked(NamedTuple):
+    """What a branch or loop needs beside its inputs."""
+
+    stands: Callable[[], tf.Tensor]  # makes what stands for it within
+    outer: Callable[[], Ref]
+
+
 class _Body:
     """A branch or the body of a loop, as a function of what all towers have."""
 
@@ -279,16 +289,19 @@ class _Body:
                  values: Sequence[Value], operation: tf.Operation) -> None:
         self._outer, self._layout, self._specs = outer, layout, specs
         self.graph = _tf.new_function_graph(layout.graph, operation.name)
-        self.asked: dict[int, tf.Tensor] = {}
+        self.asked: dict[Any, _Asked] = {}
+        self._standing: dict[Any, tf.Tensor] = {}
         self.results: list[Ref] = []
         with self.graph.as_default():
             self._inputs, self._values = self._entered(values)
 
     def _entered(self, values: Sequence[Value]) -> tuple[list[tf.Tensor], list[Any]]:
         builder = self._builder = Builder(self.graph)
+        across = Across(self._outer.across.workers, self._outer.across.graph, builder,
+                        self._outside)
         towers = self._towers = Towers(builder, self._outer.devices, self._outer.merge,
                                        self._outer.host, self._outer.scopes, self._count,
-                                       self._outer.draws_rows)
+                                       self._outer.draws_rows, across)
         placeholders: list[tf.Tensor] = []
         entered = []
         for spec, value, inner in zip(self._specs, values, self._layout.graph.inputs):
@@ -301,11 +314,23 @@ class _Body:
             entered.append(made)
         return placeholders, entered
 
-    def _count(self, tower: int) -> Ref:
-        if tower not in self.asked:
+    def _count(self, tower: int | None) -> Ref:
+        one = tower is not None
+        return self._ask(tower, _Asked(
+            lambda: tf.compat.v1.placeholder(tf.int64, [] if one else [self._outer.replicas]),
+            lambda: self._outer.counts() if tower is None else self._outer.count(tower)))
+
+    def _outside(self, tensor: tf.Tensor) -> Ref:
+        """What stands for a tensor of the step's graph, such as a collective operation's key."""
+        return self._ask(tensor.name, _Asked(lambda: _tf.placeholder_like(tensor),
+                                             lambda: self._outer.across.outside(tensor)))
+
+    def _ask(self, key: Any, asked: _Asked) -> Ref:
+        if key not in self.asked:
+            self.asked[key] = asked
             with self.graph.as_default():
-                self.asked[tower] = tf.compat.v1.placeholder(tf.int64, [])
-        return self._builder.take(self.asked[tower])
+                self._standing[key] = asked.stands()
+        return self._builder.take(self._standing[key])
 
     def make(self, gives: Sequence[Spec]) -> None:
         """Makes its nodes; its results are to be of these specs."""
@@ -313,19 +338,20 @@ class _Body:
         results = partition.run(self._layout, self._values)
         for value, spec in zip(results, gives):
             self.results += _refs_of(value.as_spec(spec))
-        self._effects = partition.effects
+        self._identities = [self._builder.make("Identity", [ref], "") for ref in self.results]
+        crossings = self._towers.across.finish()
+        self.crosses, self._effects = bool(crossings), [*partition.effects, *crossings]
 
-    def finish(self, asked: Sequence[int], hand_on: bool) -> None:
-        """Makes a function of it, which also takes how many rows those towers have."""
+    def finish(self, asked: Mapping[Any, _Asked], hand_on: bool) -> None:
+        """Makes a function of it, which also takes what it or another body has asked for."""
         _tf.hand_on_all_functions(self._layout.graph, self.graph)
         with self.graph.as_default():
-            counts = [self.asked[tower] if tower in self.asked
-                      else tf.compat.v1.placeholder(tf.int64, []) for tower in asked]
-            identities = [self._builder.make("Identity", [ref], "") for ref in self.results]
+            others = [self._standing[key] if key in self._standing else one.stands()
+                      for key, one in asked.items()]
             self._builder.finish()
-            outputs = [self._builder.tensor(ref) for ref in identities]
-            handed = [tf.identity(count) for count in counts] if hand_on else []
-        self.graph.inputs = [*self._inputs, *counts]
+            outputs = [self._builder.tensor(ref) for ref in self._identities]
+            handed = [tf.identity(other) for other in others] if hand_on else []
+        self.graph.inputs = [*self._inputs, *others]
         self.graph.outputs = [*outputs, *handed]
         self.graph.control_outputs = [self._builder.operation(name)
                                       for name in dict.fromkeys(self._effects)]

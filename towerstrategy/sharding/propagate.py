@@ -360,7 +360,10 @@ def _visit(root: tf.Operation, done: set[str], order: list[tf.Operation]) -> Non
     def enter(operation: tf.Operation) -> None:
         if operation.name not in done:
             done.add(operation.name)
-            needs = [tensor.op for tensor in operation.inputs] + list(operation.control_inputs)
+            # TensorFlow adds control inputs in an order that differs between processes, and all
+            # workers are to have one order.
+            needs = [tensor.op for tensor in operation.inputs] + sorted(
+                operation.control_inputs, key=lambda control: str(control.name))
             stack.append((operation, iter(needs)))
 
     enter(root)

@@ -22,10 +22,12 @@ from towerstrategy.towers import contexts
 def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What one device would return for ``fn(*args, **kwargs)`` and all rows."""
     devices = strategy.extended.worker_devices
-    if tf.executing_eagerly() or len(devices) == 1:
+    alone = len(devices) == 1 and strategy.extended.workers is None
+    if tf.executing_eagerly() or alone:
         device = devices[0] if len(devices) == 1 else strategy.extended.merge_device
         with tf.device(device):
-            args, kwargs = tf.nest.map_structure(step.whole, (args, kwargs))
+            args, kwargs = tf.nest.map_structure(
+                lambda leaf: step.whole(strategy, leaf), (args, kwargs))
         if not tf.executing_eagerly():
             fn = _tf.autograph_convert(fn)
         with contexts.OneReplicaContext(strategy), strategy.extended.counted_as(1), \

@@ -18,6 +18,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import merging
 from towerstrategy.sharding import propagate
+from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.partition import Partition
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec
@@ -38,17 +39,11 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
       kwargs: keyword arguments, likewise.
 
     Raises:
-      NotImplementedError: the strategy spans several machines.
       ValueError: components of the batch that have different numbers of rows.
     """
-    if strategy.extended.workers is not None:
-        raise NotImplementedError(
-            "a step that is traced once and partitioned runs on the towers of one machine so far, "
-            f"but the strategy has {strategy.extended.workers.replicas} towers on several: use "
-            "strategy.run.")
     graph = tf.compat.v1.get_default_graph()
     with tf.device(strategy.extended.host_device):
-        inputs = _Inputs((args, kwargs))
+        inputs = _Inputs(strategy, (args, kwargs))
     inputs.check_rows()
     traced, result = _traced(strategy, fn, inputs)
     layout = propagate.propagate(traced, [
@@ -60,6 +55,7 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     values = inputs.values(towers, builder, traced)
     partition = Partition(towers)
     outputs = [value.whole() for value in partition.run(layout, values)]
+    towers.across.finish()
     builder.finish()
     if strategy.extended.placement.micro_batches > 1:
         order.put(graph, [builder.made(scope) for scope in towers.scopes],
@@ -72,14 +68,22 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return result(tensors)
 
 
-def whole(leaf: Any) -> Any:
-    """All rows of a component of the batch; ``leaf`` if it is none."""
+def _shaped(tensor: tf.Tensor, traced: tf.Tensor) -> tf.Tensor:
+    tensor.set_shape(traced.shape)
+    return tensor
+
+
+def whole(strategy: Any, leaf: Any) -> Any:
+    """All rows of a component of the batch."""
     if not isinstance(leaf, _tf.PerReplica):
         return leaf
     parts = list(leaf.values)
     if isinstance(leaf, sub_batches.StandInSubBatches):
-        parts = [_first_rows(part, leaf.rows[tower]) for tower, part in enumerate(parts)]
-    return parts[0] if len(parts) == 1 else merging.concat(parts, 0)
+        first = strategy.extended.first_replica
+        parts = [_first_rows(part, leaf.rows[first + tower]) for tower, part in enumerate(parts)]
+    rows = parts[0] if len(parts) == 1 else merging.concat(parts, 0)
+    workers = strategy.extended.workers
+    return rows if workers is None else workers.gather(rows)
 
 
 def _first_rows(part: Any, rows: tf.Tensor) -> Any:
@@ -89,15 +93,11 @@ def _first_rows(part: Any, rows: tf.Tensor) -> Any:
     return part[:rows]
 
 
-def _shaped(tensor: tf.Tensor, traced: tf.Tensor) -> tf.Tensor:
-    tensor.set_shape(traced.shape)
-    return tensor
-
-
 class _Inputs:
     """The arguments: which of their tensors hold rows, and what each tower has of them."""
 
-    def __init__(self, arguments: Any) -> None:
+    def __init__(self, strategy: Any, arguments: Any) -> None:
+        self._strategy = strategy
         self._structure = tf.nest.map_structure(self._as_argument, arguments)
         leaves = tf.nest.flatten(self._structure)
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, _Rows))]
@@ -111,8 +111,8 @@ class _Inputs:
         parts = list(leaf.values)
         if all(isinstance(part, tf.Tensor) and part.shape.rank for part in parts):
             counts = (leaf.rows if isinstance(leaf, sub_batches.StandInSubBatches) else None)
-            return _Rows(parts, counts)
-        return whole(leaf)
+            return _Rows(parts, counts, self._strategy.extended.workers)
+        return whole(self._strategy, leaf)
 
     def check_rows(self) -> None:
         """Raises where components of the batch have different numbers of rows on a tower."""
@@ -166,15 +166,20 @@ def _giving(ref: Ref) -> Callable[[], Ref]:
 class _Rows:
     """The towers' rows of one component of the batch."""
 
-    def __init__(self, parts: Sequence[tf.Tensor], counts: tf.Tensor | None) -> None:
-        self.parts = list(parts)
+    def __init__(self, parts: Sequence[tf.Tensor], counts: tf.Tensor | None,
+                 workers: Any) -> None:
+        self.parts, self.counts = list(parts), counts
         if counts is not None:  # a tower without rows has a copy of another's
-            self.parts = [part[:counts[tower]] for tower, part in enumerate(parts)]
+            first = 0 if workers is None else workers.first
+            self.parts = [part[:counts[first + tower]] for tower, part in enumerate(parts)]
         shape = parts[0].shape
         for part in parts[1:]:
             shape = shape.most_specific_compatible_shape(part.shape)
         self.whole = tf.TensorSpec(tf.TensorShape([None]).concatenate(shape[1:]), parts[0].dtype)
         sizes = [part.shape[0] for part in self.parts]
+        if workers is not None:
+            static = None if counts is None else tf.get_static_value(counts)
+            sizes = [None] if static is None else static.tolist()
         total = None if None in sizes else sum(sizes)
         self.known = tf.TensorSpec(tf.TensorShape([total]).concatenate(shape[1:]), parts[0].dtype)
 
@@ -186,13 +191,18 @@ def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
               for tower, device in enumerate(strategy.extended.worker_devices)]
     merge = tf.DeviceSpec.from_string(strategy.extended.merge_device).to_string()
 
-    def count(tower: int) -> Ref:
+    def count(tower: int | None) -> Ref | None:
         assert inputs.rows is not None
+        if tower is None:
+            counts = inputs.rows.counts
+            return None if counts is None else builder.take(counts)
         with builder.graph.as_default(), tf.device(strategy.extended.host_device):
             return builder.take(tf.shape(inputs.rows.parts[tower], tf.int64)[0])
 
     host = tf.DeviceSpec.from_string(strategy.extended.host_device).to_string()
-    return Towers(builder, devices, merge, host, scopes, count, strategy.extended.draws_rows)
+    across = Across(strategy.extended.workers, builder.graph, builder, builder.take)
+    return Towers(builder, devices, merge, host, scopes, count, strategy.extended.draws_rows,
+                  across)
 
 
 def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.spec import ListOf, Partial, Sharded, Size, Spec
 
@@ -27,13 +28,19 @@ class Towers:
       merge: the device for what is made once.
       host: the CPU that numbers of rows are kept on; kernels take shapes from there.
       scopes: the name scope of each tower's nodes, with a "/" behind it.
-      counts: gives each tower's number of rows, int64 scalars.
+      counts: gives each tower's number of rows, int64 scalars; asked for None those of the towers
+        of all workers, a vector, or None where nothing has told them.
       draws_rows: whether a tower draws its rows of what one device draws, not numbers of its own.
+      across: what crosses the workers, of whom each has towers of its own; None: all are here.
     """
 
     def __init__(self, builder: Builder, devices: Sequence[str], merge: str, host: str,
-                 scopes: Sequence[str], counts: Callable[[int], Ref],
-                 draws_rows: bool = True) -> None:
+                 scopes: Sequence[str], counts: Callable[[int | None], Ref | None],
+                 draws_rows: bool = True, across: Across | None = None) -> None:
+        self.across = across or Across(None, builder.graph, builder, builder.take)
+        workers = self.across.workers
+        self.first = 0 if workers is None else workers.first
+        self.replicas = len(devices) if workers is None else workers.replicas
         self.builder, self.devices, self.merge, self.host = builder, devices, merge, host
         self.scopes, self.draws_rows = scopes, draws_rows
         self._counts = counts
@@ -49,17 +56,70 @@ class Towers:
 
     def count(self, tower: int, dtype: tf.DType = tf.int64) -> Ref:
         """How many rows a tower has."""
-        return self._once(("count", tower, dtype), lambda: self._as(self._counts(tower), dtype))
+        def make() -> Ref:
+            count = self._counts(tower)
+            assert count is not None
+            return self._as(count, dtype)
+
+        return self._once(("count", tower, dtype), make)
+
+    def counts(self) -> Ref:
+        """How many rows each tower of all workers has."""
+        def make() -> Ref:
+            told = self._counts(None)
+            if told is not None:
+                return told
+            own = self.builder.make("Pack", [self.count(tower) for tower in range(len(self))],
+                                    self.host, axis=0)
+            after = self.replicas - self.first - len(self)
+            around = self.builder.constant([[self.first, after]], tf.int32, self.host)
+            zero = self.builder.constant(0, tf.int64, self.host)
+            placed = self.builder.make("PadV2", [own, around, zero], self.host)
+            return self.across.cross("sum", placed, self.host, tf.TensorShape([self.replicas]))
+
+        return self._once("counts", make)
 
     def total(self, dtype: tf.DType = tf.int64) -> Ref:
         """How many rows the batch has."""
-        return self._once(("total", dtype), lambda: self.add_up(
-            [self.count(tower, dtype) for tower in range(len(self))], self.host))
+        def make() -> Ref:
+            if self.across.workers is not None:
+                return self._as(self._first_of(self.counts(), self.replicas), dtype)
+            return self.add_up([self.count(tower, dtype) for tower in range(len(self))], self.host)
+
+        return self._once(("total", dtype), make)
+
+    def earlier(self, dtype: tf.DType = tf.int64) -> Ref:
+        """How many rows the workers before this one have."""
+        if self.across.workers is None:
+            return self.builder.constant(0, dtype, self.host)
+        counts = self.counts()  # asked for on all workers, as this may cross
+        return self._once(("earlier", dtype), lambda: self._as(
+            self._first_of(counts, self.first), dtype))
+
+    def of_earlier(self, number: Ref) -> Ref:
+        """The sum of such a number of each worker before this one."""
+        workers, build = self.across.workers, self.builder
+        if workers is None:
+            return build.constant(0, number.dtype, self.host)
+        alone = build.make("Pack", [number], self.host, axis=0)
+        around = build.constant([[workers.index, workers.count - 1 - workers.index]], tf.int32,
+                                self.host)
+        zero = build.constant(0, number.dtype, self.host)
+        placed = build.make("PadV2", [alone, around, zero], self.host)
+        numbers = self.across.cross("sum", placed, self.host, tf.TensorShape([workers.count]))
+        return self._first_of(numbers, workers.index)
+
+    def _first_of(self, vector: Ref, number: int) -> Ref:
+        """The sum of the first entries of a vector."""
+        build = self.builder
+        begin, size = (build.constant([place], tf.int32, self.host) for place in (0, number))
+        return build.make("Sum", [build.make("Slice", [vector, begin, size], self.host),
+                                  build.constant([0], tf.int32, self.host)], self.host)
 
     def offset(self, tower: int, dtype: tf.DType = tf.int64) -> Ref:
         """How many rows the towers before this one have."""
         if tower == 0:
-            return self.builder.constant(0, dtype, self.host)
+            return self.earlier(dtype)
         return self._once(("offset", tower, dtype), lambda: self.builder.make(
             "AddV2", [self.offset(tower - 1, dtype), self.count(tower - 1, dtype)], self.host))
 
@@ -78,8 +138,12 @@ class Towers:
 
         return self._once(("vector", number, at, length, other), make)
 
-    def add_up(self, parts: Sequence[Ref], device: str) -> Ref:
-        """The sum of some values."""
+    def add_up(self, parts: Sequence[Ref], device: str,
+               shape: tf.TensorShape | None = None) -> Ref:
+        """The sum over the towers of all workers, of the values of those that are here."""
+        return self.across.cross("sum", self._added(parts, device), device, shape)
+
+    def _added(self, parts: Sequence[Ref], device: str) -> Ref:
         here = dict.fromkeys(self.devices)
         if len(parts) == len(self.devices) > len(here):  # micro-batches: first those of a device
             parts = [self._one_by_one([part for part, at in zip(parts, self.devices)
@@ -232,45 +296,48 @@ class Value:
             0, tf.int32, device)], device)], device, DstT=tf.int32)
 
     def _first_or_zeros(self, tower: int) -> Ref:
-        if tower == 0:
+        if self._towers.first + tower == 0:
             return self.whole()
         return self._towers.builder.make("ZerosLike", [self.whole()], self._towers.devices[tower])
 
     def _gathered(self) -> Ref:
         """The whole tensor, from the towers' parts."""
         towers, parts = self._towers, self.parts()
-        if len(parts) == 1:
+        if towers.replicas == 1:
             return parts[0]
         device = self.device or towers.merge
         if isinstance(self.spec, Size):
             return self._total(parts, self.spec.at)
+        whole = parts[0]
         if isinstance(self.spec, Sharded):
             towers.note("gather")
-            axis = towers.builder.constant(self.spec.dim, tf.int32, device)
-            return towers.builder.make("ConcatV2", [*parts, axis], device, "merge/ConcatV2",
-                                       N=len(parts))
+            if len(parts) > 1:
+                axis = towers.builder.constant(self.spec.dim, tf.int32, device)
+                whole = towers.builder.make("ConcatV2", [*parts, axis], device, "merge/ConcatV2",
+                                            N=len(parts))
+            shape = self.shape if self.shape.rank is None else tf.TensorShape(
+                [None if dim == self.spec.dim else size for dim, size in enumerate(self.shape)])
+            return towers.across.cross("gather", whole, device, shape, self.spec.dim)
         assert isinstance(self.spec, Partial), self.spec
         towers.note("reduce")
         if self.spec.reduction == "sum":
-            return towers.add_up(parts, device)
-        whole = parts[0]
+            return towers.add_up(parts, device, self.shape)
         for part in parts[1:]:
             whole = towers.builder.make(_REDUCTIONS[self.spec.reduction], [whole, part], device,
                                         "merge/Reduce")
-        return whole
+        return towers.across.cross(self.spec.reduction, whole, device, self.shape)
 
     def _total(self, parts: Sequence[Ref], at: int) -> Ref:
         """A size of the whole batch: the towers' rows add up, all else is alike."""
-        build, device, dtype = self._towers.builder, self._towers.host, parts[0].dtype
+        build, device = self._towers.builder, self._towers.host
+        total = self._towers.add_up(parts, device, self.shape)
         if self.shape.rank == 0:
-            return self._towers.add_up(parts, device)
+            return total
         index = build.make("Range", [build.constant(0, tf.int32, device),
                                      build.make("Size", [parts[0]], device),
                                      build.constant(1, tf.int32, device)], device)
-        here = build.make("Cast", [build.make(
-            "Equal", [index, build.constant(at, tf.int32, device)], device)], device, DstT=dtype)
-        others = [build.make("Mul", [part, here], device) for part in parts[1:]]
-        return self._towers.add_up([parts[0], *others], device)
+        here = build.make("Equal", [index, build.constant(at, tf.int32, device)], device)
+        return build.make("SelectV2", [here, total, parts[0]], device)
 
     def _cut(self, wanted: Sharded) -> Value:
         """Each tower's slice of the whole tensor."""
@@ -283,7 +350,7 @@ class Value:
         def part(tower: int) -> Ref:
             build, device = towers.builder, towers.devices[tower]
             whole = self.whole()
-            if len(towers) == 1:
+            if towers.replicas == 1:
                 return whole
             begin, size = towers.offset(tower), towers.count(tower)
             if wanted.times != 1 or wanted.broadcast and self.shape[wanted.dim] is None:

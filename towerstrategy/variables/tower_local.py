@@ -37,6 +37,8 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     """
 
     _extreme: str | None = None  # "max" or "min", see rules
+    # Of a sum on several machines: what steps that have all rows add to it, alike on all machines.
+    _alike: Any = None
 
     @property
     def is_sum(self) -> bool:
@@ -44,8 +46,15 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         return self._extreme is None and self.aggregation is one_copy.Aggregation.SUM
 
     def _get(self) -> Any:
+        part = self._part_here()
+        return super()._get() if part is None else part
+
+    def _part_here(self) -> Any:
+        """The part that a step reads and writes here; None where TensorFlow is to say."""
         tower = contexts.current_tower()
-        return tower.part_of(self._values) if tower is not None else super()._get()
+        if tower is not None:
+            return tower.part_of(self._values)
+        return self._alike if one_replica.has_all_rows() else None
 
     def _get_cross_replica(self) -> Any:
         if self._extreme is not None:
@@ -53,13 +62,13 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
             return merging.extreme_of_parts(self._extreme, [part.value() for part in self._values],
                                             workers)
         read = self._distribute_strategy.extended.total_read(self)
-        return super()._get_cross_replica() if read is None else read
+        if read is None:
+            read = super()._get_cross_replica()
+        return read if self._alike is None else read + self._alike
 
     def _get_on_device_or_primary(self) -> Any:
-        tower = contexts.current_tower()
-        if tower is not None:
-            return tower.part_of(self._values)
-        return super()._get_on_device_or_primary()
+        part = self._part_here()
+        return super()._get_on_device_or_primary() if part is None else part
 
     def assign(self, value: Any, use_locking: bool = False, name: Any = None,
                read_value: bool = True) -> Any:
@@ -74,10 +83,10 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     def spread(self, value: tf.Tensor) -> list[Any]:
         """Writes the parts so that reading them together gives ``value``; returns the writes."""
         writes = []
-        for number, part in enumerate(self._values):
+        whole = self._values[0] if self._alike is None else self._alike
+        for part in [*self._values, *([] if self._alike is None else [whole])]:
             with tf.device(part.device):
-                first = self._distribute_strategy.extended.first_replica + number == 0
-                kept = value if first or not self._is_total else tf.zeros_like(value)
+                kept = value if part is whole or not self._is_total else tf.zeros_like(value)
                 writes.append(part.assign(kept, read_value=False))
         return writes
 
@@ -173,5 +182,9 @@ def make_tower_local(strategy: tf.distribute.Strategy,
 def tower_local(strategy: tf.distribute.Strategy, parts: list[tf.Variable],
                  aggregation: tf.VariableAggregation) -> TowerLocalVariable:
     variable = TowerLocalVariable(strategy, parts, aggregation)
+    if variable._is_total and strategy.extended.workers is not None:
+        with tf.device(strategy.extended.merge_device), tf.init_scope():
+            variable._alike = _tf.ResourceVariable(tf.zeros(parts[0].shape, parts[0].dtype),
+                                                   trainable=False)
     strategy.extended.track(variable)
     return variable

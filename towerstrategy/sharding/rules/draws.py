@@ -45,10 +45,10 @@ def _drawn(m: Any, width: int) -> list[Any]:
     """Each tower's draw; ``width`` is how many numbers a row has, negative if that is unknown."""
     if not m.towers.draws_rows:  # each its own, by the counter's higher half
         return m.each(lambda tower: _copied(m, m.part(0, tower), m.make("AddV2", [
-            m.whole(2), m.constant([0, tower], tf.uint64, None)], None), tower))
+            m.whole(2), m.constant([0, m.towers.first + tower], tf.uint64, None)], None), tower))
     group = 2 if m.op.outputs[0].dtype.size == 8 else 4
     whole_groups = width >= 0 and width % group == 0
-    drawn, before = [], m.constant(0, tf.int64, None)
+    drawn, before = [], _before(m)
     for tower in range(len(m.towers)):
         shape = m.part(0, tower)
         own = m.make("Prod", [shape, m.constant([0], tf.int32, None)], None)
@@ -60,6 +60,19 @@ def _drawn(m: Any, width: int) -> list[Any]:
             drawn.append(_from_within(m, shape, count, before, counter, tower, group))
         before = m.make("AddV2", [before, count], None)
     return drawn
+
+
+def _before(m: Any) -> Any:
+    """How many numbers the workers before this one draw."""
+    rows, shape = m.earlier(0, tf.int64), m.part(0, 0)
+    if m.towers.across.workers is None:
+        return rows
+    begin, size = (m.constant([place], tf.int32, None) for place in (m.inputs[0].spec.at + 1, -1))
+    others = m.make("Prod", [m.make("Slice", [shape, begin, size], None),
+                             m.constant([0], tf.int32, None)], None)
+    if others.dtype != tf.int64:
+        others = m.make("Cast", [others], None, DstT=tf.int64)
+    return m.make("Mul", [rows, others], None)
 
 
 def _moved_on(m: Any, before: Any, group: int) -> Any:

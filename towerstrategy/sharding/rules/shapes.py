@@ -280,7 +280,7 @@ def range_(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
     def make(m: Any) -> list[list[Any]]:
         dtype = op.outputs[0].dtype
-        parts, offset = [], m.constant(0, dtype, None)
+        parts, offset = [], m.earlier(1, dtype)
         for tower in range(len(m.towers)):
             own = m.copy([m.part(0, tower), m.part(1, tower), m.part(2, tower)], tower)[0]
             parts.append(m.make("AddV2", [own, offset], tower))
