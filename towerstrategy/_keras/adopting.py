@@ -118,14 +118,17 @@ def adopt_variables(strategy: tf.distribute.Strategy, held: Iterable[Any]) -> li
 def check_no_states(strategy: tf.distribute.Strategy, model: Any, rnn: type[Any]) -> None:
     """Raises ``ValueError`` where a layer keeps a state for each row of a batch.
 
+    Steps that are traced once and partitioned have all rows of it.
+
     Args:
       strategy: whose the model is to be.
       model: the model.
       rnn: the class of recurrent layers of the model's Keras.
     """
     towers_ = strategy.num_replicas_in_sync
-    stateful = [] if towers_ == 1 else [layer for layer in model._flatten_layers()
-                                        if isinstance(layer, rnn) and layer.stateful]
+    fits = towers_ == 1 or strategy.extended.partitions_steps
+    stateful = [] if fits else [layer for layer in model._flatten_layers()
+                                if isinstance(layer, rnn) and layer.stateful]
     for layer in stateful:
         states = [state for state in tf.nest.flatten(layer.states) if state is not None]
         rows = states[0].shape[0] if states else None

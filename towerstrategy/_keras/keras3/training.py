@@ -244,18 +244,19 @@ def _has_fixed_rows(model: Any) -> bool:
 def _batch_spec(element_spec: Any, fixed_rows: bool) -> Any:
     """Shapes and dtypes of a batch, from the spec of its sub-batches.
 
-    Its rows are left open, or with ``fixed_rows`` are those of tower 0.
+    Its rows are left open, or with ``fixed_rows`` are those of all towers.
     """
 
     def whole(spec: Any) -> Any:
         if isinstance(spec, (_tf.NoneTensorSpec, tf.OptionalSpec)):
             return None
-        if isinstance(spec, _tf.PerReplicaSpec):
-            spec = spec._component_specs[0]
+        parts = spec._component_specs if isinstance(spec, _tf.PerReplicaSpec) else [spec]
+        spec, shapes = parts[0], [part.shape for part in parts]
         if spec.shape.rank == 0:
             return _Symbol(spec.shape, spec.dtype)
-        rows = spec.shape[:1] if fixed_rows else tf.TensorShape([None])
-        return _Symbol(rows.concatenate(spec.shape[1:]), spec.dtype)
+        rows = sum(shape[0] for shape in shapes) if fixed_rows and all(
+            shape[0] for shape in shapes) else None
+        return _Symbol(tf.TensorShape([rows]).concatenate(spec.shape[1:]), spec.dtype)
 
     return tree.map_structure(whole, element_spec)
 
