@@ -54,6 +54,7 @@ class Partition:
         self._outside: list[str] = []
         self._homes: dict[str, str] = {}
         self._updates: set[str] = set()
+        self._checks: list[str] = []  # nodes that write no variable and may fail: assertions
 
     def run(self, layout: Layout, inputs: Iterable[Value],
             controls: Sequence[str] = ()) -> list[Value]:
@@ -86,13 +87,17 @@ class Partition:
 
     def _controls(self, operation: tf.Operation) -> list[str]:
         outside = self._outside if operation.op_def.is_stateful else []
-        return outside + [node for before in operation.control_inputs
-                          for node in self._nodes.get(before.name, ())]
+        # Weights are not to be half updated where an assertion ends the step.
+        checks = self._checks if propagate.writes_variables(operation) else []
+        return outside + checks + [node for before in operation.control_inputs
+                                   for node in self._nodes.get(before.name, ())]
 
     def _done(self, operation: tf.Operation, nodes: Iterable[str]) -> None:
         self._nodes.setdefault(operation.name, []).extend(nodes)
         if propagate.has_effect(operation):
             self.effects.extend(nodes)
+            if not propagate.writes_variables(operation):
+                self._checks.extend(nodes)
 
     def _once(self, operation: tf.Operation, values: Sequence[Value],
               controls: list[str]) -> list[Value]:
@@ -216,6 +221,7 @@ class Partition:
                  controls: list[str]) -> list[Value]:
         inner = Partition(self._towers, f"{self._scope}{operation.name}/",
                           self._once_in(operation))
+        inner._checks = self._checks
         results = inner.run(layout, values, controls)
         self._nodes.setdefault(operation.name, []).extend(inner.effects)
         self.effects.extend(inner.effects)

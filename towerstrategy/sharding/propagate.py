@@ -322,6 +322,12 @@ def has_effect(operation: tf.Operation) -> bool:
     return bool(written)
 
 
+def writes_variables(operation: tf.Operation) -> bool:
+    """Whether it has an effect on variables that it is given."""
+    return has_effect(operation) and any(
+        tensor.dtype == tf.resource for tensor in operation.inputs)
+
+
 def function_of(operation: tf.Operation, attribute: str) -> Any:
     """The graph of the function that an operation calls."""
     return _tf.body_of(operation.graph, operation.get_attr(attribute).name)
@@ -339,10 +345,11 @@ def _needed_in_order(graph: Any) -> list[tf.Operation]:
     """The operations that results or effects need, each behind those that it needs.
 
     The order in which they were made is not that: a loop gets its accumulators when its gradient
-    is asked for.
+    is asked for.  Assertions come before writes that they do not need.
     """
-    roots = [tensor.op for tensor in graph.outputs] + [
-        operation for operation in graph.get_operations() if _is_root(operation)]
+    effects = [operation for operation in graph.get_operations() if _is_root(operation)]
+    roots = [operation for operation in effects if not writes_variables(operation)] + [
+        tensor.op for tensor in graph.outputs] + effects
     done: set[str] = set()
     order: list[tf.Operation] = []
     for root in roots:
