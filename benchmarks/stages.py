@@ -109,7 +109,7 @@ def traced(model: Any, case: cases.Case, strategy: tf.distribute.Strategy) -> An
     specs = [tf.TensorSpec([case.batch // replicas, *spec.shape[1:]], spec.dtype)
              for spec in cases.dataset(case).element_spec]
     strategy.extended.keep_graphs = True
-    with on_gpus.tracing():
+    with on_gpus.tracing(), strategy.extended.step():
         step = tf.function(lambda x, y: strategy.run(model.train_step, args=((x, y),)),
                            autograph=False)
         return step.get_concrete_function(*(

@@ -61,11 +61,11 @@ class TowerExtended(_tf.StrategyExtended):
         self._retrace_functions_for_each_device = len(placement.towers) > 1
         self.experimental_enable_get_next_as_optional = True
         self._modes = modes.Modes()
-        # Whether steps of Keras that XLA does not compile are traced once and partitioned.
-        self.partitions_steps = not placement.rows
+        self.partitions_steps = True  # whether steps of Keras are traced once and partitioned
         # Of partitioned steps: operations without a rule by type, the last one's crossings by kind.
         self.done_with_all_rows: dict[str, tuple[str, int, str]] = {}
         self.crossings: dict[str, int] = {}
+        self.missing_in_xla: set[str] = set()  # types of operations, of steps that it compiles
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""
@@ -350,7 +350,7 @@ class TowerExtended(_tf.StrategyExtended):
     # The verbs.
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.partitions_steps and self._modes.keras_step and not self._modes.compiles:
+        if self.partitions_steps and self._modes.keras_step:
             return whole_batch.run(self._container_strategy(), fn, args, kwargs)
 
         def call(fn: Callable[..., Any]) -> Any:

@@ -37,7 +37,8 @@ class StepTest(parameterized.TestCase):
         self.assertBetween(found["batch"], batch, batch + ROWS * 4)  # labels may go on by stage 0
         self.assertLess(found["scalars"], 400)
         paper = stages.simulated(step, job)
-        self.assertAlmostEqual(paper["idle"], stages.bubble(job), delta=.001)
+        # Less where a stage hands its gradient on before it has those of its weights.
+        self.assertLess(paper["idle"], stages.bubble(job) + .001)
         self.assertEqual(paper["held"], [3, 2, 1])
         self.assertGreater(paper["idle_costed"], paper["idle"])
 

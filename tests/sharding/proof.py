@@ -289,7 +289,7 @@ class _Emitter:
         counts = [builder.constant(count, tf.int64, "") for count in rows]
         self._towers = Towers(
             builder,
-            devices=[""] * len(rows),
+            rows=[[""]] * len(rows),
             merge="",
             host="",
             scopes=[f"tower_{at}/" for at in range(len(rows))],

@@ -212,6 +212,8 @@ def _slices() -> None:
         begin_mask=1,
         end_mask=1,
     )
+    for first in (1, 2, 9):
+        case("StridedSlice", real(6, 4), np.asarray([0, 1], np.int32), [first, 3], [1, 1])
     around(
         "StridedSlice",
         lambda x: raw.StridedSlice(input=x, begin=[0], end=[tf.shape(x)[0]], strides=[1]),

@@ -40,7 +40,8 @@ def traced(strategy, model, rows, steps=()):
     model.train_on_batch(x, y)
     step = tf.function(lambda *parts: strategy.run(lambda *own: model.train_step(own), parts),
                        autograph=False)
-    return step.get_concrete_function(*strategy.split((x, y)))
+    with strategy.extended.step():
+        return step.get_concrete_function(*strategy.split((x, y)))
 
 
 def by_hand(kit, strategy, how):

@@ -32,7 +32,7 @@ from towerstrategy._keras.positions import (
 )
 from towerstrategy.placement import cuts, kind
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.towers import contexts
+from towerstrategy.towers import contexts, one_replica
 from towerstrategy.variables import one_copy
 
 # Attributes of models: the plan.
@@ -92,7 +92,7 @@ def layer_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         strategy = _staged_scope()
-        if strategy is not None and contexts.current_tower() is None:
+        if strategy is not None and one_replica.current() is None:
             stage = _said_here(strategy)
             if stage is not None:
                 vars(self)[MADE] = stage
@@ -109,10 +109,10 @@ def layer_call(names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             strategy = _staged_scope()
             if strategy is None:
                 return original(self, *args, **kwargs)
-            tower = contexts.current_tower()
+            tower = one_replica.current()
             if tower is None:
                 return _called_outside(strategy, original, self, args, kwargs)
-            if not tower.can_merge:  # in a branch, a loop or a function, which are in one stage
+            if not one_replica.has_stages_here(tower):  # in a branch, a loop or a function, which are in one stage
                 return original(self, *args, **kwargs)
             with _stage_in_tower(strategy, tower, self, names):
                 return original(self, *args, **kwargs)
@@ -128,7 +128,7 @@ def sequential_build(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def build(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = _staged_scope()
-        if strategy is None or contexts.current_tower() is not None:
+        if strategy is None or one_replica.current() is not None:
             return original(self, *args, **kwargs)
         with strategy.extended.stages.within(None), tf.device(None):
             return original(self, *args, **kwargs)
@@ -155,7 +155,8 @@ def _called_outside(strategy: tf.distribute.Strategy, original: Callable[..., An
 
 
 @contextlib.contextmanager
-def _stage_in_tower(strategy: tf.distribute.Strategy, tower: contexts.TowerContext, layer: Any,
+def _stage_in_tower(strategy: tf.distribute.Strategy,
+                    tower: contexts.TowerContext | contexts.OneReplicaContext, layer: Any,
                     names: Any) -> Iterator[None]:
     asked = strategy.extended.stages.asked
     if asked is not None:  # around the call; that holds for all inside

@@ -8,6 +8,9 @@ loudly and here.
 
 from towerstrategy._tensorflow.compiling import PRIVATE_NAMES as _COMPILING
 from towerstrategy._tensorflow.compiling import (
+    compile_by_xla as compile_by_xla,
+)
+from towerstrategy._tensorflow.compiling import (
     hand_on_functions as hand_on_functions,
 )
 from towerstrategy._tensorflow.compiling import (

@@ -22,6 +22,9 @@ PRIVATE_NAMES = {
         "which operations XLA has, by dtype; publicly only trying tells",
     "tensorflow.python.framework.ops:Graph._add_function_recursive":
         "hands a function that an operation calls on to the graph that the operation moves to",
+    "tensorflow.python.framework.ops:Operation._set_attr":
+        "marks an operation that is there for XLA; publicly tf.xla.experimental.jit_scope marks "
+        "those that are made within",
     "tensorflow.python.framework.ops:Operation._remove_all_control_inputs":
         "frees an operation from waiting for one that has moved",
 }
@@ -62,6 +65,12 @@ def _prepare() -> None:
     """XLA registers its kernels when it compiles for the first time."""
     with tf.init_scope(), tf.device("CPU:0"):
         tf.function(lambda: tf.zeros([]) + 1., jit_compile=True, autograph=False)()
+
+
+def compile_by_xla(operation: tf.Operation, scope: str) -> None:
+    """Marks ``operation`` for XLA, which compiles what is of one scope as one, as ``jit_scope``."""
+    operation._set_attr("_XlaCompile", tf.compat.v1.AttrValue(b=True))
+    operation._set_attr("_XlaScope", tf.compat.v1.AttrValue(s=scope.encode()))
 
 
 def hand_on_functions(source: tf.Graph, target: tf.Graph, names: Iterable[str]) -> None:

@@ -150,6 +150,11 @@ class Builder:
         """The names of the operations whose nodes are in a name scope; after :meth:`finish`."""
         return [operation.name for node, operation in self._made.items() if node.startswith(scope)]
 
+    @property
+    def operations(self) -> Iterable[tf.Operation]:
+        """The operations that the nodes have become; after :meth:`finish`."""
+        return self._made.values()
+
     def operation(self, name: str) -> tf.Operation:
         """The operation that a node has become; after :meth:`finish`."""
         return self._made[name]

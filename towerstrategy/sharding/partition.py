@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import homes, propagate
+from towerstrategy.sharding import homes, propagate, staging
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.maker import Maker
@@ -50,11 +50,13 @@ class Partition:
         self._towers, self._scope, self._default = towers, scope, once
         self._values: dict[str, Value] = {}
         self._nodes: dict[str, list[str]] = {}  # an operation -> the nodes that it has become
+        self._owners: dict[str, int] = {}  # a node -> the tower whose it is
         self.effects: list[str] = []  # nodes that must run
         self._outside: list[str] = []
         self._homes: dict[str, str] = {}
         self._updates: set[str] = set()
         self._checks: list[str] = []  # nodes that write no variable and may fail: assertions
+        self._stages: dict[str, int] = {}
 
     def run(self, layout: Layout, inputs: Iterable[Value],
             controls: Sequence[str] = ()) -> list[Value]:
@@ -64,6 +66,7 @@ class Partition:
         self._homes = homes.homes(layout, {
             name: value.device for name, value in self._values.items() if value.device})
         self._updates = homes.updates(layout)
+        self._stages = staging.stages_of(layout, self._values, self._towers)
         for operation in layout.order:
             if operation.name in layout.plans:
                 self._operation(layout, operation)
@@ -76,13 +79,19 @@ class Partition:
         values = [self._values[tensor.name] for tensor in operation.inputs]
         controls = self._controls(operation)
         takes: Sequence[Spec] = [REPLICATED] * len(values) if plan is None else plan.takes
-        values = [value.as_spec(spec) for value, spec in zip(values, takes)]
-        if plan is None:
-            made = self._once(operation, values, controls)
-        elif isinstance(plan, Nested):
-            made = self._nested(operation, plan, values, controls)
+        towers = self._towers.at(self._stages.get(operation.name, self._towers.stage))
+        if isinstance(plan, Nested) and operation.type in propagate.CALLS:
+            made = self._inlined(operation, plan.layouts[0], values, controls, towers)
         else:
-            made = self._on_towers(operation, plan, values, controls)
+            values = [value.at(towers).as_spec(spec) for value, spec in zip(values, takes)]
+            if plan is None:
+                made = self._once(operation, values, controls, towers)
+            elif isinstance(plan, Nested) and not plan.local:
+                made = self._for_all(operation, plan, values, controls, towers)
+            else:
+                if isinstance(plan, Nested):
+                    plan = Plan(plan.takes, plan.gives)
+                made = self._on_towers(operation, plan, values, controls, towers)
         self._values.update(zip((tensor.name for tensor in operation.outputs), made))
 
     def _controls(self, operation: tf.Operation) -> list[str]:
@@ -92,6 +101,10 @@ class Partition:
         return outside + checks + [node for before in operation.control_inputs
                                    for node in self._nodes.get(before.name, ())]
 
+    def _own(self, controls: Iterable[str], tower: int) -> list[str]:
+        """Those of what is waited for that are not another tower's."""
+        return [node for node in controls if self._owners.get(node, tower) == tower]
+
     def _done(self, operation: tf.Operation, nodes: Iterable[str]) -> None:
         self._nodes.setdefault(operation.name, []).extend(nodes)
         if propagate.has_effect(operation):
@@ -100,38 +113,37 @@ class Partition:
                 self._checks.extend(nodes)
 
     def _once(self, operation: tf.Operation, values: Sequence[Value],
-              controls: list[str]) -> list[Value]:
+              controls: list[str], towers: Towers) -> list[Value]:
         """The operation with all rows."""
         device = self._home(operation, values)
-        constant = not controls and _is_repeatable(operation) and all(
-            value.constant for value in values)
+        constant = _is_repeatable(operation) and all(value.constant for value in values)
         copy = _Lazily(lambda: self._copied(
-            operation, [value.whole() for value in values], device, self._once_in(operation),
-            controls))
+            operation, [value.whole() for value in values], device, None, controls))
         if not constant:
             copy.made()
-        others: dict[int, list[Ref]] = {}
+        elif controls:  # so that what waits for it, which may not be made, waits for these
+            self._nodes[operation.name] = list(controls)
+        others: dict[tuple[int, str], list[Ref]] = {}
 
-        def part(index: int) -> Callable[[int], Ref] | None:
-            if not constant:
-                return None
+        def made(tower: int, towers: Towers) -> list[Ref]:
+            key = tower, towers.devices[tower]
+            if key not in others:
+                others[key] = self._copied(
+                    operation, [value.at(towers).part(tower) for value in values],
+                    towers.devices[tower], tower, self._own(controls, tower))
+            return others[key]
 
-            def one(tower: int) -> Ref:
-                if tower not in others:
-                    others[tower] = self._copied(
-                        operation, [value.part(tower) for value in values],
-                        self._towers.devices[tower], self._towers.scopes[tower], ())
-                return others[tower][index]
+        return [Value(towers, REPLICATED, tensor.shape, copy.output(index), None, device,
+                      _nth(made, index) if constant else None)
+                for index, tensor in enumerate(operation.outputs)]
 
-            return one
-
-        return [Value(self._towers, REPLICATED, tensor.shape, copy.output(index), part(index),
-                      device, constant) for index, tensor in enumerate(operation.outputs)]
-
-    def _copied(self, operation: tf.Operation, inputs: Sequence[Ref], device: str, scope: str,
-                controls: Iterable[str]) -> list[Ref]:
+    def _copied(self, operation: tf.Operation, inputs: Sequence[Ref], device: str,
+                tower: int | None, controls: Iterable[str]) -> list[Ref]:
+        scope = self._once_in(operation) if tower is None else self._towers.scopes[tower]
         refs, name = self._towers.builder.copy(
             operation, inputs, device, f"{scope}{self._scope}", controls)
+        if tower is not None:
+            self._owners[name] = tower
         self._done(operation, [name])
         return refs
 
@@ -144,23 +156,27 @@ class Partition:
         for tensor, value in zip(operation.inputs, values):
             if tensor.dtype == tf.resource and value.device:
                 return value.device
-        if operation.name in self._homes or operation.device:
-            return self._homes.get(operation.name) or operation.device
         largest = max(values, key=lambda value: value.size, default=None)
+        home = self._homes.get(operation.name) or operation.device
+        if home and not (largest and largest.device and all(
+                tensor.shape.is_fully_defined() and tensor.shape.num_elements() < largest.size
+                for tensor in operation.outputs)):  # what is made of it costs less to send
+            return home
         return largest.device if largest and largest.device else self._towers.merge
 
     def _on_towers(self, operation: tf.Operation, plan: Plan, values: Sequence[Value],
-                   controls: list[str]) -> list[Value]:
-        op, count, rows = Op(operation), len(self._towers), None
-        if plan.padded and self._towers.replicas > 1:
+                   controls: list[str], towers: Towers) -> list[Value]:
+        op, count, rows = Op(operation), len(towers), None
+        if plan.padded and towers.replicas > 1:
             rows = next(value for value in values if isinstance(value.spec, Sharded))
             values = [value.padded() for value in values]
-        maker = Maker(op, values, self._towers)
+        maker = Maker(op, values, towers)
         made: dict[int, list[Ref]] = {}
+        ordered = propagate.has_effect(operation)
         home = next((value.device for tensor, value in zip(operation.inputs, values)
                      if tensor.dtype == tf.resource and value.device), "")
         if all(isinstance(spec, (Size, Replicated)) for spec in (*plan.takes, *plan.gives)):
-            home = self._towers.host  # shapes made of shapes
+            home = towers.host  # shapes made of shapes
 
         if plan.make is not None:
             each = _Lazily(lambda: plan.make(maker))  # type: ignore[misc]
@@ -172,7 +188,8 @@ class Partition:
                 if tower not in made:
                     made[tower] = self._copied(
                         operation, [value.part(tower) for value in values],
-                        home or self._towers.devices[tower], self._towers.scopes[tower], controls)
+                        home or towers.devices[tower], tower,
+                        controls if ordered else self._own(controls, tower))
                 return made[tower]
 
         whole: _Lazily | None
@@ -183,44 +200,35 @@ class Partition:
         else:
             whole = _Lazily(lambda: self._copied(
                 operation, [value.whole() for value in values],
-                home or self._home(operation, values), self._once_in(operation), controls))
+                home or self._home(operation, values), None, controls))
         if not plan.gives or any(isinstance(spec, (Sharded, Partial, ListOf))
                                  for spec in plan.gives):
             for tower in range(count):
                 part(tower)
-        given = [self._given(tensor, spec, index, part, whole)
+        given = [self._given(towers, tensor, spec, index, part, whole)
                  for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
         return given if rows is None else [value.without_padding(rows) for value in given]
 
-    def _given(self, tensor: tf.Tensor, spec: Spec, index: int,
+    def _given(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int,
                part: Callable[[int], list[Ref]], whole: _Lazily | None) -> Value:
         def one(tower: int) -> Ref:
             return part(tower)[index]
 
         if isinstance(spec, Size):
-            return Value(self._towers, spec, tensor.shape,
+            return Value(towers, spec, tensor.shape,
                          None if whole is None else whole.output(index), one)
         if isinstance(spec, Axes) and whole is not None:
-            return Value(self._towers, spec, tensor.shape, whole.output(index))
+            return Value(towers, spec, tensor.shape, whole.output(index))
         if isinstance(spec, Replicated):  # each tower's is the same
-            return Value(self._towers, spec, tensor.shape, lambda: one(0))
-        return Value(self._towers, spec, tensor.shape, None, one,
+            return Value(towers, spec, tensor.shape, lambda: one(0))
+        return Value(towers, spec, tensor.shape, None, one,
                      self._homes.get(tensor.op.name, ""))
 
     # Calls, branches and loops.
 
-    def _nested(self, operation: tf.Operation, plan: Nested, values: Sequence[Value],
-                controls: list[str]) -> list[Value]:
-        if operation.type in propagate.CALLS:
-            return self._inlined(operation, plan.layouts[0], values, controls)
-        if plan.local:
-            return self._on_towers(operation, Plan(plan.takes, plan.gives), values, controls)
-        return self._for_all(operation, plan, values, controls)
-
     def _inlined(self, operation: tf.Operation, layout: Layout, values: Sequence[Value],
-                 controls: list[str]) -> list[Value]:
-        inner = Partition(self._towers, f"{self._scope}{operation.name}/",
-                          self._once_in(operation))
+                 controls: list[str], towers: Towers) -> list[Value]:
+        inner = Partition(towers, f"{self._scope}{operation.name}/", self._once_in(operation))
         inner._checks = self._checks
         results = inner.run(layout, values, controls)
         self._nodes.setdefault(operation.name, []).extend(inner.effects)
@@ -228,14 +236,14 @@ class Partition:
         return results
 
     def _for_all(self, operation: tf.Operation, plan: Nested, values: Sequence[Value],
-                 controls: list[str]) -> list[Value]:
+                 controls: list[str], towers: Towers) -> list[Value]:
         """One branch or loop for all towers, with what each of them has of its inputs."""
         loop = operation.type in propagate.LOOPS
         first = 0 if loop else 1
         refs: list[Ref] = []
         for value in values[first:]:
             refs += _refs_of(value)
-        bodies = [_Body(self._towers, layout, plan.takes[first:], values[first:], operation)
+        bodies = [_Body(towers, layout, plan.takes[first:], values[first:], operation)
                   for layout in plan.layouts]
         for number, body in enumerate(bodies):
             body.make(plan.gives if number or not loop else [REPLICATED])
@@ -244,26 +252,26 @@ class Partition:
             body.finish(asked, hand_on=loop and number == 1)
         refs += [one.outer() for one in asked.values()]
         dtypes = [ref.dtype for ref in bodies[-1].results]
-        names = [_tf.add_function(self._towers.builder.graph, body.graph) for body in bodies]
+        names = [_tf.add_function(towers.builder.graph, body.graph) for body in bodies]
         extra = {"T": _types(refs)} if loop else {"Tin": _types(refs), "Tout": _types_of(dtypes)}
         if loop and any(layout.has_state for layout in plan.layouts):
             # On one device a draw may wait for what the turn before has made, its shape say.
             extra["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
-        made, name = self._towers.builder.call(
+        made, name = towers.builder.call(
             operation, operation.type, refs if loop else [values[0].whole(), *refs],
-            self._towers.merge, f"{self._once_in(operation)}{self._scope}", controls,
+            towers.merge, f"{self._once_in(operation)}{self._scope}", controls,
             [ref.dtype for ref in refs] if loop else dtypes, _attributes(operation, names),
             extra)
         self._done(operation, [name])
         if any(body.crosses for body in bodies):
-            self._towers.across.note_control_flow(name)
-        return self._taken_apart(operation, plan.gives, made)
-
-    def _taken_apart(self, operation: tf.Operation, gives: Sequence[Spec],
-                     made: Sequence[Ref]) -> list[Value]:
+            towers.across.note_control_flow(name)
         left = iter(made)
-        return [_value_of(self._towers, spec, tensor.shape, left)
-                for tensor, spec in zip(operation.outputs, gives)]
+        return [_value_of(towers, spec, tensor.shape, left)
+                for tensor, spec in zip(operation.outputs, plan.gives)]
+
+
+def _nth(made: Callable[[int, Towers], list[Ref]], index: int) -> Callable[[int, Towers], Ref]:
+    return lambda tower, towers: made(tower, towers)[index]
 
 
 class _Lazily:
@@ -305,9 +313,9 @@ class _Body:
         builder = self._builder = Builder(self.graph)
         across = Across(self._outer.across.workers, self._outer.across.graph, builder,
                         self._outside)
-        towers = self._towers = Towers(builder, self._outer.devices, self._outer.merge,
-                                       self._outer.host, self._outer.scopes, self._count,
-                                       self._outer.draws_rows, across)
+        towers = self._towers = Towers(
+            builder, self._outer.rows, self._outer.merge, self._outer.host, self._outer.scopes,
+            self._count, self._outer.draws_rows, across).at(self._outer.stage)
         placeholders: list[tf.Tensor] = []
         entered = []
         for spec, value, inner in zip(self._specs, values, self._layout.graph.inputs):

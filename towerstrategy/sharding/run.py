@@ -22,8 +22,9 @@ from towerstrategy.towers import contexts
 def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What one device would return for ``fn(*args, **kwargs)`` and all rows."""
     devices = strategy.extended.worker_devices
-    alone = len(devices) == 1 and strategy.extended.workers is None
-    if tf.executing_eagerly() or alone:
+    extended = strategy.extended
+    alone = len(devices) == 1 and extended.workers is None
+    if tf.executing_eagerly() or alone and not (extended.placement.rows or extended.compiles):
         device = devices[0] if len(devices) == 1 else strategy.extended.merge_device
         with tf.device(device):
             args, kwargs = tf.nest.map_structure(

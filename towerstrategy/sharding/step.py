@@ -17,7 +17,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import merging
-from towerstrategy.sharding import propagate
+from towerstrategy.sharding import compiling, propagate
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.partition import Partition
@@ -57,6 +57,9 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     outputs = [value.whole() for value in partition.run(layout, values)]
     towers.across.finish()
     builder.finish()
+    if strategy.extended.compiles:
+        compiling.mark(graph, builder.operations, towers.devices,
+                       strategy.extended.missing_in_xla)
     if strategy.extended.placement.micro_batches > 1:
         order.put(graph, [builder.made(scope) for scope in towers.scopes],
                   strategy.extended.placement, [builder.tensor(ref) for ref in outputs])
@@ -98,6 +101,9 @@ class _Inputs:
 
     def __init__(self, strategy: Any, arguments: Any) -> None:
         self._strategy = strategy
+        if len(strategy.extended.worker_devices) == 1 and strategy.extended.workers is None:
+            # A lone tower is given a batch as it is.
+            arguments = tf.nest.map_structure(_lone_rows(arguments), arguments)
         self._structure = tf.nest.map_structure(self._as_argument, arguments)
         leaves = tf.nest.flatten(self._structure)
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, _Rows))]
@@ -163,6 +169,18 @@ def _giving(ref: Ref) -> Callable[[], Ref]:
     return lambda: ref
 
 
+def _lone_rows(arguments: Any) -> Callable[[Any], Any]:
+    """What makes a lone tower's rows of a component with as many rows as the first one has."""
+    sizes = [leaf.shape[0] for leaf in tf.nest.flatten(arguments)
+             if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
+
+    def as_rows(leaf: Any) -> Any:
+        has_rows = isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == sizes[0]
+        return _Rows([leaf], None, None) if has_rows else leaf
+
+    return as_rows
+
+
 class _Rows:
     """The towers' rows of one component of the batch."""
 
@@ -185,8 +203,9 @@ class _Rows:
 
 
 def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
-    devices = [tf.DeviceSpec.from_string(device).to_string()
-               for device in strategy.extended.worker_devices]
+    placement = strategy.extended.placement
+    rows = [[tf.DeviceSpec.from_string(device).to_string() for device in placement.row(tower)]
+            for tower in range(len(placement.towers))]
     scopes = [f"{contexts.scope_name(tower, device)}/"
               for tower, device in enumerate(strategy.extended.worker_devices)]
     merge = tf.DeviceSpec.from_string(strategy.extended.merge_device).to_string()
@@ -201,8 +220,7 @@ def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
 
     host = tf.DeviceSpec.from_string(strategy.extended.host_device).to_string()
     across = Across(strategy.extended.workers, builder.graph, builder, builder.take)
-    return Towers(builder, devices, merge, host, scopes, count, strategy.extended.draws_rows,
-                  across)
+    return Towers(builder, rows, merge, host, scopes, count, strategy.extended.draws_rows, across)
 
 
 def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs

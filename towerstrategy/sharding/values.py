@@ -7,6 +7,7 @@ made once and only if something asks for it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import tensorflow as tf
 
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
-from towerstrategy.sharding.spec import ListOf, Partial, Sharded, Size, Spec
+from towerstrategy.sharding.spec import ListOf, Partial, Replicated, Sharded, Size, Spec
 
 _REDUCTIONS = {"max": "Maximum", "min": "Minimum", "and": "LogicalAnd", "or": "LogicalOr"}
 
@@ -24,7 +25,7 @@ class Towers:
 
     Args:
       builder: where nodes are collected.
-      devices: the towers' devices.
+      rows: for each tower the devices of its stages, one as a rule.
       merge: the device for what is made once.
       host: the CPU that numbers of rows are kept on; kernels take shapes from there.
       scopes: the name scope of each tower's nodes, with a "/" behind it.
@@ -32,23 +33,44 @@ class Towers:
         of all workers, a vector, or None where nothing has told them.
       draws_rows: whether a tower draws its rows of what one device draws, not numbers of its own.
       across: what crosses the workers, of whom each has towers of its own; None: all are here.
+
+    Attributes:
+      stage: the stage in which all is done that is made here; None where it is not known.
+      devices: the towers' devices for it; those of the first stage where it is not known.
     """
 
-    def __init__(self, builder: Builder, devices: Sequence[str], merge: str, host: str,
+    stage: int | None = None
+
+    def __init__(self, builder: Builder, rows: Sequence[Sequence[str]], merge: str, host: str,
                  scopes: Sequence[str], counts: Callable[[int | None], Ref | None],
                  draws_rows: bool = True, across: Across | None = None) -> None:
         self.across = across or Across(None, builder.graph, builder, builder.take)
         workers = self.across.workers
         self.first = 0 if workers is None else workers.first
-        self.replicas = len(devices) if workers is None else workers.replicas
-        self.builder, self.devices, self.merge, self.host = builder, devices, merge, host
+        self.replicas = len(rows) if workers is None else workers.replicas
+        self.builder, self.rows, self.merge, self.host = builder, rows, merge, host
+        self.devices = [row[0] for row in rows]
         self.scopes, self.draws_rows = scopes, draws_rows
         self._counts = counts
         self._known: dict[Any, Ref] = {}
         self.crossings: dict[str, int] = {}
+        self._stages: dict[int | None, Towers] = {}
 
     def __len__(self) -> int:
         return len(self.devices)
+
+    def at(self, stage: int | None) -> Towers:
+        """The same towers, where they do what is of that stage."""
+        if stage not in self._stages:
+            there = self._stages[stage] = copy.copy(self)
+            there.stage = stage
+            there.devices = [row[stage or 0] for row in self.rows]
+        return self._stages[stage]
+
+    def stage_on(self, device: str) -> int | None:
+        """The stage, of whichever tower, that is on ``device``; None where there are no stages."""
+        return next((stage for row in self.rows if len(row) > 1
+                     for stage, name in enumerate(row) if name == device), None)
 
     def note(self, kind: str) -> None:
         """Counts a redistribution."""
@@ -180,18 +202,25 @@ class Value:
       whole: makes the whole tensor; None where only the parts are there.
       part: makes a tower's part of it; None where it is the whole.
       device: where the whole tensor is made.
+      constant: makes it on a tower, of such towers; None where a tower is sent it.
     """
 
     def __init__(self, towers: Towers, spec: Spec, shape: tf.TensorShape,
                  whole: Callable[[], Ref] | None = None,
                  part: Callable[[int], Ref] | None = None, device: str = "",
-                 constant: bool = False) -> None:
+                 constant: Callable[[int, Towers], Ref] | None = None) -> None:
         self.spec, self.shape, self.device, self.constant = spec, shape, device, constant
-        self._towers = towers
+        self.towers = towers
         self._make_whole, self._make_part = whole, part
         self._whole: Ref | None = None
         self._parts: dict[int, Ref] = {}
         self._others: dict[Any, Value] = {}
+
+    @property
+    def stage(self) -> int | None:
+        """The stage in which it is made; None where it is not known."""
+        stage = self.towers.stage
+        return self.towers.stage_on(self.device) if stage is None and self.device else stage
 
     @property
     def size(self) -> int:
@@ -207,15 +236,26 @@ class Value:
 
     def part(self, tower: int) -> Ref:
         """What a tower has of it: its part, or the whole where there are none."""
+        if self.constant is not None:
+            return self.constant(tower, self.towers)
         if self._make_part is None:
             return self.whole()
         if tower not in self._parts:
             self._parts[tower] = self._make_part(tower)
         return self._parts[tower]
 
+    def at(self, towers: Towers) -> Value:
+        """The same tensor where these towers use it, if it is of no stage of theirs."""
+        if towers.stage == self.towers.stage or not isinstance(self.spec, Replicated):
+            return self
+        if towers.stage not in self._others:
+            self._others[towers.stage] = Value(towers, self.spec, self.shape, self.whole, None,
+                                               self.device, self.constant)
+        return self._others[towers.stage]
+
     def parts(self) -> list[Ref]:
         """What each tower has of it."""
-        return [self.part(tower) for tower in range(len(self._towers))]
+        return [self.part(tower) for tower in range(len(self.towers))]
 
     def as_spec(self, wanted: Spec) -> Value:
         """The same tensor as another spec, see ``propagate.can_become``."""
@@ -226,7 +266,7 @@ class Value:
         return self._others[wanted]
 
     def _redistributed(self, wanted: Spec) -> Value:
-        towers = self._towers
+        towers = self.towers
         if isinstance(wanted, Sharded):
             if isinstance(self.spec, Sharded) and self.spec == Sharded(
                     wanted.dim, wanted.times, wanted.group):
@@ -236,15 +276,12 @@ class Value:
             return Value(towers, wanted, self.shape, self.whole, self._first_or_zeros)
         if isinstance(wanted, ListOf):
             return Value(towers, wanted, self.shape, None, self.part)
-        return Value(towers, wanted, self.shape, self.whole,
-                     self.part if self.constant or isinstance(self.spec, Size) else None,
-                     self.device, self.constant) if not isinstance(
-                         self.spec, (Size, ListOf)) else Value(
-                             towers, wanted, self.shape, self.whole, None, self.device)
+        return Value(towers, wanted, self.shape, self.whole, None, self.device,
+                     None if isinstance(self.spec, (Size, ListOf)) else self.constant)
 
     def padded(self) -> Value:
         """With a row of zeros for each tower that has none."""
-        spec, towers = self.spec, self._towers
+        spec, towers = self.spec, self.towers
         if isinstance(spec, Sharded) and self.shape.rank is not None:
             return Value(towers, spec, self.shape, self.whole, self._padded_part)
         if isinstance(spec, Size):
@@ -257,7 +294,7 @@ class Value:
 
     def _padded_part(self, tower: int) -> Ref:
         assert isinstance(self.spec, Sharded)
-        towers, dim, rank, part = self._towers, self.spec.dim, self.shape.rank, self.part(tower)
+        towers, dim, rank, part = self.towers, self.spec.dim, self.shape.rank, self.part(tower)
         build, device = towers.builder, towers.devices[tower]
         after = towers.vector(self._missing(tower), dim, rank, 0)
         none = build.constant([0] * rank, tf.int32, towers.host)
@@ -268,7 +305,7 @@ class Value:
 
     def without_padding(self, like: Value) -> Value:
         """The inverse of :meth:`padded`, where ``like`` tells which towers have no rows."""
-        spec, towers, rank = self.spec, self._towers, self.shape.rank
+        spec, towers, rank = self.spec, self.towers, self.shape.rank
         if not isinstance(spec, Sharded) or rank is None:
             return self
 
@@ -284,7 +321,7 @@ class Value:
 
     def _missing(self, tower: int) -> Ref:
         assert isinstance(self.spec, Sharded)
-        towers = self._towers
+        towers = self.towers
         if not self.spec.group:
             return towers.missing(tower)
         build, device = towers.builder, towers.devices[tower]
@@ -296,13 +333,13 @@ class Value:
             0, tf.int32, device)], device)], device, DstT=tf.int32)
 
     def _first_or_zeros(self, tower: int) -> Ref:
-        if self._towers.first + tower == 0:
+        if self.towers.first + tower == 0:
             return self.whole()
-        return self._towers.builder.make("ZerosLike", [self.whole()], self._towers.devices[tower])
+        return self.towers.builder.make("ZerosLike", [self.whole()], self.towers.devices[tower])
 
     def _gathered(self) -> Ref:
         """The whole tensor, from the towers' parts."""
-        towers, parts = self._towers, self.parts()
+        towers, parts = self.towers, self.parts()
         if towers.replicas == 1:
             return parts[0]
         device = self.device or towers.merge
@@ -329,8 +366,8 @@ class Value:
 
     def _total(self, parts: Sequence[Ref], at: int) -> Ref:
         """A size of the whole batch: the towers' rows add up, all else is alike."""
-        build, device = self._towers.builder, self._towers.host
-        total = self._towers.add_up(parts, device, self.shape)
+        build, device = self.towers.builder, self.towers.host
+        total = self.towers.add_up(parts, device, self.shape)
         if self.shape.rank == 0:
             return total
         index = build.make("Range", [build.constant(0, tf.int32, device),
@@ -341,7 +378,7 @@ class Value:
 
     def _cut(self, wanted: Sharded) -> Value:
         """Each tower's slice of the whole tensor."""
-        towers, rank = self._towers, self.shape.rank
+        towers, rank = self.towers, self.shape.rank
         assert rank is not None, "cut of unknown rank"
         if wanted.broadcast and self.shape[wanted.dim] == 1:
             return Value(towers, wanted, self.shape, self.whole)
@@ -371,7 +408,7 @@ class Value:
         return Value(towers, wanted, self.shape, self.whole, part)
 
     def _rows_in(self, dim: int) -> Ref:
-        build, device = self._towers.builder, self._towers.host
+        build, device = self.towers.builder, self.towers.host
         if self.shape[dim] is not None:
             return build.constant(self.shape[dim], tf.int64, device)
         shape = build.make("Shape", [self.whole()], device, out_type=tf.int64)

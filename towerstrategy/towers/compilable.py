@@ -43,6 +43,10 @@ class Compilable:
         """Whether an operation can go into a function that XLA compiles."""
         return self._is_pure(operation) and self._missing(operation.node_def) is None
 
+    def missing(self, operation: tf.Operation) -> str | None:
+        """The type of what XLA does not have of an operation, or None."""
+        return self._missing(operation.node_def)
+
     def leave(self, operation: tf.Operation) -> bool:
         """Whether an operation may stay outside although something compiled needs it."""
         if "seed2" in operation.node_def.attr or operation.type.startswith(_ON_VARIABLES):

@@ -379,6 +379,8 @@ class OneReplicaContext(MergedContext):
     and objects that were made outside of it, an optimizer's variables for one, are both served.
     """
 
+    stage_run: Any = None  # of the model that runs, see _keras/stages.py
+
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with _tf.no_strategy():
             return merge_fn(self._strategy, *args, **kwargs)

@@ -260,15 +260,18 @@ def _legs(traced: _Traced, parts: Mapping[str, Part],
         backward = stages.GRADIENTS in name or any(leg.backward for leg in before)
         reached = [leg.stage for leg in before if leg.backward == backward]
         own = _stage(traced.operations[name], placement.row(part[1]))
-        stage = min([own, *reached]) if backward else max([own, *reached])
+        if own is not None:
+            reached.append(own)
+        stage = min(reached, default=placement.stages - 1) if backward else max(reached, default=0)
         legs[name] = Leg(*part, stage, backward)
     return legs
 
 
-def _stage(operation: tf.Operation, row: Sequence[str]) -> int:
+def _stage(operation: tf.Operation, row: Sequence[str]) -> int | None:
+    """The stage of an operation; None of what is done on the host."""
     stage = stages.scoped(operation.name)
     if stage is None:
-        stage = row.index(operation.device) if operation.device in row else 0
+        stage = row.index(operation.device) if operation.device in row else None
     return stage
 
 

@@ -26,7 +26,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement import kind
-from towerstrategy.towers import contexts
+from towerstrategy.towers import contexts, one_replica
 
 SCOPE = "tower_stage_"
 _SCOPE = re.compile(rf"\b{SCOPE}(\d+)(?:_\d+)?/")
@@ -69,24 +69,32 @@ class Stages(threading.local):
 
 @contextlib.contextmanager
 def _placed(placement: devices_lib.Placement, index: int | None) -> Iterator[None]:
-    tower = contexts.current_tower()
-    if index is None or tower is None or not tower.can_merge \
+    tower = one_replica.current()
+    if index is None or tower is None or not one_replica.has_stages_here(tower) \
             or tower.strategy.extended.placement is not placement:
         yield
         return
     if tower.stage_run is not None:
         tower.stage_run.entered.add(index)
-    with tf.device(tower.row[index]), _named(tower, index):
+    # A traced step with all rows is named alone: the towers, which do it, have a row each.
+    alone = isinstance(tower, contexts.OneReplicaContext)
+    row = placement.row(0) if alone else tower.row  # type: ignore[union-attr]
+    named_alone = alone and not tf.executing_eagerly()
+    with contextlib.nullcontext() if named_alone else tf.device(row[index]), \
+            _named(tower, row, index):
         yield
 
 
-def _named(tower: contexts.TowerContext, index: int) -> contextlib.AbstractContextManager[Any]:
+def _named(tower: contexts.TowerContext | contexts.OneReplicaContext, row: Sequence[str],
+           index: int) -> contextlib.AbstractContextManager[Any]:
     """The stage in the names of what is done within; in a profile, where that is done eagerly."""
     scope = f"{SCOPE}{index}"
     if not tf.executing_eagerly():
         return tf.name_scope(scope)
-    number = tower.part_of(range(tower.count))  # not asked for, which would end a single trace
-    return tf.profiler.experimental.Trace(f"{contexts.scope_name(number, tower.row[0])}/{scope}")
+    number = 0
+    if isinstance(tower, contexts.TowerContext):
+        number = tower.part_of(range(tower.count))  # not asked for, which would end a single trace
+    return tf.profiler.experimental.Trace(f"{contexts.scope_name(number, row[0])}/{scope}")
 
 
 def install() -> None:
@@ -96,7 +104,7 @@ def install() -> None:
 
 def _in_its_stage(gradient: Callable[..., Any]) -> Callable[..., Any]:
     """``gradient``, done in the stage that it is recorded in, with what it recomputes."""
-    tower = contexts.current_tower() if kind.staged else None
+    tower = one_replica.current() if kind.staged else None
     stages = None if tower is None else tower.strategy.extended.stages
     if stages is None or stages.index is None:
         return gradient

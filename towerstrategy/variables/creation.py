@@ -16,7 +16,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.machines import meeting
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.towers import contexts
+from towerstrategy.towers import contexts, one_replica
 from towerstrategy.variables import one_copy, tower_local
 
 
@@ -51,7 +51,7 @@ def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
     if together:
         homes_lib.follow(variable, _primary(colocate_with))
     variable._home_may_change = tf.executing_eagerly() and (colocate_with is None or together)
-    if contexts.current_tower() is not None:  # what runs there takes it from there from now on
+    if one_replica.current() is not None:  # what runs there takes it from there from now on
         variable._settled = stage
     return one_copy.into_tower_variable(variable, strategy, home)
 

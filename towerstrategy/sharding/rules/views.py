@@ -257,7 +257,32 @@ def strided_slice(op: Op, specs: Sequence[Spec]) -> Plan | None:
     place = sliced(op, spec.dim, op.rank(0))
     if place is not None:
         return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [spec.at(place)])
-    return _sliced_to_size(op, spec, specs[2])
+    return _sliced_to_size(op, spec, specs[2]) or _first_rows(op, spec)
+
+
+def _first_rows(op: Op, spec: Sharded) -> Plan | None:
+    """A strided slice that keeps some first positions: they are among each tower's first ones."""
+    begin, end, steps = (op.value(index) for index in (1, 2, 3))
+    masks = any(op.attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis", "end"))
+    if begin is None or end is None or steps is None or masks or len(begin) <= spec.dim \
+            or steps[spec.dim] != 1 or end[spec.dim] <= 0 \
+            or not op.attr("begin_mask") >> spec.dim & 1 and begin[spec.dim] != 0:
+        return None
+
+    def make(maker: Any) -> list[Any]:
+        limits = [maker.whole(index) for index in (1, 2, 3)]
+        first = maker.each(lambda tower: maker.copy([maker.part(0, tower), *limits], tower)[0])
+        rows = maker.make("ConcatV2", [*first, maker.constant(spec.dim, tf.int32, None)], None,
+                          N=len(first)) if len(first) > 1 else first[0]
+        kept = np.eye(spec.dim + 1, dtype=int)[spec.dim]
+        limits = [maker.constant(numbers, tf.int32, None)
+                  for numbers in (0 * kept, end[spec.dim] * kept, 0 * kept + 1)]
+        others = (1 << spec.dim) - 1  # their masks
+        rows = maker.make("StridedSlice", [rows, *limits], None, begin_mask=others,
+                          end_mask=others)
+        return [[rows] * len(first)]
+
+    return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [REPLICATED], make)
 
 
 def _sliced_to_size(op: Op, spec: Sharded, end: Spec) -> Plan | None:
