@@ -112,7 +112,7 @@ def layer_call(names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             tower = one_replica.current()
             if tower is None:
                 return _called_outside(strategy, original, self, args, kwargs)
-            if not one_replica.has_stages_here(tower):  # in a branch, a loop or a function, which are in one stage
+            if not one_replica.has_stages_here(tower):  # a branch or a loop is in one stage
                 return original(self, *args, **kwargs)
             with _stage_in_tower(strategy, tower, self, names):
                 return original(self, *args, **kwargs)

@@ -27,7 +27,7 @@ def current() -> contexts.TowerContext | contexts.OneReplicaContext | None:
     """The context of the tower, or of the step with all rows, that runs here; else None."""
     context = tf.distribute.get_replica_context()
     inside = isinstance(context, (contexts.TowerContext, contexts.OneReplicaContext))
-    return context if inside else None  # type: ignore[return-value]
+    return context if inside else None
 
 
 def has_stages_here(context: contexts.TowerContext | contexts.OneReplicaContext) -> bool:
