@@ -1,9 +1,11 @@
 """TowerStrategy: data-parallel training for TensorFlow and Keras, with one copy of each weight."""
 
-from towerstrategy import _requirements  # noqa: F401  (first: checks TensorFlow's version)
-from towerstrategy import sharding as sharding
+from towerstrategy import (
+    _requirements,  # noqa: F401  (first: checks TensorFlow's version)
+    sharding as sharding,
+)
 from towerstrategy._version import __version__
-from towerstrategy.losses.over_rows import whole_batch
+from towerstrategy.losses import whole_batch
 from towerstrategy.multi_gpu import multi_gpu_model
 from towerstrategy.placement.devices import split_cpu
 from towerstrategy.strategy import TowerStrategy

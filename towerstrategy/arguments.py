@@ -36,6 +36,18 @@ def check_made(cross_device_ops: Any, communication_options: Any,
                         f"{type(synchronize_batch_norm).__name__}.")
 
 
+DRAWS = ("per row", "per tower")
+
+
+def check_draws(draws: Any) -> None:
+    """Refuses what is no choice of draws."""
+    if not isinstance(draws, str):
+        raise TypeError(f"draws must be {DRAWS[0]!r} or {DRAWS[1]!r}, but got {draws!r} of type "
+                        f"{type(draws).__name__}.")
+    if draws not in DRAWS:
+        raise ValueError(f"draws must be {DRAWS[0]!r} or {DRAWS[1]!r}, but got {draws!r}.")
+
+
 def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
               options: Any) -> None:
     """The arguments of ``strategy.run``."""

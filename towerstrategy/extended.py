@@ -15,15 +15,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _keras, arguments
-from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.batch import input_contexts, input_options, splitting
+from towerstrategy import _keras, _tensorflow as _tf, arguments
+from towerstrategy.batch import datasets as datasets_lib, input_contexts, input_options, splitting
 from towerstrategy.machines import dealing, meeting, shards
-from towerstrategy.merge import merging, reductions
-from towerstrategy.merge import shares as shares_lib
-from towerstrategy.placement import devices as devices_lib
-from towerstrategy.placement import homes as homes_lib
+from towerstrategy.merge import merging, reductions, shares as shares_lib
+from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.sharding import run as whole_batch
 from towerstrategy.towers import calls, compiled, contexts, modes, one_replica, stages, steps
 from towerstrategy.variables import creation, living, tower_local
@@ -34,15 +30,12 @@ class TowerExtended(_tf.StrategyExtended):
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
                  placement: devices_lib.Placement, workers: meeting.Machines | None = None,
-                 cluster_resolver: Any = None, draws_rows: bool = True) -> None:
-        self.draws_rows = draws_rows  # of what one device would draw, see towers/draws.py
+                 cluster_resolver: Any = None) -> None:
         # TensorFlow's constructor asks for the number of towers.
         self._placement, self._workers = placement, workers
         self.dealer = dealing.Dealer(placement, workers)
         self._cluster_resolver = cluster_resolver
-        self.asked = False  # by the user's code outside of towers, for the number of replicas
         super().__init__(container_strategy)
-        _tf.give_moving_averages(contexts.mean_of_towers)
         self._homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows)
         self.settle, self.stages = self._homes.settle, stages.Stages(placement)
         self.places = stages.Places(placement)
@@ -53,8 +46,6 @@ class TowerExtended(_tf.StrategyExtended):
         self.keep_graphs = False  # for tools that walk traced functions in Python
         self.own_trace_reasons: list[str] = []
         self.synchronize_batch_norm = False  # also layers that do not say so
-        self.warned: set[int] = set()  # ids of variables that were warned of
-        self.warned_numbers: set[Any] = set()  # reductions, likewise
         # tf.function -> the same function with the towers inside.
         self.functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # A nested tf.function may read tower-local variables, so each device has its own trace.
@@ -70,8 +61,7 @@ class TowerExtended(_tf.StrategyExtended):
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""
         copied = memo[id(self)] = TowerExtended(self._container_strategy(), self._placement,
-                                                self._workers, self._cluster_resolver,
-                                                self.draws_rows)
+                                                self._workers, self._cluster_resolver)
         copied.synchronize_batch_norm = self.synchronize_batch_norm
         return copied
 
@@ -143,15 +133,7 @@ class TowerExtended(_tf.StrategyExtended):
     def _num_replicas_in_sync(self) -> Any:
         if self._modes.counted_as:
             return self._modes.counted_as
-        self._note_asked()
         return len(self._placement.towers) if self._workers is None else self._workers.replicas
-
-    def _note_asked(self) -> None:
-        """Remembers that the user's code has asked for the number of replicas, and where."""
-        tower = contexts.current_tower()
-        place = self if tower is None else tower
-        if not place.asked:
-            place.asked = not _tf.asked_by_library()
 
     @property
     def workers(self) -> meeting.Machines | None:
@@ -183,12 +165,6 @@ class TowerExtended(_tf.StrategyExtended):
             yield
 
     @contextlib.contextmanager
-    def one_copy_of_means(self) -> Iterator[None]:
-        """Within, a new ON_READ variable with aggregation MEAN is one copy, not tower-local."""
-        with self._modes.within(one_copy_of_means=True):
-            yield
-
-    @contextlib.contextmanager
     def predict(self) -> Iterator[None]:
         """Within, a model predicts: rows that are gathered come in the dataset's order."""
         with self._modes.within(predicting=True):
@@ -208,26 +184,6 @@ class TowerExtended(_tf.StrategyExtended):
         """Within, what a first tower writes is the same on all machines and need not cross."""
         with self._modes.within(alike_on_all=True):
             yield
-
-    @contextlib.contextmanager
-    def read_at_once(self, model_variables: Any) -> Iterator[None]:
-        """Within, the tower-local variables among these are read; they cross machines together."""
-        if self._workers is None:
-            yield
-            return
-        read = {id(variable): variable for variable in model_variables
-                if isinstance(variable, tower_local.TowerLocalVariable)
-                and variable.aggregation is tf.VariableAggregation.SUM
-                and id(variable) not in self._modes.totals}
-        with tf.device(self.merge_device):
-            sums = self._workers.sum([merging.total([part.value() for part in variable._values])
-                                      for variable in read.values()])
-        with self._modes.within(totals={**self._modes.totals, **dict(zip(read, sums))}):
-            yield
-
-    def total_read(self, variable: Any) -> Any:
-        """What :meth:`read_at_once` has read of ``variable``, or None."""
-        return self._modes.totals.get(id(variable))
 
     @contextlib.contextmanager
     def stand_ins(self) -> Iterator[None]:
@@ -288,9 +244,6 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         _keras.install_hooks()
-        mean = kwargs.get("aggregation") == tf.VariableAggregation.MEAN
-        if mean and self._modes.one_copy_of_means:
-            kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE
         return creation.create(self._container_strategy(), self._homes, next_creator, **kwargs)
 
     def spread(self, model_variables: Any) -> None:

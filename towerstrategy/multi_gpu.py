@@ -13,8 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _keras
-from towerstrategy.placement import devices as devices_lib
-from towerstrategy.placement import homes as homes_lib
+from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.strategy import TowerStrategy
 from towerstrategy.variables import one_copy
 

@@ -14,15 +14,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _keras, arguments, extended
-from towerstrategy.losses import own_losses, parts
+from towerstrategy import _keras, _tensorflow as _tf, arguments, extended, losses
 from towerstrategy.machines import clusters, meeting
-from towerstrategy.placement import asked_shares, cuts, kind
-from towerstrategy.placement import devices as devices_lib
+from towerstrategy.placement import asked_shares, cuts, devices as devices_lib, kind
 from towerstrategy.report import description
 from towerstrategy.sharding import function as functions
-from towerstrategy.towers import branches, padding, stages, summaries
-from towerstrategy.towers import draws as draws_lib
+from towerstrategy.towers import one_replica, stages
 from towerstrategy.variables import rules
 
 
@@ -105,9 +102,9 @@ class TowerStrategy(kind.Kind):
         another, for batches that do not fit: the tower holds the activations of one part at a
         time.  Each part is a replica (``num_replicas_in_sync`` counts them), see
         docs/micro_batches.md.
-      draws: what random operations draw in a tower (dropout, noise, ``tf.random``): with
-        ``"per row"`` its rows of what one device would draw for the whole batch, see
-        docs/same_as_one_device.md; with ``"per tower"`` numbers of its own, but in eager Keras.
+      draws: what is drawn for the rows of a tower (dropout, noise, ``tf.random``) in a step of Keras
+        and in ``strategy.function``: with ``"per row"`` what one device draws, with ``"per tower"``
+        other numbers.  In ``strategy.run`` each tower draws numbers of its own in any case.
       balance: what of the stages of a tower is to be as equal as can be: ``"bytes"`` of weights,
         slots and activations; or ``"time"``, for which each layer of a functional or sequential
         model is tried once when the model is compiled.
@@ -138,13 +135,13 @@ class TowerStrategy(kind.Kind):
                  communication_options: tf.distribute.experimental.CommunicationOptions
                  | None = None,
                  synchronize_batch_norm: bool = False, micro_batches: int = 1,
-                 draws: str = draws_lib.PER_ROW, balance: str = cuts.BYTES) -> None:
+                 draws: str = arguments.DRAWS[0], balance: str = cuts.BYTES) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is "
                                "off (a tf.compat.v1 graph, or "
                                "tf.compat.v1.disable_eager_execution).")
         arguments.check_made(cross_device_ops, communication_options, synchronize_batch_norm)
-        draws_lib.check(draws)
+        arguments.check_draws(draws)
         resolver = (clusters.resolver_of_environment() if cluster_resolver is None
                     else cluster_resolver)
         cluster = clusters.join(resolver, devices_lib.stages_asked(devices))
@@ -152,15 +149,11 @@ class TowerStrategy(kind.Kind):
         workers = None if cluster is None else meeting.Machines(
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.on_cpu, placement.shares, placement.shares_from)
-        super().__init__(extended.TowerExtended(self, placement, workers, resolver,
-                                                draws == draws_lib.PER_ROW))
+        super().__init__(extended.TowerExtended(self, placement, workers, resolver))
         self.extended.synchronize_batch_norm = synchronize_batch_norm
-        own_losses.install()
-        branches.install()
+        losses.install()
         stages.install()
-        draws_lib.install()
-        summaries.install()
-        padding.install()
+        _tf.wrap_generators(one_replica.has_all_rows)
         _keras.install_hooks()
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
@@ -353,7 +346,7 @@ class TowerStrategy(kind.Kind):
         >>> [round(float(part), 3) for part in strategy.experimental_local_results(losses)]
         [0.333, 0.667]
         """
-        return parts.scale_loss(self, loss)
+        return losses.scale_loss(loss)
 
     @contextlib.contextmanager
     def stage(self, index: int) -> Iterator[None]:

@@ -19,7 +19,6 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import adopting, hooks, stages, state
-from towerstrategy._keras.over_rows import on_one_device as on_one_device
 
 # The oldest and the newest release of each that was tested; docs/versions.md tells what was run.
 TESTED = {"keras": ("3.8", "3.15"), "tf_keras": ("2.16", "2.21")}
@@ -36,15 +35,16 @@ def install_hooks() -> None:
     """
     if "keras" not in _installed and _imported("keras", "keras.src.backend.tensorflow.trainer"):
         with _naming_versions("keras"):
-            from towerstrategy._keras.keras3 import hooks as keras3_hooks
-            from towerstrategy._keras.keras3 import names as keras3_names
+            from towerstrategy._keras.keras3 import hooks as keras3_hooks, names as keras3_names
 
             keras3_hooks.install()
         _installed["keras"] = keras3_names
     if "tf_keras" not in _installed and _imported("tf_keras", "tf_keras.src.engine.training"):
         with _naming_versions("tf_keras"):
-            from towerstrategy._keras.tf_keras import hooks as tf_keras_hooks
-            from towerstrategy._keras.tf_keras import names as tf_keras_names
+            from towerstrategy._keras.tf_keras import (
+                hooks as tf_keras_hooks,
+                names as tf_keras_names,
+            )
 
             tf_keras_hooks.install()
         _installed["tf_keras"] = tf_keras_names

@@ -13,11 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import losses, stages, twin
-from towerstrategy.batch import rows as rows_lib
-from towerstrategy.placement import devices as devices_lib
-from towerstrategy.placement import homes as homes_lib
-from towerstrategy.placement import kind
+from towerstrategy._keras import stages, twin
+from towerstrategy.placement import devices as devices_lib, homes as homes_lib, kind
 from towerstrategy.variables import one_copy
 
 
@@ -54,7 +51,6 @@ def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
 def adopt_state(strategy: tf.distribute.Strategy, model: Any,
                 names: Any) -> tuple[list[Any], list[Any]]:
     """Adopts all variables that there are; returns those with one copy and the tower-local ones."""
-    check_no_states(strategy, model, names.RNN)
     metrics, optimizers = names.metrics_of(model), names.optimizers_of(model)
     held = names.held_variables(model)
     slots = [variable for optimizer in optimizers
@@ -67,7 +63,6 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
                               f"{model.name!r}", names.owner_of_optimizer(optimizer))
     for optimizer in optimizers:
         names.set_owner_of_optimizer(optimizer, strategy)
-    losses.wrap_own_losses(type(model), names.MODEL)
     local = [variable for metric in metrics for variable in names.adopt_metric(strategy, metric)]
     resident = adopt_variables(strategy, [*held, *slots])
     stages.check_all_used(strategy, model, names)
@@ -113,33 +108,6 @@ def adopt_variables(strategy: tf.distribute.Strategy, held: Iterable[Any]) -> li
     for variable in new:
         one_copy.into_tower_variable(variable, strategy)
     return resident
-
-
-def check_no_states(strategy: tf.distribute.Strategy, model: Any, rnn: type[Any]) -> None:
-    """Raises ``ValueError`` where a layer keeps a state for each row of a batch.
-
-    Steps that are traced once and partitioned have all rows of it.
-
-    Args:
-      strategy: whose the model is to be.
-      model: the model.
-      rnn: the class of recurrent layers of the model's Keras.
-    """
-    towers_ = strategy.num_replicas_in_sync
-    fits = towers_ == 1 or strategy.extended.partitions_steps
-    stateful = [] if fits else [layer for layer in model._flatten_layers()
-                                if isinstance(layer, rnn) and layer.stateful]
-    for layer in stateful:
-        states = [state for state in tf.nest.flatten(layer.states) if state is not None]
-        rows = states[0].shape[0] if states else None
-        dealt = rows_lib.deal(rows or 0, towers_, strategy.extended.dealer.units)[1]
-        parts = "" if rows is None else (f" ({rows} rows, of which the towers get "
-                                         f"{', '.join(map(str, dealt))})")
-        raise ValueError(
-            f"layer {layer.name!r} of model {model.name!r} is a stateful RNN. Its state has a row "
-            f"for each row of a batch{parts}, and exists once, while each of the {towers_} towers "
-            "works on a part of the batch. Make the layer with stateful=False, or use a strategy "
-            "of one tower.")
 
 
 def check_trains_on_towers(model: Any, scope: tf.distribute.Strategy) -> None:

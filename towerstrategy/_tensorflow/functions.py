@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.autograph.core import ag_ctx
-from tensorflow.python.autograph.core import config as autograph_config
+from tensorflow.python.autograph.core import ag_ctx, config as autograph_config
 from tensorflow.python.autograph.impl import api as autograph_api
-from tensorflow.python.eager import context as eager_context
-from tensorflow.python.eager import record
+from tensorflow.python.eager import context as eager_context, record
 from tensorflow.python.eager.polymorphic_function import (
     atomic_function,
     concrete_function,
@@ -26,7 +24,7 @@ from tensorflow.python.framework import (
     auto_control_deps_utils,
     func_graph,
 )
-from tensorflow.python.ops import cond_v2, control_flow_util, control_flow_v2_func_graphs
+from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow import wrapping
 from towerstrategy._tensorflow.graphs import operation_count
@@ -34,9 +32,6 @@ from towerstrategy._tensorflow.graphs import operation_count
 PRIVATE_NAMES = {
     "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext":
         "asks whether the function that is being traced will be compiled",
-    "tensorflow.python.ops.cond_v2:cond_v2":
-        "what tf.cond, and autograph for an `if`, call; in towers a branch with an optimizer is "
-        "done where they meet",
     "tensorflow.python.autograph.impl.api:tf_convert": "keeps autograph on in the replica function",
     "tensorflow.python.autograph.core.ag_ctx:control_status_ctx": "its argument",
     "tensorflow.python.autograph.core.config:CONVERSION_RULES":
@@ -88,11 +83,6 @@ autograph_config.CONVERSION_RULES = (
 def autograph_convert(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` as autograph would call it from here (unchanged outside converted code)."""
     return autograph_api.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)
-
-
-def wrap_cond(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts what ``make`` makes of TensorFlow's function that makes branches in its place, once."""
-    wrapping.wrap(cond_v2, "cond_v2", make)
 
 
 def wrap_gradient_functions(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -297,17 +287,6 @@ def asserts(graph: tf.Graph, name: str) -> bool:
                      if "/tensorflow/" not in frame.filename]
             return not files or "keras/src/" not in files[-1]
     return False
-
-
-def function_graph(graph: tf.Graph, name: str) -> tf.Graph:
-    """The traced body of a function of ``graph``."""
-    return graph._get_function(name).graph
-
-
-def graph_of_call(call: tf.Operation, function: str | None = None) -> tf.Graph | None:
-    """The traced body of what ``call`` calls, or of that ``function``, if TensorFlow has kept it.
-    """
-    return getattr(call.graph._get_function(function or call.get_attr("f").name), "graph", None)
 
 
 # What TensorFlow sets for the collective operations of several machines.

@@ -63,14 +63,6 @@ def set_device(operation: tf.Operation, device: str) -> None:
     operation._set_device(device)
 
 
-def use_instead(before: tf.Tensor, now: tf.Tensor) -> None:
-    """Hands ``now`` to every operation of the graph that has ``before`` as an input."""
-    for consumer in before.consumers():
-        for index, tensor in enumerate(consumer.inputs):
-            if tensor is before:
-                consumer._update_input(index, now)
-
-
 def set_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     """Gives ``operation`` another input."""
     operation._update_input(index, tensor)

@@ -13,8 +13,12 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.client import pywrap_tf_session
-from tensorflow.python.framework import func_graph as func_graph_lib
-from tensorflow.python.framework import function_def_to_graph, op_def_registry, tensor_util
+from tensorflow.python.framework import (
+    func_graph as func_graph_lib,
+    function_def_to_graph,
+    op_def_registry,
+    tensor_util,
+)
 from tensorflow.python.ops import control_flow_util_v2
 
 from towerstrategy._tensorflow import compiling, graphs

@@ -6,38 +6,31 @@ Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why 
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import random_seed
 
+from towerstrategy._tensorflow import wrapping
+
 PRIVATE_NAMES = {
     "tensorflow.python.eager.context:global_seed": "what tf.random.set_seed set, if anything",
-    "tensorflow.python.eager.context:context":
-        "its generator gives eager operations their seeds",
+    "tensorflow.python.ops.stateful_random_ops:Generator._preprocess_key":
+        "folds the replica's number into the key, also that of the only one: a step that has all "
+        "rows would draw other numbers than one device",
     "tensorflow.python.framework.random_seed:_graph_to_seed_dict":
         "how many operations of a graph have been given a seed, which is the next one's",
 }
 
 # An odd number, so that no two towers get the same multiple of it modulo 2**31.
 SEED_STEP = 0x1E3779B1
-# TensorFlow takes seeds modulo this.
-_LARGEST = 2**31 - 1
 
 
 def global_seed() -> int | None:
     """What ``tf.random.set_seed`` was last given; None where it was not called."""
     return eager_context.global_seed()
-
-
-def seed_of_first(seed: int, tower: int) -> int:
-    """The seed that an operation of ``tower``, which got ``seed``, would have got in tower 0."""
-    graph_seed = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph().seed
-    if graph_seed is None or seed != graph_seed % _LARGEST:
-        return seed
-    return (graph_seed - tower * SEED_STEP) % 2**31 % _LARGEST
 
 
 def graph_seed() -> int | None:
@@ -94,22 +87,12 @@ class OperationSeeds:
             self._next[tower], given[self._graph] = given[self._graph], firsts
 
 
-@contextlib.contextmanager
-def eager_seeds_apart(tower: int) -> Iterator[None]:
-    """Within, eager operations take seeds of ``tower``'s own; after, they go on as before.
+def wrap_generators(is_one_replica: Callable[[], bool]) -> None:
+    """Leaves the keys of a ``tf.random.Generator`` alone where there is one replica, once."""
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _preprocess_key(self: Any, key: tf.Tensor) -> tf.Tensor:
+            return key if is_one_replica() else original(self, key)
 
-    TensorFlow draws each operation's seed from one generator, which one device would have moved on
-    by one tower's operations only.
-    """
-    context = eager_context.context()
-    generator = getattr(context, "_rng", None)
-    if generator is None or tower == 0:
-        yield
-        return
-    own = random.Random()
-    own.setstate(generator.getstate())
-    context._rng = random.Random(own.getrandbits(62) + tower)
-    try:
-        yield
-    finally:
-        context._rng = generator
+        return _preprocess_key
+
+    wrapping.wrap(tf.random.Generator, "_preprocess_key", make)

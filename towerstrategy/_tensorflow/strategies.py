@@ -6,9 +6,7 @@ Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import (
@@ -57,15 +55,3 @@ def no_strategy() -> Iterator[None]:
         yield
     finally:
         distribute_lib._pop_per_thread_mode()
-
-
-def asked_by_library() -> bool:
-    """Whether a library, and not the user's code, has asked the strategy that calls this."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") in _STRATEGIES:
-        frame = frame.f_back
-    return frame is None or frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES
-
-
-_STRATEGIES = frozenset({"towerstrategy.extended", "tensorflow.python.distribute.distribute_lib"})
-_LIBRARIES = frozenset({"keras", "tf_keras", "tensorflow", "towerstrategy"})

@@ -9,13 +9,13 @@ import tensorflow as tf
 from tensorflow.python.distribute import (
     distribute_utils,
     reduce_util,
+    values as values_lib,
 )
-from tensorflow.python.distribute import values as values_lib
 from tensorflow.python.framework import (
     composite_tensor,
     none_tensor,
+    ops as framework_ops,
 )
-from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.util import nest as private_nest
 
 PRIVATE_NAMES = {

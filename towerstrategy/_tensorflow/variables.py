@@ -11,11 +11,10 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import (
     shared_variable_creator,
+    values as values_lib,
     values_util,
 )
-from tensorflow.python.distribute import values as values_lib
 from tensorflow.python.eager import context as eager_context
-from tensorflow.python.eager import record
 from tensorflow.python.ops import (
     resource_variable_ops,
     variable_scope,
@@ -38,8 +37,6 @@ PRIVATE_NAMES = {
         "an error's ag_error_metadata, from which autograph makes the error that users see",
     "tensorflow.python.eager.context:anonymous_name":
         "names a variable that lives as long as somebody has its handle, also in a graph",
-    "tensorflow.python.eager.record:VariableWatcher":
-        "tells which variables a function reads where no gradient tape records",
     "tensorflow.python.ops.resource_variable_ops:ResourceVariable":
         "the class of tf.Variable's instances",
     "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable":
@@ -63,7 +60,6 @@ SyncOnReadSaveable = values_lib._SyncOnReadSaveable
 DistributedVariable = values_lib.DistributedVariable
 shared_variable_creator_for = shared_variable_creator.make_fn
 is_saving_one_copy = values_util.is_saving_non_distributed
-VariableWatcher = record.VariableWatcher
 variable_creator_scope = variable_scope.variable_creator_scope
 
 

@@ -14,8 +14,14 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import iterators, layouts, prefetching, splitting, sub_batches
-from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch import (
+    iterators,
+    layouts,
+    prefetching,
+    rows as rows_lib,
+    splitting,
+    sub_batches,
+)
 from towerstrategy.batch.rows import Nest
 
 # The name scope of the operations that split, in input pipelines.

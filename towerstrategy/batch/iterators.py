@@ -13,8 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import rows as rows_lib
-from towerstrategy.batch import sub_batches
+from towerstrategy.batch import rows as rows_lib, sub_batches
 from towerstrategy.batch.rows import Nest
 
 # Nobody unrolls so many steps into one graph on purpose.

@@ -14,8 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import iterators
-from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch import iterators, rows as rows_lib
 from towerstrategy.batch.rows import Nest
 
 # The owner of what belongs to no tower.

@@ -114,27 +114,6 @@ def shares_of(arguments: Sequence[Any],
     return shares_lib.Shares.of_counts(counts, stand_ins, workers).prepare()
 
 
-def have_rows(values: Sequence[Any], shares: shares_lib.Shares) -> Any:
-    """Whether a model's outputs have rows for the rows of the batch: a bool, or a scalar tensor.
-
-    A multiple of the rows will do (boxes of images), and so will any number that is known while the
-    function runs alone (rows that were filtered).  Where a multiple may be chance, because all
-    towers have as many rows, outputs that are the same on all towers are none.
-    """
-    if not rows_lib.has_rows(values[0]) or values[0].shape.rank == 0:
-        return False
-    lengths = [rows_lib.known_rows(value) for value in values]
-    fed = [shares.fed(tower) for tower in range(len(values))]
-    if None in lengths or not isinstance(values[0], tf.Tensor) or lengths == fed:
-        return True
-    if len(set(lengths)) > 1:
-        return True
-    if None in fed or False in fed or lengths != [lengths[0] // max(fed[0], 1) * n for n in fed]:
-        return False
-    same = tf.reduce_all([tf.reduce_all(value == values[0]) for value in values[1:]])
-    return bool(~same) if tf.executing_eagerly() else ~same
-
-
 def _are_rows(values: Sequence[Any], shares: shares_lib.Shares) -> bool | None:
     """Whether the first dimensions are the towers' rows; None where that is not known yet."""
     known: bool | None = True

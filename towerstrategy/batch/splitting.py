@@ -14,8 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import rows as rows_lib
-from towerstrategy.batch import sub_batches
+from towerstrategy.batch import rows as rows_lib, sub_batches
 from towerstrategy.batch.rows import Nest
 
 _SAME_ROWS = "the components of a batch must have the same number of rows, but"

@@ -10,13 +10,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.batch import measured as measured_lib
-from towerstrategy.batch import prefetching, splitting
-from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch import (
+    datasets as datasets_lib,
+    measured as measured_lib,
+    prefetching,
+    rows as rows_lib,
+    splitting,
+)
 from towerstrategy.machines import meeting, shards
-from towerstrategy.placement import asked_shares
-from towerstrategy.placement import devices as devices_lib
+from towerstrategy.placement import asked_shares, devices as devices_lib
 from towerstrategy.report import measuring as measuring_lib
 
 

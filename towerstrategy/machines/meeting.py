@@ -17,8 +17,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.machines import carried, clusters, health, row_products
-from towerstrategy.placement import asked_shares
-from towerstrategy.placement import homes as homes_lib
+from towerstrategy.placement import asked_shares, homes as homes_lib
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
 

@@ -13,10 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.batch import measured as measured_lib
-from towerstrategy.batch import rows as rows_lib
-from towerstrategy.batch import splitting, sub_batches
+from towerstrategy.batch import (
+    datasets as datasets_lib,
+    measured as measured_lib,
+    rows as rows_lib,
+    splitting,
+    sub_batches,
+)
 from towerstrategy.batch.rows import Nest
 from towerstrategy.machines import meeting, workers_data
 

@@ -14,9 +14,14 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.batch import iterators, layouts, prefetching, sub_batches
-from towerstrategy.batch import rows as rows_lib
+from towerstrategy.batch import (
+    datasets as datasets_lib,
+    iterators,
+    layouts,
+    prefetching,
+    rows as rows_lib,
+    sub_batches,
+)
 from towerstrategy.batch.rows import Nest
 from towerstrategy.machines import meeting
 

@@ -119,12 +119,6 @@ def _are_small(values: Sequence[Value]) -> bool:
         and homes_lib.size_of(first) <= LARGEST_STACKED
 
 
-def mean_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
-    """The plain mean of the values of the towers that have rows."""
-    summed = total_of_filled(values, shares)
-    return summed / tf.cast(tf.maximum(shares.filled_count, 1), summed.dtype)
-
-
 def total_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
     """The sum of the values of the towers that have rows."""
     return shares.across(filled_here(values, shares))
@@ -196,13 +190,6 @@ def _behind_one_another(values: Sequence[Value]) -> tf.IndexedSlices:
     return tf.IndexedSlices(tf.concat([value.values for value in sparse], 0),
                             tf.concat([value.indices for value in sparse], 0),
                             sparse[0].dense_shape)
-
-
-def once_each(value: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The same sum, with one slice for each row that ``value`` names."""
-    rows, place = tf.unique(value.indices)
-    return tf.IndexedSlices(tf.math.unsorted_segment_sum(value.values, place, tf.size(rows)), rows,
-                            value.dense_shape)
 
 
 def _as_slices(value: tf.Tensor, dtype: tf.DType) -> tf.IndexedSlices:

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy.batch import rows as rows_lib
-from towerstrategy.batch import sub_batches
+from towerstrategy.batch import rows as rows_lib, sub_batches
 from towerstrategy.machines import meeting
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
@@ -108,12 +107,6 @@ class Shares:
         rows = self._rows[self._first + tower]
         return f"{rows or 'none'} of the batch's {self._total} rows"
 
-    def static_rows(self, tower: int) -> int | None:
-        """The rows that ``tower`` works on; 0 where only the step knows, None without a batch."""
-        if not self._counted:
-            return None
-        return max(self._rows[self._first + tower], 1) if self._known else 0
-
     def given(self, tower: int) -> int | None:
         """How many rows ``tower`` works on, where that is known before it runs."""
         fed = self.fed(tower)
@@ -187,11 +180,6 @@ class Shares:
         return [count > 0 for count in self._rows]
 
     @functools.cached_property
-    def _all_filled(self) -> Any:
-        # Rows are dealt in order, so the last tower is the first to run out; groups may differ.
-        return tf.reduce_all(tf.stack(self._here(self._filled)))
-
-    @functools.cached_property
     def _share_column(self) -> Any:
         return tf.stack(self._here(self._shares))
 
@@ -208,7 +196,7 @@ class Shares:
     def prepare(self) -> Shares:
         """Makes the tensors now, in the current graph and on the current device."""
         if not self._known:
-            self._shares, self._filled, self._all_filled  # noqa: B018
+            self._shares, self._filled  # noqa: B018
             self._share_column, self._filled_column  # noqa: B018
         return self
 
@@ -249,11 +237,6 @@ class Shares:
         if isinstance(value, tf.IndexedSlices):
             return self._workers.sum_one(slices_if(self._workers.is_chief, value))
         return self._workers.chiefs([value])[0]
-
-    @property
-    def all_filled(self) -> Any:
-        """Whether every tower has rows: a bool or a scalar bool tensor."""
-        return min(self._here(self._rows)) > 0 if self._known else self._all_filled
 
 
 def slices_if(filled: Any, value: tf.IndexedSlices) -> tf.IndexedSlices:

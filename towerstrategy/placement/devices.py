@@ -120,12 +120,6 @@ class Placement:
         """Whether towers and merge device are all CPU devices, which share the same cores."""
         return self.kinds == {tf.DeviceSpec.from_string(self.merge).device_type} == {"CPU"}
 
-    @property
-    def relays(self) -> bool:
-        """Whether towers hand pieces of large variables on to each other: GPUs, which have links
-        of their own."""
-        return not self.rows and self.kinds == {"GPU"}
-
 
 def split_cpu(count: int) -> list[str]:
     """Makes ``count`` logical CPU devices, for a machine with no GPU.

@@ -13,8 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.placement import devices as devices_lib
-from towerstrategy.placement import homes as homes_lib
+from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 
 
 def merge_name(placement: devices_lib.Placement) -> str:

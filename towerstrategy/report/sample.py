@@ -27,8 +27,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.report import quiet
-from towerstrategy.towers import contexts
-from towerstrategy.towers import stages as stages_lib
+from towerstrategy.towers import contexts, stages as stages_lib
 
 _WINDOW = "towerstrategy_sample"
 # A tower's part of a loop that turns for all towers is in the scope of the loop, done once.

@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from towerstrategy._keras.callback import Callback
-from towerstrategy.placement import devices as devices_lib
-from towerstrategy.placement import kind
-from towerstrategy.report import description, quiet
-from towerstrategy.report import picture as picture_lib
+from towerstrategy.placement import devices as devices_lib, kind
+from towerstrategy.report import description, picture as picture_lib, quiet
 from towerstrategy.report.events import Events
 from towerstrategy.report.sample import Sample
 from towerstrategy.report.watch import Watch

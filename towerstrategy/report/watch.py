@@ -15,8 +15,7 @@ import tensorflow as tf
 
 from towerstrategy.batch import iterators
 from towerstrategy.placement import devices as devices_lib
-from towerstrategy.report import quiet
-from towerstrategy.report import rows as rows_lib
+from towerstrategy.report import quiet, rows as rows_lib
 from towerstrategy.report.sample import Busy, NotTaken, Sample, take
 
 # Calls of the training function in a training that are not typical: the first traces.

@@ -7,12 +7,16 @@ and :mod:`step` does all of it for a function.
 """
 
 from towerstrategy.sharding import rules as rules
-from towerstrategy.sharding.rules.registry import Op as Op
-from towerstrategy.sharding.rules.registry import Plan as Plan
-from towerstrategy.sharding.rules.registry import by_example as by_example
-from towerstrategy.sharding.rules.registry import register as register
-from towerstrategy.sharding.spec import ListOf as ListOf
-from towerstrategy.sharding.spec import Partial as Partial
-from towerstrategy.sharding.spec import Replicated as Replicated
-from towerstrategy.sharding.spec import Sharded as Sharded
-from towerstrategy.sharding.spec import Size as Size
+from towerstrategy.sharding.rules.registry import (
+    Op as Op,
+    Plan as Plan,
+    by_example as by_example,
+    register as register,
+)
+from towerstrategy.sharding.spec import (
+    ListOf as ListOf,
+    Partial as Partial,
+    Replicated as Replicated,
+    Sharded as Sharded,
+    Size as Size,
+)

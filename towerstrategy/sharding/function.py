@@ -15,8 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
-from towerstrategy import arguments
+from towerstrategy import _tensorflow as _tf, arguments
 from towerstrategy.batch import results, sub_batches
 from towerstrategy.sharding import propagate, signatures, step
 from towerstrategy.towers import contexts, one_replica

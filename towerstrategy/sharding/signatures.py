@@ -14,8 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import rows as rows_lib
-from towerstrategy.batch import sub_batches
+from towerstrategy.batch import rows as rows_lib, sub_batches
 from towerstrategy.merge import merging
 
 

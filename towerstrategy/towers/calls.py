@@ -133,7 +133,6 @@ def _shares(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> shares_
 def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
               shares: shares_lib.Shares, compiles: bool) -> Any:
     context = contexts.TowerContext(strategy, 0, shares)
-    _, context.parts = threads.parts_in((args, kwargs))
     device = strategy.extended.worker_devices[0]
     args, kwargs = _tf.select_replica(0, args), _tf.select_replica(0, kwargs)
     first = strategy.extended.first_replica

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,11 +17,8 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import results
-from towerstrategy.losses import marks
-from towerstrategy.merge import merging
-from towerstrategy.merge import shares as shares_lib
-from towerstrategy.placement import devices as devices_lib
-from towerstrategy.placement import kind
+from towerstrategy.merge import merging, shares as shares_lib
+from towerstrategy.placement import devices as devices_lib, kind
 from towerstrategy.towers import known
 
 TowerResults = results.TowerResults
@@ -50,24 +46,21 @@ def plain_name(name: str) -> str:
     return "/".join(part for part in name.split("/") if part and not OWN_SCOPE.fullmatch(part))
 
 
-class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
-    """The replica context of one tower; what it knows and remembers is in its bases."""
+class TowerContext(known.Known, tf.distribute.ReplicaContext):
+    """The replica context of one tower; what it knows of itself is in :mod:`known`."""
 
     def __init__(self, strategy: tf.distribute.Strategy, tower: int, shares: shares_lib.Shares,
                  call: Any = None) -> None:
         tf.distribute.ReplicaContext.__init__(self, strategy, tower)
-        marks.Marks.__init__(self)
         self._tower = tower
         self._call = call
         self.shares = shares
         self._graph: tf.Graph | None = None
         self._reducing = False
-        self.draws_alike = False
         self._met: dict[int, Any] = {}
         self._counts: dict[str, Any] = {}
-        self._told: set[str] = set()
         self._in_branches: dict[int, tuple[Any, tf.Tensor]] = {}
-        self.refusal: RuntimeError | None = None  # of an optimizer in a branch or loop
+        self._scaled: dict[int, Any] = {}  # losses that are parts of the batch's, by their ids
         self.stage_run: Any = None  # of the model that runs, see _keras/stages.py
 
     def __enter__(self) -> None:
@@ -116,31 +109,22 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
         """Whether a function is being traced here that the replica function calls."""
         return _tf.nested_function(self._graph) is not None
 
-    @contextlib.contextmanager
-    def at(self, device: str) -> Iterator[None]:
-        """Within, every tower's operations are on ``device``, be it one of the towers' or not."""
-        with contextlib.nullcontext() if self._call is None else self._call.staying(), \
-                tf.device(device):
-            yield
-
-    def seeded_alike(self) -> contextlib.AbstractContextManager[None]:
-        """Within, operations with a state keep tower 0's seeds on every tower."""
-        return contextlib.nullcontext() if self._call is None else self._call.seeded_alike()
-
     def part_of(self, values: Any) -> Any:
         """This tower's part of one part a tower, for callers that treat all towers alike."""
         return values[self._tower]
 
     def own(self, values: Any) -> Any:
         """What this tower has of one value a tower."""
-        own = values[self._tower] if self._call is None else self._call.own(self._tower, values)
-        if tf.is_symbolic_tensor(own):
-            self._told.add(own.name)
-        return own
+        return values[self._tower] if self._call is None else self._call.own(self._tower, values)
 
-    def is_told(self, tensor: tf.Tensor) -> bool:
-        """Whether ``tensor`` is what the tower knows of itself, as its share is."""
-        return tensor.name in self._told
+    def mark_scaled(self, loss: Any) -> Any:
+        """Remembers that ``loss`` is this tower's part of the whole batch's loss already."""
+        self._scaled[id(loss)] = loss
+        return loss
+
+    def is_scaled(self, loss: Any) -> bool:
+        """Whether ``loss`` went through :meth:`mark_scaled`."""
+        return self._scaled.get(id(loss)) is loss
 
     @property
     def is_copied(self) -> bool:
@@ -185,49 +169,17 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
                 self._in_branches[id(variable)] = variable, variable.value()
         return self._in_branches[id(variable)][1]
 
-    @property
-    def static_rows(self) -> int | None:
-        """The rows that this tower works on; 0 where only the step knows, None without a batch."""
-        return self.shares.static_rows(self._tower)
-
-    @property
-    def draws_rows(self) -> bool:
-        """Whether random draws are those of one device, of which a tower takes its rows."""
-        return self.several and self._strategy.extended.draws_rows
-
-    @contextlib.contextmanager
-    def drawing_alike(self) -> Iterator[None]:
-        """Within, all towers draw the same numbers, those that one device draws."""
-        before, self.draws_alike = self.draws_alike, True
-        try:
-            yield
-        finally:
-            self.draws_alike = before
-
-    @property
-    def given_rows(self) -> int | None:
-        """The rows that this tower works on, where that is known before it runs."""
-        return self.shares.given(self._tower)
-
-    def for_all(self, key: Any, make: Callable[[], Any],
-                again: Callable[[], None] | None = None) -> Any:
+    def for_all(self, key: str, make: Callable[[], Any]) -> Any:
         """What ``make``, which is called once, gives: the same for all towers of this call.
-
-        Not for a nested function, branch or loop, unless ``make`` asks for nothing in there.
 
         Args:
           key: tells what is asked for from what else is.
           make: called when the first tower asks.
-          again: undoes it where the towers turn out to need a trace each.
         """
-        if self._call is None:
-            return make()
-        return self._call.for_all(self._tower, key, make, again)
+        return make() if self._call is None else self._call.for_all(self._tower, key, make)
 
     def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
-        """``seed`` (integers) for this tower: its own unless it draws rows of the batch's draw."""
-        if self.draws_rows:
-            return seed
+        """``seed`` (integers), made this tower's own."""
         return tf.bitwise.bitwise_xor(seed, tf.cast(self._known("seed_step"), seed.dtype))
 
     @property
@@ -260,11 +212,6 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
         with self._walks_ended():
             return super().all_reduce(reduce_op, value, options)
 
-    def sum_parts(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The sums over all towers, be there rows or not, of what each keeps in variables."""
-        with self._walks_ended():
-            return super().all_reduce(_tf.ReduceOp.SUM, values) if values else []
-
     def meet(self, merge_fn: Callable[..., Any], *args: Any) -> Any:
         """``merge_call`` for whoever gives its result a gradient of his own."""
         with self._walks_ended():
@@ -285,46 +232,12 @@ class TowerContext(known.Known, marks.Marks, tf.distribute.ReplicaContext):
         if self._reducing and not tf.executing_eagerly():
             merge_fn = _ending_walks(merge_fn)
         if self._call is not None:
-            return self._call.meet(self._noting(merge_fn), args, kwargs)
+            return self._call.meet(merge_fn, args, kwargs)
         with _tf.cross_replica_context(self._strategy), \
                 tf.device(self._strategy.extended.merge_device):
             answer = merge_fn(self._strategy, *args, **kwargs)
         self._met.update((id(leaf), leaf) for leaf in tf.nest.flatten(answer))
         return answer
-
-    def _noting(self, merge_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """``merge_fn``, of whose results is remembered what all towers are given."""
-        agreed = self._call.agreed
-
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            answer = merge_fn(*args, **kwargs)
-            for leaf in tf.nest.flatten(answer):
-                parts = leaf.values if isinstance(leaf, _tf.Mirrored) else [leaf]
-                agreed.update(part.name for part in parts if tf.is_symbolic_tensor(part))
-            return answer
-
-        return noting
-
-    def warn_of(self, value: tf.Tensor, message: str) -> None:
-        """Warns of a traced ``value``, once for the operation that ``{name}`` stands for."""
-        self.told_values.append(value)
-        name = plain_name(value.op.name)
-        warned = self._strategy.extended.warned_numbers
-        if name not in warned:
-            warned.add(name)
-            warnings.warn(message.format(name=repr(name)), UserWarning, stacklevel=3)
-
-    def is_agreed(self, value: tf.Tensor) -> bool:
-        """Whether a traced tensor is what the towers have merged, the same on each."""
-        if self._call is not None:
-            return value.name in self._call.agreed
-        return any(leaf.name == value.name for leaf in self._met.values()
-                   if tf.is_symbolic_tensor(leaf))
-
-    def refused(self) -> RuntimeError:
-        """The error for an optimizer where the towers cannot meet, see :mod:`branches`."""
-        self.refusal = RuntimeError(NESTED_MERGE)
-        return self.refusal
 
     def own_result(self, values: tuple[Any]) -> Any:
         """What the only tower of one of several machines returned: its own, unless all met on it.
@@ -447,18 +360,6 @@ def outside_of_towers() -> tf.distribute.Strategy | None:
         return None
     strategy = tf.distribute.get_strategy()
     return strategy if kind.is_tower_strategy(strategy) else None
-
-
-def mean_of_towers(value: Any) -> Any:
-    """In a tower, the mean over all towers by share of rows; elsewhere ``value``."""
-    tower = current_tower()
-    if tower is None or not tower.several:
-        return value
-
-    def merged(_: Any, values: Any) -> Any:
-        return merging.weighted_mean(all_values(values, tower.count), tower.shares)
-
-    return tower.merge_call(merged, args=(tf.convert_to_tensor(value),))
 
 
 def splitting_tower() -> TowerContext | None:

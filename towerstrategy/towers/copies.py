@@ -14,13 +14,13 @@ A function that cannot be copied is traced for every tower; :class:`NeedsOwnTrac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.towers import operands, products, reads, tables
+from towerstrategy.towers import tables
 from towerstrategy.towers.tables import NeedsOwnTrace
 
 # Bytes of a node. An operation is compared with earlier ones by all it holds, constants too.
@@ -36,8 +36,6 @@ class Copier:
       scopes: the name scopes of the towers' operations.
       local_variables: gives the tower-local variables that exist, each a list of its parts.
       stage_of: the stage of an operation of tower 0.
-      joins: whether products with large weights are made once for all, see :mod:`products`.
-      relayed: whether large variables come in pieces, see :mod:`relays`.
       micro_batches: how many of the copies in a row are one tower's.
 
     Attributes:
@@ -47,8 +45,7 @@ class Copier:
 
     def __init__(self, graph: tf.Graph, rows: Sequence[Sequence[str]], scopes: Sequence[str],
                  local_variables: Callable[[], Iterator[Sequence[tf.Variable]]],
-                 stage_of: Callable[[tf.Operation], int], joins: bool = False,
-                 relayed: bool = False, micro_batches: int = 1) -> None:
+                 stage_of: Callable[[tf.Operation], int], micro_batches: int = 1) -> None:
         self.table = tables.Table(len(rows))
         self._graph = graph
         self._rows = [[tf.DeviceSpec.from_string(device).to_string() for device in row]
@@ -56,9 +53,6 @@ class Copier:
         # In the order of their work: stateful operations wait for those that were made before.
         self._turns = sorted(range(1, len(rows)), key=lambda tower: (tower % micro_batches, tower))
         self._stage_of = stage_of
-        self._joins = joins
-        self._relayed = relayed
-        self._instead: dict[str, tf.Tensor] = {}  # read at home -> what tower 0 has of it
         self._scopes = scopes
         self._local_variables = local_variables
         self.firsts: set[str] = set()  # names of tower 0's operations
@@ -66,8 +60,6 @@ class Copier:
         self._done = 0
         self._waiting: list[tf.Operation] = []
         self._kept: set[str] = set()
-        self._staying: set[str] = set()
-        self._seeded: set[str] = set()  # those whose copies keep their seeds
         self._stages: dict[str, int | None] = {}  # device as written -> its stage in tower 0
         self._safe_functions: set[str] = set()
         self._firsts: dict[bytes, str] = {}  # what an operation computes -> the first that does
@@ -86,9 +78,6 @@ class Copier:
           handed: what tower 0 hands to the others: a nest of tensors, operations and other values.
         """
         self._put_local_variables()
-        joins = self._joins and products.are_free(self.added(), self.table)
-        if not joins:
-            operands.swap(self._graph, self.added())
         self.firsts.update(operation.name for operation in self.added())
         stretch = [*self._waiting, *self.added()]
         needed = _needed(stretch, handed)
@@ -96,40 +85,11 @@ class Copier:
         stretch = [operation for operation in stretch if operation.name in needed]
         if stretch:
             self._check(stretch)
-            stretch = self._without_shared_reads(stretch)
-            missing: list[products.Missing] = []
-            if joins:
-                stretch, missing = products.join(self._graph, stretch, self.table, len(self._rows))
+            shared = set(_shared_reads(stretch, self.table))
+            stretch = [operation for operation in stretch if operation.name not in shared]
             self._import(stretch)
-            products.complete(missing, self.table)
             self.copied += stretch
         self.skip()
-
-    def _without_shared_reads(self, stretch: Sequence[tf.Operation]) -> list[tf.Operation]:
-        shared = reads.shared(stretch, self.table)
-        for stage, devices in enumerate(zip(*self._rows)):
-            mine = [operation for operation in shared if self._stage_of(operation) == stage]
-            for value, others in reads.stack(self._graph, mine, devices, self._scopes):
-                self.table.put(value, others)
-        if self._relayed:
-            self._relay(shared, stretch)
-        names = {operation.name for operation in shared}
-        return [operation for operation in stretch if operation.name not in names]
-
-    def _relay(self, shared: Sequence[tf.Operation], stretch: Sequence[tf.Operation]) -> None:
-        """Has large values come in pieces; tower 0's operations, too, take what comes so."""
-        # What stays at home, as the lookup in a table does, reads there.
-        taken = [read for read in shared if reads.are_data(takers := read.outputs[0].consumers())
-                 and not any(taker.name in self._staying for taker in takers)]
-        for value, (first, *others) in reads.relay(self._graph, taken,
-                                                   [row[0] for row in self._rows]):
-            for same in (value, first):
-                self.table.put(same, others)
-            self._instead[value.name] = first
-        for operation in stretch if self._instead else ():
-            for index, tensor in enumerate(operation.inputs):
-                if tensor.name in self._instead:
-                    _tf.set_input(operation, index, self._instead[tensor.name])
 
     def added(self) -> list[tf.Operation]:
         """Tower 0's operations since the last :meth:`copy` or :meth:`skip`."""
@@ -139,14 +99,6 @@ class Copier:
     def keep(self, since: int) -> None:
         """Leaves out of the copies the operations since operation number ``since``."""
         self._kept.update(operation.name for operation in self._graph.get_operations()[since:])
-
-    def stay(self, since: int) -> None:
-        """Leaves the copies of the operations since operation number ``since`` on their device."""
-        self._staying.update(operation.name for operation in self._graph.get_operations()[since:])
-
-    def keep_seeds(self, since: int) -> None:
-        """Leaves the copies of the operations since operation number ``since`` their seeds."""
-        self._seeded.update(operation.name for operation in self._graph.get_operations()[since:])
 
     def _check(self, stretch: Sequence[tf.Operation]) -> None:
         for operation in stretch:
@@ -192,10 +144,8 @@ class Copier:
                 copied = graph_def.node.add()
                 copied.CopyFrom(node)
                 copied.name = renamed[operation.name]
-                if operation.name not in self._staying:
-                    copied.device = self._device(node.device, tower)
-                if operation.name not in self._seeded:
-                    _set_seed(copied, tower)
+                copied.device = self._device(node.device, tower)
+                _set_seed(copied, tower)
                 _set_colocation(copied, renamed)
                 del copied.input[:]
                 for tensor in operation.inputs:
@@ -223,7 +173,7 @@ class Copier:
             return False
         key = type(node)()
         key.CopyFrom(node)
-        key.name = "staying" if operation.name in self._staying else ""
+        key.name = ""
         del key.input[:]
         for tensor in operation.inputs:
             name = self._same_as.get(tensor.op.name, tensor.op.name)
@@ -261,6 +211,23 @@ class Copier:
             self._stages[device] = self._rows[0].index(name) if name in self._rows[0] else None
         stage = self._stages[device]
         return device if stage is None else self._rows[tower][stage]
+
+
+def _shared_reads(stretch: Sequence[tf.Operation], differing: Container[str]) -> Iterator[str]:
+    """The names of the reads that give every tower the same: of the one copy of a variable.
+
+    Args:
+      stretch: operations of tower 0.
+      differing: the names of the tensors that differ between the towers: a tower-local variable has
+        its handle here.
+    """
+    written = {tensor.name for operation in stretch if _tf.written_resources(operation)
+               for tensor in operation.inputs if tensor.dtype == tf.resource}
+    for operation in stretch:
+        if operation.type == "ReadVariableOp" and not operation.control_inputs \
+                and operation.inputs[0].name not in written \
+                and operation.inputs[0].name not in differing:
+            yield operation.name
 
 
 def _set_seed(node: Any, tower: int) -> None:

@@ -22,8 +22,7 @@ from towerstrategy.merge import shares as shares_lib
 
 # What a nested function that a tower has traced finds where no tower calls it.
 OUTSIDE = {"share": (tf.float64, 1.), "filled": (tf.bool, True), "number": (tf.int32, 0),
-           "seed_step": (tf.int64, 0), "rows": (tf.int64, 0), "first_row": (tf.int64, 0),
-           "batch_rows": (tf.int64, 0)}
+           "seed_step": (tf.int64, 0), "rows": (tf.int64, 0), "first_row": (tf.int64, 0)}
 
 
 class Known:
@@ -79,11 +78,6 @@ class Known:
         """How many rows of the whole batch come before this tower's."""
         return self._known("first_row")
 
-    @property
-    def batch_rows(self) -> Any:
-        """The rows of the whole batch."""
-        return self._known("batch_rows")
-
     def _known(self, name: str) -> Any:
         """One of :data:`OUTSIDE`, as this tower has it in this call."""
         nested = _tf.nested_function(self._graph)
@@ -117,9 +111,6 @@ class Known:
 
     def _first_row_here(self) -> Any:
         return self._counted("first_row", self.shares.starts)
-
-    def _batch_rows_here(self) -> Any:
-        return self._counted("batch_rows", lambda: [self.shares.total] * self.count)
 
     def _counted(self, name: str, make: Callable[[], list[Any]]) -> Any:
         """This tower's of a count for each, which are made once a call."""

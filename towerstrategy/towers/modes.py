@@ -17,13 +17,11 @@ class Modes(threading.local):
     """What holds for a while, in one thread."""
 
     counted_as: Any = None
-    one_copy_of_means = False
     stand_ins = False
     predicting = False
     compiles = False
     keras_step = False
     alike_on_all = False
-    totals: dict[int, Any] = {}
     steps: steps.StepsContext | None = None
 
     @contextlib.contextmanager

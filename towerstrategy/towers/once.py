@@ -10,7 +10,6 @@ their static shapes than the number of rows, which is left open, or are no tenso
 number to be known; it looks at its replica id as a Python number; it meets the others in
 ``tf.init_scope``; it draws random numbers in a nested function; it takes the gradient of a loop
 or branch from before a meeting; it hands on something that holds tensors and cannot be looked up;
-it leaves tensors in a list, a dictionary or an attribute, for the caller to take from there;
 it has an assertion, which would name tower 0 whichever tower fails.
 """
 
@@ -28,7 +27,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import compiled, contexts, copies, enclosed, leavings, order, stages
+from towerstrategy.towers import compiled, contexts, copies, enclosed, order, stages
 from towerstrategy.towers.tables import NeedsOwnTrace
 from towerstrategy.variables import alone
 
@@ -50,15 +49,12 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     """
     _check_alike((args, kwargs))
     made: list[tuple[Any, Any]] = []
-    undo: list[Callable[[], None]] = []
     with _old_objects_left_alone():
         try:
             result, operation = enclosed.run(
-                lambda: _Once(strategy, shares, made, undo, compiles).run(fn, args, kwargs))
+                lambda: _Once(strategy, shares, made, compiles).run(fn, args, kwargs))
         except NeedsOwnTrace:
             _initialize(made)
-            for again in reversed(undo):
-                again()
             raise
     # What a trace has made is initialized by what is in its graph.
     keeps = made or strategy.extended.keep_graphs or _tf.may_be_recorded()
@@ -89,15 +85,12 @@ class _Once:
     copies = True
 
     def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares,
-                 made: list[tuple[Any, Any]], undo: list[Callable[[], None]],
-                 compiles: bool) -> None:
+                 made: list[tuple[Any, Any]], compiles: bool) -> None:
         self._strategy = strategy
         self._compiles = compiles
         self._shares = shares
         self._made = made
-        self._undo = undo
         self._opened = False
-        self.agreed: set[str] = set()
         self._devices = strategy.extended.worker_devices
         self._host = strategy.extended.host_device
         self._graph = tf.compat.v1.get_default_graph()
@@ -109,9 +102,7 @@ class _Once:
         self._copier = copies.Copier(
             self._graph, [placement.row(tower) for tower in range(len(self._devices))], scopes,
             strategy.extended.tower_local_parts, self._stages.stage_of,
-            joins=placement.on_cpu and placement.micro_batches == 1 and not placement.rows
-            and not compiles,
-            relayed=placement.relays, micro_batches=placement.micro_batches)
+            micro_batches=placement.micro_batches)
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)
@@ -121,7 +112,6 @@ class _Once:
                 _tf.variable_creator_scope(self._note_variable):
             args, kwargs = tf.nest.map_structure(self._enter, (args, kwargs))
             self._copier.skip()
-            before = leavings.Before(fn, (args, kwargs))
             try:
                 with _tf.tracing_for_xla() if self._compiles else contextlib.nullcontext():
                     result = fn(*args, **kwargs)
@@ -133,7 +123,6 @@ class _Once:
                                         f"the towers, is open: {error}") from error
                 _tf.add_note(error, self._error_note, traced=True)
                 raise
-            self._check_leavings(before)
             written = self._copy(result)
         self._merge_written(written)
         grouped = self._group(result)
@@ -174,12 +163,6 @@ class _Once:
         self._copier.skip()
         return answer
 
-    def _check_leavings(self, before: leavings.Before) -> None:
-        left = before.take_back(self._graph)
-        if left:
-            raise NeedsOwnTrace("it leaves tensors behind, other than in its result, in a "
-                                + ", a ".join(left))
-
     def note_written(self, variable: Any) -> None:
         """Nothing to do: what is written is seen in the graph."""
 
@@ -215,31 +198,15 @@ class _Once:
         self._copier.keep(before)
         return first
 
-    def for_all(self, tower: int, key: Any, make: Callable[[], Any], again: Any) -> Any:
+    def for_all(self, tower: int, key: str, make: Callable[[], Any]) -> Any:
         """What ``make`` gives; the copies leave out what it adds to the graph."""
         del tower, key
-        if again is not None:
-            self._undo.append(again)
         before = _tf.operation_count(self._graph)
         with self._graph.as_default(), tf.name_scope("merge/"), tf.device(None), \
                 tf.device(self._host):
             made = make()
         self._copier.keep(before)
         return made
-
-    @contextlib.contextmanager
-    def staying(self) -> Iterator[None]:
-        """Within, copies of operations stay on the device given, be it tower 0's or another."""
-        before = _tf.operation_count(self._graph)
-        yield
-        self._copier.stay(before)
-
-    @contextlib.contextmanager
-    def seeded_alike(self) -> Iterator[None]:
-        """Within, copies of random operations keep their seeds."""
-        before = _tf.operation_count(self._graph)
-        yield
-        self._copier.keep_seeds(before)
 
     def ask(self) -> None:
         raise NeedsOwnTrace("it looks at its replica id as a Python number")
@@ -258,8 +225,6 @@ class _Once:
             return leaf
         parts = [tf.nest.flatten(part, expand_composites=True) for part in leaf.values]
         own = [self._stand_for(list(components)) for components in zip(*parts)]
-        if isinstance(leaf, _tf.Mirrored):
-            self.agreed.update(part.name for part in own if tf.is_symbolic_tensor(part))
         return tf.nest.pack_sequence_as(self._structure(leaf), own, expand_composites=True)
 
     def _structure(self, leaf: Any) -> Any:

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import compiled, contexts, enclosed, leavings, order, stages
+from towerstrategy.towers import compiled, contexts, enclosed, order, stages
 from towerstrategy.variables import alone
 
 
@@ -98,17 +98,12 @@ class _Call:
         self._stages = [] if state.eager else [
             stages.Placer(state.graph, placement, tower)
             for tower in range(len(placement.towers))]
-        self.agreed: set[str] = set()  # the names of what meetings have given all towers
         self._made_for_all: dict[Any, list[Any]] = {}
         self._asked_for_all: dict[int, collections.Counter[Any]] = collections.defaultdict(
             collections.Counter)
         made: dict[str, list[tf.Variable]] = {}
         towers = [contexts.TowerContext(strategy, tower, shares, self)
                   for tower in range(len(strategy.extended.worker_devices))]
-        given = parts_in((args, kwargs))
-        for tower in towers:
-            tower.given, tower.parts = given
-        self._left = leavings.Turns(fn, (args, kwargs))
         self._towers = [
             _TowerThread(tower, state, made, fn, _tf.select_replica(number, args),
                          _tf.select_replica(number, kwargs))
@@ -148,9 +143,8 @@ class _Call:
         """What ``tower`` has of one value a tower."""
         return values[tower]
 
-    def for_all(self, tower: int, key: Any, make: Callable[[], Any], again: Any) -> Any:
+    def for_all(self, tower: int, key: str, make: Callable[[], Any]) -> Any:
         """What ``make`` gives when the first tower asks; the others get it, in turn by ``key``."""
-        del again
         made = self._made_for_all.setdefault(key, [])
         asked = self._asked_for_all[tower][key]
         self._asked_for_all[tower][key] += 1
@@ -161,14 +155,6 @@ class _Call:
                     tf.device(self._strategy.extended.host_device):
                 made.append(make())
         return made[asked]
-
-    def staying(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing is copied, so all stays where it is."""
-        return contextlib.nullcontext()
-
-    def seeded_alike(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing is copied, and with it given other seeds."""
-        return contextlib.nullcontext()
 
     def ask(self) -> None:
         """A tower looked at its number; nothing to do, each has a trace of its own."""
@@ -188,11 +174,9 @@ class _Call:
             before = 0 if self._state.eager else _tf.operation_count(self._state.graph)
             with _tf.graph_seeded(self._graph_seed, replica), self._seeds(tower.number), \
                     _tf.tracing_for_xla() if self._compiles else contextlib.nullcontext():
-                self._left.begin(tower.number)
                 tower.proceed()
             if tower.error is not None:
                 raise tower.error
-            self._left.end(tower.number)
             if self._compiles:
                 tower.operations += self._state.graph.get_operations()[before:]
             self._end_turn(tower.number, before)
@@ -208,8 +192,6 @@ class _Call:
         """Within, operations that are given no seed get ``tower``'s."""
         if not self._state.eager:
             return self._operation_seeds.of(tower)
-        if self._strategy.extended.draws_rows:
-            return _tf.eager_seeds_apart(tower)
         return contextlib.nullcontext()
 
     def _end_turn(self, number: int, before: int) -> None:
@@ -257,16 +239,6 @@ class _Meeting:
         self.kwargs = kwargs
         self.eager = tf.executing_eagerly()
         self.controls = [] if self.eager else _tf.control_dependencies_of(graph)
-
-
-def parts_in(arguments: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """The ids of the tensors that towers are given parts of: eager ones, and traced ones."""
-    values = [part for leaf in tf.nest.flatten(arguments)
-              if isinstance(leaf, _tf.PerReplica) for part in leaf.values]
-    tensors = [part for part in tf.nest.flatten(values, expand_composites=True)
-               if isinstance(part, tf.Tensor)]
-    eager = frozenset(id(part) for part in tensors if _tf.is_eager(part))
-    return eager, frozenset(map(id, tensors)) - eager
 
 
 class _TowerThread(threading.Thread):

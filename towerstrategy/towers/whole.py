@@ -1,13 +1,12 @@
-"""The rows of all towers: handed to each, or to a function that is computed once for all.
+"""The rows of all towers, handed to each.
 
-Goes in: a tower's rows.  Comes out: those of all towers, in order (:func:`rows_of_all`), or what a
-function makes of them on the merge device (:func:`computed_once`); both differentiable, with the
-gradient of its own rows for each tower.  A tower without rows adds none, whatever it works on.
+Goes in: a tower's rows.  Comes out: those of all towers, in order; differentiable, with the
+gradient of its own rows for each tower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -44,67 +43,9 @@ def rows_of_all(tower: contexts.TowerContext, value: Any) -> Any:
         return tower.meet(lambda _, *given: rows.together(given), *tensors), gradient
 
     flat = iter(together(*(tensor for component in components for tensor in component.tensors)))
-    made = [component.made([tower.mark_whole(next(flat)) for _ in component.tensors])
+    made = [component.made([next(flat) for _ in component.tensors])
             for component in components]
     return tf.nest.pack_sequence_as(value, made)
-
-
-def own_rows_of(tower: contexts.TowerContext, compute: Callable[[Any], Any], value: Any) -> Any:
-    """This tower's rows of what ``compute`` makes of the rows of all towers.
-
-    Each tower computes all of it, and all draw the numbers that one device does.
-
-    Args:
-      tower: where this runs.
-      compute: takes a nest as ``value``, returns one of tensors that have all rows, too.
-      value: a nest of this tower's rows.
-    """
-    alone = tower.count == 1 and tower.shares.workers is None  # a tower of stages
-    rows = value if alone else rows_of_all(tower, value)
-    with tower.drawing_alike():
-        made = compute(rows)
-    if alone:
-        return made
-    first = tower.first_row
-
-    def own(leaf: tf.Tensor) -> tf.Tensor:
-        part = leaf[first:first + tower.rows]
-        part.set_shape(tf.TensorShape([tower.given_rows]).concatenate(leaf.shape[1:]))
-        if not _tf.is_eager(part):
-            tower.parts |= {id(part)}
-        return part
-
-    return tf.nest.map_structure(own, made)
-
-
-def computed_once(tower: contexts.TowerContext, compute: Callable[..., Any], args: Any) -> Any:
-    """What ``compute`` returns for the rows of all towers: one tensor.
-
-    Args:
-      tower: where this runs.
-      compute: takes ``args``; called once, on the merge device, outside of towers.
-      args: a nest; tensors in it are gathered, scalars and everything else are tower 0's.
-
-    Returns:
-      A scalar as it is, the same on all towers, whose gradients are summed over the towers (so a
-      tower has to count it by its share); of anything else this tower's rows.
-    """
-    components = [_Component(leaf) for leaf in tf.nest.flatten(args)]
-    sources = [tensor for component in components for tensor in component.tensors]
-    once = _Once(tower, compute, args, components)
-    result, variables = tower.meet(once.forward, *sources)
-    floats = [source for source in sources if source.dtype.is_floating]
-
-    @tf.custom_gradient
-    def linked(result: tf.Tensor, *sources: tf.Tensor) -> Any:
-        del sources  # the gradient goes to them
-
-        def gradient(upstream: tf.Tensor) -> Any:
-            return None, *tower.meet(once.backward, upstream)
-
-        return tf.identity(result), gradient
-
-    return linked(result, *floats, *(variable.value() for variable in variables))
 
 
 class _Component:
@@ -181,75 +122,6 @@ class _Rows:
         if isinstance(filled, bool):
             return _size(part) if filled else 0
         return tf.where(filled, _size(part), 0)
-
-
-class _Once:
-    """A function of the rows of all towers, and its gradient, each computed where they meet."""
-
-    def __init__(self, tower: contexts.TowerContext, compute: Callable[..., Any], args: Any,
-                 components: Sequence[_Component]) -> None:
-        self._tower, self._compute, self._args = tower, compute, args
-        self._components = components
-        self._rows = _Rows(tower)
-        self._inputs: list[tf.Tensor] = []
-        self._variables: list[Any] = []
-        self._tape: Any = None
-        self._result: Any = None
-        self._with_rows: list[int] = []
-
-    def forward(self, _: Any, *given: Any) -> Any:
-        """The result, or each tower's rows of it, and the variables that were read."""
-        flat = [contexts.all_values(value, self._tower.count)[0] for value in given]
-        self._with_rows = [place for place, value in enumerate(flat) if value.shape.rank != 0]
-        gathered = self._rows.together([given[place] for place in self._with_rows])
-        for place, rows in zip(self._with_rows, gathered):
-            flat[place] = rows
-        self._inputs = [tf.identity(value) for value in flat]
-        with _tf.VariableWatcher() as watcher, tf.GradientTape(persistent=True) as self._tape:
-            if tf.executing_eagerly():
-                self._tape.watch([value for value in self._inputs if value.dtype.is_floating])
-            inputs = iter(self._inputs)
-            made = [component.made([next(inputs) for _ in component.tensors])
-                    for component in self._components]
-            self._result = tf.convert_to_tensor(
-                self._compute(*tf.nest.pack_sequence_as(self._args, made)))
-        self._variables = list(watcher.watched_variables())
-        if self._result.shape.rank == 0:
-            return self._result, self._variables
-        if not self._with_rows:
-            raise ValueError("a function over the whole batch got no tensor with rows.")
-        return self._rows.apart({0: self._result})[0], self._variables
-
-    def backward(self, _: Any, upstream: Any) -> Any:
-        """The gradient for each floating point input, then for each variable, a part a tower."""
-        if self._result.shape.rank == 0:
-            asked, = _sums(self._tower, [upstream])
-        else:
-            asked, = _Rows(self._tower).together([upstream])
-        sources = [value for value in self._inputs if value.dtype.is_floating]
-        found = self._gradients([*sources, *self._variables], asked)
-        made, rows = [], iter(range(len(self._inputs)))
-        for value, gradient in zip([*sources, *self._variables], found):
-            place = next((place for place in rows if self._inputs[place] is value), None)
-            if place in self._with_rows:
-                number = self._with_rows.index(place)
-                made += self._rows.apart({number: gradient})
-            else:
-                made.append(_each([gradient * tf.cast(self._tower.shares.of(number), gradient.dtype)
-                                   for number in range(self._tower.count)]))
-        return made
-
-    def _gradients(self, sources: Sequence[Any], asked: tf.Tensor) -> list[tf.Tensor]:
-        if tf.executing_eagerly():
-            found = self._tape.gradient(self._result, sources, [asked])
-        else:
-            found = tf.gradients(self._result, [getattr(source, "handle", source)
-                                                for source in sources], [asked],
-                                 # A layer may read the variables, too, on the way to the inputs.
-                                 stop_gradients=self._inputs)
-        return [tf.zeros(source.shape if _tf.is_variable(source) else tf.shape(source),
-                         source.dtype) if gradient is None else tf.convert_to_tensor(gradient)
-                for source, gradient in zip(sources, found)]
 
 
 def _sums(tower: contexts.TowerContext, values: Sequence[Any]) -> list[tf.Tensor]:

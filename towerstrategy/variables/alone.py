@@ -24,8 +24,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.variables import one_copy
-from towerstrategy.variables import written as written_lib
+from towerstrategy.variables import one_copy, written as written_lib
 
 # What writes the rows of all towers, one after another.
 _REPLACING = frozenset({"ResourceScatterUpdate", "ResourceScatterMin", "ResourceScatterMax"})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -73,7 +73,9 @@ def _check_modes(kwargs: dict[str, Any]) -> bool:
         synchronization = tf.VariableSynchronization.ON_WRITE
     kwargs["synchronization"] = synchronization
     kwargs["aggregation"] = one_copy.Aggregation(aggregation.value)
-    return synchronization is tf.VariableSynchronization.ON_READ
+    # A mean over towers, each by its share, is merged when it is written: one copy is enough.
+    mean = kwargs["aggregation"] is one_copy.Aggregation.MEAN
+    return synchronization is tf.VariableSynchronization.ON_READ and not mean
 
 
 def _check_mean(aggregation: tf.VariableAggregation, dtype: tf.DType) -> None:
@@ -149,18 +151,10 @@ def _value_of(variable: tf.Variable) -> tf.Tensor:
     return tf.identity(variable.value())
 
 
-@contextlib.contextmanager
-def _outside_towers() -> Iterator[None]:
-    """Within, variables have the names and the initial values that they have on a single device.
-
-    A kernel may have as many rows as a tower has of the batch; what it starts from is no part of
-    a draw for the batch.
-    """
-    tower = contexts.current_tower()
+def _outside_towers() -> contextlib.AbstractContextManager[str]:
+    """Within, variables have the names that they have on a single device."""
     kept = contexts.plain_name(tf.get_current_name_scope())
-    with tf.name_scope(f"{kept}/" if kept else ""), \
-            contextlib.nullcontext() if tower is None else tower.drawing_alike():
-        yield
+    return tf.name_scope(f"{kept}/" if kept else "")
 
 
 def _home_for(homes: homes_lib.Homes, colocate_with: Any, kwargs: dict[str, Any],

@@ -6,8 +6,7 @@ for a tower-local one (``synchronization=ON_READ``, metrics) a :class:`TowerLoca
 part on every tower.
 
 A write to a :class:`TowerVariable` inside a tower is merged with the other towers' and done once,
-see :mod:`written`; what is made of gradients is made of the merged ones, see :mod:`by_gradients`,
-and what is made of sums over rows of those over all rows, see :mod:`by_rows`.
+see :mod:`written`.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
-from towerstrategy.variables import by_gradients, by_rows, pieces, written
+from towerstrategy.variables import pieces, written
 
 Aggregation = tf.VariableAggregation
-
 
 
 class TowerVariable(_tf.ResourceVariable):
@@ -37,8 +35,6 @@ class TowerVariable(_tf.ResourceVariable):
 
     _home_may_change = False
     _extreme: str | None = None  # "max" or "min", see rules
-    holds_gradients = False  # whether towers have written what they made of gradients
-    alone_adds: frozenset[bool] = frozenset()  # whether what they write alone is to be added up
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("a TowerVariable is made by tf.Variable in the scope of a TowerStrategy.")
@@ -168,22 +164,13 @@ class TowerVariable(_tf.ResourceVariable):
         value = tf.convert_to_tensor(value, dtype=self.dtype)
         if not tower.can_merge:
             tower.refuse_compiled_write(self)
-            is_step = method is not _tf.ResourceVariable.assign
-            return self._write_alone(tower, plain, value, is_step)
+            return self._write_alone(tower, plain, value)
 
         # A given name may hold the tower's name scope, and the write is on the merge device.
         plain.keywords["name"] = None
-        made = by_gradients.find(tower, self, value)
-        if made is not None:
-            return by_gradients.write(tower, self, made, plain)
-        whole = by_rows.of_all(tower, self, value)
-        if whole is not None:
-            return _write_same(tower, plain, whole)
-        value = by_rows.part_of_next(tower, self, value)
 
         def merged(_: Any, values: Any) -> Any:
             values = contexts.all_values(values, tower.count)
-            by_gradients.check_eager(tower, self, values)
             return plain(written.value(self, values, tower.shares))
 
         return tower.merge_call(merged, args=(value,))
@@ -200,18 +187,10 @@ class TowerVariable(_tf.ResourceVariable):
         if not tower.can_merge:
             tower.refuse_compiled_write(self)
             return self._scatter_alone(tower, method_name, plain, slices)
-        made = by_gradients.find(tower, self, slices)
-        if made is not None:
-            return by_gradients.write(tower, self, made, plain)
-        whole = by_rows.of_all_at(tower, self, slices.values, slices.indices)
-        if whole is not None:
-            return _write_same(tower, lambda values: plain(tf.IndexedSlices(
-                values, slices.indices, slices.dense_shape)), whole)
-        are_added = by_rows.are_added(tower, self, method_name, slices.indices, slices.values)
 
         def merged(_: Any, values: Any) -> Any:
             parts = contexts.all_values(values, tower.count)
-            return plain(written.slices(self, method_name, parts, tower.shares, are_added))
+            return plain(written.slices(self, method_name, parts, tower.shares))
 
         return tower.merge_call(merged, args=(slices,))
 
@@ -264,17 +243,11 @@ class TowerVariable(_tf.ResourceVariable):
         if not tower.can_merge:
             raise RuntimeError(contexts.NESTED_MERGE)
 
-        indices, updates = found(arguments)
-        whole = by_rows.of_all_at(tower, self, updates, indices)
-        if whole is not None:
-            return _write_same(tower, functools.partial(plain, indices), whole)
-        are_added = len(arguments) == 2 and by_rows.are_added(tower, self, method_name, *arguments)
-
         def merged(_: Any, values: Any) -> Any:
             parts = contexts.all_values(values, tower.count)
-            return write(written.slices(self, method_name, parts, tower.shares, are_added))
+            return write(written.slices(self, method_name, parts, tower.shares))
 
-        return tower.merge_call(merged, args=(sliced(indices, updates),))
+        return tower.merge_call(merged, args=(sliced(*found(arguments)),))
 
     def _strided_slice_assign(self, begin: Any, end: Any, strides: Any, value: Any, name: Any,
                               **masks: Any) -> Any:
@@ -289,9 +262,6 @@ class TowerVariable(_tf.ResourceVariable):
         if not tower.can_merge:
             raise RuntimeError(contexts.NESTED_MERGE)
         plain.keywords["name"] = None
-        whole = by_rows.of_all_at(tower, self, value, begin, end, strides)
-        if whole is not None:
-            return _write_same(tower, lambda same: plain(value=same, **where), whole)
 
         def merged(_: Any, where: Any, value: Any) -> Any:
             parts = {key: contexts.all_values(part, tower.count) for key, part in where.items()}
@@ -326,7 +296,7 @@ class TowerVariable(_tf.ResourceVariable):
             raise RuntimeError(contexts.NESTED_MERGE)
 
     def _write_alone(self, tower: contexts.TowerContext, plain: Callable[..., Any],
-                     value: tf.Tensor, is_step: bool) -> Any:
+                     value: tf.Tensor) -> Any:
         """A write inside control flow, where the towers cannot meet.
 
         Each tower writes for itself, and they merge where they meet next, see :mod:`alone`.
@@ -337,15 +307,8 @@ class TowerVariable(_tf.ResourceVariable):
         self._check_alone(tower, first)
         if self.aggregation is Aggregation.SUM:  # of values or of steps: that cannot be told later
             raise RuntimeError(contexts.NESTED_MERGE)
-        by_rows.note_alone(tower, self, value, is_step)
         tower.writes_alone(self)
         return plain(value)
-
-
-def _write_same(tower: contexts.TowerContext, plain: Callable[[Any], Any], value: tf.Tensor) -> Any:
-    """Does a write, given as ``plain``, once, of a value that is the same on all towers."""
-    return tower.merge_call(lambda _, same: plain(contexts.all_values(same, tower.count)[0]),
-                            args=(value,))
 
 
 def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy.merge import merging
-from towerstrategy.merge import shares as shares_lib
+from towerstrategy.merge import merging, shares as shares_lib
 
 
 def flat_slices(shape: tf.Tensor, indices: Any, updates: Any) -> tf.IndexedSlices:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import merging
 from towerstrategy.towers import contexts, one_replica
-from towerstrategy.variables import by_rows, one_copy
+from towerstrategy.variables import one_copy
 
 
 class _TowerLocalSaveable(_tf.SyncOnReadSaveable):
@@ -61,9 +61,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
             workers = self._distribute_strategy.extended.workers
             return merging.extreme_of_parts(self._extreme, [part.value() for part in self._values],
                                             workers)
-        read = self._distribute_strategy.extended.total_read(self)
-        if read is None:
-            read = super()._get_cross_replica()
+        read = super()._get_cross_replica()
         return read if self._alike is None else read + self._alike
 
     def _get_on_device_or_primary(self) -> Any:
@@ -137,8 +135,6 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     def _kept_if_empty(self, value: Any, neutral: Callable[[], tf.Tensor]) -> Any:
         """``value``, or what changes nothing in a tower that has no rows."""
         tower = contexts.current_tower()
-        if tower is not None:
-            by_rows.check_part(tower, self, value)
         if tower is None or not tower.may_be_empty:
             return value
         value = tf.convert_to_tensor(value, dtype=self.dtype)

@@ -12,14 +12,13 @@ SUM                    the sum over the towers that have rows
 ONLY_FIRST_REPLICA     tower 0's value
 =====================  ===================================================================
 
-What comes here is no function of sums over rows where a graph shows that, but under SUM, see
-:mod:`by_rows`.  A variable that merges extremes gets the largest, or smallest.
+A variable that merges extremes gets the largest, or smallest.
 
-Scatter writes follow the same rules, slice by slice: SUM, and a step of NONE with a slice a row,
-writes the slices of all towers, in order, as one device would have done; NONE of
-``scatter_update``, ``_min`` and ``_max`` does so too (doing it twice changes nothing), and of
-``scatter_mul`` and ``_div`` takes tower 0's.  A slice (``v[a:b].assign``) follows the table element
-by element, over the towers that have rows and wrote it.
+Scatter writes follow the same rules, slice by slice: SUM writes the slices of all towers, in order,
+as one device would have done; NONE of ``scatter_update``, ``_min`` and ``_max`` does so too (doing
+it twice changes nothing), and of ``scatter_mul`` and ``_div`` takes tower 0's.  A slice
+(``v[a:b].assign``) follows the table element by element, over the towers that have rows and wrote
+it.
 
 A per-replica value that is written from outside the towers is what ``strategy.run`` returned, so it
 is merged by the rule of NONE, unless the aggregation is ONLY_FIRST_REPLICA: towers that agree write
@@ -33,8 +32,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.merge import merging
-from towerstrategy.merge import shares as shares_lib
+from towerstrategy.merge import merging, shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
 from towerstrategy.variables import pieces
@@ -61,10 +59,9 @@ def value(variable: Any, values: list[Any], shares: shares_lib.Shares) -> Any:
 
 
 def slices(variable: Any, method_name: str, parts: list[tf.IndexedSlices],
-           shares: shares_lib.Shares, are_added: bool = False) -> tf.IndexedSlices:
+           shares: shares_lib.Shares) -> tf.IndexedSlices:
     """The slices that ``method_name`` writes where each tower writes one of ``parts``."""
-    aggregation = Aggregation.SUM if are_added else variable.aggregation
-    return _slices(variable, method_name, aggregation, parts, shares)
+    return _slices(variable, method_name, variable.aggregation, parts, shares)
 
 
 def elements(variable: Any, places: list[Any], values: list[tf.Tensor],
@@ -118,8 +115,6 @@ def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
     """
     if variable.merges_extremes:
         return merging.extreme(variable._extreme, [*values, before], shares)
-    if variable.alone_adds == {True}:
-        return before + merging.total_of_filled([each - before for each in values], shares)
     if takes_firsts(variable) or not _is_floating(variable):
         return values[0]
     if shares.may_be_empty:

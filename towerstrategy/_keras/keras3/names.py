@@ -15,7 +15,6 @@ from keras.src import backend, tree
 from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.layers import layer as layer_module
-from keras.src.layers.rnn import rnn
 from keras.src.metrics import metric as metric_module
 from keras.src.models import functional, sequential
 from keras.src.optimizers import base_optimizer
@@ -25,8 +24,8 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.placement import kind
 from towerstrategy.variables import tower_local
 
-# The base class whose methods are hooked, and the class of recurrent layers.
-MODEL, RNN = base_trainer.Trainer, rnn.RNN
+# The base class whose methods are hooked.
+MODEL = base_trainer.Trainer
 
 
 def is_model(model: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Hooks into Keras 3: what an optimizer does with the towers' gradients.
+"""Hooks into Keras 3: how a loss is scaled, and what an optimizer does with
+the towers' gradients.
 
 Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
 """
@@ -12,10 +13,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
-from keras.src.optimizers import adadelta, adam, adamax, loss_scale_optimizer, rmsprop, sgd
+from keras.src.optimizers import adadelta, adam, adamax, rmsprop, sgd
 
-from towerstrategy._keras import adopting, one_pass
-from towerstrategy._keras import optimizers as optimizers_rules
+from towerstrategy import losses
+from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement import kind
 from towerstrategy.towers import contexts, one_replica
@@ -29,6 +30,16 @@ _KERNELS: dict[Any, one_pass.Rule] = {
     adadelta.Adadelta.update_step: one_pass.adadelta,
     rmsprop.RMSprop.update_step: one_pass.rmsprop,
 }
+
+
+def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale_loss_for_distribution(value: Any) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None:
+            return value if contexts.outside_of_towers() is not None else original(value)
+        return losses.scaled(tower, value)
+
+    return scale_loss_for_distribution
 
 
 def apply(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,24 +58,9 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
         return optimizers_rules.merge_then(
             tower, grads[:both], [names.tf_variable(target) for target in targets],
             lambda merged: original(self, [*merged, *grads[both:]], trainable_variables),
-            overwriting=_overwriting(targets), loss_scale=_loss_scale(self))
+            overwriting=[getattr(target, "overwrite_with_gradient", False) for target in targets])
 
     return apply
-
-
-def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
-    def apply_gradients(self: Any, grads_and_vars: Any) -> Any:
-        _take(self)
-        tower = contexts.splitting_tower()
-        if tower is None:
-            return original(self, grads_and_vars)
-        grads, targets = optimizers_rules.apart(grads_and_vars)
-        return optimizers_rules.merge_then(
-            tower, grads, [names.tf_variable(target) for target in targets],
-            lambda merged: original(self, zip(merged, targets)),
-            overwriting=_overwriting(targets), loss_scale=_loss_scale(self))
-
-    return apply_gradients
 
 
 def _take(optimizer: Any) -> None:
@@ -86,16 +82,6 @@ def _in_own_scope(optimizer: Any, targets: Any) -> Iterator[None]:
             optimizer.build(list(targets))
     with strategy.scope():
         yield
-
-
-def _loss_scale(optimizer: Any) -> float | None:
-    """Keras unscales in ``apply``, so the gradients are those of the scaled loss."""
-    return 1.0 if isinstance(optimizer, loss_scale_optimizer.LossScaleOptimizer) else None
-
-
-def _overwriting(targets: Any) -> list[bool]:
-    """Which variables' gradients are their next values."""
-    return [getattr(target, "overwrite_with_gradient", False) for target in targets]
 
 
 def distributed_update_step(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -16,34 +15,27 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.tensorflow import trainer as tf_trainer
 
-from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import adopting, over_rows
-from towerstrategy._keras import training as training_rules
+from towerstrategy import _tensorflow as _tf, losses
+from towerstrategy._keras import adopting, training as training_rules
 from towerstrategy._keras.keras3 import names
-from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.batch import prefetching
-from towerstrategy.losses import parts
+from towerstrategy.batch import datasets as datasets_lib, prefetching
 from towerstrategy.placement import kind
-from towerstrategy.towers import contexts
-
-_HOLDERS = {"loss": ("_compile_loss", ["_user_loss"]),
-            "metrics": ("_compile_metrics", ["_user_metrics"]),
-            "weighted_metrics": ("_compile_metrics", ["_user_weighted_metrics"])}
 
 
 def compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         scope = tf.distribute.get_strategy()
         strategy = scope if kind.is_tower_strategy(scope) else names.strategy_of(self)
+        args, kwargs = losses.inner_losses((args, kwargs))
         if strategy is None:
-            return over_rows.compiling(original, _HOLDERS, self, args, kwargs)
+            return original(self, *args, **kwargs)
         owner = self._distribute_strategy
         adopting.check_owner(strategy, f"model {self.name!r}", owner)
         with strategy.scope():
             # From here on "auto" means no XLA, as for any model of a strategy.
             self._distribute_strategy = strategy
             try:
-                over_rows.compiling(original, _HOLDERS, self, args, kwargs)
+                original(self, *args, **kwargs)
             except Exception:
                 self._distribute_strategy = owner
                 raise
@@ -126,57 +118,32 @@ class _Untaken:
         return itertools.repeat(iter(self._dataset))
 
 
-reduce_per_replica = training_rules.reducing(tf_trainer.concat)
+def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Adopts what was built since ``compile``; splits the plain data of ``*_on_batch``."""
 
-
-def unscaled_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def _make_function(self: Any, step_function: Any) -> Any:
-        @functools.wraps(step_function)
-        def step(data: Any) -> Any:
-            outputs = step_function(data)
-            tower = contexts.splitting_tower()
-            if tower is None:
-                return outputs
-            return tree.map_structure(lambda output: parts.logged(tower, output), outputs)
-
+        strategy = names.strategy_of(self)
+        if strategy is None:
+            adopting.check_trains_on_towers(self, tf.distribute.get_strategy())
+            return original(self, step_function)
         with names.towers_alone_compiled(self):
-            return original(self, step)
+            step = original(self, step_function)
+        compiles, trains = names.compiles_towers(self), step_function == self.train_step
+        adopting.adopt_state(strategy, self, names)
+
+        def function(iterator: Any) -> Any:
+            if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+                iterator = (training_rules.split_plain(strategy, data) for data in iterator)
+            elif isinstance(iterator, prefetching.PrefetchedIterator):
+                iterator.read_once()  # as Keras' loop over several steps does
+            if trains:
+                return strategy.extended.train_step(lambda: step(iterator), compiles)
+            with strategy.extended.step(compiles):
+                return step(iterator)
+
+        return function
 
     return _make_function
-
-
-def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``*_on_batch`` gives the step function plain data: split it."""
-
-    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
-        def make_function(self: Any, force: bool = False) -> Any:
-            before = getattr(self, attribute)
-            strategy = names.strategy_of(self)
-            if strategy is None:
-                adopting.check_trains_on_towers(self, tf.distribute.get_strategy())
-            result, step = original(self, force), getattr(self, attribute)
-            if strategy is None or step is before:
-                return result
-            compiles = names.compiles_towers(self)
-            # What was built after compile, outside of the scope.
-            adopting.adopt_state(strategy, self, names)
-
-            def function(iterator: Any) -> Any:
-                if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-                    iterator = (training_rules.split_plain(strategy, data) for data in iterator)
-                elif isinstance(iterator, prefetching.PrefetchedIterator):
-                    iterator.read_once()  # as Keras' loop over several steps does
-                if attribute == "train_function":
-                    return strategy.extended.train_step(lambda: step(iterator), compiles)
-                with strategy.extended.step(compiles):
-                    return step(iterator)
-
-            setattr(self, attribute, function)
-            return function
-
-        return make_function
-
-    return hook
 
 
 def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:

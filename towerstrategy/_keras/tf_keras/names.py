@@ -13,7 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 from tf_keras.src.engine import compile_utils, functional, keras_tensor, sequential, training
-from tf_keras.src.layers.rnn import base_rnn
 from tf_keras.src.metrics import base_metric
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import optimizer as new_optimizer
@@ -22,8 +21,8 @@ from tf_keras.src.optimizers.legacy import optimizer_v2
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.variables import one_copy, tower_local
 
-# The base class whose methods are hooked, and the class of recurrent layers.
-MODEL, RNN = training.Model, base_rnn.RNN
+# The base class whose methods are hooked.
+MODEL = training.Model
 
 OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
               loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)

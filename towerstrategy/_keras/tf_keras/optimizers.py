@@ -1,4 +1,5 @@
-"""Hooks into tf_keras: what an optimizer does with the towers' gradients.
+"""Hooks into tf_keras: how a loss is scaled, and what an optimizer does with
+the towers' gradients.
 
 Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
 """
@@ -11,11 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import adadelta, adam, adamax, adamw, rmsprop, sgd
 
-from towerstrategy._keras import adopting, one_pass
-from towerstrategy._keras import optimizers as optimizers_rules
+from towerstrategy import losses
+from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
 from towerstrategy.towers import contexts, one_replica
@@ -30,7 +30,16 @@ _KERNELS: dict[Any, one_pass.Rule] = {
     rmsprop.RMSprop.update_step: one_pass.rmsprop,
 }
 _steps = threading.local()  # optimizers' steps that are being traced, by id
-LOSS_SCALE = (loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
+
+
+def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale_loss_for_distribution(loss_value: Any) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None:
+            return loss_value if contexts.outside_of_towers() is not None else original(loss_value)
+        return losses.scaled(tower, loss_value)
+
+    return scale_loss_for_distribution
 
 
 def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,8 +59,7 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
         return optimizers_rules.merge_then(
             tower, grads, homes,
             lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs),
-            _are_merged(original, args, kwargs),
-            loss_scale=self.loss_scale if isinstance(self, LOSS_SCALE) else None)
+            _are_merged(original, args, kwargs))
 
     return apply_gradients
 

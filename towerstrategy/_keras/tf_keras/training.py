@@ -5,21 +5,17 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tf_keras.src.engine import training
 from tf_keras.src.metrics import base_metric
 
-from towerstrategy._keras import adopting, over_rows, stages
-from towerstrategy._keras import training as training_rules
+from towerstrategy import losses
+from towerstrategy._keras import adopting, stages, training as training_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.losses import parts
 from towerstrategy.placement import kind
-from towerstrategy.towers import contexts
 
 
 def data_handler_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,21 +51,13 @@ def single_batch_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
     return single_batch_iterator
 
 
-reduce_per_replica = training_rules.reducing(training.concat)
-
-
-_HOLDERS = {"loss": ("compiled_loss", ["_user_losses", "_losses"]),
-            "metrics": ("compiled_metrics", ["_user_metrics", "_metrics"]),
-            "weighted_metrics": ("compiled_metrics", ["_user_weighted_metrics",
-                                                      "_weighted_metrics"])}
-
-
 def compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         scope = tf.distribute.get_strategy()
         strategy = scope if kind.is_tower_strategy(scope) else self._distribution_strategy
+        args, kwargs = losses.inner_losses((args, kwargs))
         if not kind.is_tower_strategy(strategy):
-            return over_rows.compiling(original, _HOLDERS, self, args, kwargs)
+            return original(self, *args, **kwargs)
         if kwargs.get("jit_compile"):
             strategy.extended.placement.check_compiles()
         with strategy.scope():
@@ -83,7 +71,7 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
                     adopting.check_variables(strategy, self, names.optimizer_variables(part))
                     names.set_owner_of_optimizer(part, strategy)
                     adopting.adopt_variables(strategy, names.optimizer_variables(part))
-            over_rows.compiling(original, _HOLDERS, self, args, kwargs)
+            original(self, *args, **kwargs)
             stages.settle(strategy, self, names)  # the optimizer, and so its slots, are known now
 
     return compile
@@ -103,9 +91,7 @@ def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[...
             if not kind.is_tower_strategy(strategy) or step is before:
                 return result
 
-            train = attribute == "train_function"
-            function = _in_step(strategy, self, step, train,
-                                logs_of="train_step" if train else "test_step")
+            function = _in_step(strategy, self, step, attribute == "train_function")
             setattr(self, attribute, function)
             return function
 
@@ -127,44 +113,14 @@ def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_predict_function
 
 
-def _in_step(strategy: Any, model: Any, step: Callable[..., Any], train: bool = False,
-             logs_of: str = "") -> Callable[..., Any]:
+def _in_step(strategy: Any, model: Any, step: Callable[..., Any],
+             train: bool = False) -> Callable[..., Any]:
     compiles = bool(model.jit_compile) and not strategy.extended.placement.compiles
 
     def function(iterator: Any) -> Any:
-        with _logging(model, logs_of):
-            if train:
-                return strategy.extended.train_step(lambda: step(iterator), compiles)
-            with strategy.extended.step(compiles):
-                return step(iterator)
+        if train:
+            return strategy.extended.train_step(lambda: step(iterator), compiles)
+        with strategy.extended.step(compiles):
+            return step(iterator)
 
     return function
-
-
-@contextlib.contextmanager
-def _logging(model: Any, name: str) -> Iterator[None]:
-    """Within, what the method ``name`` of ``model`` returns are means by rows, to be put together.
-
-    An attribute of the model hides the method: what overrides it may call ``super()``'s.
-    """
-    if not name or model.distribute_reduction_method != "auto":
-        yield
-        return
-    attributes, own = vars(model), getattr(model, name)
-    before = attributes.get(name)
-
-    def step(data: Any) -> Any:
-        logs = own(data)
-        tower = contexts.splitting_tower()
-        if tower is not None:
-            logs = tf.nest.map_structure(lambda log: parts.logged(tower, log), logs)
-        return logs
-
-    attributes[name] = step
-    try:
-        yield
-    finally:
-        if before is None:
-            del attributes[name]
-        else:
-            attributes[name] = before

@@ -3,15 +3,17 @@
 Goes in: nothing.  Comes out: :mod:`registry`, filled: each file registers its rules when imported.
 """
 
-from towerstrategy.sharding.rules import contractions as contractions
-from towerstrategy.sharding.rules import draws as draws
-from towerstrategy.sharding.rules import elementwise as elementwise
-from towerstrategy.sharding.rules import gathers as gathers
-from towerstrategy.sharding.rules import images as images
-from towerstrategy.sharding.rules import linalg as linalg
-from towerstrategy.sharding.rules import lists as lists
-from towerstrategy.sharding.rules import normalization as normalization
-from towerstrategy.sharding.rules import reductions as reductions
-from towerstrategy.sharding.rules import scatters as scatters
-from towerstrategy.sharding.rules import shapes as shapes
-from towerstrategy.sharding.rules import views as views
+from towerstrategy.sharding.rules import (
+    contractions as contractions,
+    draws as draws,
+    elementwise as elementwise,
+    gathers as gathers,
+    images as images,
+    linalg as linalg,
+    lists as lists,
+    normalization as normalization,
+    reductions as reductions,
+    scatters as scatters,
+    shapes as shapes,
+    views as views,
+)

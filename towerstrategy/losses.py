@@ -1,0 +1,197 @@
+"""The loss of a replica function: a tower's mean, its part of the batch's, a loss of all rows.
+
+Goes in: what a replica function, run by ``strategy.run``, computes of its tower's rows.  Comes out:
+the tower's part of the global batch's loss.  The towers' gradients are summed, as in every
+``tf.distribute`` strategy, so the parts have to add up to what one device computes: a part of a
+mean is the tower's mean times the tower's share of the rows.
+
+Where there is one replica that has all rows (a step of Keras, ``strategy.function``, no strategy)
+each of these functions returns what one device computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.merge import merging
+from towerstrategy.towers import contexts, whole
+
+
+def scaled(tower: contexts.TowerContext, mean: tf.Tensor) -> tf.Tensor:
+    """A tower's mean over its rows -> its part of the batch's mean; 0 of no rows."""
+    part = mean * tf.cast(tower.share, mean.dtype)
+    if tower.may_be_empty:
+        part = merging.kept(tower.filled, part)  # a mean over no rows is NaN
+    return tower.mark_scaled(part)
+
+
+def scale_loss(loss: Any) -> tf.Tensor:
+    """See ``TowerStrategy.scale_loss``."""
+    value = _as_loss(loss)
+    tower = contexts.splitting_tower()
+    return value if tower is None or tower.is_scaled(loss) else scaled(tower, value)
+
+
+def _as_loss(loss: Any) -> tf.Tensor:
+    try:
+        value = tf.convert_to_tensor(loss)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"loss must be a floating point tensor, but got {loss!r} of type "
+                        f"{type(loss).__name__}.") from error
+    if not value.dtype.is_floating:
+        raise TypeError(f"loss must be a floating point tensor, but got {loss!r} of dtype "
+                        f"{value.dtype.name}.")
+    return value
+
+
+def install() -> None:
+    """Wraps TensorFlow's loss helpers, once; outside of towers they stay what they are."""
+    _tf.wrap_losses(_average, _regularization)
+
+
+def _average(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_average_loss(per_example_loss: Any, sample_weight: Any = None,
+                             global_batch_size: Any = None) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None or global_batch_size is not None:
+            return original(per_example_loss, sample_weight, global_batch_size)
+        per_example_loss = tf.convert_to_tensor(per_example_loss)
+        rows = tf.shape(per_example_loss)[0]
+        return scaled(tower, original(per_example_loss, sample_weight, rows))
+
+    return compute_average_loss
+
+
+def _regularization(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale_regularization_loss(regularization_loss: Any) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None:
+            return original(regularization_loss)
+        return scaled(tower, tf.reduce_sum(regularization_loss))
+
+    return scale_regularization_loss
+
+
+def whole_batch(value: Any) -> Any:
+    """All towers' rows of ``value``, in order, inside of a replica function.
+
+    For losses that put the rows of a batch together: in-batch negatives, contrastive losses, mined
+    triplets.  The gradient is right for a loss that each tower computes of all rows and
+    ``strategy.scale_loss`` makes its part of the batch's: what the towers ask for is added up, and
+    each gets that of its own rows.
+
+    Args:
+      value: a tensor, or a nest of tensors, each with a row an example in the first dimension; the
+        towers may have different numbers of rows.  Views of one example belong into tensors of
+        their own: rows are put together tensor by tensor.
+
+    Returns:
+      The same nest with the rows of all towers, of all machines; where there is one replica that
+      has all rows, ``value``.
+
+    Raises:
+      ValueError: a component without rows.
+      TypeError: a ``tf.SparseTensor``.
+      RuntimeError: called in a branch, a loop or a ``tf.function`` that a tower calls, where the
+        towers cannot meet; or outside of towers, with per-replica values.
+
+    >>> strategy = TowerStrategy(split_cpu(4)[:2])
+    >>> @tf.function
+    ... def loss_of(x):
+    ...   rows = whole_batch(x)
+    ...   products = tf.matmul(rows, rows, transpose_b=True)
+    ...   return strategy.scale_loss(tf.reduce_mean(products))
+    >>> losses = strategy.run(loss_of, (strategy.split(np.eye(3)),))
+    >>> round(float(strategy.reduce("SUM", losses, axis=None)), 3)
+    0.333
+    """
+    tower = contexts.splitting_tower()
+    if tower is not None:
+        return whole.rows_of_all(tower, value)
+    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(value)):
+        raise RuntimeError("whole_batch belongs inside of the function given to strategy.run, "
+                           "where a tower has its rows; outside, use strategy.gather(value, 0).")
+    return value
+
+
+class WholeBatch:
+    """A loss over the rows of all towers, for replica functions.
+
+    For losses that put the rows of a batch together (in-batch negatives, contrastive losses, mined
+    triplets), whose value for a batch is not the mean of its parts'.  In a replica function, run by
+    ``strategy.run``, it is called with whatever the inner loss takes; tensors with rows are
+    gathered, scalars and everything else are the tower's.  A number is the tower's part of the
+    batch's loss, so it needs no ``scale_loss``; values a row are the tower's:
+
+    >>> strategy = TowerStrategy(split_cpu(4)[:2])
+    >>> pairs = WholeBatch(
+    ...     lambda x: tf.reduce_sum(tf.matmul(x, x, transpose_b=True)))
+    >>> step = tf.function(lambda x: pairs(x))
+    >>> parts = strategy.run(step, (strategy.split(np.ones([3, 1])),))
+    >>> float(strategy.reduce("SUM", parts, axis=None))
+    9.0
+
+    In a step of Keras and in ``strategy.function`` every loss sees all rows, so there, as without a
+    strategy, it is the inner loss.  ``compile`` takes it for a loss or for a metric's function:
+
+    >>> def contrast(targets, outputs):
+    ...   products = tf.matmul(outputs, outputs, transpose_b=True)
+    ...   return tf.keras.losses.sparse_categorical_crossentropy(
+    ...       tf.range(tf.shape(products)[0]), products, from_logits=True)
+    >>> with TowerStrategy(split_cpu(4)).scope():
+    ...   model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(2)])
+    ...   model.compile("sgd", WholeBatch(contrast))
+    >>> history = model.fit(np.ones([10, 3]), np.ones([10, 1]), batch_size=10, verbose=0)
+    >>> round(history.history["loss"][0], 3)
+    2.303
+
+    Args:
+      loss: a loss object of Keras 3 or tf_keras, a function, or the name of one.
+
+    Attributes:
+      inner: what it was given.
+
+    Raises:
+      TypeError: ``loss`` is none of these.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        if not callable(loss) and not isinstance(loss, str):
+            raise TypeError("loss must be a loss object, a function or the name of one, but got "
+                            f"{loss!r} of type {type(loss).__name__}.")
+        self.inner: Any = loss.inner if isinstance(loss, WholeBatch) else loss
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The tower's part of the loss of all rows; elsewhere the inner loss."""
+        inner = tf.keras.losses.get(self.inner) if isinstance(self.inner, str) else self.inner
+        tower = contexts.splitting_tower()
+        if tower is None:
+            return inner(*args, **kwargs)
+        args, kwargs = tf.nest.map_structure(
+            lambda leaf: whole.rows_of_all(tower, leaf) if _has_rows(leaf) else leaf,
+            (args, kwargs))
+        with contexts.OneReplicaContext(tower.strategy), tower.strategy.extended.counted_as(1):
+            result = inner(*args, **kwargs)
+        if result.shape.rank == 0:
+            return scaled(tower, result)
+        first = tower.first_row
+        return result[first:first + tower.rows]
+
+    def __repr__(self) -> str:
+        return f"WholeBatch({self.inner!r})"
+
+
+def _has_rows(leaf: Any) -> bool:
+    if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
+        return leaf.shape.rank != 0
+    return hasattr(leaf, "__array__") and not _tf.is_variable(leaf) and getattr(leaf, "ndim", 0) > 0
+
+
+def inner_losses(given: Any) -> Any:
+    """What ``compile`` was given, a nest, with the inner losses of each :class:`WholeBatch`."""
+    return tf.nest.map_structure(
+        lambda leaf: leaf.inner if isinstance(leaf, WholeBatch) else leaf, given)
