@@ -46,6 +46,7 @@ class TowerExtended(_tf.StrategyExtended):
         self.keep_graphs = False  # for tools that walk traced functions in Python
         self.own_trace_reasons: list[str] = []
         self.synchronize_batch_norm = False  # also layers that do not say so
+        self.warned = False  # of a replica function whose gradients are not one device's
         # tf.function -> the same function with the towers inside.
         self.functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # A nested tf.function may read tower-local variables, so each device has its own trace.
@@ -133,6 +134,9 @@ class TowerExtended(_tf.StrategyExtended):
     def _num_replicas_in_sync(self) -> Any:
         if self._modes.counted_as:
             return self._modes.counted_as
+        tower = contexts.current_tower()
+        if tower is not None:
+            tower.asked = True
         return len(self._placement.towers) if self._workers is None else self._workers.replicas
 
     @property

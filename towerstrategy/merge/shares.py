@@ -75,6 +75,11 @@ class Shares:
         return self._counted
 
     @property
+    def are_known(self) -> bool:
+        """Whether the rows are known while tracing."""
+        return self._known
+
+    @property
     def are_equal(self) -> bool:
         """Whether all towers are known to have as many rows."""
         return self._known and len(set(self._rows)) == 1

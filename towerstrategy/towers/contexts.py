@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, warned
 from towerstrategy.batch import results
 from towerstrategy.merge import merging, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, kind
+from towerstrategy.sharding import contract
+from towerstrategy.sharding.spec import Size
 from towerstrategy.towers import known
 
 TowerResults = results.TowerResults
@@ -31,6 +33,9 @@ NESTED_MERGE = (
     "meet there. Move the synchronization point out of the nested function, or put the whole "
     "`strategy.run` inside the tf.function or the control flow.")
 
+# What a tower knows of itself, beside one device's.
+_STATES = {"share": contract.SHARE, "rows": contract.State(Size()),
+           "number": contract.UNKNOWN, "first_row": contract.UNKNOWN}
 # Within a merge: what the optimizer does with the merged gradients.
 UPDATE_SCOPE = "tower_update"
 TOWER_SCOPE = re.compile(r"\btower_(\d+)_[A-Z]+_\d+\b")
@@ -60,6 +65,7 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
         self._met: dict[int, Any] = {}
         self._counts: dict[str, Any] = {}
         self._in_branches: dict[int, tuple[Any, tf.Tensor]] = {}
+        self.asked = False  # whether the replica function knows how many replicas there are
         self._scaled: dict[int, Any] = {}  # losses that are parts of the batch's, by their ids
         self.stage_run: Any = None  # of the model that runs, see _keras/stages.py
 
@@ -116,6 +122,33 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
     def own(self, values: Any) -> Any:
         """What this tower has of one value a tower."""
         return values[self._tower] if self._call is None else self._call.own(self._tower, values)
+
+    def note_known(self, name: str, value: Any) -> None:
+        """Tells the contract what ``value``, one of :data:`known.OUTSIDE`, is."""
+        if self._call is not None and tf.is_symbolic_tensor(value):
+            self._call.contract.put(value, _STATES.get(name, contract.SAME))
+
+    def check_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Warns, once, where the sum of the towers' gradients is not one device's gradient.
+
+        Of what is traced once for all towers; eager code, and what is traced for each tower, does
+        not tell.
+        """
+        if self._call is None or not self._call.copies or self._strategy.extended.warned:
+            return
+        evenly = self.shares.are_equal or not self.shares.are_known
+        for gradient, variable in zip(gradients, variables):
+            problem = self._call.contract.problem(gradient, self.asked and evenly)
+            if problem:
+                self._strategy.extended.warned = True
+                warned.warn(
+                    f"in the function given to strategy.run, {problem}. Each tower sees its own "
+                    "rows there, and the towers' gradients are summed, so the gradient of "
+                    f"{variable.name!r} comes out otherwise than on one device. Decorate the step "
+                    "with strategy.function in place of tf.function and strategy.run, and it means "
+                    "what it means on one device; or scale a mean over the tower's rows by "
+                    "strategy.scale_loss, or gather rows by towerstrategy.whole_batch.")
+                return
 
     def mark_scaled(self, loss: Any) -> Any:
         """Remembers that ``loss`` is this tower's part of the whole batch's loss already."""

@@ -40,6 +40,7 @@ class Known:
     _counts: dict[str, Any]
     for_all: Callable[..., Any]
     own: Callable[..., Any]
+    note_known: Callable[[str, Any], None]
 
     @property
     def count(self) -> int:
@@ -82,14 +83,16 @@ class Known:
         """One of :data:`OUTSIDE`, as this tower has it in this call."""
         nested = _tf.nested_function(self._graph)
         if nested is None:
-            return getattr(self, f"_{name}_here")()
+            value = getattr(self, f"_{name}_here")()
+            self.note_known(name, value)
+            return value
         return _tf.capture_at_call(nested, f"towerstrategy/{name}",
                                    functools.partial(_known_of_caller, name),
                                    tf.TensorSpec([], OUTSIDE[name][0]))
 
     def _share_here(self) -> Any:
         shares = [self.shares.of(tower) for tower in range(self.count)]
-        if isinstance(shares[0], float) and len(set(shares)) == 1:
+        if isinstance(shares[0], float) and len(set(shares)) == 1 and not self.is_copied:
             return shares[0]
         return self.own(shares)
 

@@ -27,6 +27,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import shares as shares_lib
+from towerstrategy.sharding import contract
 from towerstrategy.towers import compiled, contexts, copies, enclosed, order, stages
 from towerstrategy.towers.tables import NeedsOwnTrace
 from towerstrategy.variables import alone
@@ -91,6 +92,7 @@ class _Once:
         self._shares = shares
         self._made = made
         self._opened = False
+        self.contract = contract.Contract()
         self._devices = strategy.extended.worker_devices
         self._host = strategy.extended.host_device
         self._graph = tf.compat.v1.get_default_graph()
@@ -169,6 +171,7 @@ class _Once:
     def _copy(self, handed: Any) -> alone.Written:
         """Copies the stretch that ends here; what tower 0 has written alone in it."""
         self._stages.place(self._copier.added())
+        self.contract.look_at(self._copier.added())
         written = alone.divert(self._graph, self._copier.added(), self._owned())
         self._copier.copy(handed)
         return written
@@ -224,7 +227,14 @@ class _Once:
         if not isinstance(leaf, tf.distribute.DistributedValues) or _tf.is_variable(leaf):
             return leaf
         parts = [tf.nest.flatten(part, expand_composites=True) for part in leaf.values]
-        own = [self._stand_for(list(components)) for components in zip(*parts)]
+        has_rows = isinstance(leaf, sub_batches.SubBatches) and isinstance(
+            leaf.values[0], tf.Tensor)
+        own = [self._stand_for(list(components), has_rows) for components in zip(*parts)]
+        state = contract.ROWS if has_rows else contract.SAME if isinstance(
+            leaf, _tf.Mirrored) else contract.UNKNOWN
+        for component in own:
+            if tf.is_symbolic_tensor(component):
+                self.contract.put(component, state)
         return tf.nest.pack_sequence_as(self._structure(leaf), own, expand_composites=True)
 
     def _structure(self, leaf: Any) -> Any:
@@ -238,8 +248,11 @@ class _Once:
         self._opened = True
         return sub_batches.with_any_rows(specs[0])
 
-    def _stand_for(self, values: list[Any]) -> Any:
-        """A tensor of tower 0's own that has ``values[r]`` in its place on tower r."""
+    def _stand_for(self, values: list[Any], has_rows: bool = False) -> Any:
+        """A tensor of tower 0's own that has ``values[r]`` in its place on tower r.
+
+        Rows are traced with an open number, by which the contract tells what counts them.
+        """
         if all(value is values[0] for value in values):
             return values[0]
         if not all(isinstance(value, tf.Tensor) for value in values):
@@ -247,7 +260,8 @@ class _Once:
                                 f"{values[0]!r}")
         # Not an identity: its value must not be known while tracing, as it is tower 0's alone.
         shape = values[0].shape
-        if any(value.shape != shape for value in values):
+        if has_rows or any(value.shape != shape for value in values):
+            self._opened = True
             shape = tf.TensorShape([None]).concatenate(shape[1:])
         first = tf.compat.v1.placeholder_with_default(values[0], shape)
         _tf.copy_handle_data(values[0], first)

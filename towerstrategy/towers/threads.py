@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
+from towerstrategy.sharding import contract
 from towerstrategy.towers import compiled, contexts, enclosed, order, stages
 from towerstrategy.variables import alone
 
@@ -80,6 +81,7 @@ class _Call:
     """One call of the replica function on all towers."""
 
     copies = False
+    contract = contract.Contract()  # which nobody asks
 
     def __init__(self, strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
                  kwargs: Any, shares: shares_lib.Shares, compiles: bool) -> None:

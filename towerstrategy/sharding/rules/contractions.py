@@ -133,7 +133,8 @@ def input_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(specs[0], Size) and specs[0].at == 0 and specs[0].shards(0) == gradient \
             and op.inputs[0].shape.is_fully_defined():
         return Plan([specs[0], *middle, gradient], [gradient], padded=True)
-    return Plan([REPLICATED, *middle, gradient], [gradient], make=_with_own_rows, padded=True)
+    return Plan([REPLICATED, *middle, gradient], [gradient], make=_with_own_rows, alone=0,
+                padded=True)
 
 
 def _with_own_rows(m: Any) -> list[list[Any]]:

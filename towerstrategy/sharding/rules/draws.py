@@ -40,7 +40,7 @@ def draw(op: Op, specs: Sequence[Spec]) -> Plan | None:
     for other in sizes[size.at + 1:]:
         width = -1 if other is None or other < 0 or width < 0 else width * int(other)
     return Plan([size, *[REPLICATED] * (len(specs) - 1)], [size.shards(size.at)],
-                make=lambda m: [_drawn(m, width)])
+                make=lambda m: [_drawn(m, width)], alone=0)
 
 
 def _drawn(m: Any, width: int) -> list[Any]:

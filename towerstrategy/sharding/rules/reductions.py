@@ -60,7 +60,7 @@ def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if op.type in _PARTS:
         return Plan(takes, [Partial(_PARTS[op.type])])
     if op.type == "Mean" and op.inputs[0].dtype.is_floating:
-        return Plan(takes, [SUM], make=lambda m: _mean(m, spec, axes, keep))
+        return Plan(takes, [SUM], make=lambda m: _mean(m, spec, axes, keep), alone=-1)
     return None
 
 

@@ -75,6 +75,9 @@ class Plan:
       make: makes the towers' operations in place of a copy of the operation on each; it is called
         with a :class:`maker.Maker` and gives, for each output, one value a tower. For a rule
         whose towers need to do something else than one device does.
+      alone: with ``make``: by which power of a tower's share of the rows what the operation itself
+        gives there differs from what ``make`` gives; None where it is something else.  For
+        ``strategy.run``, where a tower does what was written.
       padded: a tower without rows gets one of zeros, which is cut off behind: for kernels that fail
         on no rows, or give something of a wrong shape.
       whole: likewise makes the whole batch's outputs, for sizes that are made of sharded inputs.
@@ -84,6 +87,7 @@ class Plan:
     gives: Sequence[Spec]
     make: Callable[[Any], list[list[Any]]] | None = None
     whole: Callable[[Any], list[Any]] | None = None
+    alone: int | None = None
     padded: bool = False
 
 

@@ -39,7 +39,7 @@ def reshape(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if known is not None and known[found.dim] == -1:
         return Plan([spec, REPLICATED], [found])
     return Plan([spec, REPLICATED], [found],
-                make=lambda m: [m.each(lambda tower: _reshape(m, tower, found.dim))])
+                make=lambda m: [m.each(lambda tower: _reshape(m, tower, found.dim))], alone=0)
 
 
 def _reshaped(op: Op, spec: Sharded, target: Spec) -> Sharded | None:

@@ -1,0 +1,221 @@
+"""Whether the towers' gradients add up to one device's: what ``strategy.run`` warns of.
+
+Goes in: the operations of a replica function as one tower has traced them, and what its inputs are.
+Comes out: of each tensor what the tower's value is beside the one that one device has for the whole
+batch, by the same rules by which a step is partitioned; and of a gradient why the towers' do not
+add up to one device's, if they do not.
+
+In ``strategy.run`` nothing is redistributed: a tower's operation gets what the tower has.  So where
+the rules would gather, add up or cut an input, the tower's result is another than one device's.
+With one exception, numbers of rows: a tower has its own where one device has the batch's, and what
+is divided by one (a mean) and multiplied by the other's share of it (``scale_loss``) is a part of
+the batch's mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding import propagate
+from towerstrategy.sharding.rules import scaling
+from towerstrategy.sharding.rules.registry import Op, plan_of
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    SUM,
+    Axes,
+    ListOf,
+    Partial,
+    Replicated,
+    Sharded,
+    Size,
+    Spec,
+)
+
+
+class State(NamedTuple):
+    """What a tower's value is beside one device's.
+
+    Attributes:
+      spec: its spec; None where it is no part of one device's, or where that is not known.
+      power: by which power of the tower's share of the rows it is multiplied besides.
+      cause: where ``spec`` is None, why; "" where that is not known.
+    """
+
+    spec: Spec | None
+    power: int = 0
+    cause: str = ""
+
+
+SAME = State(REPLICATED)
+ROWS = State(Sharded(0))
+SHARE = State(REPLICATED, 1)
+UNKNOWN = State(None)
+
+
+class Contract:
+    """The states of a tower's tensors, found out as they are asked for."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, State] = {}
+
+    def put(self, tensor: tf.Tensor, state: State) -> None:
+        """Says what a tensor that no operation of the tower has made is."""
+        self._states[tensor.name] = state
+
+    def look_at(self, operations: Iterable[tf.Operation]) -> None:
+        """Finds out about what ``operations``, in the order of their making, give."""
+        for operation in operations:
+            if operation.outputs and operation.outputs[0].name not in self._states:
+                given = self._operation(operation)
+                self._states.update(zip((tensor.name for tensor in operation.outputs), given))
+
+    def problem(self, gradient: tf.Tensor | tf.IndexedSlices | None, by_replicas: bool) -> str:
+        """Why the towers' gradients do not add up to one device's; "" where they do.
+
+        Args:
+          gradient: what the tower gives an optimizer.
+          by_replicas: whether the function divides means by the number of replicas, which is right
+            for towers with equally many rows.
+        """
+        if gradient is None:
+            return ""
+        if isinstance(gradient, tf.IndexedSlices):
+            state = self.of(gradient.values)
+            adds_up = isinstance(state.spec, Sharded) and state.power == 0
+        else:
+            state = self.of(gradient)
+            adds_up = _is_part(state)
+        if adds_up or state.spec is None:
+            return state.cause
+        if isinstance(state.spec, Replicated) and state.power == 0:
+            return "the loss has a term of the weights alone, which counts once a tower"
+        if by_replicas and isinstance(state.spec, (Partial, Sharded)):
+            return ""
+        return "the loss is a mean over the tower's rows, which nothing has scaled"
+
+    def of(self, tensor: tf.Tensor) -> State:
+        """What is known of a tensor; what was made outside of the tower is the same for all."""
+        return self._states.get(tensor.name, SAME)
+
+    def _operation(self, operation: tf.Operation) -> Sequence[State]:
+        states = [self.of(tensor) for tensor in operation.inputs]
+        count = len(operation.outputs)
+        if all(state == SAME for state in states):
+            return [SAME] * count
+        bad = next((state for state in states if state.spec is None and state.cause), None)
+        if bad is not None:
+            return [bad] * count
+        if any(state.spec is None for state in states):
+            return [UNKNOWN] * count
+        if operation.type in propagate.CALLS:
+            return self._call(operation, states)
+        if operation.type in (*propagate.BRANCHES, *propagate.LOOPS):
+            return [UNKNOWN] * count
+        return [_given(operation, states)] * count if count == 1 else _each(operation, states)
+
+    def _call(self, operation: tf.Operation, states: Sequence[State]) -> list[State]:
+        body = propagate.function_of(operation, "f")
+        inner = Contract()
+        for tensor, state in zip(body.inputs, states):
+            inner.put(tensor, state)
+        inner.look_at(each for each in body.get_operations() if each.type != "Placeholder")
+        return [inner.of(tensor) for tensor in body.outputs]
+
+
+def _is_part(state: State) -> bool:
+    """Whether the towers' values add up to one device's."""
+    return state in (State(SUM), SHARE)
+
+
+def _given(operation: tf.Operation, states: Sequence[State]) -> State:
+    return _each(operation, states)[0]
+
+
+def _each(operation: tf.Operation, states: Sequence[State]) -> list[State]:
+    """The states of the outputs, the inputs' being known."""
+    count = len(operation.outputs)
+    if all(isinstance(state.spec, (Replicated, Partial, Size)) for state in states):
+        scalars = _of_numbers(operation, states)
+        if scalars is not None:
+            return [scalars] * count
+    specs = [state.spec if state.spec is not None else REPLICATED for state in states]
+    plan = plan_of(Op(operation), specs)
+    if plan is None or not all(_goes_in(spec, wanted, operation.inputs[index])
+                               for index, (spec, wanted) in enumerate(zip(specs, plan.takes))):
+        meets = any(isinstance(spec, (Sharded, Partial)) for spec in specs) and not any(
+            isinstance(spec, ListOf) for spec in specs)
+        return [State(None, 0, _cause(operation, specs)) if meets else UNKNOWN] * count
+    power = _power(operation, states)
+    if power is None:
+        return [UNKNOWN] * count
+    if plan.make is not None:
+        if plan.alone is None:
+            return [State(None, 0, _cause(operation, specs))] * count
+        power += plan.alone
+    return [State(spec, 0 if isinstance(spec, (Size, Axes)) else power) for spec in plan.gives]
+
+
+def _goes_in(spec: Spec, wanted: Spec, tensor: tf.Tensor) -> bool:
+    """Whether a tower's value is what the rule takes as it is."""
+    if spec == wanted or isinstance(spec, Replicated) and isinstance(wanted, (
+            Replicated, Sharded, ListOf)):
+        return True
+    return isinstance(spec, Size) and isinstance(wanted, Replicated) and not tensor.shape.rank
+
+
+def _of_numbers(operation: tf.Operation, states: Sequence[State]) -> State | None:
+    """Arithmetic of numbers of rows, shares, sums over rows and what is the same for all."""
+    if all(isinstance(state.spec, Replicated) and state.power == 0 for state in states):
+        return SAME
+    numbers = [State(REPLICATED, 1) if isinstance(state.spec, Size)
+               and operation.outputs[0].dtype.is_floating else state for state in states]
+    if any(isinstance(state.spec, Size) for state in numbers):
+        return None
+    parts = [state for state in numbers if isinstance(state.spec, Partial)]
+    if any(state.spec != SUM for state in parts):
+        return None
+    if operation.type in scaling.ADDITIVE:
+        alike = {state.power - isinstance(state.spec, Replicated) for state in numbers}
+        if alike == {0}:  # each of them is a part of a sum
+            return State(SUM)
+        same = set(numbers)
+        return same.pop() if len(same) == 1 else None
+    if len(parts) > 1:
+        return None
+    power = _power(operation, numbers)
+    if power is None or parts and any(
+            state is parts[0] and scaling.degree(operation, index) != 1
+            for index, state in enumerate(numbers)):
+        return None
+    return State(SUM if parts else REPLICATED, power)
+
+
+def _power(operation: tf.Operation, states: Sequence[State]) -> int | None:
+    """By which power of the share the output is multiplied; None where it is no power of it."""
+    powers = [state.power for state in states]
+    if not any(powers):
+        return 0
+    if operation.type in scaling.ADDITIVE:
+        floats = {state.power for tensor, state in zip(operation.inputs, states)
+                  if tensor.dtype.is_floating}
+        return floats.pop() if len(floats) == 1 else None
+    total = 0
+    for index, power in enumerate(powers):
+        if power:
+            degree = scaling.degree(operation, index)
+            if degree is None:
+                return None
+            total += power * degree
+    return total
+
+
+def _cause(operation: tf.Operation, specs: Sequence[Spec]) -> str:
+    line = _tf.line_of(operation)
+    named = f"{operation.type} ({operation.name}{', ' + line if line else ''})"
+    if operation.type in scaling.ADDITIVE and not any(isinstance(spec, Sharded) for spec in specs):
+        return f"{named} adds what is the same on all towers to a sum over each tower's rows"
+    return f"{named} puts rows of the batch together"

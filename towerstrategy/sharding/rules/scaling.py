@@ -1,0 +1,48 @@
+"""How what an operation gives changes where one of its inputs is multiplied by a number.
+
+Goes in: an operation and the number of an input.  Comes out: by which power of that number the
+output is multiplied, or None where it is no power.  ``tests/sharding/scaling_test.py`` proves it.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from towerstrategy.sharding.rules.registry import Op, plan_of
+from towerstrategy.sharding.spec import REPLICATED, SUM
+
+# An operation's type -> the inputs in each of which, all others kept, it is linear.
+_LINEAR: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Mul", "MulNoNan", "MatMul", "BatchMatMul", "BatchMatMulV2", "Einsum",
+                     "Conv2D", "Conv3D", "DepthwiseConv2dNative"), (0, 1)),
+    **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2",
+                     "DepthwiseConv2dNativeBackpropInput"), (1, 2)),
+    **dict.fromkeys(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2",
+                     "DepthwiseConv2dNativeBackpropFilter"), (0, 2)),
+    **dict.fromkeys(("RealDiv", "Div", "DivNoNan", "Xdivy", "ReluGrad", "Relu6Grad", "EluGrad",
+                     "SeluGrad", "LeakyReluGrad", "SoftplusGrad", "SoftsignGrad", "Mean", "Sum",
+                     "BiasAddGrad", "Relu", "LeakyRelu", "Abs", "AvgPool", "MaxPool", "Cumsum",
+                     "GatherV2", "GatherNd", "UnsortedSegmentSum", "SegmentSum", "StridedSlice",
+                     "Slice", "Pad", "Reshape", "Transpose", "BroadcastTo", "Tile", "ExpandDims",
+                     "Squeeze", "Identity", "Neg", "StopGradient", "ReverseV2", "Roll"), (0,)),
+    **dict.fromkeys(("SigmoidGrad", "TanhGrad", "SqrtGrad", "RsqrtGrad", "AvgPoolGrad",
+                     "ScatterNd"), (1,)),
+    "MaxPoolGrad": (2,),
+    "StridedSliceGrad": (4,),
+    "FusedBatchNormGradV3": (0,),
+}
+_INVERSE: dict[str, int] = {"RealDiv": 1, "Div": 1, "DivNoNan": 1, "Xdivy": 1, "Reciprocal": 0}
+# Sums of their inputs, or inputs put together.
+ADDITIVE = frozenset({"AddN", "AddV2", "Add", "Sub", "ConcatV2", "Pack", "Select", "SelectV2"})
+
+
+def degree(operation: tf.Operation, index: int) -> int | None:
+    """The power with which input ``index`` is in the outputs; None where there is none."""
+    if _INVERSE.get(operation.type) == index:
+        return -1
+    if index in _LINEAR.get(operation.type, ()):
+        return 1
+    specs = [REPLICATED] * len(operation.inputs)
+    plan = plan_of(Op(operation), [*specs[:index], SUM, *specs[index + 1:]])
+    linear = plan is not None and all(given == SUM for given in plan.gives)
+    return 1 if linear else None
