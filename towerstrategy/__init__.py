@@ -9,5 +9,7 @@ from towerstrategy.losses import whole_batch
 from towerstrategy.multi_gpu import multi_gpu_model
 from towerstrategy.placement.devices import split_cpu
 from towerstrategy.strategy import TowerStrategy
+from towerstrategy.warned import TowerWarning
 
-__all__ = ["TowerStrategy", "__version__", "multi_gpu_model", "split_cpu", "whole_batch"]
+__all__ = ["TowerStrategy", "TowerWarning", "__version__", "multi_gpu_model", "split_cpu",
+           "whole_batch"]

@@ -46,7 +46,7 @@ class TowerExtended(_tf.StrategyExtended):
         self.keep_graphs = False  # for tools that walk traced functions in Python
         self.own_trace_reasons: list[str] = []
         self.synchronize_batch_norm = False  # also layers that do not say so
-        self.warned = False  # of a replica function whose gradients are not one device's
+        self.warned: set[str] = set()  # why gradients of replica functions are not one device's
         # tf.function -> the same function with the towers inside.
         self.functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # A nested tf.function may read tower-local variables, so each device has its own trace.

@@ -106,13 +106,13 @@ class Contract:
         count = len(operation.outputs)
         if all(state == SAME for state in states):
             return [SAME] * count
+        if operation.type in propagate.CALLS:
+            return self._call(operation, states)
         bad = next((state for state in states if state.spec is None and state.cause), None)
         if bad is not None:
             return [bad] * count
         if any(state.spec is None for state in states):
             return [UNKNOWN] * count
-        if operation.type in propagate.CALLS:
-            return self._call(operation, states)
         if operation.type in (*propagate.BRANCHES, *propagate.LOOPS):
             return [UNKNOWN] * count
         return [_given(operation, states)] * count if count == 1 else _each(operation, states)

@@ -134,13 +134,14 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
         Of what is traced once for all towers; eager code, and what is traced for each tower, does
         not tell.
         """
-        if self._call is None or not self._call.copies or self._strategy.extended.warned:
+        if self._call is None or not self._call.copies:
             return
+        known = self._strategy.extended.warned
         evenly = self.shares.are_equal or not self.shares.are_known
         for gradient, variable in zip(gradients, variables):
             problem = self._call.contract.problem(gradient, self.asked and evenly)
-            if problem:
-                self._strategy.extended.warned = True
+            if problem and problem not in known:
+                known.add(problem)
                 warned.warn(
                     f"in the function given to strategy.run, {problem}. Each tower sees its own "
                     "rows there, and the towers' gradients are summed, so the gradient of "

@@ -1,0 +1,137 @@
+"""What ``strategy.run`` warns of: programs whose gradients are not one device's, and no others."""
+
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import towerstrategy
+from towerstrategy import warned
+
+DEVICES = towerstrategy.split_cpu(8)
+DRAW = np.random.RandomState(0)
+X, Y = DRAW.rand(8, 3), DRAW.rand(8, 2)
+WEIGHTS = [DRAW.rand(3, 4), DRAW.rand(4, 2)]
+
+
+def squares(w, x, y):
+    return tf.reduce_sum((tf.nn.relu(x @ w[0]) @ w[1] - y) ** 2, -1)
+
+
+def penalty(w):
+    return .1 * tf.reduce_sum(w[0] ** 2)
+
+
+def mean_squared(w, x, y):
+    return keras.losses.MeanSquaredError(dtype="float64")(y, tf.nn.relu(x @ w[0]) @ w[1])
+
+
+def products(x, rows):
+    return tf.reduce_mean(tf.matmul(x, rows, transpose_b=True))
+
+
+@tf.function
+def nested(w, x, y):
+    return tf.reduce_mean(squares(w, x, y))
+
+
+# Each takes the strategy, the weights, rows and labels.
+RIGHT = {
+    "loss_object": lambda s, w, x, y: mean_squared(w, x, y),
+    "scaled_mean": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(squares(w, x, y))),
+    "scaled_twice": lambda s, w, x, y: s.scale_loss(mean_squared(w, x, y)),
+    "scaled_nested": lambda s, w, x, y: s.scale_loss(nested(w, x, y)),
+    "average": lambda s, w, x, y: tf.nn.compute_average_loss(squares(w, x, y)),
+    "average_of": lambda s, w, x, y: tf.nn.compute_average_loss(squares(w, x, y),
+                                                                global_batch_size=8),
+    "sum": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)),
+    "sum_over_constant": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)) / 8,
+    "penalty": lambda s, w, x, y: mean_squared(w, x, y) + tf.nn.scale_regularization_loss(
+        penalty(w)),
+    "scaled_penalty": lambda s, w, x, y: mean_squared(w, x, y) + s.scale_loss(penalty(w)),
+    "gathered": lambda s, w, x, y: s.scale_loss(products(
+        x @ w[0], towerstrategy.whole_batch(x @ w[0]))) + mean_squared(w, x, y),
+    "dropout": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(squares(w, tf.nn.dropout(
+        x, 1e-9), y))),
+    "lookup": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(
+        tf.gather(w[0], tf.cast(x[:, 0] * 3, tf.int32)) @ w[1])),
+}
+WRONG = {
+    "mean": lambda s, w, x, y: tf.reduce_mean(squares(w, x, y)),
+    "nested_mean": lambda s, w, x, y: nested(w, x, y),
+    "mean_by_hand": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)) / tf.cast(
+        tf.shape(x)[0], x.dtype),
+    "penalty": lambda s, w, x, y: mean_squared(w, x, y) + penalty(w),
+    "in_batch": lambda s, w, x, y: s.scale_loss(products(x @ w[0], x @ w[0])
+                                                + tf.reduce_mean(squares(w, x, y))),
+    "statistics": lambda s, w, x, y: mean_squared(w, x - tf.reduce_mean(x, 0), y),
+    "root_of_sum": lambda s, w, x, y: tf.sqrt(tf.reduce_sum(squares(w, x, y))),
+    "order": lambda s, w, x, y: mean_squared(w, tf.sort(x, 0), y),
+}
+
+
+def trained(strategy, loss_of, whole=False):
+    """The weights after a step, and what was warned of."""
+    with strategy.scope():
+        weights = [tf.Variable(value) for value in WEIGHTS]
+        optimizer = keras.optimizers.SGD(.1)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_of(strategy, weights, x, y)
+        optimizer.apply(tape.gradient(loss, weights), weights)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        if whole:
+            strategy.function(step)(*strategy.split((X, Y)))
+        else:
+            tf.function(lambda *batch: strategy.run(step, batch))(*strategy.split((X, Y)))
+    return [weight.numpy() for weight in weights], [
+        warning for warning in found if issubclass(warning.category, warned.TowerWarning)]
+
+
+def one_device(loss_of):
+    return trained(towerstrategy.TowerStrategy(DEVICES[:1]), loss_of)[0]
+
+
+class ContractTest(parameterized.TestCase):
+
+    @parameterized.named_parameters((name, name) for name in RIGHT)
+    def test_nothing_is_said_of_what_is_right(self, name):
+        """Else people learn to ignore the warning."""
+        got, said = trained(towerstrategy.TowerStrategy(DEVICES[:3]), RIGHT[name])
+        self.assertEmpty(said)
+        for one, other in zip(got, one_device(RIGHT[name])):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+    @parameterized.named_parameters((name, name) for name in WRONG)
+    def test_what_is_not_one_devices_is_said(self, name):
+        """Else a step written for one device trains something else in silence."""
+        got, said = trained(towerstrategy.TowerStrategy(DEVICES[:3]), WRONG[name])
+        self.assertLen(said, 1)
+        self.assertIn("strategy.function", str(said[0].message))
+        self.assertEqual(said[0].filename, __file__)
+        wanted = one_device(WRONG[name])
+        self.assertTrue(any(abs(one - other).max() > 1e-4 for one, other in zip(got, wanted)))
+        got, said = trained(towerstrategy.TowerStrategy(DEVICES[:3]), WRONG[name], whole=True)
+        self.assertEmpty(said)
+        for one, other in zip(got, wanted):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+    def test_a_mean_over_the_number_of_replicas(self):
+        """Else TensorFlow's own tutorials are warned of on towers with equally many rows."""
+        def by_replicas(strategy, w, x, y):
+            return tf.reduce_mean(squares(w, x, y)) / strategy.num_replicas_in_sync
+
+        got, said = trained(towerstrategy.TowerStrategy(DEVICES[:4]), by_replicas)
+        self.assertEmpty(said)
+        for one, other in zip(got, one_device(by_replicas)):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+        self.assertLen(trained(towerstrategy.TowerStrategy(DEVICES[:3]), by_replicas)[1], 1)
+
+
+if __name__ == "__main__":
+    absltest.main()
