@@ -52,6 +52,9 @@ def op_def(type: str) -> Any:
 def constant_value(tensor: tf.Tensor) -> Any:
     """The value of a tensor of a graph that is made of constants alone; None if it is not."""
     value = tf.get_static_value(tensor)
+    if value is None and tensor.op.type in ("PartitionedCall", "StatefulPartitionedCall"):
+        body = body_of(tensor.graph, tensor.op.get_attr("f").name)
+        value = tf.get_static_value(body.outputs[tensor.value_index])
     if value is None and tensor.dtype.is_integer and tensor.shape.is_fully_defined():
         with tensor.graph._c_graph.get() as c_graph:
             value = pywrap_tf_session.TF_TryEvaluateConstant_wrapper(
@@ -81,6 +84,33 @@ def body_of(graph: tf.Graph, name: str) -> Any:
         with graph.as_default():
             body = function_def_to_graph.function_def_to_graph(function.cached_definition)
     return body
+
+
+def called_body(call: tf.Operation) -> Any:
+    """The graph of the function that ``call`` calls, with what is known of its inputs put in.
+
+    A function's gradient gets axes and permutations that way.
+    """
+    known = {index: value for index, tensor in enumerate(call.inputs)
+             if tensor.dtype.is_integer and (value := constant_value(tensor)) is not None}
+    name = call.get_attr("f").name
+    if not known:
+        return body_of(call.graph, name)
+    definition = tf.compat.v1.GraphDef().library.function.add()
+    definition.CopyFrom(call.graph._get_function(name).cached_definition)
+    instead = {}
+    for index, value in known.items():
+        node = definition.node_def.add()
+        node.name, node.op = f"known_input_{index}", "Const"
+        node.attr["dtype"].type = call.inputs[index].dtype.as_datatype_enum
+        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, call.inputs[index].dtype))
+        instead[definition.signature.input_arg[index].name] = f"{node.name}:output:0"
+    for node in definition.node_def:
+        node.input[:] = [instead.get(name, name) for name in node.input]
+    for key, name in definition.ret.items():
+        definition.ret[key] = instead.get(name, name)
+    with call.graph.as_default():
+        return function_def_to_graph.function_def_to_graph(definition)
 
 
 def new_function_graph(like: tf.Graph, name: str) -> Any:

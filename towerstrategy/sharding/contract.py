@@ -118,7 +118,7 @@ class Contract:
         return [_given(operation, states)] * count if count == 1 else _each(operation, states)
 
     def _call(self, operation: tf.Operation, states: Sequence[State]) -> list[State]:
-        body = propagate.function_of(operation, "f")
+        body = _tf.called_body(operation)
         inner = Contract()
         for tensor, state in zip(body.inputs, states):
             inner.put(tensor, state)

@@ -164,7 +164,7 @@ class _Propagation:
         return all(can_become(spec, wanted) for spec, wanted in zip(specs, plan.takes))
 
     def _call(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested:
-        layout = self.layout(function_of(operation, "f"), specs)
+        layout = self.layout(_tf.called_body(operation), specs)
         return Nested([layout], list(specs), layout.outputs, local=False)
 
     def _branch(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
