@@ -14,10 +14,8 @@ from absl.testing import parameterized
 import towerstrategy
 from towerstrategy import _keras
 from towerstrategy._keras import hooks
-from towerstrategy._keras.keras3 import hooks as keras3_hooks
-from towerstrategy._keras.keras3 import names as keras3_names
-from towerstrategy._keras.tf_keras import hooks as tf_keras_hooks
-from towerstrategy._keras.tf_keras import names as tf_keras_names
+from towerstrategy._keras.keras3 import hooks as keras3_hooks, names as keras3_names
+from towerstrategy._keras.tf_keras import hooks as tf_keras_hooks, names as tf_keras_names
 from towerstrategy.variables import one_copy
 
 TABLES = {"keras": keras3_hooks.HOOKS, "tf_keras": tf_keras_hooks.HOOKS}

@@ -4,9 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.batch import rows as rows_lib
-from towerstrategy.batch import splitting, sub_batches
+from towerstrategy.batch import datasets as datasets_lib, rows as rows_lib, splitting, sub_batches
 
 
 class DealTest(parameterized.TestCase):

@@ -14,8 +14,7 @@ import towerstrategy
 from tests.machines import machines_workers
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.machines import clusters, meeting
-from towerstrategy.merge import gradients
-from towerstrategy.merge import shares as shares_lib
+from towerstrategy.merge import gradients, shares as shares_lib
 
 WORKERS, TOWERS = 2, 2
 CASES = ("unseeded", "verbs", "ends_early", "sharded", "uneven-keras",

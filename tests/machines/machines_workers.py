@@ -35,8 +35,7 @@ from absl.testing import parameterized
 import towerstrategy
 from benchmarks import on_gpus, traffic
 from towerstrategy.batch import iterators, prefetching
-from towerstrategy.report import measuring, sample
-from towerstrategy.report import rows as rows_report
+from towerstrategy.report import measuring, rows as rows_report, sample
 
 SECONDS = int(os.environ.get("MACHINES_SECONDS", 300))  # then all workers are killed
 

@@ -6,9 +6,7 @@ from absl.testing import parameterized
 
 from peers import plain
 from towerstrategy.batch import splitting
-from towerstrategy.merge import gradients as gradients_lib
-from towerstrategy.merge import merging
-from towerstrategy.merge import shares as shares_lib
+from towerstrategy.merge import gradients as gradients_lib, merging, shares as shares_lib
 
 
 def slices(values, indices, rows=4):
@@ -30,7 +28,6 @@ class SharesTest(parameterized.TestCase):
         self.assertEqual([float(shares.of(tower)) for tower in range(4)], [.5, .25, .25, 0.])
         self.assertEqual([bool(shares.filled(tower)) for tower in range(4)],
                          [True, True, True, False])
-        self.assertFalse(bool(shares.all_filled))
         self.assertTrue(shares.may_be_empty)
 
     @parameterized.product(known=[True, False])
@@ -85,7 +82,6 @@ class ReduceTest(parameterized.TestCase):
         shares = of_rows(3, 0, known=known)
         self.assertEqual(plain(merging.weighted_mean(values, shares)), [2.])
         self.assertEqual(plain(merging.total_of_filled(values, shares)), [2.])
-        self.assertEqual(plain(merging.mean_of_filled(values, shares)), [2.])
         kept = [merging.filled_slices(slices([[1.]], [1]), tower, shares) for tower in range(2)]
         self.assertEqual([part.values.shape[0] for part in kept], [1, 0])
 

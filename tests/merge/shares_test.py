@@ -3,8 +3,7 @@
 import tensorflow as tf
 from absl.testing import parameterized
 
-from towerstrategy.merge import merging
-from towerstrategy.merge import shares as shares_lib
+from towerstrategy.merge import merging, shares as shares_lib
 
 
 class SharesTest(parameterized.TestCase):

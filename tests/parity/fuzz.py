@@ -16,14 +16,11 @@ from typing import Any
 import hypothesis
 import numpy as np
 import tensorflow as tf
-from hypothesis import assume
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 
 import towerstrategy
 from towerstrategy.batch import splitting, sub_batches
-from towerstrategy.merge import gradients as gradients_lib
-from towerstrategy.merge import merging
-from towerstrategy.merge import shares as shares_lib
+from towerstrategy.merge import gradients as gradients_lib, merging, shares as shares_lib
 
 MOST_TOWERS = 5
 NUMBERS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)

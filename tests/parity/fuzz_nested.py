@@ -16,8 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from hypothesis import assume
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 
 import towerstrategy
 from tests.parity.fuzz import (

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from . import cases, runner
-from . import sweep_tables as tables
+from . import cases, runner, sweep_tables as tables
 
 _TABLES: dict[str, Mapping[str, Any]] = {
     "layers": tables.LAYERS, "losses": tables.LOSSES, "metrics": tables.METRICS}

@@ -24,9 +24,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 import wide
 from towerstrategy import TowerStrategy
 from towerstrategy.batch import iterators
-from towerstrategy.report import description, tower_report
-from towerstrategy.report import quiet as quiet_lib
-from towerstrategy.report import sample as sample_lib
+from towerstrategy.report import description, quiet as quiet_lib, sample as sample_lib, tower_report
 from towerstrategy.towers import stages
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]

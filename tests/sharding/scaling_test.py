@@ -17,9 +17,9 @@ def ints(*values):
     return tf.constant(values, tf.int32)
 
 
-POOL = dict(ksize=[1, 2, 2, 1], strides=[1, 1, 1, 1], padding="VALID")
-CONV = dict(strides=[1, 1, 1, 1], padding="VALID")
-CONV3 = dict(strides=[1, 1, 1, 1, 1], padding="VALID")
+CONV = {"strides": [1, 1, 1, 1], "padding": "VALID"}
+CONV3 = {"strides": [1, 1, 1, 1, 1], "padding": "VALID"}
+POOL = {"ksize": [1, 2, 2, 1], **CONV}
 RAW = tf.raw_ops
 # An operation's type -> what calls it with its inputs, in their order, and these.
 SAMPLES = {
@@ -110,7 +110,8 @@ SAMPLES = {
         ints(4), ints(1), ints(3), ints(1), some(2)),
     "FusedBatchNormGradV3": (
         lambda g, x, s, m, v, r: RAW.FusedBatchNormGradV3(
-            y_backprop=g, x=x, scale=s, reserve_space_1=m, reserve_space_2=v, reserve_space_3=r)[:3],
+            y_backprop=g, x=x, scale=s, reserve_space_1=m, reserve_space_2=v,
+            reserve_space_3=r)[:3],
         *[tf.cast(value, tf.float32) for value in (
             some(2, 3, 3, 2), some(2, 3, 3, 2), some(2), some(2), some(2), some(1))]),
     "Reciprocal": (lambda x: RAW.Reciprocal(x=x), some(2)),

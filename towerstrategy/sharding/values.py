@@ -172,6 +172,11 @@ class Towers:
                                        if at == own], own) for own in here]
         if len(parts) == 1:
             return parts[0]
+        dtype = parts[0].dtype
+        if dtype in (tf.float16, tf.bfloat16):  # cross as such, and are rounded once
+            wide = [self.builder.make("Cast", [part], device, DstT=tf.float32) for part in parts]
+            total = self.builder.make("AddN", wide, device, "merge/AddN")
+            return self.builder.make("Cast", [total], device, DstT=dtype)
         return self.builder.make("AddN", parts, device, "merge/AddN")
 
     def _one_by_one(self, parts: Sequence[Ref], device: str) -> Ref:

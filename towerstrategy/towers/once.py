@@ -281,15 +281,9 @@ def _check_alike(arguments: Any) -> None:
                 continue
             raise NeedsOwnTrace(
                 "an argument that differs between the towers is no tensor") from None
-        # Functions may ask whether there are any rows: one tower's answer does not serve others.
-        opened = [sub_batches.with_any_rows(spec) if _some_rows(spec) else spec for spec in specs]
+        opened = [sub_batches.with_any_rows(spec) for spec in specs]
         if any(spec != opened[0] for spec in opened):
             raise NeedsOwnTrace(f"an argument's static shape differs between the towers: {specs}")
-
-
-def _some_rows(spec: tf.TypeSpec) -> bool:
-    shape = getattr(spec, "shape", None)
-    return shape is None or not shape.rank or shape[0] != 0
 
 
 def _initialize(made: list[tuple[Any, Any]]) -> None:

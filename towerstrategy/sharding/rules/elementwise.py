@@ -132,8 +132,11 @@ def _is_linear(op: Op) -> bool:
     """Whether a sum of parts is what the operation makes of them added up."""
     if op.type != "Cast":
         return op.type in LINEAR
-    to = op.outputs[0].dtype  # integers are cut off, and half a number has too few digits for parts
-    return to.is_complex or to.is_floating and to.size >= 4
+    # Integers are cut off; a half has too few digits for parts, and may be infinite where they
+    # are not.
+    of, to = op.inputs[0].dtype, op.outputs[0].dtype
+    return all(dtype.is_complex or dtype.is_floating and dtype.size >= 4 for dtype in (of, to)) \
+        or of.is_integer and to.is_floating and to.size >= 4
 
 
 @rule(*UNARY)
