@@ -12,8 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-from matplotlib import patches
-from matplotlib import pyplot as plt
+from matplotlib import patches, pyplot as plt
 
 from benchmarks import cases, results, strategies
 

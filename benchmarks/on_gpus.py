@@ -18,7 +18,6 @@ from unittest import mock
 import tensorflow as tf
 
 from towerstrategy.placement import devices as devices_lib
-from towerstrategy.towers import operands
 
 HOST = "CPU:0"
 
@@ -33,9 +32,7 @@ def tracing() -> Iterator[None]:
     """Within, a step is traced as for GPUs, without the forms that pay on CPU devices only."""
     placement = devices_lib.Placement
     with mock.patch.object(placement, "on_cpu", False), \
-            mock.patch.object(placement, "towers_on_host", False), \
-            mock.patch.object(placement, "relays", property(lambda self: not self.rows)), \
-            mock.patch.object(operands, "swap", lambda graph, added: None):  # noqa: ARG005
+            mock.patch.object(placement, "towers_on_host", False):
         yield
 
 

@@ -169,6 +169,12 @@ class TowerExtended(_tf.StrategyExtended):
             yield
 
     @contextlib.contextmanager
+    def one_copy_of_means(self) -> Iterator[None]:
+        """Within, a new ON_READ variable with aggregation MEAN is one copy, not tower-local."""
+        with self._modes.within(one_copy_of_means=True):
+            yield
+
+    @contextlib.contextmanager
     def predict(self) -> Iterator[None]:
         """Within, a model predicts: rows that are gathered come in the dataset's order."""
         with self._modes.within(predicting=True):
@@ -248,6 +254,9 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         _keras.install_hooks()
+        mean = kwargs.get("aggregation") == tf.VariableAggregation.MEAN
+        if mean and self._modes.one_copy_of_means:
+            kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE
         return creation.create(self._container_strategy(), self._homes, next_creator, **kwargs)
 
     def spread(self, model_variables: Any) -> None:

@@ -8,17 +8,9 @@ import keras
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from towerstrategy._keras import losses
-from towerstrategy.losses import parts
-from towerstrategy.merge import gradients
+from towerstrategy.sharding import values
 
 from . import cases, kept, product, runner
-
-
-def half_of(summed):
-    """A rule that takes the towers' sum of gradients for a mean of two."""
-    return lambda *arguments: [None if value is None else 0.5 * value
-                               for value in summed(*arguments)]
 
 
 class HarnessTest(parameterized.TestCase):
@@ -39,11 +31,10 @@ class HarnessTest(parameterized.TestCase):
         self.assertEqual(runner.difference({"loss": 1.0}, {"loss": 1.0, "mae": 2.0}), float("inf"))
 
     @parameterized.parameters(
-        ("batches/a remainder", parts, "scaled",
-         lambda tower, value: tower.mark_scaled(value / tower.count)),
-        ("losses/a mask and sample weights", losses, "whole_batch_mask",
-         lambda tower, weights, mask: weights),
-        ("weights/sample_weight", gradients, "gradients", half_of(gradients.gradients)))
+        ("batches/a remainder", values.Value, "_total",
+         lambda value, parts, at: parts[0]),
+        ("weights/sample_weight", values.Towers, "add_up",
+         lambda towers, parts, device: parts[0]))
     def test_a_wrong_rule_is_found_out(self, name, module, function, wrong):
         """Else all the other tests may pass whatever a strategy does."""
         with mock.patch.object(module, function, wrong):

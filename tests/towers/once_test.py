@@ -267,7 +267,7 @@ class SameResultsTest(parameterized.TestCase):
             # A captured tensor of few elements would be a constant, which looks alike on all.
             rows = tf.reshape(tf.range(600.), [300, 2])
             read = results_of(strategy, write, rows)
-            parts = variable.values if local and mode != "MEAN" else [variable]
+            parts = variable.values if local else [variable]
             values.append((read, [part.numpy() for part in parts]))
         tf.nest.map_structure(np.testing.assert_array_equal, values[0], values[1])
 

@@ -17,6 +17,7 @@ class Modes(threading.local):
     """What holds for a while, in one thread."""
 
     counted_as: Any = None
+    one_copy_of_means = False
     stand_ins = False
     predicting = False
     compiles = False

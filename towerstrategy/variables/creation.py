@@ -73,9 +73,7 @@ def _check_modes(kwargs: dict[str, Any]) -> bool:
         synchronization = tf.VariableSynchronization.ON_WRITE
     kwargs["synchronization"] = synchronization
     kwargs["aggregation"] = one_copy.Aggregation(aggregation.value)
-    # A mean over towers, each by its share, is merged when it is written: one copy is enough.
-    mean = kwargs["aggregation"] is one_copy.Aggregation.MEAN
-    return synchronization is tf.VariableSynchronization.ON_READ and not mean
+    return synchronization is tf.VariableSynchronization.ON_READ
 
 
 def _check_mean(aggregation: tf.VariableAggregation, dtype: tf.DType) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from tf_keras.src import callbacks
 from tf_keras.src.distribute import worker_training_state
 from tf_keras.src.engine import base_layer, data_adapter, training
+from tf_keras.src.layers.normalization import batch_normalization
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import optimizer as new_optimizer
 from tf_keras.src.utils import losses_utils
@@ -51,6 +52,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (base_layer.Layer, "__call__"): hooks.Hook(
         stages.layer_call(names),
         "runs every layer of a tower on one device"),
+    (batch_normalization.BatchNormalizationBase, "build"): hooks.Hook(
+        training_lib.batch_norm_build,
+        "keeps a copy of the moving statistics a replica"),
     (data_adapter.DataHandler, "__init__"): hooks.Hook(
         training_lib.data_handler_init,
         "asks for a number of steps where the model was not compiled in the dataset's scope"),

@@ -77,6 +77,17 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
     return compile
 
 
+def batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
+    def build(self: Any, input_shape: Any) -> Any:
+        strategy = tf.distribute.get_strategy()
+        if not kind.is_tower_strategy(strategy):
+            return original(self, input_shape)
+        with strategy.extended.one_copy_of_means():
+            return original(self, input_shape)
+
+    return build
+
+
 def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def hook(original: Callable[..., Any]) -> Callable[..., Any]:
         def make_function(self: Any, force: bool = False) -> Any:
