@@ -31,7 +31,7 @@ class HarnessTest(parameterized.TestCase):
         self.assertEqual(runner.difference({"loss": 1.0}, {"loss": 1.0, "mae": 2.0}), float("inf"))
 
     @parameterized.parameters(
-        ("batches/a remainder", values.Value, "_total",
+        ("batches/a remainder", values.Towers, "total",
          lambda value, parts, at: parts[0]),
         ("weights/sample_weight", values.Towers, "add_up",
          lambda towers, parts, device: parts[0]))
