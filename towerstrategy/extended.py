@@ -30,7 +30,8 @@ class TowerExtended(_tf.StrategyExtended):
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
                  placement: devices_lib.Placement, workers: meeting.Machines | None = None,
-                 cluster_resolver: Any = None) -> None:
+                 cluster_resolver: Any = None, draws_rows: bool = True) -> None:
+        self.draws_rows = draws_rows  # whether rows are what one device would draw
         # TensorFlow's constructor asks for the number of towers.
         self._placement, self._workers = placement, workers
         self.dealer = dealing.Dealer(placement, workers)
@@ -62,7 +63,8 @@ class TowerExtended(_tf.StrategyExtended):
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""
         copied = memo[id(self)] = TowerExtended(self._container_strategy(), self._placement,
-                                                self._workers, self._cluster_resolver)
+                                                self._workers, self._cluster_resolver,
+                                                self.draws_rows)
         copied.synchronize_batch_norm = self.synchronize_batch_norm
         return copied
 

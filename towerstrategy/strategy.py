@@ -102,9 +102,10 @@ class TowerStrategy(kind.Kind):
         another, for batches that do not fit: the tower holds the activations of one part at a
         time.  Each part is a replica (``num_replicas_in_sync`` counts them), see
         docs/micro_batches.md.
-      draws: what is drawn for the rows of a tower (dropout, noise, ``tf.random``) in a step of Keras
-        and in ``strategy.function``: with ``"per row"`` what one device draws, with ``"per tower"``
-        other numbers.  In ``strategy.run`` each tower draws numbers of its own in any case.
+      draws: what is drawn for the rows of a tower (dropout, noise, ``tf.random``) in a step of
+        Keras and in ``strategy.function``: with ``"per row"`` what one device draws, with
+        ``"per tower"`` other numbers.  In ``strategy.run`` each tower draws numbers of its own in
+        any case.
       balance: what of the stages of a tower is to be as equal as can be: ``"bytes"`` of weights,
         slots and activations; or ``"time"``, for which each layer of a functional or sequential
         model is tried once when the model is compiled.
@@ -149,7 +150,8 @@ class TowerStrategy(kind.Kind):
         workers = None if cluster is None else meeting.Machines(
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.on_cpu, placement.shares, placement.shares_from)
-        super().__init__(extended.TowerExtended(self, placement, workers, resolver))
+        super().__init__(extended.TowerExtended(self, placement, workers, resolver,
+                                                draws == arguments.DRAWS[0]))
         self.extended.synchronize_batch_norm = synchronize_batch_norm
         losses.install()
         stages.install()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tf_keras.src import callbacks
+from tf_keras.src import callbacks, losses as keras_losses
 from tf_keras.src.distribute import worker_training_state
 from tf_keras.src.engine import base_layer, data_adapter, training
 from tf_keras.src.layers.normalization import batch_normalization

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.optimizers import adadelta, adam, adamax, adamw, rmsprop, sgd
 
-from towerstrategy import losses
+from towerstrategy import _tensorflow as _tf, losses
 from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
@@ -40,6 +40,16 @@ def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         return losses.scaled(tower, loss_value)
 
     return scale_loss_for_distribution
+
+
+def get_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _get_reduction(self: Any) -> Any:
+        if not one_replica.has_all_rows():
+            return original(self)
+        with _tf.no_strategy():
+            return original(self)
+
+    return _get_reduction
 
 
 def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
