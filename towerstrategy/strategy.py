@@ -149,7 +149,7 @@ class TowerStrategy(kind.Kind):
         placement = devices_lib.place(devices, merge_device, shares, micro_batches, balance)
         workers = None if cluster is None else meeting.Machines(
             cluster, placement.merge, len(placement.towers), communication_options,
-            placement.on_cpu, placement.shares, placement.shares_from)
+            placement.shares, placement.shares_from)
         super().__init__(extended.TowerExtended(self, placement, workers, resolver,
                                                 draws == arguments.DRAWS[0]))
         self.extended.synchronize_batch_norm = synchronize_batch_norm

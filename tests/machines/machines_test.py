@@ -113,7 +113,7 @@ class LeavesEarlyTest(parameterized.TestCase):
         """Two workers as a graph needs them, which is never run."""
         machines = meeting.Machines.__new__(meeting.Machines)
         machines.__dict__.update(
-            count=2, index=0, first=0, towers=1, replicas=2, takes_products=False,
+            count=2, index=0, first=0, towers=1, replicas=2,
             _device="/device:CPU:0", _order=[0, 1],
             _launcher=_tf.collective_launcher("/device:CPU:0", 2, None))
         return machines

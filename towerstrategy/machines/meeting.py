@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
-from towerstrategy.machines import carried, clusters, health, row_products
+from towerstrategy.machines import carried, clusters, health
 from towerstrategy.placement import asked_shares, homes as homes_lib
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
@@ -28,8 +28,6 @@ START = 600.
 _CARRIED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _NOT_CARRIED = (tf.string, tf.variant, tf.resource)
 
-# Each worker makes a product from the rows of all, which costs time: so many times less must cross.
-_PRODUCT_COSTS = 2
 
 # What shares may be taken from, in the order of the numbers that say so to other workers.
 _KINDS = ("", asked_shares.MEMORY, asked_shares.MEASURED)
@@ -56,7 +54,6 @@ class Machines:
       device: the local device from and to which everything crosses.
       towers: how many towers this worker has.
       options: ``tf.distribute.experimental.CommunicationOptions`` or None.
-      on_cpu: whether this worker's towers and merge device are all on the CPU.
       shares: a number for each of this worker's towers; None where all get as many.
       shares_from: what they were taken from, see :class:`devices.Placement`.
 
@@ -73,11 +70,10 @@ class Machines:
       replicas: how many towers all workers have.
       towers_of: how many each has.
       units: the shares of all towers, see :func:`rows.units_of`; None where all are equal.
-      takes_products: whether :meth:`sum` is to be given products as such, on all workers.
     """
 
     def __init__(self, cluster: clusters.Cluster, device: str, towers: int, options: Any = None,
-                 on_cpu: bool = False, shares: Sequence[float] | None = None,
+                 shares: Sequence[float] | None = None,
                  shares_from: str = "") -> None:
         self.cluster = cluster
         self.number = len(_made)
@@ -88,21 +84,20 @@ class Machines:
         self._launcher = _tf.collective_launcher(device, cluster.count, options)
         # TensorFlow gathers in an order of its own; this tells where each worker's part is.
         self._order = list(range(self.count))
-        told = self._meet(options, on_cpu, shares_from)
+        told = self._meet(options, shares_from)
         order = sorted(range(self.count), key=lambda position: told[position][0])
         self._order = order
         self._check_clusters([told[position][2] for position in order])
         self.towers_of = [told[position][1] for position in order]
-        self._check_kinds([_KINDS[told[position][4]] for position in order])
+        self._check_kinds([_KINDS[told[position][3]] for position in order])
         self.first = sum(self.towers_of[:self.index])
         self.replicas = sum(self.towers_of)
-        self.takes_products = all(told[position][3] for position in order)
         self.units = self._agree_on_units(shares or (1.,) * towers)
         self._agree_on_seed()
 
-    def _meet(self, options: Any, on_cpu: bool, shares_from: str) -> list[list[int]]:
+    def _meet(self, options: Any, shares_from: str) -> list[list[int]]:
         """What each worker says of itself, when all have started."""
-        own = tf.constant([[self.index, self.towers, clusters.digest(self.cluster), int(on_cpu),
+        own = tf.constant([[self.index, self.towers, clusters.digest(self.cluster),
                             _KINDS.index(shares_from)]], tf.int64)
         seconds = getattr(options, "timeout_seconds", None) or START
         try:
@@ -165,27 +160,20 @@ class Machines:
 
         Gradients are taken to be in the order of their layers, so the last are ready first: each
         pack waits for its own values and those behind them, and for nothing before them.  A large
-        tensor has an all-reduce to itself.  So has a ``factors.Product``, of which the rows cross
-        and not the product wherever that is less.
+        tensor has an all-reduce to itself.
 
         ``tf.IndexedSlices`` stay slices: those of all workers are put behind one another, and their
         number may differ between workers.  None stays None; it must be None on every worker.
         """
         results = list(values)
         for position, value in enumerate(values):
-            if value is None or isinstance(value, (tf.IndexedSlices, row_products.Product)):
+            if value is None or isinstance(value, tf.IndexedSlices):
                 continue
             tensor = results[position] = tf.convert_to_tensor(value)
             if tensor.dtype == tf.bool or tensor.dtype in _NOT_CARRIED:
                 raise TypeError(f"a sum of {tensor.dtype.name} values is not defined.")
-        products = {position: value for position, value in enumerate(values)
-                    if isinstance(value, row_products.Product)}
-        most = self._most_rows(products)
         for positions in _packs(results):
-            if positions[0] in products:
-                summed = [self._sum_product(products[positions[0]], most[positions[0]])]
-            else:
-                summed = self._sum_pack([results[position] for position in positions])
+            summed = self._sum_pack([results[position] for position in positions])
             for position, value in zip(positions, summed):
                 results[position] = value
         sparse = {position: value for position, value in enumerate(values)
@@ -293,47 +281,6 @@ class Machines:
             return [_unpacked(_shaped_like(part, sent), value.dtype)
                     for part, sent, value in zip(parts, packed, values)]
 
-    def _most_rows(self, products: dict[int, row_products.Product]) -> dict[int, tf.Tensor]:
-        """The most rows that a worker has of each of ``products``: scalars, alike on all."""
-        if not products:
-            return {}
-        with tf.device(self._device):
-            own = tf.stack([tf.shape(product.left, tf.int64)[0] for product in products.values()])
-            # At least one row: TensorFlow's collective ops do not survive empty tensors.
-            most = tf.unstack(tf.maximum(tf.reduce_max(self._gather(own[tf.newaxis]), 0), 1))
-        return dict(zip(products, most))
-
-    def _sum_product(self, product: row_products.Product, most: tf.Tensor) -> tf.Tensor:
-        """The sum over the workers of a product over rows.
-
-        The rows of all workers make it as well as the workers' products do, and are less to send
-        where a kernel is large and a batch small (``factors``).  Which it is may differ from step
-        to step, but not between workers.
-        """
-        width, height = product.left.shape[-1], product.right.shape[-1]
-
-        def rows() -> tf.Tensor:
-            side = tf.concat([product.left, product.right], 1)
-            side = tf.pad(side, [[0, most - tf.shape(side, tf.int64)[0]], [0, 0]])
-            return tf.reshape(self._place(side), [-1])
-
-        def from_rows() -> tf.Tensor:
-            left, right = tf.split(tf.reshape(together, [-1, width + height]), [width, height], 1)
-            return row_products.Product(left, right).made()
-
-        with tf.device(self._device):
-            fewer = self.count * most * (width + height) < width * height // _PRODUCT_COSTS
-            sent = tf.cond(fewer, rows, lambda: tf.reshape(product.made(), [-1]))
-            together = _tf.all_reduce(self._launcher, sent)
-            made = tf.cond(fewer, from_rows, lambda: tf.reshape(together, [width, height]))
-        made.set_shape([width, height])
-        return made
-
-    def _place(self, value: tf.Tensor) -> tf.Tensor:
-        """``value`` in this worker's place among zeros for the others."""
-        around = [[self.index, self.count - 1 - self.index]] + [[0, 0]] * value.shape.rank
-        return tf.pad(value[tf.newaxis], around)
-
     def _gather_padded(self, value: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         """One tensor of each worker, of ``rows`` rows, put behind one another."""
         if value.dtype in _NOT_CARRIED:
@@ -370,9 +317,7 @@ def _packs(values: Sequence[Any]) -> list[list[int]]:
         value = values[position]
         if value is None or isinstance(value, tf.IndexedSlices):
             continue
-        size = LARGE
-        if not isinstance(value, row_products.Product):
-            size = homes_lib.size_of(value)
+        size = homes_lib.size_of(value)
         if size >= LARGE:
             packs.append([position])
             continue
