@@ -101,7 +101,7 @@ class _Walk:
                 outputs = self._called(op, "f", inputs, caller)
             elif op.type in ("If", "StatelessIf"):
                 longer = max(("then_branch", "else_branch"), key=lambda branch: len(
-                    _tf.function_graph(op.graph, op.get_attr(branch).name).get_operations()))
+                    _tf.body_of(op.graph, op.get_attr(branch).name).get_operations()))
                 outputs = self._called(op, longer, inputs[1:], caller)
             elif op.type in ("While", "StatelessWhile"):
                 outputs = self._called(op, "body", inputs, caller)
@@ -117,7 +117,7 @@ class _Walk:
 
     def _called(self, op: tf.Operation, attribute: str, inputs: list[Source],
                 caller: str) -> list[Source]:
-        body = _tf.function_graph(op.graph, op.get_attr(attribute).name)
+        body = _tf.body_of(op.graph, op.get_attr(attribute).name)
         values = {inner.name: value for inner, value in zip(body.inputs, inputs)}
         self.graph(body, values, on_gpus.name(op.device) or caller)
         return [values[tensor.name] for tensor in body.outputs]

@@ -175,7 +175,7 @@ class _Walk:
 
     def _called(self, op: tf.Operation, attribute: str, inputs: list[_Value],
                 caller: str) -> list[_Value]:
-        body = _tf.function_graph(op.graph, op.get_attr(attribute).name)
+        body = _tf.body_of(op.graph, op.get_attr(attribute).name)
         values = {inner.name: value for inner, value in zip(body.inputs, inputs)}
         self.graph(body, values, short(op.device) or caller)
         return [values[tensor.name] for tensor in body.outputs]

@@ -67,13 +67,10 @@ class ClusterTest(machines_workers.ClusterTestCase):
         # Workers have 12 and 14 rows of their own.
         self.assertEqual(seen["FILE_steps"].tolist(), seen["AUTO_steps"].tolist())
 
-    def test_one_start_and_one_devices_draws(self):
-        """Else workers train different models, or drop other units than one device does."""
+    def test_draws_of_ones_own_loop(self):
+        """Else all towers of all workers drop the same units."""
         masks = self.seen("random_start-keras")["masks"]
-        keras.utils.set_random_seed(1)
-        keras.Sequential([keras.layers.Dense(3)]).build([None, 3])
-        alone = keras.layers.Dropout(0.5)(tf.ones([8, 64]), training=True)
-        np.testing.assert_array_equal(masks, alone)
+        self.assertLen({mask.tobytes() for mask in masks}, len(masks))
 
     def test_what_crosses(self):
         """Else a step's cost grows with the number of variables: each collective waits for all."""
