@@ -5,7 +5,6 @@ import os
 import tempfile
 from unittest import mock
 
-import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized

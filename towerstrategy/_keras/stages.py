@@ -30,8 +30,7 @@ from towerstrategy._keras.positions import (
     opens,
     positions_of,
 )
-from towerstrategy.placement import cuts, kind
-from towerstrategy.placement import homes as homes_lib
+from towerstrategy.placement import cuts, homes as homes_lib, kind
 from towerstrategy.towers import contexts, one_replica
 from towerstrategy.variables import one_copy
 

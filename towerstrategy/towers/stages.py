@@ -24,8 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.placement import devices as devices_lib
-from towerstrategy.placement import kind
+from towerstrategy.placement import devices as devices_lib, kind
 from towerstrategy.towers import contexts, one_replica
 
 SCOPE = "tower_stage_"
