@@ -21,7 +21,7 @@ from towerstrategy.machines import dealing, meeting, shards
 from towerstrategy.merge import merging, reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.sharding import run as whole_batch
-from towerstrategy.towers import calls, compiled, contexts, modes, one_replica, stages, steps
+from towerstrategy.towers import calls, contexts, modes, one_replica, stages, steps
 from towerstrategy.variables import creation, living, tower_local
 
 
@@ -54,7 +54,6 @@ class TowerExtended(_tf.StrategyExtended):
         self._retrace_functions_for_each_device = len(placement.towers) > 1
         self.experimental_enable_get_next_as_optional = True
         self._modes = modes.Modes()
-        self.partitions_steps = True  # whether steps of Keras are traced once and partitioned
         # Of partitioned steps: operations without a rule by type, the last one's crossings by kind.
         self.done_with_all_rows: dict[str, tuple[str, int, str]] = {}
         self.crossings: dict[str, int] = {}
@@ -87,8 +86,7 @@ class TowerExtended(_tf.StrategyExtended):
             optimizer: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         else:
             optimizer = _tf.light_graph_optimizer()
-        explained = compiled.explained() if compiles else contextlib.nullcontext()
-        with optimizer, explained, self._modes.within(compiles=compiles, keras_step=True):
+        with optimizer, self._modes.within(compiles=compiles, keras_step=True):
             yield
 
     def train_step(self, call: Callable[[], Any], compiles: bool = False) -> Any:
@@ -318,7 +316,7 @@ class TowerExtended(_tf.StrategyExtended):
     # The verbs.
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.partitions_steps and self._modes.keras_step:
+        if self._modes.keras_step:
             return whole_batch.run(self._container_strategy(), fn, args, kwargs)
 
         def call(fn: Callable[..., Any]) -> Any:

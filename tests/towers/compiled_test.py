@@ -15,7 +15,6 @@ from tensorflow.python.eager import context
 
 import towerstrategy
 from towerstrategy.sharding import compiling
-from towerstrategy.towers import compiled
 
 BOTH = parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
 ROWS = np.random.RandomState(0).rand(10, 3).astype("f")
@@ -24,11 +23,6 @@ TARGETS = ROWS.sum(1, keepdims=True)
 
 def towers(count=3):
     return towerstrategy.TowerStrategy([f"CPU:{1 + number}" for number in range(count)], "CPU:0")
-
-
-def counted():
-    """Within, the functions that are given to XLA are counted."""
-    return mock.patch.object(compiled, "_function", wraps=compiled._function)
 
 
 @contextlib.contextmanager
@@ -80,12 +74,6 @@ def assert_same(got, wanted):
     for name in wanted:
         for one, other in zip(tf.nest.flatten(got[name]), tf.nest.flatten(wanted[name])):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=name)
-
-
-def xla_functions(function, *args):
-    """What XLA compiles of a ``tf.function``: for each function its argument shapes and types."""
-    library = function.get_concrete_function(*args).graph.as_graph_def().library
-    return [one for one in library.function if one.attr["_XlaMustCompile"].b]
 
 
 class KerasTest(parameterized.TestCase):
@@ -218,7 +206,7 @@ class RunTest(parameterized.TestCase):
             return self.strategy.run(fn, (x,))
 
         x = self.strategy.split(tf.constant(ROWS))
-        with counted() as function:
+        with marked() as found:
             got = (tf.function(run) if in_function else run)(x)
         kernel = tf.Variable(tf.ones([3, 4]))
         with tf.GradientTape() as tape:
@@ -227,19 +215,8 @@ class RunTest(parameterized.TestCase):
         for value in self.strategy.experimental_local_results(got):
             np.testing.assert_allclose(value, wanted, rtol=1e-5)
         np.testing.assert_allclose(self.seen.read_value(), loss, rtol=1e-5)
-        self.assertGreaterEqual(function.call_count, 2)  # before and after the all-reduce
-
-    def test_all_towers_call_the_same(self):
-        """Lost otherwise: each tower is compiled anew."""
-        strategy = self.strategy
-        strategy.extended.keep_graphs = True
-        work = tf.function(lambda x: tf.reduce_sum(tf.tanh(x @ self.kernel), 1), jit_compile=True)
-        step = tf.function(lambda x: strategy.run(work, (x,)))
-        found = xla_functions(step, strategy.split(tf.constant(ROWS[:9])))
-        self.assertLen(found, 1)
-        nodes = {node.op for node in found[0].node_def}
-        self.assertIn("MatMul", nodes)
-        self.assertNotIn("ReadVariableOp", nodes)
+        self.assertIn("Tanh", {operation.type for operation in found})
+        self.assertGreaterEqual(len({operation.device for operation in found}), 3)
 
     def test_loops_read_trained_variables(self):
         """Lost otherwise: what recurrent layers do is left out of what is compiled."""
@@ -252,10 +229,7 @@ class RunTest(parameterized.TestCase):
             return tape.gradient(loss, self.kernel)
 
         x = self.strategy.split(tf.constant(ROWS[:9] - .5))
-        with counted() as function:
-            got = self.strategy.run(tf.function(work, jit_compile=True), (x,))
-        inside = {node.type for call in function.call_args_list for node in call.args[1]}
-        self.assertContainsSubset({"StatelessWhile"}, inside)
+        got = self.strategy.run(tf.function(work, jit_compile=True), (x,))
         for value, rows in zip(self.strategy.experimental_local_results(got), x.values):
             np.testing.assert_allclose(value, work(rows), rtol=1e-4, atol=1e-6)
 
@@ -274,37 +248,6 @@ class RunTest(parameterized.TestCase):
             loss = tf.reduce_sum(tf.tanh(ROWS @ self.kernel) ** 2)
         np.testing.assert_allclose(step(self.strategy.split(tf.constant(ROWS))),
                                    tape.gradient(loss, self.kernel), rtol=1e-4)
-
-    def test_lookups_are_refused(self):
-        """Lost otherwise: which operation XLA does not have, and where it stands."""
-        table = tf.lookup.StaticHashTable(
-            tf.lookup.KeyValueTensorInitializer(["a", "b"], [1., 2.]), 0.)
-
-        def work(words):
-            with tf.name_scope("words"):
-                return tf.tanh(table.lookup(words))
-
-        words = self.strategy.split(tf.constant([["a"] * 9, ["b"] * 9, ["c"] * 9]))
-        with self.assertRaisesRegex(ValueError, "LookupTableFindV2.*words.*compiled_test.py:"):
-            self.strategy.run(tf.function(work, jit_compile=True), (words,))
-
-    @parameterized.parameters(False, True)
-    def test_writes_in_nested_functions_are_refused(self, in_loop):
-        """Lost otherwise: why a write fails that works without XLA, or what it has written."""
-        def work(x):
-            def written(_, y):
-                y = y @ self.kernel
-                self.kernel.assign(self.kernel * 2)
-                return 1, y @ tf.transpose(self.kernel)
-
-            if in_loop:
-                return tf.while_loop(lambda i, _: i < 1, written, (0, x), maximum_iterations=1)[1]
-            return tf.function(written)(0, x)[1]
-
-        x = self.strategy.split(tf.constant(ROWS[:9]))
-        with self.assertRaisesRegex(RuntimeError, "is written|before it writes"):
-            self.strategy.run(tf.function(work, jit_compile=True), (x,))
-        np.testing.assert_array_equal(self.kernel, tf.ones([3, 4]))
 
     def test_run_inside_of_a_compiled_function_is_refused(self):
         """Lost otherwise: what to compile, before XLA dies of the other devices."""

@@ -9,11 +9,8 @@ loudly and here.
 from towerstrategy._tensorflow.compiling import (
     PRIVATE_NAMES as _COMPILING,
     compile_by_xla as compile_by_xla,
-    hand_on_functions as hand_on_functions,
     has_xla_kernel as has_xla_kernel,
     line_of as line_of,
-    set_control_inputs as set_control_inputs,
-    tracing_for_xla as tracing_for_xla,
 )
 from towerstrategy._tensorflow.data import (
     PRIVATE_NAMES as _DATA,

@@ -5,19 +5,14 @@ Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import kernels as kernels_lib
-from tensorflow.python.ops import control_flow_ops
 
 PRIVATE_NAMES = {
-    "tensorflow.python.ops.control_flow_ops:XLAControlFlowContext":
-        "tells TensorFlow, which then traces loops of a known length, that what is traced now will "
-        "be compiled; publicly only tf.function(jit_compile=True) does, around a whole function",
     "tensorflow.python.framework.kernels:get_registered_kernels_for_op":
         "which operations XLA has, by dtype; publicly only trying tells",
     "tensorflow.python.framework.ops:Graph._add_function_recursive":
@@ -28,17 +23,6 @@ PRIVATE_NAMES = {
     "tensorflow.python.framework.ops:Operation._remove_all_control_inputs":
         "frees an operation from waiting for one that has moved",
 }
-
-
-@contextlib.contextmanager
-def tracing_for_xla() -> Iterator[None]:
-    """Within, operations are traced as they are for a function with ``jit_compile=True``."""
-    context = control_flow_ops.XLAControlFlowContext()
-    context.Enter()
-    try:
-        yield
-    finally:
-        context.Exit()
 
 
 def has_xla_kernel(node: Any, device_type: str) -> bool:

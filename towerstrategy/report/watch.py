@@ -50,8 +50,8 @@ class Watch:
         placement: devices_lib.Placement = extended.placement
         self.placement = placement
         self.rows: list[int] | None = None
-        self.once = (extended.partitions_steps and len(placement.towers) > 1 and bool(
-            model.run_eagerly or tf.config.functions_run_eagerly()))
+        self.once = len(placement.towers) > 1 and bool(
+            model.run_eagerly or tf.config.functions_run_eagerly())
         self.seconds = 0.0
         self.sample: Sample | None = None
         self.sampled_in: int | None = None

@@ -12,6 +12,7 @@ right.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,8 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import results, sub_batches
 from towerstrategy.merge import shares as shares_lib
-from towerstrategy.towers import compiled, contexts, enclosed, once, threads
+from towerstrategy.sharding import compiling
+from towerstrategy.towers import contexts, enclosed, once, threads
 from towerstrategy.towers.tables import NeedsOwnTrace
 
 
@@ -41,8 +43,7 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
       ``fn``'s result: values that differ between towers as ``PerReplica``, the same object once.
 
     Raises:
-      ValueError: XLA is to compile an operation that it does not have, or what is done where the
-        towers meet.
+      ValueError: XLA is to compile what is done where the towers meet.
       Exception: whatever ``fn`` raised, with a note that names the tower and its device.
     """
     compiles = compiles or strategy.extended.compiles
@@ -53,7 +54,7 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
     if isinstance(fn, _tf.Function):
         with _told_rows(strategy, args, kwargs):
             return _inside_function(strategy, fn)(*args, **kwargs)
-    compiles = compiles and not tf.executing_eagerly()
+    finish = functools.partial(_mark, strategy) if compiles and not tf.executing_eagerly() else None
     if _tf.is_compiled_here() and not strategy.extended.placement.compiles:
         raise ValueError(_WHOLE)
     if not tf.executing_eagerly():
@@ -62,16 +63,16 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
     with tf.device(strategy.extended.host_device):
         shares = _shares(strategy, args, kwargs)
     if len(devices) == 1 and not strategy.extended.placement.rows:
-        return _call_one(strategy, fn, args, kwargs, shares, compiles)
+        return _call_one(strategy, fn, args, kwargs, shares, finish)
     if not tf.executing_eagerly() and strategy.extended.trace_once:
         try:
             # Layers choose kernels by the kind of device that they are traced on.
             if len(strategy.extended.placement.kinds) > 1:
                 raise NeedsOwnTrace("the towers are devices of different kinds")
-            return once.call(strategy, fn, args, kwargs, shares, compiles)
+            return once.call(strategy, fn, args, kwargs, shares, finish)
         except NeedsOwnTrace as reason:
             strategy.extended.own_trace_reasons.append(str(reason))
-    return threads.call(strategy, fn, args, kwargs, shares, compiles)
+    return threads.call(strategy, fn, args, kwargs, shares, finish)
 
 
 _WHOLE = (
@@ -131,7 +132,7 @@ def _shares(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> shares_
 
 
 def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
-              shares: shares_lib.Shares, compiles: bool) -> Any:
+              shares: shares_lib.Shares, finish: enclosed.Finish | None) -> Any:
     context = contexts.TowerContext(strategy, 0, shares)
     device = strategy.extended.worker_devices[0]
     args, kwargs = _tf.select_replica(0, args), _tf.select_replica(0, kwargs)
@@ -142,25 +143,20 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
             return fn(*args, **kwargs)
 
     if strategy.extended.workers is None:
-        result = enclosed.run(lambda: _compiled(device, made))[0] if compiles else made()
+        result = made() if finish is None else enclosed.run(made, finish)[0]
         return _tf.regroup((result,))
 
     def made_for_others() -> Any:
-        result = _compiled(device, made) if compiles else made()
-        return _tf.regroup((result,), context.own_result, always_wrap=True)
+        return _tf.regroup((made(),), context.own_result, always_wrap=True)
 
     if tf.executing_eagerly():
         return made_for_others()
     # In a function of its own, as where a worker has several towers: in a loop TensorFlow numbers
     # what crosses machines in another order inside of a function, and all workers must have one.
-    return enclosed.run(made_for_others)[0]
+    return enclosed.run(made_for_others, finish)[0]
 
 
-def _compiled(device: str, made: Callable[[], Any]) -> Any:
-    """What ``made`` makes on a single tower, compiled where it can be."""
-    graph = tf.compat.v1.get_default_graph()
-    before = _tf.operation_count(graph)
-    with _tf.tracing_for_xla():
-        result = made()
-    return compiled.compile_stretches(graph, graph.get_operations()[before:],
-                                      lambda operation: [operation], [device], result)
+def _mark(strategy: tf.distribute.Strategy, graph: tf.Graph) -> None:
+    """Marks what the towers do in ``graph`` for XLA."""
+    compiling.mark(graph, graph.get_operations(), strategy.extended.worker_devices,
+                   strategy.extended.missing_in_xla)

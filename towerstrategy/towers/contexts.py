@@ -64,7 +64,6 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
         self._reducing = False
         self._met: dict[int, Any] = {}
         self._counts: dict[str, Any] = {}
-        self._in_branches: dict[int, tuple[Any, tf.Tensor]] = {}
         self.asked = False  # whether the replica function knows how many replicas there are
         self._scaled: dict[int, Any] = {}  # losses that are parts of the batch's, by their ids
         self.stage_run: Any = None  # of the model that runs, see _keras/stages.py
@@ -172,11 +171,6 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
     def writes_alone(self, variable: Any) -> None:
         """A write to ``variable`` is being traced where the towers cannot meet, see :mod:`alone`.
         """
-        if id(variable) in self._in_branches:
-            raise RuntimeError(
-                f"variable {variable.name!r} is trained, and a branch or loop that XLA is to "
-                "compile has read it before it writes it, which is not supported. Leave "
-                "jit_compile out, or make the variable with trainable=False.")
         self._strategy.extended.note_written_alone(variable)
         if self._call is not None:
             self._call.note_written(variable)
@@ -188,20 +182,6 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
                 f"variable {variable.name!r} is written in a tf.function that a tower calls and "
                 "that XLA is to compile (jit_compile=True). It is given the variable's value and "
                 "cannot write it. Write it outside of that function, or leave jit_compile out.")
-
-    def value_in_branch(self, variable: Any) -> tf.Tensor | None:
-        """What a branch or loop that will be compiled reads of ``variable``; None elsewhere.
-
-        Read around the branch, so that it uses values only: XLA can compile that.  Variables that
-        are not trained are what branches write, so those are theirs to read.
-        """
-        graph = self._graph
-        if graph is None or not variable.trainable or not _tf.is_in_control_flow(graph):
-            return None
-        if id(variable) not in self._in_branches:
-            with graph.as_default(), tf.control_dependencies(None):
-                self._in_branches[id(variable)] = variable, variable.value()
-        return self._in_branches[id(variable)][1]
 
     def for_all(self, key: str, make: Callable[[], Any]) -> Any:
         """What ``make``, which is called once, gives: the same for all towers of this call.
@@ -262,7 +242,6 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.can_merge:
             raise RuntimeError(NESTED_MERGE)
-        self._in_branches.clear()  # whatever is done there may write them
         if self._reducing and not tf.executing_eagerly():
             merge_fn = _ending_walks(merge_fn)
         if self._call is not None:

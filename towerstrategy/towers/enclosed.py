@@ -17,9 +17,17 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.towers import contexts
 
+Finish = Callable[[tf.Graph], None]
 
-def run(make: Callable[[], Any]) -> tuple[Any, tf.Operation | None]:
-    """What ``make`` returns, and the operation that calls its function (None if it has none)."""
+
+def run(make: Callable[[], Any],
+        finish: Finish | None = None) -> tuple[Any, tf.Operation | None]:
+    """What ``make`` returns, and the operation that calls its function (None if it has none).
+
+    Args:
+      make: makes tensors.
+      finish: called with the function's graph when all is made, or None.
+    """
     holder: list[Any] = []
 
     @tf.function(autograph=False)
@@ -28,6 +36,8 @@ def run(make: Callable[[], Any]) -> tuple[Any, tf.Operation | None]:
         _tf.call_once()
         with _tf.variables_of_caller(), _tf.operation_seeds_of_caller():
             result = make()
+        if finish is not None:
+            finish(tf.compat.v1.get_default_graph())
         tensors: list[tf.Tensor] = []
         holder[:] = [tf.nest.map_structure(lambda leaf: _take_out(leaf, tensors), result)]
         return tensors

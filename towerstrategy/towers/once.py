@@ -28,13 +28,13 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.sharding import contract
-from towerstrategy.towers import compiled, contexts, copies, enclosed, order, stages
+from towerstrategy.towers import contexts, copies, enclosed, order, stages
 from towerstrategy.towers.tables import NeedsOwnTrace
 from towerstrategy.variables import alone
 
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
-         shares: shares_lib.Shares, compiles: bool = False) -> Any:
+         shares: shares_lib.Shares, finish: enclosed.Finish | None = None) -> Any:
     """Calls ``fn`` on every tower, see ``towers.call_each``.
 
     Args:
@@ -43,7 +43,7 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
       args: its positional arguments.
       kwargs: its keyword arguments.
       shares: the shares of the towers' batch.
-      compiles: whether XLA compiles what the towers do, see :mod:`compiled`.
+      finish: called with the graph of the towers' operations when all are made, or None.
 
     Raises:
       NeedsOwnTrace: it must be traced for each tower.
@@ -53,7 +53,7 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     with _old_objects_left_alone():
         try:
             result, operation = enclosed.run(
-                lambda: _Once(strategy, shares, made, compiles).run(fn, args, kwargs))
+                lambda: _Once(strategy, shares, made).run(fn, args, kwargs), finish)
         except NeedsOwnTrace:
             _initialize(made)
             raise
@@ -86,9 +86,8 @@ class _Once:
     copies = True
 
     def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares,
-                 made: list[tuple[Any, Any]], compiles: bool) -> None:
+                 made: list[tuple[Any, Any]]) -> None:
         self._strategy = strategy
-        self._compiles = compiles
         self._shares = shares
         self._made = made
         self._opened = False
@@ -115,8 +114,7 @@ class _Once:
             args, kwargs = tf.nest.map_structure(self._enter, (args, kwargs))
             self._copier.skip()
             try:
-                with _tf.tracing_for_xla() if self._compiles else contextlib.nullcontext():
-                    result = fn(*args, **kwargs)
+                result = fn(*args, **kwargs)
             except (NeedsOwnTrace, Warning):  # whoever makes errors of warnings wants to see them
                 raise
             except Exception as error:
@@ -129,11 +127,6 @@ class _Once:
         self._merge_written(written)
         grouped = self._group(result)
         self._put_in_order(grouped)
-        if self._compiles:
-            everyones = self._copier.table.everyones
-            grouped = compiled.compile_stretches(
-                self._graph, filter(everyones, self._copier.copied), everyones, self._devices,
-                grouped)
         return _tf.regroup(grouped, functools.partial(contexts.TowerResults, shares=self._shares))
 
     def _put_in_order(self, results: Any) -> None:

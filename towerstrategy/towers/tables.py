@@ -71,11 +71,6 @@ class Table:
         """The names of the copies that ``tower`` has."""
         return {others[tower - 1].name for others in self._operations.values()}
 
-    def everyones(self, first: tf.Operation) -> list[tf.Operation]:
-        """``first`` and what the other towers have in its place; empty where nothing was put."""
-        others = self._operations.get(first.name)
-        return [] if others is None else [first, *others]
-
     def value(self, first: Any, tower: int) -> Any:
         """``tower``'s counterpart of any value: tensors in it are looked up."""
         if tower == 0:

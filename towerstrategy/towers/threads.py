@@ -23,22 +23,22 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.sharding import contract
-from towerstrategy.towers import compiled, contexts, enclosed, order, stages
+from towerstrategy.towers import contexts, enclosed, order, stages
 from towerstrategy.variables import alone
 
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
-         shares: shares_lib.Shares, compiles: bool = False) -> Any:
+         shares: shares_lib.Shares, finish: enclosed.Finish | None = None) -> Any:
     """Calls ``fn`` on every tower, see ``towers.call_each``."""
 
     def made() -> Any:
-        return _Call(strategy, fn, args, kwargs, shares, compiles).run()
+        return _Call(strategy, fn, args, kwargs, shares).run()
 
     # A gradient tape of this thread sees nothing of what the towers' threads do.
     if tf.executing_eagerly():
         return _refusing_gradients(strategy, made()) if _tf.may_be_recorded() else made()
-    if compiles or _tf.may_be_recorded() or strategy.extended.workers is not None:
-        return enclosed.run(made)[0]
+    if finish or _tf.may_be_recorded() or strategy.extended.workers is not None:
+        return enclosed.run(made, finish)[0]
     return made()
 
 
@@ -84,9 +84,8 @@ class _Call:
     contract = contract.Contract()  # which nobody asks
 
     def __init__(self, strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
-                 kwargs: Any, shares: shares_lib.Shares, compiles: bool) -> None:
+                 kwargs: Any, shares: shares_lib.Shares) -> None:
         self._strategy = strategy
-        self._compiles = compiles
         self._shares = shares
         self._graph_seed = _tf.graph_seed()
         self._operation_seeds = _tf.OperationSeeds(tf.compat.v1.get_default_graph())
@@ -126,12 +125,6 @@ class _Call:
             order.put(self._state.graph, self._operations, self._strategy.extended.placement,
                       results)
             self._strategy.extended.places.note(self._state.graph)
-        if self._compiles:
-            for tower in self._towers:
-                # Shapes differ or numbers are drawn elsewhere: each tower has functions of its own.
-                results = compiled.compile_stretches(
-                    self._state.graph, tower.operations, lambda operation: [operation],
-                    [self._strategy.extended.worker_devices[tower.number]], results)
         return _tf.regroup(results, functools.partial(contexts.TowerResults, shares=self._shares))
 
     def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -174,13 +167,10 @@ class _Call:
         for tower in self._towers:
             replica = self._strategy.extended.first_replica + tower.number
             before = 0 if self._state.eager else _tf.operation_count(self._state.graph)
-            with _tf.graph_seeded(self._graph_seed, replica), self._seeds(tower.number), \
-                    _tf.tracing_for_xla() if self._compiles else contextlib.nullcontext():
+            with _tf.graph_seeded(self._graph_seed, replica), self._seeds(tower.number):
                 tower.proceed()
             if tower.error is not None:
                 raise tower.error
-            if self._compiles:
-                tower.operations += self._state.graph.get_operations()[before:]
             self._end_turn(tower.number, before)
         ended = [tower.ended for tower in self._towers]
         if any(ended) and not all(ended):
@@ -259,7 +249,6 @@ class _TowerThread(threading.Thread):
         self._running = False
         self._stopping = False
         self.number = context.tower
-        self.operations: list[tf.Operation] = []
         self.meeting: _Meeting | None = None
         self.answer: Any = None
         self.result: Any = None

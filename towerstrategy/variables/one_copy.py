@@ -59,7 +59,7 @@ class TowerVariable(_tf.ResourceVariable):
         tower = contexts.current_tower()
         nested = None if tower is None else _tf.nested_function(tower.graph)
         if nested is None:
-            return None if tower is None else tower.value_in_branch(self)
+            return None
         return _tf.capture_at_call(nested, f"towerstrategy/value of {id(self)}", self.value,
                                    tf.TensorSpec(self.shape, self.dtype))
 
