@@ -46,6 +46,7 @@ html_theme_options = {
 # Files outside of this folder that have a page here.
 _PAGES = {"../BUILD.md": "build.md", "../README.md": "tour.md", "../CHANGELOG.md": "changelog.md",
           "../CONTRIBUTING.md": "contributing.md", "../SECURITY.md": "security.md",
+          "../benchmarks/RESULTS.md": "results.md",
           "../examples": "examples.md"}
 # Links of a file there, but for those that MyST's `relative-docs` takes, and those that lead away.
 _FROM_REPOSITORY = re.compile(r"\]\((?!docs/|#|[a-z]+:)")

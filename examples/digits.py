@@ -45,7 +45,7 @@ def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return x, y, x_test, y_test
 
 
-def network(keras: Any, dropout: float = 0.3, synchronized: bool = False) -> Any:
+def network(keras: Any, dropout: float = 0.3) -> Any:
     """Three convolutions with batch norm, then two dense layers.
 
     Everything in it is smooth (swish and average pooling, not ReLU and max pooling), so that the
@@ -53,16 +53,14 @@ def network(keras: Any, dropout: float = 0.3, synchronized: bool = False) -> Any
 
     Args:
       keras: the Keras to build with.
-      dropout: how much of the features to drop; each tower draws for itself.
-      synchronized: whether batch norm takes its statistics from the whole batch, not from the
-        tower's rows.
+      dropout: how much of the features to drop.
     """
     layers = keras.layers
     model = keras.Sequential([keras.Input([8, 8, 1])], name="digits")
     for filters, pool in ((32, False), (32, True), (64, True)):
         # Batch norm takes the mean away, so a bias before it would only collect rounding errors.
         model.add(layers.Conv2D(filters, 3, padding="same", use_bias=False))
-        model.add(layers.BatchNormalization(synchronized=synchronized, momentum=0.9))
+        model.add(layers.BatchNormalization(momentum=0.9))
         model.add(layers.Activation("swish"))
         if pool:
             model.add(layers.AveragePooling2D(2))
@@ -81,15 +79,14 @@ def train_twins(keras: Any, strategy: tf.distribute.Strategy, x: np.ndarray, y: 
                 epochs: int) -> tuple[dict[str, list[float]], dict[str, list[float]], float]:
     """Trains one network on the towers and its twin on one device, with nothing left to chance.
 
-    Dropout draws at random and unsynchronized batch norm looks at a tower's rows alone, so the
-    twins have neither.
+    Dropout draws by a seed of each network's own, so the twins have none.
 
     Returns:
       The history of the towers, that of one device, and the largest difference of their weights.
     """
-    alone = network(keras, dropout=0, synchronized=True)
+    alone = network(keras, dropout=0)
     with strategy.scope():
-        together = network(keras, dropout=0, synchronized=True)
+        together = network(keras, dropout=0)
     together.set_weights(alone.get_weights())
     histories = [
         model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0).history
@@ -176,7 +173,7 @@ def main(argv: list[str]) -> int:
         ("test accuracy", f"{accuracy:.2%} of {len(x_test)} digits that the network never saw",
          accuracy >= WANTED_ACCURACY),
         ("towers beside one device", f"largest weight difference {difference:.1e} after "
-         f"{_TWIN_EPOCHS.value} epochs (no dropout, synchronized batch norm)",
+         f"{_TWIN_EPOCHS.value} epochs (no dropout)",
          difference <= MOST_WEIGHT_DIFFERENCE),
         ("loaded without the strategy", f"{saved}: largest difference of a predicted probability "
          f"{reloaded:.1e}", reloaded <= MOST_PREDICTION_DIFFERENCE),

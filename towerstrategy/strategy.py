@@ -94,10 +94,9 @@ class TowerStrategy(kind.Kind):
         worker with towers and one copy of its own, see docs/several_machines.md.
       communication_options: for what crosses machines: the implementation (RING or NCCL), the
         timeout.
-      synchronize_batch_norm: whether every batch norm layer that trains on the towers normalizes
-        with the statistics of the whole batch, as on one device, whatever the layer's own
-        ``synchronized`` says; models and their files stay as they are.  False: those layers that
-        say ``synchronized=True``.
+      synchronize_batch_norm: without effect: in a step of Keras and in ``strategy.function`` batch
+        norm takes the statistics of the whole batch, as on one device; in ``strategy.run`` those of
+        the tower's rows, unless the layer says ``synchronized=True``.
       micro_batches: into how many parts a tower's rows are cut, to run through the model one after
         another, for batches that do not fit: the tower holds the activations of one part at a
         time.  Each part is a replica (``num_replicas_in_sync`` counts them), see
@@ -324,17 +323,17 @@ class TowerStrategy(kind.Kind):
     def scale_loss(self, loss: Any) -> tf.Tensor:
         """A tower's mean -> its part of the mean over the whole batch.
 
-        The towers' gradients are summed.  So in a ``train_step`` or a replica function of one's own
-        a loss that is a mean over the tower's rows has to count by the tower's share of the batch's
-        rows; with this it trains, and is logged, as on one device.  What Keras' loss objects and
-        ``compute_loss`` return is scaled already, and stays as it is, as a sum's term should: a sum
-        over rows, divided by a constant, needs no scaling.
+        For functions given to ``strategy.run``, where the towers' gradients are summed: a loss that
+        is a mean over the tower's rows has to count by the tower's share of the batch's rows.  What
+        Keras 3's loss objects return is scaled already, and stays as it is; a sum over rows,
+        divided by a constant, needs no scaling.
 
         Args:
           loss: a floating point tensor of the tower's, a mean over its rows.
 
         Returns:
-          The tensor times the tower's share; with one tower as it is.
+          The tensor times the tower's share; as it is in a step of Keras and in
+          ``strategy.function``, which see all rows, and with one tower.
 
         Raises:
           TypeError: ``loss`` is not of a floating point type.

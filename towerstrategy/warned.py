@@ -15,7 +15,14 @@ _LIBRARIES = frozenset({"towerstrategy", "tensorflow", "keras", "tf_keras", "con
 
 
 class TowerWarning(UserWarning):
-    """What a TowerStrategy warns of."""
+    """What a TowerStrategy warns of.
+
+    In a function given to ``strategy.run``: gradients whose sum over the towers is not one
+    device's.  It points to the user's line and names the operation.  To have it as an error:
+
+    >>> import warnings
+    >>> warnings.simplefilter("error", TowerWarning)
+    """
 
 
 def warn(message: str) -> None:

@@ -1,7 +1,7 @@
 """Networks of keras.applications on towers, beside one device.
 
 Goes in: random images.  Comes out: for each network how far its weights are from one device's after
-two steps, with batch norm that looks at the whole batch; and the losses of a plain ``fit``.
+two steps; and the losses of a plain ``fit``.
 
     pip install ".[libraries]"     # after `make test-libraries`: .venv-libraries has it
     python examples/libraries/applications.py
@@ -42,12 +42,9 @@ def images(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def without_chance(model: Any) -> Any:
-    """The model without what is local to a tower: batch statistics and random draws."""
+    """The model without random draws, whose seeds are each model's own."""
     for layer in model.layers:
-        if isinstance(layer, tf.keras.layers.BatchNormalization):
-            layer.synchronized = True
-            layer.fused = False  # tf_keras: the fused kernel looks at a tower's rows alone
-        elif isinstance(layer, tf.keras.layers.Dropout):
+        if isinstance(layer, tf.keras.layers.Dropout):
             layer.rate = 0.0
     model.compile(tf.keras.optimizers.SGD(0.01, momentum=0.9), "sparse_categorical_crossentropy",
                   jit_compile=False)  # else Keras compiles the one device's with XLA

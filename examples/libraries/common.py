@@ -54,12 +54,12 @@ def twins(strategy: towerstrategy.TowerStrategy, make: Callable[[], Any]) -> tup
 class Findings:
     """Prints what is found, and remembers whether all of it is as promised.
 
-    From then on a warning of an unscaled loss is an error: the examples' losses are right.
+    From then on a TowerWarning is an error: the examples' losses are right.
     """
 
     def __init__(self, *packages: str) -> None:
         self.good = True
-        warnings.filterwarnings("error", "towerstrategy: unscaled loss:", UserWarning)
+        warnings.simplefilter("error", towerstrategy.TowerWarning)
         print(", ".join(f"{package} {importlib.metadata.version(package)}"
                         for package in ("towerstrategy", "tensorflow", *packages)))
 
