@@ -307,8 +307,7 @@ class TowerStrategy(kind.Kind):
 
         Raises:
           TypeError: ``model`` is no Keras model.
-          ValueError: ``model`` belongs to another strategy, or has a stateful RNN and towers have
-            stages or are on several machines.
+          ValueError: ``model`` belongs to another strategy.
           RuntimeError: called inside a tower.
 
         >>> model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)],
