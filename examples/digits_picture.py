@@ -13,8 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-from matplotlib import patches
-from matplotlib import pyplot as plt
+from matplotlib import patches, pyplot as plt
 
 INK, MUTED, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 BLUE, ORANGE = "#1f6fb2", "#d9730d"
