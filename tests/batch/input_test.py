@@ -342,6 +342,16 @@ class FromFunctionTest(parameterized.TestCase):
                          ([0, 0] if one_value else [[0], [0]]) if mode is PER_REPLICA
                          else [0, 1] if one_value else [[0], [1]])
 
+    @parameterized.parameters(tf.distribute.InputReplicationMode.PER_WORKER, PER_REPLICA)
+    def test_sequences_of_no_rows(self, mode):
+        """Else a tower whose data has ended gets sequences of no length, on which kernels fail."""
+        dataset = Dataset.from_generator(lambda: [np.zeros([2, 5])] * 3,
+                                         output_signature=tf.TensorSpec([None, None]))
+        *_, last = two_towers().distribute_datasets_from_function(
+            lambda context: dataset.skip(context.input_pipeline_id),
+            InputOptions(experimental_replication_mode=mode))
+        self.assertEqual([part.shape.as_list() for part in last.values], [[2, 5], [0, 5]])
+
     def test_single_values_have_no_share(self):
         """Else values that are no batches are counted by their first dimension."""
         strategy = two_towers()

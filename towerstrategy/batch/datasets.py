@@ -80,8 +80,8 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY) -> 
 
     def group(*leaves: tf.data.Dataset) -> Nest:
         window = tf.data.Dataset.zip(leaves)
-        padded = window if not batched else window.concatenate(
-            tf.data.Dataset.from_tensors(_no_rows(spec)).repeat(towers))
+        padded = window if not batched else window.concatenate(tf.data.Dataset.from_tensors(
+            _none_of(window.take(1).get_single_element())).repeat(towers))
         parts = [padded.skip(tower).take(1).get_single_element() for tower in range(towers)]
         pack: Callable[[tuple[Any, ...]], Any] = (sub_batches.SubBatches if batched
                                                   else _tf.PerReplica)
@@ -123,7 +123,8 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> Tow
         lambda *pairs: tf.reduce_any([there for there, _ in pairs]))
 
     def group(*pairs: Any) -> Nest:
-        return _side_by_side(spec, [leaves for _, leaves in pairs], sub_batches.SubBatches)
+        there, parts = zip(*pairs)
+        return _side_by_side(spec, _as_long(there, parts), sub_batches.SubBatches)
 
     return TowerDataset(zipped.map(_in_scope(group)).prefetch(ready), source)
 
@@ -145,6 +146,25 @@ def _no_rows(spec: Nest) -> tuple[Any, ...]:
     """The same of an element without rows."""
     return tuple(rows_lib.no_rows(leaf) for leaf in tf.nest.flatten(spec)
                  if not rows_lib.is_absent(leaf))
+
+
+def _none_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """``leaves`` without their rows, which are as long as they were: some operations ask for that.
+    """
+    return tuple(rows_lib.rows_between(leaf, 0, 0) for leaf in leaves)
+
+
+def _as_long(there: Sequence[tf.Tensor], parts: Sequence[Any]) -> list[Any]:
+    """``parts``, where towers whose data has ended have another's without its rows."""
+    found = parts[-1]
+    for has, part in zip(there[-2::-1], parts[-2::-1]):
+        found = _either(has, part, found)
+    none = _none_of(found)
+    return [_either(has, part, none) for has, part in zip(there, parts)]
+
+
+def _either(condition: tf.Tensor, yes: Any, no: Any) -> Any:
+    return tf.cond(condition, lambda: yes, lambda: no)
 
 
 class Source(NamedTuple):

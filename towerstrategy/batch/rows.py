@@ -200,7 +200,10 @@ def rows_between(tensor: Any, start: Rows, size: Rows) -> Any:
 
 
 def no_rows(spec: tf.TypeSpec) -> Any:
-    """A value of ``spec`` with no rows; a scalar 0 where it has none to have."""
+    """A value of ``spec`` with no rows; a scalar 0 where it has none to have.
+
+    An open length is 1: there are operations that take none of 0, even of no rows.
+    """
     if isinstance(spec, tf.RaggedTensorSpec):
         inner = [size or 0 for size in spec.shape.as_list()[1:]]
         flat = tf.zeros([0] + inner[spec.ragged_rank:], spec.dtype)
@@ -209,12 +212,16 @@ def no_rows(spec: tf.TypeSpec) -> Any:
             rt = tf.RaggedTensor.from_row_splits(rt, tf.zeros([1], spec.row_splits_dtype))
         return rt
     if isinstance(spec, tf.SparseTensorSpec):
-        shape = [0] + [size or 0 for size in spec.shape.as_list()[1:]]
+        shape = _of_no_rows(spec.shape)
         nowhere = np.zeros([0, len(shape)], np.int64)
         return tf.SparseTensor(nowhere, tf.zeros([0], spec.dtype), shape)
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
         return tf.zeros([], getattr(spec, "dtype", tf.float32))
-    shape = [0] + [size or 0 for size in spec.shape.as_list()[1:]]
+    shape = _of_no_rows(spec.shape)
     if spec.dtype == tf.string:
         return tf.fill(shape, "")
     return tf.zeros(shape, spec.dtype)
+
+
+def _of_no_rows(shape: tf.TensorShape) -> list[int]:
+    return [0, *(1 if size is None else size for size in shape.as_list()[1:])]
