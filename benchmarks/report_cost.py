@@ -44,7 +44,6 @@ def measure(width: int, layers: int, steps: int) -> tuple[float, float, float]:
     model.fit(rows[:2 * _BATCH], rows[:2 * _BATCH], batch_size=_BATCH, verbose=0)
     batches = strategy.experimental_distribute_dataset(
         tf.data.Dataset.from_tensor_slices((rows, rows)).batch(_BATCH).cache().repeat())
-    batches = batches.with_stand_ins()
     alone, added, samples = [], [], []
     for _ in range(_PAIRS):
         without, counted = _pair(model, batches, steps)

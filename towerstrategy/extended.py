@@ -158,9 +158,9 @@ class TowerExtended(_tf.StrategyExtended):
         """The shares where no rows are known."""
         return shares_lib.Shares.equal(len(self._placement.towers), self._workers)
 
-    def split(self, batch: Any, stand_ins: bool = False) -> Any:
+    def split(self, batch: Any) -> Any:
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
-        return self.dealer.split(batch, stand_ins)
+        return self.dealer.split(batch)
 
     @contextlib.contextmanager
     def counted_as(self, number: Any) -> Iterator[None]:
@@ -193,12 +193,6 @@ class TowerExtended(_tf.StrategyExtended):
     def writes_alike(self) -> Iterator[None]:
         """Within, what a first tower writes is the same on all machines and need not cross."""
         with self._modes.within(alike_on_all=True):
-            yield
-
-    @contextlib.contextmanager
-    def stand_ins(self) -> Iterator[None]:
-        """Within, datasets are distributed with stand-ins for towers without rows."""
-        with self._modes.within(stand_ins=True):
             yield
 
     def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
@@ -341,8 +335,7 @@ class TowerExtended(_tf.StrategyExtended):
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
-        return self.dealer.distribute(dataset, self._modes.stand_ins, self._modes.predicting, ready,
-                                      fetch)
+        return self.dealer.distribute(dataset, self._modes.predicting, ready, fetch)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> tf.distribute.DistributedDataset:
@@ -359,7 +352,7 @@ class TowerExtended(_tf.StrategyExtended):
         made = (datasets_lib.zip_datasets(datasets, ready=ready) if per_replica
                 else datasets_lib.group_dataset(datasets[0], count, ready=ready))
         if workers is not None:
-            made = shards.shard_grouped(made, workers, self._modes.stand_ins, ready)
+            made = shards.shard_grouped(made, workers, ready)
         return made.fetched_to(fetch)
 
     def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> Any:

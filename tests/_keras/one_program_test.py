@@ -147,7 +147,7 @@ class OneProgramTest(parameterized.TestCase):
 
     @parameterized.parameters(True, False)
     def test_batches_that_are_sparse_or_of_unknown_rank(self, sparse):
-        """Else inputs whose parts are not sharded lose rows, or count those of stand-ins."""
+        """Else inputs whose parts are not sharded lose rows."""
 
         def unknown(rows):
             return tf.ensure_shape(tf.py_function(lambda rows: rows, [rows], tf.float32), None)

@@ -73,7 +73,7 @@ def traced(make, library, strategy):
         step = function_in(model.train_function)
         if strategy is None:
             return step.get_concrete_function(iter(rows)).graph.as_graph_def()
-        with strategy.scope(), strategy.extended.stand_ins():
+        with strategy.scope():
             batches = iter(strategy.experimental_distribute_dataset(rows))
             return step.get_concrete_function(batches).graph.as_graph_def()
 

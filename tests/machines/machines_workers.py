@@ -394,7 +394,7 @@ def counted(strategy, kit):
         model.compile(kit.optimizers.Adam(0.01), "mse", metrics=["mae"])
     model.train_on_batch(x, y)
     iterator = iter(strategy.experimental_distribute_dataset(
-        tf.data.Dataset.from_tensor_slices((x, y)).batch(8)).with_stand_ins())
+        tf.data.Dataset.from_tensor_slices((x, y)).batch(8)))
 
     @tf.function
     def step(iterator):
@@ -411,7 +411,7 @@ def counted(strategy, kit):
 
 def in_loops(strategy, model, dataset):
     """The bytes of a prefetched batch that cross in a turn of loops that TensorFlow runs."""
-    fetched = strategy.experimental_distribute_dataset(dataset, FETCHED).with_stand_ins()
+    fetched = strategy.experimental_distribute_dataset(dataset, FETCHED)
 
     def loop(batches):
         for batch in batches:

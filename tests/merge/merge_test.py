@@ -5,7 +5,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from peers import plain
-from towerstrategy.batch import splitting
 from towerstrategy.merge import gradients as gradients_lib, merging, shares as shares_lib
 
 
@@ -41,13 +40,6 @@ class SharesTest(parameterized.TestCase):
         shares = shares_lib.Shares.equal(4)
         self.assertEqual([float(shares.of(tower)) for tower in range(4)], [.25] * 4)
         self.assertFalse(shares.may_be_empty)
-
-    def test_of_stand_ins(self):
-        """Else a tower that works on a stand-in is counted."""
-        batch = splitting.split_batch(tf.constant([7.]), 2, stand_ins=True)
-        shares = shares_lib.Shares.of_batch(batch)
-        self.assertTrue(shares.stand_ins)
-        self.assertEqual([float(shares.of(tower)) for tower in range(2)], [1., 0.])
 
     def test_shares_are_exact(self):
         """Else thirds are rounded to float32 before they are used."""

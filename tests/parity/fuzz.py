@@ -122,7 +122,7 @@ def sizes_of(rows: int, towers: int) -> list[int]:
     return [len(part) for part in np.array_split(np.arange(rows), towers)]
 
 
-def check_dealt(dealt: Any, batch: Any, towers: int, stand_ins: bool = False) -> None:
+def check_dealt(dealt: Any, batch: Any, towers: int) -> None:
     """``dealt`` is ``batch``, its rows dealt to ``towers``."""
     tf.nest.assert_same_structure(tf.nest.map_structure(lambda _: 0, batch),
                                   tf.nest.map_structure(lambda _: 0, dealt))
@@ -141,10 +141,6 @@ def check_dealt(dealt: Any, batch: Any, towers: int, stand_ins: bool = False) ->
         for part, size in zip(leaf.values, sizes):
             assert kind_of(part) == kind_of(whole), (part, whole)
             found = rows_of(part)
-            if stand_ins and size == 0 and rows:
-                # The stand-in is a row of the batch, and shape-stable.
-                assert found == rows[-1:], (found, rows)
-                continue
             assert found == rows[start:start + size], (found, rows, start, size)
             start += size
 
@@ -162,16 +158,13 @@ def batches(draw, lists: bool = True, most: int = 11) -> tuple[Any, int, int]:
     return batch, rows, draw(st.integers(1, MOST_TOWERS))
 
 
-SPLIT = {"drawn": batches(), "stand_ins": st.booleans()}
+SPLIT = {"drawn": batches()}
 
 
-def check_split(drawn, stand_ins):
+def check_split(drawn):
     """A batch split in eager code."""
     batch, _, towers = drawn
-    dealt = splitting.split_batch(batch, towers, stand_ins)
-    check_dealt(dealt, batch, towers, stand_ins)
-    if not stand_ins:
-        check_dealt(strategy_of(towers).split(batch), batch, towers)
+    check_dealt(strategy_of(towers).split(batch), batch, towers)
 
 
 def with_unknown_rows(value: Any) -> tf.TypeSpec:
@@ -184,10 +177,10 @@ def with_unknown_rows(value: Any) -> tf.TypeSpec:
     return tf.RaggedTensorSpec([None, *spec.shape[1:]], spec.dtype, spec.ragged_rank)
 
 
-SPLIT_TRACED = {"drawn": batches(), "stand_ins": st.booleans(), "known": st.booleans()}
+SPLIT_TRACED = {"drawn": batches(), "known": st.booleans()}
 
 
-def check_split_traced(drawn, stand_ins, known):
+def check_split_traced(drawn, known):
     """A batch split in a function, row count known or not: as in eager code."""
     batch, _, towers = drawn
     present = [leaf for leaf in leaves_of(batch) if leaf is not None]
@@ -196,20 +189,19 @@ def check_split_traced(drawn, stand_ins, known):
     def dealt(*tensors):
         left = iter(tensors)
         nest = tf.nest.map_structure(lambda leaf: None if leaf is None else next(left), batch)
-        parts = splitting.split_batch(nest, towers, stand_ins)
+        parts = splitting.split_batch(nest, towers)
         return tuple(leaf for leaf in leaves_of(parts) if leaf is not None)
 
     signature = [tf.type_spec_from_value(leaf) if known else with_unknown_rows(leaf)
                  for leaf in present]
-    check_dealt(tf.function(dealt, input_signature=signature)(*present), tuple(present), towers,
-                stand_ins)
+    check_dealt(tf.function(dealt, input_signature=signature)(*present), tuple(present), towers)
 
 
 DATASET = {"drawn": batches(lists=False), "batch_size": st.integers(1, 6),
-           "drop": st.booleans(), "stand_ins": st.booleans()}
+           "drop": st.booleans()}
 
 
-def check_dataset(drawn, batch_size, drop, stand_ins):
+def check_dataset(drawn, batch_size, drop):
     """A dataset of batches, the last one smaller, split in the pipeline."""
     batch, rows, towers = drawn
     assume(rows > 0)
@@ -219,13 +211,11 @@ def check_dataset(drawn, batch_size, drop, stand_ins):
     dataset = (dataset.ragged_batch if any(isinstance(leaf, tf.RaggedTensor)
                                            for leaf in leaves_of(batch))
                else dataset.batch)(batch_size, drop_remainder=drop)
-    strategy = strategy_of(towers)
-    with strategy.extended.stand_ins() if stand_ins else strategy.scope():
-        distributed = strategy.experimental_distribute_dataset(dataset)
+    distributed = strategy_of(towers).experimental_distribute_dataset(dataset)
     elements, wanted = list(distributed), list(dataset)
     assert len(elements) == len(wanted) == len(distributed), (len(elements), len(wanted))
     for element, whole in zip(elements, wanted):
-        check_dealt(element, whole, towers, stand_ins)
+        check_dealt(element, whole, towers)
 
 
 # merge

@@ -35,7 +35,7 @@ def traced_step(strategy, library):
     x = random.normal(size=[10, 8, 8, 1]).astype("float32")
     batches = tf.data.Dataset.from_tensor_slices((x, np.arange(10))).batch(7)
     model.fit(batches, verbose=0)
-    with strategy.scope(), strategy.extended.stand_ins(), strategy.extended.step():
+    with strategy.scope(), strategy.extended.step():
         iterator = iter(strategy.experimental_distribute_dataset(batches))
         step = function_in(model.train_function).get_concrete_function(iterator)
     return step.graph.as_graph_def(), model

@@ -175,7 +175,7 @@ class MergedWriteTest(parameterized.TestCase):
         self.assertEqual(plain(v), wanted)
 
     def test_scatter_of_tower_without_rows(self):
-        """Else a stand-in's row is written into a table."""
+        """Else what a tower without rows writes counts."""
         strategy = two_towers()
         for method, wanted in (("scatter_add", [6., 4.]), ("scatter_mul", [8., 4.])):
             v = made(strategy, [4., 4.], aggregation=Aggregation.SUM)

@@ -20,7 +20,7 @@ def split_plain(strategy: tf.distribute.Strategy, data: Any) -> Any:
     leaves = tf.nest.flatten(data)
     if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
         return data
-    return strategy.extended.split(data, stand_ins=True)
+    return strategy.extended.split(data)
 
 
 def check_dataset(x: Any, strategy: tf.distribute.Strategy | None) -> None:

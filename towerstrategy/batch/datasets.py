@@ -6,7 +6,6 @@ whose elements are nests of :class:`sub_batches.SubBatches`: what Keras and loop
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -31,14 +30,13 @@ SCOPE = "tower_split"
 READY = 2
 
 
-def split_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False,
-                  ready: int = READY, dealing: rows_lib.Dealing | None = None) -> TowerDataset:
+def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
+                  dealing: rows_lib.Dealing | None = None) -> TowerDataset:
     """A dataset of global batches, split in the input pipeline.
 
     Args:
       dataset: elements are batches, see :func:`split_batch`.
       towers: how many sub-batches each element becomes.
-      stand_ins: see :func:`split_batch`.
       ready: how many split elements the pipeline holds ready.
       dealing: see :func:`split_batch`.
 
@@ -47,17 +45,15 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
       ValueError: its elements are not batched.
     """
     check_batched(dataset)
-    source = Source([dataset], stand_ins, lambda sources, stand_ins: split_dataset(
-        sources[0], towers, stand_ins, ready, dealing))
+    source = Source([dataset], lambda sources: split_dataset(sources[0], towers, ready, dealing))
     if towers > 1:
         split = on_elements(dataset.element_spec, _in_scope(
-            lambda element: splitting.split_batch(element, towers, stand_ins, dealing)))
+            lambda element: splitting.split_batch(element, towers, dealing)))
         dataset = dataset.map(split).prefetch(ready)
     return TowerDataset(dataset, source, open_rows=dealing is not None)
 
 
-def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False,
-                  ready: int = READY) -> TowerDataset:
+def group_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY) -> TowerDataset:
     """A dataset of per-tower batches: R elements in a row make one step, one a tower.
 
     An incomplete last group gives its missing towers batches with no rows.  Where a component is a
@@ -67,15 +63,13 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
     Args:
       dataset: elements are the batches of one tower.
       towers: how many elements make a step.
-      stand_ins: see :func:`split_batch`.
       ready: how many grouped elements the pipeline holds ready.
 
     Raises:
       TypeError: ``dataset`` is no ``tf.data.Dataset``.
     """
     _check_made(dataset)
-    source = Source([dataset], stand_ins, lambda sources, stand_ins: group_dataset(
-        sources[0], towers, stand_ins, ready))
+    source = Source([dataset], lambda sources: group_dataset(sources[0], towers, ready))
     if towers == 1:
         return TowerDataset(dataset, source)
     spec = dataset.element_spec
@@ -86,26 +80,17 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, stand_ins: bool = False
 
     def group(*leaves: tf.data.Dataset) -> Nest:
         window = tf.data.Dataset.zip(leaves)
-        first = window.take(1).get_single_element()
-        missing = first if stand_ins else _no_rows(spec)
-        padded = window if not batched else window.concatenate(
-            tf.data.Dataset.from_tensors(missing).repeat(towers))
+        padded = window if not batched else window.concatenate(tf.data.Dataset.from_tensors(
+            _none_of(window.take(1).get_single_element())).repeat(towers))
         parts = [padded.skip(tower).take(1).get_single_element() for tower in range(towers)]
         pack: Callable[[tuple[Any, ...]], Any] = (sub_batches.SubBatches if batched
                                                   else _tf.PerReplica)
-        if stand_ins and batched:
-            there = tf.range(towers, dtype=tf.int64) < window.reduce(
-                tf.constant(0, tf.int64), lambda count, *_: count + 1)
-            rows = [tf.cast(rows_lib.rows_in(part[0]), tf.int64) for part in parts]
-            counts = tf.where(there, tf.stack(rows), tf.zeros([towers], tf.int64))
-            pack = functools.partial(sub_batches.StandInSubBatches, rows=counts)
         return _side_by_side(spec, parts, pack)
 
     return TowerDataset(windows.map(_in_scope(group)).prefetch(ready), source)
 
 
-def zip_datasets(datasets: Sequence[tf.data.Dataset], stand_ins: bool = False,
-                 ready: int = READY) -> TowerDataset:
+def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> TowerDataset:
     """One dataset of per-tower batches a tower, put side by side.
 
     A tower whose dataset has ended gets batches with no rows until all have ended; with elements
@@ -113,7 +98,6 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], stand_ins: bool = False,
 
     Args:
       datasets: one a tower, all with the same element spec.
-      stand_ins: see :func:`split_batch`.
       ready: how many elements the pipeline holds ready.
 
     Raises:
@@ -121,8 +105,7 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], stand_ins: bool = False,
     """
     for dataset in datasets:
         _check_made(dataset)
-    source = Source(datasets, stand_ins, lambda sources, stand_ins: zip_datasets(
-        sources, stand_ins, ready))
+    source = Source(datasets, lambda sources: zip_datasets(sources, ready))
     if len(datasets) == 1:
         return TowerDataset(datasets[0], source)
     spec = datasets[0].element_spec
@@ -140,12 +123,8 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], stand_ins: bool = False,
         lambda *pairs: tf.reduce_any([there for there, _ in pairs]))
 
     def group(*pairs: Any) -> Nest:
-        parts: list[Any] = [leaves for _, leaves in pairs]
-        if not stand_ins:
-            return _side_by_side(spec, parts, sub_batches.SubBatches)
-        rows = tf.stack([tf.cast(rows_lib.rows_in(leaves[0]), tf.int64) for leaves in parts])
-        return _side_by_side(spec, _lent([there for there, _ in pairs], parts),
-                             functools.partial(sub_batches.StandInSubBatches, rows=rows))
+        there, parts = zip(*pairs)
+        return _side_by_side(spec, _as_long(there, parts), sub_batches.SubBatches)
 
     return TowerDataset(zipped.map(_in_scope(group)).prefetch(ready), source)
 
@@ -165,16 +144,23 @@ def _tensors(element: Nest) -> tuple[Any, ...]:
 
 def _no_rows(spec: Nest) -> tuple[Any, ...]:
     """The same of an element without rows."""
-    return tuple(rows_lib.rows_of_zeros(leaf) for leaf in tf.nest.flatten(spec)
+    return tuple(rows_lib.no_rows(leaf) for leaf in tf.nest.flatten(spec)
                  if not rows_lib.is_absent(leaf))
 
 
-def _lent(there: Sequence[tf.Tensor], parts: Sequence[Any]) -> list[Any]:
-    """``parts`` in which each tower that has none gets another's whole batch."""
-    other = parts[-1]
+def _none_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """``leaves`` without their rows, which are as long as they were: some operations ask for that.
+    """
+    return tuple(rows_lib.rows_between(leaf, 0, 0) for leaf in leaves)
+
+
+def _as_long(there: Sequence[tf.Tensor], parts: Sequence[Any]) -> list[Any]:
+    """``parts``, where towers whose data has ended have another's without its rows."""
+    found = parts[-1]
     for has, part in zip(there[-2::-1], parts[-2::-1]):
-        other = _either(has, part, other)
-    return [_either(has, part, other) for has, part in zip(there, parts)]
+        found = _either(has, part, found)
+    none = _none_of(found)
+    return [_either(has, part, none) for has, part in zip(there, parts)]
 
 
 def _either(condition: tf.Tensor, yes: Any, no: Any) -> Any:
@@ -186,13 +172,11 @@ class Source(NamedTuple):
 
     Attributes:
       datasets: of batches as the user gave them.
-      stand_ins: whether towers without rows have stand-ins.
-      make: of such datasets, and of whether there are to be stand-ins, makes the like.
+      make: makes the like of such datasets.
     """
 
     datasets: Sequence[Any]
-    stand_ins: bool
-    make: Callable[[Sequence[Any], bool], TowerDataset]
+    make: Callable[[Sequence[Any]], TowerDataset]
 
 
 class TowerDataset(tf.distribute.DistributedDataset):
@@ -209,21 +193,13 @@ class TowerDataset(tf.distribute.DistributedDataset):
         self._watcher: Any = None
         self._fetch = prefetching.Fetch()
 
-    def with_stand_ins(self) -> TowerDataset:
-        """The same dataset with stand-ins for towers without rows."""
-        if self._source.stand_ins:
-            return self
-        return self._source.make(self._source.datasets, True).fetched_to(
-            self._fetch).watched_by(self._watcher)
-
     def map(self, map_func: Callable[..., Nest]) -> TowerDataset:
         """The same dataset of batches that ``map_func`` has changed before they were dealt.
 
         Keras turns class weights into sample weights by it.
         """
         mapped = [dataset.map(map_func) for dataset in self._source.datasets]
-        return self._source.make(mapped, self._source.stand_ins).fetched_to(
-            self._fetch).watched_by(self._watcher)
+        return self._source.make(mapped).fetched_to(self._fetch).watched_by(self._watcher)
 
     def prefetch(self, buffer_size: Any) -> TowerDataset:
         """This dataset: its pipeline holds elements ready as it is, see ``tf.distribute``."""

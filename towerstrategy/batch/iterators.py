@@ -49,7 +49,7 @@ def followed(dataset: tf.data.Dataset, rows_of: Callable[..., tf.Tensor],
 
     def told(*element: Any) -> Any:
         rows = rows_of(*element)
-        return element, sub_batches.StandInSubBatches([rows], rows)
+        return element, sub_batches.CountedSubBatches([rows], rows)
 
     counted, count = follow(_tf.map_in_place(dataset, told))
     return _tf.map_in_place(counted, lambda element, _: element), count
@@ -123,8 +123,8 @@ def onto_devices(element: Nest, devices: Sequence[str]) -> Nest:
             alone = len(devices) == 1 and rows_lib.has_rows(leaf)
             return moved(leaf, devices[0]) if alone else leaf
         parts = [moved(part, device) for part, device in zip(leaf.values, devices)]
-        if isinstance(leaf, sub_batches.StandInSubBatches):
-            return sub_batches.StandInSubBatches(parts, leaf.rows)
+        if isinstance(leaf, sub_batches.CountedSubBatches):
+            return sub_batches.CountedSubBatches(parts, leaf.rows)
         return type(leaf)(parts)
 
     return tf.nest.map_structure(each, element)

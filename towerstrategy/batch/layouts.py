@@ -55,7 +55,7 @@ class Layout:
         """
         tensors = _tensors(element)
         own = [tuple(tensors[place] for place in places) for places in self._places]
-        no_host, no_tower = (tuple(rows_lib.rows_of_zeros(self._tensors[place]) for place in places)
+        no_host, no_tower = (tuple(rows_lib.no_rows(self._tensors[place]) for place in places)
                              for places in self._places[:2])
         return [(own[0] + told, no_tower), *((no_host + told, part) for part in own[1:])]
 
@@ -124,7 +124,7 @@ def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
     Args:
       spec: the component's.
       towers: how many there are.
-      counts: whether the row counts that stand-ins have are among the tensors.
+      counts: whether the row counts of all machines' towers are among the tensors.
     """
     several = isinstance(spec, _tf.PerReplicaSpec)
     parts = spec._component_specs[:None if counts else towers] if several else [spec]

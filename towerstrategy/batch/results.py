@@ -25,20 +25,13 @@ class ResultsSpec(_tf.PerReplicaSpec):
     Other results have the plain ``PerReplicaSpec``, and so have those of equal rows.
     """
 
-    stand_ins = False
     value_type = property(lambda _: TowerResults)
 
     def _to_components(self, value: TowerResults) -> tuple[Any, ...]:
         return (*super()._to_components(value), value.counts)
 
     def _from_components(self, components: Sequence[Any]) -> TowerResults:
-        return TowerResults(components[:-1], counts=components[-1], stand_ins=self.stand_ins)
-
-
-class StandInResultsSpec(ResultsSpec):
-    """The same where a tower without rows worked on a stand-in."""
-
-    stand_ins = True
+        return TowerResults(components[:-1], counts=components[-1])
 
 
 class TowerResults(_tf.PerReplica):
@@ -48,15 +41,13 @@ class TowerResults(_tf.PerReplica):
       values: one a tower.
       shares: the batch's.
       counts: in place of ``shares``, the rows of all towers, an int64 vector.
-      stand_ins: whether a tower that has none of them worked on a stand-in.
     """
 
     def __init__(self, values: Any, shares: shares_lib.Shares | None = None,
-                 counts: Any = None, stand_ins: bool = False) -> None:
+                 counts: Any = None) -> None:
         super().__init__(values)
         self._shares = shares
         self._counts = counts
-        self._stand_ins = stand_ins
 
     @property
     def shares(self) -> shares_lib.Shares:
@@ -67,7 +58,7 @@ class TowerResults(_tf.PerReplica):
         if self._shares is not None:
             return self._shares
         # Not kept: the tensors are of the graph in which they are asked for.
-        return shares_lib.Shares.of_counts(self._counts, self._stand_ins, workers)
+        return shares_lib.Shares.of_counts(self._counts, workers)
 
     @property
     def counts(self) -> tf.Tensor:
@@ -82,10 +73,8 @@ class TowerResults(_tf.PerReplica):
         if shares is not None and (not shares.counted or shares.are_equal
                                    or _are_rows(self._values, shares) is False):
             return _tf.PerReplicaSpec(*specs)
-        stand_ins = self._stand_ins if shares is None else shares.has_stand_ins
-        kind = StandInResultsSpec if stand_ins else ResultsSpec
         count = self._counts.shape[0] if shares is None else shares.number
-        return kind(*specs, tf.TensorSpec([count], tf.int64))
+        return ResultsSpec(*specs, tf.TensorSpec([count], tf.int64))
 
 
 def shares_of(arguments: Sequence[Any],
@@ -110,8 +99,7 @@ def shares_of(arguments: Sequence[Any],
     counts = tf.ones([possible[0][1].number], tf.int64) if sure is None else sure.counts()
     for match, shares in reversed(possible):
         counts = tf.where(match, shares.counts(), counts)
-    stand_ins = any(shares.has_stand_ins for _, shares in possible)
-    return shares_lib.Shares.of_counts(counts, stand_ins, workers).prepare()
+    return shares_lib.Shares.of_counts(counts, workers).prepare()
 
 
 def _are_rows(values: Sequence[Any], shares: shares_lib.Shares) -> bool | None:
@@ -125,7 +113,7 @@ def _are_rows(values: Sequence[Any], shares: shares_lib.Shares) -> bool | None:
         if isinstance(length, int) and length == fed:
             continue
         if isinstance(length, int) and isinstance(rows, int):
-            if length != rows and (rows or not shares.has_stand_ins):
+            if length != rows:
                 return False
         elif isinstance(length, int) and fed is None:
             return False  # of a fixed size, where the batch's rows are counted while it runs
@@ -137,10 +125,7 @@ def _are_rows(values: Sequence[Any], shares: shares_lib.Shares) -> bool | None:
 def _match(values: Sequence[Any], shares: shares_lib.Shares) -> tf.Tensor:
     """Whether the first dimensions are the towers' rows, a scalar bool tensor."""
     rows = tf.stack([tf.cast(shares.rows(tower), tf.int64) for tower in range(len(values))])
-    matches = tf.stack([_length(value) for value in values]) == rows
-    if shares.has_stand_ins:
-        matches |= rows == 0
-    return tf.reduce_all(matches)
+    return tf.reduce_all(tf.stack([_length(value) for value in values]) == rows)
 
 
 def _length(value: Any) -> tf.Tensor:

@@ -147,17 +147,6 @@ def is_absent(spec: Any) -> bool:
     return not tf.nest.flatten(spec, expand_composites=True)
 
 
-def with_stand_ins(rows: Rows, starts: list[Rows],
-                    sizes: list[Rows]) -> tuple[list[Rows], list[Rows]]:
-    """Starts and sizes that give a tower without rows the batch's last row (if there is any)."""
-    if isinstance(rows, int) and all(isinstance(size, int) for size in sizes):
-        last = max(rows - 1, 0)
-        return [min(start, last) for start in starts], [max(size, 1) for size in sizes]
-    last = tf.maximum(tf.cast(rows, tf.int64) - 1, 0)
-    return (tf.unstack(tf.minimum(vector(starts), last)),
-            tf.unstack(tf.maximum(vector(sizes), 1)))
-
-
 def vector(numbers: Sequence[Rows]) -> tf.Tensor:
     """``numbers`` as one int64 tensor; the one that they were taken out of, where there is one."""
     first = numbers[0]
@@ -210,23 +199,29 @@ def rows_between(tensor: Any, start: Rows, size: Rows) -> Any:
     return tensor[start:start + size]
 
 
-def rows_of_zeros(spec: tf.TypeSpec, rows: int = 0) -> Any:
-    """A value of ``spec`` with no rows, or with ``rows`` rows of zeros."""
+def no_rows(spec: tf.TypeSpec) -> Any:
+    """A value of ``spec`` with no rows; a scalar 0 where it has none to have.
+
+    An open length is 1: there are operations that take none of 0, even of no rows.
+    """
     if isinstance(spec, tf.RaggedTensorSpec):
         inner = [size or 0 for size in spec.shape.as_list()[1:]]
         flat = tf.zeros([0] + inner[spec.ragged_rank:], spec.dtype)
         rt: Any = flat
-        for depth in reversed(range(spec.ragged_rank)):
-            count = 1 if depth else rows + 1
-            rt = tf.RaggedTensor.from_row_splits(rt, tf.zeros([count], spec.row_splits_dtype))
+        for _ in range(spec.ragged_rank):
+            rt = tf.RaggedTensor.from_row_splits(rt, tf.zeros([1], spec.row_splits_dtype))
         return rt
     if isinstance(spec, tf.SparseTensorSpec):
-        shape = [rows] + [size or rows for size in spec.shape.as_list()[1:]]
+        shape = _of_no_rows(spec.shape)
         nowhere = np.zeros([0, len(shape)], np.int64)
         return tf.SparseTensor(nowhere, tf.zeros([0], spec.dtype), shape)
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
         return tf.zeros([], getattr(spec, "dtype", tf.float32))
-    shape = [rows] + [rows if size is None else size for size in spec.shape.as_list()[1:]]
+    shape = _of_no_rows(spec.shape)
     if spec.dtype == tf.string:
         return tf.fill(shape, "")
     return tf.zeros(shape, spec.dtype)
+
+
+def _of_no_rows(shape: tf.TensorShape) -> list[int]:
+    return [0, *(1 if size is None else size for size in shape.as_list()[1:])]

@@ -21,8 +21,7 @@ _SAME_ROWS = "the components of a batch must have the same number of rows, but"
 _LIST_HINT = " (A list or tuple is a nest of components: make an array of a list of rows.)"
 
 
-def split_batch(batch: Nest, towers: int, stand_ins: bool = False,
-                dealing: rows_lib.Dealing | None = None) -> Nest:
+def split_batch(batch: Nest, towers: int, dealing: rows_lib.Dealing | None = None) -> Nest:
     """Deals the rows of ``batch`` to the towers.
 
     Args:
@@ -30,7 +29,6 @@ def split_batch(batch: Nest, towers: int, stand_ins: bool = False,
         dimension, of any dtype: dense, ``tf.RaggedTensor``, ``tf.SparseTensor``, strings.  ``None``
         leaves stay ``None``.
       towers: how many sub-batches.
-      stand_ins: whether a tower without rows gets a stand-in, see :class:`StandInSubBatches`.
       dealing: how rows are dealt where some go to other machines, or towers have unequal shares;
         None where all stay here, and towers get as many.
 
@@ -55,12 +53,8 @@ def split_batch(batch: Nest, towers: int, stand_ins: bool = False,
         return tf.nest.pack_sequence_as(batch, tensors)
     starts, sizes, told = (*rows_lib.deal(rows, towers), None) if dealing is None else dealing(rows)
     pack: Callable[[list[Any]], sub_batches.SubBatches] = sub_batches.SubBatches
-    absent = stand_ins and not all(isinstance(size, int) and size > 0 for size in sizes)
-    if absent or told is not None:
-        counts = rows_lib.vector(sizes if told is None else told)
-        if absent:
-            starts, sizes = rows_lib.with_stand_ins(rows, starts, sizes)
-        pack = functools.partial(sub_batches.StandInSubBatches, rows=counts)
+    if told is not None:
+        pack = functools.partial(sub_batches.CountedSubBatches, rows=rows_lib.vector(told))
     known = all(isinstance(size, int) for size in sizes) and not tf.executing_eagerly()
     if dealing is not None and known and len(set(sizes)) > 1:
         starts, sizes = rows_lib.opened(starts, sizes)

@@ -1,7 +1,7 @@
 """Sub-batches: per-replica values whose first dimension counts rows.
 
 Goes in: one component of a batch, a part a tower.  Comes out: :class:`SubBatches`, of which every
-floor knows the rows; :class:`StandInSubBatches` where a tower without rows has a copy of another's.
+floor knows the rows; :class:`CountedSubBatches` where other machines have rows of the batch, too.
 """
 
 from __future__ import annotations
@@ -77,25 +77,23 @@ class SubBatches(_tf.PerReplica):
         return [with_any_rows(spec) for spec in specs] if self.open_rows else specs
 
 
-class StandInSpec(SubBatchesSpec):
-    """The type spec of :class:`StandInSubBatches`: one spec a tower, then the row counts'."""
+class CountedSpec(SubBatchesSpec):
+    """The type spec of :class:`CountedSubBatches`: one spec a tower, then the row counts'."""
 
-    value_type = property(lambda _: StandInSubBatches)
+    value_type = property(lambda _: CountedSubBatches)
 
-    def _to_components(self, value: StandInSubBatches) -> tuple[Any, ...]:
+    def _to_components(self, value: CountedSubBatches) -> tuple[Any, ...]:
         return (*super()._to_components(value), value.rows)
 
-    def _from_components(self, components: Sequence[Any]) -> StandInSubBatches:
-        return StandInSubBatches(components[:-1], components[-1])
+    def _from_components(self, components: Sequence[Any]) -> CountedSubBatches:
+        return CountedSubBatches(components[:-1], components[-1])
 
 
-class StandInSubBatches(SubBatches):
-    """Sub-batches in which a tower without rows gets a copy of a row that belongs to another.
+class CountedSubBatches(SubBatches):
+    """Sub-batches with the row counts of the towers of all machines.
 
-    Kernels are not reliable on empty tensors (oneDNN's convolutions fail on them), so Keras' steps
-    never see one.  ``rows``, an int64 vector, holds the true row counts (with several machines,
-    those of all their towers); whatever a tower with a count of 0 computes from its stand-in is
-    left out where the towers meet.
+    Attributes:
+      rows: those, an int64 vector; in a worker's own pipeline the counts of its own towers.
     """
 
     def __init__(self, values: Sequence[Any], rows: tf.Tensor) -> None:
@@ -103,13 +101,13 @@ class StandInSubBatches(SubBatches):
         self.rows = rows
 
     @property
-    def _type_spec(self) -> StandInSpec:
-        return StandInSpec(*self._part_specs(), tf.TensorSpec(self.rows.shape, tf.int64))
+    def _type_spec(self) -> CountedSpec:
+        return CountedSpec(*self._part_specs(), tf.TensorSpec(self.rows.shape, tf.int64))
 
 
 def row_counts(batches: SubBatches) -> list[rows_lib.Rows]:
-    """The true number of rows of each tower: ints where known, else int64 scalars."""
-    if not isinstance(batches, StandInSubBatches):
+    """The number of rows of each tower: ints where known, else int64 scalars."""
+    if not isinstance(batches, CountedSubBatches):
         return [rows_lib.rows_in(part) for part in batches.values]
     if tf.executing_eagerly():
         return batches.rows.numpy().tolist()
@@ -120,7 +118,7 @@ def rows_of(element: Any, towers: int) -> Any:
     """The rows of each tower in an element, a vector; None where none are known."""
     leaves = tf.nest.flatten(element)
     for leaf in leaves:
-        if isinstance(leaf, StandInSubBatches):
+        if isinstance(leaf, CountedSubBatches):
             return leaf.rows
         if isinstance(leaf, SubBatches):
             return tf.stack([tf.cast(count, tf.int64) for count in row_counts(leaf)])

@@ -58,21 +58,20 @@ class Dealer:
         first = 0 if self._workers is None else self._workers.first
         return [float(unit) for unit in self._measured.units[first:first + self._towers]]
 
-    def split(self, batch: Any, stand_ins: bool) -> Any:
+    def split(self, batch: Any) -> Any:
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
-        return splitting.split_batch(batch, self._towers, stand_ins, self._dealing())
+        return splitting.split_batch(batch, self._towers, self._dealing())
 
-    def distribute(self, dataset: tf.data.Dataset, stand_ins: bool, in_order: bool, ready: int,
+    def distribute(self, dataset: tf.data.Dataset, in_order: bool, ready: int,
                    fetch: prefetching.Fetch) -> datasets_lib.TowerDataset:
         """A dataset of global batches, dealt; see :func:`datasets.split_dataset`."""
         if self._measured is not None:
             dataset = measured_lib.saved_without(dataset)
         if self._workers is not None:
             made: datasets_lib.TowerDataset = shards.shard_dataset(
-                dataset, self._workers, stand_ins, ready, in_order, self._measured)
+                dataset, self._workers, ready, in_order, self._measured)
         else:
-            made = datasets_lib.split_dataset(dataset, self._towers, stand_ins, ready,
-                                              self._dealing())
+            made = datasets_lib.split_dataset(dataset, self._towers, ready, self._dealing())
         return made.fetched_to(fetch).watched_by(self.measuring)
 
     def _dealing(self) -> rows_lib.Dealing | None:

@@ -40,7 +40,7 @@ def dealing(workers: meeting.Machines, units: rows_lib.Units, told: slice = slic
     return deal
 
 
-def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool = False,
+def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines,
                   ready: int = datasets_lib.READY, in_order: bool = False,
                   measured: measured_lib.MeasuredShares | None = None
                   ) -> workers_data.WorkersDataset:
@@ -58,7 +58,6 @@ def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines, stand_ins
     Args:
       dataset: elements are batches, see :func:`split.split_batch`.
       workers: where the workers meet.
-      stand_ins: see :func:`split.split_batch`.
       ready: how many elements the pipeline holds ready.
       in_order: whether ``AUTO`` is to keep the rows' order, which ``DATA`` does.
       measured: the shares, where they change; those of the workers' else.
@@ -73,26 +72,26 @@ def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines, stand_ins
         here = slice(workers.first, workers.first + workers.towers)
         note = None if measured is None else measured.note
         made = _map_by_units(dataset, workers, measured, lambda element, units:
-                             splitting.split_batch(element, workers.towers, stand_ins,
+                             splitting.split_batch(element, workers.towers,
                                                    dealing(workers, units, here, note)))
         length = dataset.cardinality()
     else:
-        made = _dealt(own, workers, stand_ins, measured)
+        made = _dealt(own, workers, measured)
         length = _length_for_all(own, workers)
-    source = datasets_lib.Source([dataset], stand_ins, lambda sources, stand_ins: shard_dataset(
-        sources[0], workers, stand_ins, ready, in_order, measured))
-    return workers_data.WorkersDataset(made, workers, stand_ins, ready, length, source)
+    source = datasets_lib.Source([dataset], lambda sources: shard_dataset(
+        sources[0], workers, ready, in_order, measured))
+    return workers_data.WorkersDataset(made, workers, ready, length, source)
 
 
-def shard_grouped(grouped: datasets_lib.TowerDataset, workers: meeting.Machines, stand_ins: bool,
-                  ready: int) -> workers_data.WorkersDataset:
+def shard_grouped(grouped: datasets_lib.TowerDataset, workers: meeting.Machines, ready: int
+                  ) -> workers_data.WorkersDataset:
     """A dataset of this worker's own per-tower batches, as :mod:`split` groups them."""
-    source = datasets_lib.Source([grouped], stand_ins, lambda sources, stand_ins: shard_grouped(
-        sources[0], workers, stand_ins, ready))
-    dataset = (grouped.with_stand_ins() if stand_ins else grouped).dataset
+    source = datasets_lib.Source([grouped], lambda sources: shard_grouped(
+        sources[0], workers, ready))
+    dataset = grouped.dataset
     made = dataset.map(datasets_lib.on_elements(dataset.element_spec, _counted))
     length = _length_for_all(dataset, workers)
-    return workers_data.WorkersDataset(made, workers, stand_ins, ready, length, source)
+    return workers_data.WorkersDataset(made, workers, ready, length, source)
 
 
 def _map_by_units(dataset: tf.data.Dataset, workers: meeting.Machines,
@@ -148,7 +147,7 @@ def _by_file(dataset: tf.data.Dataset, workers: meeting.Machines,
     return tf.data.experimental.from_variant(sharded, spec)
 
 
-def _dealt(own: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool,
+def _dealt(own: tf.data.Dataset, workers: meeting.Machines,
            measured: measured_lib.MeasuredShares | None) -> tf.data.Dataset:
     """Each of this worker's batches as several steps, so that all workers' make one batch."""
     spec = own.element_spec
@@ -166,10 +165,7 @@ def _dealt(own: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool,
 
         def part(number: tf.Tensor) -> tuple[tf.Tensor, Nest]:
             start, size = starts[number], sizes[number]
-            if stand_ins:
-                start = tf.minimum(start, tf.maximum(rows - 1, 0))
-            taken = tf.maximum(size, 1) if stand_ins else size
-            cut = [None if leaf is None else rows_lib.rows_between(leaf, start, taken)
+            cut = [None if leaf is None else rows_lib.rows_between(leaf, start, size)
                    for leaf in leaves]
             return size, tf.nest.pack_sequence_as(spec, cut)
 
@@ -180,8 +176,7 @@ def _dealt(own: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool,
         starts, sizes = rows_lib.deal(size, workers.towers, None if units is None else units[here])
         if measured is not None:
             measured.note(size, sizes)
-        return splitting.split_batch(element, workers.towers, stand_ins,
-                                 lambda _: (starts, sizes, sizes))
+        return splitting.split_batch(element, workers.towers, lambda _: (starts, sizes, sizes))
 
     sized = own.flat_map(datasets_lib.on_elements(spec, parts))
     return _map_by_units(sized, workers, measured, deal_part)
@@ -191,13 +186,13 @@ def _counted(element: Nest) -> Nest:
     """An element of grouped batches with the row counts of this worker's towers."""
 
     def counted(leaf: Any) -> Any:
-        if leaf is None or isinstance(leaf, sub_batches.StandInSubBatches):
+        if leaf is None:
             return leaf
         parts = leaf.values if isinstance(leaf, _tf.PerReplica) else [leaf]
         if not isinstance(leaf, sub_batches.SubBatches) and not _has_rows(parts[0]):
             return _tf.PerReplica(parts)
         rows = tf.stack([tf.cast(rows_lib.rows_in(part), tf.int64) for part in parts])
-        return sub_batches.StandInSubBatches(parts, rows)
+        return sub_batches.CountedSubBatches(parts, rows)
 
     return tf.nest.map_structure(counted, element)
 

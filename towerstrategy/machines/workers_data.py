@@ -107,7 +107,7 @@ def _agreeing(base: Any) -> Any:
 
         def _element(self, leaves: Sequence[Any], rows: tf.Tensor) -> Nest:
             return _pack(self._packed, leaves, self._workers.towers,
-                         lambda values: sub_batches.StandInSubBatches(values, rows), _tf.PerReplica)
+                         lambda values: sub_batches.CountedSubBatches(values, rows), _tf.PerReplica)
 
         @property
         def _flat_spec(self) -> Any:
@@ -299,7 +299,7 @@ def _packed_spec(packed: Nest, flat: Any, workers: meeting.Machines) -> Nest:
     """The spec of an element with the row counts of all machines."""
     counts = tf.TensorSpec([workers.replicas], tf.int64)
     return _pack(packed, flat[2], workers.towers,
-                 lambda specs: sub_batches.StandInSpec(*specs, counts),
+                 lambda specs: sub_batches.CountedSpec(*specs, counts),
                  lambda specs: _tf.PerReplicaSpec(*specs))
 
 
@@ -307,21 +307,20 @@ class WorkersDataset(datasets_lib.TowerDataset):
     """What a strategy's workers iterate over: this worker's part of each global batch.
 
     Args:
-      dataset: elements hold :class:`split.StandInSubBatches` with this worker's row counts, or
+      dataset: elements hold :class:`split.CountedSubBatches` with this worker's row counts, or
         ``PerReplica`` values where elements are no batches.
       workers: where the workers meet.
-      stand_ins: whether towers without rows get stand-ins.
       ready: how many elements the pipeline holds ready.
       length: elements in one pass.
       source: what it was made of.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, workers: meeting.Machines, stand_ins: bool,
-                 ready: int, length: Any, source: datasets_lib.Source) -> None:
+    def __init__(self, dataset: tf.data.Dataset, workers: meeting.Machines, ready: int,
+                 length: Any, source: datasets_lib.Source) -> None:
         self._spec = dataset.element_spec
         self._workers = workers
         self._length = length
-        super().__init__(self._endless(dataset, stand_ins).prefetch(ready), source)
+        super().__init__(self._endless(dataset).prefetch(ready), source)
 
     @property
     def element_spec(self) -> Nest:
@@ -363,7 +362,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
         iterator._devices = self._fetch.devices
         return iterator
 
-    def _endless(self, dataset: tf.data.Dataset, stand_ins: bool) -> tf.data.Dataset:
+    def _endless(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Elements ``(there, rows, values)``, at the end of the data without end such with no rows.
         """
         towers = self._workers.towers
@@ -374,7 +373,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
             for leaf in tf.nest.flatten(element):
                 if leaf is None:
                     continue
-                if isinstance(leaf, sub_batches.StandInSubBatches):
+                if isinstance(leaf, sub_batches.CountedSubBatches):
                     rows = leaf.rows
                 values += leaf.values if isinstance(leaf, _tf.PerReplica) else [leaf]
             return True, rows, tuple(values)
@@ -385,7 +384,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
                 continue
             several = isinstance(spec, _tf.PerReplicaSpec)
             specs = spec._component_specs[:towers] if several else [spec]
-            missing += [rows_lib.rows_of_zeros(value, 1 if stand_ins else 0) for value in specs]
+            missing += [rows_lib.no_rows(value) for value in specs]
         nothing = tf.data.Dataset.from_tensors(
             (False, tf.zeros([towers], tf.int64), tuple(missing))).repeat()
         return dataset.map(datasets_lib.on_elements(self._spec, flat)).concatenate(nothing)

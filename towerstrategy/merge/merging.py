@@ -156,11 +156,7 @@ def reduce(op: Any, values: Sequence[Value]) -> Value:
 
 def filled_here(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
     """The sum of the values of this machine's towers that have rows."""
-    # Other machines do not know which rows a stand-in stands for, so it must leave no slices.
-    kept_ = [filled_slices(value, tower, shares)
-             if isinstance(value, tf.IndexedSlices) and shares.workers is not None
-             else without_empty(value, tower, shares) for tower, value in enumerate(values)]
-    return total(kept_)
+    return total([without_empty(value, tower, shares) for tower, value in enumerate(values)])
 
 
 def _times(value: Value, share: Any) -> Value:

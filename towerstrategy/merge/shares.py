@@ -30,14 +30,12 @@ class Shares:
 
     Args:
       rows: the rows of each tower.
-      stand_ins: whether a tower without rows works on a stand-in.
       workers: where the workers meet, or None for a single machine.
     """
 
-    def __init__(self, rows: Sequence[rows_lib.Rows], stand_ins: bool = False,
+    def __init__(self, rows: Sequence[rows_lib.Rows],
                  workers: meeting.Machines | None = None) -> None:
         self._rows = list(rows)
-        self._stand_ins = stand_ins
         self._workers = workers
         self._first = workers.first if workers is not None else 0
         self._counted = False
@@ -47,25 +45,22 @@ class Shares:
     @classmethod
     def equal(cls, towers: int, workers: meeting.Machines | None = None) -> Shares:
         """The shares when no rows are known: every tower counts the same."""
-        return cls([1] * (towers if workers is None else workers.replicas), False, workers)
+        return cls([1] * (towers if workers is None else workers.replicas), workers)
 
     @classmethod
     def of_batch(cls, batches: sub_batches.SubBatches,
                  workers: meeting.Machines | None = None) -> Shares:
         """The shares of a batch that was split."""
-        shares = cls(sub_batches.row_counts(batches),
-                     isinstance(batches, sub_batches.StandInSubBatches),
-                     workers)
+        shares = cls(sub_batches.row_counts(batches), workers)
         shares._counted = True
         shares._fed = [rows_lib.known_rows(part) for part in batches.values]
         return shares
 
     @classmethod
-    def of_counts(cls, counts: tf.Tensor, stand_ins: bool,
-                  workers: meeting.Machines | None = None) -> Shares:
+    def of_counts(cls, counts: tf.Tensor, workers: meeting.Machines | None = None) -> Shares:
         """The shares of a batch of which the rows of all towers are ``counts``, a vector."""
         known = tf.get_static_value(counts)
-        shares = cls(tf.unstack(counts) if known is None else known.tolist(), stand_ins, workers)
+        shares = cls(tf.unstack(counts) if known is None else known.tolist(), workers)
         shares._counted = True
         return shares
 
@@ -85,11 +80,6 @@ class Shares:
         return self._known and len(set(self._rows)) == 1
 
     @property
-    def has_stand_ins(self) -> bool:
-        """Whether a tower without rows, if there is one, works on a stand-in."""
-        return self._stand_ins
-
-    @property
     def number(self) -> int:
         """How many towers there are, on all machines."""
         return len(self._rows)
@@ -99,7 +89,7 @@ class Shares:
         return tf.stack([tf.cast(count, tf.int64) for count in self._rows])
 
     def fed(self, tower: int) -> Any:
-        """How many rows, stand-ins counted, ``tower`` is known to have been given.
+        """How many rows ``tower`` is known to have been given, also where others' are not known.
 
         None where that is known while it runs alone, False where nothing was noted.
         """
@@ -112,34 +102,11 @@ class Shares:
         rows = self._rows[self._first + tower]
         return f"{rows or 'none'} of the batch's {self._total} rows"
 
-    def given(self, tower: int) -> int | None:
-        """How many rows ``tower`` works on, where that is known before it runs."""
-        fed = self.fed(tower)
-        if fed is not False:
-            return fed
-        return self.worked_on()[tower] if self._counted and self._known else None
-
-    def worked_on(self) -> list[Any]:
-        """The rows that each of this machine's towers works on, stand-ins counted."""
-        if not self._stand_ins:
-            return self.here
-        return self._here([max(count, 1) if self._known else tf.maximum(count, 1)
-                           for count in self._rows])
-
     def starts(self) -> list[Any]:
-        """How many rows of the batch come before those of each of this machine's towers.
-
-        A stand-in takes the place of the last row, so that it has one.
-        """
+        """How many rows of the batch come before those of each of this machine's towers."""
         if self._known:
-            starts = [sum(self._rows[:tower]) for tower in range(self.number)]
-            if self._stand_ins:
-                starts = [min(start, max(self._total - 1, 0)) for start in starts]
-            return self._here(starts)
-        first = tf.cumsum(self.counts(), exclusive=True)
-        if self._stand_ins:
-            first = tf.minimum(first, tf.maximum(tf.cast(self._total, tf.int64) - 1, 0))
-        return self._here(tf.unstack(first))
+            return self._here([sum(self._rows[:tower]) for tower in range(self.number)])
+        return self._here(tf.unstack(tf.cumsum(self.counts(), exclusive=True)))
 
     @property
     def total(self) -> Any:
@@ -155,11 +122,6 @@ class Shares:
     def here(self) -> list[Any]:
         """The rows of each of this machine's towers."""
         return self._here(self._rows)
-
-    @property
-    def stand_ins(self) -> bool:
-        """Whether a tower without rows works on a stand-in, which must not count."""
-        return self._stand_ins and self.may_be_empty
 
     @property
     def may_be_empty(self) -> bool:

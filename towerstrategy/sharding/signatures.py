@@ -38,14 +38,14 @@ def _opened(first: sub_batches.SubBatches, leaf: Any) -> Any:
         return merging.concat(leaf.values, 0)
     if leaf.open_rows:
         return leaf
-    if isinstance(leaf, sub_batches.StandInSubBatches):
-        return sub_batches.with_open_rows(sub_batches.StandInSubBatches(leaf.values, leaf.rows))
+    if isinstance(leaf, sub_batches.CountedSubBatches):
+        return sub_batches.with_open_rows(sub_batches.CountedSubBatches(leaf.values, leaf.rows))
     return sub_batches.with_open_rows(sub_batches.SubBatches(leaf.values))
 
 
 def _has_rows_of(leaf: sub_batches.SubBatches, first: sub_batches.SubBatches) -> bool:
     """Whether each tower has as many rows of both; where that shows in the step only, it must."""
-    if leaf is first or isinstance(leaf, sub_batches.StandInSubBatches):
+    if leaf is first or isinstance(leaf, sub_batches.CountedSubBatches):
         return True
     for one, other in zip(leaf.values, first.values):
         rows = rows_lib.rows_in(one), rows_lib.rows_in(other)
@@ -95,6 +95,6 @@ def _of_leaf(name: str, spec: Any, value: Any) -> Any:
         raise ValueError(f"{name} must have the {spec.shape[0]} rows that input_signature says, "
                          f"{spec!r}, but the towers have {rows}.")
     count = [wanted] * len(parts)
-    if isinstance(value, sub_batches.StandInSubBatches):
-        return sub_batches.StandInSpec(*count, tf.TensorSpec(value.rows.shape, tf.int64))
+    if isinstance(value, sub_batches.CountedSubBatches):
+        return sub_batches.CountedSpec(*count, tf.TensorSpec(value.rows.shape, tf.int64))
     return sub_batches.SubBatchesSpec(*count)

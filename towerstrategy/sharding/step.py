@@ -81,19 +81,9 @@ def whole(strategy: Any, leaf: Any) -> Any:
     if not isinstance(leaf, _tf.PerReplica):
         return leaf
     parts = list(leaf.values)
-    if isinstance(leaf, sub_batches.StandInSubBatches):
-        first = strategy.extended.first_replica
-        parts = [_first_rows(part, leaf.rows[first + tower]) for tower, part in enumerate(parts)]
     rows = parts[0] if len(parts) == 1 else merging.concat(parts, 0)
     workers = strategy.extended.workers
     return rows if workers is None else workers.gather(rows)
-
-
-def _first_rows(part: Any, rows: tf.Tensor) -> Any:
-    if isinstance(part, tf.SparseTensor):
-        size = tf.concat([[rows], part.dense_shape[1:]], 0)
-        return tf.sparse.slice(part, tf.zeros_like(size), size)
-    return part[:rows]
 
 
 class _Inputs:
@@ -116,7 +106,7 @@ class _Inputs:
             return leaf
         parts = list(leaf.values)
         if all(isinstance(part, tf.Tensor) and part.shape.rank for part in parts):
-            counts = (leaf.rows if isinstance(leaf, sub_batches.StandInSubBatches) else None)
+            counts = (leaf.rows if isinstance(leaf, sub_batches.CountedSubBatches) else None)
             return _Rows(parts, counts, self._strategy.extended.workers)
         return whole(self._strategy, leaf)
 
@@ -187,9 +177,6 @@ class _Rows:
     def __init__(self, parts: Sequence[tf.Tensor], counts: tf.Tensor | None,
                  workers: Any) -> None:
         self.parts, self.counts = list(parts), counts
-        if counts is not None:  # a tower without rows has a copy of another's
-            first = 0 if workers is None else workers.first
-            self.parts = [part[:counts[first + tower]] for tower, part in enumerate(parts)]
         shape = parts[0].shape
         for part in parts[1:]:
             shape = shape.most_specific_compatible_shape(part.shape)

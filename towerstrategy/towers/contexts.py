@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, warned
 from towerstrategy.batch import results
-from towerstrategy.merge import merging, shares as shares_lib
+from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, kind
 from towerstrategy.sharding import contract
 from towerstrategy.sharding.spec import Size
@@ -98,11 +98,6 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
     def may_be_empty(self) -> bool:
         """Whether some tower has, or may turn out to have, no rows."""
         return self.is_nested or self.shares.may_be_empty
-
-    @property
-    def stand_ins(self) -> bool:
-        """Whether a tower without rows works, or may work, on a stand-in, which must not count."""
-        return self.is_nested or self.shares.stand_ins
 
     @property
     def graph(self) -> tf.Graph | None:
@@ -219,10 +214,7 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
         return tf.executing_eagerly() or tf.compat.v1.get_default_graph() is self._graph
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """As ``tf.distribute.ReplicaContext.all_reduce``; a stand-in counts for nothing."""
-        if self.stand_ins:
-            filled = self.filled
-            value = tf.nest.map_structure(lambda part: merging.kept(filled, part), value)
+        """As ``tf.distribute.ReplicaContext.all_reduce``."""
         with self._walks_ended():
             return super().all_reduce(reduce_op, value, options)
 

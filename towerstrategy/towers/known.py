@@ -68,7 +68,7 @@ class Known:
 
     @property
     def rows(self) -> Any:
-        """The rows that this tower works on, stand-ins counted: an int or an int64 scalar.
+        """The rows that this tower works on: an int or an int64 scalar.
 
         In a nested function 0 where the caller has no batch.
         """
@@ -110,7 +110,7 @@ class Known:
                           for tower in range(self.count)])
 
     def _rows_here(self) -> Any:
-        return self._counted("rows", self.shares.worked_on)
+        return self._counted("rows", lambda: self.shares.here)
 
     def _first_row_here(self) -> Any:
         return self._counted("first_row", self.shares.starts)

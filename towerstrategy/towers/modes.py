@@ -1,4 +1,4 @@
-"""What holds for a while in one thread: how many replicas there are said to be, stand-ins, XLA.
+"""What holds for a while in one thread: how many replicas there are said to be, XLA.
 
 Goes in: values for the length of a ``with`` block.  Comes out: the same, for whoever asks within.
 """
@@ -18,7 +18,6 @@ class Modes(threading.local):
 
     counted_as: Any = None
     one_copy_of_means = False
-    stand_ins = False
     predicting = False
     compiles = False
     keras_step = False

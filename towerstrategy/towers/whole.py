@@ -76,15 +76,12 @@ class _Rows:
     def __init__(self, tower: contexts.TowerContext) -> None:
         self._tower = tower
         self._parts: list[list[tf.Tensor]] = []
-        self._kept: list[list[Any]] = []
         self._starts: list[Any] = []
 
     def together(self, given: Sequence[Any]) -> list[tf.Tensor]:
         """The rows of all towers of each of ``given``, values that the towers have brought."""
         self._parts = [contexts.all_values(value, self._tower.count) for value in given]
-        self._kept = [[self._rows(part, number) for number, part in enumerate(parts)]
-                      for parts in self._parts]
-        here = [self._joined(parts, kept) for parts, kept in zip(self._parts, self._kept)]
+        here = [tf.concat(parts, 0) for parts in self._parts]
         workers = self._tower.shares.workers
         if workers is None:
             self._starts = [0] * len(here)
@@ -99,29 +96,13 @@ class _Rows:
 
     def _apart(self, place: int, value: tf.Tensor) -> list[tf.Tensor]:
         start, made = self._starts[place], []
-        for part, kept in zip(self._parts[place], self._kept[place]):
-            rows = value[start:start + kept]
-            missing = _size(part) - kept
-            if not isinstance(missing, int) or missing:  # a stand-in's
-                rows = tf.pad(rows, [[0, missing]] + [[0, 0]] * (value.shape.rank - 1))
+        for part in self._parts[place]:
+            size = _size(part)
+            rows = value[start:start + size]
             rows.set_shape(part.shape[:1].concatenate(value.shape[1:]))
             made.append(rows)
-            start += kept
+            start += size
         return made
-
-    def _joined(self, parts: Sequence[tf.Tensor], kept: Sequence[Any]) -> tf.Tensor:
-        return tf.concat([part if isinstance(rows, int) and part.shape[0] == rows
-                          else part[:rows] for part, rows in zip(parts, kept)], 0)
-
-    def _rows(self, part: tf.Tensor, number: int) -> Any:
-        """The rows of ``part`` that count: an int where known, else an int32 scalar."""
-        shares = self._tower.shares
-        if not shares.stand_ins:
-            return _size(part)
-        filled = shares.filled(number)
-        if isinstance(filled, bool):
-            return _size(part) if filled else 0
-        return tf.where(filled, _size(part), 0)
 
 
 def _sums(tower: contexts.TowerContext, values: Sequence[Any]) -> list[tf.Tensor]:

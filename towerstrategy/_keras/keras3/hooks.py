@@ -56,7 +56,8 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "knows distributed datasets by the module of TensorFlow's own class"),
     (tf_trainer.TFEpochIterator, "__init__"): hooks.Hook(
         training.epoch_iterator_init,
-        "towers without rows get stand-ins"),
+        "trains a model that is on no towers with their dataset; predicts by taking each batch in "
+        "Python, a dozen tensors a batch"),
     (tf_trainer.TensorFlowTrainer, "_make_function"): hooks.Hook(
         training.make_function,
         "train_on_batch and test_on_batch hand over unsplit data; what was built after compile "

@@ -56,14 +56,10 @@ def is_tf_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
 def epoch_iterator_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
         training_rules.check_dataset(kwargs.get("x"), distribute_strategy)
-        if not kind.is_tower_strategy(distribute_strategy):
-            return original(self, distribute_strategy, *args, **kwargs)
-        with distribute_strategy.extended.stand_ins():
-            original(self, distribute_strategy, *args, **kwargs)
-        if isinstance(self._distributed_dataset, datasets_lib.TowerDataset):
-            self._distributed_dataset = self._distributed_dataset.with_stand_ins()
-            if self.steps_per_execution == 1 and _predicting.begins():
-                self._distributed_dataset = _Untaken(self._distributed_dataset)
+        original(self, distribute_strategy, *args, **kwargs)
+        if isinstance(self._distributed_dataset, datasets_lib.TowerDataset) and (
+                self.steps_per_execution == 1 and _predicting.begins()):
+            self._distributed_dataset = _Untaken(self._distributed_dataset)
 
     return __init__
 

@@ -58,12 +58,6 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (data_adapter.DataHandler, "__init__"): hooks.Hook(
         training_lib.data_handler_init,
         "asks for a number of steps where the model was not compiled in the dataset's scope"),
-    (data_adapter.DataHandler, "_configure_dataset_and_inferred_steps"): hooks.Hook(
-        training_lib.configure_dataset,
-        "towers without rows get stand-ins"),
-    (data_adapter, "single_batch_iterator"): hooks.Hook(
-        training_lib.single_batch_iterator,
-        "the same for *_on_batch"),
     (training.Model, "predict"): hooks.Hook(
         training_rules.predict,
         "gathers rows of several machines in the order in which they hold them"),

@@ -14,7 +14,6 @@ from tf_keras.src.metrics import base_metric
 from towerstrategy import losses
 from towerstrategy._keras import adopting, stages, training as training_rules
 from towerstrategy._keras.tf_keras import names
-from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.placement import kind
 
 
@@ -25,30 +24,6 @@ def data_handler_init(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, *args, **kwargs)
 
     return __init__
-
-
-def configure_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _configure_dataset_and_inferred_steps(self: Any, strategy: Any, x: Any, *args: Any,
-                                              **kwargs: Any) -> Any:
-        if not kind.is_tower_strategy(strategy):
-            return original(self, strategy, x, *args, **kwargs)
-        with strategy.extended.stand_ins():
-            result = original(self, strategy, x, *args, **kwargs)
-        if isinstance(self._dataset, datasets_lib.TowerDataset):
-            self._dataset = self._dataset.with_stand_ins()
-        return result
-
-    return _configure_dataset_and_inferred_steps
-
-
-def single_batch_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
-    def single_batch_iterator(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kind.is_tower_strategy(strategy):
-            return original(strategy, *args, **kwargs)
-        with strategy.extended.stand_ins():
-            return original(strategy, *args, **kwargs)
-
-    return single_batch_iterator
 
 
 def compile(original: Callable[..., Any]) -> Callable[..., Any]:
