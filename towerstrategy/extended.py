@@ -176,16 +176,6 @@ class TowerExtended(_tf.StrategyExtended):
         with self._modes.within(one_copy_of_means=True):
             yield
 
-    @contextlib.contextmanager
-    def predict(self) -> Iterator[None]:
-        """Within, a model predicts: rows that are gathered come in the dataset's order."""
-        with self._modes.within(predicting=True):
-            yield
-
-    @property
-    def predicting(self) -> bool:
-        return self._modes.predicting
-
     @property
     def alike_on_all(self) -> bool:
         """Whether what a first tower writes here is the same on all machines."""
@@ -198,9 +188,12 @@ class TowerExtended(_tf.StrategyExtended):
             yield
 
     @contextlib.contextmanager
-    def stand_ins(self) -> Iterator[None]:
-        """Within, datasets are distributed with stand-ins for towers without rows."""
-        with self._modes.within(stand_ins=True):
+    def stand_ins(self, in_order: bool = False) -> Iterator[None]:
+        """Within, datasets are distributed with stand-ins for towers without rows.
+
+        ``in_order`` says that a model predicts: rows that are gathered come in the dataset's order.
+        """
+        with self._modes.within(stand_ins=True, in_order=in_order):
             yield
 
     def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
@@ -343,7 +336,7 @@ class TowerExtended(_tf.StrategyExtended):
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
-        return self.dealer.distribute(dataset, self._modes.stand_ins, self._modes.predicting, ready,
+        return self.dealer.distribute(dataset, self._modes.stand_ins, self._modes.in_order, ready,
                                       fetch)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],

@@ -58,7 +58,8 @@ def epoch_iterator_init(original: Callable[..., Any]) -> Callable[..., Any]:
         training_rules.check_dataset(kwargs.get("x"), distribute_strategy)
         if not kind.is_tower_strategy(distribute_strategy):
             return original(self, distribute_strategy, *args, **kwargs)
-        with distribute_strategy.extended.stand_ins():
+        # Model.predict alone hands over no labels, not even None.
+        with distribute_strategy.extended.stand_ins(in_order="y" not in kwargs):
             original(self, distribute_strategy, *args, **kwargs)
         if isinstance(self._distributed_dataset, datasets_lib.TowerDataset):
             self._distributed_dataset = self._distributed_dataset.with_stand_ins()
@@ -90,15 +91,13 @@ _predicting = _Predicting()
 
 
 def predict(original: Callable[..., Any]) -> Callable[..., Any]:
-    ordered = training_rules.predict(original)
-
     def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
         hooked = tf_trainer.TensorFlowTrainer.make_predict_function
         ours = self.predict_function is None or hasattr(self.predict_function, "takes_iterators")
         if type(self).make_predict_function is not hooked or not ours:
-            return ordered(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         with _predicting.begun():
-            return ordered(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
     return predict
 

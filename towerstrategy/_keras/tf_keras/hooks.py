@@ -17,7 +17,7 @@ from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import optimizer as new_optimizer
 from tf_keras.src.utils import losses_utils
 
-from towerstrategy._keras import hooks, stages, training as training_rules
+from towerstrategy._keras import hooks, stages
 from towerstrategy._keras.tf_keras import (
     callbacks as callbacks_lib,
     names,
@@ -51,28 +51,18 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "keeps a copy of the moving statistics a replica"),
     (data_adapter.DataHandler, "__init__"): hooks.Hook(
         training_lib.data_handler_init,
-        "asks for a number of steps where the model was not compiled in the dataset's scope"),
-    (data_adapter.DataHandler, "_configure_dataset_and_inferred_steps"): hooks.Hook(
-        training_lib.configure_dataset,
-        "towers without rows get stand-ins"),
+        "asks for a number of steps where the model was not compiled in the dataset's scope, and "
+        "leaves towers without rows; predicted rows are to come in the dataset's order"),
     (data_adapter, "single_batch_iterator"): hooks.Hook(
         training_lib.single_batch_iterator,
-        "the same for *_on_batch"),
-    (training.Model, "predict"): hooks.Hook(
-        training_rules.predict,
-        "gathers rows of several machines in the order in which they hold them"),
+        "leaves towers without rows, in *_on_batch"),
     (training.Model, "compile"): hooks.Hook(
         training_lib.compile,
         "compiling in the scope adopts; jit_compile is refused early"),
-    (training.Model, "make_train_function"): hooks.Hook(
-        training_lib.make_function("train_function"),
-        "adopts what was built since compile; refuses a model in the scope that is not adopted"),
-    (training.Model, "make_test_function"): hooks.Hook(
-        training_lib.make_function("test_function"),
-        "the same for evaluate"),
-    (training.Model, "make_predict_function"): hooks.Hook(
-        training_lib.make_predict_function,
-        "tells towers that a model with jit_compile=True predicts"),
+    (training.Model, "__setattr__"): hooks.Hook(
+        training_lib.set_attribute,
+        "makes functions for steps of which TensorFlow optimizes the graph too long, and around "
+        "weights that were built since compile, or of a model that is not adopted"),
     (callbacks.CallbackList, "set_model"): hooks.Hook(
         callbacks_lib.set_model,
         "BackupAndRestore lists the strategies that it works with, and deletes a backup file by "
