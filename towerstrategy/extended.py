@@ -174,16 +174,6 @@ class TowerExtended(_tf.StrategyExtended):
         with self._modes.within(one_copy_of_means=True):
             yield
 
-    @contextlib.contextmanager
-    def predict(self) -> Iterator[None]:
-        """Within, a model predicts: rows that are gathered come in the dataset's order."""
-        with self._modes.within(predicting=True):
-            yield
-
-    @property
-    def predicting(self) -> bool:
-        return self._modes.predicting
-
     @property
     def alike_on_all(self) -> bool:
         """Whether what a first tower writes here is the same on all machines."""
@@ -193,6 +183,12 @@ class TowerExtended(_tf.StrategyExtended):
     def writes_alike(self) -> Iterator[None]:
         """Within, what a first tower writes is the same on all machines and need not cross."""
         with self._modes.within(alike_on_all=True):
+            yield
+
+    @contextlib.contextmanager
+    def in_order(self, in_order: bool) -> Iterator[None]:
+        """Within, rows that are gathered are to come in the dataset's order: a model predicts."""
+        with self._modes.within(in_order=in_order):
             yield
 
     def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
@@ -335,7 +331,7 @@ class TowerExtended(_tf.StrategyExtended):
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
-        return self.dealer.distribute(dataset, self._modes.predicting, ready, fetch)
+        return self.dealer.distribute(dataset, self._modes.in_order, ready, fetch)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> tf.distribute.DistributedDataset:

@@ -1,8 +1,10 @@
 """_keras.backup: a run killed at any moment of a backup goes on as if it had not been."""
 
+import contextlib
 import json
 import os
 import tempfile
+import types
 from unittest import mock
 
 import keras
@@ -12,6 +14,8 @@ import tf_keras
 from absl.testing import parameterized
 
 from peers import two_towers
+from towerstrategy import extended
+from towerstrategy._keras import chief
 
 X = np.random.RandomState(0).rand(5, 3).astype("f")
 EPOCHS = 3
@@ -114,6 +118,36 @@ class BackupTest(parameterized.TestCase):
             with open(os.path.join(folder, "training_metadata.json.bkp")) as file:
                 self.assertEqual(json.load(file)["epoch"], 2)
             self.assertLen(os.listdir(folder), 4)
+
+    @parameterized.parameters(True, False)
+    def test_one_machine_writes(self, is_chief):
+        """Else several machines write the same files, or a callback is another one afterwards."""
+        made = keras.callbacks
+        with tempfile.TemporaryDirectory() as folder:
+            callbacks = [
+                made.ModelCheckpoint(f"{folder}/{{epoch}}.keras"), made.CSVLogger(f"{folder}/csv"),
+                made.TensorBoard(f"{folder}/events"), made.BackupAndRestore(f"{folder}/backup")]
+            before = [{name: value for name, value in vars(callback).items()
+                       if isinstance(value, str)} for callback in callbacks]
+            broken = made.LambdaCallback(on_epoch_end=mock.Mock(side_effect=ValueError("broken")))
+            machines = types.SimpleNamespace(is_chief=is_chief)
+            with mock.patch.object(chief, "restore", lambda callback, load, held: load()), \
+                    mock.patch.object(extended.TowerExtended, "workers", machines):
+                for failing in (False, True):
+                    every = keras.callbacks.CallbackList(
+                        [*callbacks, *[broken] * failing], model=self.model)
+                    every.on_train_begin()
+                    every.on_epoch_begin(0)
+                    with self.assertRaises(ValueError) if failing else contextlib.nullcontext():
+                        every.on_epoch_end(0, {"loss": 1.0})
+                    if not failing:
+                        every.on_train_end()
+                    for callback, attributes in zip(callbacks, before):
+                        now = vars(callback)
+                        self.assertEqual({name: now[name] for name in attributes}, attributes)
+                        self.assertNotIn("_save_model", now)
+            wanted = ["1.keras", "backup", "csv", "events"] if is_chief else []
+            self.assertEqual(sorted(os.listdir(folder)), wanted)
 
     def test_deleted_at_once_in_tf_keras(self):
         """Else a run that is killed at its end leaves a checkpoint that lacks some of its files."""

@@ -18,7 +18,8 @@ from towerstrategy._keras.keras3 import hooks as keras3_hooks, names as keras3_n
 from towerstrategy._keras.tf_keras import hooks as tf_keras_hooks, names as tf_keras_names
 from towerstrategy.variables import one_copy
 
-TABLES = {"keras": keras3_hooks.HOOKS, "tf_keras": tf_keras_hooks.HOOKS}
+TABLES = {"keras": {**keras3_hooks.HOOKS, **keras3_hooks.STAGES},
+          "tf_keras": {**tf_keras_hooks.HOOKS, **tf_keras_hooks.STAGES}}
 
 
 def hooked_names():
@@ -32,7 +33,7 @@ class HooksTest(parameterized.TestCase):
 
     def setUp(self):
         super().setUp()
-        towerstrategy.TowerStrategy(1)
+        towerstrategy.TowerStrategy([["CPU:1", "CPU:2"]])  # with stages, for which there are more
 
     @parameterized.named_parameters(*hooked_names())
     def test_stands_where_we_hook_it(self, package, owner, name, why):
@@ -82,7 +83,7 @@ class HooksTest(parameterized.TestCase):
                 if name.startswith(package)}
         try:
             with mock.patch.dict(sys.modules, {"keras.src.optimizers": None}), \
-                    mock.patch.object(_keras, "_installed", {"tf_keras": tf_keras_names}), \
+                    mock.patch.object(_keras, "_installed", {"tf_keras": tf_keras_hooks}), \
                     self.assertRaisesRegex(RuntimeError, "tested with keras .*src.optimizers"):
                 del _keras.keras3
                 towerstrategy.TowerStrategy(1)

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,27 @@ def result(way, step_ms, devices=4, rows=400):
 
 
 class CommandTest(parameterized.TestCase):
+
+    def test_hooks(self):
+        """Else a user whose TensorFlow or Keras behaves in another way cannot tell whether it is
+        our doing."""
+        with mock.patch("builtins.print") as printed:
+            self.assertEqual(command.main(["check", "--hooks"]), 0)
+        header, _, *lines, _, counts = printed.call_args.args[0].splitlines()
+        self.assertRegex(header, "of +owner +name +why")
+        towerstrategy.TowerStrategy([["CPU:1", "CPU:2"]])  # with stages
+        for line in lines:
+            where, owner, name, why = re.split("  +", line)
+            self.assertNotEmpty(why)
+            module, _, kind = owner.rpartition(".")
+            found = (sys.modules[owner] if owner in sys.modules
+                     else getattr(sys.modules[module], kind))
+            if "several machines" not in where:
+                self.assertTrue(hasattr(getattr(found, name), "_towerstrategy_original"), line)
+        numbers = {part.rpartition(": ")[0]: int(part.rpartition(": ")[2])
+                   for part in counts.split("; ")}
+        self.assertEqual(sum(numbers.values()), len(lines))
+        self.assertLessEqual(max(numbers["keras"], numbers["tf_keras"]), 12)
 
     def test_whole(self):
         """Else the first thing that a user with a question is asked to run fails."""

@@ -11,6 +11,7 @@ has).  Comes out: the same modules with hooks that act inside towers and models 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -19,35 +20,54 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import adopting, hooks, stages, state
+from towerstrategy.placement import kind
 
 # The oldest and the newest release of each that was tested; docs/versions.md tells what was run.
 TESTED = {"keras": ("3.8", "3.15"), "tf_keras": ("2.16", "2.21")}
 
-# Kerases that are hooked -> how each names things.
+# The last module of each that is imported.
+_LAST = {"keras": "keras.src.backend.tensorflow.trainer",
+         "tf_keras": "tf_keras.src.engine.training"}
+
+# Kerases that are hooked -> their room's ``hooks``; those hooked for stages, too.
 _installed: dict[str, Any] = {}
+_staged: set[str] = set()
 
 
 def install_hooks() -> None:
-    """Hooks each Keras that has been imported, once.
+    """Hooks each Keras that has been imported, once; for stages once a strategy has them.
 
     Raises:
       RuntimeError: a Keras in which a name has moved; none of its names is hooked then.
     """
-    if "keras" not in _installed and _imported("keras", "keras.src.backend.tensorflow.trainer"):
-        with _naming_versions("keras"):
-            from towerstrategy._keras.keras3 import hooks as keras3_hooks, names as keras3_names
+    for package, last_module in _LAST.items():
+        if package not in _installed and _imported(package, last_module):
+            with _naming_versions(package):
+                tables = _tables(package)
+                hooks.install(tables.HOOKS)
+            _installed[package] = tables
+        if kind.staged and package in _installed and package not in _staged:
+            with _naming_versions(package):
+                hooks.install(_installed[package].STAGES)
+            _staged.add(package)
 
-            keras3_hooks.install()
-        _installed["keras"] = keras3_names
-    if "tf_keras" not in _installed and _imported("tf_keras", "tf_keras.src.engine.training"):
-        with _naming_versions("tf_keras"):
-            from towerstrategy._keras.tf_keras import (
-                hooks as tf_keras_hooks,
-                names as tf_keras_names,
-            )
 
-            tf_keras_hooks.install()
-        _installed["tf_keras"] = tf_keras_names
+def replaced() -> Iterator[tuple[str, str, str, str]]:
+    """What is replaced in each Keras that is installed: package, owner, name and why."""
+    for package, last_module in _LAST.items():
+        if importlib.util.find_spec(package) is None:
+            continue
+        importlib.import_module(last_module)
+        tables = _tables(package)
+        for table, where in (tables.HOOKS, package), (tables.STAGES, f"{package}, for stages"):
+            for (owner, name), hook in table.items():
+                yield where, _tf.owner_name(owner), name, hook.why
+
+
+def _tables(package: str) -> Any:
+    """The room in which a Keras' tables of hooks are."""
+    room = {"keras": "keras3"}.get(package, package)
+    return importlib.import_module(f"towerstrategy._keras.{room}.hooks")
 
 
 @contextlib.contextmanager
@@ -124,9 +144,9 @@ def forget_functions(model: Any) -> None:
 def _names_of(model: Any) -> Any:
     """How the Keras that ``model`` is of names things: ``keras3.names`` or ``tf_keras.names``."""
     install_hooks()
-    for names in _installed.values():
-        if names.is_model(model):
-            return names
+    for tables in _installed.values():
+        if tables.names.is_model(model):
+            return tables.names
     raise TypeError("model must be a Keras or tf_keras model, but got "
                     f"{model!r} of type {type(model).__name__}.")
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy._keras import held
 from towerstrategy.machines import meeting
 
 
@@ -31,16 +33,37 @@ def writes(callback: Any) -> bool:
     return workers is None or workers.is_chief
 
 
-@contextlib.contextmanager
-def thrown_away(callback: Any, attribute: str) -> Iterator[None]:
-    """Within, the path in ``attribute`` is of the same name in a folder that is then deleted."""
-    path = getattr(callback, attribute)
-    with tempfile.TemporaryDirectory() as folder:
-        setattr(callback, attribute, os.path.join(folder, os.path.basename(path)))
+class Elsewhere(held.Held):
+    """Writes to a folder that is thrown away what the callback writes.
+
+    Args:
+      callback: the callback.
+      attribute: where it has the path that it writes to.
+      emptied: whether the folder is emptied after each call: the callback keeps no file open.
+    """
+
+    # Live as long as the callback, which may have files open in them.
+    _folders: weakref.WeakKeyDictionary[Any, tempfile.TemporaryDirectory[str]] = (
+        weakref.WeakKeyDictionary())
+
+    def __init__(self, callback: Any, attribute: str, emptied: bool) -> None:
+        super().__init__(callback)
+        self._attribute, self._emptied = attribute, emptied
+        if callback not in self._folders:
+            self._folders[callback] = tempfile.TemporaryDirectory()
+        self._folder = self._folders[callback].name
+
+    @contextlib.contextmanager
+    def _around(self) -> Iterator[None]:
+        path = getattr(self._callback, self._attribute)
+        setattr(self._callback, self._attribute,
+                os.path.join(self._folder, os.path.basename(path)))
         try:
             yield
         finally:
-            setattr(callback, attribute, path)
+            setattr(self._callback, self._attribute, path)
+            for name in os.listdir(self._folder) if self._emptied else ():
+                os.remove(os.path.join(self._folder, name))
 
 
 def restore(callback: Any, load: Callable[[], None], held: Callable[[], list[tf.Variable]]) -> None:

@@ -408,8 +408,6 @@ def _said_here(strategy: tf.distribute.Strategy) -> int | None:
 
 def _staged_scope() -> tf.distribute.Strategy | None:
     """The strategy whose scope, or tower, this is, where its towers have stages."""
-    if not kind.staged:
-        return None
     strategy = tf.distribute.get_strategy()
     staged = kind.is_tower_strategy(strategy) and strategy.extended.placement.rows
     return strategy if staged else None

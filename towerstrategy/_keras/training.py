@@ -6,7 +6,6 @@ the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -31,15 +30,3 @@ def check_dataset(x: Any, strategy: tf.distribute.Strategy | None) -> None:
             "distribute_datasets_from_function of a TowerStrategy, but the model is not on its "
             "towers. Compile the model inside of the scope (with strategy.scope():), or call "
             "strategy.adopt(model), or give the model a tf.data.Dataset.")
-
-
-def predict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Model.predict`` with its rows in the dataset's order, whoever of the machines has them."""
-
-    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kind.is_tower_strategy(self.distribute_strategy):
-            return original(self, *args, **kwargs)
-        with self.distribute_strategy.extended.predict():
-            return original(self, *args, **kwargs)
-
-    return predict

@@ -6,6 +6,7 @@ Nothing else in ``towerstrategy`` imports ``tensorflow.python``; each name is ch
 loudly and here.
 """
 
+from towerstrategy._tensorflow import functions, losses, machines, seeds
 from towerstrategy._tensorflow.compiling import (
     PRIVATE_NAMES as _COMPILING,
     compile_by_xla as compile_by_xla,
@@ -160,7 +161,10 @@ from towerstrategy._tensorflow.variables import (
     tell_read as tell_read,
     variable_creator_scope as variable_creator_scope,
 )
+from towerstrategy._tensorflow.wrapping import Place as Place, owner_name as owner_name
 
+# The functions of TensorFlow that the package replaces.
+PLACES = (losses.AVERAGE, losses.REGULARIZATION, seeds.KEYS, functions.RECORD, machines.CAPTURE)
 PRIVATE_NAMES: dict[str, str] = {
     **_COMPILING,
     **_DATA,

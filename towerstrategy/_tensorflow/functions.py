@@ -68,6 +68,10 @@ PRIVATE_NAMES = {
         "keeps tapes from seeing bookkeeping; no public name",
 }
 
+RECORD = wrapping.Place(
+    [record], "record_operation",
+    "does not know in which stage of a tower a gradient that is a Python function recomputes",
+    "stages")
 Function = polymorphic_function.Function
 _CALLERS = frozenset({
     "Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf",
@@ -98,7 +102,7 @@ def wrap_gradient_functions(make: Callable[[Callable[..., Any]], Callable[..., A
 
         return record_operation
 
-    wrapping.wrap(record, "record_operation", wrapped)
+    RECORD.wrap(wrapped)
 
 
 def clone_function(function: polymorphic_function.Function,

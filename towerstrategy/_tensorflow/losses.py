@@ -20,6 +20,11 @@ PRIVATE_NAMES = {
     "tensorflow.python.ops.nn_impl_distribute:scale_regularization_loss":
         "tf.nn.scale_regularization_loss, which counts a replica without rows; the same",
 }
+_PLACES = (nn_impl_distribute, tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
+AVERAGE = wrapping.Place(
+    _PLACES, "compute_average_loss", "takes all replicas to have as many rows")
+REGULARIZATION = wrapping.Place(
+    _PLACES, "scale_regularization_loss", "counts a replica without rows")
 
 
 def wrap_losses(average: Callable[..., Any], regularization: Callable[..., Any]) -> None:
@@ -29,6 +34,5 @@ def wrap_losses(average: Callable[..., Any], regularization: Callable[..., Any])
       average: takes ``tf.nn.compute_average_loss`` and returns what is called instead.
       regularization: the same for ``tf.nn.scale_regularization_loss``.
     """
-    places = (nn_impl_distribute, tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
-    wrapping.wrap(places, "compute_average_loss", average)
-    wrapping.wrap(places, "scale_regularization_loss", regularization)
+    AVERAGE.wrap(average)
+    REGULARIZATION.wrap(regularization)

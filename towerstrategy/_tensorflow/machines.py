@@ -46,6 +46,10 @@ PRIVATE_NAMES = {
         "ends what waits for a worker that does not; the same",
 }
 
+CAPTURE = wrapping.Place(
+    [control_flow_util_v2.CondBranchFuncGraph], "capture_call_time_value",
+    "hands keys of collective operations to no function that is called in a branch",
+    "several machines")
 _called_once: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
 
@@ -76,7 +80,7 @@ def hand_keys_to_branches() -> None:
 
     TensorFlow has them reach those that are called in a function or in a loop.
     """
-    wrapping.wrap(control_flow_util_v2.CondBranchFuncGraph, "capture_call_time_value", _from_around)
+    CAPTURE.wrap(_from_around)
 
 
 def _from_around(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,10 @@ PRIVATE_NAMES = {
         "how many operations of a graph have been given a seed, which is the next one's",
 }
 
+KEYS = wrapping.Place(
+    [tf.random.Generator], "_preprocess_key",
+    "folds the number of the only replica into keys: a step that has all rows would draw other "
+    "numbers than one device")
 # An odd number, so that no two towers get the same multiple of it modulo 2**31.
 SEED_STEP = 0x1E3779B1
 
@@ -95,4 +99,4 @@ def wrap_generators(is_one_replica: Callable[[], bool]) -> None:
 
         return _preprocess_key
 
-    wrapping.wrap(tf.random.Generator, "_preprocess_key", make)
+    KEYS.wrap(make)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# Whether there has been a strategy whose towers have stages: layers are looked at only then.
+# Whether there has been a strategy whose towers have stages: what those need is hooked only then.
 staged = False
 
 

@@ -18,7 +18,7 @@ class Modes(threading.local):
 
     counted_as: Any = None
     one_copy_of_means = False
-    predicting = False
+    in_order = False
     compiles = False
     keras_step = False
     alike_on_all = False

@@ -97,13 +97,14 @@ def _named(tower: contexts.TowerContext | contexts.OneReplicaContext, row: Seque
 
 
 def install() -> None:
-    """Wraps how gradients that are functions are recorded, once; it says nothing out of stages."""
-    _tf.wrap_gradient_functions(_in_its_stage)
+    """Wraps how gradients that are functions are recorded, once a strategy has stages."""
+    if kind.staged:
+        _tf.wrap_gradient_functions(_in_its_stage)
 
 
 def _in_its_stage(gradient: Callable[..., Any]) -> Callable[..., Any]:
     """``gradient``, done in the stage that it is recorded in, with what it recomputes."""
-    tower = one_replica.current() if kind.staged else None
+    tower = one_replica.current()
     stages = None if tower is None else tower.strategy.extended.stages
     if stages is None or stages.index is None:
         return gradient

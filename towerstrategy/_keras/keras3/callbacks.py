@@ -6,85 +6,86 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
+
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import backup, chief
+from towerstrategy._keras import backup, chief, held
 from towerstrategy._keras.keras3 import names
 
-
-def checkpoint_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _save_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        with contextlib.ExitStack() as stack:
-            if not chief.writes(self):
-                stack.enter_context(chief.thrown_away(self, "filepath"))
-            original(self, *args, **kwargs)
-
-    return _save_model
+# What writes the same files on every machine -> where it has their path, and whether it closes
+# them before a call of it ends.
+_PATHS = {
+    model_checkpoint.ModelCheckpoint: ("filepath", True),
+    csv_logger.CSVLogger: ("filename", False),
+    tensorboard.TensorBoard: ("log_dir", False),
+}
 
 
-def csv_begin(original: Callable[..., Any]) -> Callable[..., Any]:
-    def on_train_begin(self: Any, logs: Any = None) -> None:
-        if not chief.writes(self):
-            self.filename = os.devnull
-        original(self, logs)
-
-    return on_train_begin
-
-
-def tensorboard_set_model(original: Callable[..., Any]) -> Callable[..., Any]:
+def set_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def set_model(self: Any, model: Any) -> None:
-        self._model = model
-        if not chief.writes(self):
-            # Lives as long as the callback, whose writers keep files open.
-            self._towerstrategy_folder = tempfile.TemporaryDirectory()
-            self.log_dir = self._towerstrategy_folder.name
+        if names.strategy_of(model) is not None:
+            workers = names.strategy_of(model).extended.workers
+            is_chief = workers is None or workers.is_chief
+            self.callbacks = [_stand_in(callback, is_chief) for callback in self.callbacks]
         original(self, model)
 
     return set_model
 
 
-def backup_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _save_model(self: Any) -> None:
-        if names.strategy_of(self.model) is None:
-            original(self)
-        elif chief.writes(self):
-            backup.save(self, original)
+def _stand_in(callback: Any, is_chief: bool) -> Any:
+    if held.is_held(callback):
+        return callback
+    if isinstance(callback, backup_and_restore.BackupAndRestore):
+        return _WholeBackup(callback)
+    for kind, (attribute, closes) in () if is_chief else _PATHS.items():
+        if isinstance(callback, kind):
+            return chief.Elsewhere(callback, attribute, closes)
+    return callback
 
-    return _save_model
 
+class _WholeBackup(held.Held):
+    """A ``BackupAndRestore`` whose backups are whole, and the chief's alone, see :mod:`backup`."""
 
-def backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
-    def on_train_begin(self: Any, logs: Any = None) -> None:
-        if names.strategy_of(self.model) is not None and chief.writes(self):
-            backup.clean(self)
-        if chief.workers_of(self) is None:
-            original(self, logs)
+    @contextlib.contextmanager
+    def _around(self) -> Iterator[None]:
+        callback = self._callback
+        save = type(callback)._save_model
+
+        def save_whole() -> None:
+            if chief.writes(callback):
+                backup.save(callback, save)
+
+        callback._save_model = save_whole
+        try:
+            yield
+        finally:
+            del callback._save_model
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        callback = self._callback
+        if chief.writes(callback):
+            backup.clean(callback)
+        if chief.workers_of(callback) is None:
+            callback.on_train_begin(logs)
         else:
-            chief.restore(self, lambda: original(self, logs), lambda: _saved_of(self.model))
+            chief.restore(callback, lambda: callback.on_train_begin(logs),
+                          lambda: _saved_of(callback.model))
 
-    return on_train_begin
+    def on_train_end(self, logs: Any = None) -> None:
+        callback = self._callback
+        if chief.writes(callback):
+            if callback.delete_checkpoint:
+                backup.delete(callback.backup_dir)
+            callback.on_train_end(logs)
 
 
 def _saved_of(model: Any) -> list[Any]:
     """The TensorFlow variables that ``save_weights`` saves."""
-    held = [*names.held_variables(model),
+    kept = [*names.held_variables(model),
             *(variable for part in names.optimizers_of(model)
               for variable in names.optimizer_variables(part))]
-    return list({id(variable): variable for variable in held
+    return list({id(variable): variable for variable in kept
                  if isinstance(variable, _tf.BaseResourceVariable)}.values())
-
-
-def backup_end(original: Callable[..., Any]) -> Callable[..., Any]:
-    def on_train_end(self: Any, logs: Any = None) -> None:
-        if names.strategy_of(self.model) is None:
-            original(self, logs)
-        elif chief.writes(self):
-            if self.delete_checkpoint:
-                backup.delete(self.backup_dir)
-            original(self, logs)
-
-    return on_train_end

@@ -1,8 +1,9 @@
 """The table of hooks into Keras 3 (``tf.keras`` of TensorFlow 2.16 and later).
 
-Goes in: the imported Keras.  Comes out: the same, with every hook of :data:`HOOKS`; the rooms
-beside this one hold what they do, by subject.  Upstream places are those of Keras 3.15;
-``tests/_keras/keras_hooks_test.py`` fails where one has moved.
+Goes in: the imported Keras.  Comes out: the same, with every hook of :data:`HOOKS`, and of
+:data:`STAGES` where it is needed; the rooms beside this one hold what they do, by subject.
+Upstream places are those of Keras 3.15; ``tests/_keras/keras_hooks_test.py`` fails where one
+has moved.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from keras.src.backend.tensorflow import optimizer as tf_optimizer, trainer as tf_trainer
-from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
+from keras.src.callbacks import callback_list
 from keras.src.layers import layer as layer_module
 from keras.src.losses import loss as loss_module
 from keras.src.models import sequential
@@ -39,15 +40,6 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (seed_generator.SeedGenerator, "next"): hooks.Hook(
         seeds.next_seed,
         "random layers draw differently on every tower"),
-    (layer_module.Layer, "__init__"): hooks.Hook(
-        stages.layer_init,
-        "does not know for which stage of a tower a layer is made"),
-    (layer_module.Layer, "__call__"): hooks.Hook(
-        stages.layer_call(names),
-        "runs every layer of a tower on one device, and forgets the tf.device around a call"),
-    (sequential.Sequential, "build"): hooks.Hook(
-        stages.sequential_build,
-        "calls all layers anew for each that is added, in the stage of that one"),
     (base_trainer.Trainer, "compile"): hooks.Hook(
         training.compile,
         "compiling in the scope adopts; jit_compile is refused early"),
@@ -68,30 +60,23 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (tf_trainer.TensorFlowTrainer, "_maybe_symbolic_build"): hooks.Hook(
         training.symbolic_build,
         "takes a batch out of the data and means over it, which uneven sub-batches do not allow"),
-    (model_checkpoint.ModelCheckpoint, "_save_model"): hooks.Hook(
-        callbacks.checkpoint_save,
-        "writes the same file on every machine; only the chief's is kept"),
-    (csv_logger.CSVLogger, "on_train_begin"): hooks.Hook(
-        callbacks.csv_begin,
-        "so does this"),
-    (tensorboard.TensorBoard, "set_model"): hooks.Hook(
-        callbacks.tensorboard_set_model,
-        "and this"),
     (tf_trainer.TensorFlowTrainer, "predict"): hooks.Hook(
         training.predict,
         "gathers rows of several machines in the order in which they hold them"),
-    (backup_and_restore.BackupAndRestore, "_save_model"): hooks.Hook(
-        callbacks.backup_save,
-        "writes over the last backup, which is lost to a run that is killed meanwhile"),
-    (backup_and_restore.BackupAndRestore, "on_train_begin"): hooks.Hook(
-        callbacks.backup_begin,
-        "knows nothing of a backup that a killed run has not finished"),
-    (backup_and_restore.BackupAndRestore, "on_train_end"): hooks.Hook(
-        callbacks.backup_end,
-        "deletes the backup file by file"),
+    (callback_list.CallbackList, "set_model"): hooks.Hook(
+        callbacks.set_model,
+        "callbacks write the same files on every machine, and over the last backup, which is lost "
+        "to a run that is killed meanwhile"),
 }
-
-
-def install() -> None:
-    """Installs every hook of :data:`HOOKS`."""
-    hooks.install(HOOKS)
+# Those that only a strategy whose towers have stages needs.
+STAGES: dict[tuple[Any, str], hooks.Hook] = {
+    (layer_module.Layer, "__init__"): hooks.Hook(
+        stages.layer_init,
+        "does not know for which stage of a tower a layer is made"),
+    (layer_module.Layer, "__call__"): hooks.Hook(
+        stages.layer_call(names),
+        "runs every layer of a tower on one device, and forgets the tf.device around a call"),
+    (sequential.Sequential, "build"): hooks.Hook(
+        stages.sequential_build,
+        "calls all layers anew for each that is added, in the stage of that one"),
+}

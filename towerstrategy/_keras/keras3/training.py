@@ -56,7 +56,11 @@ def is_tf_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
 def epoch_iterator_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
         training_rules.check_dataset(kwargs.get("x"), distribute_strategy)
-        original(self, distribute_strategy, *args, **kwargs)
+        if not kind.is_tower_strategy(distribute_strategy):
+            return original(self, distribute_strategy, *args, **kwargs)
+        # Model.predict alone hands over no labels, not even None.
+        with distribute_strategy.extended.in_order("y" not in kwargs):
+            original(self, distribute_strategy, *args, **kwargs)
         if isinstance(self._distributed_dataset, datasets_lib.TowerDataset) and (
                 self.steps_per_execution == 1 and _predicting.begins()):
             self._distributed_dataset = _Untaken(self._distributed_dataset)
@@ -86,15 +90,13 @@ _predicting = _Predicting()
 
 
 def predict(original: Callable[..., Any]) -> Callable[..., Any]:
-    ordered = training_rules.predict(original)
-
     def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
         hooked = tf_trainer.TensorFlowTrainer.make_predict_function
         ours = self.predict_function is None or hasattr(self.predict_function, "takes_iterators")
         if type(self).make_predict_function is not hooked or not ours:
-            return ordered(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         with _predicting.begun():
-            return ordered(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
     return predict
 

@@ -8,25 +8,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from towerstrategy._keras import backup
+from tf_keras.src import callbacks
+
+from towerstrategy._keras import backup, held
 from towerstrategy.placement import kind
 
 
-def delete_backup(original: Callable[..., Any]) -> Callable[..., Any]:
-    def delete_backup(self: Any) -> None:
-        theirs = self.write_checkpoint_manager is not self.read_checkpoint_manager
-        if kind.is_tower_strategy(self._model.distribute_strategy) and not theirs:
-            backup.delete(self.write_checkpoint_manager.directory)
-        original(self)
+def set_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_model(self: Any, model: Any) -> None:
+        if kind.is_tower_strategy(model.distribute_strategy):
+            self.callbacks = [
+                _WholeBackup(callback) if isinstance(callback, callbacks.BackupAndRestore)
+                and not held.is_held(callback) else callback for callback in self.callbacks]
+        original(self, model)
 
-    return delete_backup
+    return set_model
 
 
-def backup_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from towerstrategy.strategy import TowerStrategy
+class _WholeBackup(held.Held):
+    """A ``BackupAndRestore`` that knows our strategies, and deletes a backup at once."""
 
-        original(self, *args, **kwargs)
-        self._supported_strategies += (TowerStrategy,)
+    def on_train_begin(self, logs: Any = None) -> None:
+        callback = self._callback
+        supported = callback._supported_strategies
+        callback._supported_strategies = (*supported, kind.Kind)
+        try:
+            callback.on_train_begin(logs)
+        finally:
+            callback._supported_strategies = supported
 
-    return __init__
+    def on_train_end(self, logs: Any = None) -> None:
+        state = self._callback._training_state
+        if (self._callback.delete_checkpoint
+                and state.write_checkpoint_manager is state.read_checkpoint_manager):
+            backup.delete(state.write_checkpoint_manager.directory)
+        self._callback.on_train_end(logs)

@@ -1,8 +1,9 @@
 """The table of hooks into tf_keras (``TF_USE_LEGACY_KERAS=1``).
 
-Goes in: the imported Keras.  Comes out: the same, with every hook of :data:`HOOKS`; the rooms
-beside this one hold what they do, by subject.  Upstream places are those of tf_keras 2.21;
-``tests/_keras/keras_hooks_test.py`` fails where one has moved.
+Goes in: the imported Keras.  Comes out: the same, with every hook of :data:`HOOKS`, and of
+:data:`STAGES` where it is needed; the rooms beside this one hold what they do, by subject.
+Upstream places are those of tf_keras 2.21; ``tests/_keras/keras_hooks_test.py`` fails where one
+has moved.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 from tf_keras.src import callbacks, losses as keras_losses
-from tf_keras.src.distribute import worker_training_state
 from tf_keras.src.engine import base_layer, data_adapter, training
 from tf_keras.src.layers.normalization import batch_normalization
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import optimizer as new_optimizer
 from tf_keras.src.utils import losses_utils
 
-from towerstrategy._keras import hooks, stages, training as training_rules
+from towerstrategy._keras import hooks, stages
 from towerstrategy._keras.tf_keras import (
     callbacks as callbacks_lib,
     names,
@@ -46,42 +46,31 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         optimizers.supports_loss_scaling,
         "refuses strategies with one copy of a variable, which would unscale it once a replica; "
         "merged gradients are checked and applied once"),
+    (batch_normalization.BatchNormalizationBase, "build"): hooks.Hook(
+        training_lib.batch_norm_build,
+        "keeps a copy of the moving statistics a replica"),
+    (data_adapter.DataHandler, "__init__"): hooks.Hook(
+        training_lib.data_handler_init,
+        "asks for a number of steps where the model was not compiled in the dataset's scope; "
+        "predicted rows are to come in the dataset's order"),
+    (training.Model, "compile"): hooks.Hook(
+        training_lib.compile,
+        "compiling in the scope adopts; jit_compile is refused early"),
+    (training.Model, "__setattr__"): hooks.Hook(
+        training_lib.set_attribute,
+        "makes functions for steps of which TensorFlow optimizes the graph too long, and around "
+        "weights that were built since compile, or of a model that is not adopted"),
+    (callbacks.CallbackList, "set_model"): hooks.Hook(
+        callbacks_lib.set_model,
+        "BackupAndRestore lists the strategies that it works with, and deletes a backup file by "
+        "file"),
+}
+# Those that only a strategy whose towers have stages needs.
+STAGES: dict[tuple[Any, str], hooks.Hook] = {
     (base_layer.Layer, "__init__"): hooks.Hook(
         stages.layer_init,
         "does not know for which stage of a tower a layer is made"),
     (base_layer.Layer, "__call__"): hooks.Hook(
         stages.layer_call(names),
         "runs every layer of a tower on one device"),
-    (batch_normalization.BatchNormalizationBase, "build"): hooks.Hook(
-        training_lib.batch_norm_build,
-        "keeps a copy of the moving statistics a replica"),
-    (data_adapter.DataHandler, "__init__"): hooks.Hook(
-        training_lib.data_handler_init,
-        "asks for a number of steps where the model was not compiled in the dataset's scope"),
-    (training.Model, "predict"): hooks.Hook(
-        training_rules.predict,
-        "gathers rows of several machines in the order in which they hold them"),
-    (training.Model, "compile"): hooks.Hook(
-        training_lib.compile,
-        "compiling in the scope adopts; jit_compile is refused early"),
-    (training.Model, "make_train_function"): hooks.Hook(
-        training_lib.make_function("train_function"),
-        "adopts what was built since compile; refuses a model in the scope that is not adopted"),
-    (training.Model, "make_test_function"): hooks.Hook(
-        training_lib.make_function("test_function"),
-        "the same for evaluate"),
-    (training.Model, "make_predict_function"): hooks.Hook(
-        training_lib.make_predict_function,
-        "tells towers that a model with jit_compile=True predicts"),
-    (callbacks.BackupAndRestore, "__init__"): hooks.Hook(
-        callbacks_lib.backup_init,
-        "lists the strategies that it works with"),
-    (worker_training_state.WorkerTrainingState, "delete_backup"): hooks.Hook(
-        callbacks_lib.delete_backup,
-        "deletes the backup file by file"),
 }
-
-
-def install() -> None:
-    """Installs every hook of :data:`HOOKS`."""
-    hooks.install(HOOKS)

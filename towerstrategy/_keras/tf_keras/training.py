@@ -19,9 +19,13 @@ from towerstrategy.placement import kind
 
 def data_handler_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        x = args[0] if args else kwargs.get("x")
-        training_rules.check_dataset(x, tf.distribute.get_strategy())
-        original(self, *args, **kwargs)
+        strategy = tf.distribute.get_strategy()
+        training_rules.check_dataset(args[0] if args else kwargs.get("x"), strategy)
+        if not kind.is_tower_strategy(strategy):
+            return original(self, *args, **kwargs)
+        # Model.predict alone hands over no labels, not even None.
+        with strategy.extended.in_order(len(args) < 2 and "y" not in kwargs):
+            original(self, *args, **kwargs)
 
     return __init__
 
@@ -63,50 +67,38 @@ def batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def make_function(attribute: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
-        def make_function(self: Any, force: bool = False) -> Any:
-            strategy = self._distribution_strategy
-            if strategy is None:
-                adopting.check_trains_on_towers(self, tf.distribute.get_strategy())
-            if kind.is_tower_strategy(strategy) and (force or getattr(self, attribute) is None):
-                # What was built after compile, outside of the scope.
-                adopting.adopt_state(strategy, self, names)
-            before = getattr(self, attribute)
-            result, step = original(self, force), getattr(self, attribute)
-            if not kind.is_tower_strategy(strategy) or step is before:
-                return result
+def set_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Puts the functions that steps are made of into what is around a step of towers."""
 
-            function = _in_step(strategy, self, step, attribute == "train_function")
-            setattr(self, attribute, function)
-            return function
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        if name in _FUNCTIONS and value is not None and not hasattr(value, "in_step_of"):
+            value = _in_step(self, name, value)
+        original(self, name, value)
 
-        return make_function
-
-    return hook
+    return __setattr__
 
 
-def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    def make_predict_function(self: Any, force: bool = False) -> Any:
-        before = self.predict_function
-        result, step = original(self, force), self.predict_function
-        strategy = self.distribute_strategy
-        if not kind.is_tower_strategy(strategy) or step is before:
-            return result
-        self.predict_function = _in_step(strategy, self, step)
-        return self.predict_function
-
-    return make_predict_function
+_FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
-def _in_step(strategy: Any, model: Any, step: Callable[..., Any],
-             train: bool = False) -> Callable[..., Any]:
+def _in_step(model: Any, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+    strategy = model._distribution_strategy
+    if name == "predict_function":
+        strategy = model.distribute_strategy
+    elif strategy is None:
+        adopting.check_trains_on_towers(model, tf.distribute.get_strategy())
+    if not kind.is_tower_strategy(strategy):
+        return step
+    if name != "predict_function":
+        # What was built after compile, outside of the scope.
+        adopting.adopt_state(strategy, model, names)
     compiles = bool(model.jit_compile) and not strategy.extended.placement.compiles
 
     def function(iterator: Any) -> Any:
-        if train:
+        if name == "train_function":
             return strategy.extended.train_step(lambda: step(iterator), compiles)
         with strategy.extended.step(compiles):
             return step(iterator)
 
+    function.in_step_of = strategy  # type: ignore[attr-defined]
     return function
