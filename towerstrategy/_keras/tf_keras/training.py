@@ -34,16 +34,6 @@ def data_handler_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-def single_batch_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
-    def single_batch_iterator(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kind.is_tower_strategy(strategy):
-            return original(strategy, *args, **kwargs)
-        with strategy.extended.stand_ins():
-            return original(strategy, *args, **kwargs)
-
-    return single_batch_iterator
-
-
 def compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         scope = tf.distribute.get_strategy()
