@@ -21,7 +21,8 @@ def strategy_of(count):
 def optimizers(kit):
     made = [kit.optimizers.SGD(0.1, momentum=0.9), kit.optimizers.Adam(clipnorm=0.1)]
     if kit is tf_keras:
-        return [*made, kit.optimizers.legacy.Adam(0.1)]
+        return [*made, kit.optimizers.legacy.Adam(0.1),
+                kit.mixed_precision.LossScaleOptimizer(kit.optimizers.SGD(0.1))]
     return [*made, kit.optimizers.Adam(gradient_accumulation_steps=2),
             kit.optimizers.LossScaleOptimizer(kit.optimizers.SGD(0.1))]
 
@@ -89,9 +90,9 @@ class OutsideTest(parameterized.TestCase):
 
     def test_loss_scaling(self):
         """Else a loss scaled for mixed precision is unscaled by another number."""
-        for number in (2, 3):
-            got = trained(keras, number, strategy_of(3), True)
-            for one, other in zip(got, trained(keras, number, None, True)):
+        for kit, number in (keras, 2), (keras, 3), (tf_keras, 3):
+            got = trained(kit, number, strategy_of(3), True)
+            for one, other in zip(got, trained(kit, number, None, True)):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
     @parameterized.parameters(keras, tf_keras)

@@ -1,7 +1,6 @@
-"""Training steps, as both Kerases have them: data split, outputs put together.
+"""The data of training steps, as both Kerases have them.
 
-Goes in: a step's data and what the towers returned.  Comes out: sub-batches; rows in the order of
-the data.
+Goes in: a step's data.  Comes out: sub-batches, or an error.
 """
 
 from __future__ import annotations

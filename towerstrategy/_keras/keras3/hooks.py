@@ -48,21 +48,18 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "knows distributed datasets by the module of TensorFlow's own class"),
     (tf_trainer.TFEpochIterator, "__init__"): hooks.Hook(
         training.epoch_iterator_init,
-        "trains a model that is on no towers with their dataset; predicts by taking each batch in "
-        "Python, a dozen tensors a batch"),
+        "trains a model that is on no towers with their dataset; predicted rows are to come in the "
+        "dataset's order"),
     (tf_trainer.TensorFlowTrainer, "_make_function"): hooks.Hook(
         training.make_function,
         "train_on_batch and test_on_batch hand over unsplit data; what was built after compile "
         "is to be adopted"),
     (tf_trainer.TensorFlowTrainer, "make_predict_function"): hooks.Hook(
         training.make_predict_function,
-        "and predict_on_batch"),
+        "so does predict_on_batch, and Python takes each batch of predict out of the data"),
     (tf_trainer.TensorFlowTrainer, "_maybe_symbolic_build"): hooks.Hook(
         training.symbolic_build,
         "takes a batch out of the data and means over it, which uneven sub-batches do not allow"),
-    (tf_trainer.TensorFlowTrainer, "predict"): hooks.Hook(
-        training.predict,
-        "gathers rows of several machines in the order in which they hold them"),
     (callback_list.CallbackList, "set_model"): hooks.Hook(
         callbacks.set_model,
         "callbacks write the same files on every machine, and over the last backup, which is lost "

@@ -5,7 +5,6 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -58,62 +57,41 @@ def epoch_iterator_init(original: Callable[..., Any]) -> Callable[..., Any]:
         training_rules.check_dataset(kwargs.get("x"), distribute_strategy)
         if not kind.is_tower_strategy(distribute_strategy):
             return original(self, distribute_strategy, *args, **kwargs)
-        # Model.predict alone hands over no labels, not even None.
-        with distribute_strategy.extended.in_order("y" not in kwargs):
+        predicting = "y" not in kwargs  # Model.predict alone hands over no labels, not even None
+        with distribute_strategy.extended.in_order(predicting):
             original(self, distribute_strategy, *args, **kwargs)
-        if isinstance(self._distributed_dataset, datasets_lib.TowerDataset) and (
-                self.steps_per_execution == 1 and _predicting.begins()):
+        if isinstance(self._distributed_dataset, datasets_lib.TowerDataset) and predicting \
+                and self.steps_per_execution == 1:
             self._distributed_dataset = _Untaken(self._distributed_dataset)
 
     return __init__
 
 
 class _Predicting(threading.local):
-    """Whether the next epoch iterator is that of ``Model.predict``, and our function reads it."""
+    """Whether the function with which ``Model.predict`` goes on in this thread takes iterators."""
 
-    _begun = False
-
-    @contextlib.contextmanager
-    def begun(self) -> Iterator[None]:
-        self._begun = True
-        try:
-            yield
-        finally:
-            self._begun = False
-
-    def begins(self) -> bool:
-        begun, self._begun = self._begun, False
-        return begun
+    takes_iterators = False
 
 
 _predicting = _Predicting()
-
-
-def predict(original: Callable[..., Any]) -> Callable[..., Any]:
-    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hooked = tf_trainer.TensorFlowTrainer.make_predict_function
-        ours = self.predict_function is None or hasattr(self.predict_function, "takes_iterators")
-        if type(self).make_predict_function is not hooked or not ours:
-            return original(self, *args, **kwargs)
-        with _predicting.begun():
-            return original(self, *args, **kwargs)
-
-    return predict
 
 
 class _Untaken:
     """A distributed dataset whose batches are taken by the step itself, not by Python before it.
 
     Iterating over it gives the iterator, as often as is asked; the step that takes from it raises
-    when it has ended.
+    when it has ended.  For a step that takes none it gives the batches.
     """
 
     def __init__(self, dataset: datasets_lib.TowerDataset) -> None:
         self._dataset = dataset
         self.element_spec = dataset.element_spec
+        _predicting.takes_iterators = False  # until the function is known
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.repeat(iter(self._dataset))
+        taken, _predicting.takes_iterators = _predicting.takes_iterators, False
+        iterator = iter(self._dataset)
+        return itertools.repeat(iterator) if taken else iterator
 
 
 def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,6 +124,13 @@ def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_predict_function(self: Any, force: bool = False) -> Any:
+        result = make(self, force)
+        hooked = tf_trainer.TensorFlowTrainer.make_predict_function
+        _predicting.takes_iterators = (type(self).make_predict_function is hooked
+                                       and hasattr(self.predict_function, "takes_iterators"))
+        return result
+
+    def make(self: Any, force: bool) -> Any:
         before = self.predict_function
         with names.towers_alone_compiled(self):
             result, step = original(self, force), self.predict_function

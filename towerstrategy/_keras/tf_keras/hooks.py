@@ -15,6 +15,7 @@ from tf_keras.src.engine import base_layer, data_adapter, training
 from tf_keras.src.layers.normalization import batch_normalization
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import optimizer as new_optimizer
+from tf_keras.src.optimizers.legacy import optimizer_v2
 from tf_keras.src.utils import losses_utils
 
 from towerstrategy._keras import hooks, stages
@@ -35,12 +36,10 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "refuses means under a strategy; in a step that has all rows they are one device's"),
     **{(cls, "apply_gradients"): hooks.Hook(
         optimizers.apply_gradients, "merge first, then Keras' own code once")
-       for cls in names.OPTIMIZERS},
+       for cls in (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
+                   loss_scale_optimizer.LossScaleOptimizerV3)},
     (new_optimizer.Optimizer, "_distributed_apply_gradients_fn"): hooks.Hook(
         optimizers.distributed_apply,
-        "what all variables' updates have in common is made once"),
-    (new_optimizer._BaseOptimizer, "_update_step"): hooks.Hook(
-        optimizers.update_step,
         "a dozen operations and passes over memory a variable; one where TensorFlow has a kernel"),
     (loss_scale_optimizer, "strategy_supports_loss_scaling"): hooks.Hook(
         optimizers.supports_loss_scaling,

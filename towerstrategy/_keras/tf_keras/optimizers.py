@@ -7,7 +7,6 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,6 @@ _KERNELS: dict[Any, one_pass.Rule] = {
     adadelta.Adadelta.update_step: one_pass.adadelta,
     rmsprop.RMSprop.update_step: one_pass.rmsprop,
 }
-_steps = threading.local()  # optimizers' steps that are being traced, by id
 
 
 def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,26 +92,21 @@ def distributed_apply(original: Callable[..., Any]) -> Callable[..., Any]:
                                         **kwargs: Any) -> Any:
         if not kind.is_tower_strategy(distribution):
             return original(self, distribution, *args, **kwargs)
-        rule = _KERNELS.get(getattr(self.update_step, "__func__", None))
-        steps = vars(_steps)
-        steps[str(id(self))] = one_pass.Step(self, rule, self.learning_rate)
+        rule, update = _KERNELS.get(getattr(self.update_step, "__func__", None)), self._update_step
+        step = one_pass.Step(self, rule, self.learning_rate)
+
+        def update_step(gradient: Any, variable: Any) -> Any:
+            index = self._index_dict.get(self._var_key(variable))
+            if index is None or not step.update(
+                    getattr(variable, "_variable", variable), gradient,
+                    lambda held: getattr(self, held)[index]):
+                return update(gradient, variable)
+            return None
+
+        vars(self)["_update_step"] = update_step
         try:
             return original(self, distribution, *args, **kwargs)
         finally:
-            del steps[str(id(self))]
+            del vars(self)["_update_step"]
 
     return _distributed_apply_gradients_fn
-
-
-def update_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _update_step(self: Any, gradient: Any, variable: Any) -> Any:
-        step = vars(_steps).get(str(id(self)))
-        if step is None or self._var_key(variable) not in self._index_dict:
-            return original(self, gradient, variable)
-        index = self._index_dict[self._var_key(variable)]
-        if step.update(getattr(variable, "_variable", variable), gradient,
-                       lambda held: getattr(self, held)[index]):
-            return None
-        return original(self, gradient, variable)
-
-    return _update_step

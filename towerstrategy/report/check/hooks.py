@@ -1,7 +1,6 @@
 """The functions of TensorFlow and Keras that the package replaces.
 
-Goes in: what is installed.  Comes out: a table of them, with what each does that towers cannot do
-with.
+Goes in: what is installed.  Comes out: a table of them, with why, and how many there are.
 """
 
 from __future__ import annotations
