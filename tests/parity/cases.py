@@ -64,7 +64,6 @@ class Case:
       moves: whether training changes the weights (some cases are there to see that it does not).
       strategy: arguments of the strategy.
       wide: whether it is run in the whole product alone, as a relative of others.
-      not_compiled: what XLA lacks for it, so that ``jit_compile=True`` is refused.
     """
 
     name: str
@@ -76,7 +75,6 @@ class Case:
     moves: bool = True
     strategy: dict[str, Any] = dataclasses.field(default_factory=dict)
     wide: bool = False
-    not_compiled: str = ""
 
 
 CASES: dict[str, Case] = {}
@@ -826,7 +824,7 @@ def _(keras: Any) -> Run:
                compile={"optimizer": adam(keras, gradient_accumulation_steps=2)})
 
 
-@case("optimizers/sparse inputs, Adam", not_compiled="SparseFillEmptyRows")
+@case("optimizers/sparse inputs, Adam")
 def _(keras: Any) -> Run:
     x = keras.Input((9,), sparse=True)
     data = numbers(ROWS, 9, seed=7)

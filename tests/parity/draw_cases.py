@@ -124,7 +124,7 @@ def _augmented(keras: Any, *layers: Any) -> Any:
     return cases.classifier(keras, *layers, scale, shape=(6, 6, 3))
 
 
-@case("draws/augmentation in the model", not_compiled="ImageProjectiveTransformV3")
+@case("draws/augmentation in the model")
 def _(keras: Any) -> Run:
     layers = keras.layers
     some = (layers.RandomTranslation(0.3, 0.3), layers.RandomRotation(0.2), layers.RandomZoom(0.2),

@@ -98,9 +98,6 @@ def _work(options: argparse.Namespace) -> list[Item]:
                  for number, (case, keras, towers) in enumerate(pairs)]
     work = []
     for case, keras, choices in pairs:
-        if options.jit_compile and case.not_compiled:
-            print(f"without {case.name}: XLA has no {case.not_compiled}")
-            continue
         if options.jit_compile:  # which micro-batches do not go with
             choices = list(dict.fromkeys(dataclasses.replace(one, micro_batches=1)
                                          for one in choices))

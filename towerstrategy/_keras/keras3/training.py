@@ -100,7 +100,6 @@ def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
     def _make_function(self: Any, step_function: Any) -> Any:
         strategy = names.strategy_of(self)
         if strategy is None:
-            adopting.check_trains_on_towers(self, tf.distribute.get_strategy())
             return original(self, step_function)
         with names.towers_alone_compiled(self):
             step = original(self, step_function)
@@ -165,6 +164,7 @@ def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
         strategy = names.strategy_of(self)
         if strategy is None:
+            adopting.check_trains_on_towers(self, tf.distribute.get_strategy())
             return original(self, iterator, data_batch)
         if self.train_function is None:
             # The optimizer is built here, around weights that may have been built outside.
