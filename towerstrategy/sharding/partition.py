@@ -84,8 +84,10 @@ class Partition:
             made = self._inlined(operation, plan.layouts[0], values, controls, towers)
         else:
             values = [value.at(towers).as_spec(spec) for value, spec in zip(values, takes)]
-            if plan is None:
+            if plan is None or isinstance(plan, Plan) and plan.once:
                 made = self._once(operation, values, controls, towers)
+                if plan is not None:
+                    made = [value.as_spec(spec) for value, spec in zip(made, plan.gives)]
             elif isinstance(plan, Nested) and not plan.local:
                 made = self._for_all(operation, plan, values, controls, towers)
             else:

@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding import traffic as traffic_lib
 from towerstrategy.sharding.rules import lists, registry
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
@@ -103,23 +104,30 @@ class Layout:
                     yield from layout.all_fallbacks()
 
 
-def propagate(graph: Any, inputs: Sequence[Spec]) -> Layout:
+def propagate(graph: Any, inputs: Sequence[Spec],
+              traffic: traffic_lib.Traffic | None = None) -> Layout:
     """The layout of ``graph`` whose inputs are of these specs.
+
+    Args:
+      graph: the traced graph.
+      inputs: the specs of its inputs.
+      traffic: chooses between right ways; None for the table's.
 
     Raises:
       TypeError: a rule that does not return what a rule must.
     """
     try:
-        return _Propagation(lists=True).layout(graph, inputs)
+        return _Propagation(True, traffic).layout(graph, inputs)
     except CannotGather:
-        return _Propagation(lists=False).layout(graph, inputs)
+        return _Propagation(False, traffic).layout(graph, inputs)
 
 
 class _Propagation:
     """One pass; ``lists`` says whether each tower may have ``TensorList``s of its own."""
 
-    def __init__(self, lists: bool) -> None:
-        self._lists = lists
+    def __init__(self, lists: bool, traffic: traffic_lib.Traffic | None = None) -> None:
+        self._lists, self._traffic = lists, traffic or traffic_lib.Traffic()
+        self._depth = 0  # of branches and loops
 
     def layout(self, graph: Any, inputs: Sequence[Spec]) -> Layout:
         layout = Layout(graph, _needed_in_order(graph), {}, {}, [])
@@ -148,6 +156,8 @@ class _Propagation:
             plan = registry.plan_of(Op(operation), specs)
         if plan is not None and not self._possible(specs, plan):
             plan = None
+        if isinstance(plan, Plan) and not self._depth:
+            plan = self._traffic.cheaper(operation, plan, list(specs))
         layout.plans[operation.name] = plan
         if plan is not None:
             return plan.gives
@@ -168,7 +178,11 @@ class _Propagation:
         return Nested([layout], list(specs), layout.outputs, local=False)
 
     def _branch(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
-        layouts = [self.layout(graph, specs[1:]) for graph in branches_of(operation)]
+        self._depth += 1
+        try:
+            layouts = [self.layout(graph, specs[1:]) for graph in branches_of(operation)]
+        finally:
+            self._depth -= 1
         gives = [_joined(outputs) for outputs in zip(*(each.outputs for each in layouts))]
         for layout in layouts:
             for spec, wanted in zip(layout.outputs, gives):
@@ -178,6 +192,13 @@ class _Propagation:
         return Nested(layouts, [REPLICATED, *specs[1:]], gives, local)
 
     def _loop(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
+        self._depth += 1
+        try:
+            return self._turning(operation, specs)
+        finally:
+            self._depth -= 1
+
+    def _turning(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
         condition, body = function_of(operation, "cond"), function_of(operation, "body")
         found = self._settled(body, operation, specs)
         if found is None:

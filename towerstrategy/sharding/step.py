@@ -17,7 +17,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import merging
-from towerstrategy.sharding import compiling, propagate
+from towerstrategy.sharding import compiling, propagate, traffic
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.partition import Partition
@@ -47,7 +47,8 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     inputs.check_rows()
     traced, result = _traced(strategy, fn, inputs)
     layout = propagate.propagate(traced, [
-        *inputs.specs, *[REPLICATED] * (len(traced.inputs) - len(inputs.specs))])
+        *inputs.specs, *[REPLICATED] * (len(traced.inputs) - len(inputs.specs))],
+        traffic.of(strategy, inputs.known_rows))
     _report(strategy, layout)
     _tf.hand_on_all_functions(traced, graph)
     builder = Builder(graph)
@@ -127,9 +128,9 @@ class _Inputs:
                 else leaf.known if known_rows else leaf.whole for leaf in self.tensors]
 
     @property
-    def rows_are_known(self) -> bool:
-        """Whether the batch's number of rows is known while the function is traced."""
-        return self.rows is not None and self.rows.known.shape[0] is not None
+    def known_rows(self) -> int | None:
+        """The batch's number of rows, where it is known while the function is traced."""
+        return None if self.rows is None else self.rows.known.shape[0]
 
     def packed(self, tensors: Sequence[tf.Tensor]) -> Any:
         """The arguments with these tensors in place of the outer ones."""
@@ -228,7 +229,7 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs
     try:
         traced = trace(known_rows=False)
     except Exception as error:
-        if not inputs.rows_are_known:
+        if inputs.known_rows is None:
             raise
         try:  # what is written for batches of one size asks for it in Python
             traced = trace(known_rows=True)

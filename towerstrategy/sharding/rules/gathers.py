@@ -30,7 +30,7 @@ def gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
         if indices.dim < batch:
             return Plan([indices, indices, REPLICATED], [indices])
         return Plan([REPLICATED, indices, REPLICATED],
-                    [indices.at(axis - batch + indices.dim)])
+                    [indices.at(axis - batch + indices.dim)], looks_up=True)
     if isinstance(values, Sharded) and is_plain(indices) and axis != values.dim:
         if values.dim < batch:
             return Plan([values, values, REPLICATED], [values])
@@ -59,7 +59,7 @@ def gather_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
     values, indices = specs
     if is_plain(values) and isinstance(indices, Sharded) and op.rank(1) is not None \
             and indices.dim < op.rank(1) - 1:
-        return Plan([REPLICATED, indices], [indices])
+        return Plan([REPLICATED, indices], [indices], looks_up=True)
     return None
 
 

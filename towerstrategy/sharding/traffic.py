@@ -1,0 +1,82 @@
+"""Between two right ways to do an operation, the one for which fewer bytes cross between devices.
+
+Goes in: an operation and how the table of rules does it on the towers.  Comes out: the same plan,
+or one by which it is done once with all rows, of which each tower then takes its own.
+
+The rows cross in place of what is larger: of a sum over rows (the gradient of a wide layer) every
+tower's part of it; of a look-up the whole table, which every tower would need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.sharding.rules.registry import Plan
+from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Sharded, Spec
+
+# Rows of a tower where nobody knows: on CPU devices, elsewhere.
+ROWS, MANY_ROWS = 64, 1024
+LARGEST_KEPT = 2**16  # bytes; what is smaller may cross
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What has to be known of a step to choose.
+
+    Attributes:
+      towers: how many there are; 0 for each operation as the table says.
+      rows: how many rows a batch has, about.
+      shared: whether the towers share their cores, so that work is no faster for being spread.
+    """
+
+    towers: int = 0
+    rows: int = 0
+    shared: bool = False
+
+    def cheaper(self, operation: tf.Operation, plan: Plan, specs: list[Spec]) -> Plan:
+        """``plan``, or the way by which fewer bytes cross."""
+        if not self.towers or plan.make is not None or not plan.gives \
+                or any(isinstance(spec, ListOf) for spec in specs):
+            return plan
+        rows = sum(_bytes(tensor, spec) * self.rows for tensor, spec
+                   in zip(operation.inputs, specs) if isinstance(spec, Sharded))
+        once = Plan([REPLICATED] * len(specs), [REPLICATED] * len(plan.gives))
+        if plan.gives == [SUM]:
+            part = _bytes(operation.outputs[0], REPLICATED)
+            return once if part > LARGEST_KEPT and 2 * rows < self.towers * part else plan
+        if not all(isinstance(spec, Sharded) and not spec.group for spec in plan.gives) \
+                or not (plan.looks_up or self.shared):
+            return plan
+        whole = max(_bytes(tensor, spec) for tensor, spec in zip(operation.inputs, plan.takes)
+                    if spec == REPLICATED) if REPLICATED in plan.takes else 0
+        rows += sum(_bytes(tensor, spec) * self.rows
+                    for tensor, spec in zip(operation.outputs, plan.gives))
+        if whole <= LARGEST_KEPT or 2 * rows >= (self.towers - 1) * whole:
+            return plan
+        return dataclasses.replace(once, gives=plan.gives, once=True)
+
+
+def of(strategy: Any, known_rows: int | None) -> Traffic:
+    """That of a strategy's towers, and of batches of which the rows may be known.
+
+    Nothing is gathered where all micro-batches' rows would be held, or rows cross machines.
+    """
+    placement, count = strategy.extended.placement, len(strategy.extended.worker_devices)
+    if strategy.extended.workers is not None or placement.micro_batches > 1 or placement.rows:
+        return Traffic()
+    guess = count * (ROWS if placement.on_cpu else MANY_ROWS)
+    return Traffic(count, known_rows or guess, placement.on_cpu)
+
+
+def _bytes(tensor: tf.Tensor, spec: Spec) -> int:
+    """Bytes of a tensor, or of an example of one with rows; 0 if that is unknown."""
+    if tensor.shape.rank is None or tensor.dtype == tf.resource:
+        return 0
+    count = (spec.times or 1) if isinstance(spec, Sharded) else 1
+    for dim, size in enumerate(tensor.shape):
+        if not isinstance(spec, Sharded) or dim != spec.dim:
+            count *= size or 1
+    return int(count * tensor.dtype.size)
