@@ -105,7 +105,7 @@ class CommandTest(parameterized.TestCase):
         """Else a machine on which towers compute something else passes."""
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "check.json"
-            with mock.patch.object(values.Towers, "add_up", lambda towers, parts, device: parts[0]):
+            with mock.patch.object(values.Towers, "add_up", lambda towers, parts, *_: parts[0]):
                 self.assertEqual(self._status("--json", str(path)), 1)
             document = json.loads(path.read_text())
         self.assertIs(document["passed"], False)

@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import time
 import types
 import unittest
 from unittest import mock
@@ -258,7 +257,7 @@ class TrainingTest(parameterized.TestCase):
         self.assertLen(epoch.sample.towers, 2)
         self.assertGreater(min(epoch.sample.towers), 0)
 
-    @wide.product(kit=KITS, options=({}, {"steps_per_execution": 2}, {"run_eagerly": True}))
+    @wide.product(kit=KITS, options=({}, {"steps_per_execution": 2}))
     def test_stages(self, kit, options):
         """Else nobody sees which stage the others wait for, or how long all of them stand idle."""
         strategy = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]], micro_batches=2)
@@ -281,25 +280,18 @@ class TrainingTest(parameterized.TestCase):
         """Else someone balances stages by numbers that are another stage's."""
         strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]], micro_batches=2)
 
-        class Slow(keras.layers.Layer):
-            def call(self, x):
-                def wait(x):
-                    time.sleep(.03)
-                    return x
-
-                return tf.ensure_shape(tf.numpy_function(wait, [x], x.dtype), x.shape)
-
         with strategy.scope():
             model = keras.Sequential([keras.Input([3])])
             for stage in range(3):
                 with strategy.stage(stage):
                     model.add(keras.layers.Dense(3))
                     if stage == 1:
-                        model.add(Slow())
+                        model.add(keras.layers.Dense(2000))
+                        model.add(keras.layers.Dense(1000))
             model.compile("sgd", "mse")
         found = quiet()
-        model.fit(*data(12), batch_size=4, epochs=2, verbose=0, callbacks=[found])
-        first, slow, last = found.epochs[1].sample.stages[0]
+        model.fit(*data(12), batch_size=4, epochs=4, verbose=0, callbacks=[found])
+        first, slow, last = np.min([epoch.sample.stages[0] for epoch in found.epochs[1:]], 0)
         self.assertGreater(slow, max(first, last))
 
     @parameterized.parameters(*KITS)
@@ -319,11 +311,14 @@ class TrainingTest(parameterized.TestCase):
                                     kit.layers.Dense(1)])
             model.compile("sgd", "mse")
         found = quiet()
-        model.fit(*data(1920), batch_size=480, verbose=0, callbacks=[found])
-        epoch, = found.epochs
-        self.assertEqual(epoch.rows, (160, 1600, 160))
-        self.assertEqual(np.argmax(epoch.sample.towers), 1)
-        self.assertEqual(np.argmin([epoch.sample.idle(tower) for tower in range(3)]), 1)
+        model.fit(*data(1920), batch_size=480, epochs=3, verbose=0, callbacks=[found])
+        for epoch in found.epochs:
+            self.assertEqual(epoch.rows, (160, 1600, 160))
+        # The CPU may be taken from a tower in the midst of an operation, but hardly each time.
+        samples = [epoch.sample for epoch in found.epochs]
+        self.assertEqual(np.argmax(np.min([sample.towers for sample in samples], 0)), 1)
+        self.assertEqual(np.argmin(np.max([[sample.idle(tower) for tower in range(3)]
+                                           for sample in samples], 0)), 1)
 
     @parameterized.parameters(*KITS)
     def test_weights_are_those_of_a_training_without(self, name, kit):

@@ -21,7 +21,7 @@ from tensorflow.python.framework import (
 )
 from tensorflow.python.ops import control_flow_util_v2
 
-from towerstrategy._tensorflow import compiling, graphs
+from towerstrategy._tensorflow import compiling, functions, graphs
 
 PRIVATE_NAMES = {
     "tensorflow.python.client.pywrap_tf_session:TF_TryEvaluateConstant_wrapper":
@@ -80,9 +80,16 @@ def body_of(graph: tf.Graph, name: str) -> Any:
     """The graph of a function of ``graph``."""
     function = graph._get_function(name)
     body = getattr(function, "graph", None)
-    if body is None:
-        with graph.as_default():
-            body = function_def_to_graph.function_def_to_graph(function.cached_definition)
+    return _graph_of(function.cached_definition, graph) if body is None else body
+
+
+def _graph_of(definition: Any, graph: tf.Graph) -> Any:
+    """The graph of a function's definition, which can call what a function of ``graph`` can."""
+    with graph.as_default():
+        body = function_def_to_graph.function_def_to_graph(definition)
+    called = {name: None for node in definition.node_def
+              for name in functions.functions_in_attributes(node) if name}
+    compiling.hand_on_functions(graph, body, called)
     return body
 
 
@@ -109,8 +116,7 @@ def called_body(call: tf.Operation) -> Any:
         node.input[:] = [instead.get(name, name) for name in node.input]
     for key, name in definition.ret.items():
         definition.ret[key] = instead.get(name, name)
-    with call.graph.as_default():
-        return function_def_to_graph.function_def_to_graph(definition)
+    return _graph_of(definition, call.graph)
 
 
 def new_function_graph(like: tf.Graph, name: str) -> Any:

@@ -7,6 +7,7 @@ and the latest :class:`Sample`, and nothing that stays behind.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -112,6 +113,7 @@ class Watch:
         return cost <= self._most * (time.perf_counter() - self._start)
 
     def _make_stand_in(self) -> Any:
+        @functools.wraps(self._function)  # with what Keras' hooks have noted of it
         def train_function(iterator: Any) -> Any:
             count = getattr(iterator, "row_count", None)
             if count not in self._before:
