@@ -290,8 +290,6 @@ def check_merge(drawn, rows, known):
                 (doubles * weights).sum(0) / max(sum(rows), 1),
                 dtype)
     check_close(merging.total_of_filled(values, shares), (doubles * (weights > 0)).sum(0))
-    check_close(merging.mean_of_filled(values, shares),
-                (doubles * (weights > 0)).sum(0) / max(np.count_nonzero(rows), 1), dtype)
 
 
 MERGE_SLICES = {"drawn": sliced_values(), "dense_tower": st.integers(-1, MOST_TOWERS - 1),
@@ -423,21 +421,12 @@ VARIABLE = {"towers": st.integers(1, MOST_TOWERS), "rows": st.integers(1, 7),
 
 def merged_write(aggregation: Aggregation, values: np.ndarray, rows: np.ndarray,
                  floating: bool) -> np.ndarray:
-    """The table of ``variables.one_copy``: what is written, from one value a tower."""
+    """The table of ``variables.written``: what is written, from one value a tower."""
     if aggregation is Aggregation.SUM and len(rows) > 1:
         return values[rows > 0].sum(0)
     if aggregation is Aggregation.ONLY_FIRST_REPLICA or not floating or len(rows) == 1:
         return values[0]
     return np.tensordot(rows / rows.sum(), values, 1)
-
-
-def writes_whole(strategy, aggregation):
-    """Whether sums over rows that show in a graph are written as those of all rows.
-
-    Other properties may have asked for the number of towers.
-    """
-    return aggregation is not Aggregation.SUM and not (
-        aggregation is Aggregation.MEAN and strategy.extended.asked)
 
 
 def check_variable(towers, rows, dtype, aggregation, writes, traced, seed):
@@ -459,9 +448,7 @@ def check_variable(towers, rows, dtype, aggregation, writes, traced, seed):
     counts = np.array(sizes_of(rows, towers))
     wanted = np.zeros([2])
     for method, factor in writes:
-        is_whole = traced and writes_whole(strategy, aggregation)
-        step = sums.sum(0) * factor if is_whole else merged_write(
-            aggregation, sums * factor, counts, dtype.is_floating)
+        step = merged_write(aggregation, sums * factor, counts, dtype.is_floating)
         wanted = {"assign": step, "assign_add": wanted + step, "assign_sub": wanted - step}[method]
     check_close(variable, wanted, dtype)
     for part in strategy.experimental_local_results(seen):
@@ -533,8 +520,7 @@ def check_scatter(towers, rows, aggregation, method, traced, seed):
     counts = np.array(sizes_of(rows, towers))
     if aggregation is Aggregation.ONLY_FIRST_REPLICA and towers > 1:
         values, indices = values[:counts[0]], indices[:counts[0]]
-    elif steps and aggregation is not Aggregation.SUM and towers > 1 and not (
-            traced and aggregation is Aggregation.NONE):  # a slice a row shows in a graph
+    elif steps and aggregation is not Aggregation.SUM and towers > 1:
         values = values * np.repeat(counts / rows, counts)[:, np.newaxis]
     wanted = np.ones([8, 2])
     operation = {"scatter_add": np.add, "scatter_sub": np.subtract, "scatter_max": np.maximum,
