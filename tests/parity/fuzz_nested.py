@@ -25,7 +25,6 @@ from tests.parity.fuzz import (
     merged_write,
     sizes_of,
     strategy_of,
-    writes_whole,
 )
 
 MOST_TOWERS = 4
@@ -183,6 +182,12 @@ def parts_of(batch: np.ndarray, towers: int, variable: float = 0.0
             for number, rows in enumerate(np.array_split(batch, towers))]
 
 
+def loses_shape(mode: str, whats: Any, towers: int, fewest: int) -> bool:
+    """Whether Keras gives a loss of the shape [0]: of no rows, where that is known beforehand."""
+    return (mode in ("eager", "traced by shape") and fewest < towers
+            and not {"loss", "own loss"}.isdisjoint(whats))
+
+
 LOOP = {"towers": st.integers(1, MOST_TOWERS), "mode": st.sampled_from(MODES),
         "sizes": st.lists(st.integers(1, 7), min_size=1, max_size=4)}
 
@@ -196,6 +201,9 @@ def check_reads(towers, mode, sizes, drawn, used_before):
 
     The functions may have been used before, outside of the towers, on a tower's device.
     """
+    left_out = max(read.wraps.count("twice") for read in drawn)  # rows of a tower's
+    assume(not loses_shape(mode, [read.what for read in drawn], towers,
+                           min(sizes) - left_out * towers))
     strategy = strategy_of(towers)
     with strategy.scope():
         variable = tf.Variable(2.0, trainable=False)
@@ -246,6 +254,7 @@ class Trained:
 
 def check_trains(towers, mode, sizes, read, tape_inside):
     """Losses and weights of a loop are one device's."""
+    assume(not loses_shape(mode, [read.what], towers, min(sizes)))
     without = read.wraps.count("twice")  # each leaves out a row a tower
     if without and (towers > 1 or min(sizes) <= without):
         return  # of no rows Keras' losses are no number in eager code, and 0 in a graph
@@ -283,6 +292,7 @@ def check_writes(towers, mode, sizes, wraps, aggregation, method, what):
     """
     # Where the towers' averages are added up, each term counts as what it is: by_rows_test.
     assume(not (aggregation is Aggregation.SUM and method == "moving average"))
+    assume(not loses_shape(mode, [what], towers, min(sizes)))
     strategy = strategy_of(towers)
     with strategy.scope():
         variable = tf.Variable(1.0, trainable=False, aggregation=aggregation)
@@ -297,26 +307,14 @@ def check_writes(towers, mode, sizes, wraps, aggregation, method, what):
         return 100 * before + tf.identity(variable)
 
     reading = functools.reduce(lambda inner, name: WRAPS[name](inner), wraps, write)
-    inside = list(wraps)
-    while inside and inside[-1] in ("plain", "function"):  # what is given to run is no nested one
-        inside.pop()
-    if inside[-1:] == ["relaxed"]:
-        signed, reading = reading, lambda x: signed(x)  # else its signature is for all the rows
-    elif inside[-1:] == ["method"]:
-        inside.pop()
-    run = runner(strategy, reading, mode)
-    # Sums over rows show in a graph; where the towers cannot meet only steps can be added up.
-    is_traced = mode != "eager" or bool({"function", "relaxed", "method"} & set(wraps))
-    is_whole = (what in ("sum", "loss") and is_traced and writes_whole(strategy, aggregation)
-                and (method == "assign_add" or not NESTING & set(inside)))
+    # A function's signature would be for all the rows where it is given to `run` itself.
+    run = runner(strategy, lambda x: reading(x), mode)
     now = 1.0
     for batch in batches(sizes):
         for _ in range(2 ** wraps.count("loop")):
             before = now
             parts = parts_of(batch, towers)
             steps = np.array([tower.read(what, rows) for rows, tower in parts])
-            if is_whole:
-                steps[:] = steps.sum()
             counts = np.array(sizes_of(len(batch), towers))
             if method == "assign_add":
                 now = before + merged_write(aggregation, steps, counts, True)

@@ -229,11 +229,8 @@ FLOAT64: dict[str, str] = {
     "metrics.PearsonCorrelation": "divides by differences of means of three numbers",
 }
 
-_LOCAL = "batch norm that is not synchronized normalizes with a tower's rows"
-
 # What is known to differ from one device, by Keras version or "" for both, and why.  A loss is
 # listed with all its reductions, or with one of its items.
 DIFFERS: dict[tuple[str, str], str] = {
-    ("", "layers.BatchNormalization"): _LOCAL,
     ("keras", "layers.AugMix"): "Python's random numbers choose its layers each time it is traced",
 }
