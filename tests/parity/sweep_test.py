@@ -14,7 +14,7 @@ from . import cases, runner, sweep, sweep_cases, sweep_tables
 
 
 class RowCount(keras.layers.Layer):
-    """Adds how many rows its replica has, which no layer should depend on."""
+    """Adds how many rows there are."""
 
     def call(self, x):
         return x + tf.cast(tf.shape(x)[0], x.dtype)
@@ -35,6 +35,29 @@ class RowCountLoss(keras.losses.Loss):
         return tf.reduce_mean(tf.square(y_pred), -1) * tf.cast(tf.shape(y_pred)[0], y_pred.dtype)
 
 
+def towers():
+    """2 where there are any, else 1; nothing should depend on it."""
+    return float(tf.distribute.has_strategy()) + 1
+
+
+class TowerCount(keras.layers.Layer):
+
+    def call(self, x):
+        return x + towers()
+
+
+class TowerCountMetric(keras.metrics.Mean):
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(towers())
+
+
+class TowerCountLoss(keras.losses.Loss):
+
+    def call(self, y_true, y_pred):
+        return tf.reduce_mean(tf.square(y_pred), -1) * towers()
+
+
 class SweepTest(parameterized.TestCase):
 
     @parameterized.parameters(
@@ -49,7 +72,16 @@ class SweepTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ("layers", RowCount), ("metrics", RowCountMetric), ("losses", RowCountLoss, ("sum",)))
-    def test_finds_what_depends_on_the_rows_of_a_replica(self, group, cls, reductions=()):
+    def test_rows_are_counted_as_on_one_device(self, group, cls, reductions=()):
+        """Else the towers show in what counts the rows of the batch."""
+        item = sweep_cases.Item(f"{group}.{cls.__name__}", group, cls, reductions)
+        found = sweep.compare_items(keras, item)
+        self.assertTrue(found.is_as_listed, f"{found}\n{found.details}")
+
+    @parameterized.parameters(
+        ("layers", TowerCount), ("metrics", TowerCountMetric),
+        ("losses", TowerCountLoss, ("sum",)))
+    def test_finds_what_depends_on_the_towers(self, group, cls, reductions=()):
         """Else the sweep passes whatever a layer, loss or metric does."""
         item = sweep_cases.Item(f"{group}.{cls.__name__}", group, cls, reductions)
         found = sweep.compare_items(keras, item)
