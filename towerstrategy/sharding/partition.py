@@ -177,6 +177,8 @@ class Partition:
         ordered = propagate.has_effect(operation)
         home = next((value.device for tensor, value in zip(operation.inputs, values)
                      if tensor.dtype == tf.resource and value.device), "")
+        if plan.near is not None and values[plan.near].constant is None:
+            home = values[plan.near].device
         if all(isinstance(spec, (Size, Replicated)) for spec in (*plan.takes, *plan.gives)):
             home = towers.host  # shapes made of shapes
 

@@ -4,7 +4,7 @@ Goes in: an operation and how the table of rules does it on the towers.  Comes o
 or one by which it is done once with all rows, of which each tower then takes its own.
 
 The rows cross in place of what is larger: of a sum over rows (the gradient of a wide layer) every
-tower's part of it; of a look-up the whole table, which every tower would need.
+tower's part of it; on CPU devices, which share the cores, the weights of a wide layer, too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Traffic:
             part = _bytes(operation.outputs[0], REPLICATED)
             return once if part > LARGEST_KEPT and 2 * rows < self.towers * part else plan
         if not all(isinstance(spec, Sharded) and not spec.group for spec in plan.gives) \
-                or not (plan.looks_up or self.shared):
+                or plan.near is not None or not self.shared:
             return plan
         whole = max(_bytes(tensor, spec) for tensor, spec in zip(operation.inputs, plan.takes)
                     if spec == REPLICATED) if REPLICATED in plan.takes else 0

@@ -5,11 +5,24 @@ Goes in: an operation.  Comes out: its plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+import tensorflow as tf
 
 from towerstrategy.sharding.rules.elementwise import is_plain
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Partial, Sharded, Size, Spec
+
+EXAMPLES = 32  # of a tower, as their number is not known
+
+
+def _is_larger(table: tf.TensorShape, entries: tf.TensorShape, spec: Sharded) -> bool:
+    """Whether sending a table costs more than what a tower's examples have of it."""
+    size = table.num_elements() if table.rank is not None else None
+    others = [length for dim, length in enumerate(entries) if dim != spec.dim]
+    return size is not None and (
+        None in others or size > EXAMPLES * (spec.times or 1) * math.prod(others))
 
 
 @rule("GatherV2")
@@ -29,8 +42,9 @@ def gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(indices, Sharded) and is_plain(values):
         if indices.dim < batch:
             return Plan([indices, indices, REPLICATED], [indices])
-        return Plan([REPLICATED, indices, REPLICATED],
-                    [indices.at(axis - batch + indices.dim)], looks_up=True)
+        given = indices.at(axis - batch + indices.dim)
+        larger = _is_larger(op.inputs[0].shape, op.outputs[0].shape, given)
+        return Plan([REPLICATED, indices, REPLICATED], [given], near=0 if larger else None)
     if isinstance(values, Sharded) and is_plain(indices) and axis != values.dim:
         if values.dim < batch:
             return Plan([values, values, REPLICATED], [values])
@@ -59,7 +73,7 @@ def gather_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
     values, indices = specs
     if is_plain(values) and isinstance(indices, Sharded) and op.rank(1) is not None \
             and indices.dim < op.rank(1) - 1:
-        return Plan([REPLICATED, indices], [indices], looks_up=True)
+        return Plan([REPLICATED, indices], [indices])
     return None
 
 

@@ -80,7 +80,8 @@ class Plan:
         ``strategy.run``, where a tower does what was written.
       padded: a tower without rows gets one of zeros, which is cut off behind: for kernels that fail
         on no rows, or give something of a wrong shape.
-      looks_up: it reads a part of what it is given whole, as a look-up in a table does.
+      near: an input of which the towers need a few entries: theirs are done where it is, so that
+        only the entries are sent.
       once: it is done once with all rows, of which each tower then takes its own.
       whole: likewise makes the whole batch's outputs, for sizes that are made of sharded inputs.
     """
@@ -90,7 +91,7 @@ class Plan:
     make: Callable[[Any], list[list[Any]]] | None = None
     whole: Callable[[Any], list[Any]] | None = None
     alone: int | None = None
-    looks_up: bool = False
+    near: int | None = None
     once: bool = False
     padded: bool = False
 
