@@ -7,6 +7,7 @@ Goes in: flags.  Comes out: a JSON file with the figures, or with the ``error`` 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import traceback
@@ -74,8 +75,11 @@ def step_traffic(model: Any, case: cases.Case,
     step = tf.function(lambda batches: strategy.run(model.train_step, args=(next(batches),)),
                        autograph=False)
     replicas = strategy.num_replicas_in_sync
-    return traffic.count(step.get_concrete_function(batches), replicas,
-                         unknown_dimension=case.batch // replicas, arguments=batches)
+    # So does `fit` with a TowerStrategy; without, it were the user's own loop.
+    with getattr(strategy.extended, "step", contextlib.nullcontext)():
+        traced = step.get_concrete_function(batches)
+    return traffic.count(traced, replicas, unknown_dimension=case.batch // replicas,
+                         arguments=batches)
 
 
 def _size(variable: Any) -> int:
