@@ -64,6 +64,35 @@ class FunctionTest(parameterized.TestCase):
         if towers > 1:
             self.assertLessEqual(mean.experimental_get_tracing_count(), 3)
 
+    @parameterized.product(towers=[1, 3, 8], within=["", "loop", "branch"])
+    def test_tables_larger_than_what_is_looked_up(self, towers, within):
+        """Else the rows of a table that towers look up, or add to, are others."""
+        strategy = strategy_of(towers)
+        with strategy.scope():
+            table = tf.Variable(np.arange(9000, dtype=np.float32).reshape([3000, 3]))
+
+        def passes(ids):
+            with tf.GradientTape() as tape:
+                found = tf.gather(tf.convert_to_tensor(table) / 9000, ids)
+                loss = tf.reduce_mean(tf.square(found))
+            return (found, tf.convert_to_tensor(tape.gradient(loss, table)),
+                    tf.scatter_nd(ids[:, tf.newaxis], found, [3000, 3]))
+
+        def step(ids):
+            if within == "branch":
+                return tf.cond(tf.size(ids) > 0, lambda: passes(ids), lambda: passes(ids + 1))
+            if within == "loop":
+                return tf.while_loop(
+                    lambda turn, *_: turn < 2, lambda turn, *before: (turn + 1, *(
+                        one + other for one, other in zip(before, passes(ids)))),
+                    (0, *(one * 0 for one in passes(ids))))[1:]
+            return passes(ids)
+
+        ids = np.array([5, 2999, 5, 0, 7], np.int32)
+        for found, wanted in zip(strategy.function(step)(strategy.split(ids)),
+                                 step(tf.constant(ids))):
+            np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
     def test_other_numbers_of_rows_are_not_traced_again(self):
         """Else the last batch of an epoch, and each new length, costs a trace."""
         strategy = strategy_of(3)
