@@ -46,7 +46,8 @@ class Traffic:
         once = Plan([REPLICATED] * len(specs), [REPLICATED] * len(plan.gives))
         if plan.gives == [SUM]:
             part = _bytes(operation.outputs[0], REPLICATED)
-            return once if part > LARGEST_KEPT and 2 * rows < self.towers * part else plan
+            cheap = 0 < 2 * rows < self.towers * part
+            return once if cheap and part > LARGEST_KEPT else plan
         if not all(isinstance(spec, Sharded) and not spec.group for spec in plan.gives) \
                 or plan.near is not None or not self.shared:
             return plan

@@ -1,0 +1,55 @@
+"""Which of two right ways an operation is done, by what crosses between devices."""
+
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+from towerstrategy.sharding import propagate
+from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded
+from towerstrategy.sharding.traffic import Traffic
+
+
+def layout_of(function, shapes, specs, traffic):
+    graph = tf.function(function).get_concrete_function(
+        *(tf.TensorSpec(shape) for shape in shapes)).graph
+    return propagate.propagate(graph, specs, traffic)
+
+
+def gradient(x, dy):
+    return tf.matmul(x, dy, transpose_a=True)
+
+
+class TrafficTest(parameterized.TestCase):
+
+    @parameterized.parameters(
+        (2048, Traffic(4, 256), REPLICATED), (2048, Traffic(), SUM), (8, Traffic(4, 256), SUM),
+        (2048, Traffic(4, 10**5), SUM))
+    def test_sums_of_wide_layers(self, width, traffic, wanted):
+        """Else every tower sends a kernel of its own where a few rows would do, or the reverse."""
+        layout = layout_of(gradient, [[None, width], [None, width]], [Sharded(0), Sharded(0)],
+                           traffic)
+        self.assertEqual(layout.outputs, [wanted])
+        self.assertEmpty(layout.fallbacks)
+
+    def test_loops_stay_a_towers_own(self):
+        """Else an RNN's backward loop, in which no tower needs another's, turns for all at once."""
+        def looped(x, dy):
+            return tf.while_loop(lambda i, _: i < 3, lambda i, total: (
+                i + 1, total + gradient(x, dy)), (0, tf.zeros([512, 512])))[1]
+
+        layout = layout_of(looped, [[None, 512], [None, 512]], [Sharded(0), Sharded(0)],
+                           Traffic(4, 64))
+        nested = [plan for plan in layout.plans.values() if isinstance(plan, propagate.Nested)]
+        self.assertTrue(nested[0].local)
+
+    @parameterized.parameters((True, True), (False, False))
+    def test_weights_of_wide_layers(self, shared, once):
+        """Else CPU devices, which share the cores, each go over all weights; or GPUs idle."""
+        layout = layout_of(tf.matmul, [[None, 1024], [1024, 1024]], [Sharded(0), REPLICATED],
+                           Traffic(4, 256, shared))
+        self.assertEqual(layout.outputs, [Sharded(0)])
+        plan = next(plan for name, plan in layout.plans.items() if name.startswith("MatMul"))
+        self.assertEqual(plan.once, once)
+
+
+if __name__ == "__main__":
+    absltest.main()
