@@ -37,6 +37,17 @@ class FunctionTest(parameterized.TestCase):
         self.assertIn("scale", normalize.pretty_printed_concrete_signatures())
 
     @parameterized.parameters(1, 3)
+    def test_eagerly(self, towers):
+        """Else who debugs with tf.config.run_functions_eagerly cannot call it."""
+        strategy = strategy_of(towers)
+        share = strategy.function(lambda x: x / tf.reduce_sum(x))
+        tf.config.run_functions_eagerly(True)
+        try:
+            np.testing.assert_allclose(share(strategy.split(X)), X / X.sum(), rtol=1e-6)
+        finally:
+            tf.config.run_functions_eagerly(False)
+
+    @parameterized.parameters(1, 3)
     def test_distributed_datasets(self, towers):
         """Else a loop over a dataset, eager or in a tf.function, cannot call it."""
         strategy = strategy_of(towers)

@@ -15,9 +15,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf, arguments
+from towerstrategy import arguments
 from towerstrategy.batch import results, sub_batches
-from towerstrategy.sharding import propagate, signatures, step
+from towerstrategy.sharding import propagate, run, signatures
 from towerstrategy.towers import contexts, one_replica
 
 
@@ -125,7 +125,7 @@ class Function:
         strategy, python_function = self._strategy, self.python_function
 
         def on_towers(*args: Any, **kwargs: Any) -> Any:
-            result = _call(strategy, python_function, args, kwargs)
+            result = run.run(strategy, python_function, args, kwargs)
             self._has_loops = self._has_loops or _loops_here(strategy)
             return result
 
@@ -134,14 +134,6 @@ class Function:
         return on_towers
 
     __name__: str = "function"
-
-
-def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    extended = strategy.extended
-    if len(extended.worker_devices) > 1 or extended.workers is not None:
-        return step.call(strategy, fn, args, kwargs)
-    with contexts.OneReplicaContext(strategy), tf.device(extended.worker_devices[0]):
-        return _tf.autograph_convert(fn)(*args, **kwargs)
 
 
 def _loops_here(strategy: Any) -> bool:
