@@ -307,8 +307,10 @@ class TrainingTest(parameterized.TestCase):
     def test_a_tower_with_more_work_is_busier(self, name, kit):
         """Else someone cannot see that one tower does all the work."""
         with TowerStrategy(TOWERS, shares=[1, 10, 1]).scope():
-            model = kit.Sequential([kit.Input([3]), kit.layers.Dense(2000), kit.layers.Dense(1000),
-                                    kit.layers.Dense(1)])
+            # Of wide layers rows cross to where the weights are.
+            model = kit.Sequential([
+                kit.Input([3]), kit.layers.RepeatVector(100), kit.layers.Conv1D(32, 5),
+                kit.layers.Conv1D(32, 5), kit.layers.Flatten(), kit.layers.Dense(1)])
             model.compile("sgd", "mse")
         found = quiet()
         model.fit(*data(1920), batch_size=480, epochs=3, verbose=0, callbacks=[found])
