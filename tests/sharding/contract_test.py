@@ -55,6 +55,10 @@ RIGHT = {
         x @ w[0], towerstrategy.whole_batch(x @ w[0]))) + mean_squared(w, x, y),
     "dropout": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(squares(w, tf.nn.dropout(
         x, 1e-9), y))),
+    "mean_of_all": lambda s, w, x, y: mean_squared(w, x - tf.distribute.get_replica_context(
+        ).all_reduce("SUM", tf.reduce_sum(x, 0)) / 8, y),
+    "chosen": lambda s, w, x, y: mean_squared(
+        [tf.where(w[0] > .5, w[0], tf.zeros_like(w[0])), w[1]], x, y),
     "lookup": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(
         tf.gather(w[0], tf.cast(x[:, 0] * 3, tf.int32)) @ w[1])),
 }

@@ -104,6 +104,10 @@ class Contract:
     def _operation(self, operation: tf.Operation) -> Sequence[State]:
         states = [self.of(tensor) for tensor in operation.inputs]
         count = len(operation.outputs)
+        if count == 1 and scaling.is_zero(operation.outputs[0]):
+            return [SAME]
+        if operation.type in scaling.ADDITIVE:
+            states = _without_zeros(operation, states)
         if all(state == SAME for state in states):
             return [SAME] * count
         if operation.type in propagate.CALLS:
@@ -124,6 +128,16 @@ class Contract:
             inner.put(tensor, state)
         inner.look_at(each for each in body.get_operations() if each.type != "Placeholder")
         return [inner.of(tensor) for tensor in body.outputs]
+
+
+def _without_zeros(operation: tf.Operation, states: list[State]) -> list[State]:
+    """``states``, in which what is known to be zero is as what is added to it."""
+    others = [state for tensor, state in zip(operation.inputs, states)
+              if tensor.dtype.is_floating and not scaling.is_zero(tensor)]
+    if not others or all(isinstance(state.spec, Sharded) for state in others):
+        return states
+    return [others[0] if tensor.dtype.is_floating and scaling.is_zero(tensor) else state
+            for tensor, state in zip(operation.inputs, states)]
 
 
 def _is_part(state: State) -> bool:
@@ -179,10 +193,11 @@ def _of_numbers(operation: tf.Operation, states: Sequence[State]) -> State | Non
     if any(state.spec != SUM for state in parts):
         return None
     if operation.type in scaling.ADDITIVE:
-        alike = {state.power - isinstance(state.spec, Replicated) for state in numbers}
-        if alike == {0}:  # each of them is a part of a sum
-            return State(SUM)
-        same = set(numbers)
+        added = [state for tensor, state in zip(operation.inputs, numbers)
+                 if tensor.dtype.is_floating or tensor.dtype.is_complex]
+        if {state.power - isinstance(state.spec, Replicated) for state in added} == {0}:
+            return State(SUM)  # each of them is a part of a sum
+        same = set(added)
         return same.pop() if len(same) == 1 else None
     if len(parts) > 1:
         return None

@@ -36,6 +36,15 @@ _INVERSE: dict[str, int] = {"RealDiv": 1, "Div": 1, "DivNoNan": 1, "Xdivy": 1, "
 ADDITIVE = frozenset({"AddN", "AddV2", "Add", "Sub", "ConcatV2", "Pack", "Select", "SelectV2"})
 
 
+def is_zero(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is known to be zero, which is each tower's part of a sum that is zero."""
+    if tensor.op.type in ("ZerosLike", "Fill", "BroadcastTo"):
+        given = {"Fill": 1}.get(tensor.op.type, 0)
+        return tensor.op.type == "ZerosLike" or is_zero(tensor.op.inputs[given])
+    value = tf.get_static_value(tensor)
+    return value is not None and value.dtype.kind in "fc" and not value.any()
+
+
 def degree(operation: tf.Operation, index: int) -> int | None:
     """The power with which input ``index`` is in the outputs; None where there is none."""
     if _INVERSE.get(operation.type) == index:
