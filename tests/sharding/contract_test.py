@@ -125,6 +125,29 @@ class ContractTest(parameterized.TestCase):
         for one, other in zip(got, wanted):
             np.testing.assert_allclose(one, other, rtol=1e-6)
 
+    def test_gradients_kept_by_each_tower(self):
+        """Else accumulation by hand, in variables of each tower's own, is warned of."""
+        strategy = towerstrategy.TowerStrategy(DEVICES[:3])
+        with strategy.scope():
+            weights = [tf.Variable(value) for value in WEIGHTS]
+            kept = [tf.Variable(tf.zeros_like(weight), trainable=False,
+                                synchronization=tf.VariableSynchronization.ON_READ,
+                                aggregation=tf.VariableAggregation.SUM) for weight in weights]
+            optimizer = keras.optimizers.SGD(.1)
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = mean_squared(weights, x, y)
+            for store, gradient in zip(kept, tape.gradient(loss, weights)):
+                store.assign_add(gradient)
+            optimizer.apply([store.read_value() for store in kept], weights)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", warned.TowerWarning)
+            tf.function(lambda *batch: strategy.run(step, batch))(*strategy.split((X, Y)))
+        for one, other in zip(weights, one_device(RIGHT["loss_object"])):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
     def test_a_mean_over_the_number_of_replicas(self):
         """Else TensorFlow's own tutorials are warned of on towers with equally many rows."""
         def by_replicas(strategy, w, x, y):

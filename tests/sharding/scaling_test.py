@@ -93,6 +93,7 @@ SAMPLES = {
     "Squeeze": (lambda x: RAW.Squeeze(input=x), some(2, 1)),
     "Identity": (lambda x: RAW.Identity(input=x), some(2)),
     "Neg": (lambda x: RAW.Neg(x=x), some(2)),
+    "Cast": (lambda x: RAW.Cast(x=x, DstT=tf.float32), some(2)),
     "StopGradient": (lambda x: RAW.StopGradient(input=x), some(2)),
     "ReverseV2": (lambda x, a: RAW.ReverseV2(tensor=x, axis=a), some(3), ints(0)),
     "Roll": (lambda x, s, a: RAW.Roll(input=x, shift=s, axis=a), some(3), ints(1), ints(0)),

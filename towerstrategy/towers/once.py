@@ -164,6 +164,10 @@ class _Once:
     def _copy(self, handed: Any) -> alone.Written:
         """Copies the stretch that ends here; what tower 0 has written alone in it."""
         self._stages.place(self._copier.added())
+        captured = {id(outer): inner for outer, inner in _tf.captures_of(self._graph)}
+        for parts in self._strategy.extended.tower_local_parts():
+            if id(parts[0].handle) in captured:  # what a tower keeps there is its own
+                self.contract.put(captured[id(parts[0].handle)], contract.UNKNOWN)
         self.contract.look_at(self._copier.added())
         written = alone.divert(self._graph, self._copier.added(), self._owned())
         self._copier.copy(handed)

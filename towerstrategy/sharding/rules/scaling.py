@@ -24,7 +24,8 @@ _LINEAR: dict[str, tuple[int, ...]] = {
                      "BiasAddGrad", "Relu", "LeakyRelu", "Abs", "AvgPool", "MaxPool", "Cumsum",
                      "GatherV2", "GatherNd", "UnsortedSegmentSum", "SegmentSum", "StridedSlice",
                      "Slice", "Pad", "Reshape", "Transpose", "BroadcastTo", "Tile", "ExpandDims",
-                     "Squeeze", "Identity", "Neg", "StopGradient", "ReverseV2", "Roll"), (0,)),
+                     "Squeeze", "Identity", "Neg", "StopGradient", "Cast", "ReverseV2", "Roll"),
+                    (0,)),
     **dict.fromkeys(("SigmoidGrad", "TanhGrad", "SqrtGrad", "RsqrtGrad", "AvgPoolGrad",
                      "ScatterNd"), (1,)),
     "MaxPoolGrad": (2,),
@@ -50,7 +51,7 @@ def degree(operation: tf.Operation, index: int) -> int | None:
     if _INVERSE.get(operation.type) == index:
         return -1
     if index in _LINEAR.get(operation.type, ()):
-        return 1
+        return 1 if operation.outputs[0].dtype.is_floating else None  # integers are cut off
     specs = [REPLICATED] * len(operation.inputs)
     plan = plan_of(Op(operation), [*specs[:index], SUM, *specs[index + 1:]])
     linear = plan is not None and all(given == SUM for given in plan.gives)
