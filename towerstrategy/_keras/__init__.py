@@ -4,8 +4,8 @@ Goes in: the Keras modules that the process has imported (none is imported from 
 has).  Comes out: the same modules with hooks that act inside towers and models of a
 ``TowerStrategy`` and hand everybody else on to Keras' own code.
 
-:mod:`keras3` and :mod:`tf_keras` hold the hooks, each with its why and its place upstream; the files
-beside them what both say the same way.
+:mod:`keras3` and :mod:`tf_keras` hold the hooks, each with its why and its place upstream; the
+files beside them what both say the same way.
 """
 
 from __future__ import annotations
