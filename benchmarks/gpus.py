@@ -175,7 +175,8 @@ def traced(case: Case, count: int, merge: str, rows: int | None = None) -> Step:
                     return model.train_step((x, y))
         else:
             def step(x: Any, y: Any) -> Any:
-                return strategy.run(model.train_step, args=((x, y),))
+                with strategy.extended.step():  # as Keras' own steps are run
+                    return strategy.run(model.train_step, args=((x, y),))
             x, y = (sub_batches.SubBatchesSpec(*[spec] * count) for spec in (x, y))
         function = tf.function(step, autograph=False).get_concrete_function(x, y)
     gpus = [f"GPU:{number}" for number in range(1 if strategy is None else count)]

@@ -43,7 +43,7 @@ class Traffic:
             return plan
         rows = sum(_bytes(tensor, spec) * self.rows for tensor, spec
                    in zip(operation.inputs, specs) if isinstance(spec, Sharded))
-        once = Plan([REPLICATED] * len(specs), [REPLICATED] * len(plan.gives))
+        once = Plan([REPLICATED] * len(specs), [REPLICATED] * len(plan.gives), once=True)
         if plan.gives == [SUM]:
             part = _bytes(operation.outputs[0], REPLICATED)
             cheap = 0 < 2 * rows < self.towers * part
@@ -57,7 +57,7 @@ class Traffic:
                     for tensor, spec in zip(operation.outputs, plan.gives))
         if whole <= LARGEST_KEPT or 2 * rows >= (self.towers - 1) * whole:
             return plan
-        return dataclasses.replace(once, gives=plan.gives, once=True)
+        return dataclasses.replace(once, gives=plan.gives)
 
 
 def of(strategy: Any, known_rows: int | None) -> Traffic:
