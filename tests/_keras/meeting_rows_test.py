@@ -201,6 +201,7 @@ def trained(kit, make, strategy, metrics=None):
         return [model.fit(data, epochs=2, verbose=0).history, model.get_weights()]
     finally:
         kit.backend.set_floatx("float32")
+        kit.backend.clear_session()  # Keras 3 keeps the policy that was made meanwhile
 
 
 class MeetingRowsTest(parameterized.TestCase):
