@@ -13,9 +13,22 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy import losses
 from towerstrategy.merge import gradients as gradients_lib, merging
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.towers import contexts
+
+
+def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook for a Keras' ``scale_loss_for_distribution``: a tower's mean counts by its share."""
+
+    def scale_loss_for_distribution(loss: Any) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None:
+            return loss if contexts.outside_of_towers() is not None else original(loss)
+        return losses.scaled(tower, loss)
+
+    return scale_loss_for_distribution
 
 
 @contextlib.contextmanager

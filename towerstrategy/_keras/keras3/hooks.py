@@ -19,13 +19,13 @@ from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
 from keras.src.trainers import data_adapters, trainer as base_trainer
 
-from towerstrategy._keras import hooks, stages
+from towerstrategy._keras import hooks, optimizers as optimizers_rules, stages
 from towerstrategy._keras.keras3 import callbacks, names, optimizers, seeds, training
 
 # What is hooked and why; the test of upstream names reads this.
 HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (loss_module, "scale_loss_for_distribution"): hooks.Hook(
-        optimizers.scale_loss,
+        optimizers_rules.scale_loss,
         "scales a replica's mean by 1/R; a tower's counts by its share of the rows, and outside of "
         "towers a loss is of all rows as it is"),
     (base_optimizer.BaseOptimizer, "apply"): hooks.Hook(

@@ -1,5 +1,4 @@
-"""Hooks into Keras 3: how a loss is scaled, and what an optimizer does with
-the towers' gradients.
+"""Hooks into Keras 3: what an optimizer does with the towers' gradients.
 
 Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
 """
@@ -15,7 +14,6 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.optimizers import adadelta, adam, adamax, rmsprop, sgd
 
-from towerstrategy import losses
 from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement import kind
@@ -30,16 +28,6 @@ _KERNELS: dict[Any, one_pass.Rule] = {
     adadelta.Adadelta.update_step: one_pass.adadelta,
     rmsprop.RMSprop.update_step: one_pass.rmsprop,
 }
-
-
-def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    def scale_loss_for_distribution(value: Any) -> Any:
-        tower = contexts.splitting_tower()
-        if tower is None:
-            return value if contexts.outside_of_towers() is not None else original(value)
-        return losses.scaled(tower, value)
-
-    return scale_loss_for_distribution
 
 
 def apply(original: Callable[..., Any]) -> Callable[..., Any]:

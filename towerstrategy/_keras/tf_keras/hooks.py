@@ -18,7 +18,7 @@ from tf_keras.src.optimizers import optimizer as new_optimizer
 from tf_keras.src.optimizers.legacy import optimizer_v2
 from tf_keras.src.utils import losses_utils
 
-from towerstrategy._keras import hooks, stages
+from towerstrategy._keras import hooks, optimizers as optimizers_rules, stages
 from towerstrategy._keras.tf_keras import (
     callbacks as callbacks_lib,
     names,
@@ -29,7 +29,7 @@ from towerstrategy._keras.tf_keras import (
 # What is hooked and why; the test of upstream names reads this.
 HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (losses_utils, "scale_loss_for_distribution"): hooks.Hook(
-        optimizers.scale_loss,
+        optimizers_rules.scale_loss,
         "scales a replica's mean by 1/R; a tower's counts by its share of the rows"),
     (keras_losses.Loss, "_get_reduction"): hooks.Hook(
         optimizers.get_reduction,

@@ -1,5 +1,4 @@
-"""Hooks into tf_keras: how a loss is scaled, and what an optimizer does with
-the towers' gradients.
+"""Hooks into tf_keras: what an optimizer does with the towers' gradients.
 
 Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
 """
@@ -13,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.optimizers import adadelta, adam, adamax, adamw, rmsprop, sgd
 
-from towerstrategy import _tensorflow as _tf, losses
+from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
@@ -28,16 +27,6 @@ _KERNELS: dict[Any, one_pass.Rule] = {
     adadelta.Adadelta.update_step: one_pass.adadelta,
     rmsprop.RMSprop.update_step: one_pass.rmsprop,
 }
-
-
-def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    def scale_loss_for_distribution(loss_value: Any) -> Any:
-        tower = contexts.splitting_tower()
-        if tower is None:
-            return loss_value if contexts.outside_of_towers() is not None else original(loss_value)
-        return losses.scaled(tower, loss_value)
-
-    return scale_loss_for_distribution
 
 
 def get_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
