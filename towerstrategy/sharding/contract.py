@@ -119,7 +119,7 @@ class Contract:
             return [UNKNOWN] * count
         if operation.type in (*propagate.BRANCHES, *propagate.LOOPS):
             return [UNKNOWN] * count
-        return [_given(operation, states)] * count if count == 1 else _each(operation, states)
+        return _each(operation, states)
 
     def _call(self, operation: tf.Operation, states: Sequence[State]) -> list[State]:
         body = _tf.called_body(operation)
@@ -143,10 +143,6 @@ def _without_zeros(operation: tf.Operation, states: list[State]) -> list[State]:
 def _is_part(state: State) -> bool:
     """Whether the towers' values add up to one device's."""
     return state in (State(SUM), SHARE)
-
-
-def _given(operation: tf.Operation, states: Sequence[State]) -> State:
-    return _each(operation, states)[0]
 
 
 def _each(operation: tf.Operation, states: Sequence[State]) -> list[State]:

@@ -148,10 +148,8 @@ class _Propagation:
                 spec != REPLICATED for spec in specs) else None
         elif operation.type in CALLS:
             plan = self._call(operation, specs)
-        elif operation.type in BRANCHES:
-            plan = self._branch(operation, specs)
-        elif operation.type in LOOPS:
-            plan = self._loop(operation, specs)
+        elif operation.type in (*BRANCHES, *LOOPS):
+            plan = self._inside(operation, specs)
         else:
             plan = registry.plan_of(Op(operation), specs)
         if plan is not None and not self._possible(specs, plan):
@@ -177,12 +175,15 @@ class _Propagation:
         layout = self.layout(_tf.called_body(operation), specs)
         return Nested([layout], list(specs), layout.outputs, local=False)
 
-    def _branch(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
+    def _inside(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
         self._depth += 1
         try:
-            layouts = [self.layout(graph, specs[1:]) for graph in branches_of(operation)]
+            return (self._branch if operation.type in BRANCHES else self._loop)(operation, specs)
         finally:
             self._depth -= 1
+
+    def _branch(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
+        layouts = [self.layout(graph, specs[1:]) for graph in branches_of(operation)]
         gives = [_joined(outputs) for outputs in zip(*(each.outputs for each in layouts))]
         for layout in layouts:
             for spec, wanted in zip(layout.outputs, gives):
@@ -192,13 +193,6 @@ class _Propagation:
         return Nested(layouts, [REPLICATED, *specs[1:]], gives, local)
 
     def _loop(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
-        self._depth += 1
-        try:
-            return self._turning(operation, specs)
-        finally:
-            self._depth -= 1
-
-    def _turning(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
         condition, body = function_of(operation, "cond"), function_of(operation, "body")
         found = self._settled(body, operation, specs)
         if found is None:
