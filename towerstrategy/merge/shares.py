@@ -188,11 +188,6 @@ class Shares:
         """Whether ``tower`` has rows: a bool or a scalar bool tensor."""
         return self._filled[self._first + tower]
 
-    @property
-    def filled_count(self) -> Any:
-        """How many towers, on all machines, have rows: a scalar int32 tensor."""
-        return tf.add_n([tf.cast(filled, tf.int32) for filled in self._filled])
-
     def across(self, value: Value) -> Value:
         """The sum over the machines of what the towers of each have summed to."""
         return value if self._workers is None else self._workers.sum_one(value)

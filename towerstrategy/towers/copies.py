@@ -35,7 +35,6 @@ class Copier:
       rows: the towers' devices, one a stage.
       scopes: the name scopes of the towers' operations.
       local_variables: gives the tower-local variables that exist, each a list of its parts.
-      stage_of: the stage of an operation of tower 0.
       micro_batches: how many of the copies in a row are one tower's.
 
     Attributes:
@@ -45,14 +44,13 @@ class Copier:
 
     def __init__(self, graph: tf.Graph, rows: Sequence[Sequence[str]], scopes: Sequence[str],
                  local_variables: Callable[[], Iterator[Sequence[tf.Variable]]],
-                 stage_of: Callable[[tf.Operation], int], micro_batches: int = 1) -> None:
+                 micro_batches: int = 1) -> None:
         self.table = tables.Table(len(rows))
         self._graph = graph
         self._rows = [[tf.DeviceSpec.from_string(device).to_string() for device in row]
                       for row in rows]
         # In the order of their work: stateful operations wait for those that were made before.
         self._turns = sorted(range(1, len(rows)), key=lambda tower: (tower % micro_batches, tower))
-        self._stage_of = stage_of
         self._scopes = scopes
         self._local_variables = local_variables
         self.firsts: set[str] = set()  # names of tower 0's operations
@@ -77,7 +75,6 @@ class Copier:
         Args:
           handed: what tower 0 hands to the others: a nest of tensors, operations and other values.
         """
-        self._put_local_variables()
         self.firsts.update(operation.name for operation in self.added())
         stretch = [*self._waiting, *self.added()]
         needed = _needed(stretch, handed)
@@ -120,13 +117,15 @@ class Copier:
             for called in _tf.functions_in_attributes(node):
                 self._check_function(called)
 
-    def _put_local_variables(self) -> None:
-        """Tower-local variables: another tower's handle in place of tower 0's."""
+    def put_local_variables(self) -> Iterator[tf.Tensor]:
+        """Puts other towers' tower-local variables in place of tower 0's; gives new ones' handles.
+        """
         captured = {id(outer): inner for outer, inner in _tf.captures_of(self._graph)}
         for parts in self._local_variables():
             first = captured.get(id(parts[0].handle))
             if first is not None and first.name not in self.table:
                 self.table.put(first, [_tf.capture(self._graph, part.handle) for part in parts[1:]])
+                yield first
 
     def _import(self, stretch: Sequence[tf.Operation]) -> None:
         graph_def = tf.compat.v1.GraphDef()

@@ -102,8 +102,7 @@ class _Once:
         self._stages = stages.Placer(self._graph, placement, 0)
         self._copier = copies.Copier(
             self._graph, [placement.row(tower) for tower in range(len(self._devices))], scopes,
-            strategy.extended.tower_local_parts, self._stages.stage_of,
-            micro_batches=placement.micro_batches)
+            strategy.extended.tower_local_parts, placement.micro_batches)
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)
@@ -164,10 +163,8 @@ class _Once:
     def _copy(self, handed: Any) -> alone.Written:
         """Copies the stretch that ends here; what tower 0 has written alone in it."""
         self._stages.place(self._copier.added())
-        captured = {id(outer): inner for outer, inner in _tf.captures_of(self._graph)}
-        for parts in self._strategy.extended.tower_local_parts():
-            if id(parts[0].handle) in captured:  # what a tower keeps there is its own
-                self.contract.put(captured[id(parts[0].handle)], contract.UNKNOWN)
+        for handle in self._copier.put_local_variables():
+            self.contract.put(handle, contract.UNKNOWN)  # what a tower keeps there is its own
         self.contract.look_at(self._copier.added())
         written = alone.divert(self._graph, self._copier.added(), self._owned())
         self._copier.copy(handed)
