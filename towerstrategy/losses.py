@@ -171,9 +171,11 @@ class WholeBatch:
         tower = contexts.splitting_tower()
         if tower is None:
             return inner(*args, **kwargs)
-        args, kwargs = tf.nest.map_structure(
-            lambda leaf: whole.rows_of_all(tower, leaf) if _has_rows(leaf) else leaf,
-            (args, kwargs))
+        flat = tf.nest.flatten((args, kwargs))
+        rows = [leaf for leaf in flat if _has_rows(leaf)]
+        gathered = iter(whole.rows_of_all(tower, rows) if rows else ())
+        args, kwargs = tf.nest.pack_sequence_as(
+            (args, kwargs), [next(gathered) if _has_rows(leaf) else leaf for leaf in flat])
         with contexts.OneReplicaContext(tower.strategy), tower.strategy.extended.counted_as(1):
             result = inner(*args, **kwargs)
         if result.shape.rank == 0:
