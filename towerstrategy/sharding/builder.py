@@ -29,7 +29,11 @@ class Ref(NamedTuple):
 
 
 class Builder:
-    """Collects nodes for ``graph``."""
+    """Collects nodes for ``graph``.
+
+    Attributes:
+      shapes: the static shapes of outputs, as far as :meth:`note_shape` was told them.
+    """
 
     def __init__(self, graph: tf.Graph) -> None:
         self.graph = graph
@@ -39,6 +43,7 @@ class Builder:
         self._names: dict[str, int] = {}
         self._constants: dict[tuple[Any, ...], Ref] = {}
         self._made: dict[str, tf.Operation] = {}
+        self.shapes: dict[Ref, tuple[int, ...]] = {}
         self.count = 0
 
     def take(self, tensor: tf.Tensor) -> Ref:
@@ -113,6 +118,11 @@ class Builder:
                 for name in function:
                     node.attr[key].list.func.add().name = name
         return self._complete(node, inputs, device, controls, dtypes), node.name
+
+    def note_shape(self, ref: Ref, shape: tf.TensorShape) -> None:
+        """Notes the shape of a node's output, if it is known."""
+        if shape.is_fully_defined() and (ref.node, ref.place) not in self._taken:
+            self.shapes[ref] = tuple(shape)
 
     @property
     def nodes(self) -> Any:

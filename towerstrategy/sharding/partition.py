@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import homes, propagate, staging
+from towerstrategy.sharding import homes, packing, propagate, staging
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.maker import Maker
@@ -366,6 +366,8 @@ class _Body:
         with self.graph.as_default():
             others = [self._standing[key] if key in self._standing else one.stands()
                       for key, one in asked.items()]
+            if self._towers.packs:
+                packing.pack(self._builder, homes.ONCE)
             self._builder.finish()
             outputs = [self._builder.tensor(ref) for ref in self._identities]
             handed = [tf.identity(other) for other in others] if hand_on else []

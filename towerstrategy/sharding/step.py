@@ -17,7 +17,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import merging
-from towerstrategy.sharding import compiling, propagate, traffic
+from towerstrategy.sharding import compiling, homes, packing, propagate, traffic
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.partition import Partition
@@ -57,6 +57,8 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     partition = Partition(towers)
     outputs = [value.whole() for value in partition.run(layout, values)]
     towers.across.finish()
+    if towers.packs:
+        packing.pack(builder, homes.ONCE)
     builder.finish()
     if strategy.extended.compiles:
         compiling.mark(graph, builder.operations, towers.devices,

@@ -59,6 +59,16 @@ class Towers:
     def __len__(self) -> int:
         return len(self.devices)
 
+    @property
+    def packs(self) -> bool:
+        """Whether what crosses may wait for what else crosses: see :mod:`packing`.
+
+        Not where micro-batches or stages are to begin before others end; what crosses machines is
+        packed by :mod:`across`.
+        """
+        return (self.across.workers is None and len(set(self.devices)) == len(self.rows)
+                and max(map(len, self.rows)) == 1)
+
     def at(self, stage: int | None) -> Towers:
         """The same towers, where they do what is of that stage."""
         if stage not in self._stages:
@@ -237,6 +247,7 @@ class Value:
         if self._whole is None:
             make = self._make_whole
             self._whole = self._gathered() if make is None else make()
+            self.towers.builder.note_shape(self._whole, self.shape)
         return self._whole
 
     def part(self, tower: int) -> Ref:
@@ -246,7 +257,9 @@ class Value:
         if self._make_part is None:
             return self.whole()
         if tower not in self._parts:
-            self._parts[tower] = self._make_part(tower)
+            made = self._parts[tower] = self._make_part(tower)
+            if isinstance(self.spec, Partial):
+                self.towers.builder.note_shape(made, self.shape)
         return self._parts[tower]
 
     def at(self, towers: Towers) -> Value:

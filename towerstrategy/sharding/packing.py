@@ -1,0 +1,101 @@
+"""Small tensors that cross from one device to others together, as one tensor.
+
+Goes in: the nodes of a partitioned step, before they are imported, and the static shapes of what
+crosses.  Comes out: the same nodes, where small tensors of one shape that cross from one device to
+the same others are packed there and unpacked where they arrive: a model's small weights, gradients
+and statistics.  Each tensor that crosses has a price of its own, whatever its size.
+
+What goes together may not depend on one another, or the step could never run.  So each node has a
+*level*: how many tensors have crossed, one after another, before it.  All that is packed has one
+level, and whoever takes it has a higher one: no cycle can close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from towerstrategy.sharding.builder import Builder, Ref
+
+LARGEST = 2**16  # bytes; copying what is larger costs more than its crossing alone
+FEWEST = 3
+
+
+class _Group(NamedTuple):
+    """What crosses together."""
+
+    level: int
+    source: str
+    targets: tuple[str, ...]
+    dtype: tf.DType
+    shape: tuple[int, ...]
+
+
+def pack(builder: Builder, scope: str) -> None:
+    """Packs what crosses, among the nodes that ``builder`` has collected.
+
+    Args:
+      builder: the nodes, each behind those that it needs.
+      scope: a prefix for the names of new nodes.
+    """
+    devices = {node.name: node.device for node in builder.nodes}
+    crossings = _crossings(builder, devices)
+    groups: dict[_Group, list[Ref]] = {}
+    levels = _levels(builder.nodes, devices)
+    for ref, takers in crossings.items():
+        shape = builder.shapes[ref]
+        group = _Group(levels[ref.node], devices[ref.node], tuple(takers), ref.dtype, shape)
+        groups.setdefault(group, []).append(ref)
+    for group, refs in groups.items():
+        if len(refs) >= FEWEST:
+            _pack(builder, group, refs, crossings, scope)
+
+
+def _crossings(builder: Builder, devices: Mapping[str, str]
+               ) -> dict[Ref, dict[str, list[tuple[Any, int]]]]:
+    """Small tensors -> by device, the nodes elsewhere that take them, and as which input."""
+    small = {ref.input: ref for ref, shape in builder.shapes.items() if _is_small(ref, shape)}
+    found: dict[Ref, dict[str, list[tuple[Any, int]]]] = {}
+    for node in builder.nodes:
+        for place, text in enumerate(node.input):
+            ref = small.get(text)
+            if ref is not None and _crosses(devices[ref.node], node.device):
+                found.setdefault(ref, {}).setdefault(node.device, []).append((node, place))
+    return found
+
+
+def _crosses(source: str, target: str) -> bool:
+    return bool(source and target and source != target)
+
+
+def _is_small(ref: Ref, shape: Sequence[int]) -> bool:
+    """Whether it may be packed; what is no float is shapes, which kernels take from the host."""
+    size = ref.dtype.size
+    for length in shape:
+        size *= length
+    return bool(ref.dtype.is_floating and 0 < size <= LARGEST)
+
+
+def _levels(nodes: Iterator[Any], devices: Mapping[str, str]) -> dict[str, int]:
+    """How many tensors cross, one after another, before each node."""
+    levels: dict[str, int] = {}
+    for node in nodes:
+        level = 0
+        for text in node.input:
+            before = text.lstrip("^").split(":")[0]
+            level = max(level, levels.get(before, 0)
+                        + _crosses(devices.get(before, ""), node.device))
+        levels[node.name] = level
+    return levels
+
+
+def _pack(builder: Builder, group: _Group, refs: Sequence[Ref],
+          crossings: Mapping[Ref, Mapping[str, Sequence[tuple[Any, int]]]], scope: str) -> None:
+    packed = builder.make("Pack", refs, group.source, f"{scope}Pack", axis=0)
+    for device in group.targets:
+        first = builder.make("Unpack", [packed], device, f"{scope}Unpack", num=len(refs), axis=0)
+        for index, ref in enumerate(refs):
+            for node, place in crossings[ref][device]:
+                node.input[place] = first._replace(place=index).input
