@@ -26,10 +26,12 @@ class Maker:
       inputs: its inputs, as the rule takes them.
       towers: the towers, with their rows of the batch: ``count(tower)``, ``offset(tower)`` and
         ``total()``.
+      home: where it is done once.
     """
 
-    def __init__(self, op: Op, inputs: Sequence[Value], towers: Towers) -> None:
+    def __init__(self, op: Op, inputs: Sequence[Value], towers: Towers, home: str = "") -> None:
         self.op, self.inputs, self.towers = op, inputs, towers
+        self.home = home or towers.merge
 
     def part(self, index: int, tower: int) -> Ref:
         """A tower's part of an input."""
@@ -124,7 +126,7 @@ class Maker:
     def _device(self, tower: int | None) -> str:
         if tower == HOST:
             return self.towers.host
-        return self.towers.merge if tower is None else self.towers.devices[tower]
+        return self.home if tower is None else self.towers.devices[tower]
 
     def _scope(self, tower: int | None) -> str:
         return homes.ONCE if tower is None or tower == HOST else self.towers.scopes[tower]

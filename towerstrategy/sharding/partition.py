@@ -85,7 +85,7 @@ class Partition:
         else:
             values = [value.at(towers).as_spec(spec) for value, spec in zip(values, takes)]
             if plan is None or isinstance(plan, Plan) and plan.once:
-                made = self._once(operation, values, controls, towers)
+                made = self._once(operation, plan, values, controls, towers)
                 if plan is not None:
                     made = [value.as_spec(spec) for value, spec in zip(made, plan.gives)]
             elif isinstance(plan, Nested) and not plan.local:
@@ -114,13 +114,15 @@ class Partition:
             if not propagate.writes_variables(operation):
                 self._checks.extend(nodes)
 
-    def _once(self, operation: tf.Operation, values: Sequence[Value],
+    def _once(self, operation: tf.Operation, plan: Plan | None, values: Sequence[Value],
               controls: list[str], towers: Towers) -> list[Value]:
         """The operation with all rows."""
         device = self._home(operation, values)
         constant = _is_repeatable(operation) and all(value.constant for value in values)
-        copy = _Lazily(lambda: self._copied(
+        make = None if plan is None else plan.whole
+        copy = _Lazily((lambda: self._copied(
             operation, [value.whole() for value in values], device, None, controls))
+            if make is None else lambda: make(Maker(Op(operation), values, towers, device)))
         if not constant:
             copy.made()
         elif controls:  # so that what waits for it, which may not be made, waits for these

@@ -57,7 +57,7 @@ class Traffic:
                     for tensor, spec in zip(operation.outputs, plan.gives))
         if whole <= LARGEST_KEPT or 2 * rows >= (self.towers - 1) * whole:
             return plan
-        return dataclasses.replace(once, gives=plan.gives)
+        return dataclasses.replace(once, gives=plan.gives, whole=plan.whole)
 
 
 def of(strategy: Any, known_rows: int | None) -> Traffic:

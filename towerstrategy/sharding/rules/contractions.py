@@ -29,7 +29,19 @@ def matmul(op: Op, specs: Sequence[Spec]) -> Plan | None:
             labels.reverse()
         own = ranks[number] - 2
         names.append([*range(rank - 2 - own, rank - 2), *labels])
-    return _contracted(op, specs, names, [*range(rank - 2), "m", "n"])
+    plan = _contracted(op, specs, names, [*range(rank - 2), "m", "n"])
+    if plan is not None and op.type == "MatMul" and op.attr("transpose_b"):
+        plan.whole = _swapped
+    return plan
+
+
+def _swapped(m: Any) -> list[Any]:
+    """``a bᵀ`` as ``(b aᵀ)ᵀ``: on CPUs a product copies the second operand to transpose it."""
+    import tensorflow as tf
+
+    product = m.make("MatMul", [m.whole(1), m.whole(0)], None,
+                     transpose_b=not m.op.attr("transpose_a"))
+    return [m.make("Transpose", [product, m.constant([1, 0], tf.int32, None)], None)]
 
 
 @rule("Einsum")

@@ -83,7 +83,8 @@ class Plan:
       near: an input of which the towers need a few entries: theirs are done where it is, so that
         only the entries are sent.
       once: it is done once with all rows, of which each tower then takes its own.
-      whole: likewise makes the whole batch's outputs, for sizes that are made of sharded inputs.
+      whole: likewise makes the whole batch's outputs: of sizes that are made of sharded inputs, and
+        of what is done once in another way.
     """
 
     takes: Sequence[Spec]
