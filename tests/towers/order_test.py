@@ -69,6 +69,21 @@ def traced(strategy, fn, *batch):
 
 class OrderTest(parameterized.TestCase):
 
+    @parameterized.parameters(keras, tf_keras)
+    def test_one_round_in_fit(self, kit):
+        """Else micro-batches wait for one another halfway, and all of them hold activations."""
+        strategy = TowerStrategy(["CPU:1"], micro_batches=4)
+        with strategy.scope():
+            model = kit.Sequential([kit.Input([8, 8, 2]), *(
+                kit.layers.Conv2D(3, 3, activation="relu") for _ in range(3)),
+                kit.layers.GlobalAveragePooling2D(), kit.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        with strategy.extended.step():
+            nodes = traced(strategy, lambda *rows: model.train_step(rows),
+                           tf.zeros([12, 8, 8, 2]), tf.zeros([12, 1]))
+        ends = [name for name in nodes.ops if "end_of_micro_batch" in name]
+        self.assertLen(ends, 3)
+
     @parameterized.parameters((keras, True, ["CPU:1"]), (keras, False, ["CPU:1"]),
                               (tf_keras, True, ["CPU:1", "CPU:2"]))
     def test_backward_before_the_next_forward(self, kit, trace_once, towers):

@@ -181,8 +181,8 @@ class Partition:
                      if tensor.dtype == tf.resource and value.device), "")
         if plan.near is not None and values[plan.near].constant is None:
             home = values[plan.near].device
-        if all(isinstance(spec, (Size, Replicated)) for spec in (*plan.takes, *plan.gives)):
-            home = towers.host  # shapes made of shapes
+        of_shapes = all(isinstance(spec, (Size, Replicated))
+                        for spec in (*plan.takes, *plan.gives))
 
         if plan.make is not None:
             each = _Lazily(lambda: plan.make(maker))  # type: ignore[misc]
@@ -194,8 +194,8 @@ class Partition:
                 if tower not in made:
                     made[tower] = self._copied(
                         operation, [value.part(tower) for value in values],
-                        home or towers.devices[tower], tower,
-                        controls if ordered else self._own(controls, tower))
+                        home or (towers.shapes_on(tower) if of_shapes else towers.devices[tower]),
+                        tower, controls if ordered else self._own(controls, tower))
                 return made[tower]
 
         whole: _Lazily | None
@@ -206,7 +206,8 @@ class Partition:
         else:
             whole = _Lazily(lambda: self._copied(
                 operation, [value.whole() for value in values],
-                home or self._home(operation, values), None, controls))
+                towers.host if of_shapes else home or self._home(operation, values), None,
+                controls))
         if not plan.gives or any(isinstance(spec, (Sharded, Partial, ListOf))
                                  for spec in plan.gives):
             for tower in range(count):
@@ -226,7 +227,7 @@ class Partition:
         if isinstance(spec, Axes) and whole is not None:
             return Value(towers, spec, tensor.shape, whole.output(index))
         if isinstance(spec, Replicated):  # each tower's is the same
-            return Value(towers, spec, tensor.shape, lambda: one(0))
+            return Value(towers, spec, tensor.shape, lambda: one(0), one)
         return Value(towers, spec, tensor.shape, None, one,
                      self._homes.get(tensor.op.name, ""))
 

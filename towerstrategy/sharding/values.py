@@ -93,7 +93,7 @@ class Towers:
             assert count is not None
             return self._as(count, dtype)
 
-        return self._once(("count", tower, dtype), make)
+        return self.once(("count", tower, dtype), make)
 
     def counts(self) -> Ref:
         """How many rows each tower of all workers has."""
@@ -109,7 +109,7 @@ class Towers:
             placed = self.builder.make("PadV2", [own, around, zero], self.host)
             return self.across.cross("sum", placed, self.host, tf.TensorShape([self.replicas]))
 
-        return self._once("counts", make)
+        return self.once("counts", make)
 
     def total(self, dtype: tf.DType = tf.int64) -> Ref:
         """How many rows the batch has."""
@@ -118,14 +118,14 @@ class Towers:
                 return self._as(self._first_of(self.counts(), self.replicas), dtype)
             return self.add_up([self.count(tower, dtype) for tower in range(len(self))], self.host)
 
-        return self._once(("total", dtype), make)
+        return self.once(("total", dtype), make)
 
     def earlier(self, dtype: tf.DType = tf.int64) -> Ref:
         """How many rows the workers before this one have."""
         if self.across.workers is None:
             return self.builder.constant(0, dtype, self.host)
         counts = self.counts()  # asked for on all workers, as this may cross
-        return self._once(("earlier", dtype), lambda: self._as(
+        return self.once(("earlier", dtype), lambda: self._as(
             self._first_of(counts, self.first), dtype))
 
     def of_earlier(self, number: Ref) -> Ref:
@@ -152,23 +152,30 @@ class Towers:
         """How many rows the towers before this one have."""
         if tower == 0:
             return self.earlier(dtype)
-        return self._once(("offset", tower, dtype), lambda: self.builder.make(
+        return self.once(("offset", tower, dtype), lambda: self.builder.make(
             "AddV2", [self.offset(tower - 1, dtype), self.count(tower - 1, dtype)], self.host))
 
     def missing(self, tower: int) -> Ref:
         """1 for a tower without rows, else 0; an int32 scalar."""
-        return self._once(("missing", tower), lambda: self.builder.make("Cast", [
+        return self.once(("missing", tower), lambda: self.builder.make("Cast", [
             self.builder.make("Equal", [self.count(tower), self.builder.constant(
                 0, tf.int64, self.host)], self.host)], self.host, DstT=tf.int32))
 
-    def vector(self, number: Ref, at: int, length: int, other: int) -> Ref:
-        """A vector with ``number`` in one place and ``other`` in all others."""
-        def make() -> Ref:
-            rest = self.builder.constant(other, number.dtype, self.host)
-            return self.builder.make("Pack", [number if place == at else rest
-                                              for place in range(length)], self.host, axis=0)
+    def shapes_on(self, tower: int) -> str:
+        """Where a tower's shapes are made: on the tower if it is a CPU, else on the host."""
+        device = self.devices[tower]
+        return device if tf.DeviceSpec.from_string(device).device_type == "CPU" else self.host
 
-        return self._once(("vector", number, at, length, other), make)
+    def vector(self, tower: int, number: Ref, at: int, length: int, other: int) -> Ref:
+        """A vector with ``number`` in one place and ``other`` in all others, for a tower."""
+        def make() -> Ref:
+            device = self.shapes_on(tower)
+            rest = self.builder.constant(other, number.dtype, device)
+            return self.builder.make("Pack", [number if place == at else rest
+                                              for place in range(length)], device,
+                                     f"{self.scopes[tower]}Pack", axis=0)
+
+        return self.once(("vector", tower, number, at, length, other), make)
 
     def add_up(self, parts: Sequence[Ref], device: str,
                shape: tf.TensorShape | None = None) -> Ref:
@@ -201,7 +208,8 @@ class Towers:
             return ref
         return self.builder.make("Cast", [ref], self.host, DstT=dtype)
 
-    def _once(self, key: Any, make: Callable[[], Ref]) -> Ref:
+    def once(self, key: Any, make: Callable[[], Ref]) -> Ref:
+        """What ``make`` makes when ``key`` is asked for first."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
@@ -299,6 +307,11 @@ class Value:
 
     def padded(self) -> Value:
         """With a row of zeros for each tower that has none."""
+        if "padded" not in self._others:
+            self._others["padded"] = self._padded()
+        return self._others["padded"]
+
+    def _padded(self) -> Value:
         spec, towers = self.spec, self.towers
         if isinstance(spec, Sharded) and self.shape.rank is not None:
             return Value(towers, spec, self.shape, self.whole, self._padded_part)
@@ -307,16 +320,19 @@ class Value:
             return Value(towers, spec, self.shape, self.whole, lambda tower: towers.builder.make(
                 "Maximum", [self.part(tower), towers.builder.constant(
                     [int(place == at) for place in range(length)], self.part(tower).dtype,
-                    towers.devices[tower])], towers.devices[tower]))
+                    towers.devices[tower])], towers.devices[tower],
+                f"{towers.scopes[tower]}Maximum"))
         return self
 
     def _padded_part(self, tower: int) -> Ref:
         assert isinstance(self.spec, Sharded)
         towers, dim, rank, part = self.towers, self.spec.dim, self.shape.rank, self.part(tower)
         build, device = towers.builder, towers.devices[tower]
-        after = towers.vector(self._missing(tower), dim, rank, 0)
-        none = build.constant([0] * rank, tf.int32, towers.host)
-        paddings = build.make("Pack", [none, after], towers.host, axis=1)
+        after = towers.vector(tower, self._missing(tower), dim, rank, 0)
+        host = towers.shapes_on(tower)
+        paddings = towers.once(("paddings", after), lambda: build.make(
+            "Pack", [build.constant([0] * rank, tf.int32, host), after], host,
+            f"{towers.scopes[tower]}Pack", axis=1))
         # Not Pad, which oneDNN fuses with a convolution that gives no rows a wrong shape.
         zero = build.constant(0, part.dtype, device)
         return build.make("PadV2", [part, paddings, zero], device, f"{towers.scopes[tower]}Pad")
@@ -329,11 +345,12 @@ class Value:
 
         def part(tower: int) -> Ref:
             build, device = towers.builder, towers.devices[tower]
-            one = build.constant(1, tf.int32, towers.host)
-            rows = build.make("Sub", [like._missing(tower), one], towers.host)
+            missing = like._missing(tower)
+            rows = towers.once(("kept", missing), lambda: build.make(
+                "Sub", [missing, build.constant(1, tf.int32, towers.host)], towers.host))
             begin = build.constant([0] * rank, tf.int32, device)
             return build.make("Slice", [self.part(tower), begin, towers.vector(
-                rows, spec.dim, rank, -1)], device, f"{towers.scopes[tower]}Slice")
+                tower, rows, spec.dim, rank, -1)], device, f"{towers.scopes[tower]}Slice")
 
         return Value(towers, spec, self.shape, None, part)
 
@@ -342,18 +359,22 @@ class Value:
         towers = self.towers
         if not self.spec.group:
             return towers.missing(tower)
-        build, device = towers.builder, towers.devices[tower]
-        rows = build.make("GatherV2", [
-            build.make("Shape", [self.part(tower)], device),
-            build.constant(self.spec.dim, tf.int32, device), build.constant(0, tf.int32, device)],
-            device)
-        return build.make("Cast", [build.make("Equal", [rows, build.constant(
-            0, tf.int32, device)], device)], device, DstT=tf.int32)
+        device = towers.devices[tower]
+
+        def make(type: str, *inputs: Ref, **attrs: Any) -> Ref:
+            return towers.builder.make(type, inputs, device, f"{towers.scopes[tower]}{type}",
+                                       **attrs)
+
+        none = towers.builder.constant(0, tf.int32, device)
+        dim = towers.builder.constant(self.spec.dim, tf.int32, device)
+        rows = make("GatherV2", make("Shape", self.part(tower)), dim, none)
+        return make("Cast", make("Equal", rows, none), DstT=tf.int32)
 
     def _first_or_zeros(self, tower: int) -> Ref:
         if self.towers.first + tower == 0:
             return self.whole()
-        return self.towers.builder.make("ZerosLike", [self.whole()], self.towers.devices[tower])
+        return self.towers.builder.make("ZerosLike", [self.whole()], self.towers.devices[tower],
+                                        f"{self.towers.scopes[tower]}ZerosLike")
 
     def _gathered(self) -> Ref:
         """The whole tensor, from the towers' parts."""
@@ -419,9 +440,9 @@ class Value:
                     one = build.constant(1, tf.int64, towers.host)
                     size = build.make("SelectV2", [fewer, one, size], towers.host)
             return build.make("Slice", [
-                whole, towers.vector(begin, wanted.dim, rank, 0),
-                towers.vector(size, wanted.dim, rank, -1)], device, f"{towers.scopes[tower]}cut",
-                Index=tf.int64)
+                whole, towers.vector(tower, begin, wanted.dim, rank, 0),
+                towers.vector(tower, size, wanted.dim, rank, -1)], device,
+                f"{towers.scopes[tower]}cut", Index=tf.int64)
 
         return Value(towers, wanted, self.shape, self.whole, part)
 
