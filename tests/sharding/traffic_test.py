@@ -50,6 +50,17 @@ class TrafficTest(parameterized.TestCase):
         plan = next(plan for name, plan in layout.plans.items() if name.startswith("MatMul"))
         self.assertEqual(plan.once, once)
 
+    @parameterized.parameters((False, REPLICATED), (True, Sharded(0)))
+    def test_rows_that_cross_once(self, of_rows, wanted):
+        """Else an optimizer's steps of a table's gradient rows cross beside the rows themselves."""
+        def step(x):
+            squares = .1 * x ** 2
+            return (tf.cumsum(x), tf.cumsum(squares), squares if of_rows else x)
+
+        layout = layout_of(step, [[None, 8]], [Sharded(0)], Traffic(4, 64))
+        square, = (operation for operation in layout.order if operation.type == "Pow")
+        self.assertEqual(layout.specs[square.outputs[0].name], wanted)
+
 
 if __name__ == "__main__":
     absltest.main()

@@ -9,6 +9,7 @@ tower's part of it; on CPU devices, which share the cores, the weights of a wide
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -70,6 +71,41 @@ def of(strategy: Any, known_rows: int | None) -> Traffic:
         return Traffic()
     guess = count * (ROWS if placement.on_cpu else MANY_ROWS)
     return Traffic(count, known_rows or guess, placement.on_cpu)
+
+
+def gather_once(layout: Any) -> None:
+    """Does light operations once whose results nobody wants but whole, as their inputs are.
+
+    So of what an optimizer makes of a table's gradient rows only these rows cross.
+
+    Args:
+      layout: a :class:`propagate.Layout`, which is changed.
+    """
+    in_parts = collections.Counter(tensor.name for tensor in layout.graph.outputs)
+    whole: set[str] = set()  # what is wanted whole, and what is lightly made of that
+    for operation in layout.order:
+        plan = layout.plans.get(operation.name)
+        takes = [REPLICATED] * len(operation.inputs) if plan is None else plan.takes
+        for tensor, spec in zip(operation.inputs, takes):
+            if spec == REPLICATED:
+                whole.add(tensor.name)
+            else:
+                in_parts[tensor.name] += 1
+    light = []
+    for operation in layout.order:
+        plan = layout.plans.get(operation.name)
+        if isinstance(plan, Plan) and plan.light and all(
+                spec == REPLICATED or tensor.name in whole
+                for tensor, spec in zip(operation.inputs, layout.inputs_of(operation))):
+            light.append(operation)
+            whole.update(tensor.name for tensor in operation.outputs)
+    for operation in reversed(light):
+        if not any(in_parts[tensor.name] for tensor in operation.outputs):
+            in_parts.subtract(tensor.name for tensor, spec in zip(
+                operation.inputs, layout.plans[operation.name].takes) if spec != REPLICATED)
+            layout.plans[operation.name] = Plan(
+                [REPLICATED] * len(operation.inputs), [REPLICATED], once=True)
+            layout.specs[operation.outputs[0].name] = REPLICATED
 
 
 def _bytes(tensor: tf.Tensor, spec: Spec) -> int:

@@ -151,7 +151,8 @@ def unary(op: Op, specs: Sequence[Spec]) -> Plan | None:
             return Plan(specs, [spec])
         return None
     if isinstance(spec, Sharded) and all(is_plain(other) for other in specs[1:]):
-        return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec] * len(op.outputs))
+        return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec] * len(op.outputs),
+                    light=True)
     return None
 
 
@@ -171,7 +172,7 @@ def binary(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return _on_lists(op, specs)
     if any(isinstance(spec, Sharded) for spec in specs):
         found = aligned(op, specs, op.out_rank())
-        return None if found is None else Plan(found[0], [found[1]])
+        return None if found is None else Plan(found[0], [found[1]], light=True)
     if op.type in ("AddN", "AddV2", "Add", "Sub") and all(spec == SUM for spec in specs):
         # A sum over sums of parts; broadcasting does not change that.
         return Plan(specs, [SUM])

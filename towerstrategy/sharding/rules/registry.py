@@ -83,6 +83,7 @@ class Plan:
       near: an input of which the towers need a few entries: theirs are done where it is, so that
         only the entries are sent.
       once: it is done once with all rows, of which each tower then takes its own.
+      light: it takes no longer than to read its inputs, so it is done wherever these are.
       whole: likewise makes the whole batch's outputs: of sizes that are made of sharded inputs, and
         of what is done once in another way.
     """
@@ -95,6 +96,7 @@ class Plan:
     near: int | None = None
     once: bool = False
     padded: bool = False
+    light: bool = False
 
 
 Rule = Callable[[Op, Sequence[Spec]], "Plan | None"]
