@@ -61,6 +61,18 @@ class TrafficTest(parameterized.TestCase):
         square, = (operation for operation in layout.order if operation.type == "Pow")
         self.assertEqual(layout.specs[square.outputs[0].name], wanted)
 
+    def test_rows_that_are_repeated(self):
+        """Else pooled rows of a table's gradient cross once for each entry that was looked up."""
+        def step(x):
+            rows = tf.reshape(tf.broadcast_to(x[:, None] / 3., [tf.shape(x)[0], 3, 8]), [-1, 8])
+            return tf.cumsum(rows)
+
+        layout = layout_of(step, [[None, 8]], [Sharded(0)], Traffic(4, 64))
+        specs = {operation.type: layout.specs[operation.outputs[0].name]
+                 for operation in layout.order}
+        self.assertEqual([specs["RealDiv"], specs["BroadcastTo"], specs["Reshape"]],
+                         [Sharded(0), REPLICATED, REPLICATED])
+
 
 if __name__ == "__main__":
     absltest.main()

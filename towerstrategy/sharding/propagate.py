@@ -138,7 +138,7 @@ class _Propagation:
             gives = self._operation(layout, operation)
             layout.specs.update(zip((tensor.name for tensor in operation.outputs), gives))
         if not self._depth:
-            traffic_lib.gather_once(layout)
+            traffic_lib.gather_early(layout)
         return layout
 
     def _operation(self, layout: Layout, operation: tf.Operation) -> Sequence[Spec]:

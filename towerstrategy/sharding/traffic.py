@@ -15,8 +15,17 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Plan
-from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Sharded, Spec
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    SUM,
+    ListOf,
+    Replicated,
+    Sharded,
+    Size,
+    Spec,
+)
 
 # Rows of a tower where nobody knows: on CPU devices, elsewhere.
 ROWS, MANY_ROWS = 64, 1024
@@ -73,16 +82,17 @@ def of(strategy: Any, known_rows: int | None) -> Traffic:
     return Traffic(count, known_rows or guess, placement.on_cpu)
 
 
-def gather_once(layout: Any) -> None:
-    """Does light operations once whose results nobody wants but whole, as their inputs are.
+def gather_early(layout: Any) -> None:
+    """Gathers rows before light operations make them more, where what these make is wanted whole.
 
-    So of what an optimizer makes of a table's gradient rows only these rows cross.
+    So of the gradient of a table cross the rows that were looked up, once, and not what pooling
+    repeats of them, nor beside them what an optimizer makes of them.
 
     Args:
-      layout: a :class:`propagate.Layout`, which is changed.
+      layout: a :class:`propagate.Layout`, which is changed: such operations are done once.
     """
     in_parts = collections.Counter(tensor.name for tensor in layout.graph.outputs)
-    whole: set[str] = set()  # what is wanted whole, and what is lightly made of that
+    whole = set()
     for operation in layout.order:
         plan = layout.plans.get(operation.name)
         takes = [REPLICATED] * len(operation.inputs) if plan is None else plan.takes
@@ -91,21 +101,38 @@ def gather_once(layout: Any) -> None:
                 whole.add(tensor.name)
             else:
                 in_parts[tensor.name] += 1
-    light = []
-    for operation in layout.order:
-        plan = layout.plans.get(operation.name)
-        if isinstance(plan, Plan) and plan.light and all(
-                spec == REPLICATED or tensor.name in whole
-                for tensor, spec in zip(operation.inputs, layout.inputs_of(operation))):
-            light.append(operation)
-            whole.update(tensor.name for tensor in operation.outputs)
+    least: dict[str, int] = {}  # bytes an example that cross, at least, to have a tensor whole
+    light = [operation for operation in layout.order if _may_be_done_once(layout, operation)]
+    for operation in light:
+        before = _rows_before(layout, operation)
+        for tensor in operation.outputs:
+            least[tensor.name] = 0 if tensor.name in whole else min(
+                _bytes(tensor, layout.specs[tensor.name]), sum(
+                    least.get(name, bytes) if name not in whole else 0
+                    for name, bytes in before.items()))
     for operation in reversed(light):
-        if not any(in_parts[tensor.name] for tensor in operation.outputs):
-            in_parts.subtract(tensor.name for tensor, spec in zip(
-                operation.inputs, layout.plans[operation.name].takes) if spec != REPLICATED)
+        out, before = operation.outputs[0], _rows_before(layout, operation)
+        fewer = sum(0 if name in whole else least.get(name, bytes)
+                    for name, bytes in before.items()) < _bytes(out, layout.specs[out.name])
+        if fewer and not in_parts[out.name]:
+            in_parts.subtract(list(before))
+            whole.update(before)
             layout.plans[operation.name] = Plan(
                 [REPLICATED] * len(operation.inputs), [REPLICATED], once=True)
-            layout.specs[operation.outputs[0].name] = REPLICATED
+            layout.specs[out.name] = REPLICATED
+
+
+def _may_be_done_once(layout: Any, operation: tf.Operation) -> bool:
+    plan = layout.plans.get(operation.name)
+    return isinstance(plan, Plan) and registry.is_light(operation.type) \
+        and len(operation.outputs) == 1 and isinstance(plan.gives[0], Sharded) and all(
+            isinstance(spec, (Replicated, Sharded, Size)) for spec in plan.takes)
+
+
+def _rows_before(layout: Any, operation: tf.Operation) -> dict[str, int]:
+    """The sharded inputs of an operation, with the bytes of an example."""
+    return {tensor.name: _bytes(tensor, spec) for tensor, spec
+            in zip(operation.inputs, layout.inputs_of(operation)) if isinstance(spec, Sharded)}
 
 
 def _bytes(tensor: tf.Tensor, spec: Spec) -> int:

@@ -139,7 +139,7 @@ def _is_linear(op: Op) -> bool:
         or of.is_integer and to.is_floating and to.size >= 4
 
 
-@rule(*UNARY)
+@rule(*UNARY, light=True)
 def unary(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec = specs[0]
     if isinstance(spec, ListOf):
@@ -151,8 +151,7 @@ def unary(op: Op, specs: Sequence[Spec]) -> Plan | None:
             return Plan(specs, [spec])
         return None
     if isinstance(spec, Sharded) and all(is_plain(other) for other in specs[1:]):
-        return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec] * len(op.outputs),
-                    light=True)
+        return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec] * len(op.outputs))
     return None
 
 
@@ -166,13 +165,13 @@ def quantize(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec])
 
 
-@rule(*BINARY)
+@rule(*BINARY, light=True)
 def binary(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if any(isinstance(spec, ListOf) for spec in specs):
         return _on_lists(op, specs)
     if any(isinstance(spec, Sharded) for spec in specs):
         found = aligned(op, specs, op.out_rank())
-        return None if found is None else Plan(found[0], [found[1]], light=True)
+        return None if found is None else Plan(found[0], [found[1]])
     if op.type in ("AddN", "AddV2", "Add", "Sub") and all(spec == SUM for spec in specs):
         # A sum over sums of parts; broadcasting does not change that.
         return Plan(specs, [SUM])
@@ -181,7 +180,7 @@ def binary(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return None
 
 
-@rule("Select")
+@rule("Select", light=True)
 def select(op: Op, specs: Sequence[Spec]) -> Plan | None:
     rank, condition = op.out_rank(), op.rank(0)
     if rank is None or condition not in (0, 1, rank) or any(

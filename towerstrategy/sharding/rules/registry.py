@@ -83,7 +83,6 @@ class Plan:
       near: an input of which the towers need a few entries: theirs are done where it is, so that
         only the entries are sent.
       once: it is done once with all rows, of which each tower then takes its own.
-      light: it takes no longer than to read its inputs, so it is done wherever these are.
       whole: likewise makes the whole batch's outputs: of sizes that are made of sharded inputs, and
         of what is done once in another way.
     """
@@ -96,21 +95,28 @@ class Plan:
     near: int | None = None
     once: bool = False
     padded: bool = False
-    light: bool = False
 
 
 Rule = Callable[[Op, Sequence[Spec]], "Plan | None"]
 _RULES: dict[str, Rule] = {}
+_LIGHT: set[str] = set()
 
 
-def rule(*types: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for operations of these types; one rule a type."""
+def rule(*types: str, light: bool = False) -> Callable[[Rule], Rule]:
+    """Registers a rule for operations of these types; one rule a type.
+
+    Args:
+      types: the types.
+      light: they take no longer than to read and to write what they are given and give, so that it
+        does not matter who does them.
+    """
 
     def put(function: Rule) -> Rule:
         for name in types:
             if name in _RULES:
                 raise ValueError(f"operation type {name!r} has a rule already: {_RULES[name]}")
             _RULES[name] = function
+        _LIGHT.update(types if light else ())
         return function
 
     return put
@@ -142,6 +148,11 @@ def register(type: str, rule: Rule) -> None:
 
 def _is_operation(type: str) -> bool:
     return _tf.op_def(type) is not None
+
+
+def is_light(type: str) -> bool:
+    """Whether operations of this type take no longer than to read and to write."""
+    return type in _LIGHT
 
 
 def types() -> list[str]:

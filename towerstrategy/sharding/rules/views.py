@@ -19,7 +19,7 @@ from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Partial, Sharded, Size, Spec
 
 
-@rule("Reshape")
+@rule("Reshape", light=True)
 def reshape(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, target = specs
     if isinstance(spec, Partial):
@@ -134,7 +134,7 @@ def _reshape(m: Any, tower: int, dim: int) -> Any:
     return m.copy([m.part(0, tower), shape], tower)[0]
 
 
-@rule("ExpandDims")
+@rule("ExpandDims", light=True)
 def expand_dims(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, rank = specs[0], op.rank(0)
     axes = op.axes(1, None if rank is None else rank + 1)
@@ -147,7 +147,7 @@ def expand_dims(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan([spec, REPLICATED], [spec.at(spec.dim + (axes[0] <= spec.dim))])
 
 
-@rule("Squeeze")
+@rule("Squeeze", light=True)
 def squeeze(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, rank, static = specs[0], op.rank(0), op.inputs[0].shape
     if isinstance(spec, Partial):
@@ -167,7 +167,7 @@ def squeeze(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan([spec], [spec.at(spec.dim - sum(axis < spec.dim for axis in axes))])
 
 
-@rule("Transpose", "ConjugateTranspose")
+@rule("Transpose", "ConjugateTranspose", light=True)
 def transpose(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, order = specs[0], op.value(1)
     if isinstance(spec, Partial):
@@ -374,7 +374,7 @@ def fill(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan([size, REPLICATED], [size.shards(size.at)])
 
 
-@rule("BroadcastTo")
+@rule("BroadcastTo", light=True)
 def broadcast_to(op: Op, specs: Sequence[Spec]) -> Plan | None:
     value, size = specs
     if not isinstance(size, Size):
@@ -395,7 +395,7 @@ def broadcast_to(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan([dataclasses.replace(sharded, dim=dim, broadcast=True), size], [sharded])
 
 
-@rule("Tile")
+@rule("Tile", light=True)
 def tile(op: Op, specs: Sequence[Spec]) -> Plan | None:
     value, times = specs
     if isinstance(value, Sharded):
@@ -414,7 +414,7 @@ def tile(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return None
 
 
-@rule("OneHot")
+@rule("OneHot", light=True)
 def one_hot(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, rank = specs[0], op.rank(0)
     if not isinstance(spec, Sharded) or rank is None:
