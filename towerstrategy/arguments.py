@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.placement import devices as devices_lib
-from towerstrategy.towers import contexts
 
 
 def check_made(cross_device_ops: Any, communication_options: Any,
@@ -183,33 +182,6 @@ def check_structures(argument: str, values: list[Any]) -> None:
             raise ValueError(
                 f"{argument} must return the same structure for every tower, but for tower {tower} "
                 f"it returned {value!r}, and for tower 0 {values[0]!r}.") from None
-
-
-def check_input_options(options: tf.distribute.InputOptions) -> None:
-    """TensorFlow takes anything as the fields of ``InputOptions``."""
-    mode = options.experimental_replication_mode
-    if not isinstance(mode, tf.distribute.InputReplicationMode):
-        raise TypeError("InputOptions: experimental_replication_mode must be a "
-                        "tf.distribute.InputReplicationMode (PER_WORKER or PER_REPLICA), but got "
-                        f"{mode!r} of type {type(mode).__name__}.")
-    size = options.experimental_per_replica_buffer_size
-    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-        raise TypeError("InputOptions: experimental_per_replica_buffer_size must be a whole "
-                        f"number, but got {size!r} of type {type(size).__name__}.")
-    if size < 0:
-        raise ValueError("InputOptions: experimental_per_replica_buffer_size must be at least 0, "
-                         f"but got {size}.")
-    if options.experimental_place_dataset_on_device:
-        if mode != tf.distribute.InputReplicationMode.PER_REPLICA:
-            raise ValueError(
-                "InputOptions: experimental_place_dataset_on_device=True needs "
-                "experimental_replication_mode=PER_REPLICA, a dataset for each tower, but got "
-                f"{mode}.")
-        if options.experimental_fetch_to_device:
-            raise ValueError(
-                "InputOptions: experimental_place_dataset_on_device=True needs "
-                "experimental_fetch_to_device=False, but got True, which is the default: what is "
-                "on the device already is not fetched to it.")
 
 
 def _check_op(reduce_op: Any) -> None:

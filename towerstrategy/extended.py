@@ -15,13 +15,20 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _keras, _tensorflow as _tf, arguments
-from towerstrategy.batch import datasets as datasets_lib, input_contexts, input_options, splitting
-from towerstrategy.machines import dealing, meeting, shards
+from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts
+from towerstrategy.batch import (
+    datasets as datasets_lib,
+    dealing,
+    input_contexts,
+    input_options,
+    splitting,
+)
 from towerstrategy.merge import merging, reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
+from towerstrategy.placement.workers import Workers
 from towerstrategy.sharding import run as whole_batch
-from towerstrategy.towers import calls, contexts, modes, one_replica, stages, steps
+from towerstrategy.stages.within import Stages
+from towerstrategy.towers import calls, modes, steps
 from towerstrategy.variables import creation, living, tower_local
 
 
@@ -29,17 +36,17 @@ class TowerExtended(_tf.StrategyExtended):
     """What ``strategy.extended`` is for a ``TowerStrategy``."""
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
-                 placement: devices_lib.Placement, workers: meeting.Machines | None = None,
-                 cluster_resolver: Any = None, draws_rows: bool = True) -> None:
+                 placement: devices_lib.Placement, workers: Workers | None = None,
+                 cluster_resolver: Any = None, draws_rows: bool = True,
+                 measuring: Any = None) -> None:
         self.draws_rows = draws_rows  # whether rows are what one device would draw
         # TensorFlow's constructor asks for the number of towers.
         self._placement, self._workers = placement, workers
-        self.dealer = dealing.Dealer(placement, workers)
+        self.dealer = dealing.Dealer(placement, workers, measuring)
         self._cluster_resolver = cluster_resolver
         super().__init__(container_strategy)
         self._homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows)
-        self.settle, self.stages = self._homes.settle, stages.Stages(placement)
-        self.places = stages.Places(placement)
+        self.settle, self.stages = self._homes.settle, Stages(placement)
         self._tracked: dict[int, weakref.ref[Any]] = {}
         self._written_alone: dict[int, weakref.ref[Any]] = {}
         # Whether functions are traced for tower 0 alone, and why some were not.
@@ -61,9 +68,10 @@ class TowerExtended(_tf.StrategyExtended):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""
+        measuring = self.dealer.measuring and self.dealer.measuring.anew()
         copied = memo[id(self)] = TowerExtended(self._container_strategy(), self._placement,
                                                 self._workers, self._cluster_resolver,
-                                                self.draws_rows)
+                                                self.draws_rows, measuring)
         copied.synchronize_batch_norm = self.synchronize_batch_norm
         return copied
 
@@ -140,7 +148,7 @@ class TowerExtended(_tf.StrategyExtended):
         return len(self._placement.towers) if self._workers is None else self._workers.replicas
 
     @property
-    def workers(self) -> meeting.Machines | None:
+    def workers(self) -> Workers | None:
         """Where the machines meet; None with a single one."""
         return self._workers
 
@@ -287,7 +295,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         owner = getattr(colocate_with_variable, "_distribute_strategy", None)
-        if owner is None and one_replica.has_all_rows():
+        if owner is None and contexts.has_all_rows():
             return  # a model made outside of the scope, whose step is traced as on one device
         if owner is None or owner is not self._container_strategy():
             raise ValueError(
@@ -348,7 +356,7 @@ class TowerExtended(_tf.StrategyExtended):
         made = (datasets_lib.zip_datasets(datasets, ready=ready) if per_replica
                 else datasets_lib.group_dataset(datasets[0], count, ready=ready))
         if workers is not None:
-            made = shards.shard_grouped(made, workers, ready)
+            made = workers.shard_grouped(made, ready)
         return made.fetched_to(fetch)
 
     def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> Any:
@@ -394,7 +402,7 @@ class TowerExtended(_tf.StrategyExtended):
         return reductions.onto(destinations, lambda: merging.concat(list(value.values), axis))
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        if one_replica.has_all_rows():  # where tf_keras reads a metric
+        if contexts.has_all_rows():  # where tf_keras reads a metric
             return value
         return super()._replica_ctx_all_reduce(reduce_op, value, options)
 

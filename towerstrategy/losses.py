@@ -16,9 +16,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, contexts
+from towerstrategy.contexts import whole
 from towerstrategy.merge import merging
-from towerstrategy.towers import contexts, whole
 
 
 def scaled(tower: contexts.TowerContext, mean: tf.Tensor) -> tf.Tensor:
@@ -176,7 +176,7 @@ class WholeBatch:
         gathered = iter(whole.rows_of_all(tower, rows) if rows else ())
         args, kwargs = tf.nest.pack_sequence_as(
             (args, kwargs), [next(gathered) if _has_rows(leaf) else leaf for leaf in flat])
-        with contexts.OneReplicaContext(tower.strategy), tower.strategy.extended.counted_as(1):
+        with contexts.OneReplicaContext(tower.strategy):
             result = inner(*args, **kwargs)
         if result.shape.rank == 0:
             return scaled(tower, result)

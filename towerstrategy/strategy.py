@@ -14,12 +14,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _keras, _tensorflow as _tf, arguments, extended, losses
-from towerstrategy.machines import clusters, meeting
+from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, extended, losses
+from towerstrategy.machines import clusters, workers as workers_lib
+from towerstrategy.measured import measuring
 from towerstrategy.placement import asked_shares, cuts, devices as devices_lib, kind
 from towerstrategy.report import description
 from towerstrategy.sharding import function as functions
-from towerstrategy.towers import one_replica, stages
+from towerstrategy.stages import within
 from towerstrategy.variables import rules
 
 
@@ -146,15 +147,16 @@ class TowerStrategy(kind.Kind):
                     else cluster_resolver)
         cluster = clusters.join(resolver, devices_lib.stages_asked(devices))
         placement = devices_lib.place(devices, merge_device, shares, micro_batches, balance)
-        workers = None if cluster is None else meeting.Machines(
+        workers = None if cluster is None else workers_lib.DealingMachines(
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.shares, placement.shares_from)
         super().__init__(extended.TowerExtended(self, placement, workers, resolver,
-                                                draws == arguments.DRAWS[0]))
+                                                draws == arguments.DRAWS[0],
+                                                measuring.of(placement, workers)))
         self.extended.synchronize_batch_norm = synchronize_batch_norm
         losses.install()
-        stages.install()
-        _tf.wrap_generators(one_replica.has_all_rows)
+        within.install()
+        _tf.wrap_generators(contexts.has_all_rows)
         _keras.install_hooks()
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:

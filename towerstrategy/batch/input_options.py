@@ -6,11 +6,11 @@ a pipeline of its own, where its parts are fetched to, and how many elements are
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import arguments
 from towerstrategy.batch import datasets, prefetching
 
 
@@ -32,9 +32,36 @@ def read(options: Any, extended: Any) -> tuple[bool, prefetching.Fetch, int]:
     if not isinstance(options, tf.distribute.InputOptions):
         raise TypeError("options must be None or a tf.distribute.InputOptions, but got "
                         f"{options!r} of type {type(options).__name__}.")
-    arguments.check_input_options(options)
+    _check(options)
     ready = options.experimental_per_replica_buffer_size
     devices = towers if options.experimental_fetch_to_device else ()
     mode = options.experimental_replication_mode
     return (mode == tf.distribute.InputReplicationMode.PER_REPLICA,
             fetch._replace(devices=devices, ready=ready), max(datasets.READY, ready))
+
+
+def _check(options: tf.distribute.InputOptions) -> None:
+    """TensorFlow takes anything as the fields of ``InputOptions``."""
+    mode = options.experimental_replication_mode
+    if not isinstance(mode, tf.distribute.InputReplicationMode):
+        raise TypeError("InputOptions: experimental_replication_mode must be a "
+                        "tf.distribute.InputReplicationMode (PER_WORKER or PER_REPLICA), but got "
+                        f"{mode!r} of type {type(mode).__name__}.")
+    size = options.experimental_per_replica_buffer_size
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise TypeError("InputOptions: experimental_per_replica_buffer_size must be a whole "
+                        f"number, but got {size!r} of type {type(size).__name__}.")
+    if size < 0:
+        raise ValueError("InputOptions: experimental_per_replica_buffer_size must be at least 0, "
+                         f"but got {size}.")
+    if options.experimental_place_dataset_on_device:
+        if mode != tf.distribute.InputReplicationMode.PER_REPLICA:
+            raise ValueError(
+                "InputOptions: experimental_place_dataset_on_device=True needs "
+                "experimental_replication_mode=PER_REPLICA, a dataset for each tower, but got "
+                f"{mode}.")
+        if options.experimental_fetch_to_device:
+            raise ValueError(
+                "InputOptions: experimental_place_dataset_on_device=True needs "
+                "experimental_fetch_to_device=False, but got True, which is the default: what is "
+                "on the device already is not fetched to it.")

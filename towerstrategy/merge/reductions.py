@@ -15,10 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.machines import meeting
 from towerstrategy.merge import merging
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.variables import tower_local
+from towerstrategy.placement.workers import Workers
 
 
 def the_one(number: int, structured: Any) -> Any:
@@ -32,7 +31,7 @@ def the_one(number: int, structured: Any) -> Any:
 
 
 def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any:
-    if isinstance(value, tower_local.TowerLocalVariable):
+    if isinstance(value, _tf.SyncOnReadVariable):
         value = _tf.PerReplica([part.value() for part in value._values])
     if isinstance(value, _tf.Mirrored):
         if reduce_op == _tf.ReduceOp.MEAN:
@@ -53,7 +52,7 @@ def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any
                      f"reduce op {reduce_op}.")
 
 
-def reduce_across(workers: meeting.Machines, reduce_op: Any, pairs: Any) -> list[Any]:
+def reduce_across(workers: Workers, reduce_op: Any, pairs: Any) -> list[Any]:
     """Reduces over the towers of all machines: first on each, then all values at once."""
     if reduce_op not in (_tf.ReduceOp.SUM, _tf.ReduceOp.MEAN):
         raise ValueError(f"reduce_op must be SUM or MEAN, but got {reduce_op}.")
@@ -62,7 +61,7 @@ def reduce_across(workers: meeting.Machines, reduce_op: Any, pairs: Any) -> list
     leaves: list[Any] = []
 
     def local(leaf: Any) -> int | Any:
-        if isinstance(leaf, tower_local.TowerLocalVariable):
+        if isinstance(leaf, _tf.SyncOnReadVariable):
             leaf = _tf.PerReplica([part.value() for part in leaf._values])
         if isinstance(leaf, _tf.Mirrored):
             if mean:

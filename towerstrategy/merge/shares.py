@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy.batch import rows as rows_lib, sub_batches
-from towerstrategy.machines import meeting
+from towerstrategy.placement.workers import Workers
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
 
@@ -34,7 +34,7 @@ class Shares:
     """
 
     def __init__(self, rows: Sequence[rows_lib.Rows],
-                 workers: meeting.Machines | None = None) -> None:
+                 workers: Workers | None = None) -> None:
         self._rows = list(rows)
         self._workers = workers
         self._first = workers.first if workers is not None else 0
@@ -43,13 +43,13 @@ class Shares:
         self._known = all(isinstance(count, int) for count in self._rows)
 
     @classmethod
-    def equal(cls, towers: int, workers: meeting.Machines | None = None) -> Shares:
+    def equal(cls, towers: int, workers: Workers | None = None) -> Shares:
         """The shares when no rows are known: every tower counts the same."""
         return cls([1] * (towers if workers is None else workers.replicas), workers)
 
     @classmethod
     def of_batch(cls, batches: sub_batches.SubBatches,
-                 workers: meeting.Machines | None = None) -> Shares:
+                 workers: Workers | None = None) -> Shares:
         """The shares of a batch that was split."""
         shares = cls(sub_batches.row_counts(batches), workers)
         shares._counted = True
@@ -57,7 +57,7 @@ class Shares:
         return shares
 
     @classmethod
-    def of_counts(cls, counts: tf.Tensor, workers: meeting.Machines | None = None) -> Shares:
+    def of_counts(cls, counts: tf.Tensor, workers: Workers | None = None) -> Shares:
         """The shares of a batch of which the rows of all towers are ``counts``, a vector."""
         known = tf.get_static_value(counts)
         shares = cls(tf.unstack(counts) if known is None else known.tolist(), workers)
@@ -114,7 +114,7 @@ class Shares:
         return self._total
 
     @property
-    def workers(self) -> meeting.Machines | None:
+    def workers(self) -> Workers | None:
         """Where the workers meet; None with a single machine."""
         return self._workers
 

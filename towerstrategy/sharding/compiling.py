@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.towers import contexts
+from towerstrategy.placement import scopes
 
 SMALL = 8  # elements: what is known to have no more is not worth compiling
 
@@ -51,7 +51,7 @@ def mark(graph: tf.Graph, operations: Iterable[tf.Operation], devices: Iterable[
         if kind is not None and kind not in known and not operation.op_def.is_stateful:
             known.add(kind)
             _log.info("%s (%s) is not compiled though jit_compile=True: XLA does not have it.",
-                      kind, contexts.plain_name(operation.name))
+                      kind, scopes.plain_name(operation.name))
 
 
 def _is_small(operation: tf.Operation) -> bool:

@@ -19,11 +19,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import results, sub_batches
-from towerstrategy.merge import shares as shares_lib
+from towerstrategy import _tensorflow as _tf, contexts
+from towerstrategy.batch import sub_batches
+from towerstrategy.merge import results, shares as shares_lib
+from towerstrategy.placement import scopes
 from towerstrategy.sharding import compiling
-from towerstrategy.towers import contexts, enclosed, once, threads
+from towerstrategy.towers import enclosed, notes, once, threads
 from towerstrategy.towers.tables import NeedsOwnTrace
 
 
@@ -92,11 +93,11 @@ def _told_rows(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Iter
     try:
         yield
     except tf.errors.OpError as error:
-        found = contexts.TOWER_SCOPE.search(error.message)
+        found = scopes.TOWER.search(error.message)
         if found is not None and tf.executing_eagerly():
             tower = int(found[1])
             shares = _shares(strategy, args, kwargs)
-            _tf.add_note(error, contexts.error_note(
+            _tf.add_note(error, notes.of_tower(
                 tower, strategy.extended.placement, shares), traced=False)
         raise
 
@@ -133,7 +134,8 @@ def _shares(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> shares_
 
 def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
               shares: shares_lib.Shares, finish: enclosed.Finish | None) -> Any:
-    context = contexts.TowerContext(strategy, 0, shares)
+    call = _Lone(strategy)
+    context = contexts.TowerContext(strategy, 0, shares, call)
     device = strategy.extended.worker_devices[0]
     args, kwargs = _tf.select_replica(0, args), _tf.select_replica(0, kwargs)
     first = strategy.extended.first_replica
@@ -147,13 +149,32 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
         return _tf.regroup((result,))
 
     def made_for_others() -> Any:
-        return _tf.regroup((made(),), context.own_result, always_wrap=True)
+        return _tf.regroup((made(),), functools.partial(call.result, shares), always_wrap=True)
 
     if tf.executing_eagerly():
         return made_for_others()
     # In a function of its own, as where a worker has several towers: in a loop TensorFlow numbers
     # what crosses machines in another order inside of a function, and all workers must have one.
     return enclosed.run(made_for_others, finish)[0]
+
+
+class _Lone(contexts.Call):
+    """The call of the only tower of a machine, which knows what it has met the others on."""
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        super().__init__(strategy)
+        self._met: dict[int, Any] = {}
+
+    def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        answer = super().meet(merge_fn, args, kwargs)
+        self._met.update((id(leaf), leaf) for leaf in tf.nest.flatten(answer))
+        return answer
+
+    def result(self, shares: shares_lib.Shares, values: tuple[Any]) -> Any:
+        """What the tower returned: its own, unless all machines have met on it."""
+        value, = values
+        differs = isinstance(value, (tf.Tensor, _tf.CompositeTensor)) and id(value) not in self._met
+        return results.TowerResults(values, shares) if differs else value
 
 
 def _mark(strategy: tf.distribute.Strategy, graph: tf.Graph) -> None:

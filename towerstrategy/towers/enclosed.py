@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.towers import contexts
+from towerstrategy.merge import results
 
 Finish = Callable[[tf.Graph], None]
 
@@ -87,8 +87,8 @@ def _put_back(leaf: Any, tensors: list[tf.Tensor], operation: tf.Operation | Non
     if not isinstance(leaf, _Slots):
         return leaf
     parts = [_put_back(part, tensors, operation) for part in leaf.parts]
-    if isinstance(leaf.original, contexts.TowerResults):
-        return contexts.TowerResults(parts, leaf.original.shares)
+    if isinstance(leaf.original, results.TowerResults):
+        return results.TowerResults(parts, leaf.original.shares)
     if isinstance(leaf.original, (_tf.PerReplica, _tf.Mirrored)):
         return type(leaf.original)(parts)
     return tf.nest.pack_sequence_as(leaf.original, parts, expand_composites=True)

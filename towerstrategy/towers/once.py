@@ -19,16 +19,18 @@ import contextlib
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, contexts, warned
 from towerstrategy.batch import sub_batches
-from towerstrategy.merge import shares as shares_lib
+from towerstrategy.merge import results, shares as shares_lib
+from towerstrategy.placement import scopes
 from towerstrategy.sharding import contract
-from towerstrategy.towers import contexts, copies, enclosed, order, stages
+from towerstrategy.sharding.spec import Size
+from towerstrategy.towers import copies, enclosed, notes
 from towerstrategy.towers.tables import NeedsOwnTrace
 from towerstrategy.variables import alone
 
@@ -80,28 +82,32 @@ def _old_objects_left_alone() -> Iterator[None]:
         gc.unfreeze()
 
 
-class _Once:
+# What a tower knows of itself, beside one device's.
+_STATES = {"share": contract.SHARE, "rows": contract.State(Size()),
+           "number": contract.UNKNOWN, "first_row": contract.UNKNOWN}
+
+
+class _Once(contexts.Call):
     """One call of the replica function: tower 0 is traced, the others are copied."""
 
     copies = True
 
     def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares,
                  made: list[tuple[Any, Any]]) -> None:
-        self._strategy = strategy
-        self._shares = shares
-        self._made = made
+        super().__init__(strategy)
+        self._shares, self._made = shares, made
         self._opened = False
         self.contract = contract.Contract()
         self._devices = strategy.extended.worker_devices
         self._host = strategy.extended.host_device
         self._graph = tf.compat.v1.get_default_graph()
-        scopes = [contexts.scope_name(tower, device) for tower, device in enumerate(self._devices)]
-        self._scope = f"{scopes[0]}/"
-        self._error_note = contexts.error_note(0, strategy.extended.placement, shares)
+        names = [scopes.of_tower(tower, device) for tower, device in enumerate(self._devices)]
+        self._scope = f"{names[0]}/"
         placement = strategy.extended.placement
-        self._stages = stages.Placer(self._graph, placement, 0)
+        self._error_note = notes.of_tower(0, placement, shares)
+        self._placer = strategy.extended.stages.placer(self._graph, 0)
         self._copier = copies.Copier(
-            self._graph, [placement.row(tower) for tower in range(len(self._devices))], scopes,
+            self._graph, [placement.row(tower) for tower in range(len(self._devices))], names,
             strategy.extended.tower_local_parts, placement.micro_batches)
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -125,14 +131,11 @@ class _Once:
             written = self._copy(result)
         self._merge_written(written)
         grouped = self._group(result)
-        self._put_in_order(grouped)
-        return _tf.regroup(grouped, functools.partial(contexts.TowerResults, shares=self._shares))
-
-    def _put_in_order(self, results: Any) -> None:
-        placement, copier = self._strategy.extended.placement, self._copier
-        others = [copier.table.operations_of(tower) for tower in range(1, len(self._devices))]
-        order.put(self._graph, [copier.firsts, *others], placement, results)
-        self._strategy.extended.places.note(self._graph)
+        others = [self._copier.table.operations_of(tower)
+                  for tower in range(1, len(self._devices))]
+        self._strategy.extended.stages.put_in_order(
+            self._graph, [self._copier.firsts, *others], grouped)
+        return _tf.regroup(grouped, functools.partial(results.TowerResults, shares=self._shares))
 
     def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call`` of tower 0: the others get there at once."""
@@ -148,7 +151,7 @@ class _Once:
                 tf.control_dependencies(None), tf.control_dependencies(controls), \
                 tf.name_scope("merge/"), tf.device(None), \
                 tf.device(self._strategy.extended.merge_device):
-            own_note, self._error_note = self._error_note, contexts.merge_error_note(
+            own_note, self._error_note = self._error_note, notes.of_merge(
                 self._strategy.extended.merge_device)
             result = merge_fn(self._strategy, *args, **kwargs)
             self._error_note = own_note
@@ -157,12 +160,9 @@ class _Once:
         self._copier.skip()
         return answer
 
-    def note_written(self, variable: Any) -> None:
-        """Nothing to do: what is written is seen in the graph."""
-
     def _copy(self, handed: Any) -> alone.Written:
         """Copies the stretch that ends here; what tower 0 has written alone in it."""
-        self._stages.place(self._copier.added())
+        self._placer.place(self._copier.added())
         for handle in self._copier.put_local_variables():
             self.contract.put(handle, contract.UNKNOWN)  # what a tower keeps there is its own
         self.contract.look_at(self._copier.added())
@@ -186,7 +186,7 @@ class _Once:
             alone.merge_written(self._shares, towers_, alone.read_stand_in)
         self._copier.skip()
 
-    def own(self, tower: int, values: Any) -> tf.Tensor:
+    def own(self, tower: int, values: Sequence[Any]) -> tf.Tensor:
         """Tower 0's of one value a tower; the others' are put into the copies."""
         del tower
         before = _tf.operation_count(self._graph)
@@ -207,6 +207,27 @@ class _Once:
 
     def ask(self) -> None:
         raise NeedsOwnTrace("it looks at its replica id as a Python number")
+
+    def note_known(self, name: str, value: Any) -> None:
+        if tf.is_symbolic_tensor(value):
+            self.contract.put(value, _STATES.get(name, contract.SAME))
+
+    def check_gradients(self, gradients: Sequence[Any], variables: Sequence[Any],
+                        asked: bool) -> None:
+        said = self._strategy.extended.warned
+        evenly = self._shares.are_equal or not self._shares.are_known
+        for gradient, variable in zip(gradients, variables):
+            problem = self.contract.problem(gradient, asked and evenly)
+            if problem and problem not in said:
+                said.add(problem)
+                warned.warn(
+                    f"in the function given to strategy.run, {problem}. Each tower sees its own "
+                    "rows there, and the towers' gradients are summed, so the gradient of "
+                    f"{variable.name!r} comes out otherwise than on one device. Decorate the step "
+                    "with strategy.function in place of tf.function and strategy.run, and it means "
+                    "what it means on one device; or scale a mean over the tower's rows by "
+                    "strategy.scale_loss, or gather rows by towerstrategy.whole_batch.")
+                return
 
     def _note_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         variable = next_creator(**kwargs)

@@ -20,10 +20,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
-from towerstrategy.merge import shares as shares_lib
-from towerstrategy.sharding import contract
-from towerstrategy.towers import contexts, enclosed, order, stages
+from towerstrategy import _tensorflow as _tf, contexts
+from towerstrategy.merge import results, shares as shares_lib
+from towerstrategy.placement import scopes
+from towerstrategy.towers import enclosed, notes
 from towerstrategy.variables import alone
 
 
@@ -62,8 +62,8 @@ def _refusing_gradients(strategy: tf.distribute.Strategy, result: Any) -> Any:
         return tf.identity(value), gradient
 
     def refusing(leaf: Any) -> Any:
-        if isinstance(leaf, contexts.TowerResults):
-            return contexts.TowerResults([refusing(value) for value in leaf.values], leaf.shares)
+        if isinstance(leaf, results.TowerResults):
+            return results.TowerResults([refusing(value) for value in leaf.values], leaf.shares)
         floats = isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
         return through(leaf, *sources) if floats else leaf
 
@@ -77,15 +77,12 @@ class _Stop(BaseException):
     """
 
 
-class _Call:
+class _Call(contexts.Call):
     """One call of the replica function on all towers."""
-
-    copies = False
-    contract = contract.Contract()  # which nobody asks
 
     def __init__(self, strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
                  kwargs: Any, shares: shares_lib.Shares) -> None:
-        self._strategy = strategy
+        super().__init__(strategy)
         self._shares = shares
         self._graph_seed = _tf.graph_seed()
         self._operation_seeds = _tf.OperationSeeds(tf.compat.v1.get_default_graph())
@@ -95,10 +92,9 @@ class _Call:
         self._written: list[alone.Written] = []
         self._operations: list[set[str]] = [
             set() for _ in strategy.extended.worker_devices]  # names, by tower
-        placement = strategy.extended.placement
-        self._stages = [] if state.eager else [
-            stages.Placer(state.graph, placement, tower)
-            for tower in range(len(placement.towers))]
+        self._placers = [] if state.eager else [
+            strategy.extended.stages.placer(state.graph, tower)
+            for tower in range(len(strategy.extended.worker_devices))]
         self._made_for_all: dict[Any, list[Any]] = {}
         self._asked_for_all: dict[int, collections.Counter[Any]] = collections.defaultdict(
             collections.Counter)
@@ -113,19 +109,18 @@ class _Call:
     def run(self) -> Any:
         try:
             while not self._advance():
-                with _tf.noting(contexts.merge_error_note(self._strategy.extended.merge_device)):
+                with _tf.noting(notes.of_merge(self._strategy.extended.merge_device)):
                     self._merge_written()
                     self._merge()
             self._merge_written()
         finally:
             for tower in self._towers:
                 tower.stop()
-        results = tuple(tower.result for tower in self._towers)
+        values = tuple(tower.result for tower in self._towers)
         if not self._state.eager:
-            order.put(self._state.graph, self._operations, self._strategy.extended.placement,
-                      results)
-            self._strategy.extended.places.note(self._state.graph)
-        return _tf.regroup(results, functools.partial(contexts.TowerResults, shares=self._shares))
+            stages = self._strategy.extended.stages
+            stages.put_in_order(self._state.graph, self._operations, values)
+        return _tf.regroup(values, functools.partial(results.TowerResults, shares=self._shares))
 
     def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call`` from the thread of a tower."""
@@ -133,10 +128,6 @@ class _Call:
         if not isinstance(thread, _TowerThread):
             raise RuntimeError("`merge_call` was called in a thread other than its tower's.")
         return thread.pause(_Meeting(merge_fn, args, kwargs))
-
-    def own(self, tower: int, values: Any) -> Any:
-        """What ``tower`` has of one value a tower."""
-        return values[tower]
 
     def for_all(self, tower: int, key: str, make: Callable[[], Any]) -> Any:
         """What ``make`` gives when the first tower asks; the others get it, in turn by ``key``."""
@@ -150,9 +141,6 @@ class _Call:
                     tf.device(self._strategy.extended.host_device):
                 made.append(make())
         return made[asked]
-
-    def ask(self) -> None:
-        """A tower looked at its number; nothing to do, each has a trace of its own."""
 
     def note_written(self, variable: Any) -> None:
         """A tower writes ``variable`` where the towers cannot meet, or will when it is called."""
@@ -193,7 +181,7 @@ class _Call:
             return
         extended, graph = self._strategy.extended, self._state.graph
         own = graph.get_operations()[before:]
-        self._stages[number].place(own)
+        self._placers[number].place(own)
         self._operations[number].update(operation.name for operation in own)
         owned = itertools.chain(extended.variables(), extended.written_alone())
         self._written.append(alone.divert(graph, own, owned))
@@ -295,7 +283,7 @@ class _TowerThread(threading.Thread):
             pass
         except BaseException as error:  # handed to the caller's thread
             placement = self._context.strategy.extended.placement
-            note = contexts.error_note(self.number, placement, self._context.shares)
+            note = notes.of_tower(self.number, placement, self._context.shares)
             _tf.add_note(error, note, not self._state.eager)
             self.error = error
         finally:
@@ -315,4 +303,4 @@ class _TowerThread(threading.Thread):
 
     def _scope(self) -> str:
         outer = f"{self._state.name_scope}/" if self._state.name_scope else ""
-        return f"{outer}{contexts.scope_name(self.number, self._context.device)}/"
+        return f"{outer}{scopes.of_tower(self.number, self._context.device)}/"

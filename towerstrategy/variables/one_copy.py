@@ -17,10 +17,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
-from towerstrategy.merge import shares as shares_lib
+from towerstrategy import _tensorflow as _tf, contexts
+from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.towers import contexts
 from towerstrategy.variables import pieces, written
 
 Aggregation = tf.VariableAggregation
@@ -239,7 +238,7 @@ class TowerVariable(_tf.ResourceVariable):
                      for number in range(len(values[0].values))]
             shares = written.shares_of(self, values[0])
             return write(written.slices_from_outside(self, method_name,
-                                                     contexts.TowerResults(parts, shares)))
+                                                     results.TowerResults(parts, shares)))
         if not tower.can_merge:
             raise RuntimeError(contexts.NESTED_MERGE)
 

@@ -32,9 +32,8 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.merge import merging, shares as shares_lib
+from towerstrategy.merge import merging, results, shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.towers import contexts
 from towerstrategy.variables import pieces
 
 Aggregation = tf.VariableAggregation
@@ -139,7 +138,7 @@ def sizes_of(variable: Any) -> tf.Tensor:
 def shares_of(variable: Any, given: Any) -> shares_lib.Shares:
     """The shares with which ``strategy.run`` computed a per-replica value; else equal ones."""
     extended = variable.distribute_strategy.extended
-    if isinstance(given, contexts.TowerResults):
+    if isinstance(given, results.TowerResults):
         return given.shares_among(extended.workers)
     return extended.equal_shares()
 

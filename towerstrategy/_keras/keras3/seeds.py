@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from towerstrategy.towers import contexts
+from towerstrategy import contexts
 
 
 def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy.batch import measured as measured_lib
-from towerstrategy.machines import meeting
-from towerstrategy.placement import devices as devices_lib
+from towerstrategy.measured import shares as shares_lib
+from towerstrategy.placement import asked_shares, devices as devices_lib
+from towerstrategy.placement.workers import Workers
 from towerstrategy.report import quiet
 from towerstrategy.report.sample import Busy, NotTaken, Recording, Sample
 
@@ -61,23 +61,31 @@ class _Change:
     took: float
 
 
+def of(placement: devices_lib.Placement, workers: Workers | None) -> Measuring | None:
+    """What measures the towers; None where shares are no measured ones, or there is one tower."""
+    number = workers.replicas if workers else len(placement.towers)
+    wanted = placement.shares_from == asked_shares.MEASURED and number > 1
+    return Measuring(placement, workers) if wanted else None
+
+
 class Measuring:
     """Measures the towers of one strategy.
 
     Args:
-      shares: what is to be set.
       placement: where the strategy runs.
       workers: where the workers meet; None with a single machine.
 
     Attributes:
+      shares: those of all towers, as they are now.
       rounds: how many times the towers have been measured.
       changes: how many times shares were changed, those taken back included.
     """
 
-    def __init__(self, shares: measured_lib.MeasuredShares, placement: devices_lib.Placement,
-                 workers: meeting.Machines | None) -> None:
+    def __init__(self, placement: devices_lib.Placement, workers: Workers | None) -> None:
         self.rounds = self.changes = 0
-        self._shares, self._workers = shares, workers
+        self._placement, self._workers = placement, workers
+        here = len(placement.towers)
+        self.shares = shares_lib.MeasuredShares(workers.replicas if workers else here, here)
         self._kinds = [str(tf.DeviceSpec.from_string(device).device_type)
                        for device in (*placement.towers, placement.merge)]
         self._steps, self._next = 0, _WARM_UP
@@ -91,6 +99,10 @@ class Measuring:
         self._start = time.perf_counter()
         self._spent = 0.0
         self._recording: Recording | None = None
+
+    def anew(self) -> Measuring:
+        """The same for another strategy of the same towers, which knows nothing yet."""
+        return Measuring(self._placement, self._workers)
 
     def step(self, call: Callable[[], Any]) -> Any:
         """Calls ``call``, a step or several in one, and takes a sample where it is time to."""
@@ -142,28 +154,28 @@ class Measuring:
         if rows < len(rates):
             return
         self._decided += 1
-        now = measured_lib.rows_for(self._shares.units, rows)
-        took = measured_lib.slowest(now, rates)
+        now = shares_lib.rows_for(self.shares.units, rows)
+        took = shares_lib.slowest(now, rates)
         tried, self._tried = self._tried, None
         if tried and tried.rows == rows and tried.took / took - 1 < GAIN:
             self._patience *= 2
             self._change(tried.units)
             return
-        better = measured_lib.rows_for(rates, rows)
-        equal = measured_lib.rows_for([1.] * len(rates), rows)
-        if measured_lib.slowest(equal, rates) <= (1 + NEAR) * measured_lib.slowest(better, rates):
+        better = shares_lib.rows_for(rates, rows)
+        equal = shares_lib.rows_for([1.] * len(rates), rows)
+        if shares_lib.slowest(equal, rates) <= (1 + NEAR) * shares_lib.slowest(better, rates):
             better = equal
-        gain = took / measured_lib.slowest(better, rates) - 1
+        gain = took / shares_lib.slowest(better, rates) - 1
         clear = self._decided == 1 or self._patience > 1
         if self._decided < self._patience or gain < (CLEAR_GAIN if clear else GAIN):
             return
         if not _lie_apart([count / rate for count, rate in zip(now, rates)], errors):
             return
-        self._tried = _Change(self._shares.units, rows, took)
+        self._tried = _Change(self.shares.units, rows, took)
         self._change(better)
 
     def _change(self, units: Sequence[int]) -> None:
-        self._shares.choose(units)
+        self.shares.choose(units)
         self._rates, self._decided = [], 0
         self.changes += 1
         self._next = self._steps + _IN_FLIGHT
@@ -198,7 +210,7 @@ class Measuring:
         self._spent += recording.cost
 
     def _add(self, sample: Sample) -> None:
-        rows = self._shares.rows()
+        rows = self.shares.rows()
         if not min(sample.towers) > 0 or not min(rows) > 0:
             return  # such as a last batch, with fewer rows than towers
         self._rows = rows

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.contexts import call as call_lib
 from towerstrategy.merge import shares as shares_lib
 
 # What a nested function that a tower has traced finds where no tower calls it.
@@ -29,27 +30,19 @@ class Known:
     """The part of a tower's context that tells what it knows of itself.
 
     Attributes:
-      share: the tower's rows over all rows of the global batch: a float or a scalar float64 tensor.
       shares: the shares of all towers, for where they meet.
     """
 
     shares: shares_lib.Shares
     _strategy: tf.distribute.Strategy
     _tower: int
+    _call: call_lib.Call
     _graph: tf.Graph | None
     _counts: dict[str, Any]
-    for_all: Callable[..., Any]
-    own: Callable[..., Any]
-    note_known: Callable[[str, Any], None]
 
     @property
     def count(self) -> int:
         """How many towers there are on this machine."""
-        raise NotImplementedError
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether the other towers are copies of what is traced here."""
         raise NotImplementedError
 
     @property
@@ -59,6 +52,7 @@ class Known:
 
     @property
     def share(self) -> Any:
+        """The tower's rows over all rows of the global batch: a float or a scalar tensor."""
         return self._known("share")
 
     @property
@@ -79,34 +73,47 @@ class Known:
         """How many rows of the whole batch come before this tower's."""
         return self._known("first_row")
 
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether some tower has, or may turn out to have, no rows."""
+        return _tf.nested_function(self._graph) is not None or self.shares.may_be_empty
+
+    def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
+        """``seed`` (integers), made this tower's own."""
+        return tf.bitwise.bitwise_xor(seed, tf.cast(self._known("seed_step"), seed.dtype))
+
     def _known(self, name: str) -> Any:
         """One of :data:`OUTSIDE`, as this tower has it in this call."""
         nested = _tf.nested_function(self._graph)
         if nested is None:
             value = getattr(self, f"_{name}_here")()
-            self.note_known(name, value)
+            self._call.note_known(name, value)
             return value
         return _tf.capture_at_call(nested, f"towerstrategy/{name}",
                                    functools.partial(_known_of_caller, name),
                                    tf.TensorSpec([], OUTSIDE[name][0]))
 
+    def _own(self, values: list[Any]) -> Any:
+        """What this tower has of one value a tower."""
+        return self._call.own(self._tower, values)
+
     def _share_here(self) -> Any:
         shares = [self.shares.of(tower) for tower in range(self.count)]
-        if isinstance(shares[0], float) and len(set(shares)) == 1 and not self.is_copied:
+        if isinstance(shares[0], float) and len(set(shares)) == 1 and not self._call.copies:
             return shares[0]
-        return self.own(shares)
+        return self._own(shares)
 
     def _filled_here(self) -> Any:
         filled = [self.shares.filled(tower) for tower in range(self.count)]
-        return filled[self._tower] if not self.shares.may_be_empty else self.own(filled)
+        return filled[self._tower] if not self.shares.may_be_empty else self._own(filled)
 
     def _number_here(self) -> Any:
         first = self._strategy.extended.first_replica
-        return self.own([np.int32(first + tower) for tower in range(self.count)])
+        return self._own([np.int32(first + tower) for tower in range(self.count)])
 
     def _seed_step_here(self) -> Any:
         first = self._strategy.extended.first_replica
-        return self.own([np.int64((first + tower) * _tf.SEED_STEP % 2**31)
+        return self._own([np.int64((first + tower) * _tf.SEED_STEP % 2**31)
                           for tower in range(self.count)])
 
     def _rows_here(self) -> Any:
@@ -118,11 +125,11 @@ class Known:
     def _counted(self, name: str, make: Callable[[], list[Any]]) -> Any:
         """This tower's of a count for each, which are made once a call."""
         if name not in self._counts:
-            counts = self.for_all(name, make)
+            counts = self._call.for_all(self._tower, name, make)
             same = all(count is counts[0] for count in counts) or (
                 isinstance(counts[0], int) and len(set(counts)) == 1)
-            self._counts[name] = counts[0] if same else self.own(
-                [np.int64(count) if self.is_copied and isinstance(count, int) else count
+            self._counts[name] = counts[0] if same else self._own(
+                [np.int64(count) if self._call.copies and isinstance(count, int) else count
                  for count in counts])
         return self._counts[name]
 

@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
-from towerstrategy.machines import meeting
 from towerstrategy.merge import shares as shares_lib
+from towerstrategy.placement.workers import Workers
 
 
 class ResultsSpec(_tf.PerReplicaSpec):
@@ -53,7 +53,7 @@ class TowerResults(_tf.PerReplica):
     def shares(self) -> shares_lib.Shares:
         return self.shares_among(getattr(tf.distribute.get_strategy().extended, "workers", None))
 
-    def shares_among(self, workers: meeting.Machines | None) -> shares_lib.Shares:
+    def shares_among(self, workers: Workers | None) -> shares_lib.Shares:
         """The shares, where the machines are known."""
         if self._shares is not None:
             return self._shares
@@ -78,7 +78,7 @@ class TowerResults(_tf.PerReplica):
 
 
 def shares_of(arguments: Sequence[Any],
-              workers: meeting.Machines | None) -> shares_lib.Shares | None:
+              workers: Workers | None) -> shares_lib.Shares | None:
     """The shares of the rows among ``arguments`` that towers returned before; None without any.
 
     Where that is only known while the function runs, all towers have one row if there are none.

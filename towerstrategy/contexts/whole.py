@@ -12,11 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.contexts.call import all_values
+from towerstrategy.contexts.tower import TowerContext
 from towerstrategy.merge import merging
-from towerstrategy.towers import contexts
 
 
-def rows_of_all(tower: contexts.TowerContext, value: Any) -> Any:
+def rows_of_all(tower: TowerContext, value: Any) -> Any:
     """``value``, a nest of this tower's rows, with the rows of all towers, on every tower.
 
     The gradient for a tower's rows is the sum over the towers of what each asks for.
@@ -73,14 +74,14 @@ class _Component:
 class _Rows:
     """Where the towers' rows are among those of all: put together, and taken apart later."""
 
-    def __init__(self, tower: contexts.TowerContext) -> None:
+    def __init__(self, tower: TowerContext) -> None:
         self._tower = tower
         self._parts: list[list[tf.Tensor]] = []
         self._starts: list[Any] = []
 
     def together(self, given: Sequence[Any]) -> list[tf.Tensor]:
         """The rows of all towers of each of ``given``, values that the towers have brought."""
-        self._parts = [contexts.all_values(value, self._tower.count) for value in given]
+        self._parts = [all_values(value, self._tower.count) for value in given]
         here = [tf.concat(parts, 0) for parts in self._parts]
         workers = self._tower.shares.workers
         if workers is None:
@@ -105,10 +106,10 @@ class _Rows:
         return made
 
 
-def _sums(tower: contexts.TowerContext, values: Sequence[Any]) -> list[tf.Tensor]:
+def _sums(tower: TowerContext, values: Sequence[Any]) -> list[tf.Tensor]:
     """The sum over all towers with rows of each of the values that they have brought."""
     here = [merging.total([merging.without_empty(part, number, tower.shares)
-                           for number, part in enumerate(contexts.all_values(value, tower.count))])
+                           for number, part in enumerate(all_values(value, tower.count))])
             for value in values]
     return here if tower.shares.workers is None else tower.shares.workers.sum(here)
 

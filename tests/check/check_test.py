@@ -13,14 +13,14 @@ from absl.testing import parameterized
 
 import towerstrategy
 import wide
-from towerstrategy.report.check import advice, command, machine, same, speed
+from towerstrategy.check import advice, command, machine, same, speed
 from towerstrategy.sharding import values
 
 ROOT = pathlib.Path(__file__).parents[2]
 # The command with every so many of its comparisons and ways to train, however busy the machine is.
 COMMAND = """
 import runpy, sys
-from towerstrategy.report.check import command, same, speed
+from towerstrategy.check import command, same, speed
 command._LAST_START = float("inf")
 every = int(sys.argv.pop())
 jobs, ways = same.jobs, speed.ways

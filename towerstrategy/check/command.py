@@ -18,8 +18,8 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _version
+from towerstrategy.check import advice, hooks, machine, same, speed
 from towerstrategy.report import description
-from towerstrategy.report.check import advice, hooks, machine, same, speed
 
 SCHEMA = 1
 # Seconds from the start after which nothing more is begun: two minutes less a slow step.

@@ -12,8 +12,8 @@ import tf_keras
 from absl.testing import absltest, parameterized
 
 import towerstrategy
-from towerstrategy.batch import measured
-from towerstrategy.report import TowerReport, measuring
+from towerstrategy.measured import measuring, shares as shares_lib
+from towerstrategy.report import TowerReport
 from towerstrategy.report.sample import Busy, NotTaken, Sample
 
 KITS = (("keras", keras), ("tf_keras", tf_keras))
@@ -48,7 +48,7 @@ class Clock:
         with mock.patch.object(measuring, "Recording", self):
             towers = [f"CPU:{tower}" for tower in range(len(self.seconds))]
             strategy = towerstrategy.TowerStrategy(towers, shares="measured")
-            self.shares = strategy.extended.dealer.measuring._shares
+            self.shares = strategy.extended.dealer.measuring.shares
             yield strategy
 
 
@@ -77,7 +77,7 @@ class RowsForTest(parameterized.TestCase):
                            rows=[3, 4, 8, 97, 256])
     def test_all_rows_and_none_without(self, rates, rows):
         """Else a slow tower gets nothing, and is never measured again."""
-        sizes = measured.rows_for(rates, rows)
+        sizes = shares_lib.rows_for(rates, rows)
         self.assertEqual(sum(sizes), rows)
         self.assertGreaterEqual(min(sizes), 1)
         wanted = np.maximum(rows * np.array(rates) / sum(rates), 1)
@@ -138,8 +138,8 @@ class MeasuringTest(parameterized.TestCase):
         clock = Clock(0., 0., launch=np.array([1., 4.]))
         with clock.running() as strategy:
             measure = strategy.extended.dealer.measuring
-            shares = mock.Mock(wraps=measure._shares.choose)
-            with mock.patch.object(measure._shares, "choose", shares):
+            shares = mock.Mock(wraps=measure.shares.choose)
+            with mock.patch.object(measure.shares, "choose", shares):
                 fit(keras, strategy)
             self.assertEqual([call.args[0] for call in shares.call_args_list], [[26, 6], (1, 1)])
             clock.seconds, clock.launch = (1., 4.), 0.

@@ -35,8 +35,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.placement import devices as devices_lib
-from towerstrategy.towers import stages
+from towerstrategy.placement import devices as devices_lib, scopes
 
 Part = tuple[int, int]  # round, replica
 
@@ -257,7 +256,7 @@ def _legs(traced: _Traced, parts: Mapping[str, Part],
         part = parts[name]
         before = [legs[other] for other in traced.waits[name]
                   if other in legs and parts[other] == part]
-        backward = stages.GRADIENTS in name or any(leg.backward for leg in before)
+        backward = scopes.GRADIENTS in name or any(leg.backward for leg in before)
         reached = [leg.stage for leg in before if leg.backward == backward]
         own = _stage(traced.operations[name], placement.row(part[1]))
         if own is not None:
@@ -269,7 +268,7 @@ def _legs(traced: _Traced, parts: Mapping[str, Part],
 
 def _stage(operation: tf.Operation, row: Sequence[str]) -> int | None:
     """The stage of an operation; None of what is done on the host."""
-    stage = stages.scoped(operation.name)
+    stage = scopes.stage_in(operation.name)
     if stage is None:
         stage = row.index(operation.device) if operation.device in row else None
     return stage

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from towerstrategy.report.check import speed
+from towerstrategy.check import speed
 
 # Of merge devices this close the first is advised: those that take the least GPU memory come first.
 _AS_FAST = 0.97

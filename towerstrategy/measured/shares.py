@@ -68,17 +68,16 @@ class MeasuredShares:
         self.note(rows, sizes)
         return starts, sizes, None
 
+    def left_out_of_checkpoints(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """``dataset``, whose iterators can be saved in a checkpoint, which has no shares.
 
-def saved_without(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """``dataset``, whose iterators can be saved in a checkpoint, which has no shares.
-
-    TensorFlow refuses pipelines that have state of other kinds, unless told; now it warns.
-    """
-    if dataset.options().experimental_external_state_policy is not None:
-        return dataset
-    options = tf.data.Options()
-    options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.WARN
-    return dataset.with_options(options)
+        TensorFlow refuses pipelines that have state of other kinds, unless told; now it warns.
+        """
+        if dataset.options().experimental_external_state_policy is not None:
+            return dataset
+        options = tf.data.Options()
+        options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.WARN
+        return dataset.with_options(options)
 
 
 def rows_for(rates: Sequence[float], rows: int) -> list[int]:

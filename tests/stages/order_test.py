@@ -11,7 +11,7 @@ import tf_keras
 from absl.testing import absltest, parameterized
 
 from towerstrategy import TowerStrategy
-from towerstrategy.towers import order
+from towerstrategy.stages import order
 
 SCOPE = re.compile(r"tower_(\d+)_CPU_\d+")
 

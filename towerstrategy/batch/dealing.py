@@ -1,7 +1,7 @@
 """Who gets which rows: what one strategy deals to its towers, and how.
 
-Goes in: where a strategy runs, and the other machines.  Comes out: a :class:`Dealer`, which splits
-its batches and datasets.
+Goes in: where a strategy runs, the other machines, and what measures the towers.  Comes out: a
+:class:`Dealer`, which splits its batches and datasets.
 """
 
 from __future__ import annotations
@@ -10,16 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.batch import (
-    datasets as datasets_lib,
-    measured as measured_lib,
-    prefetching,
-    rows as rows_lib,
-    splitting,
-)
-from towerstrategy.machines import meeting, shards
-from towerstrategy.placement import asked_shares, devices as devices_lib
-from towerstrategy.report import measuring as measuring_lib
+from towerstrategy.batch import datasets as datasets_lib, prefetching, rows as rows_lib, splitting
+from towerstrategy.placement import devices as devices_lib
+from towerstrategy.placement.workers import Workers
 
 
 class Dealer:
@@ -28,20 +21,15 @@ class Dealer:
     Args:
       placement: where it runs.
       workers: where the workers meet; None with a single machine.
-
-    Attributes:
-      measuring: what measures the towers; None where nothing is measured.
+      measuring: what measures the towers, and has the shares that it finds, see
+        :class:`measured.measuring.Measuring`; None where nothing is measured.
     """
 
-    def __init__(self, placement: devices_lib.Placement, workers: meeting.Machines | None) -> None:
-        self._towers, self._workers = len(placement.towers), workers
+    def __init__(self, placement: devices_lib.Placement, workers: Workers | None = None,
+                 measuring: Any = None) -> None:
+        self._towers, self._workers, self.measuring = len(placement.towers), workers, measuring
         self._asked = placement.shares and placement.shares[::placement.micro_batches]
-        self._measured: measured_lib.MeasuredShares | None = None
-        self.measuring: measuring_lib.Measuring | None = None
-        number = self._towers if workers is None else workers.replicas
-        if placement.shares_from == asked_shares.MEASURED and number > 1:
-            self._measured = measured_lib.MeasuredShares(number, self._towers)
-            self.measuring = measuring_lib.Measuring(self._measured, placement, workers)
+        self._measured = measuring and measuring.shares
         self._units = (rows_lib.units_of(placement.shares or (1.,)) if workers is None
                        else workers.units)
 
@@ -66,10 +54,9 @@ class Dealer:
                    fetch: prefetching.Fetch) -> datasets_lib.TowerDataset:
         """A dataset of global batches, dealt; see :func:`datasets.split_dataset`."""
         if self._measured is not None:
-            dataset = measured_lib.saved_without(dataset)
+            dataset = self._measured.left_out_of_checkpoints(dataset)
         if self._workers is not None:
-            made: datasets_lib.TowerDataset = shards.shard_dataset(
-                dataset, self._workers, ready, in_order, self._measured)
+            made = self._workers.shard_dataset(dataset, ready, in_order, self._measured)
         else:
             made = datasets_lib.split_dataset(dataset, self._towers, ready, self._dealing())
         return made.fetched_to(fetch).watched_by(self.measuring)
@@ -77,7 +64,7 @@ class Dealer:
     def _dealing(self) -> rows_lib.Dealing | None:
         """None where all towers are here and get as many rows."""
         if self._workers is not None:
-            return shards.dealing(self._workers, self.units)
+            return self._workers.dealing(self.units)
         if self._measured is not None:
             return self._measured.dealing
         return None if self._units is None else rows_lib.dealing_by(self._towers, self._units)
