@@ -29,7 +29,7 @@ from towerstrategy.placement.workers import Workers
 from towerstrategy.sharding import run as whole_batch
 from towerstrategy.stages.within import Stages
 from towerstrategy.towers import calls, modes, steps
-from towerstrategy.variables import creation, living, tower_local
+from towerstrategy.variables import creation, tower_local
 
 
 class TowerExtended(_tf.StrategyExtended):
@@ -47,13 +47,13 @@ class TowerExtended(_tf.StrategyExtended):
         super().__init__(container_strategy)
         self._homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows)
         self.settle, self.stages = self._homes.settle, Stages(placement)
-        self._tracked: dict[int, weakref.ref[Any]] = {}
-        self._written_alone: dict[int, weakref.ref[Any]] = {}
+        # Living variables by their ids: all, and those that are written where towers cannot meet.
+        self._tracked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._written_alone: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Whether functions are traced for tower 0 alone, and why some were not.
         self.trace_once = True
         self.keep_graphs = False  # for tools that walk traced functions in Python
         self.own_trace_reasons: list[str] = []
-        self.synchronize_batch_norm = False  # also layers that do not say so
         self.warned: set[str] = set()  # why gradients of replica functions are not one device's
         # tf.function -> the same function with the towers inside.
         self.functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -69,10 +69,9 @@ class TowerExtended(_tf.StrategyExtended):
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""
         measuring = self.dealer.measuring and self.dealer.measuring.anew()
-        copied = memo[id(self)] = TowerExtended(self._container_strategy(), self._placement,
+        memo[id(self)] = copied = TowerExtended(self._container_strategy(), self._placement,
                                                 self._workers, self._cluster_resolver,
                                                 self.draws_rows, measuring)
-        copied.synchronize_batch_norm = self.synchronize_batch_norm
         return copied
 
     @property
@@ -182,17 +181,6 @@ class TowerExtended(_tf.StrategyExtended):
         with self._modes.within(one_copy_of_means=True):
             yield
 
-    @property
-    def alike_on_all(self) -> bool:
-        """Whether what a first tower writes here is the same on all machines."""
-        return self._workers is None or self._modes.alike_on_all
-
-    @contextlib.contextmanager
-    def writes_alike(self) -> Iterator[None]:
-        """Within, what a first tower writes is the same on all machines and need not cross."""
-        with self._modes.within(alike_on_all=True):
-            yield
-
     @contextlib.contextmanager
     def in_order(self, in_order: bool) -> Iterator[None]:
         """Within, rows that are gathered are to come in the dataset's order: a model predicts."""
@@ -263,25 +251,24 @@ class TowerExtended(_tf.StrategyExtended):
 
     def track(self, variable: Any) -> None:
         """Remembers a variable for :meth:`variables`, without keeping it alive."""
-        living.keep(self._tracked, variable)
+        self._tracked[id(variable)] = variable
 
-    def variables(self) -> Iterator[Any]:
+    def variables(self) -> list[Any]:
         """The living variables of this strategy."""
-        return living.living(self._tracked)
+        return list(self._tracked.values())
 
     def note_written_alone(self, variable: Any) -> None:
         """Remembers a variable that a tower writes where the towers cannot meet."""
-        living.keep(self._written_alone, variable)
+        self._written_alone[id(variable)] = variable
 
-    def written_alone(self) -> Iterator[Any]:
+    def written_alone(self) -> list[Any]:
         """The living variables that :meth:`note_written_alone` was given."""
-        return living.living(self._written_alone)
+        return list(self._written_alone.values())
 
-    def tower_local_parts(self, summed: bool = False) -> Iterator[Any]:
-        """The parts of each living tower-local variable (``summed``: that reads as their sum)."""
+    def tower_local_parts(self) -> Iterator[Any]:
+        """The parts of each living tower-local variable."""
         for variable in self.variables():
-            if isinstance(variable, tower_local.TowerLocalVariable) and (
-                    variable.is_sum or not summed):
+            if isinstance(variable, tower_local.TowerLocalVariable):
                 yield variable._values
 
     @contextlib.contextmanager

@@ -20,7 +20,6 @@ from towerstrategy.measured import measuring
 from towerstrategy.placement import asked_shares, cuts, devices as devices_lib, kind
 from towerstrategy.report import description
 from towerstrategy.sharding import function as functions
-from towerstrategy.stages import within
 from towerstrategy.variables import rules
 
 
@@ -153,9 +152,7 @@ class TowerStrategy(kind.Kind):
         super().__init__(extended.TowerExtended(self, placement, workers, resolver,
                                                 draws == arguments.DRAWS[0],
                                                 measuring.of(placement, workers)))
-        self.extended.synchronize_batch_norm = synchronize_batch_norm
         losses.install()
-        within.install()
         _tf.wrap_generators(contexts.has_all_rows)
         _keras.install_hooks()
 

@@ -40,7 +40,9 @@ class Stages:
     def __init__(self, placement: devices_lib.Placement) -> None:
         self._placement, self._here = placement, _Here()
         self.places = profiled.Places(placement)
-        kind.staged = kind.staged or bool(placement.rows)
+        if placement.rows:
+            kind.staged = True
+            _tf.wrap_gradient_functions(_in_its_stage)
 
     @property
     def index(self) -> int | None:
@@ -107,12 +109,6 @@ def _named(tower: contexts.AnyContext, row: Sequence[str], index: int
     if isinstance(tower, contexts.TowerContext):
         number = tower.part_of(range(tower.count))  # not asked for, which would end a single trace
     return tf.profiler.experimental.Trace(f"{scopes.of_tower(number, row[0])}/{scope}")
-
-
-def install() -> None:
-    """Wraps how gradients that are functions are recorded, once a strategy has stages."""
-    if kind.staged:
-        _tf.wrap_gradient_functions(_in_its_stage)
 
 
 def _in_its_stage(gradient: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,6 @@ class Modes(threading.local):
     in_order = False
     compiles = False
     keras_step = False
-    alike_on_all = False
     steps: steps.StepsContext | None = None
 
     @contextlib.contextmanager

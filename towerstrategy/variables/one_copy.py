@@ -34,6 +34,7 @@ class TowerVariable(_tf.ResourceVariable):
 
     _home_may_change = False
     _extreme: str | None = None  # "max" or "min", see rules
+    _alike_on_all = False  # whether the first towers of all machines write the same
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("a TowerVariable is made by tf.Variable in the scope of a TowerStrategy.")
@@ -91,49 +92,12 @@ class TowerVariable(_tf.ResourceVariable):
                    read_value: bool = True) -> Any:
         return self._write(_tf.ResourceVariable.assign_sub, delta, use_locking, name, read_value)
 
-    def scatter_add(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
-        return self._scatter("scatter_add", sparse_delta, use_locking, name)
-
-    def scatter_sub(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
-        return self._scatter("scatter_sub", sparse_delta, use_locking, name)
-
-    def scatter_mul(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
-        return self._scatter("scatter_mul", sparse_delta, use_locking, name)
-
-    def scatter_div(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
-        return self._scatter("scatter_div", sparse_delta, use_locking, name)
-
-    def scatter_min(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
-        return self._scatter("scatter_min", sparse_delta, use_locking, name)
-
-    def scatter_max(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
-        return self._scatter("scatter_max", sparse_delta, use_locking, name)
-
-    def scatter_update(self, sparse_delta: Any, use_locking: bool = False,
-                       name: Any = None) -> Any:
-        return self._scatter("scatter_update", sparse_delta, use_locking, name)
-
     def batch_scatter_update(self, sparse_delta: Any, use_locking: bool = False,
                              name: Any = None) -> Any:
         if not self._merges(sparse_delta):
             return super().batch_scatter_update(sparse_delta, use_locking, name)
         return self._scatter_pieces("batch_scatter_update", (sparse_delta,), lambda delta: (
             pieces.batch_indices(delta.indices), delta.values))
-
-    def scatter_nd_add(self, indices: Any, updates: Any, name: Any = None) -> Any:
-        return self._scatter_nd("scatter_nd_add", indices, updates, name)
-
-    def scatter_nd_sub(self, indices: Any, updates: Any, name: Any = None) -> Any:
-        return self._scatter_nd("scatter_nd_sub", indices, updates, name)
-
-    def scatter_nd_update(self, indices: Any, updates: Any, name: Any = None) -> Any:
-        return self._scatter_nd("scatter_nd_update", indices, updates, name)
-
-    def scatter_nd_max(self, indices: Any, updates: Any, name: Any = None) -> Any:
-        return self._scatter_nd("scatter_nd_max", indices, updates, name)
-
-    def scatter_nd_min(self, indices: Any, updates: Any, name: Any = None) -> Any:
-        return self._scatter_nd("scatter_nd_min", indices, updates, name)
 
     @property
     def distribute_strategy(self) -> tf.distribute.Strategy:
@@ -205,11 +169,6 @@ class TowerVariable(_tf.ResourceVariable):
             return tower.several
         return any(isinstance(leaf, tf.distribute.DistributedValues) and not _tf.is_variable(leaf)
                    for leaf in tf.nest.flatten(arguments))
-
-    def _scatter_nd(self, method_name: str, indices: Any, updates: Any, name: Any) -> Any:
-        if not self._merges(indices, updates):
-            return getattr(super(), method_name)(indices, updates, name)
-        return self._scatter_pieces(method_name, (indices, updates), lambda *pair: pair)
 
     def _scatter_pieces(self, method_name: str, arguments: Any,
                         located: Callable[..., tuple[Any, Any]]) -> Any:
@@ -308,6 +267,31 @@ class TowerVariable(_tf.ResourceVariable):
             raise RuntimeError(contexts.NESTED_MERGE)
         tower.writes_alone(self)
         return plain(value)
+
+
+def _scattering(method_name: str) -> Callable[..., Any]:
+    """``scatter_add`` and the like."""
+    def scatter(self: TowerVariable, sparse_delta: Any, use_locking: bool = False,
+                name: Any = None) -> Any:
+        return self._scatter(method_name, sparse_delta, use_locking, name)
+
+    return scatter
+
+
+def _scattering_nd(method_name: str) -> Callable[..., Any]:
+    """``scatter_nd_add`` and the like."""
+    def scatter_nd(self: TowerVariable, indices: Any, updates: Any, name: Any = None) -> Any:
+        if not self._merges(indices, updates):
+            return getattr(_tf.ResourceVariable, method_name)(self, indices, updates, name)
+        return self._scatter_pieces(method_name, (indices, updates), lambda *pair: pair)
+
+    return scatter_nd
+
+
+for _kind in ("add", "sub", "mul", "div", "min", "max", "update"):
+    setattr(TowerVariable, f"scatter_{_kind}", _scattering(f"scatter_{_kind}"))
+for _kind in ("add", "sub", "min", "max", "update"):
+    setattr(TowerVariable, f"scatter_nd_{_kind}", _scattering_nd(f"scatter_nd_{_kind}"))
 
 
 def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,

@@ -39,11 +39,6 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     # Of a sum on several machines: what steps that have all rows add to it, alike on all machines.
     _alike: Any = None
 
-    @property
-    def is_sum(self) -> bool:
-        """Whether what is read outside of the towers is the sum of their parts."""
-        return self._extreme is None and self.aggregation is one_copy.Aggregation.SUM
-
     def _get(self) -> Any:
         part = self._part_here()
         return super()._get() if part is None else part

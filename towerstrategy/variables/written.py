@@ -167,7 +167,7 @@ def _slices(variable: Any, method_name: str, aggregation: tf.VariableAggregation
 
 def _first_of(variable: Any, first: Any, shares: shares_lib.Shares) -> Any:
     """The value of the first tower of all machines."""
-    return first if variable.distribute_strategy.extended.alike_on_all else shares.firsts(first)
+    return first if variable._alike_on_all else shares.firsts(first)
 
 
 def _is_floating(variable: Any) -> bool:
