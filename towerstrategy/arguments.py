@@ -17,10 +17,15 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.placement import devices as devices_lib
 
+DRAWS = ("per row", "per tower")
 
-def check_made(cross_device_ops: Any, communication_options: Any,
-               synchronize_batch_norm: Any) -> None:
+
+def check_made(cross_device_ops: Any, communication_options: Any, synchronize_batch_norm: Any,
+               draws: Any) -> None:
     """What ``TowerStrategy`` is made with, but for what says where things are."""
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is off "
+                           "(a tf.compat.v1 graph, or tf.compat.v1.disable_eager_execution).")
     if not isinstance(cross_device_ops, (type(None), tf.distribute.CrossDeviceOps)):
         raise TypeError("cross_device_ops must be None or a tf.distribute.CrossDeviceOps, but "
                         f"got {cross_device_ops!r} of type {type(cross_device_ops).__name__}.")
@@ -33,13 +38,6 @@ def check_made(cross_device_ops: Any, communication_options: Any,
         raise TypeError("synchronize_batch_norm must be True or False, but got "
                         f"{synchronize_batch_norm!r} of type "
                         f"{type(synchronize_batch_norm).__name__}.")
-
-
-DRAWS = ("per row", "per tower")
-
-
-def check_draws(draws: Any) -> None:
-    """Refuses what is no choice of draws."""
     if not isinstance(draws, str):
         raise TypeError(f"draws must be {DRAWS[0]!r} or {DRAWS[1]!r}, but got {draws!r} of type "
                         f"{type(draws).__name__}.")

@@ -16,13 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts
-from towerstrategy.batch import (
-    datasets as datasets_lib,
-    dealing,
-    input_contexts,
-    input_options,
-    splitting,
-)
+from towerstrategy.batch import datasets as datasets_lib, dealing, input_options, splitting
 from towerstrategy.merge import merging, reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.placement.workers import Workers
@@ -43,7 +37,7 @@ class TowerExtended(_tf.StrategyExtended):
         # TensorFlow's constructor asks for the number of towers.
         self._placement, self._workers = placement, workers
         self.dealer = dealing.Dealer(placement, workers, measuring)
-        self._cluster_resolver = cluster_resolver
+        self._cluster_resolver = cluster_resolver  # what TensorFlow's Strategy gives for its own
         super().__init__(container_strategy)
         self._homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows)
         self.settle, self.stages = self._homes.settle, Stages(placement)
@@ -152,11 +146,6 @@ class TowerExtended(_tf.StrategyExtended):
         return self._workers
 
     @property
-    def cluster_resolver(self) -> Any:
-        """What said which machines there are; None where nothing did."""
-        return self._cluster_resolver
-
-    @property
     def first_replica(self) -> int:
         """The number, among the towers of all machines, of this machine's first."""
         return 0 if self._workers is None else self._workers.first
@@ -169,23 +158,17 @@ class TowerExtended(_tf.StrategyExtended):
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
         return self.dealer.split(batch)
 
-    @contextlib.contextmanager
-    def counted_as(self, number: Any) -> Iterator[None]:
+    def counted_as(self, number: Any) -> contextlib.AbstractContextManager[None]:
         """Within, and in this thread, the strategy says that it has ``number`` replicas."""
-        with self._modes.within(counted_as=number):
-            yield
+        return self._modes.within(counted_as=number)
 
-    @contextlib.contextmanager
-    def one_copy_of_means(self) -> Iterator[None]:
+    def one_copy_of_means(self) -> contextlib.AbstractContextManager[None]:
         """Within, a new ON_READ variable with aggregation MEAN is one copy, not tower-local."""
-        with self._modes.within(one_copy_of_means=True):
-            yield
+        return self._modes.within(one_copy_of_means=True)
 
-    @contextlib.contextmanager
-    def in_order(self, in_order: bool) -> Iterator[None]:
+    def in_order(self, in_order: bool) -> contextlib.AbstractContextManager[None]:
         """Within, rows that are gathered are to come in the dataset's order: a model predicts."""
-        with self._modes.within(in_order=in_order):
-            yield
+        return self._modes.within(in_order=in_order)
 
     def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
         return replica_id_in_sync_group - self.first_replica
@@ -332,19 +315,7 @@ class TowerExtended(_tf.StrategyExtended):
                                            options: Any) -> tf.distribute.DistributedDataset:
         arguments.check_outside("a dataset is distributed to all towers")
         arguments.check_function("dataset_fn", dataset_fn)
-        per_replica, fetch, ready = input_options.read(options, self)
-        count, workers = len(self.worker_devices), self._workers
-        placed = options is not None and options.experimental_place_dataset_on_device
-        datasets = []
-        for pipeline, context in enumerate(input_contexts.contexts(
-                count, workers, per_replica, self._num_replicas_in_sync, self.dealer.units)):
-            with tf.device(self.worker_devices[pipeline]) if placed else contextlib.nullcontext():
-                datasets.append(dataset_fn(context))
-        made = (datasets_lib.zip_datasets(datasets, ready=ready) if per_replica
-                else datasets_lib.group_dataset(datasets[0], count, ready=ready))
-        if workers is not None:
-            made = workers.shard_grouped(made, ready)
-        return made.fetched_to(fetch)
+        return self.dealer.from_function(dataset_fn, options, self)
 
     def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> Any:
         return datasets_lib.RestartableIterator(

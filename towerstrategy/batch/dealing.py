@@ -6,11 +6,20 @@ Goes in: where a strategy runs, the other machines, and what measures the towers
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.batch import datasets as datasets_lib, prefetching, rows as rows_lib, splitting
+from towerstrategy.batch import (
+    datasets as datasets_lib,
+    input_contexts,
+    input_options,
+    prefetching,
+    rows as rows_lib,
+    splitting,
+)
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement.workers import Workers
 
@@ -60,6 +69,30 @@ class Dealer:
         else:
             made = datasets_lib.split_dataset(dataset, self._towers, ready, self._dealing())
         return made.fetched_to(fetch).watched_by(self.measuring)
+
+    def from_function(self, dataset_fn: Callable[..., Any], options: Any,
+                      extended: Any) -> datasets_lib.TowerDataset:
+        """What ``dataset_fn`` makes for each pipeline of this machine, as one dataset.
+
+        Args:
+          dataset_fn: called with a :class:`input_contexts.TowerInputContext`.
+          options: a ``tf.distribute.InputOptions`` or None.
+          extended: ``strategy.extended``.
+        """
+        per_replica, fetch, ready = input_options.read(options, extended)
+        placed = options is not None and options.experimental_place_dataset_on_device
+        datasets = []
+        for pipeline, context in enumerate(input_contexts.contexts(
+                self._towers, self._workers, per_replica, extended._num_replicas_in_sync,
+                self.units)):
+            device = extended.worker_devices[pipeline] if placed else None
+            with contextlib.nullcontext() if device is None else tf.device(device):
+                datasets.append(dataset_fn(context))
+        made = (datasets_lib.zip_datasets(datasets, ready=ready) if per_replica
+                else datasets_lib.group_dataset(datasets[0], self._towers, ready=ready))
+        if self._workers is not None:
+            made = self._workers.shard_grouped(made, ready)
+        return made.fetched_to(fetch)
 
     def _dealing(self) -> rows_lib.Dealing | None:
         """None where all towers are here and get as many rows."""

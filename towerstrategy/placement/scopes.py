@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from towerstrategy.placement import devices
+from towerstrategy.placement import names
 
 # What is done once, and in it what the optimizer does with the merged gradients.
 ONCE, UPDATE = "merge", "tower_update"
@@ -21,7 +21,7 @@ _STAGE = re.compile(rf"\b{STAGE}(\d+)(?:_\d+)?/")
 
 def of_tower(tower: int, device: str) -> str:
     """The name scope of a tower's operations."""
-    return f"tower_{tower}_{devices.short_name(device).replace(':', '_')}"
+    return f"tower_{tower}_{names.short_name(device).replace(':', '_')}"
 
 
 def plain_name(name: str) -> str:

@@ -122,7 +122,7 @@ def of(number: int, watch: Watch, shares: list[float] | None) -> Epoch:
                        None if sample is None else sample.stages[tower][stage],
                        None if sample is None else sample.idle(tower, stage))
                   for stage, name in enumerate(row)]
-    where = description.merge_name(placement)
+    where = placement.merge_name
     for name, device in (("merge", where), ("update", where), ("split", "CPU:0"),
                          ("input", "CPU:0")):
         lines.append(Part(name, device, merged if name == "merge" else None,
