@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -162,17 +161,14 @@ class _Once(contexts.Call):
 
     def _copy(self, handed: Any) -> alone.Written:
         """Copies the stretch that ends here; what tower 0 has written alone in it."""
-        self._placer.place(self._copier.added())
+        stretch = self._copier.added()
+        self._placer.place(stretch)
         for handle in self._copier.put_local_variables():
             self.contract.put(handle, contract.UNKNOWN)  # what a tower keeps there is its own
-        self.contract.look_at(self._copier.added())
-        written = alone.divert(self._graph, self._copier.added(), self._owned())
+        self.contract.look_at(stretch)
+        written = alone.divert(self._graph, stretch, self._strategy.extended.variables())
         self._copier.copy(handed)
         return written
-
-    def _owned(self) -> Iterator[Any]:
-        extended = self._strategy.extended
-        return itertools.chain(extended.variables(), extended.written_alone())
 
     def _merge_written(self, written: alone.Written) -> None:
         if not written:

@@ -13,7 +13,6 @@ import collections
 import contextlib
 import ctypes
 import functools
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -179,12 +178,11 @@ class _Call(contexts.Call):
         if self._state.eager:
             self._turns.end_turn()
             return
-        extended, graph = self._strategy.extended, self._state.graph
+        graph = self._state.graph
         own = graph.get_operations()[before:]
         self._placers[number].place(own)
         self._operations[number].update(operation.name for operation in own)
-        owned = itertools.chain(extended.variables(), extended.written_alone())
-        self._written.append(alone.divert(graph, own, owned))
+        self._written.append(alone.divert(graph, own, self._strategy.extended.variables()))
 
     def _merge_written(self) -> None:
         """One value for what the towers have written since they last met."""

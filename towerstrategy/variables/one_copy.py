@@ -131,12 +131,8 @@ class TowerVariable(_tf.ResourceVariable):
 
         # A given name may hold the tower's name scope, and the write is on the merge device.
         plain.keywords["name"] = None
-
-        def merged(_: Any, values: Any) -> Any:
-            values = contexts.all_values(values, tower.count)
-            return plain(written.value(self, values, tower.shares))
-
-        return tower.merge_call(merged, args=(value,))
+        return _merged(tower, value, lambda values: plain(
+            written.value(self, values, tower.shares)))
 
     def _scatter(self, method_name: str, slices: tf.IndexedSlices, use_locking: bool,
                  name: Any) -> Any:
@@ -150,12 +146,8 @@ class TowerVariable(_tf.ResourceVariable):
         if not tower.can_merge:
             tower.refuse_compiled_write(self)
             return self._scatter_alone(tower, method_name, plain, slices)
-
-        def merged(_: Any, values: Any) -> Any:
-            parts = contexts.all_values(values, tower.count)
-            return plain(written.slices(self, method_name, parts, tower.shares))
-
-        return tower.merge_call(merged, args=(slices,))
+        return _merged(tower, slices, lambda parts: plain(
+            written.slices(self, method_name, parts, tower.shares)))
 
     @property
     def merges_extremes(self) -> bool:
@@ -200,12 +192,8 @@ class TowerVariable(_tf.ResourceVariable):
                                                      results.TowerResults(parts, shares)))
         if not tower.can_merge:
             raise RuntimeError(contexts.NESTED_MERGE)
-
-        def merged(_: Any, values: Any) -> Any:
-            parts = contexts.all_values(values, tower.count)
-            return write(written.slices(self, method_name, parts, tower.shares))
-
-        return tower.merge_call(merged, args=(sliced(*found(arguments)),))
+        return _merged(tower, sliced(*found(arguments)), lambda parts: write(
+            written.slices(self, method_name, parts, tower.shares)))
 
     def _strided_slice_assign(self, begin: Any, end: Any, strides: Any, value: Any, name: Any,
                               **masks: Any) -> Any:
@@ -267,6 +255,12 @@ class TowerVariable(_tf.ResourceVariable):
             raise RuntimeError(contexts.NESTED_MERGE)
         tower.writes_alone(self)
         return plain(value)
+
+
+def _merged(tower: contexts.TowerContext, value: Any, write: Callable[[list[Any]], Any]) -> Any:
+    """What ``write`` makes, where the towers meet, of the value that each of them brings."""
+    return tower.merge_call(lambda _, values: write(contexts.all_values(values, tower.count)),
+                            args=(value,))
 
 
 def _scattering(method_name: str) -> Callable[..., Any]:
