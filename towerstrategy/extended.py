@@ -39,8 +39,8 @@ class TowerExtended(_tf.StrategyExtended):
         self.dealer = dealing.Dealer(placement, workers, measuring)
         self._cluster_resolver = cluster_resolver  # what TensorFlow's Strategy gives for its own
         super().__init__(container_strategy)
-        self._homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows)
-        self.settle, self.stages = self._homes.settle, Stages(placement)
+        self.homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows)
+        self.stages = Stages(placement)
         # Living variables by their ids: all, and those that are written where towers cannot meet.
         self._tracked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._written_alone: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -71,7 +71,7 @@ class TowerExtended(_tf.StrategyExtended):
     @property
     def compiles(self) -> bool:
         """Whether XLA compiles what the towers do in the functions that are traced here."""
-        return self._modes.compiles
+        return self._modes.keras_step is not None and self._modes.keras_step.compiles
 
     @contextlib.contextmanager
     def step(self, compiles: bool = False) -> Iterator[None]:
@@ -87,7 +87,7 @@ class TowerExtended(_tf.StrategyExtended):
             optimizer: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         else:
             optimizer = _tf.light_graph_optimizer()
-        with optimizer, self._modes.within(compiles=compiles, keras_step=True):
+        with optimizer, self._modes.within(keras_step=modes.KerasStep(compiles)):
             yield
 
     def train_step(self, call: Callable[[], Any], compiles: bool = False) -> Any:
@@ -133,8 +133,8 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def _num_replicas_in_sync(self) -> Any:
-        if self._modes.counted_as:
-            return self._modes.counted_as
+        if contexts.has_one_replica(self):
+            return 1
         tower = contexts.current_tower()
         if tower is not None:
             tower.asked = True
@@ -157,14 +157,6 @@ class TowerExtended(_tf.StrategyExtended):
     def split(self, batch: Any) -> Any:
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
         return self.dealer.split(batch)
-
-    def counted_as(self, number: Any) -> contextlib.AbstractContextManager[None]:
-        """Within, and in this thread, the strategy says that it has ``number`` replicas."""
-        return self._modes.within(counted_as=number)
-
-    def one_copy_of_means(self) -> contextlib.AbstractContextManager[None]:
-        """Within, a new ON_READ variable with aggregation MEAN is one copy, not tower-local."""
-        return self._modes.within(one_copy_of_means=True)
 
     def in_order(self, in_order: bool) -> contextlib.AbstractContextManager[None]:
         """Within, rows that are gathered are to come in the dataset's order: a model predicts."""
@@ -223,14 +215,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         _keras.install_hooks()
-        mean = kwargs.get("aggregation") == tf.VariableAggregation.MEAN
-        if mean and self._modes.one_copy_of_means:
-            kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE
-        return creation.create(self._container_strategy(), self._homes, next_creator, **kwargs)
-
-    def spread(self, model_variables: Any) -> None:
-        """Spreads a model's variables over the towers by bytes, where the placement is balanced."""
-        self._homes.spread(model_variables)
+        return creation.create(self._container_strategy(), self.homes, next_creator, **kwargs)
 
     def track(self, variable: Any) -> None:
         """Remembers a variable for :meth:`variables`, without keeping it alive."""

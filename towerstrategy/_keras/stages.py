@@ -188,8 +188,9 @@ def _note_asked(strategy: tf.distribute.Strategy, layer: Any, stage: int, names:
     """
     if names.is_model(layer) or vars(layer).setdefault(CALLED, [stage]) != [stage]:
         return  # what is in a model is called itself
-    strategy.extended.settle((variable, stage) for variable, _ in names.variables_of_layer(layer)
-                             if isinstance(variable, one_copy.TowerVariable))
+    strategy.extended.homes.settle(
+        (variable, stage) for variable, _ in names.variables_of_layer(layer)
+        if isinstance(variable, one_copy.TowerVariable))
 
 
 def _check_entered(strategy: tf.distribute.Strategy, model: Any, run: Run, names: Any) -> None:
@@ -358,7 +359,7 @@ def settle(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
         for variable, _ in names.variables_of_layer(layer):
             if isinstance(variable, one_copy.TowerVariable):
                 used.setdefault(id(variable), (variable, stage))
-    strategy.extended.settle(used.values())
+    strategy.extended.homes.settle(used.values())
 
 
 def _uses(model: Any, plan: Plan | None) -> Iterator[tuple[Any, int]]:

@@ -1,4 +1,4 @@
-"""What holds for a while in one thread: how many replicas there are said to be, XLA.
+"""What holds for a while in one thread: a step of Keras, several steps in one loop.
 
 Goes in: values for the length of a ``with`` block.  Comes out: the same, for whoever asks within.
 """
@@ -8,19 +8,22 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from towerstrategy.towers import steps
+
+
+class KerasStep(NamedTuple):
+    """A step of Keras that the towers do; ``compiles``: XLA compiles their part of it."""
+
+    compiles: bool
 
 
 class Modes(threading.local):
     """What holds for a while, in one thread."""
 
-    counted_as: Any = None
-    one_copy_of_means = False
-    in_order = False
-    compiles = False
-    keras_step = False
+    in_order = False  # whether rows are to come in the dataset's order: a model predicts
+    keras_step: KerasStep | None = None
     steps: steps.StepsContext | None = None
 
     @contextlib.contextmanager
