@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts
+from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, xla
 from towerstrategy.batch import datasets as datasets_lib, dealing, input_options, splitting
 from towerstrategy.merge import merging, reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
@@ -40,7 +40,7 @@ class TowerExtended(_tf.StrategyExtended):
         self._cluster_resolver = cluster_resolver  # what TensorFlow's Strategy gives for its own
         super().__init__(container_strategy)
         self.homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows)
-        self.stages = Stages(placement)
+        self.stages, self.xla = Stages(placement), xla.Xla(placement.towers)
         # Living variables by their ids: all, and those that are written where towers cannot meet.
         self._tracked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._written_alone: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -58,7 +58,6 @@ class TowerExtended(_tf.StrategyExtended):
         # Of partitioned steps: operations without a rule by type, the last one's crossings by kind.
         self.done_with_all_rows: dict[str, tuple[str, int, str]] = {}
         self.crossings: dict[str, int] = {}
-        self.missing_in_xla: set[str] = set()  # types of operations, of steps that it compiles
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""
@@ -80,14 +79,12 @@ class TowerExtended(_tf.StrategyExtended):
         ``compiles`` says whether XLA compiles the towers' part of it.
 
         On CPU towers the step's graph goes without most of TensorFlow's graph optimizer: its work
-        grows with the towers and gains nothing that was measured (BUILD.md, "Speed").  GPU towers
-        keep it, for the memory layouts that it chooses there.
+        grows with the towers and gains nothing that was measured (benchmarks/RESULTS.md).  GPU
+        towers keep it, for the memory layouts that it chooses there.
         """
-        if len(self._placement.towers) == 1 or self._placement.kinds != {"CPU"}:
-            optimizer: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        else:
-            optimizer = _tf.light_graph_optimizer()
-        with optimizer, self._modes.within(keras_step=modes.KerasStep(compiles)):
+        light = len(self._placement.towers) > 1 and self._placement.kinds == {"CPU"}
+        with _tf.light_graph_optimizer() if light else contextlib.nullcontext(), \
+                self._modes.within(keras_step=modes.KerasStep(compiles)):
             yield
 
     def train_step(self, call: Callable[[], Any], compiles: bool = False) -> Any:

@@ -19,14 +19,15 @@ def module_of(path):
 
 # Each imports those before it alone; BUILD.md says what they are for.
 ORDER = ("_version", "_requirements", "warned", "_tensorflow", "placement", "batch", "merge",
-         "contexts", "arguments", "variables", "stages", "sharding", "towers", "losses", "machines",
-         "_keras", "report", "measured", "extended", "strategy", "multi_gpu", "", "check",
-         "__main__")
+         "contexts", "arguments", "variables", "stages", "xla", "sharding", "towers", "losses",
+         "machines", "_keras", "report", "measured", "extended", "strategy", "multi_gpu", "",
+         "check", "__main__")
 
 
 # What the core does not know: each extra with who puts it in; others call what is put in.
 EXTRAS = {"machines": {"strategy"}, "measured": {"strategy"}, "stages": {"extended"},
-          "report": {"strategy", "measured", "check"}, "check": {"__main__"}}
+          "xla": {"extended"}, "report": {"strategy", "measured", "check"},
+          "check": {"__main__"}}
 
 
 def imports(path):

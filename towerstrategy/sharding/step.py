@@ -18,7 +18,7 @@ from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import merging
 from towerstrategy.placement import scopes as scopes_lib
-from towerstrategy.sharding import compiling, homes, packing, propagate, traffic
+from towerstrategy.sharding import homes, packing, propagate, traffic
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.partition import Partition
@@ -61,8 +61,7 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         packing.pack(builder, homes.ONCE)
     builder.finish()
     if strategy.extended.compiles:
-        compiling.mark(graph, builder.operations, towers.devices,
-                       strategy.extended.missing_in_xla)
+        strategy.extended.xla.mark(graph, builder.operations)
     if strategy.extended.placement.micro_batches > 1:
         strategy.extended.stages.put_in_order(
             graph, [builder.made(scope) for scope in towers.scopes],

@@ -23,7 +23,6 @@ from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import scopes
-from towerstrategy.sharding import compiling
 from towerstrategy.towers import enclosed, notes, once, threads
 from towerstrategy.towers.tables import NeedsOwnTrace
 
@@ -55,7 +54,7 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
     if isinstance(fn, _tf.Function):
         with _told_rows(strategy, args, kwargs):
             return _inside_function(strategy, fn)(*args, **kwargs)
-    finish = functools.partial(_mark, strategy) if compiles and not tf.executing_eagerly() else None
+    finish = strategy.extended.xla.mark if compiles and not tf.executing_eagerly() else None
     if _tf.is_compiled_here() and not strategy.extended.placement.compiles:
         raise ValueError(_WHOLE)
     if not tf.executing_eagerly():
@@ -175,9 +174,3 @@ class _Lone(contexts.Call):
         value, = values
         differs = isinstance(value, (tf.Tensor, _tf.CompositeTensor)) and id(value) not in self._met
         return results.TowerResults(values, shares) if differs else value
-
-
-def _mark(strategy: tf.distribute.Strategy, graph: tf.Graph) -> None:
-    """Marks what the towers do in ``graph`` for XLA."""
-    compiling.mark(graph, graph.get_operations(), strategy.extended.worker_devices,
-                   strategy.extended.missing_in_xla)

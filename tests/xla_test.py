@@ -14,7 +14,7 @@ from absl.testing import parameterized
 from tensorflow.python.eager import context
 
 import towerstrategy
-from towerstrategy.sharding import compiling
+from towerstrategy import xla
 
 BOTH = parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
 ROWS = np.random.RandomState(0).rand(10, 3).astype("f")
@@ -29,8 +29,8 @@ def towers(count=3):
 def marked():
     """Within, the operations of steps that are to be compiled are listed."""
     found = []
-    mark = compiling._tf.compile_by_xla
-    with mock.patch.object(compiling._tf, "compile_by_xla", lambda operation, scope: (
+    mark = xla._tf.compile_by_xla
+    with mock.patch.object(xla._tf, "compile_by_xla", lambda operation, scope: (
             found.append(operation), mark(operation, scope))):
         yield found
 

@@ -27,31 +27,36 @@ _FED = ("Placeholder", "PlaceholderWithDefault")
 _log = logging.getLogger("towerstrategy")
 
 
-def mark(graph: tf.Graph, operations: Iterable[tf.Operation], devices: Iterable[str],
-         known: set[str]) -> None:
-    """Marks those of the towers' operations that XLA can compile.
+class Xla:
+    """Marks what the towers of one strategy do, for XLA: ``strategy.extended.xla``.
 
     Args:
-      graph: in which they are.
-      operations: all operations of the step.
-      devices: the towers' devices; what is on others is not compiled.
-      known: types that XLA is known not to have; more are added.
+      devices: the towers'; what is on others is not compiled.
     """
-    can = {device: Compilable(graph, device) for device in devices}
-    for operation in operations:
-        here = can.get(operation.device)
-        if here is None or _is_small(operation):
-            continue
-        if here.compile(operation):
-            if tf.variant not in {tensor.dtype for tensor in (*operation.inputs,
-                                                              *operation.outputs)}:
-                _tf.compile_by_xla(operation, f"tower {operation.device}")
-            continue
-        kind = here.missing(operation)
-        if kind is not None and kind not in known and not operation.op_def.is_stateful:
-            known.add(kind)
-            _log.info("%s (%s) is not compiled though jit_compile=True: XLA does not have it.",
-                      kind, scopes.plain_name(operation.name))
+
+    def __init__(self, devices: Iterable[str]) -> None:
+        self._devices = [tf.DeviceSpec.from_string(device).to_string() for device in devices]
+        self._missing: set[str] = set()  # types of operations, which were said once
+
+    def mark(self, graph: tf.Graph, operations: Iterable[tf.Operation] | None = None
+             ) -> None:
+        """Marks those of ``operations``, where none are given of ``graph``, that XLA can compile.
+        """
+        can = {device: _Compilable(graph, device) for device in self._devices}
+        for operation in graph.get_operations() if operations is None else operations:
+            here = can.get(operation.device)
+            if here is None or _is_small(operation):
+                continue
+            if here.compile(operation):
+                if tf.variant not in {tensor.dtype for tensor in (*operation.inputs,
+                                                                  *operation.outputs)}:
+                    _tf.compile_by_xla(operation, f"tower {operation.device}")
+                continue
+            kind = here.missing(operation.node_def)
+            if kind and kind not in self._missing and not operation.op_def.is_stateful:
+                self._missing.add(kind)
+                _log.info("%s (%s) is not compiled though jit_compile=True: XLA does not have it.",
+                          kind, scopes.plain_name(operation.name))
 
 
 def _is_small(operation: tf.Operation) -> bool:
@@ -59,7 +64,7 @@ def _is_small(operation: tf.Operation) -> bool:
                for tensor in (*operation.inputs, *operation.outputs))
 
 
-class Compilable:
+class _Compilable:
     """Looks at the operations of one graph.
 
     Args:
@@ -75,11 +80,7 @@ class Compilable:
 
     def compile(self, operation: tf.Operation) -> bool:
         """Whether an operation can go into a function that XLA compiles."""
-        return self._is_pure(operation) and self._missing(operation.node_def) is None
-
-    def missing(self, operation: tf.Operation) -> str | None:
-        """The type of what XLA does not have of an operation, or None."""
-        return self._missing(operation.node_def)
+        return self._is_pure(operation) and self.missing(operation.node_def) is None
 
     def _is_pure(self, operation: tf.Operation) -> bool:
         """Whether an operation makes values of values, on its tower's device."""
@@ -102,7 +103,7 @@ class Compilable:
         definition = _tf.function_definition(self._graph, function)
         return any(map(self._draws, definition.node_def if definition is not None else ()))
 
-    def _missing(self, node: Any) -> str | None:
+    def missing(self, node: Any) -> str | None:
         """The type of the first operation in ``node`` that XLA does not have, or None."""
         if node.op == "Const":
             return None
@@ -116,5 +117,5 @@ class Compilable:
             self._missing_of[function] = None
             definition = _tf.function_definition(self._graph, function)
             nodes = definition.node_def if definition is not None else ()
-            self._missing_of[function] = next(filter(None, map(self._missing, nodes)), None)
+            self._missing_of[function] = next(filter(None, map(self.missing, nodes)), None)
         return self._missing_of[function]
