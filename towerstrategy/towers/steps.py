@@ -14,50 +14,21 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 
 
-class StepsContext:
+class StepsContext(_tf.MultiStepContext):
     """What a step puts down, and what is there after the last.
 
     Attributes:
-      last_step_outputs: by name, what the last step has set: reduced values, and per-replica ones
-        where they were set without a reduction.
-      non_tensor_outputs: by name, what a step has set that is no tensor.
       run_op: the operation that runs all steps; None where they have run.
     """
 
-    def __init__(self) -> None:
-        self.last_step_outputs: dict[str, Any] = {}
-        self.non_tensor_outputs: dict[str, Any] = {}
-        self.run_op: Any = None
-        self._reduced: set[str] = set()
-        self._in_tower: dict[str, Any] = {}
+    run_op: Any = None
 
     def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
         """Puts down ``output``: reduced by ``reduce_op``, which it must be in a replica."""
-        if tf.distribute.in_cross_replica_context():
-            if reduce_op is None:
-                self._reduced.discard(name)
-            else:
-                output = tf.distribute.get_strategy().reduce(reduce_op, output, axis=None)
-                self._reduced.add(name)
-            self.last_step_outputs[name] = output
-            return
-        if reduce_op is None:
+        if reduce_op is None and not tf.distribute.in_cross_replica_context():
             raise ValueError(f"set_last_step_output({name!r}) in a replica needs a reduce_op, "
                              'such as "SUM", but got None.')
-        self._reduced.add(name)
-        self._in_tower[name] = tf.distribute.get_replica_context().merge_call(
-            lambda strategy, value: strategy.reduce(reduce_op, value, axis=None), args=(output,))
-
-    def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Puts down ``output``, in a replica those of all replicas."""
-        if tf.distribute.in_cross_replica_context():
-            self.non_tensor_outputs[name] = output
-            return
-
-        def keep(strategy: tf.distribute.Strategy, value: Any) -> None:
-            self.non_tensor_outputs[name] = strategy.experimental_local_results(value)
-
-        tf.distribute.get_replica_context().merge_call(keep, args=(output,))
+        super().set_last_step_output(name, output, reduce_op)
 
     def run_towers(self, call: Callable[[Callable[..., Any]], Any],
                    fn: Callable[..., Any]) -> Any:
@@ -65,15 +36,18 @@ class StepsContext:
 
         Towers are traced in a function of their own, out of which a tensor has to be returned.
         """
+        before = self.last_step_outputs
+
         def tower(*args: Any, **kwargs: Any) -> Any:
-            self._in_tower = {}
-            return fn(*args, **kwargs), self._in_tower
+            self._set_last_step_outputs({})
+            return fn(*args, **kwargs), self.last_step_outputs
 
         result, outputs = call(tower)
         for name, value in outputs.items():
             if isinstance(value, tf.distribute.DistributedValues):
                 value = tf.distribute.get_strategy().experimental_local_results(value)[0]
-            self.last_step_outputs[name] = value
+            before[name] = value
+        self._set_last_step_outputs(before)
         return result
 
     def _flat(self, strategy: tf.distribute.Strategy) -> list[Any]:
@@ -88,7 +62,8 @@ class StepsContext:
              for name, value in self.last_step_outputs.items()}, flat)
         for name, values in parts.items():
             self.last_step_outputs[name] = (
-                values[0] if name in self._reduced else _tf.regroup(values))
+                _tf.regroup(values) if self._last_step_outputs_reduce_ops[name] is None
+                else values[0])
 
 
 def run(strategy: tf.distribute.Strategy, context: StepsContext, fn: Callable[..., Any],
