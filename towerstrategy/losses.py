@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf, contexts
+from towerstrategy import _tensorflow as _tf, contexts, refused
 from towerstrategy.contexts import whole
 from towerstrategy.merge import merging
 
@@ -40,8 +40,7 @@ def _as_loss(loss: Any) -> tf.Tensor:
     try:
         value = tf.convert_to_tensor(loss)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"loss must be a floating point tensor, but got {loss!r} of type "
-                        f"{type(loss).__name__}.") from error
+        raise refused.wrong_type("loss", loss, "a floating point tensor") from error
     if not value.dtype.is_floating:
         raise TypeError(f"loss must be a floating point tensor, but got {loss!r} of dtype "
                         f"{value.dtype.name}.")
@@ -161,8 +160,7 @@ class WholeBatch:
 
     def __init__(self, loss: Any) -> None:
         if not callable(loss) and not isinstance(loss, str):
-            raise TypeError("loss must be a loss object, a function or the name of one, but got "
-                            f"{loss!r} of type {type(loss).__name__}.")
+            raise refused.wrong_type("loss", loss, "a loss object, a function or the name of one")
         self.inner: Any = loss.inner if isinstance(loss, WholeBatch) else loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

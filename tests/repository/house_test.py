@@ -18,10 +18,10 @@ def module_of(path):
 
 
 # Each imports those before it alone; BUILD.md says what they are for.
-ORDER = ("_version", "_requirements", "warned", "_tensorflow", "placement", "batch", "merge",
-         "contexts", "arguments", "variables", "stages", "xla", "sharding", "towers", "losses",
-         "machines", "_keras", "report", "measured", "extended", "strategy", "multi_gpu", "",
-         "check", "__main__")
+ORDER = ("_version", "_requirements", "warned", "refused", "_tensorflow", "placement", "batch",
+         "merge", "contexts", "arguments", "variables", "stages", "xla", "sharding", "towers",
+         "losses", "machines", "_keras", "report", "measured", "extended", "strategy", "multi_gpu",
+         "", "check", "__main__")
 
 
 # What the core does not know: each extra with who puts it in; others call what is put in.

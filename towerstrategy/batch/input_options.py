@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy import refused
 from towerstrategy.batch import datasets, prefetching
 
 
@@ -29,9 +30,8 @@ def read(options: Any, extended: Any) -> tuple[bool, prefetching.Fetch, int]:
     fetch = prefetching.Fetch(() if on_host else towers, extended.host_device)
     if options is None:
         return False, fetch, datasets.READY
-    if not isinstance(options, tf.distribute.InputOptions):
-        raise TypeError("options must be None or a tf.distribute.InputOptions, but got "
-                        f"{options!r} of type {type(options).__name__}.")
+    refused.check_type("options", options, tf.distribute.InputOptions,
+                       "None or a tf.distribute.InputOptions")
     _check(options)
     ready = options.experimental_per_replica_buffer_size
     devices = towers if options.experimental_fetch_to_device else ()
@@ -43,14 +43,13 @@ def read(options: Any, extended: Any) -> tuple[bool, prefetching.Fetch, int]:
 def _check(options: tf.distribute.InputOptions) -> None:
     """TensorFlow takes anything as the fields of ``InputOptions``."""
     mode = options.experimental_replication_mode
-    if not isinstance(mode, tf.distribute.InputReplicationMode):
-        raise TypeError("InputOptions: experimental_replication_mode must be a "
-                        "tf.distribute.InputReplicationMode (PER_WORKER or PER_REPLICA), but got "
-                        f"{mode!r} of type {type(mode).__name__}.")
+    refused.check_type(
+        "InputOptions: experimental_replication_mode", mode, tf.distribute.InputReplicationMode,
+        "a tf.distribute.InputReplicationMode (PER_WORKER or PER_REPLICA)")
     size = options.experimental_per_replica_buffer_size
     if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-        raise TypeError("InputOptions: experimental_per_replica_buffer_size must be a whole "
-                        f"number, but got {size!r} of type {type(size).__name__}.")
+        raise refused.wrong_type("InputOptions: experimental_per_replica_buffer_size", size,
+                                 "a whole number")
     if size < 0:
         raise ValueError("InputOptions: experimental_per_replica_buffer_size must be at least 0, "
                          f"but got {size}.")

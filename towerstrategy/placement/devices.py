@@ -94,7 +94,7 @@ class Placement:
         return BALANCED if self.balanced else short_name(self.merge)
 
     def __str__(self) -> str:
-        rows = [", ".join(map(short_name, self.row(replica)))
+        rows = [names.short_names(self.row(replica))
                 for replica in range(0, len(self.towers), self.micro_batches)]
         towers = ", ".join(f"[{row}]" if self.rows else row for row in rows)
         parts = f" micro_batches={self.micro_batches}" * (self.micro_batches > 1)

@@ -7,9 +7,12 @@ an error that names the argument, what was given and which devices there are.
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
+
+from towerstrategy import refused
 
 BALANCED = "balanced"
 
@@ -21,8 +24,7 @@ def whole_number(argument: str, value: Any) -> int:
       TypeError: it is a bool, a fraction or not a number.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{argument} must be a whole number, but got {value!r} of type "
-                        f"{type(value).__name__}.")
+        raise refused.wrong_type(argument, value, "a whole number")
     if isinstance(value, numbers.Integral):
         return int(value)
     if not float(value).is_integer():
@@ -34,6 +36,11 @@ def short_name(device: str) -> str:
     """``CPU:1`` for ``/job:localhost/replica:0/task:0/device:CPU:1``."""
     spec = tf.DeviceSpec.from_string(device)
     return f"{spec.device_type}:{spec.device_index}"
+
+
+def short_names(devices: Iterable[str]) -> str:
+    """``CPU:1, CPU:2``."""
+    return ", ".join(map(short_name, devices))
 
 
 def gpu_count() -> int:
