@@ -268,8 +268,8 @@ def check_stage(strategy: Any, index: Any) -> None:
     if not placement.rows:
         raise ValueError(
             f"stage({index}) was called on a strategy whose towers are one device each: "
-            f"{names.short_names(placement.devices)}. Give each tower a list of devices, one a stage: "
-            'TowerStrategy([["GPU:0", "GPU:1"]]).')
+            f"{names.short_names(placement.devices)}. Give each tower a list of devices, one a "
+            'stage: TowerStrategy([["GPU:0", "GPU:1"]]).')
     if not 0 <= index < placement.stages:
         raise ValueError(
             f"index must be from 0 to {placement.stages - 1}, as each tower has "

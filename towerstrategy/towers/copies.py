@@ -39,7 +39,7 @@ class Copier:
 
     Attributes:
       table: what each tower has in place of tower 0's tensors and operations.
-      copied: those operations of tower 0.
+      firsts: the names of tower 0's operations.
     """
 
     def __init__(self, graph: tf.Graph, rows: Sequence[Sequence[str]], scopes: Sequence[str],
@@ -53,8 +53,7 @@ class Copier:
         self._turns = sorted(range(1, len(rows)), key=lambda tower: (tower % micro_batches, tower))
         self._scopes = scopes
         self._local_variables = local_variables
-        self.firsts: set[str] = set()  # names of tower 0's operations
-        self.copied: list[tf.Operation] = []
+        self.firsts: set[str] = set()
         self._done = 0
         self._waiting: list[tf.Operation] = []
         self._kept: set[str] = set()
@@ -85,7 +84,6 @@ class Copier:
             shared = set(_shared_reads(stretch, self.table))
             stretch = [operation for operation in stretch if operation.name not in shared]
             self._import(stretch)
-            self.copied += stretch
         self.skip()
 
     def added(self) -> list[tf.Operation]:

@@ -9,7 +9,6 @@ trace.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import functools
@@ -94,9 +93,7 @@ class _Call(contexts.Call):
         self._placers = [] if state.eager else [
             strategy.extended.stages.placer(state.graph, tower)
             for tower in range(len(strategy.extended.worker_devices))]
-        self._made_for_all: dict[Any, list[Any]] = {}
-        self._asked_for_all: dict[int, collections.Counter[Any]] = collections.defaultdict(
-            collections.Counter)
+        self._made_for_all: dict[str, Any] = {}
         made: dict[str, list[tf.Variable]] = {}
         towers = [contexts.TowerContext(strategy, tower, shares, self)
                   for tower in range(len(strategy.extended.worker_devices))]
@@ -129,17 +126,15 @@ class _Call(contexts.Call):
         return thread.pause(_Meeting(merge_fn, args, kwargs))
 
     def for_all(self, tower: int, key: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives when the first tower asks; the others get it, in turn by ``key``."""
-        made = self._made_for_all.setdefault(key, [])
-        asked = self._asked_for_all[tower][key]
-        self._asked_for_all[tower][key] += 1
-        if asked == len(made):
+        """What ``make`` gives when the first tower asks; a tower asks once for a ``key``."""
+        del tower
+        if key not in self._made_for_all:
             root = contextlib.nullcontext() if self._state.eager \
                 else self._state.graph.as_default()
             with root, tf.name_scope(self._merge_scope), tf.device(None), \
                     tf.device(self._strategy.extended.host_device):
-                made.append(make())
-        return made[asked]
+                self._made_for_all[key] = make()
+        return self._made_for_all[key]
 
     def note_written(self, variable: Any) -> None:
         """A tower writes ``variable`` where the towers cannot meet, or will when it is called."""
@@ -154,7 +149,9 @@ class _Call(contexts.Call):
         for tower in self._towers:
             replica = self._strategy.extended.first_replica + tower.number
             before = 0 if self._state.eager else _tf.operation_count(self._state.graph)
-            with _tf.graph_seeded(self._graph_seed, replica), self._seeds(tower.number):
+            seeds = contextlib.nullcontext() if self._state.eager \
+                else self._operation_seeds.of(tower.number)
+            with _tf.graph_seeded(self._graph_seed, replica), seeds:
                 tower.proceed()
             if tower.error is not None:
                 raise tower.error
@@ -166,12 +163,6 @@ class _Call(contexts.Call):
                 "Some replicas made a different number of replica_context().merge_call() calls: "
                 f"tower(s) {at} are at a merge_call, the others have returned.")
         return all(ended)
-
-    def _seeds(self, tower: int) -> contextlib.AbstractContextManager[None]:
-        """Within, operations that are given no seed get ``tower``'s."""
-        if not self._state.eager:
-            return self._operation_seeds.of(tower)
-        return contextlib.nullcontext()
 
     def _end_turn(self, number: int, before: int) -> None:
         """A tower has come to a meeting or its end; its operations begin at number ``before``."""
