@@ -1,8 +1,8 @@
-"""``tf.distribute``'s extension points, each handing to one verb.
+"""``tf.distribute``'s extension points, each handing to one package.
 
 Goes in: what TensorFlow's ``Strategy`` and libraries ask of a strategy's ``extended``.  Comes out:
-whatever :mod:`split`, :mod:`towers`, :mod:`merge` and :mod:`variables` make of it.  Nothing is
-decided here.
+what :mod:`batch`, :mod:`sharding`, :mod:`replicas`, :mod:`merge` and :mod:`variables` make of it.
+Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from towerstrategy.batch import datasets as datasets_lib, dealing, input_options
 from towerstrategy.merge import merging, reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.placement.workers import Workers
+from towerstrategy.replicas import calls, modes, steps
 from towerstrategy.sharding import run as whole_batch
 from towerstrategy.stages.within import Stages
-from towerstrategy.towers import calls, modes, steps
 from towerstrategy.variables import creation, tower_local
 
 

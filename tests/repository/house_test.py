@@ -19,7 +19,7 @@ def module_of(path):
 
 # Each imports those before it alone; BUILD.md says what they are for.
 ORDER = ("_version", "_requirements", "warned", "refused", "_tensorflow", "placement", "batch",
-         "merge", "contexts", "arguments", "variables", "stages", "xla", "sharding", "towers",
+         "merge", "contexts", "arguments", "variables", "stages", "xla", "sharding", "replicas",
          "losses", "machines", "_keras", "report", "measured", "extended", "strategy", "multi_gpu",
          "", "check", "__main__")
 

@@ -1,8 +1,8 @@
 """A call of a replica function, as the contexts of its towers know it: their sync point.
 
 Goes in: what a tower brings to a sync point, or asks of its own.  Comes out: what is merged there,
-or the tower's own value.  :class:`Call` is that of a single tower; ``towers/once`` and
-``towers/threads`` have those of several.
+or the tower's own value.  :class:`Call` is that of a single tower; ``replicas/once`` and
+``replicas/threads`` have those of several.
 """
 
 from __future__ import annotations

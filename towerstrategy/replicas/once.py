@@ -27,16 +27,16 @@ from towerstrategy import _tensorflow as _tf, contexts, warned
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import scopes
+from towerstrategy.replicas import copies, enclosed, notes
+from towerstrategy.replicas.tables import NeedsOwnTrace
 from towerstrategy.sharding import contract
 from towerstrategy.sharding.spec import Size
-from towerstrategy.towers import copies, enclosed, notes
-from towerstrategy.towers.tables import NeedsOwnTrace
 from towerstrategy.variables import alone
 
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
          shares: shares_lib.Shares, finish: enclosed.Finish | None = None) -> Any:
-    """Calls ``fn`` on every tower, see ``towers.call_each``.
+    """Calls ``fn`` on every tower, see :func:`calls.call_each`.
 
     Args:
       strategy: the strategy.

@@ -23,8 +23,8 @@ from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import scopes
-from towerstrategy.towers import enclosed, notes, once, threads
-from towerstrategy.towers.tables import NeedsOwnTrace
+from towerstrategy.replicas import enclosed, notes, once, threads
+from towerstrategy.replicas.tables import NeedsOwnTrace
 
 
 def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,

@@ -21,13 +21,13 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import scopes
-from towerstrategy.towers import enclosed, notes
+from towerstrategy.replicas import enclosed, notes
 from towerstrategy.variables import alone
 
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
          shares: shares_lib.Shares, finish: enclosed.Finish | None = None) -> Any:
-    """Calls ``fn`` on every tower, see ``towers.call_each``."""
+    """Calls ``fn`` on every tower, see :func:`calls.call_each`."""
 
     def made() -> Any:
         return _Call(strategy, fn, args, kwargs, shares).run()

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from towerstrategy.towers import steps
+from towerstrategy.replicas import steps
 
 
 class KerasStep(NamedTuple):

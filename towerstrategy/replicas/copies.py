@@ -1,7 +1,7 @@
 """Trace once: tower 0 is traced, and its operations are copied for the other towers.
 
 Goes in: the replica function and its arguments, inside a ``tf.function`` that is being traced.
-Comes out: what :mod:`towers` would have made by tracing every tower, for the price of one trace.
+Comes out: what :mod:`threads` would have made by tracing every tower, for the price of one trace.
 
 Between two meetings (``merge_call``) of the towers, tower 0's operations form a stretch of the
 graph. At the next meeting the stretch is copied for each other tower: the same operations, on that
@@ -20,8 +20,8 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.towers import tables
-from towerstrategy.towers.tables import NeedsOwnTrace
+from towerstrategy.replicas import tables
+from towerstrategy.replicas.tables import NeedsOwnTrace
 
 # Bytes of a node. An operation is compared with earlier ones by all it holds, constants too.
 LARGEST_COMPARED = 4096
