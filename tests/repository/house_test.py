@@ -9,7 +9,7 @@ import towerstrategy
 
 PACKAGE = pathlib.Path(towerstrategy.__file__).parent
 TESTS = pathlib.Path(__file__).parents[1]
-LARGEST = 430  # lines; a file has one purpose
+LARGEST = 460  # lines; a file has one purpose
 
 
 def module_of(path):
