@@ -27,15 +27,23 @@ from towerstrategy.variables import creation, tower_local
 
 
 class TowerExtended(_tf.StrategyExtended):
-    """What ``strategy.extended`` is for a ``TowerStrategy``."""
+    """What ``strategy.extended`` is for a ``TowerStrategy``.
+
+    Args:
+      container_strategy: the strategy.
+      placement: where it runs.
+      workers: where the machines meet; None with a single one.
+      cluster_resolver: what said which machines there are; None where nothing did.
+      draws_rows: whether what is drawn for rows is what one device would draw.
+      measuring: what measures the towers; None where nothing does.
+    """
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
                  placement: devices_lib.Placement, workers: Workers | None = None,
                  cluster_resolver: Any = None, draws_rows: bool = True,
                  measuring: Any = None) -> None:
-        self.draws_rows = draws_rows  # whether rows are what one device would draw
-        # TensorFlow's constructor asks for the number of towers.
-        self._placement, self._workers = placement, workers
+        self.draws_rows = draws_rows
+        self.placement, self.workers = placement, workers  # TensorFlow's constructor asks for them
         self.dealer = dealing.Dealer(placement, workers, measuring)
         self._cluster_resolver = cluster_resolver  # what TensorFlow's Strategy gives for its own
         super().__init__(container_strategy)
@@ -62,8 +70,8 @@ class TowerExtended(_tf.StrategyExtended):
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""
         measuring = self.dealer.measuring and self.dealer.measuring.anew()
-        memo[id(self)] = copied = TowerExtended(self._container_strategy(), self._placement,
-                                                self._workers, self._cluster_resolver,
+        memo[id(self)] = copied = TowerExtended(self._container_strategy(), self.placement,
+                                                self.workers, self._cluster_resolver,
                                                 self.draws_rows, measuring)
         return copied
 
@@ -82,7 +90,7 @@ class TowerExtended(_tf.StrategyExtended):
         grows with the towers and gains nothing that was measured (benchmarks/RESULTS.md).  GPU
         towers keep it, for the memory layouts that it chooses there.
         """
-        light = len(self._placement.towers) > 1 and self._placement.kinds == {"CPU"}
+        light = len(self.placement.towers) > 1 and self.placement.kinds == {"CPU"}
         with _tf.light_graph_optimizer() if light else contextlib.nullcontext(), \
                 self._modes.within(keras_step=modes.KerasStep(compiles)):
             yield
@@ -96,37 +104,33 @@ class TowerExtended(_tf.StrategyExtended):
     # Where things are.
 
     @property
-    def placement(self) -> devices_lib.Placement:
-        return self._placement
-
-    @property
     def merge_device(self) -> str:
         """The device where results meet that belong to no variable."""
-        return self._placement.merge
+        return self.placement.merge
 
     @property
     def host_device(self) -> str:
         """The CPU that feeds the towers."""
-        spec = tf.DeviceSpec.from_string(self._placement.towers[0])
+        spec = tf.DeviceSpec.from_string(self.placement.towers[0])
         return spec.replace(device_type="CPU", device_index=0).to_string()
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        return self._placement.towers
+        return self.placement.towers
 
     @property
     def worker_devices_by_replica(self) -> list[list[str]]:
-        return [[device] for device in self._placement.towers]
+        return [[device] for device in self.placement.towers]
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        if self._placement.rows:
-            return tuple(itertools.chain(*self._placement.rows))
-        return self._placement.devices if self._placement.balanced else (self._placement.merge,)
+        if self.placement.rows:
+            return tuple(itertools.chain(*self.placement.rows))
+        return self.placement.devices if self.placement.balanced else (self.placement.merge,)
 
     def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
         del var_list
-        return (self._placement.merge,)
+        return (self.placement.merge,)
 
     @property
     def _num_replicas_in_sync(self) -> Any:
@@ -135,21 +139,16 @@ class TowerExtended(_tf.StrategyExtended):
         tower = contexts.current_tower()
         if tower is not None:
             tower.asked = True
-        return len(self._placement.towers) if self._workers is None else self._workers.replicas
-
-    @property
-    def workers(self) -> Workers | None:
-        """Where the machines meet; None with a single one."""
-        return self._workers
+        return len(self.placement.towers) if self.workers is None else self.workers.replicas
 
     @property
     def first_replica(self) -> int:
         """The number, among the towers of all machines, of this machine's first."""
-        return 0 if self._workers is None else self._workers.first
+        return 0 if self.workers is None else self.workers.first
 
     def equal_shares(self) -> shares_lib.Shares:
         """The shares where no rows are known."""
-        return shares_lib.Shares.equal(len(self._placement.towers), self._workers)
+        return shares_lib.Shares.equal(len(self.placement.towers), self.workers)
 
     def split(self, batch: Any) -> Any:
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
@@ -177,7 +176,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def experimental_between_graph(self) -> bool:
-        return self._workers is not None
+        return self.workers is not None
 
     @property
     def experimental_should_init(self) -> bool:
@@ -193,15 +192,15 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def _is_chief(self) -> bool:
-        return self._workers is None or self._workers.is_chief
+        return self.workers is None or self.workers.is_chief
 
     def _in_multi_worker_mode(self) -> bool:
-        return self._workers is not None
+        return self.workers is not None
 
     @property
     def _task_id(self) -> int:
         # tf_keras names the folders of workers that are not the chief by it.
-        return 0 if self._workers is None else self._workers.index
+        return 0 if self.workers is None else self.workers.index
 
     # Scope and variables.
 
@@ -318,22 +317,22 @@ class TowerExtended(_tf.StrategyExtended):
         arguments.check_structures("value_fn", values)
         grouped = _tf.regroup(values, always_wrap=True)
         # With several machines, none knows the rows of the others.
-        return grouped if self._workers is not None else splitting.as_batch(grouped)
+        return grouped if self.workers is not None else splitting.as_batch(grouped)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
         del options
-        if self._workers is not None:
-            return reductions.reduce_across(self._workers, reduce_op, value_destination_pairs)
+        if self.workers is not None:
+            return reductions.reduce_across(self.workers, reduce_op, value_destination_pairs)
         return [reductions.reduce_one(reduce_op, value, destinations, len(self.worker_devices))
                 for value, destinations in value_destination_pairs]
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int,
                                   options: Any) -> Any:
         del options
-        workers = self._workers
+        workers = self.workers
         if workers is not None:
             return reductions.onto(
                 destinations, lambda: workers.gather(reductions.concat(value, axis), axis))

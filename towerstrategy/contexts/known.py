@@ -37,7 +37,7 @@ class Known:
     _strategy: tf.distribute.Strategy
     _tower: int
     _call: call_lib.Call
-    _graph: tf.Graph | None
+    graph: tf.Graph | None
     _counts: dict[str, Any]
 
     @property
@@ -76,7 +76,7 @@ class Known:
     @property
     def may_be_empty(self) -> bool:
         """Whether some tower has, or may turn out to have, no rows."""
-        return _tf.nested_function(self._graph) is not None or self.shares.may_be_empty
+        return _tf.nested_function(self.graph) is not None or self.shares.may_be_empty
 
     def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
         """``seed`` (integers), made this tower's own."""
@@ -84,7 +84,7 @@ class Known:
 
     def _known(self, name: str) -> Any:
         """One of :data:`OUTSIDE`, as this tower has it in this call."""
-        nested = _tf.nested_function(self._graph)
+        nested = _tf.nested_function(self.graph)
         if nested is None:
             value = getattr(self, f"_{name}_here")()
             self._call.note_known(name, value)

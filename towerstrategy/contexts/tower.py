@@ -19,22 +19,28 @@ from towerstrategy.merge import shares as shares_lib
 
 
 class TowerContext(known.Known, tf.distribute.ReplicaContext):
-    """The replica context of one tower; what it knows of its rows is in :mod:`known`."""
+    """The replica context of one tower; what it knows of its rows is in :mod:`known`.
+
+    Attributes:
+      graph: the graph in which the replica function is traced; None where it runs eagerly.
+      asked: whether the replica function knows how many replicas there are.
+      stage_run: the run of the model that runs, see _keras/stages.py.
+    """
 
     def __init__(self, strategy: tf.distribute.Strategy, tower: int, shares: shares_lib.Shares,
                  call: call_lib.Call | None = None) -> None:
         tf.distribute.ReplicaContext.__init__(self, strategy, tower)
         self._tower, self.shares = tower, shares
         self._call = call_lib.Call(strategy) if call is None else call
-        self._graph: tf.Graph | None = None
+        self.graph: tf.Graph | None = None
         self._reducing = False
         self._counts: dict[str, Any] = {}
-        self.asked = False  # whether the replica function knows how many replicas there are
+        self.asked = False
         self._scaled: dict[int, Any] = {}  # losses that are parts of the batch's, by their ids
-        self.stage_run: Any = None  # of the model that runs, see _keras/stages.py
+        self.stage_run: Any = None
 
     def __enter__(self) -> None:
-        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         super().__enter__()
 
     # What the tower is.
@@ -83,14 +89,9 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
     # What is traced in it.
 
     @property
-    def graph(self) -> tf.Graph | None:
-        """The graph in which the replica function is traced; None where it runs eagerly."""
-        return self._graph
-
-    @property
     def is_nested(self) -> bool:
         """Whether a function is being traced here that the replica function calls."""
-        return _tf.nested_function(self._graph) is not None
+        return _tf.nested_function(self.graph) is not None
 
     def mark_scaled(self, loss: Any) -> Any:
         """Remembers that ``loss`` is this tower's part of the whole batch's loss already."""
@@ -123,9 +124,9 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
     @property
     def can_merge(self) -> bool:
         """Whether the towers can meet here: not inside a nested function or control flow."""
-        if self._graph is None:
+        if self.graph is None:
             return tf.executing_eagerly()
-        return tf.executing_eagerly() or tf.compat.v1.get_default_graph() is self._graph
+        return tf.executing_eagerly() or tf.compat.v1.get_default_graph() is self.graph
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """As ``tf.distribute.ReplicaContext.all_reduce``."""

@@ -149,11 +149,6 @@ class TowerVariable(_tf.ResourceVariable):
         return _merged(tower, slices, lambda parts: plain(
             written.slices(self, method_name, parts, tower.shares)))
 
-    @property
-    def merges_extremes(self) -> bool:
-        """Whether of the towers' values the largest, or smallest, counts."""
-        return self._extreme is not None
-
     def _merges(self, *arguments: Any) -> bool:
         """Whether a write of ``arguments`` is that of several towers, here or from outside."""
         tower = contexts.writer_of(self)

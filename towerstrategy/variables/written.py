@@ -48,7 +48,7 @@ def value(variable: Any, values: list[Any], shares: shares_lib.Shares) -> Any:
     if len(values) == 1 and shares.workers is None:
         return values[0]
     with tf.device(homes_lib.home_of(variable)):
-        if variable.merges_extremes:
+        if variable._extreme:
             return merging.extreme(variable._extreme, values, shares)
         if variable.aggregation is Aggregation.SUM:
             return merging.total_of_filled(values, shares)
@@ -112,7 +112,7 @@ def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
       shares: those of the towers' batch.
       before: the value that the variable had when the towers last met.
     """
-    if variable.merges_extremes:
+    if variable._extreme:
         return merging.extreme(variable._extreme, [*values, before], shares)
     if takes_firsts(variable) or not _is_floating(variable):
         return values[0]
