@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -27,9 +27,9 @@ class TowerStrategy(kind.Kind):
     """Data-parallel training on the devices of one machine, with one copy of each weight.
 
     A global batch is split into sub-batches, each runs through the model on a device of its own (a
-    *tower*), the gradients meet on the merge device, and the optimizer runs there once.  It is used
-    like ``tf.distribute.MirroredStrategy``.  Towers can be GPUs, or logical CPU devices on a
-    machine without any:
+    *tower*), the gradients are summed on the merge device, and the optimizer runs there once.  It
+    is used like ``tf.distribute.MirroredStrategy``.  Towers can be GPUs, or logical CPU devices
+    where there is no GPU:
 
     >>> strategy = TowerStrategy(split_cpu(4))
     >>> strategy.num_replicas_in_sync
@@ -301,11 +301,10 @@ class TowerStrategy(kind.Kind):
 
         Returns:
           The tensor times the tower's share; as it is in a step of Keras and in
-          ``strategy.function``, which see all rows, and with one tower.
+          ``strategy.function``, which see all rows, with one tower, and outside of towers.
 
         Raises:
           TypeError: ``loss`` is not of a floating point type.
-          RuntimeError: called outside of the strategy's towers.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:2])
         >>> @tf.function
@@ -317,8 +316,7 @@ class TowerStrategy(kind.Kind):
         """
         return losses.scale_loss(loss)
 
-    @contextlib.contextmanager
-    def stage(self, index: int) -> Iterator[None]:
+    def stage(self, index: int) -> contextlib.AbstractContextManager[None]:
         """Within, layers that are made or called are of one stage of each tower.
 
         For towers of several devices, see docs/one_large_model.md.  Around making layers, around
@@ -344,8 +342,7 @@ class TowerStrategy(kind.Kind):
         ['CPU:0', 'CPU:0', 'CPU:1', 'CPU:1']
         """
         arguments.check_stage(self, index)
-        with self.extended.stages.within(int(index), asked=True):
-            yield
+        return self.extended.stages.within(int(index), asked=True)
 
     def merge_rule(self, variable: Any, rule: str) -> None:
         """Says that of a variable's values the towers' largest, or smallest, counts.
