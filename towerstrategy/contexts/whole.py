@@ -108,9 +108,7 @@ class _Rows:
 
 def _sums(tower: TowerContext, values: Sequence[Any]) -> list[tf.Tensor]:
     """The sum over all towers with rows of each of the values that they have brought."""
-    here = [merging.total([merging.without_empty(part, number, tower.shares)
-                           for number, part in enumerate(all_values(value, tower.count))])
-            for value in values]
+    here = [merging.filled_here(all_values(value, tower.count), tower.shares) for value in values]
     return here if tower.shares.workers is None else tower.shares.workers.sum(here)
 
 
