@@ -18,7 +18,7 @@ LEAVES_OUT := benchmarks/benchmarks repository/digits_example repository/doctest
 EXECUTABLE = $(or $(shell $(PYTHON) -c 'import sys; print(sys.executable)' 2>/dev/null),\
 	$(shell sh .ci/pythons $(PYTHON:python%=%)),$(error no $(PYTHON) here))
 VERSION = $(shell $(EXECUTABLE) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-CORE := batch/split merge/merge towers/towers strategy variables/variables batch/input \
+CORE := batch/split merge/merge replicas/run strategy variables/variables batch/input \
 	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks
 
 .PHONY: demo test lint test-parity test-slow test-gpu test-libraries test-tf test-python test-pythons bench \

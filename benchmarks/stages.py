@@ -32,7 +32,7 @@ import tensorflow as tf
 import towerstrategy
 from benchmarks import cases, micro_batches, on_gpus, results, table, traffic
 from towerstrategy.batch import sub_batches
-from towerstrategy.towers import stages as stages_lib
+from towerstrategy.placement import scopes
 
 STAGES = (1, 2, 4)
 PARTS = (1, 2, 4, 8)
@@ -176,7 +176,7 @@ def _legs(operations: Sequence[Any], job: Job) -> dict[Leg, list[int]]:
         replica = _REPLICA.search(operation.traced_as)
         if operation.type in _PRODUCTS and replica:
             legs[int(replica[1]), int(operation.device.partition(":")[2]),
-                 stages_lib.GRADIENTS in operation.traced_as].append(number)
+                 scopes.GRADIENTS in operation.traced_as].append(number)
     wanted = 2 * job.parts * job.stages
     if len(legs) != wanted:
         raise ValueError(f"{job}: {wanted} legs were expected to have products or convolutions, "

@@ -14,36 +14,26 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
-from towerstrategy.placement import devices as devices_lib
-from towerstrategy.towers import contexts
-
-
-def check_made(cross_device_ops: Any, communication_options: Any,
-               synchronize_batch_norm: Any) -> None:
-    """What ``TowerStrategy`` is made with, but for what says where things are."""
-    if not isinstance(cross_device_ops, (type(None), tf.distribute.CrossDeviceOps)):
-        raise TypeError("cross_device_ops must be None or a tf.distribute.CrossDeviceOps, but "
-                        f"got {cross_device_ops!r} of type {type(cross_device_ops).__name__}.")
-    if not isinstance(communication_options, (type(None), _tf.Options)):
-        raise TypeError("communication_options must be None or a "
-                        "tf.distribute.experimental.CommunicationOptions, but got "
-                        f"{communication_options!r} of type "
-                        f"{type(communication_options).__name__}.")
-    if not isinstance(synchronize_batch_norm, bool):
-        raise TypeError("synchronize_batch_norm must be True or False, but got "
-                        f"{synchronize_batch_norm!r} of type "
-                        f"{type(synchronize_batch_norm).__name__}.")
-
+from towerstrategy import _tensorflow as _tf, contexts, refused
+from towerstrategy.placement import names
 
 DRAWS = ("per row", "per tower")
 
 
-def check_draws(draws: Any) -> None:
-    """Refuses what is no choice of draws."""
-    if not isinstance(draws, str):
-        raise TypeError(f"draws must be {DRAWS[0]!r} or {DRAWS[1]!r}, but got {draws!r} of type "
-                        f"{type(draws).__name__}.")
+def check_made(cross_device_ops: Any, communication_options: Any, synchronize_batch_norm: Any,
+               draws: Any) -> None:
+    """What ``TowerStrategy`` is made with, but for what says where things are."""
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is off "
+                           "(a tf.compat.v1 graph, or tf.compat.v1.disable_eager_execution).")
+    for name, given, types, expected in (
+            ("cross_device_ops", cross_device_ops, (type(None), tf.distribute.CrossDeviceOps),
+             "None or a tf.distribute.CrossDeviceOps"),
+            ("communication_options", communication_options, (type(None), _tf.Options),
+             "None or a tf.distribute.experimental.CommunicationOptions"),
+            ("synchronize_batch_norm", synchronize_batch_norm, bool, "True or False"),
+            ("draws", draws, str, f"{DRAWS[0]!r} or {DRAWS[1]!r}")):
+        refused.check_type(name, given, types, expected)
     if draws not in DRAWS:
         raise ValueError(f"draws must be {DRAWS[0]!r} or {DRAWS[1]!r}, but got {draws!r}.")
 
@@ -55,12 +45,10 @@ def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
     if not isinstance(args, (list, tuple)):
         raise ValueError("args must be a list or tuple of positional arguments, but got "
                          f"{args!r} of type {type(args).__name__}.")
-    if not isinstance(kwargs, (type(None), dict)):
-        raise TypeError("kwargs must be None or a dictionary of keyword arguments, but got "
-                        f"{kwargs!r} of type {type(kwargs).__name__}.")
-    if not isinstance(options, (type(None), tf.distribute.RunOptions)):
-        raise TypeError("options must be None or a tf.distribute.RunOptions, but got "
-                        f"{options!r} of type {type(options).__name__}.")
+    refused.check_type("kwargs", kwargs, (type(None), dict),
+                       "None or a dictionary of keyword arguments")
+    refused.check_type("options", options, (type(None), tf.distribute.RunOptions),
+                       "None or a tf.distribute.RunOptions")
     _check_parts(strategy, {"args": args, "kwargs": kwargs})
 
 
@@ -71,8 +59,7 @@ def check_reduce(strategy: tf.distribute.Strategy, reduce_op: Any, value: Any, a
     axes = axis if isinstance(axis, tuple) else () if axis is None else (axis,)
     for item in axes:
         if not _is_axis(item):
-            raise TypeError("axis must be None, a whole number or a tuple of them, but got "
-                            f"{axis!r} of type {type(axis).__name__}.")
+            raise refused.wrong_type("axis", axis, "None, a whole number or a tuple of them")
     _check_parts(strategy, {"value": value})
     for path, leaf in _leaves({"value": value}):
         if leaf is None and axes:
@@ -88,8 +75,7 @@ def check_gather(strategy: tf.distribute.Strategy, value: Any, axis: Any) -> Non
     """The arguments of ``strategy.gather``."""
     check_scope(strategy)
     if not _is_axis(axis):
-        raise TypeError(f"axis must be a whole number, but got {axis!r} of type "
-                        f"{type(axis).__name__}.")
+        raise refused.wrong_type("axis", axis, "a whole number")
     _check_parts(strategy, {"value": value})
     for path, leaf in _leaves({"value": value}):
         if _is_per_replica(leaf):
@@ -117,8 +103,7 @@ def check_outside(what: str) -> None:
 def check_function(argument: str, fn: Any) -> None:
     """Raises ``TypeError`` where ``fn`` cannot be called, or a call of it runs nothing yet."""
     if not callable(fn):
-        raise TypeError(f"{argument} must be a function, but got {fn!r} of type "
-                        f"{type(fn).__name__}.")
+        raise refused.wrong_type(argument, fn, "a function")
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
         raise TypeError(f"{argument} must be a function that runs when it is called, but {fn!r} "
                         "has a yield or is async: a call of it gives a generator or a coroutine.")
@@ -130,18 +115,14 @@ def check_options(strategy: Any, input_signature: Any, autograph: Any, jit_compi
     if strategy.extended.placement.rows:
         raise NotImplementedError("strategy.function partitions a step over towers of one device "
                                   "each, not over towers of several stages. Use strategy.run.")
-    if not isinstance(input_signature, (list, tuple, type(None))):
-        raise TypeError("input_signature must be None, or a list or tuple with what describes each "
-                        f"argument, but got {input_signature!r} of type "
-                        f"{type(input_signature).__name__}.")
+    refused.check_type("input_signature", input_signature, (list, tuple, type(None)),
+                       "None, or a list or tuple with what describes each argument")
     for leaf in tf.nest.flatten(input_signature or ()):
         if not isinstance(leaf, tf.TypeSpec):
             raise TypeError("input_signature must have a tf.TensorSpec, or another tf.TypeSpec, "
                             f"for each argument, but has {leaf!r} of type {type(leaf).__name__}.")
     for name, value in (("autograph", autograph), ("reduce_retracing", reduce_retracing)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, but got {value!r} of type "
-                            f"{type(value).__name__}.")
+        refused.check_type(name, value, bool, "True or False")
     if jit_compile not in (None, False):
         raise ValueError(
             f"jit_compile must be None or False, but got {jit_compile!r}: XLA compiles for one "
@@ -185,40 +166,12 @@ def check_structures(argument: str, values: list[Any]) -> None:
                 f"it returned {value!r}, and for tower 0 {values[0]!r}.") from None
 
 
-def check_input_options(options: tf.distribute.InputOptions) -> None:
-    """TensorFlow takes anything as the fields of ``InputOptions``."""
-    mode = options.experimental_replication_mode
-    if not isinstance(mode, tf.distribute.InputReplicationMode):
-        raise TypeError("InputOptions: experimental_replication_mode must be a "
-                        "tf.distribute.InputReplicationMode (PER_WORKER or PER_REPLICA), but got "
-                        f"{mode!r} of type {type(mode).__name__}.")
-    size = options.experimental_per_replica_buffer_size
-    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-        raise TypeError("InputOptions: experimental_per_replica_buffer_size must be a whole "
-                        f"number, but got {size!r} of type {type(size).__name__}.")
-    if size < 0:
-        raise ValueError("InputOptions: experimental_per_replica_buffer_size must be at least 0, "
-                         f"but got {size}.")
-    if options.experimental_place_dataset_on_device:
-        if mode != tf.distribute.InputReplicationMode.PER_REPLICA:
-            raise ValueError(
-                "InputOptions: experimental_place_dataset_on_device=True needs "
-                "experimental_replication_mode=PER_REPLICA, a dataset for each tower, but got "
-                f"{mode}.")
-        if options.experimental_fetch_to_device:
-            raise ValueError(
-                "InputOptions: experimental_place_dataset_on_device=True needs "
-                "experimental_fetch_to_device=False, but got True, which is the default: what is "
-                "on the device already is not fetched to it.")
-
-
 def _check_op(reduce_op: Any) -> None:
-    names = [op.name for op in _tf.ReduceOp]
-    if not isinstance(reduce_op, (str, _tf.ReduceOp)):
-        raise TypeError(f"reduce_op must be one of {names} or a tf.distribute.ReduceOp, but got "
-                        f"{reduce_op!r} of type {type(reduce_op).__name__}.")
-    if isinstance(reduce_op, str) and reduce_op.upper() not in names:
-        raise ValueError(f"reduce_op must be one of {names}, but got {reduce_op!r}.")
+    known = [op.name for op in _tf.ReduceOp]
+    refused.check_type("reduce_op", reduce_op, (str, _tf.ReduceOp),
+                       f"one of {known} or a tf.distribute.ReduceOp")
+    if isinstance(reduce_op, str) and reduce_op.upper() not in known:
+        raise ValueError(f"reduce_op must be one of {known}, but got {reduce_op!r}.")
 
 
 def _is_axis(axis: Any) -> bool:
@@ -301,7 +254,7 @@ def _leaves(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def _name(strategy: tf.distribute.Strategy, tower: int) -> str:
     placement = strategy.extended.placement
-    return f"{placement.name(tower)} on {devices_lib.short_name(placement.towers[tower])}"
+    return f"{placement.name(tower)} on {names.short_name(placement.towers[tower])}"
 
 
 def check_stage(strategy: Any, index: Any) -> None:
@@ -311,18 +264,14 @@ def check_stage(strategy: Any, index: Any) -> None:
       TypeError: it is no whole number.
       ValueError: there is no such stage.
     """
-    index, placement = devices_lib.whole_number("index", index), strategy.extended.placement
+    index, placement = names.whole_number("index", index), strategy.extended.placement
     if not placement.rows:
         raise ValueError(
             f"stage({index}) was called on a strategy whose towers are one device each: "
-            f"{_devices(placement.devices)}. Give each tower a list of devices, one a stage: "
-            'TowerStrategy([["GPU:0", "GPU:1"]]).')
+            f"{names.short_names(placement.devices)}. Give each tower a list of devices, one a "
+            'stage: TowerStrategy([["GPU:0", "GPU:1"]]).')
     if not 0 <= index < placement.stages:
         raise ValueError(
             f"index must be from 0 to {placement.stages - 1}, as each tower has "
             f"{placement.stages} stages, but got {index}: stage({index}). The towers: "
-            f"{'; '.join(map(_devices, placement.rows))}.")
-
-
-def _devices(names: Any) -> str:
-    return ", ".join(map(devices_lib.short_name, names))
+            f"{'; '.join(map(names.short_names, placement.rows))}.")

@@ -1,8 +1,8 @@
-"""``tf.distribute``'s extension points, each handing to one verb.
+"""``tf.distribute``'s extension points, each handing to one package.
 
 Goes in: what TensorFlow's ``Strategy`` and libraries ask of a strategy's ``extended``.  Comes out:
-whatever :mod:`split`, :mod:`towers`, :mod:`merge` and :mod:`variables` make of it.  Nothing is
-decided here.
+what :mod:`batch`, :mod:`sharding`, :mod:`replicas`, :mod:`merge` and :mod:`variables` make of it.
+Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -15,38 +15,47 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _keras, _tensorflow as _tf, arguments
-from towerstrategy.batch import datasets as datasets_lib, input_contexts, input_options, splitting
-from towerstrategy.machines import dealing, meeting, shards
+from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, xla
+from towerstrategy.batch import datasets as datasets_lib, dealing, input_options, splitting
 from towerstrategy.merge import merging, reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
+from towerstrategy.placement.workers import Workers
+from towerstrategy.replicas import calls, modes, steps
 from towerstrategy.sharding import run as whole_batch
-from towerstrategy.towers import calls, contexts, modes, one_replica, stages, steps
-from towerstrategy.variables import creation, living, tower_local
+from towerstrategy.stages.within import Stages
+from towerstrategy.variables import creation, tower_local
 
 
 class TowerExtended(_tf.StrategyExtended):
-    """What ``strategy.extended`` is for a ``TowerStrategy``."""
+    """What ``strategy.extended`` is for a ``TowerStrategy``.
+
+    Args:
+      container_strategy: the strategy.
+      placement: where it runs.
+      workers: where the machines meet; None with a single one.
+      cluster_resolver: what said which machines there are; None where nothing did.
+      draws_rows: whether what is drawn for rows is what one device would draw.
+      measuring: what measures the towers; None where nothing does.
+    """
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
-                 placement: devices_lib.Placement, workers: meeting.Machines | None = None,
-                 cluster_resolver: Any = None, draws_rows: bool = True) -> None:
-        self.draws_rows = draws_rows  # whether rows are what one device would draw
-        # TensorFlow's constructor asks for the number of towers.
-        self._placement, self._workers = placement, workers
-        self.dealer = dealing.Dealer(placement, workers)
-        self._cluster_resolver = cluster_resolver
+                 placement: devices_lib.Placement, workers: Workers | None = None,
+                 cluster_resolver: Any = None, draws_rows: bool = True,
+                 measuring: Any = None) -> None:
+        self.draws_rows = draws_rows
+        self.placement, self.workers = placement, workers  # TensorFlow's constructor asks for them
+        self.dealer = dealing.Dealer(placement, workers, measuring)
+        self._cluster_resolver = cluster_resolver  # what TensorFlow's Strategy gives for its own
         super().__init__(container_strategy)
-        self._homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows)
-        self.settle, self.stages = self._homes.settle, stages.Stages(placement)
-        self.places = stages.Places(placement)
-        self._tracked: dict[int, weakref.ref[Any]] = {}
-        self._written_alone: dict[int, weakref.ref[Any]] = {}
+        self.homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows)
+        self.stages, self.xla = Stages(placement), xla.Xla(placement.towers)
+        # Living variables by their ids: all, and those that are written where towers cannot meet.
+        self._tracked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._written_alone: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Whether functions are traced for tower 0 alone, and why some were not.
         self.trace_once = True
         self.keep_graphs = False  # for tools that walk traced functions in Python
         self.own_trace_reasons: list[str] = []
-        self.synchronize_batch_norm = False  # also layers that do not say so
         self.warned: set[str] = set()  # why gradients of replica functions are not one device's
         # tf.function -> the same function with the towers inside.
         self.functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -57,20 +66,19 @@ class TowerExtended(_tf.StrategyExtended):
         # Of partitioned steps: operations without a rule by type, the last one's crossings by kind.
         self.done_with_all_rows: dict[str, tuple[str, int, str]] = {}
         self.crossings: dict[str, int] = {}
-        self.missing_in_xla: set[str] = set()  # types of operations, of steps that it compiles
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""
-        copied = memo[id(self)] = TowerExtended(self._container_strategy(), self._placement,
-                                                self._workers, self._cluster_resolver,
-                                                self.draws_rows)
-        copied.synchronize_batch_norm = self.synchronize_batch_norm
+        measuring = self.dealer.measuring and self.dealer.measuring.anew()
+        memo[id(self)] = copied = TowerExtended(self._container_strategy(), self.placement,
+                                                self.workers, self._cluster_resolver,
+                                                self.draws_rows, measuring)
         return copied
 
     @property
     def compiles(self) -> bool:
         """Whether XLA compiles what the towers do in the functions that are traced here."""
-        return self._modes.compiles
+        return self._modes.keras_step is not None and self._modes.keras_step.compiles
 
     @contextlib.contextmanager
     def step(self, compiles: bool = False) -> Iterator[None]:
@@ -79,14 +87,12 @@ class TowerExtended(_tf.StrategyExtended):
         ``compiles`` says whether XLA compiles the towers' part of it.
 
         On CPU towers the step's graph goes without most of TensorFlow's graph optimizer: its work
-        grows with the towers and gains nothing that was measured (BUILD.md, "Speed").  GPU towers
-        keep it, for the memory layouts that it chooses there.
+        grows with the towers and gains nothing that was measured (benchmarks/RESULTS.md).  GPU
+        towers keep it, for the memory layouts that it chooses there.
         """
-        if len(self._placement.towers) == 1 or self._placement.kinds != {"CPU"}:
-            optimizer: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        else:
-            optimizer = _tf.light_graph_optimizer()
-        with optimizer, self._modes.within(compiles=compiles, keras_step=True):
+        light = len(self.placement.towers) > 1 and self.placement.kinds == {"CPU"}
+        with _tf.light_graph_optimizer() if light else contextlib.nullcontext(), \
+                self._modes.within(keras_step=modes.KerasStep(compiles)):
             yield
 
     def train_step(self, call: Callable[[], Any], compiles: bool = False) -> Any:
@@ -98,98 +104,59 @@ class TowerExtended(_tf.StrategyExtended):
     # Where things are.
 
     @property
-    def placement(self) -> devices_lib.Placement:
-        return self._placement
-
-    @property
     def merge_device(self) -> str:
         """The device where results meet that belong to no variable."""
-        return self._placement.merge
+        return self.placement.merge
 
     @property
     def host_device(self) -> str:
         """The CPU that feeds the towers."""
-        spec = tf.DeviceSpec.from_string(self._placement.towers[0])
+        spec = tf.DeviceSpec.from_string(self.placement.towers[0])
         return spec.replace(device_type="CPU", device_index=0).to_string()
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        return self._placement.towers
+        return self.placement.towers
 
     @property
     def worker_devices_by_replica(self) -> list[list[str]]:
-        return [[device] for device in self._placement.towers]
+        return [[device] for device in self.placement.towers]
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        if self._placement.rows:
-            return tuple(itertools.chain(*self._placement.rows))
-        return self._placement.devices if self._placement.balanced else (self._placement.merge,)
+        if self.placement.rows:
+            return tuple(itertools.chain(*self.placement.rows))
+        return self.placement.devices if self.placement.balanced else (self.placement.merge,)
 
     def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
         del var_list
-        return (self._placement.merge,)
+        return (self.placement.merge,)
 
     @property
     def _num_replicas_in_sync(self) -> Any:
-        if self._modes.counted_as:
-            return self._modes.counted_as
+        if contexts.has_one_replica(self):
+            return 1
         tower = contexts.current_tower()
         if tower is not None:
             tower.asked = True
-        return len(self._placement.towers) if self._workers is None else self._workers.replicas
-
-    @property
-    def workers(self) -> meeting.Machines | None:
-        """Where the machines meet; None with a single one."""
-        return self._workers
-
-    @property
-    def cluster_resolver(self) -> Any:
-        """What said which machines there are; None where nothing did."""
-        return self._cluster_resolver
+        return len(self.placement.towers) if self.workers is None else self.workers.replicas
 
     @property
     def first_replica(self) -> int:
         """The number, among the towers of all machines, of this machine's first."""
-        return 0 if self._workers is None else self._workers.first
+        return 0 if self.workers is None else self.workers.first
 
     def equal_shares(self) -> shares_lib.Shares:
         """The shares where no rows are known."""
-        return shares_lib.Shares.equal(len(self._placement.towers), self._workers)
+        return shares_lib.Shares.equal(len(self.placement.towers), self.workers)
 
     def split(self, batch: Any) -> Any:
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
         return self.dealer.split(batch)
 
-    @contextlib.contextmanager
-    def counted_as(self, number: Any) -> Iterator[None]:
-        """Within, and in this thread, the strategy says that it has ``number`` replicas."""
-        with self._modes.within(counted_as=number):
-            yield
-
-    @contextlib.contextmanager
-    def one_copy_of_means(self) -> Iterator[None]:
-        """Within, a new ON_READ variable with aggregation MEAN is one copy, not tower-local."""
-        with self._modes.within(one_copy_of_means=True):
-            yield
-
-    @property
-    def alike_on_all(self) -> bool:
-        """Whether what a first tower writes here is the same on all machines."""
-        return self._workers is None or self._modes.alike_on_all
-
-    @contextlib.contextmanager
-    def writes_alike(self) -> Iterator[None]:
-        """Within, what a first tower writes is the same on all machines and need not cross."""
-        with self._modes.within(alike_on_all=True):
-            yield
-
-    @contextlib.contextmanager
-    def in_order(self, in_order: bool) -> Iterator[None]:
+    def in_order(self, in_order: bool) -> contextlib.AbstractContextManager[None]:
         """Within, rows that are gathered are to come in the dataset's order: a model predicts."""
-        with self._modes.within(in_order=in_order):
-            yield
+        return self._modes.within(in_order=in_order)
 
     def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
         return replica_id_in_sync_group - self.first_replica
@@ -209,7 +176,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def experimental_between_graph(self) -> bool:
-        return self._workers is not None
+        return self.workers is not None
 
     @property
     def experimental_should_init(self) -> bool:
@@ -225,15 +192,15 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def _is_chief(self) -> bool:
-        return self._workers is None or self._workers.is_chief
+        return self.workers is None or self.workers.is_chief
 
     def _in_multi_worker_mode(self) -> bool:
-        return self._workers is not None
+        return self.workers is not None
 
     @property
     def _task_id(self) -> int:
         # tf_keras names the folders of workers that are not the chief by it.
-        return 0 if self._workers is None else self._workers.index
+        return 0 if self.workers is None else self.workers.index
 
     # Scope and variables.
 
@@ -244,36 +211,28 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         _keras.install_hooks()
-        mean = kwargs.get("aggregation") == tf.VariableAggregation.MEAN
-        if mean and self._modes.one_copy_of_means:
-            kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE
-        return creation.create(self._container_strategy(), self._homes, next_creator, **kwargs)
-
-    def spread(self, model_variables: Any) -> None:
-        """Spreads a model's variables over the towers by bytes, where the placement is balanced."""
-        self._homes.spread(model_variables)
+        return creation.create(self._container_strategy(), self.homes, next_creator, **kwargs)
 
     def track(self, variable: Any) -> None:
         """Remembers a variable for :meth:`variables`, without keeping it alive."""
-        living.keep(self._tracked, variable)
+        self._tracked[id(variable)] = variable
 
-    def variables(self) -> Iterator[Any]:
+    def variables(self) -> list[Any]:
         """The living variables of this strategy."""
-        return living.living(self._tracked)
+        return list(self._tracked.values())
 
     def note_written_alone(self, variable: Any) -> None:
         """Remembers a variable that a tower writes where the towers cannot meet."""
-        living.keep(self._written_alone, variable)
+        self._written_alone[id(variable)] = variable
 
-    def written_alone(self) -> Iterator[Any]:
+    def written_alone(self) -> list[Any]:
         """The living variables that :meth:`note_written_alone` was given."""
-        return living.living(self._written_alone)
+        return list(self._written_alone.values())
 
-    def tower_local_parts(self, summed: bool = False) -> Iterator[Any]:
-        """The parts of each living tower-local variable (``summed``: that reads as their sum)."""
+    def tower_local_parts(self) -> Iterator[Any]:
+        """The parts of each living tower-local variable."""
         for variable in self.variables():
-            if isinstance(variable, tower_local.TowerLocalVariable) and (
-                    variable.is_sum or not summed):
+            if isinstance(variable, tower_local.TowerLocalVariable):
                 yield variable._values
 
     @contextlib.contextmanager
@@ -287,7 +246,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         owner = getattr(colocate_with_variable, "_distribute_strategy", None)
-        if owner is None and one_replica.has_all_rows():
+        if owner is None and contexts.has_all_rows():
             return  # a model made outside of the scope, whose step is traced as on one device
         if owner is None or owner is not self._container_strategy():
             raise ValueError(
@@ -337,19 +296,7 @@ class TowerExtended(_tf.StrategyExtended):
                                            options: Any) -> tf.distribute.DistributedDataset:
         arguments.check_outside("a dataset is distributed to all towers")
         arguments.check_function("dataset_fn", dataset_fn)
-        per_replica, fetch, ready = input_options.read(options, self)
-        count, workers = len(self.worker_devices), self._workers
-        placed = options is not None and options.experimental_place_dataset_on_device
-        datasets = []
-        for pipeline, context in enumerate(input_contexts.contexts(
-                count, workers, per_replica, self._num_replicas_in_sync, self.dealer.units)):
-            with tf.device(self.worker_devices[pipeline]) if placed else contextlib.nullcontext():
-                datasets.append(dataset_fn(context))
-        made = (datasets_lib.zip_datasets(datasets, ready=ready) if per_replica
-                else datasets_lib.group_dataset(datasets[0], count, ready=ready))
-        if workers is not None:
-            made = shards.shard_grouped(made, workers, ready)
-        return made.fetched_to(fetch)
+        return self.dealer.from_function(dataset_fn, options, self)
 
     def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> Any:
         return datasets_lib.RestartableIterator(
@@ -370,22 +317,22 @@ class TowerExtended(_tf.StrategyExtended):
         arguments.check_structures("value_fn", values)
         grouped = _tf.regroup(values, always_wrap=True)
         # With several machines, none knows the rows of the others.
-        return grouped if self._workers is not None else splitting.as_batch(grouped)
+        return grouped if self.workers is not None else splitting.as_batch(grouped)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
         del options
-        if self._workers is not None:
-            return reductions.reduce_across(self._workers, reduce_op, value_destination_pairs)
+        if self.workers is not None:
+            return reductions.reduce_across(self.workers, reduce_op, value_destination_pairs)
         return [reductions.reduce_one(reduce_op, value, destinations, len(self.worker_devices))
                 for value, destinations in value_destination_pairs]
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int,
                                   options: Any) -> Any:
         del options
-        workers = self._workers
+        workers = self.workers
         if workers is not None:
             return reductions.onto(
                 destinations, lambda: workers.gather(reductions.concat(value, axis), axis))
@@ -394,7 +341,7 @@ class TowerExtended(_tf.StrategyExtended):
         return reductions.onto(destinations, lambda: merging.concat(list(value.values), axis))
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        if one_replica.has_all_rows():  # where tf_keras reads a metric
+        if contexts.has_all_rows():  # where tf_keras reads a metric
             return value
         return super()._replica_ctx_all_reduce(reduce_op, value, options)
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, contexts, refused
+from towerstrategy.contexts import whole
 from towerstrategy.merge import merging
-from towerstrategy.towers import contexts, whole
 
 
 def scaled(tower: contexts.TowerContext, mean: tf.Tensor) -> tf.Tensor:
@@ -40,8 +40,7 @@ def _as_loss(loss: Any) -> tf.Tensor:
     try:
         value = tf.convert_to_tensor(loss)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"loss must be a floating point tensor, but got {loss!r} of type "
-                        f"{type(loss).__name__}.") from error
+        raise refused.wrong_type("loss", loss, "a floating point tensor") from error
     if not value.dtype.is_floating:
         raise TypeError(f"loss must be a floating point tensor, but got {loss!r} of dtype "
                         f"{value.dtype.name}.")
@@ -161,8 +160,7 @@ class WholeBatch:
 
     def __init__(self, loss: Any) -> None:
         if not callable(loss) and not isinstance(loss, str):
-            raise TypeError("loss must be a loss object, a function or the name of one, but got "
-                            f"{loss!r} of type {type(loss).__name__}.")
+            raise refused.wrong_type("loss", loss, "a loss object, a function or the name of one")
         self.inner: Any = loss.inner if isinstance(loss, WholeBatch) else loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +174,7 @@ class WholeBatch:
         gathered = iter(whole.rows_of_all(tower, rows) if rows else ())
         args, kwargs = tf.nest.pack_sequence_as(
             (args, kwargs), [next(gathered) if _has_rows(leaf) else leaf for leaf in flat])
-        with contexts.OneReplicaContext(tower.strategy), tower.strategy.extended.counted_as(1):
+        with contexts.OneReplicaContext(tower.strategy):
             result = inner(*args, **kwargs)
         if result.shape.rank == 0:
             return scaled(tower, result)

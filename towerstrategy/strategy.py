@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _keras, _tensorflow as _tf, arguments, extended, losses
-from towerstrategy.machines import clusters, meeting
+from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, extended, losses
+from towerstrategy.machines import clusters, workers as workers_lib
+from towerstrategy.measured import measuring
 from towerstrategy.placement import asked_shares, cuts, devices as devices_lib, kind
 from towerstrategy.report import description
 from towerstrategy.sharding import function as functions
-from towerstrategy.towers import one_replica, stages
 from towerstrategy.variables import rules
 
 
@@ -27,9 +27,9 @@ class TowerStrategy(kind.Kind):
     """Data-parallel training on the devices of one machine, with one copy of each weight.
 
     A global batch is split into sub-batches, each runs through the model on a device of its own (a
-    *tower*), the gradients meet on the merge device, and the optimizer runs there once.  It is used
-    like ``tf.distribute.MirroredStrategy``.  Towers can be GPUs, or logical CPU devices on a
-    machine without any:
+    *tower*), the gradients are summed on the merge device, and the optimizer runs there once.  It
+    is used like ``tf.distribute.MirroredStrategy``.  Towers can be GPUs, or logical CPU devices
+    where there is no GPU:
 
     >>> strategy = TowerStrategy(split_cpu(4))
     >>> strategy.num_replicas_in_sync
@@ -64,14 +64,6 @@ class TowerStrategy(kind.Kind):
     >>> model.predict(np.ones([10, 3]), verbose=0).shape
     (10, 1)
 
-    A batch whose activations do not fit is cut into micro-batches, which a tower runs one after
-    another; the result stays that of the whole batch:
-
-    >>> strategy = TowerStrategy(["CPU:0"], micro_batches=4)
-    >>> [part.numpy().tolist()
-    ...  for part in strategy.experimental_local_results(strategy.split(batch))]
-    [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]
-
     Args:
       devices: the towers: None (every GPU, or one CPU tower where there is none), a count, or a
         list of GPU ids, of device strings such as ``"GPU:0"`` or ``"/device:CPU:1"``, or of what
@@ -98,9 +90,8 @@ class TowerStrategy(kind.Kind):
         norm takes the statistics of the whole batch, as on one device; in ``strategy.run`` those of
         the tower's rows, unless the layer says ``synchronized=True``.
       micro_batches: into how many parts a tower's rows are cut, to run through the model one after
-        another, for batches that do not fit: the tower holds the activations of one part at a
-        time.  Each part is a replica (``num_replicas_in_sync`` counts them), see
-        docs/micro_batches.md.
+        another, for batches whose activations do not fit.  Each part is a replica
+        (``num_replicas_in_sync`` counts them), see docs/micro_batches.md.
       draws: what is drawn for the rows of a tower (dropout, noise, ``tf.random``) in a step of
         Keras and in ``strategy.function``: with ``"per row"`` what one device draws, with
         ``"per tower"`` other numbers.  In ``strategy.run`` each tower draws numbers of its own in
@@ -109,20 +100,12 @@ class TowerStrategy(kind.Kind):
         slots and activations; or ``"time"``, for which each layer of a functional or sequential
         model is tried once when the model is compiled.
 
-    A batch is dealt in proportion to the towers' shares where these are not equal:
-
-    >>> unequal = TowerStrategy(split_cpu(4)[:2], shares=[3, 1])
-    >>> [part.numpy().tolist() for part in unequal.split(tf.range(10)).values]
-    [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9]]
-
     Raises:
       TypeError: an argument of the wrong type.
-      ValueError: a device that does not exist, named twice, or, without ``shares``, of another kind
-        than the others; towers of unequal numbers of stages, or what does not go with stages
-        (``merge_device``, ``shares`` that are no list, several machines); shares that are not
-        above 0, or more or fewer than devices; a cluster in which this process is no worker; less
-        than one micro-batch, or more than 1024; unknown ``draws`` or ``balance``, or
-        ``balance="time"`` without stages.
+      ValueError: a device that is not there, is named twice or, without ``shares``, of another kind
+        than the others; towers of unequal numbers of stages, or what does not go with stages;
+        shares that are not above 0, or not one a device; a cluster in which this process is no
+        worker; an argument out of its range.
       RuntimeError: made in TensorFlow 1 graph mode; a worker's strategy made after TensorFlow had
         started.
     """
@@ -136,25 +119,19 @@ class TowerStrategy(kind.Kind):
                  | None = None,
                  synchronize_batch_norm: bool = False, micro_batches: int = 1,
                  draws: str = arguments.DRAWS[0], balance: str = cuts.BYTES) -> None:
-        if not tf.compat.v1.executing_eagerly_outside_functions():
-            raise RuntimeError("TowerStrategy needs TensorFlow 2 behaviour, but eager execution is "
-                               "off (a tf.compat.v1 graph, or "
-                               "tf.compat.v1.disable_eager_execution).")
-        arguments.check_made(cross_device_ops, communication_options, synchronize_batch_norm)
-        arguments.check_draws(draws)
+        arguments.check_made(cross_device_ops, communication_options, synchronize_batch_norm, draws)
         resolver = (clusters.resolver_of_environment() if cluster_resolver is None
                     else cluster_resolver)
         cluster = clusters.join(resolver, devices_lib.stages_asked(devices))
         placement = devices_lib.place(devices, merge_device, shares, micro_batches, balance)
-        workers = None if cluster is None else meeting.Machines(
+        workers = None if cluster is None else workers_lib.DealingMachines(
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.shares, placement.shares_from)
         super().__init__(extended.TowerExtended(self, placement, workers, resolver,
-                                                draws == arguments.DRAWS[0]))
-        self.extended.synchronize_batch_norm = synchronize_batch_norm
+                                                draws == arguments.DRAWS[0],
+                                                measuring.of(placement, workers)))
         losses.install()
-        stages.install()
-        _tf.wrap_generators(one_replica.has_all_rows)
+        _tf.wrap_generators(contexts.has_all_rows)
         _keras.install_hooks()
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
@@ -179,12 +156,11 @@ class TowerStrategy(kind.Kind):
         """As ``tf.function``, for a step written for one device that the towers do.
 
         The step sees all rows of the batch, in a replica context of one replica.  It is traced
-        once, and what was traced is partitioned: each tower does what concerns its rows.  What one
-        device computes comes out, for every program.
+        once, and each tower does what concerns its rows: what one device computes comes out.
 
         Arguments that come from :meth:`split`, or from this strategy's distributed datasets, are
         sharded; all others are the same for all towers.  Batches are taken from an iterator
-        outside, or in a ``tf.function`` around it.  With one tower it is the ``tf.function``.
+        outside, or in a ``tf.function`` around it.
 
         Args:
           func: the function, or a method; None for a decorator with the arguments below.
@@ -194,9 +170,7 @@ class TowerStrategy(kind.Kind):
 
         Returns:
           A function of the same arguments, which returns what one device would, with
-          ``python_function``, ``get_concrete_function`` and the like of a ``tf.function``.  It
-          raises ``RuntimeError`` in a replica and in the scope of another strategy, ``TypeError``
-          for an iterator, and ``ValueError`` for per-replica scalars and other strategies' values.
+          ``python_function``, ``get_concrete_function`` and the like of a ``tf.function``.
 
         Raises:
           TypeError: ``func`` is no function; options of a wrong type.
@@ -277,11 +251,6 @@ class TowerStrategy(kind.Kind):
         return self.extended.split(batch)
 
     @property
-    def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver | None:
-        """The cluster resolver that the strategy was made with, or that ``TF_CONFIG`` gave."""
-        return self.extended.cluster_resolver
-
-    @property
     def shares(self) -> list[float] | None:
         """The shares of this machine's towers, or None where all get as many rows.
 
@@ -332,11 +301,10 @@ class TowerStrategy(kind.Kind):
 
         Returns:
           The tensor times the tower's share; as it is in a step of Keras and in
-          ``strategy.function``, which see all rows, and with one tower.
+          ``strategy.function``, which see all rows, with one tower, and outside of towers.
 
         Raises:
           TypeError: ``loss`` is not of a floating point type.
-          RuntimeError: called outside of the strategy's towers.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:2])
         >>> @tf.function
@@ -348,8 +316,7 @@ class TowerStrategy(kind.Kind):
         """
         return losses.scale_loss(loss)
 
-    @contextlib.contextmanager
-    def stage(self, index: int) -> Iterator[None]:
+    def stage(self, index: int) -> contextlib.AbstractContextManager[None]:
         """Within, layers that are made or called are of one stage of each tower.
 
         For towers of several devices, see docs/one_large_model.md.  Around making layers, around
@@ -375,8 +342,7 @@ class TowerStrategy(kind.Kind):
         ['CPU:0', 'CPU:0', 'CPU:1', 'CPU:1']
         """
         arguments.check_stage(self, index)
-        with self.extended.stages.within(int(index), asked=True):
-            yield
+        return self.extended.stages.within(int(index), asked=True)
 
     def merge_rule(self, variable: Any, rule: str) -> None:
         """Says that of a variable's values the towers' largest, or smallest, counts.
@@ -411,23 +377,14 @@ class TowerStrategy(kind.Kind):
         """Where everything sits: towers, merge device, variables and bytes per device, as a table.
 
         Args:
-          model: a Keras or tf_keras model of this strategy, or None: then a second table has the
-            state that is not trained by gradients (statistics, counters, metrics), where it is kept
-            and how what the towers write to it is merged, see :meth:`merge_rule`.  Of towers of
-            several stages another one has the layers and the bytes of each.
+          model: None, or a Keras or tf_keras model of this strategy, for a second table: the state
+            that is not trained by gradients (statistics, counters, metrics), where it is kept and
+            how what towers write to it is merged, see :meth:`merge_rule`.  Of towers of several
+            stages another one has the layers and the bytes of each.
 
         Raises:
           TypeError: ``model`` is no Keras model.
           ValueError: it is not this strategy's.
-
-        >>> print(TowerStrategy(split_cpu(4)).describe())
-        TowerStrategy: 4 towers, merge device CPU:0
-        device  role               variables  bytes
-        ------  -----------------  ---------  -----
-        CPU:0   tower 0 and merge          0      0
-        CPU:1   tower 1                    0      0
-        CPU:2   tower 2                    0      0
-        CPU:3   tower 3                    0      0
 
         >>> strategy = TowerStrategy(split_cpu(4)[:2])
         >>> with strategy.scope():
@@ -453,11 +410,4 @@ class TowerStrategy(kind.Kind):
         return description.describe_html(self)
 
     def __repr__(self) -> str:
-        placement = self.extended.placement
-        towers = ", ".join(
-            f"[{', '.join(map(devices_lib.short_name, row))}]" if placement.rows
-            else devices_lib.short_name(row[0])
-            for row in map(placement.row, range(0, len(placement.towers), placement.micro_batches)))
-        parts = f" micro_batches={placement.micro_batches}" * (placement.micro_batches > 1)
-        return (f"<TowerStrategy towers=[{towers}]{parts} "
-                f"merge_device={description.merge_name(placement)}>")
+        return f"<TowerStrategy {self.extended.placement}>"

@@ -35,7 +35,8 @@ from absl.testing import parameterized
 import towerstrategy
 from benchmarks import on_gpus, traffic
 from towerstrategy.batch import iterators, prefetching
-from towerstrategy.report import measuring, rows as rows_report, sample
+from towerstrategy.measured import measuring
+from towerstrategy.report import rows as rows_report, sample
 
 SECONDS = int(os.environ.get("MACHINES_SECONDS", 300))  # then all workers are killed
 
@@ -527,7 +528,7 @@ class Clock:
     cost = 0.
 
     def __init__(self, strategy):
-        self._shares = strategy.extended.dealer.measuring._shares
+        self._shares = strategy.extended.dealer.measuring.shares
         self._first = strategy.extended.first_replica
 
     def __call__(self):

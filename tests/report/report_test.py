@@ -24,7 +24,7 @@ import wide
 from towerstrategy import TowerStrategy
 from towerstrategy.batch import iterators
 from towerstrategy.report import description, quiet as quiet_lib, sample as sample_lib, tower_report
-from towerstrategy.towers import stages
+from towerstrategy.stages import profiled
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
 KITS = (("keras", keras), ("tf_keras", tf_keras))
@@ -770,7 +770,7 @@ class SampleTest(parameterized.TestCase):
         """Else one stage's time, or its update's, is told as another's, or as nobody's."""
         placement = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]],
                                   micro_batches=2).extended.placement
-        places = stages.Places(placement)
+        places = profiled.Places(placement)
         with tf.Graph().as_default() as graph:
             for device, name in (("CPU:2", "tower_1_CPU_1/loss/Mean"), ("CPU:3", "merge/AddN"),
                                  ("CPU:1", "tower_0_CPU_1/gradient_tape/tower_stage_1/x/Mul"),

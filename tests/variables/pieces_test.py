@@ -10,8 +10,8 @@ from absl.testing import parameterized
 import towerstrategy
 import wide
 from peers import per_replica, plain
+from towerstrategy import contexts
 from towerstrategy.batch import sub_batches
-from towerstrategy.towers import contexts
 
 Aggregation = tf.VariableAggregation
 START = np.arange(12, dtype="f").reshape([4, 3])

@@ -32,7 +32,7 @@ def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any,
                    and not strategy.extended.placement.compiles)
     if without_xla:
         names.leave_xla(model)
-    strategy.extended.spread(resident)
+    strategy.extended.homes.spread(resident)
     # Functions traced before know nothing of towers.
     names.forget_functions(model)
     return _sentence(strategy, model, resident, local, without_xla)

@@ -18,10 +18,10 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy._keras import held
-from towerstrategy.machines import meeting
+from towerstrategy.placement.workers import Workers
 
 
-def workers_of(callback: Any) -> meeting.Machines | None:
+def workers_of(callback: Any) -> Workers | None:
     """Where the machines of the callback's model meet; None with a single one."""
     strategy = getattr(callback.model, "distribute_strategy", None)
     return getattr(getattr(strategy, "extended", None), "workers", None)

@@ -13,10 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import losses
+from towerstrategy import contexts, losses
 from towerstrategy.merge import gradients as gradients_lib, merging
-from towerstrategy.placement import homes as homes_lib
-from towerstrategy.towers import contexts
+from towerstrategy.placement import homes as homes_lib, scopes
 
 
 def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,8 +110,8 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
             with tf.device(homes[index]):
                 summed[index] = values and merging.extreme("max", values, tower.shares)
         with contexts.MergedContext(strategy), tf.device(strategy.extended.merge_device), \
-                tf.name_scope(contexts.UPDATE_SCOPE), \
-                tf.profiler.experimental.Trace(contexts.UPDATE_SCOPE):
+                tf.name_scope(scopes.UPDATE), \
+                tf.profiler.experimental.Trace(scopes.UPDATE):
             return apply(summed)
 
     return tower.merge_call(merged, args=tuple(gradients))

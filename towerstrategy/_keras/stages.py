@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy._keras import trials
 from towerstrategy._keras.positions import (
     CALLED,
@@ -31,7 +31,6 @@ from towerstrategy._keras.positions import (
     positions_of,
 )
 from towerstrategy.placement import cuts, homes as homes_lib, kind
-from towerstrategy.towers import contexts, one_replica
 from towerstrategy.variables import one_copy
 
 # Attributes of models: the plan.
@@ -91,7 +90,7 @@ def layer_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         strategy = _staged_scope()
-        if strategy is not None and one_replica.current() is None:
+        if strategy is not None and contexts.current() is None:
             stage = _said_here(strategy)
             if stage is not None:
                 vars(self)[MADE] = stage
@@ -108,10 +107,10 @@ def layer_call(names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             strategy = _staged_scope()
             if strategy is None:
                 return original(self, *args, **kwargs)
-            tower = one_replica.current()
+            tower = contexts.current()
             if tower is None:
                 return _called_outside(strategy, original, self, args, kwargs)
-            if not one_replica.has_stages_here(tower):  # a branch or a loop is in one stage
+            if not contexts.has_stages_here(tower):  # a branch or a loop is in one stage
                 return original(self, *args, **kwargs)
             with _stage_in_tower(strategy, tower, self, names):
                 return original(self, *args, **kwargs)
@@ -127,7 +126,7 @@ def sequential_build(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def build(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = _staged_scope()
-        if strategy is None or one_replica.current() is not None:
+        if strategy is None or contexts.current() is not None:
             return original(self, *args, **kwargs)
         with strategy.extended.stages.within(None), tf.device(None):
             return original(self, *args, **kwargs)
@@ -155,7 +154,7 @@ def _called_outside(strategy: tf.distribute.Strategy, original: Callable[..., An
 
 @contextlib.contextmanager
 def _stage_in_tower(strategy: tf.distribute.Strategy,
-                    tower: contexts.TowerContext | contexts.OneReplicaContext, layer: Any,
+                    tower: contexts.AnyContext, layer: Any,
                     names: Any) -> Iterator[None]:
     asked = strategy.extended.stages.asked
     if asked is not None:  # around the call; that holds for all inside
@@ -189,8 +188,9 @@ def _note_asked(strategy: tf.distribute.Strategy, layer: Any, stage: int, names:
     """
     if names.is_model(layer) or vars(layer).setdefault(CALLED, [stage]) != [stage]:
         return  # what is in a model is called itself
-    strategy.extended.settle((variable, stage) for variable, _ in names.variables_of_layer(layer)
-                             if isinstance(variable, one_copy.TowerVariable))
+    strategy.extended.homes.settle(
+        (variable, stage) for variable, _ in names.variables_of_layer(layer)
+        if isinstance(variable, one_copy.TowerVariable))
 
 
 def _check_entered(strategy: tf.distribute.Strategy, model: Any, run: Run, names: Any) -> None:
@@ -359,7 +359,7 @@ def settle(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
         for variable, _ in names.variables_of_layer(layer):
             if isinstance(variable, one_copy.TowerVariable):
                 used.setdefault(id(variable), (variable, stage))
-    strategy.extended.settle(used.values())
+    strategy.extended.homes.settle(used.values())
 
 
 def _uses(model: Any, plan: Plan | None) -> Iterator[tuple[Any, int]]:

@@ -117,6 +117,7 @@ from towerstrategy._tensorflow.seeds import (
 )
 from towerstrategy._tensorflow.strategies import (
     PRIVATE_NAMES as _STRATEGIES,
+    MultiStepContext as MultiStepContext,
     Options as Options,
     StrategyExtended as StrategyExtended,
     UpdateContext as UpdateContext,

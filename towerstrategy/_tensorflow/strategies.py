@@ -12,9 +12,12 @@ import tensorflow as tf
 from tensorflow.python.distribute import (
     collective_util,
     distribute_lib,
+    input_lib,
 )
 
 PRIVATE_NAMES = {
+    "tensorflow.python.distribute.input_lib:MultiStepContext":
+        "what extended.experimental_run_steps_on_iterator gives its function",
     "tensorflow.python.distribute.collective_util:Options":
         "tf.distribute.experimental.CommunicationOptions, whose public name is an alias",
     "tensorflow.python.distribute.distribute_lib:UpdateContext":
@@ -35,6 +38,7 @@ PRIVATE_NAMES = {
 StrategyExtended = distribute_lib.StrategyExtendedV1
 UpdateContext = distribute_lib.UpdateContext
 Options = collective_util.Options
+MultiStepContext = input_lib.MultiStepContext
 
 
 @contextlib.contextmanager

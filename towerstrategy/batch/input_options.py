@@ -6,11 +6,12 @@ a pipeline of its own, where its parts are fetched to, and how many elements are
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import arguments
+from towerstrategy import refused
 from towerstrategy.batch import datasets, prefetching
 
 
@@ -29,12 +30,37 @@ def read(options: Any, extended: Any) -> tuple[bool, prefetching.Fetch, int]:
     fetch = prefetching.Fetch(() if on_host else towers, extended.host_device)
     if options is None:
         return False, fetch, datasets.READY
-    if not isinstance(options, tf.distribute.InputOptions):
-        raise TypeError("options must be None or a tf.distribute.InputOptions, but got "
-                        f"{options!r} of type {type(options).__name__}.")
-    arguments.check_input_options(options)
+    refused.check_type("options", options, tf.distribute.InputOptions,
+                       "None or a tf.distribute.InputOptions")
+    _check(options)
     ready = options.experimental_per_replica_buffer_size
     devices = towers if options.experimental_fetch_to_device else ()
     mode = options.experimental_replication_mode
     return (mode == tf.distribute.InputReplicationMode.PER_REPLICA,
             fetch._replace(devices=devices, ready=ready), max(datasets.READY, ready))
+
+
+def _check(options: tf.distribute.InputOptions) -> None:
+    """TensorFlow takes anything as the fields of ``InputOptions``."""
+    mode = options.experimental_replication_mode
+    refused.check_type(
+        "InputOptions: experimental_replication_mode", mode, tf.distribute.InputReplicationMode,
+        "a tf.distribute.InputReplicationMode (PER_WORKER or PER_REPLICA)")
+    size = options.experimental_per_replica_buffer_size
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise refused.wrong_type("InputOptions: experimental_per_replica_buffer_size", size,
+                                 "a whole number")
+    if size < 0:
+        raise ValueError("InputOptions: experimental_per_replica_buffer_size must be at least 0, "
+                         f"but got {size}.")
+    if options.experimental_place_dataset_on_device:
+        if mode != tf.distribute.InputReplicationMode.PER_REPLICA:
+            raise ValueError(
+                "InputOptions: experimental_place_dataset_on_device=True needs "
+                "experimental_replication_mode=PER_REPLICA, a dataset for each tower, but got "
+                f"{mode}.")
+        if options.experimental_fetch_to_device:
+            raise ValueError(
+                "InputOptions: experimental_place_dataset_on_device=True needs "
+                "experimental_fetch_to_device=False, but got True, which is the default: what is "
+                "on the device already is not fetched to it.")

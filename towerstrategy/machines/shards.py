@@ -13,13 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import (
-    datasets as datasets_lib,
-    measured as measured_lib,
-    rows as rows_lib,
-    splitting,
-    sub_batches,
-)
+from towerstrategy.batch import datasets as datasets_lib, rows as rows_lib, splitting, sub_batches
 from towerstrategy.batch.rows import Nest
 from towerstrategy.machines import meeting, workers_data
 
@@ -42,8 +36,7 @@ def dealing(workers: meeting.Machines, units: rows_lib.Units, told: slice = slic
 
 def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines,
                   ready: int = datasets_lib.READY, in_order: bool = False,
-                  measured: measured_lib.MeasuredShares | None = None
-                  ) -> workers_data.WorkersDataset:
+                  measured: Any = None) -> workers_data.WorkersDataset:
     """This worker's part of a dataset of global batches.
 
     The policy is the dataset's ``options().experimental_distribute.auto_shard_policy``:
@@ -60,7 +53,7 @@ def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines,
       workers: where the workers meet.
       ready: how many elements the pipeline holds ready.
       in_order: whether ``AUTO`` is to keep the rows' order, which ``DATA`` does.
-      measured: the shares, where they change; those of the workers' else.
+      measured: the shares, where they change (see :mod:`measured.shares`); the workers' else.
 
     Raises:
       TypeError: ``dataset`` is no ``tf.data.Dataset``.
@@ -95,7 +88,7 @@ def shard_grouped(grouped: datasets_lib.TowerDataset, workers: meeting.Machines,
 
 
 def _map_by_units(dataset: tf.data.Dataset, workers: meeting.Machines,
-                  measured: measured_lib.MeasuredShares | None,
+                  measured: Any,
                   fn: Callable[[Nest, rows_lib.Units], Nest]) -> tf.data.Dataset:
     """``fn`` of each element of ``dataset`` and the shares of all towers.
 
@@ -148,7 +141,7 @@ def _by_file(dataset: tf.data.Dataset, workers: meeting.Machines,
 
 
 def _dealt(own: tf.data.Dataset, workers: meeting.Machines,
-           measured: measured_lib.MeasuredShares | None) -> tf.data.Dataset:
+           measured: Any) -> tf.data.Dataset:
     """Each of this worker's batches as several steps, so that all workers' make one batch."""
     spec = own.element_spec
     # Workers begin at different parts, so that each step has a part of every size.

@@ -6,7 +6,6 @@ have rows, and over all machines.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -32,23 +31,15 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
     Returns:
       One gradient or None a variable.
     """
-    present = {index: values for index, values in enumerate(per_variable) if values is not None}
-    add = functools.partial(merging.filled_here, shares=shares)
     merged: list[Value | None] = []
-    for index, values in present.items():
-        with tf.device(devices[index]):
-            if micro_batches > 1 and _are_dense(values):
-                kept = [merging.without_empty(value, tower, shares)
-                        for tower, value in enumerate(values)]
-                merged.append(merging.total(_running(kept, towers, micro_batches)))
-            else:
-                merged.append(add(values))
-    if shares.workers is not None:
-        merged = shares.workers.sum(merged)
-    result: list[Value | None] = [None] * len(per_variable)
-    for index, value in zip(present, merged):
-        result[index] = value
-    return result
+    for values, device in zip(per_variable, devices):
+        with tf.device(device):
+            kept = [merging.without_empty(value, tower, shares)
+                    for tower, value in enumerate(values or ())]
+            if micro_batches > 1 and kept and _are_dense(kept):
+                kept = _running(kept, towers, micro_batches)
+            merged.append(merging.total(kept) if kept else None)
+    return merged if shares.workers is None else shares.workers.sum(merged)
 
 
 def agreed_gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[str],

@@ -15,10 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.machines import meeting
 from towerstrategy.merge import merging
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.variables import tower_local
+from towerstrategy.placement.workers import Workers
 
 
 def the_one(number: int, structured: Any) -> Any:
@@ -31,16 +30,27 @@ def the_one(number: int, structured: Any) -> Any:
     return _tf.select_replica(number, structured)
 
 
-def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any:
-    if isinstance(value, tower_local.TowerLocalVariable):
-        value = _tf.PerReplica([part.value() for part in value._values])
+def _parts(value: Any, reduce_op: Any) -> tuple[Any, list[Any] | None]:
+    """``value``, or of one that differs between the towers what each of them has.
+
+    Raises:
+      ValueError: it is the same on all towers, and so has no sum over them.
+    """
+    if isinstance(value, _tf.SyncOnReadVariable):
+        return value, [part.value() for part in value._values]
     if isinstance(value, _tf.Mirrored):
         if reduce_op == _tf.ReduceOp.MEAN:
-            return value
+            return value, None
         raise ValueError(f"A mirrored value {value} cannot be reduced with the given reduce op "
                          f"{reduce_op}.")
-    if isinstance(value, tf.distribute.DistributedValues):
-        parts = list(value.values)
+    differs = isinstance(value, tf.distribute.DistributedValues)
+    return value, list(value.values) if differs else None
+
+
+def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any:
+    """Reduces over the towers of a single machine."""
+    value, parts = _parts(value, reduce_op)
+    if parts is not None:
         return onto(destinations, lambda: merging.reduce(reduce_op, parts))
     if tf.nest.is_nested(value) and not isinstance(value, tf.IndexedSlices):
         return tf.nest.map_structure(
@@ -53,7 +63,7 @@ def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any
                      f"reduce op {reduce_op}.")
 
 
-def reduce_across(workers: meeting.Machines, reduce_op: Any, pairs: Any) -> list[Any]:
+def reduce_across(workers: Workers, reduce_op: Any, pairs: Any) -> list[Any]:
     """Reduces over the towers of all machines: first on each, then all values at once."""
     if reduce_op not in (_tf.ReduceOp.SUM, _tf.ReduceOp.MEAN):
         raise ValueError(f"reduce_op must be SUM or MEAN, but got {reduce_op}.")
@@ -62,17 +72,11 @@ def reduce_across(workers: meeting.Machines, reduce_op: Any, pairs: Any) -> list
     leaves: list[Any] = []
 
     def local(leaf: Any) -> int | Any:
-        if isinstance(leaf, tower_local.TowerLocalVariable):
-            leaf = _tf.PerReplica([part.value() for part in leaf._values])
+        leaf, parts = _parts(leaf, reduce_op)
         if isinstance(leaf, _tf.Mirrored):
-            if mean:
-                return leaf
-            raise ValueError(f"A mirrored value {leaf} cannot be reduced with the given reduce op "
-                             f"{reduce_op}.")
-        if not isinstance(leaf, tf.distribute.DistributedValues):
-            leaves.append((leaf, workers.count))
-        else:
-            leaves.append((merging.total(list(leaf.values)), workers.replicas))
+            return leaf
+        leaves.append((leaf, workers.count) if parts is None
+                      else (merging.total(parts), workers.replicas))
         return _Summed(len(leaves) - 1)
 
     nests = [tf.nest.map_structure(local, value) for value, _ in pairs]

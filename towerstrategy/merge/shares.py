@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy.batch import rows as rows_lib, sub_batches
-from towerstrategy.machines import meeting
+from towerstrategy.placement.workers import Workers
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
 
@@ -31,53 +31,48 @@ class Shares:
     Args:
       rows: the rows of each tower.
       workers: where the workers meet, or None for a single machine.
+
+    Attributes:
+      counted: whether these are the rows of a batch; else they only say that all count the same.
+      are_known: whether the rows are known while tracing.
+      workers: as given.
     """
 
     def __init__(self, rows: Sequence[rows_lib.Rows],
-                 workers: meeting.Machines | None = None) -> None:
+                 workers: Workers | None = None) -> None:
         self._rows = list(rows)
-        self._workers = workers
+        self.workers = workers
         self._first = workers.first if workers is not None else 0
-        self._counted = False
+        self.counted = False
         self._fed: list[int | None] | None = None
-        self._known = all(isinstance(count, int) for count in self._rows)
+        self.are_known = all(isinstance(count, int) for count in self._rows)
 
     @classmethod
-    def equal(cls, towers: int, workers: meeting.Machines | None = None) -> Shares:
+    def equal(cls, towers: int, workers: Workers | None = None) -> Shares:
         """The shares when no rows are known: every tower counts the same."""
         return cls([1] * (towers if workers is None else workers.replicas), workers)
 
     @classmethod
     def of_batch(cls, batches: sub_batches.SubBatches,
-                 workers: meeting.Machines | None = None) -> Shares:
+                 workers: Workers | None = None) -> Shares:
         """The shares of a batch that was split."""
         shares = cls(sub_batches.row_counts(batches), workers)
-        shares._counted = True
+        shares.counted = True
         shares._fed = [rows_lib.known_rows(part) for part in batches.values]
         return shares
 
     @classmethod
-    def of_counts(cls, counts: tf.Tensor, workers: meeting.Machines | None = None) -> Shares:
+    def of_counts(cls, counts: tf.Tensor, workers: Workers | None = None) -> Shares:
         """The shares of a batch of which the rows of all towers are ``counts``, a vector."""
         known = tf.get_static_value(counts)
         shares = cls(tf.unstack(counts) if known is None else known.tolist(), workers)
-        shares._counted = True
+        shares.counted = True
         return shares
-
-    @property
-    def counted(self) -> bool:
-        """Whether these are the rows of a batch; else they only say that all count the same."""
-        return self._counted
-
-    @property
-    def are_known(self) -> bool:
-        """Whether the rows are known while tracing."""
-        return self._known
 
     @property
     def are_equal(self) -> bool:
         """Whether all towers are known to have as many rows."""
-        return self._known and len(set(self._rows)) == 1
+        return self.are_known and len(set(self._rows)) == 1
 
     @property
     def number(self) -> int:
@@ -97,26 +92,16 @@ class Shares:
 
     def told(self, tower: int) -> str:
         """The rows of ``tower`` in words, for errors; nothing where they are not known."""
-        if not self._counted or not self._known:
+        if not self.counted or not self.are_known:
             return ""
         rows = self._rows[self._first + tower]
-        return f"{rows or 'none'} of the batch's {self._total} rows"
+        return f"{rows or 'none'} of the batch's {self.total} rows"
 
     def starts(self) -> list[Any]:
         """How many rows of the batch come before those of each of this machine's towers."""
-        if self._known:
+        if self.are_known:
             return self._here([sum(self._rows[:tower]) for tower in range(self.number)])
         return self._here(tf.unstack(tf.cumsum(self.counts(), exclusive=True)))
-
-    @property
-    def total(self) -> Any:
-        """The rows of the whole batch: an int or a scalar int64 tensor."""
-        return self._total
-
-    @property
-    def workers(self) -> meeting.Machines | None:
-        """Where the workers meet; None with a single machine."""
-        return self._workers
 
     @property
     def here(self) -> list[Any]:
@@ -126,20 +111,21 @@ class Shares:
     @property
     def may_be_empty(self) -> bool:
         """Whether some tower has, or may turn out to have, no rows."""
-        return not self._known or min(self._rows) == 0
+        return not self.are_known or min(self._rows) == 0
 
     @functools.cached_property
-    def _total(self) -> Any:
-        if self._known:
+    def total(self) -> Any:
+        """The rows of the whole batch: an int or a scalar int64 tensor."""
+        if self.are_known:
             return sum(self._rows)
         return tf.add_n([tf.cast(count, tf.int64) for count in self._rows])
 
     @functools.cached_property
     def _shares(self) -> list[Any]:
-        if self._known:
+        if self.are_known:
             # NumPy's float64: tf.cast makes a float32 of a Python float first.
-            return [np.float64(count / max(self._total, 1)) for count in self._rows]
-        total = tf.cast(tf.maximum(self._total, 1), tf.float64)
+            return [np.float64(count / max(self.total, 1)) for count in self._rows]
+        total = tf.cast(tf.maximum(self.total, 1), tf.float64)
         return [tf.cast(count, tf.float64) / total for count in self._rows]
 
     @functools.cached_property
@@ -156,13 +142,13 @@ class Shares:
 
     def _here(self, values: list[Any]) -> list[Any]:
         """Of one value a tower, those of this worker's."""
-        if self._workers is None:
+        if self.workers is None:
             return values
-        return values[self._first:self._first + self._workers.towers]
+        return values[self._first:self._first + self.workers.towers]
 
     def prepare(self) -> Shares:
         """Makes the tensors now, in the current graph and on the current device."""
-        if not self._known:
+        if not self.are_known:
             self._shares, self._filled  # noqa: B018
             self._share_column, self._filled_column  # noqa: B018
         return self
@@ -171,9 +157,9 @@ class Shares:
         """The towers' values, stacked, each times its share; 0 for a tower without rows."""
         shape = [-1] + [1] * (stacked.shape.rank - 1)
         if self.may_be_empty:
-            filled = self._filled_column if not self._known else self._here(self._filled)
+            filled = self._filled_column if not self.are_known else self._here(self._filled)
             stacked = tf.where(tf.reshape(filled, shape), stacked, tf.zeros([], stacked.dtype))
-        share = self._share_column if not self._known else np.stack(self._here(self._shares))
+        share = self._share_column if not self.are_known else np.stack(self._here(self._shares))
         return stacked * tf.reshape(tf.cast(share, stacked.dtype), shape)
 
     def of(self, tower: int) -> Any:
@@ -190,15 +176,15 @@ class Shares:
 
     def across(self, value: Value) -> Value:
         """The sum over the machines of what the towers of each have summed to."""
-        return value if self._workers is None else self._workers.sum_one(value)
+        return value if self.workers is None else self.workers.sum_one(value)
 
     def firsts(self, value: Value) -> Value:
         """The value of the first tower of the first machine, given this machine's first tower's."""
-        if self._workers is None:
+        if self.workers is None:
             return value
         if isinstance(value, tf.IndexedSlices):
-            return self._workers.sum_one(slices_if(self._workers.is_chief, value))
-        return self._workers.chiefs([value])[0]
+            return self.workers.sum_one(slices_if(self.workers.is_chief, value))
+        return self.workers.chiefs([value])[0]
 
 
 def slices_if(filled: Any, value: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.placement import names
 
 MEASURED = "measured"
 MEMORY = "memory"
@@ -56,7 +57,8 @@ def _of_towers(shares: Any, towers: Sequence[str]) -> tuple[float, ...]:
         raise TypeError(f"{_CHOICES}, but got {shares!r} of type {type(shares).__name__}.")
     if len(shares) != len(towers):
         raise ValueError(f"shares must have a number for each of the {len(towers)} devices, but "
-                         f"got {len(shares)}: {shares!r}. The devices: {_names(towers)}.")
+                         f"got {len(shares)}: {shares!r}. The devices: "
+                         f"{names.short_names(towers)}.")
     return tuple(_number(shares, tower, towers) for tower in range(len(towers)))
 
 
@@ -69,7 +71,7 @@ def _chosen(shares: str, towers: Sequence[str]) -> tuple[float, ...]:
 
 
 def _number(shares: Sequence[Any], tower: int, towers: Sequence[str]) -> float:
-    share, where = shares[tower], f"for {_names(towers[tower:tower + 1])} in {shares!r}"
+    share, where = shares[tower], f"for {names.short_names(towers[tower:tower + 1])} in {shares!r}"
     if isinstance(share, bool) or not isinstance(share, numbers.Real):
         raise TypeError(f"shares must be numbers, but got {share!r} of type "
                         f"{type(share).__name__} {where}.")
@@ -90,11 +92,6 @@ def _memory(towers: Sequence[str]) -> tuple[float, ...]:
     known = [limits.get(tf.DeviceSpec.from_string(tower).device_index) for tower in towers]
     if not all(known):
         raise ValueError(f'shares="{MEMORY}" needs to know the memory of each tower, which '
-                         f"TensorFlow tells of GPUs alone, but the towers are {_names(towers)}. "
-                         "Give a list of numbers.")
+                         "TensorFlow tells of GPUs alone, but the towers are "
+                         f"{names.short_names(towers)}. Give a list of numbers.")
     return tuple(float(limit) for limit in known if limit)
-
-
-def _names(towers: Sequence[str]) -> str:
-    specs = map(tf.DeviceSpec.from_string, towers)
-    return ", ".join(f"{spec.device_type}:{spec.device_index}" for spec in specs)

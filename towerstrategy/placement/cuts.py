@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from towerstrategy import refused
+
 # What stages may be balanced by.
 BYTES, TIME = "bytes", "time"
 
@@ -22,9 +24,7 @@ def check(balance: Any, stages: int) -> None:
       TypeError: it is no string.
       ValueError: it is no choice, or there are no stages to balance.
     """
-    if not isinstance(balance, str):
-        raise TypeError(f"balance must be {BYTES!r} or {TIME!r}, but got {balance!r} of type "
-                        f"{type(balance).__name__}.")
+    refused.check_type("balance", balance, str, f"{BYTES!r} or {TIME!r}")
     if balance not in (BYTES, TIME):
         raise ValueError(f"balance must be {BYTES!r} or {TIME!r}, but got {balance!r}.")
     if stages == 1 and balance != BYTES:

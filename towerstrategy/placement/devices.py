@@ -17,13 +17,18 @@ from typing import Any, Union
 
 import tensorflow as tf
 
-from towerstrategy.placement import asked_shares, cuts
+from towerstrategy.placement import asked_shares, cuts, names
+from towerstrategy.placement.names import (
+    BALANCED as BALANCED,
+    gpu_count as gpu_count,
+    short_name as short_name,
+    whole_number as whole_number,
+)
 
 ListedDevice = Union[tf.config.LogicalDevice, tf.config.PhysicalDevice]
 OneDevice = Union[str, ListedDevice]
 DevicesArgument = Union[None, int, OneDevice, Sequence[Union[int, OneDevice]],
                         Sequence[Sequence[Union[int, OneDevice]]]]
-BALANCED = "balanced"
 
 # TensorFlow makes as many as it is asked for, until memory ends.
 _MOST_LOGICAL_CPUS = 1024
@@ -82,6 +87,20 @@ class Placement:
         return f"micro-batch {number} of " * (self.micro_batches > 1) + f"tower {tower}"
 
     @property
+    def merge_name(self) -> str:
+        """The merge device as people write it: ``CPU:0``, ``balanced`` or ``each stage's``."""
+        if self.rows:
+            return "each stage's"
+        return BALANCED if self.balanced else short_name(self.merge)
+
+    def __str__(self) -> str:
+        rows = [names.short_names(self.row(replica))
+                for replica in range(0, len(self.towers), self.micro_batches)]
+        towers = ", ".join(f"[{row}]" if self.rows else row for row in rows)
+        parts = f" micro_batches={self.micro_batches}" * (self.micro_batches > 1)
+        return f"towers=[{towers}]{parts} merge_device={self.merge_name}"
+
+    @property
     def compiles(self) -> bool:
         """Whether XLA can compile a whole step: all of it is on TensorFlow's default device.
 
@@ -89,7 +108,7 @@ class Placement:
         """
         if self.micro_batches > 1 or self.rows:
             return False
-        default = _full_name("GPU:0" if gpu_count() else "CPU:0", "devices")
+        default = names.full_name("GPU:0" if gpu_count() else "CPU:0", "devices")
         return {*self.towers, self.merge} == {default}
 
     def check_compiles(self) -> None:
@@ -196,17 +215,18 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None,
     replicas = tuple(device for device in towers for _ in range(count))
     if merge_device is None:
         merge_device = _best_merge_device(towers)
-    if _is_listed(merge_device):
-        merge_device = _name_of_listed(merge_device, "merge_device")
+    if names.is_listed(merge_device):
+        merge_device = names.name_of_listed(merge_device, "merge_device")
     if not isinstance(merge_device, str):
         raise TypeError(
             f'merge_device must be None, "cpu", "{BALANCED}" or a device string, but got '
-            f"{merge_device!r} of type {type(merge_device).__name__}. {_there()}")
+            f"{merge_device!r} of type {type(merge_device).__name__}. {names.devices_here()}")
     if merge_device.lower() == BALANCED:
-        return Placement(replicas, _full_name("CPU:0", "merge_device"), len(towers) > 1, share,
+        return Placement(replicas, names.full_name("CPU:0", "merge_device"), len(towers) > 1, share,
                          taken_from, count)
     name = "CPU:0" if merge_device.lower() == "cpu" else merge_device
-    return Placement(replicas, _full_name(name, "merge_device"), False, share, taken_from, count)
+    return Placement(replicas, names.full_name(name, "merge_device"), False, share, taken_from,
+                     count)
 
 
 def _best_merge_device(towers: Sequence[str]) -> str:
@@ -229,7 +249,7 @@ def _staged(rows: tuple[tuple[str, ...], ...], merge_device: Any, shares: Any,
             f"shares={shares!r} does not go with towers of {len(rows[0])} stages, as it is asked "
             "of one device a tower. Give a list of a number for each tower.")
     towers = tuple(row[0] for row in rows)
-    merge = towers[0] if len(rows) == 1 else _full_name("CPU:0", "merge_device")
+    merge = towers[0] if len(rows) == 1 else names.full_name("CPU:0", "merge_device")
     return Placement(tuple(tower for tower in towers for _ in range(count)), merge, False,
                      asked_shares.checked(shares, towers, count), "", count, rows, balance)
 
@@ -245,38 +265,11 @@ def _micro_batches(given: Any) -> int:
     return count
 
 
-def whole_number(argument: str, value: Any) -> int:
-    """``value`` as an int, for ints, NumPy ints and whole floats (R has no other numbers).
-
-    Raises:
-      TypeError: it is a bool, a fraction or not a number.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{argument} must be a whole number, but got {value!r} of type "
-                        f"{type(value).__name__}.")
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if not float(value).is_integer():
-        raise TypeError(f"{argument} must be a whole number, but got {value!r}.")
-    return int(float(value))
-
-
-def short_name(device: str) -> str:
-    """``CPU:1`` for ``/job:localhost/replica:0/task:0/device:CPU:1``."""
-    spec = tf.DeviceSpec.from_string(device)
-    return f"{spec.device_type}:{spec.device_index}"
-
-
-def gpu_count() -> int:
-    """How many logical GPUs there are."""
-    return len(tf.config.list_logical_devices("GPU"))
-
-
 def _rows(devices: DevicesArgument, mixed: bool = False) -> tuple[tuple[str, ...], ...]:
     """The towers, each a row of the devices of its stages, one as a rule."""
     if devices is None:
         asked: list[Any] = [f"GPU:{index}" for index in range(gpu_count())] or ["CPU:0"]
-    elif isinstance(devices, str) or _is_listed(devices):
+    elif isinstance(devices, str) or names.is_listed(devices):
         asked = [devices]
     elif isinstance(devices, (bool, numbers.Number)):
         asked = _counted(devices)
@@ -285,45 +278,46 @@ def _rows(devices: DevicesArgument, mixed: bool = False) -> tuple[tuple[str, ...
     else:
         raise TypeError(
             f"devices must be None, a count, or a list of GPU ids or device strings, but got "
-            f"{devices!r} of type {type(devices).__name__}. {_there()}")
+            f"{devices!r} of type {type(devices).__name__}. {names.devices_here()}")
     if not asked:
-        raise ValueError(f"devices is empty, but at least one tower is needed. {_there()}")
-    rows = tuple(tuple(map(_tower_name, row)) for row in _of_stages(asked))
-    names = list(itertools.chain(*rows))
-    for position, name in enumerate(names):
-        if name in names[:position]:
+        raise ValueError("devices is empty, but at least one tower is needed. "
+                         f"{names.devices_here()}")
+    rows = tuple(tuple(map(names.tower_name, row)) for row in _of_stages(asked))
+    found = list(itertools.chain(*rows))
+    for position, name in enumerate(found):
+        if name in found[:position]:
             whose = "stage of each tower" if len(rows[0]) > 1 else "tower"
             raise ValueError(f"devices names {short_name(name)} twice, but each {whose} needs a "
-                             f"device of its own: got {devices!r}. {_there()}")
-    kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in names})
+                             f"device of its own: got {devices!r}. {names.devices_here()}")
+    kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in found})
     if len(kinds) > 1 and not mixed:
         raise ValueError(f"devices mixes {' and '.join(kinds)}, but towers that get as many rows "
                          f"must be of one kind: got {devices!r}. Say what each is to get, with "
-                         f'shares=[...] or shares="measured". {_there()}')
+                         f'shares=[...] or shares="measured". {names.devices_here()}')
     return rows
 
 
 def stages_asked(devices: Any) -> int:
     """How many stages ``devices`` gives a tower at the most; no device is looked at."""
-    asked = devices if isinstance(devices, (list, tuple)) and not _is_listed(devices) else ()
+    asked = devices if isinstance(devices, (list, tuple)) and not names.is_listed(devices) else ()
     return max((len(row) for row in asked
-                if isinstance(row, (list, tuple)) and not _is_listed(row)), default=1)
+                if isinstance(row, (list, tuple)) and not names.is_listed(row)), default=1)
 
 
 def _of_stages(asked: list[Any]) -> list[list[Any]]:
     """Each tower as a list of the devices of its stages, as many for each."""
-    staged = [isinstance(item, (list, tuple)) and not _is_listed(item) for item in asked]
+    staged = [isinstance(item, (list, tuple)) and not names.is_listed(item) for item in asked]
     if not any(staged):
         return [[item] for item in asked]
     if not all(staged):
         raise TypeError(
             "devices must be a list of devices, a tower each, or a list of lists, each a tower of "
-            f"stages, but got both: {asked!r}. {_there()}")
+            f"stages, but got both: {asked!r}. {names.devices_here()}")
     counts = [len(row) for row in asked]
     if len(set(counts)) > 1 or not counts[0]:
         raise ValueError(
             "devices must give each tower as many stages, at least one, but got towers of "
-            f"{', '.join(map(str, counts))} stages: {asked!r}. {_there()}")
+            f"{', '.join(map(str, counts))} stages: {asked!r}. {names.devices_here()}")
     return [list(row) for row in asked]
 
 
@@ -331,98 +325,11 @@ def _counted(devices: Any) -> list[str]:
     try:
         count = whole_number("devices", devices)
     except TypeError as error:
-        raise TypeError(f"{error} {_there()}") from None
+        raise TypeError(f"{error} {names.devices_here()}") from None
     kind = "GPU" if gpu_count() else "CPU"
     there = len(tf.config.list_logical_devices(kind))
     if not 1 <= count <= there:
         hint = "" if kind == "GPU" else " (split_cpu(n) makes more logical CPU devices)"
         raise ValueError(f"devices={count} asks for {count} towers, but it must be from 1 to the "
-                         f"{there} {kind} device(s) there are{hint}. {_there()}")
+                         f"{there} {kind} device(s) there are{hint}. {names.devices_here()}")
     return [f"{kind}:{index}" for index in range(count)]
-
-
-def _is_listed(value: Any) -> bool:
-    """Whether ``value`` is a device as ``tf.config`` lists them."""
-    return isinstance(value, (tf.config.LogicalDevice, tf.config.PhysicalDevice))
-
-
-def _name_of_listed(device: Any, argument: str) -> str:
-    """The name of a logical device, or of the only one that a physical device has."""
-    if isinstance(device, tf.config.LogicalDevice):
-        return device.name
-    kind, first = device.device_type, 0
-    for visible in tf.config.get_visible_devices(kind):
-        count = len(tf.config.get_logical_device_configuration(visible) or [None])
-        if visible != device:
-            first += count
-            continue
-        if count == 1:
-            return f"{kind}:{first}"
-        joint = "and" if count == 2 else "to"
-        raise ValueError(f"{argument} has {device!r}, which is {count} logical devices, "
-                         f"{kind}:{first} {joint} {kind}:{first + count - 1}: name one of these. "
-                         f"{_there()}")
-    raise ValueError(f"{argument} has {device!r}, which is not visible to TensorFlow (see "
-                     f"tf.config.set_visible_devices). {_there()}")
-
-
-def _tower_name(item: Any) -> str:
-    if isinstance(item, str):
-        return _full_name(item, "devices")
-    if _is_listed(item):
-        return _full_name(_name_of_listed(item, "devices"), "devices", given=item)
-    try:
-        index = whole_number("devices", item)
-    except TypeError:
-        raise TypeError(f"devices has an item {item!r} of type {type(item).__name__}. A list holds "
-                        f"GPU ids or device strings. {_there()}") from None
-    return _full_name(f"GPU:{index}", "devices", given=item)
-
-
-def _full_name(name: str, argument: str, given: Any = None) -> str:
-    """The full name of a device that exists."""
-    given = name if given is None else given
-    text = name if name.startswith("/") else f"/{name}"
-    try:
-        spec = tf.DeviceSpec.from_string(text)
-    except ValueError:
-        spec = tf.DeviceSpec()
-    if spec.device_type is None or "*" in text:
-        raise ValueError(f'{argument} has {given!r}, which is no device string such as "GPU:0" or '
-                         f'"/device:CPU:1". {_choices(argument)}{_there()}{_hint(argument)}')
-    kind = spec.device_type.upper()
-    index = 0 if spec.device_index is None else spec.device_index
-    remote = (spec.job not in (None, "localhost") or spec.task not in (None, 0)
-              or spec.replica not in (None, 0))
-    for device in tf.config.list_logical_devices(kind):
-        there = tf.DeviceSpec.from_string(device.name)
-        local = tf.DeviceSpec(job=there.job or "localhost", replica=there.replica or 0,
-                              task=there.task or 0, device_type=kind,
-                              device_index=there.device_index)
-        same_machine = not remote or (spec.job == local.job and (spec.task or 0) == local.task
-                                      and (spec.replica or 0) == local.replica)
-        if local.device_index == index and same_machine:
-            return local.to_string()
-    place_word = "on another machine" if remote else "not there"
-    raise ValueError(f"{argument} names {given!r} ({kind}:{index}), which is {place_word}. "
-                     f"{_choices(argument)}{_there()}{_hint(argument)}")
-
-
-def _choices(argument: str) -> str:
-    if argument != "merge_device":
-        return ""
-    return f'merge_device must be None, "cpu", "{BALANCED}" or a device string. '
-
-
-def _hint(argument: str) -> str:
-    """How to get towers where there is no GPU."""
-    if argument != "devices" or gpu_count():
-        return ""
-    return (" There is no GPU: split_cpu(n), called first of all, makes n logical CPU devices, "
-            "which can be towers.")
-
-
-def _there() -> str:
-    names = [short_name(device.name) for device in tf.config.list_logical_devices()
-             if device.device_type in ("CPU", "GPU")]
-    return f"The devices here: {', '.join(names)}."

@@ -16,13 +16,6 @@ import tensorflow as tf
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 
 
-def merge_name(placement: devices_lib.Placement) -> str:
-    """The merge device as people write it: ``CPU:0``, ``balanced`` or ``each stage's``."""
-    if placement.rows:
-        return "each stage's"
-    return devices_lib.BALANCED if placement.balanced else devices_lib.short_name(placement.merge)
-
-
 class _Shown(str):
     """Text that a notebook shows as a table."""
 
@@ -95,7 +88,7 @@ def _described(strategy: tf.distribute.Strategy) -> tuple[str, str]:
     title = (f"TowerStrategy: {number} tower{'s' if number > 1 else ''}"
              + f" of {placement.stages} stages" * (placement.stages > 1)
              + f"{' and' * bool(placement.rows) or ' of'} {parts} micro-batches" * (parts > 1)
-             + f", merge device {merge_name(placement)}{_how_measured(strategy)}")
+             + f", merge device {placement.merge_name}{_how_measured(strategy)}")
     header: tuple[str, ...] = ("device", "role", "share", "variables", "bytes")
     if not shares:
         header, rows = _without(header, 2), [_without(row, 2) for row in rows]

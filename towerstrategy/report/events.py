@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
-if TYPE_CHECKING:
-    from towerstrategy.report import tower_report
+from towerstrategy.report.epochs import Epoch
 
 _Metadata = type(tf.compat.v1.Summary.Value().metadata)
 
@@ -32,7 +31,7 @@ class Events:
         self._first = first_tower
         self._writers: dict[str, Any] = {}
 
-    def write(self, epoch: tower_report.Epoch) -> None:
+    def write(self, epoch: Epoch) -> None:
         """An epoch's numbers; times only in the epoch that they were sampled in."""
         sampled = epoch.sample is not None and epoch.sampled_in == epoch.number
         towers = [part for part in epoch.parts if part.is_tower]

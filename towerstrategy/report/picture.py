@@ -10,12 +10,10 @@ import io
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from towerstrategy.report.epochs import Epoch
 from towerstrategy.report.sample import Sample
-
-if TYPE_CHECKING:
-    from towerstrategy.report import tower_report
 
 _INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
 _TOWER, _OTHER, _IDLE = "#d9730d", "#1f6fb2", "#f5e3d0"
@@ -52,7 +50,7 @@ def _matplotlib() -> tuple[Any, Any]:
     return Figure, FigureCanvasAgg
 
 
-def draw(epochs: Sequence[tower_report.Epoch]) -> bytes | None:
+def draw(epochs: Sequence[Epoch]) -> bytes | None:
     """The picture as a PNG; None where no step has been sampled yet.
 
     Raises:
@@ -74,7 +72,7 @@ def draw(epochs: Sequence[tower_report.Epoch]) -> bytes | None:
     return written.getvalue()
 
 
-def _bars(axes: Any, epoch: tower_report.Epoch, sample: Sample) -> None:
+def _bars(axes: Any, epoch: Epoch, sample: Sample) -> None:
     step = 1e3 * sample.step
     for height, part in enumerate(epoch.parts):
         busy = 1e3 * (part.seconds or 0)
@@ -96,7 +94,7 @@ def _bars(axes: Any, epoch: tower_report.Epoch, sample: Sample) -> None:
     _style(axes, f"A step of epoch {epoch.number + 1}: {step:.3g} ms{bubble}", "x")
 
 
-def _lines(axes: Any, sampled: Sequence[tuple[tower_report.Epoch, Sample]]) -> None:
+def _lines(axes: Any, sampled: Sequence[tuple[Epoch, Sample]]) -> None:
     numbers = [epoch.number + 1 for epoch, _ in sampled]
     lines: list[tuple[int, int | None]] = [
         (tower, stage) for tower, row in enumerate(sampled[-1][1].stages)

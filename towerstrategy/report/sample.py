@@ -26,14 +26,14 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
+from towerstrategy.placement import scopes
 from towerstrategy.report import quiet
-from towerstrategy.towers import contexts, stages as stages_lib
 
 _WINDOW = "towerstrategy_sample"
 # A tower's part of a loop that turns for all towers is in the scope of the loop, done once.
 _SCOPE = re.compile(rf"(?:.*/)?tower_(?P<tower>\d+)_[A-Z]+_\d+(?=[/:]|$)|(?:^|.*?/)(?:"
                     rf"(?P<merge>merge)|(?P<split>{datasets_lib.SCOPE}(?:_\d+)?))(?=[/:]|$)")
-_UPDATE = re.compile(rf"(?:^|/){contexts.UPDATE_SCOPE}(?:_\d+)?(?=[/:]|$)")
+_UPDATE = re.compile(rf"(?:^|/){scopes.UPDATE}(?:_\d+)?(?=[/:]|$)")
 _OPERATION = re.compile(r"(?<!:):_?[A-Z]\w*$")
 _CROSSING = re.compile(r":(?:Collective\w*|_(?:Host)?(?:Send|Recv))$")
 _GET_NEXT = re.compile(r"IteratorGetNext\w*Op::DoCompute$")
@@ -86,7 +86,7 @@ class NotTaken(Exception):
 
 
 def take(call: Callable[[], Any], kinds: Sequence[str], merge_kind: str, micro_batches: int = 1,
-         places: stages_lib.Places | None = None) -> tuple[Any, Callable[[], Sample]]:
+         places: Any = None) -> tuple[Any, Callable[[], Sample]]:
     """Runs ``call`` under the profiler.
 
     Args:
@@ -150,7 +150,7 @@ class Recording:
             _stop(save=False)
 
     def end(self, kinds: Sequence[str], merge_kind: str, micro_batches: int = 1,
-            places: stages_lib.Places | None = None) -> Callable[[], Sample]:
+            places: Any = None) -> Callable[[], Sample]:
         """Ends it; a function that makes the sample of it, or raises what was raised since."""
         self._window.__exit__(None, None, None)
         ended = time.perf_counter()
@@ -174,7 +174,7 @@ class Recording:
 
 
 def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind: str,
-         micro_batches: int = 1, places: stages_lib.Places | None = None) -> Sample:
+         micro_batches: int = 1, places: Any = None) -> Sample:
     """The sample in a profile.
 
     Args:
@@ -228,7 +228,7 @@ class _Times:
     """The intervals in which each part of the step ran, on the host or on accelerators."""
 
     def __init__(self, towers: int, micro_batches: int,
-                 places: stages_lib.Places | None) -> None:
+                 places: Any) -> None:
         self._micro_batches = micro_batches
         self._places = places
         self._alone = towers * micro_batches == 1 and places is None
@@ -306,9 +306,9 @@ class _Times:
     def _span(self, name: str) -> list[Part]:
         """The parts whose eager operations run within a span of this name."""
         name = name.rstrip("/")
-        if name == contexts.UPDATE_SCOPE:
+        if name == scopes.UPDATE:
             return ["update"]
-        scope, _, stage = name.partition(f"/{stages_lib.SCOPE}")
+        scope, _, stage = name.partition(f"/{scopes.STAGE}")
         found = _SCOPE.fullmatch(scope)
         if found is None or found["split"]:
             return []

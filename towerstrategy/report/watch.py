@@ -62,7 +62,7 @@ class Watch:
         self._start = self._epoch_start = time.perf_counter()
         self._kinds = [str(tf.DeviceSpec.from_string(device).device_type)
                        for device in (*placement.devices, placement.merge)]
-        self._places = extended.places if placement.rows else None
+        self._places = extended.stages.places if placement.rows else None
         self._sample_cost = 0.0
         self.tried_in: int | None = None
         self._epoch = 0

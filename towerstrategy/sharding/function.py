@@ -15,10 +15,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import arguments
-from towerstrategy.batch import results, sub_batches
+from towerstrategy import arguments, contexts
+from towerstrategy.batch import sub_batches
+from towerstrategy.merge import results
 from towerstrategy.sharding import propagate, run, signatures
-from towerstrategy.towers import contexts, one_replica
 
 
 class Function:
@@ -165,7 +165,7 @@ def _refuse_parts(value: Any, dtype: Any = None, name: str | None = None,
                   as_ref: bool = False) -> Any:
     """A tower's part of what is no argument would be taken for all rows."""
     del dtype, name, as_ref
-    if one_replica.has_all_rows():
+    if contexts.has_all_rows():
         raise RuntimeError(
             "a function made by strategy.function takes sub-batches (of strategy.split, or of a "
             "distributed dataset) as its arguments, but used some that were made outside of it, or "

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
+from towerstrategy.placement import scopes
 from towerstrategy.sharding import propagate
 from towerstrategy.sharding.propagate import Layout
 from towerstrategy.sharding.spec import Sharded
-from towerstrategy.towers import contexts
 
-ONCE = "merge/"  # the name scope of what is done once
-UPDATE = f"{ONCE}{contexts.UPDATE_SCOPE}/"
+ONCE = f"{scopes.ONCE}/"  # the name scope of what is done once
+UPDATE = f"{ONCE}{scopes.UPDATE}/"
 
 
 def homes(layout: Layout, devices: Mapping[str, str]) -> dict[str, str]:

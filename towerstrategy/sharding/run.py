@@ -14,9 +14,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, contexts
+from towerstrategy.placement import scopes
 from towerstrategy.sharding import homes, step
-from towerstrategy.towers import contexts
 
 
 def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -31,8 +31,8 @@ def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 lambda leaf: step.whole(strategy, leaf), (args, kwargs))
         if not tf.executing_eagerly():
             fn = _tf.autograph_convert(fn)
-        with contexts.OneReplicaContext(strategy), strategy.extended.counted_as(1), \
-                tf.device(device), tf.profiler.experimental.Trace(
-                    f"{contexts.scope_name(0, device)}/" if len(devices) == 1 else homes.ONCE):
+        scope = f"{scopes.of_tower(0, device)}/" if len(devices) == 1 else homes.ONCE
+        with contexts.OneReplicaContext(strategy), tf.device(device), \
+                tf.profiler.experimental.Trace(scope):
             return fn(*args, **kwargs)
     return step.call(strategy, fn, args, kwargs)

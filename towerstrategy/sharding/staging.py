@@ -4,7 +4,7 @@ Goes in: a layout, and the stages of what it is given.  Comes out: a stage for e
 far as one can be told.
 
 A layer's operations, and whatever else runs within ``strategy.stage``, have the stage in their name
-scope (ours, see :mod:`towers.stages`), and so have their gradients, which TensorFlow makes under
+scope (ours, see :mod:`placement.scopes`), and so have their gradients, which TensorFlow makes under
 the scope of what they are gradients of.  What is left goes where most of its data is; where none
 is, such as what is made of labels alone, to the stage that first needs it.
 """
@@ -16,10 +16,10 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
+from towerstrategy.placement import scopes
 from towerstrategy.sharding.propagate import CALLS, Layout
 from towerstrategy.sharding.spec import Replicated
 from towerstrategy.sharding.values import Towers, Value
-from towerstrategy.towers import stages
 
 
 def stages_of(layout: Layout, values: Mapping[str, Value], towers: Towers) -> dict[str, int]:
@@ -56,7 +56,7 @@ def stages_of(layout: Layout, values: Mapping[str, Value], towers: Towers) -> di
 
 
 def _said(operation: tf.Operation, towers: Towers) -> int | None:
-    stage = stages.scoped(operation.name)
+    stage = scopes.stage_in(operation.name)
     if stage is None and operation.device:
         stage = towers.stage_on(operation.device)
     return towers.stage if stage is None else stage

@@ -14,16 +14,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import merging
-from towerstrategy.sharding import compiling, homes, packing, propagate, traffic
+from towerstrategy.placement import scopes as scopes_lib
+from towerstrategy.sharding import homes, packing, propagate, traffic
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.partition import Partition
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec
 from towerstrategy.sharding.values import Towers, Value
-from towerstrategy.towers import contexts, order
 
 _log = logging.getLogger("towerstrategy")
 
@@ -61,11 +61,11 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         packing.pack(builder, homes.ONCE)
     builder.finish()
     if strategy.extended.compiles:
-        compiling.mark(graph, builder.operations, towers.devices,
-                       strategy.extended.missing_in_xla)
+        strategy.extended.xla.mark(graph, builder.operations)
     if strategy.extended.placement.micro_batches > 1:
-        order.put(graph, [builder.made(scope) for scope in towers.scopes],
-                  strategy.extended.placement, [builder.tensor(ref) for ref in outputs])
+        strategy.extended.stages.put_in_order(
+            graph, [builder.made(scope) for scope in towers.scopes],
+            [builder.tensor(ref) for ref in outputs])
     strategy.extended.crossings = dict(towers.crossings)
     effects = [builder.operation(name) for name in dict.fromkeys(partition.effects)]
     with tf.control_dependencies(effects), tf.device(strategy.extended.merge_device):
@@ -196,7 +196,7 @@ def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
     placement = strategy.extended.placement
     rows = [[tf.DeviceSpec.from_string(device).to_string() for device in placement.row(tower)]
             for tower in range(len(placement.towers))]
-    scopes = [f"{contexts.scope_name(tower, device)}/"
+    scopes = [f"{scopes_lib.of_tower(tower, device)}/"
               for tower, device in enumerate(strategy.extended.worker_devices)]
     merge = tf.DeviceSpec.from_string(strategy.extended.merge_device).to_string()
 
@@ -223,8 +223,7 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs
         return converted(*args, **kwargs)
 
     def trace(known_rows: bool) -> Any:
-        with contexts.OneReplicaContext(strategy), strategy.extended.counted_as(1), \
-                _tf.variables_of_caller(), tf.device(None):
+        with contexts.OneReplicaContext(strategy), _tf.variables_of_caller(), tf.device(None):
             return _tf.trace(one_device, inputs.type_specs(known_rows),
                              getattr(fn, "__name__", "step"))
 

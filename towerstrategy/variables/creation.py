@@ -13,10 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
-from towerstrategy.machines import meeting
-from towerstrategy.placement import homes as homes_lib
-from towerstrategy.towers import contexts, one_replica
+from towerstrategy import _tensorflow as _tf, contexts
+from towerstrategy.placement import homes as homes_lib, scopes
+from towerstrategy.placement.workers import Workers
 from towerstrategy.variables import one_copy, tower_local
 
 
@@ -51,7 +50,7 @@ def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
     if together:
         homes_lib.follow(variable, _primary(colocate_with))
     variable._home_may_change = tf.executing_eagerly() and (colocate_with is None or together)
-    if one_replica.current() is not None:  # what runs there takes it from there from now on
+    if contexts.current() is not None:  # what runs there takes it from there from now on
         variable._settled = stage
     return one_copy.into_tower_variable(variable, strategy, home)
 
@@ -106,7 +105,7 @@ def _create_tower_local(strategy: tf.distribute.Strategy, devices: tuple[str, ..
     return variable
 
 
-def _chiefs_initial_value(workers: meeting.Machines, initial_value: Any, dtype: Any = None,
+def _chiefs_initial_value(workers: Workers, initial_value: Any, dtype: Any = None,
                           name: str | None = None, **_: Any) -> Any:
     """``initial_value`` as worker 0 has it, asked for when the variable is made."""
     if tf.is_tensor(initial_value) and not _tf.is_eager(initial_value):
@@ -151,7 +150,7 @@ def _value_of(variable: tf.Variable) -> tf.Tensor:
 
 def _outside_towers() -> contextlib.AbstractContextManager[str]:
     """Within, variables have the names that they have on a single device."""
-    kept = contexts.plain_name(tf.get_current_name_scope())
+    kept = scopes.plain_name(tf.get_current_name_scope())
     return tf.name_scope(f"{kept}/" if kept else "")
 
 

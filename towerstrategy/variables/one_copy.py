@@ -17,10 +17,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
-from towerstrategy.merge import shares as shares_lib
+from towerstrategy import _tensorflow as _tf, contexts
+from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.towers import contexts
 from towerstrategy.variables import pieces, written
 
 Aggregation = tf.VariableAggregation
@@ -35,6 +34,7 @@ class TowerVariable(_tf.ResourceVariable):
 
     _home_may_change = False
     _extreme: str | None = None  # "max" or "min", see rules
+    _alike_on_all = False  # whether the first towers of all machines write the same
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("a TowerVariable is made by tf.Variable in the scope of a TowerStrategy.")
@@ -92,49 +92,12 @@ class TowerVariable(_tf.ResourceVariable):
                    read_value: bool = True) -> Any:
         return self._write(_tf.ResourceVariable.assign_sub, delta, use_locking, name, read_value)
 
-    def scatter_add(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
-        return self._scatter("scatter_add", sparse_delta, use_locking, name)
-
-    def scatter_sub(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
-        return self._scatter("scatter_sub", sparse_delta, use_locking, name)
-
-    def scatter_mul(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
-        return self._scatter("scatter_mul", sparse_delta, use_locking, name)
-
-    def scatter_div(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
-        return self._scatter("scatter_div", sparse_delta, use_locking, name)
-
-    def scatter_min(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
-        return self._scatter("scatter_min", sparse_delta, use_locking, name)
-
-    def scatter_max(self, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> Any:
-        return self._scatter("scatter_max", sparse_delta, use_locking, name)
-
-    def scatter_update(self, sparse_delta: Any, use_locking: bool = False,
-                       name: Any = None) -> Any:
-        return self._scatter("scatter_update", sparse_delta, use_locking, name)
-
     def batch_scatter_update(self, sparse_delta: Any, use_locking: bool = False,
                              name: Any = None) -> Any:
         if not self._merges(sparse_delta):
             return super().batch_scatter_update(sparse_delta, use_locking, name)
         return self._scatter_pieces("batch_scatter_update", (sparse_delta,), lambda delta: (
             pieces.batch_indices(delta.indices), delta.values))
-
-    def scatter_nd_add(self, indices: Any, updates: Any, name: Any = None) -> Any:
-        return self._scatter_nd("scatter_nd_add", indices, updates, name)
-
-    def scatter_nd_sub(self, indices: Any, updates: Any, name: Any = None) -> Any:
-        return self._scatter_nd("scatter_nd_sub", indices, updates, name)
-
-    def scatter_nd_update(self, indices: Any, updates: Any, name: Any = None) -> Any:
-        return self._scatter_nd("scatter_nd_update", indices, updates, name)
-
-    def scatter_nd_max(self, indices: Any, updates: Any, name: Any = None) -> Any:
-        return self._scatter_nd("scatter_nd_max", indices, updates, name)
-
-    def scatter_nd_min(self, indices: Any, updates: Any, name: Any = None) -> Any:
-        return self._scatter_nd("scatter_nd_min", indices, updates, name)
 
     @property
     def distribute_strategy(self) -> tf.distribute.Strategy:
@@ -168,12 +131,8 @@ class TowerVariable(_tf.ResourceVariable):
 
         # A given name may hold the tower's name scope, and the write is on the merge device.
         plain.keywords["name"] = None
-
-        def merged(_: Any, values: Any) -> Any:
-            values = contexts.all_values(values, tower.count)
-            return plain(written.value(self, values, tower.shares))
-
-        return tower.merge_call(merged, args=(value,))
+        return _merged(tower, value, lambda values: plain(
+            written.value(self, values, tower.shares)))
 
     def _scatter(self, method_name: str, slices: tf.IndexedSlices, use_locking: bool,
                  name: Any) -> Any:
@@ -187,17 +146,8 @@ class TowerVariable(_tf.ResourceVariable):
         if not tower.can_merge:
             tower.refuse_compiled_write(self)
             return self._scatter_alone(tower, method_name, plain, slices)
-
-        def merged(_: Any, values: Any) -> Any:
-            parts = contexts.all_values(values, tower.count)
-            return plain(written.slices(self, method_name, parts, tower.shares))
-
-        return tower.merge_call(merged, args=(slices,))
-
-    @property
-    def merges_extremes(self) -> bool:
-        """Whether of the towers' values the largest, or smallest, counts."""
-        return self._extreme is not None
+        return _merged(tower, slices, lambda parts: plain(
+            written.slices(self, method_name, parts, tower.shares)))
 
     def _merges(self, *arguments: Any) -> bool:
         """Whether a write of ``arguments`` is that of several towers, here or from outside."""
@@ -206,11 +156,6 @@ class TowerVariable(_tf.ResourceVariable):
             return tower.several
         return any(isinstance(leaf, tf.distribute.DistributedValues) and not _tf.is_variable(leaf)
                    for leaf in tf.nest.flatten(arguments))
-
-    def _scatter_nd(self, method_name: str, indices: Any, updates: Any, name: Any) -> Any:
-        if not self._merges(indices, updates):
-            return getattr(super(), method_name)(indices, updates, name)
-        return self._scatter_pieces(method_name, (indices, updates), lambda *pair: pair)
 
     def _scatter_pieces(self, method_name: str, arguments: Any,
                         located: Callable[..., tuple[Any, Any]]) -> Any:
@@ -239,15 +184,11 @@ class TowerVariable(_tf.ResourceVariable):
                      for number in range(len(values[0].values))]
             shares = written.shares_of(self, values[0])
             return write(written.slices_from_outside(self, method_name,
-                                                     contexts.TowerResults(parts, shares)))
+                                                     results.TowerResults(parts, shares)))
         if not tower.can_merge:
             raise RuntimeError(contexts.NESTED_MERGE)
-
-        def merged(_: Any, values: Any) -> Any:
-            parts = contexts.all_values(values, tower.count)
-            return write(written.slices(self, method_name, parts, tower.shares))
-
-        return tower.merge_call(merged, args=(sliced(*found(arguments)),))
+        return _merged(tower, sliced(*found(arguments)), lambda parts: write(
+            written.slices(self, method_name, parts, tower.shares)))
 
     def _strided_slice_assign(self, begin: Any, end: Any, strides: Any, value: Any, name: Any,
                               **masks: Any) -> Any:
@@ -309,6 +250,37 @@ class TowerVariable(_tf.ResourceVariable):
             raise RuntimeError(contexts.NESTED_MERGE)
         tower.writes_alone(self)
         return plain(value)
+
+
+def _merged(tower: contexts.TowerContext, value: Any, write: Callable[[list[Any]], Any]) -> Any:
+    """What ``write`` makes, where the towers meet, of the value that each of them brings."""
+    return tower.merge_call(lambda _, values: write(contexts.all_values(values, tower.count)),
+                            args=(value,))
+
+
+def _scattering(method_name: str) -> Callable[..., Any]:
+    """``scatter_add`` and the like."""
+    def scatter(self: TowerVariable, sparse_delta: Any, use_locking: bool = False,
+                name: Any = None) -> Any:
+        return self._scatter(method_name, sparse_delta, use_locking, name)
+
+    return scatter
+
+
+def _scattering_nd(method_name: str) -> Callable[..., Any]:
+    """``scatter_nd_add`` and the like."""
+    def scatter_nd(self: TowerVariable, indices: Any, updates: Any, name: Any = None) -> Any:
+        if not self._merges(indices, updates):
+            return getattr(_tf.ResourceVariable, method_name)(self, indices, updates, name)
+        return self._scatter_pieces(method_name, (indices, updates), lambda *pair: pair)
+
+    return scatter_nd
+
+
+for _kind in ("add", "sub", "mul", "div", "min", "max", "update"):
+    setattr(TowerVariable, f"scatter_{_kind}", _scattering(f"scatter_{_kind}"))
+for _kind in ("add", "sub", "min", "max", "update"):
+    setattr(TowerVariable, f"scatter_nd_{_kind}", _scattering_nd(f"scatter_nd_{_kind}"))
 
 
 def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,

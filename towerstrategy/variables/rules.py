@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy import refused
 from towerstrategy.variables import one_copy, tower_local
 
 EXTREMES = ("max", "min")
@@ -50,9 +51,8 @@ def set_rule(strategy: tf.distribute.Strategy, variable: Any, rule: str) -> None
                          "tf.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA.")
     held = held_variable(variable)
     if not isinstance(held, (one_copy.TowerVariable, tower_local.TowerLocalVariable)):
-        raise TypeError("variable must be a variable made in the scope of this strategy, or of a "
-                        f"model that it has adopted, but got {variable!r} of type "
-                        f"{type(variable).__name__}.")
+        raise refused.wrong_type("variable", variable, "a variable made in the scope of this "
+                                 "strategy, or of a model that it has adopted")
     if held._distribute_strategy is not strategy:
         raise ValueError(f"variable {held.name!r} belongs to another strategy: it was made in the "
                          f"scope of {held._distribute_strategy!r}, not of {strategy!r}.")

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.merge import merging
-from towerstrategy.towers import contexts, one_replica
 from towerstrategy.variables import one_copy
 
 
@@ -40,11 +39,6 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     # Of a sum on several machines: what steps that have all rows add to it, alike on all machines.
     _alike: Any = None
 
-    @property
-    def is_sum(self) -> bool:
-        """Whether what is read outside of the towers is the sum of their parts."""
-        return self._extreme is None and self.aggregation is one_copy.Aggregation.SUM
-
     def _get(self) -> Any:
         part = self._part_here()
         return super()._get() if part is None else part
@@ -54,7 +48,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         tower = contexts.current_tower()
         if tower is not None:
             return tower.part_of(self._values)
-        return self._alike if one_replica.has_all_rows() else None
+        return self._alike if contexts.has_all_rows() else None
 
     def _get_cross_replica(self) -> Any:
         if self._extreme is not None:
@@ -70,7 +64,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def assign(self, value: Any, use_locking: bool = False, name: Any = None,
                read_value: bool = True) -> Any:
-        if one_replica.has_all_rows():
+        if contexts.has_all_rows():
             return self._assign_for_all(value, read_value)
         if not self._assigned_from_outside():
             kept = self._kept_if_empty(value, lambda: self._get().value())
@@ -96,7 +90,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def assign_add(self, value: Any, use_locking: bool = False, name: Any = None,
                    read_value: bool = True) -> Any:
-        if one_replica.has_all_rows() and not self._is_total:
+        if contexts.has_all_rows() and not self._is_total:
             return self._assign_for_all(self._values[0] + tf.cast(value, self.dtype), read_value)
         if self._assigned_from_outside():
             return self._first(_tf.ResourceVariable.assign_add, value, read_value)
@@ -105,7 +99,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def assign_sub(self, value: Any, use_locking: bool = False, name: Any = None,
                    read_value: bool = True) -> Any:
-        if one_replica.has_all_rows() and not self._is_total:
+        if contexts.has_all_rows() and not self._is_total:
             return self._assign_for_all(self._values[0] - tf.cast(value, self.dtype), read_value)
         if self._assigned_from_outside():
             return self._first(_tf.ResourceVariable.assign_sub, value, read_value)

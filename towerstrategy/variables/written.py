@@ -32,9 +32,8 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.merge import merging, shares as shares_lib
+from towerstrategy.merge import merging, results, shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.towers import contexts
 from towerstrategy.variables import pieces
 
 Aggregation = tf.VariableAggregation
@@ -49,7 +48,7 @@ def value(variable: Any, values: list[Any], shares: shares_lib.Shares) -> Any:
     if len(values) == 1 and shares.workers is None:
         return values[0]
     with tf.device(homes_lib.home_of(variable)):
-        if variable.merges_extremes:
+        if variable._extreme:
             return merging.extreme(variable._extreme, values, shares)
         if variable.aggregation is Aggregation.SUM:
             return merging.total_of_filled(values, shares)
@@ -113,7 +112,7 @@ def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
       shares: those of the towers' batch.
       before: the value that the variable had when the towers last met.
     """
-    if variable.merges_extremes:
+    if variable._extreme:
         return merging.extreme(variable._extreme, [*values, before], shares)
     if takes_firsts(variable) or not _is_floating(variable):
         return values[0]
@@ -139,7 +138,7 @@ def sizes_of(variable: Any) -> tf.Tensor:
 def shares_of(variable: Any, given: Any) -> shares_lib.Shares:
     """The shares with which ``strategy.run`` computed a per-replica value; else equal ones."""
     extended = variable.distribute_strategy.extended
-    if isinstance(given, contexts.TowerResults):
+    if isinstance(given, results.TowerResults):
         return given.shares_among(extended.workers)
     return extended.equal_shares()
 
@@ -168,7 +167,7 @@ def _slices(variable: Any, method_name: str, aggregation: tf.VariableAggregation
 
 def _first_of(variable: Any, first: Any, shares: shares_lib.Shares) -> Any:
     """The value of the first tower of all machines."""
-    return first if variable.distribute_strategy.extended.alike_on_all else shares.firsts(first)
+    return first if variable._alike_on_all else shares.firsts(first)
 
 
 def _is_floating(variable: Any) -> bool:

@@ -14,10 +14,10 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.optimizers import adadelta, adam, adamax, rmsprop, sgd
 
+from towerstrategy import contexts
 from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement import kind
-from towerstrategy.towers import contexts, one_replica
 
 # Keras' way to update -> the kernel that does the same.
 _KERNELS: dict[Any, one_pass.Rule] = {
@@ -52,7 +52,7 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _take(optimizer: Any) -> None:
-    strategy = one_replica.strategy_of_replica()
+    strategy = contexts.strategy_of_replica()
     if strategy is not None:
         adopting.take_optimizer(strategy, optimizer, names)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from towerstrategy.towers import contexts
+from towerstrategy import contexts
+from towerstrategy.variables import rules
 
 
 def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -16,8 +17,12 @@ def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
         tower = contexts.splitting_tower()
         if tower is None:
             return original(self, ordered)
-        with tower.strategy.extended.writes_alike():
+        state = rules.held_variable(self.state)
+        state._alike_on_all = True  # every machine counts alike, so what is written need not cross
+        try:
             seed = original(self, ordered)
+        finally:
+            state._alike_on_all = False
         return tower.own_seed(seed)
 
     return next

@@ -12,11 +12,10 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.optimizers import adadelta, adam, adamax, adamw, rmsprop, sgd
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
-from towerstrategy.towers import contexts, one_replica
 
 # Keras' way to update -> the kernel that does the same.
 _KERNELS: dict[Any, one_pass.Rule] = {
@@ -31,7 +30,7 @@ _KERNELS: dict[Any, one_pass.Rule] = {
 
 def get_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_reduction(self: Any) -> Any:
-        if not one_replica.has_all_rows():
+        if not contexts.has_all_rows():
             return original(self)
         with _tf.no_strategy():
             return original(self)
@@ -46,7 +45,7 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
             grads_and_vars = list(grads_and_vars)
             with optimizers_rules.merged_if_alone([gradient for gradient, _ in grads_and_vars]):
                 return original(self, grads_and_vars, *args, **kwargs)
-        strategy = one_replica.strategy_of_replica()
+        strategy = contexts.strategy_of_replica()
         if strategy is not None:
             adopting.take_optimizer(strategy, self, names)
         if tower is None:

@@ -61,10 +61,17 @@ def batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = tf.distribute.get_strategy()
         if not kind.is_tower_strategy(strategy):
             return original(self, input_shape)
-        with strategy.extended.one_copy_of_means():
+        with tf.variable_creator_scope(_one_copy_of_means):
             return original(self, input_shape)
 
     return build
+
+
+def _one_copy_of_means(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    """Makes what tf_keras wants a part of on each tower, with their mean, as one copy."""
+    if kwargs.get("aggregation") == tf.VariableAggregation.MEAN:
+        kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE
+    return next_creator(**kwargs)
 
 
 def set_attribute(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,48 @@
+"""Where code runs: what it sees of the towers in a step, in a tower and outside of both."""
+
+import tensorflow as tf
+from absl.testing import absltest
+
+import towerstrategy
+from towerstrategy import contexts
+
+
+def two_towers():
+    return towerstrategy.TowerStrategy(["CPU:1", "CPU:2"], "CPU:0")
+
+
+class HereTest(absltest.TestCase):
+
+    def test_a_step_has_one_replica_also_where_it_merges(self):
+        """Else who divides by the number of replicas in merge_call gets a part of one device's."""
+        strategy, seen = two_towers(), set()
+
+        @strategy.function
+        def step(x):
+            seen.add(strategy.num_replicas_in_sync)
+            tf.distribute.get_replica_context().merge_call(
+                lambda merged: seen.add(merged.num_replicas_in_sync))
+            raise ValueError(x.shape)
+
+        with self.assertRaises(ValueError):
+            step(strategy.split(tf.zeros([4])))
+        self.assertEqual(seen, {1})
+        self.assertEqual(strategy.num_replicas_in_sync, 2)
+
+    def test_what_runs_where(self):
+        """Else a hook takes a tower for a step of all rows, or a scope for a tower."""
+        strategy, seen = two_towers(), {}
+
+        def note(where):
+            seen[where] = (contexts.current_tower() is not None, contexts.has_all_rows(),
+                           contexts.outside_of_towers() is strategy,
+                           contexts.strategy_of_replica() is strategy)
+
+        note("nowhere")
+        with strategy.scope():
+            note("scope")
+        strategy.run(lambda: note("tower"))
+        strategy.function(lambda: note("step"))()
+        self.assertEqual(seen, {"nowhere": (False,) * 4, "scope": (False, False, True, False),
+                                "tower": (True, False, False, True),
+                                "step": (False, True, False, True)})

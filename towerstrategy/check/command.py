@@ -1,0 +1,205 @@
+"""The command: asks each room in turn, prints what it says, and writes it down as JSON.
+
+Goes in: arguments.  Comes out: text, a file where asked for, and an exit status: 0, or 1 where
+training on the towers is not the same as on one device, or fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _version
+from towerstrategy.check import advice, hooks, machine, same, speed
+from towerstrategy.report import description
+
+SCHEMA = 1
+# Seconds from the start after which nothing more is begun: two minutes less a slow step.
+_LAST_START = 75
+_SECONDS = 3.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.command is None:
+        print(f"towerstrategy {_version.__version__}\n")
+        parser.print_help()
+        return 0
+    if given.hooks:
+        print(hooks.table())
+        return 0
+    if given.towers is not None and given.towers < 1:
+        parser.error(f"--towers must be at least 1, but got {given.towers}")
+    try:
+        devices, one_physical = machine.prepare(given.towers)
+        tf.config.list_logical_devices()  # starts TensorFlow
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    tf.get_logger().setLevel("ERROR")  # each network is traced anew, and TensorFlow says so
+    document = _Check(devices, one_physical, given.seconds).run()
+    if given.json is not None:
+        given.json.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"\n{given.json}: put this file into a bug report.")
+    return 0 if document["passed"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m towerstrategy", description="Data-parallel training with one copy of each "
+        "weight. As a program, it looks at the machine it is on.")
+    parser.add_argument("--version", action="version", version=_version.__version__)
+    commands = parser.add_subparsers(dest="command", title="commands")
+    check = commands.add_parser(
+        "check", help="does it work here, and do towers pay? Takes less than two minutes",
+        description="Prints what is installed and which devices there are, compares training on "
+        "towers with one device, and measures one device, MirroredStrategy and each merge device. "
+        "Exits with 1 where a result differs by more than rounding.")
+    check.add_argument("--hooks", action="store_true",
+                       help="only lists the functions of TensorFlow and Keras that are replaced")
+    check.add_argument("--json", type=pathlib.Path, metavar="FILE",
+                       help="writes everything there, for a bug report")
+    check.add_argument("--towers", type=int, metavar="N",
+                       help="how many towers; by default every GPU, the halves of the only one, "
+                       f"or {machine.CPU_TOWERS} logical CPU devices")
+    check.add_argument("--seconds", type=float, default=_SECONDS, metavar="S",
+                       help="how long to measure the steps of each way (%(default)s)")
+    return parser
+
+
+class _Check:
+    """One run of the command."""
+
+    def __init__(self, devices: Sequence[str], one_physical: bool, seconds: float) -> None:
+        self._devices, self._one_physical, self._seconds = list(devices), one_physical, seconds
+        self._start = time.perf_counter()
+
+    def run(self) -> dict[str, Any]:
+        """Prints everything; returns what the JSON file holds."""
+        facts = machine.facts()
+        print(_told(facts, self._devices, self._one_physical), flush=True)
+        rates = machine.copies(self._devices)
+        if rates:
+            print("\nCopies between devices, GB/s (rows: from)\n" + _matrix(rates), flush=True)
+        print(f"\nThe same as one device? {len(self._devices)} towers", flush=True)
+        same_results, left_out = self._same()
+        print(f"\nSteps of {self._seconds:g} s each", flush=True)
+        speeds = self._speeds(left_out)
+        print("\n" + _speed_table(speeds))
+        on_gpus = self._devices[0].startswith("GPU")
+        advised = advice.sentence(speeds, self._one_physical, on_gpus)
+        passed = bool(same_results) and all(result.holds for result in same_results)
+        if left_out:
+            print(f"\nLeft out, as two minutes were over: {'; '.join(left_out)}")
+        print(f"\n{advised}\n{_verdict(same_results)}")
+        return {
+            "schema": SCHEMA, "written": datetime.datetime.now(datetime.timezone.utc).isoformat(),
+            "machine": facts, "towers": self._devices, "one_physical_device": self._one_physical,
+            "copies": rates,
+            "same": [result.as_dict() for result in same_results],
+            "speed": [{**dataclasses.asdict(result), "rows_per_second": result.rows_per_second}
+                      for result in speeds],
+            "left_out": left_out, "advice": advised, "passed": passed,
+            "seconds": round(time.perf_counter() - self._start, 1)}
+
+    def _same(self) -> tuple[list[same.Result], list[str]]:
+        comparison = same.Comparison(self._devices)
+        found, left_out = [], []
+        for job in same.jobs(self._devices):
+            if self._late():
+                left_out.append(str(job))
+                continue
+            found.append(comparison.run(job))
+            print(f"  {job}: {_outcome(found[-1])} [{self._elapsed():.0f} s]", flush=True)
+        return found, left_out
+
+    def _speeds(self, left_out: list[str]) -> list[speed.Result]:
+        found = []
+        for way in speed.ways(self._devices):
+            if self._late():
+                left_out.append(f"steps of {way}")
+                continue
+            found.append(speed.measure(way, self._devices, self._one_physical,
+                                       self._seconds))
+            told = found[-1].error or f"{found[-1].step_ms:.1f} ms a step"
+            print(f"  {_way(way)}: {told} [{self._elapsed():.0f} s]", flush=True)
+        return found
+
+    def _late(self) -> bool:
+        return self._elapsed() > _LAST_START
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def _told(facts: dict[str, Any], devices: Sequence[str], one_physical: bool) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
+    built = facts["built_with"]
+    gpus = [f"{gpu['name']} (compute capability {gpu['compute_capability']})"
+            for gpu in facts["gpus"]]
+    shared = f"; parts of one {devices[0][:3]}" if one_physical and len(devices) > 1 else ""
+    lines = [
+        f"towerstrategy {facts['towerstrategy']}, Python {facts['python']}, {facts['platform']}",
+        f"{packages}; tf.keras is {facts['keras_of_tf']}",
+        f"TensorFlow is built for CUDA {built.get('cuda_version', '-')}, cuDNN "
+        f"{built.get('cudnn_version', '-')}; driver and memory: {facts['driver'] or 'none found'}",
+        f"{facts['cores']} CPU cores; GPUs: {', '.join(gpus) or 'none'}",
+        f"Towers: {', '.join(devices)}{shared}"]
+    lines += [f"{name}={value}" for name, value in facts["environment"].items()]
+    lines += [text for text in (facts["topology"], facts["peer_access"]) if text]
+    if devices[0].startswith("CPU"):
+        lines.append("The devices are one memory: nothing is copied between them.")
+    return "\n".join(lines)
+
+
+def _matrix(rates: Sequence[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(rate["from"] for rate in rates))
+    found = {(rate["from"], rate["to"]): f"{rate['gb_per_s']:.1f}" for rate in rates}
+    rows = [[source, *(found.get((source, target), "-") for target in names)] for source in names]
+    return description.table(["", *names], rows, numbers=range(1, len(names) + 1))
+
+
+def _outcome(result: same.Result) -> str:
+    if result.error is not None:
+        return f"FAILED: {result.error}"
+    return (f"largest difference {result.largest:.1e} "
+            f"({'rounding' if result.holds else f'TOO LARGE: the bound is {result.bound:.0e}'})")
+
+
+def _way(way: str) -> str:
+    return way if way in (speed.ONE_DEVICE, speed.MIRRORED) else f"merge device {way}"
+
+
+def _speed_table(results: Sequence[speed.Result]) -> str:
+    rows = []
+    for result in results:
+        if result.error is not None:
+            rows.append([_way(result.way), result.devices, *["-"] * 4, f"failed: {result.error}"])
+            continue
+        peak = f"{max(result.peak_bytes.values()) / 2**20:,.0f}" if result.peak_bytes else "-"
+        held = ", ".join(f"{device} {size / 2**20:.1f}"
+                         for device, size in result.state_bytes.items())
+        rows.append([_way(result.way), result.devices, f"{result.step_ms:,.1f}",
+                     f"{result.rows_per_second:,.0f}", f"{result.first_step_s:.1f}", peak, held])
+    return description.table(
+        ("", "devices", "step ms", "rows/s", "first step s", "peak MiB of the fullest GPU",
+         "weights and slots, MiB"), rows, numbers=range(1, 6))
+
+
+def _verdict(results: Sequence[same.Result]) -> str:
+    wrong = [str(result.job) for result in results if not result.holds]
+    if wrong:
+        return f"NOT the same as one device: {'; '.join(wrong)}."
+    if not results:
+        return "NOT compared with one device: there was no time."
+    largest = max(result.largest for result in results)
+    return f"Training on the towers is the same as on one device: {largest:.1e} at most."

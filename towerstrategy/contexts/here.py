@@ -1,0 +1,86 @@
+"""Where code runs: in a tower, in a step with all rows, outside of both.
+
+Goes in: nothing, or a variable that is written.  Comes out: the context of the moment, or its
+strategy; None where there is none of that kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Union
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.contexts.one_replica import MergedContext, OneReplicaContext
+from towerstrategy.contexts.tower import TowerContext
+from towerstrategy.placement import kind
+
+AnyContext = Union[TowerContext, OneReplicaContext]
+
+
+def current() -> AnyContext | None:
+    """The context of the tower, or of the step with all rows, that runs here; else None."""
+    context = tf.distribute.get_replica_context()
+    return context if isinstance(context, (TowerContext, OneReplicaContext)) else None
+
+
+def current_tower() -> TowerContext | None:
+    """The context of the tower that runs here, or None outside of towers."""
+    context = tf.distribute.get_replica_context()
+    return context if isinstance(context, TowerContext) else None
+
+
+def splitting_tower() -> TowerContext | None:
+    """The current tower where there are several of them, on any machine; None otherwise.
+
+    With one tower Keras' own single-device code is right as it is.
+    """
+    tower = current_tower()
+    return tower if tower is not None and tower.several else None
+
+
+def has_all_rows() -> bool:
+    """Whether a step is traced here that is written for one device, with all rows."""
+    return isinstance(tf.distribute.get_replica_context(), OneReplicaContext)
+
+
+def in_merged_context() -> bool:
+    """Whether merged gradients are being applied here."""
+    return isinstance(tf.distribute.get_replica_context(), MergedContext)
+
+
+def strategy_of_replica() -> tf.distribute.Strategy | None:
+    """The strategy in one of whose towers, or in whose step with all rows, this runs; else None."""
+    context = current()
+    return None if context is None else context.strategy
+
+
+def outside_of_towers() -> tf.distribute.Strategy | None:
+    """The ``TowerStrategy`` in whose scope, and outside of whose towers, this runs; else None."""
+    if not (tf.distribute.has_strategy() and tf.distribute.in_cross_replica_context()):
+        return None
+    strategy = tf.distribute.get_strategy()
+    return strategy if kind.is_tower_strategy(strategy) else None
+
+
+def has_stages_here(context: AnyContext) -> bool:
+    """Whether what runs here may be in another stage than what is around it: in no loop, say."""
+    if isinstance(context, TowerContext):
+        return context.can_merge
+    return not _tf.is_in_control_flow(None)
+
+
+def writer_of(variable: Any) -> TowerContext | None:
+    """The tower that writes to a variable of a strategy; None where the write is a plain one.
+
+    Raises:
+      ValueError: a tower of another strategy than the variable's.
+    """
+    tower = current_tower()
+    if tower is None:
+        return None
+    if tower.strategy is not variable._distribute_strategy:
+        raise ValueError(
+            f"variable {variable.name!r} belongs to another strategy: it was made in the scope of "
+            f"{variable._distribute_strategy!r}, but is written in a tower of {tower.strategy!r}.")
+    return tower

@@ -1,0 +1,135 @@
+"""What the towers returned, which knows the rows that it was computed from.
+
+Goes in: one value a tower, and the :class:`merge.Shares` of the batch.  Comes out:
+:class:`TowerResults`, and the shares of a call that is given some.  A result whose first dimension
+is the tower's rows (an augmented batch) is a batch again.  Scalars, and vectors of another length,
+are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import rows as rows_lib
+from towerstrategy.merge import shares as shares_lib
+from towerstrategy.placement.workers import Workers
+
+
+class ResultsSpec(_tf.PerReplicaSpec):
+    """The type spec of results that may be rows: one spec a tower, then the row counts'.
+
+    Other results have the plain ``PerReplicaSpec``, and so have those of equal rows.
+    """
+
+    value_type = property(lambda _: TowerResults)
+
+    def _to_components(self, value: TowerResults) -> tuple[Any, ...]:
+        return (*super()._to_components(value), value.counts)
+
+    def _from_components(self, components: Sequence[Any]) -> TowerResults:
+        return TowerResults(components[:-1], counts=components[-1])
+
+
+class TowerResults(_tf.PerReplica):
+    """What the towers returned, with the shares of the batch they returned it for.
+
+    Args:
+      values: one a tower.
+      shares: the batch's.
+      counts: in place of ``shares``, the rows of all towers, an int64 vector.
+    """
+
+    def __init__(self, values: Any, shares: shares_lib.Shares | None = None,
+                 counts: Any = None) -> None:
+        super().__init__(values)
+        self._shares = shares
+        self._counts = counts
+
+    @property
+    def shares(self) -> shares_lib.Shares:
+        return self.shares_among(getattr(tf.distribute.get_strategy().extended, "workers", None))
+
+    def shares_among(self, workers: Workers | None) -> shares_lib.Shares:
+        """The shares, where the machines are known."""
+        if self._shares is not None:
+            return self._shares
+        # Not kept: the tensors are of the graph in which they are asked for.
+        return shares_lib.Shares.of_counts(self._counts, workers)
+
+    @property
+    def counts(self) -> tf.Tensor:
+        """The rows of all towers, an int64 vector."""
+        # Where they came in as a tensor, that one: TensorFlow looks whether arguments have changed.
+        return self._shares.counts() if self._shares is not None else self._counts
+
+    @property
+    def _type_spec(self) -> tf.TypeSpec:
+        specs = [tf.type_spec_from_value(value) for value in self._values]
+        shares = self._shares
+        if shares is not None and (not shares.counted or shares.are_equal
+                                   or _are_rows(self._values, shares) is False):
+            return _tf.PerReplicaSpec(*specs)
+        count = self._counts.shape[0] if shares is None else shares.number
+        return ResultsSpec(*specs, tf.TensorSpec([count], tf.int64))
+
+
+def shares_of(arguments: Sequence[Any],
+              workers: Workers | None) -> shares_lib.Shares | None:
+    """The shares of the rows among ``arguments`` that towers returned before; None without any.
+
+    Where that is only known while the function runs, all towers have one row if there are none.
+    """
+    possible: list[tuple[tf.Tensor, shares_lib.Shares]] = []
+    sure: shares_lib.Shares | None = None
+    for argument in arguments:
+        if not isinstance(argument, TowerResults) or sure is not None:
+            continue
+        shares = argument.shares_among(workers)
+        are_rows = shares.counted and _are_rows(argument.values, shares)
+        if are_rows is None:
+            possible.append((_match(argument.values, shares), shares))
+        elif are_rows:
+            sure = shares.prepare()
+    if not possible:
+        return sure
+    counts = tf.ones([possible[0][1].number], tf.int64) if sure is None else sure.counts()
+    for match, shares in reversed(possible):
+        counts = tf.where(match, shares.counts(), counts)
+    return shares_lib.Shares.of_counts(counts, workers).prepare()
+
+
+def _are_rows(values: Sequence[Any], shares: shares_lib.Shares) -> bool | None:
+    """Whether the first dimensions are the towers' rows; None where that is not known yet."""
+    known: bool | None = True
+    for tower, value in enumerate(values):
+        if not rows_lib.has_rows(value) or value.shape.rank == 0:
+            return False
+        length, rows = rows_lib.known_rows(value), shares.rows(tower)
+        fed = shares.fed(tower)
+        if isinstance(length, int) and length == fed:
+            continue
+        if isinstance(length, int) and isinstance(rows, int):
+            if length != rows:
+                return False
+        elif isinstance(length, int) and fed is None:
+            return False  # of a fixed size, where the batch's rows are counted while it runs
+        else:
+            known = None
+    return known
+
+
+def _match(values: Sequence[Any], shares: shares_lib.Shares) -> tf.Tensor:
+    """Whether the first dimensions are the towers' rows, a scalar bool tensor."""
+    rows = tf.stack([tf.cast(shares.rows(tower), tf.int64) for tower in range(len(values))])
+    return tf.reduce_all(tf.stack([_length(value) for value in values]) == rows)
+
+
+def _length(value: Any) -> tf.Tensor:
+    """The first dimension, an int64 scalar; -1 of a scalar."""
+    if value.shape.rank is not None:
+        return tf.cast(rows_lib.rows_in(value), tf.int64)
+    return tf.concat([tf.shape(value, out_type=tf.int64), [-1]], 0)[0]

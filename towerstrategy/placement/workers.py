@@ -1,0 +1,67 @@
+"""What several machines are to one of them: the seam at which ``machines/`` hangs.
+
+Goes in: one value a machine, or what this machine has of a dataset.  Comes out: what is the same on
+all.  Everything that merges or deals takes a :class:`Workers`, or None with a single machine, and
+knows no more of other machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+Value = Any  # tf.Tensor or tf.IndexedSlices
+
+
+class Workers(Protocol):
+    """The workers of one strategy: all must call its methods in the same order.
+
+    Attributes:
+      count: how many workers there are.
+      index: this worker's number.
+      towers: how many towers this worker has.
+      first: the global number of this worker's first tower.
+      replicas: how many towers all workers have.
+      units: the shares of all towers, see :func:`rows.units_of`; None where all are equal.
+    """
+
+    count: int
+    index: int
+    towers: int
+    first: int
+    replicas: int
+    units: tuple[int, ...] | None
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, whose initial values and files count."""
+
+    def sum(self, values: Sequence[Value | None]) -> list[Value | None]:
+        """The sums over the workers of their ``values``; None stays None."""
+
+    def sum_one(self, value: Value) -> Value:
+        """The sum over the workers of ``value``."""
+
+    def chiefs(self, values: Sequence[Any]) -> list[Any]:
+        """Worker 0's ``values``."""
+
+    def gather(self, value: Any, axis: int = 0) -> Any:
+        """The workers' values put behind one another along ``axis``, in the workers' order."""
+
+    def gather_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Each of ``values`` gathered along its first dimension; rows may differ in number."""
+
+    def stack(self, value: tf.Tensor) -> tf.Tensor:
+        """The workers' values, of one shape on all, stacked in the workers' order."""
+
+    def dealing(self, units: Any) -> Callable[[Any], Any]:
+        """Deals a batch that every worker has by the shares of all towers, see ``rows.Dealing``."""
+
+    def shard_dataset(self, dataset: tf.data.Dataset, ready: int, in_order: bool,
+                      measured: Any = None) -> Any:
+        """This worker's part of a dataset of global batches."""
+
+    def shard_grouped(self, grouped: Any, ready: int) -> Any:
+        """A dataset of this worker's own per-tower batches."""

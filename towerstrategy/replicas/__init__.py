@@ -1,0 +1,1 @@
+"""A replica function a tower: traced once and copied, or in a thread for each tower."""

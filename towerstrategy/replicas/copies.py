@@ -1,0 +1,288 @@
+"""Trace once: tower 0 is traced, and its operations are copied for the other towers.
+
+Goes in: the replica function and its arguments, inside a ``tf.function`` that is being traced.
+Comes out: what :mod:`threads` would have made by tracing every tower, for the price of one trace.
+
+Between two meetings (``merge_call``) of the towers, tower 0's operations form a stretch of the
+graph. At the next meeting the stretch is copied for each other tower: the same operations, on that
+tower's device, with that tower's inputs, tower-local variables, share and random seeds put in.  The
+tensor that another tower has in place of one of tower 0's is looked up in a table; a tensor that
+stands in no table is the same for all.
+
+A function that cannot be copied is traced for every tower; :class:`NeedsOwnTrace` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.replicas import tables
+from towerstrategy.replicas.tables import NeedsOwnTrace
+
+# Bytes of a node. An operation is compared with earlier ones by all it holds, constants too.
+LARGEST_COMPARED = 4096
+
+
+class Copier:
+    """Copies stretches of a graph from tower 0 to the other towers.
+
+    Args:
+      graph: the graph that is being traced.
+      rows: the towers' devices, one a stage.
+      scopes: the name scopes of the towers' operations.
+      local_variables: gives the tower-local variables that exist, each a list of its parts.
+      micro_batches: how many of the copies in a row are one tower's.
+
+    Attributes:
+      table: what each tower has in place of tower 0's tensors and operations.
+      firsts: the names of tower 0's operations.
+    """
+
+    def __init__(self, graph: tf.Graph, rows: Sequence[Sequence[str]], scopes: Sequence[str],
+                 local_variables: Callable[[], Iterator[Sequence[tf.Variable]]],
+                 micro_batches: int = 1) -> None:
+        self.table = tables.Table(len(rows))
+        self._graph = graph
+        self._rows = [[tf.DeviceSpec.from_string(device).to_string() for device in row]
+                      for row in rows]
+        # In the order of their work: stateful operations wait for those that were made before.
+        self._turns = sorted(range(1, len(rows)), key=lambda tower: (tower % micro_batches, tower))
+        self._scopes = scopes
+        self._local_variables = local_variables
+        self.firsts: set[str] = set()
+        self._done = 0
+        self._waiting: list[tf.Operation] = []
+        self._kept: set[str] = set()
+        self._stages: dict[str, int | None] = {}  # device as written -> its stage in tower 0
+        self._safe_functions: set[str] = set()
+        self._firsts: dict[bytes, str] = {}  # what an operation computes -> the first that does
+        self._same_as: dict[str, str] = {}  # a later one -> the first
+
+    def skip(self) -> None:
+        """Leaves out of the copies what has been added to the graph up to here."""
+        self._done = _tf.operation_count(self._graph)
+
+    def copy(self, handed: Any = ()) -> None:
+        """Copies tower 0's operations since the last :meth:`copy` or :meth:`skip`.
+
+        Operations without effect that nothing needs yet wait for a later call.
+
+        Args:
+          handed: what tower 0 hands to the others: a nest of tensors, operations and other values.
+        """
+        self.firsts.update(operation.name for operation in self.added())
+        stretch = [*self._waiting, *self.added()]
+        needed = _needed(stretch, handed)
+        self._waiting = [operation for operation in stretch if operation.name not in needed]
+        stretch = [operation for operation in stretch if operation.name in needed]
+        if stretch:
+            self._check(stretch)
+            shared = set(_shared_reads(stretch, self.table))
+            stretch = [operation for operation in stretch if operation.name not in shared]
+            self._import(stretch)
+        self.skip()
+
+    def added(self) -> list[tf.Operation]:
+        """Tower 0's operations since the last :meth:`copy` or :meth:`skip`."""
+        return [operation for operation in self._graph.get_operations()[self._done:]
+                if operation.type != "Placeholder" and operation.name not in self._kept]
+
+    def keep(self, since: int) -> None:
+        """Leaves out of the copies the operations since operation number ``since``."""
+        self._kept.update(operation.name for operation in self._graph.get_operations()[since:])
+
+    def _check(self, stretch: Sequence[tf.Operation]) -> None:
+        for operation in stretch:
+            for name in _tf.functions_of(operation):
+                self._check_function(name)
+
+    def _check_function(self, name: str) -> None:
+        """A function draws the same numbers wherever it is called, so it must draw none."""
+        if name in self._safe_functions:
+            return
+        self._safe_functions.add(name)
+        if _tf.asserts(self._graph, name):
+            raise NeedsOwnTrace("an assertion in it would name tower 0 whichever tower fails")
+        definition = _tf.function_definition(self._graph, name)
+        for node in definition.node_def if definition is not None else ():
+            if "seed2" in node.attr:
+                raise NeedsOwnTrace(f"{node.op} inside a nested function would draw the same "
+                                    "numbers on every tower")
+            for called in _tf.functions_in_attributes(node):
+                self._check_function(called)
+
+    def put_local_variables(self) -> Iterator[tf.Tensor]:
+        """Puts other towers' tower-local variables in place of tower 0's; gives new ones' handles.
+        """
+        captured = {id(outer): inner for outer, inner in _tf.captures_of(self._graph)}
+        for parts in self._local_variables():
+            first = captured.get(id(parts[0].handle))
+            if first is not None and first.name not in self.table:
+                self.table.put(first, [_tf.capture(self._graph, part.handle) for part in parts[1:]])
+                yield first
+
+    def _import(self, stretch: Sequence[tf.Operation]) -> None:
+        graph_def = tf.compat.v1.GraphDef()
+        graph_def.versions.producer = self._graph.graph_def_versions.producer
+        inputs: dict[tuple[str, int], tf.Tensor] = {}
+        controls: list[tuple[int, tf.Operation]] = []  # by the numbers of nodes
+        stretch = _in_order(stretch)
+        nodes = [(operation, node) for operation in stretch
+                 if not self._repeats(operation, node := operation.node_def)]
+        self._put_repeats(stretch)
+        for tower in self._turns:
+            renamed = {operation.name: self._name(operation.name, tower)
+                       for operation, _ in nodes}
+            for operation, node in nodes:
+                copied = graph_def.node.add()
+                copied.CopyFrom(node)
+                copied.name = renamed[operation.name]
+                copied.device = self._device(node.device, tower)
+                _set_seed(copied, tower)
+                _set_colocation(copied, renamed)
+                del copied.input[:]
+                for tensor in operation.inputs:
+                    copied.input.append(self._input(tensor, tower, renamed, inputs))
+                for control in operation.control_inputs:
+                    name = self._same_as.get(control.name, control.name)
+                    if name in renamed:
+                        copied.input.append(f"^{renamed[name]}")
+                    else:
+                        number = len(graph_def.node) - 1
+                        controls.append((number, self.table.operation(control, tower)))
+        with tf.control_dependencies(None):
+            made = _tf.import_nodes(self._graph, graph_def, inputs)
+        for number, control in controls:
+            _tf.add_control_input(made[number], control)
+        for position, (operation, _) in enumerate(nodes):
+            in_turn = dict(zip(self._turns, made[position::len(nodes)]))
+            self.table.put_operation(operation, [in_turn[tower] for tower in sorted(in_turn)])
+        self._put_repeats(stretch)
+
+    def _repeats(self, operation: tf.Operation, node: Any) -> bool:
+        """Whether an earlier operation computes the same, so that its copies serve for this one."""
+        if operation.op_def.is_stateful or operation.control_inputs \
+                or node.ByteSize() > LARGEST_COMPARED:
+            return False
+        key = type(node)()
+        key.CopyFrom(node)
+        key.name = ""
+        del key.input[:]
+        for tensor in operation.inputs:
+            name = self._same_as.get(tensor.op.name, tensor.op.name)
+            key.input.append(f"{name}:{tensor.value_index}")
+        first = self._firsts.setdefault(key.SerializeToString(deterministic=True), operation.name)
+        if first != operation.name:
+            self._same_as[operation.name] = first
+        return first != operation.name
+
+    def _put_repeats(self, stretch: Sequence[tf.Operation]) -> None:
+        for operation in stretch:
+            first = self._same_as.get(operation.name)
+            if first is not None:
+                self.table.put_same(operation, first)
+
+    def _input(self, tensor: tf.Tensor, tower: int, renamed: dict[str, str],
+               inputs: dict[tuple[str, int], tf.Tensor]) -> str:
+        """How a copy names its input; one from outside of the stretch is put into ``inputs``."""
+        name, index = self._same_as.get(tensor.op.name, tensor.op.name), tensor.value_index
+        if name in renamed:
+            return f"{renamed[name]}:{index}"
+        key = f"outside_{tower}_{index}/{name}"
+        inputs[key, 0] = self.table.tensor(tensor, tower)
+        return f"{key}:0"
+
+    def _name(self, name: str, tower: int) -> str:
+        if self._scopes[0] in name:
+            return name.replace(self._scopes[0], self._scopes[tower], 1)
+        return f"{name}_{self._scopes[tower]}"
+
+    def _device(self, device: str, tower: int) -> str:
+        """The device of ``tower``'s copy of an operation on ``device``."""
+        if device not in self._stages:
+            name = tf.DeviceSpec.from_string(device).to_string()
+            self._stages[device] = self._rows[0].index(name) if name in self._rows[0] else None
+        stage = self._stages[device]
+        return device if stage is None else self._rows[tower][stage]
+
+
+def _shared_reads(stretch: Sequence[tf.Operation], differing: Container[str]) -> Iterator[str]:
+    """The names of the reads that give every tower the same: of the one copy of a variable.
+
+    Args:
+      stretch: operations of tower 0.
+      differing: the names of the tensors that differ between the towers: a tower-local variable has
+        its handle here.
+    """
+    written = {tensor.name for operation in stretch if _tf.written_resources(operation)
+               for tensor in operation.inputs if tensor.dtype == tf.resource}
+    for operation in stretch:
+        if operation.type == "ReadVariableOp" and not operation.control_inputs \
+                and operation.inputs[0].name not in written \
+                and operation.inputs[0].name not in differing:
+            yield operation.name
+
+
+def _set_seed(node: Any, tower: int) -> None:
+    """Gives a stateful random operation other numbers than tower 0's."""
+    if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
+        node.attr["seed2"].i = (node.attr["seed2"].i + tower * _tf.SEED_STEP) % 2**31
+
+
+def _needed(operations: Sequence[tf.Operation], handed: Any) -> set[str]:
+    """The names of ``operations`` that have an effect, and of what these and ``handed`` need."""
+    by_name = {operation.name: operation for operation in operations}
+    leaves = tf.nest.flatten(handed, expand_composites=True)
+    reached = [operation.name for operation in operations if operation.op_def.is_stateful]
+    reached += [leaf.name for leaf in leaves if isinstance(leaf, tf.Operation)]
+    reached += [leaf.op.name for leaf in leaves
+                if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf)]
+    needed: set[str] = set()
+    while reached:
+        name = reached.pop()
+        if name in by_name and name not in needed:
+            needed.add(name)
+            reached += [tensor.op.name for tensor in by_name[name].inputs]
+            reached += [control.name for control in by_name[name].control_inputs]
+    return needed
+
+
+def _in_order(stretch: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """``stretch`` with each operation behind those that it needs, else as it is.
+
+    A stand-in for a variable is made after what writes to it.  An import makes operations when all
+    that they need is there, and in which order a variable is read and written is found out by the
+    order in which they were made.
+    """
+    left = {operation.name: operation for operation in stretch}
+    ordered: list[tf.Operation] = []
+    for operation in stretch:
+        waiting = [operation]
+        while waiting:
+            needed = [left[tensor.op.name] for tensor in waiting[-1].inputs
+                      if tensor.op.name in left]
+            if needed:
+                waiting += needed[:1]
+            else:
+                done = waiting.pop()
+                if left.pop(done.name, None) is not None:
+                    ordered.append(done)
+    return ordered
+
+
+def _set_colocation(node: Any, renamed: dict[str, str]) -> None:
+    """Keeps a colocation within the stretch; one with outside is TensorFlow's placer's to find."""
+    if "_class" not in node.attr:
+        return
+    kept = []
+    for value in node.attr["_class"].list.s:
+        name = value.decode().removeprefix("loc:@")
+        if name in renamed:
+            kept.append(f"loc:@{renamed[name]}".encode())
+    del node.attr["_class"]
+    if kept:
+        node.attr["_class"].list.s.extend(kept)

@@ -1,0 +1,36 @@
+"""What holds for a while in one thread: a step of Keras, several steps in one loop.
+
+Goes in: values for the length of a ``with`` block.  Comes out: the same, for whoever asks within.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from towerstrategy.replicas import steps
+
+
+class KerasStep(NamedTuple):
+    """A step of Keras that the towers do; ``compiles``: XLA compiles their part of it."""
+
+    compiles: bool
+
+
+class Modes(threading.local):
+    """What holds for a while, in one thread."""
+
+    in_order = False  # whether rows are to come in the dataset's order: a model predicts
+    keras_step: KerasStep | None = None
+    steps: steps.StepsContext | None = None
+
+    @contextlib.contextmanager
+    def within(self, **modes: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in modes}
+        vars(self).update(modes)
+        try:
+            yield
+        finally:
+            vars(self).update(before)

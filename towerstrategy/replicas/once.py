@@ -1,0 +1,308 @@
+"""Trace tower 0 once, and have the other towers copied.
+
+Goes in: the replica function and its arguments, while a ``tf.function`` is traced.  Comes out: its
+results, grouped.  Tower 0 runs in the calling thread; where it meets the others, :mod:`copies`
+makes their operations and the function given to ``merge_call`` runs at once.
+
+All of it happens in a function of its own, so that nothing is left behind when the function turns
+out to need a trace for each tower (:class:`NeedsOwnTrace`): its towers' inputs differ in more of
+their static shapes than the number of rows, which is left open, or are no tensors; it needs that
+number to be known; it looks at its replica id as a Python number; it meets the others in
+``tf.init_scope``; it draws random numbers in a nested function; it takes the gradient of a loop
+or branch from before a meeting; it hands on something that holds tensors and cannot be looked up;
+it has an assertion, which would name tower 0 whichever tower fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf, contexts, warned
+from towerstrategy.batch import sub_batches
+from towerstrategy.merge import results, shares as shares_lib
+from towerstrategy.placement import scopes
+from towerstrategy.replicas import copies, enclosed, notes
+from towerstrategy.replicas.tables import NeedsOwnTrace
+from towerstrategy.sharding import contract
+from towerstrategy.sharding.spec import Size
+from towerstrategy.variables import alone
+
+
+def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
+         shares: shares_lib.Shares, finish: enclosed.Finish | None = None) -> Any:
+    """Calls ``fn`` on every tower, see :func:`calls.call_each`.
+
+    Args:
+      strategy: the strategy.
+      fn: the replica function.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      shares: the shares of the towers' batch.
+      finish: called with the graph of the towers' operations when all are made, or None.
+
+    Raises:
+      NeedsOwnTrace: it must be traced for each tower.
+    """
+    _check_alike((args, kwargs))
+    made: list[tuple[Any, Any]] = []
+    with _old_objects_left_alone():
+        try:
+            result, operation = enclosed.run(
+                lambda: _Once(strategy, shares, made).run(fn, args, kwargs), finish)
+        except NeedsOwnTrace:
+            _initialize(made)
+            raise
+    # What a trace has made is initialized by what is in its graph.
+    keeps = made or strategy.extended.keep_graphs or _tf.may_be_recorded()
+    if operation is not None and not keeps:
+        _tf.forget_trace(operation)
+    return result
+
+
+@contextlib.contextmanager
+def _old_objects_left_alone() -> Iterator[None]:
+    """Within, Python's garbage collector looks only at objects that were made within.
+
+    TensorFlow and Keras are half a million, which takes a quarter of a second each time.
+    """
+    if gc.get_freeze_count():  # another thread's, or the user's
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+# What a tower knows of itself, beside one device's.
+_STATES = {"share": contract.SHARE, "rows": contract.State(Size()),
+           "number": contract.UNKNOWN, "first_row": contract.UNKNOWN}
+
+
+class _Once(contexts.Call):
+    """One call of the replica function: tower 0 is traced, the others are copied."""
+
+    copies = True
+
+    def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares,
+                 made: list[tuple[Any, Any]]) -> None:
+        super().__init__(strategy)
+        self._shares, self._made = shares, made
+        self._opened = False
+        self.contract = contract.Contract()
+        self._devices = strategy.extended.worker_devices
+        self._host = strategy.extended.host_device
+        self._graph = tf.compat.v1.get_default_graph()
+        names = [scopes.of_tower(tower, device) for tower, device in enumerate(self._devices)]
+        self._scope = f"{names[0]}/"
+        placement = strategy.extended.placement
+        self._error_note = notes.of_tower(0, placement, shares)
+        self._placer = strategy.extended.stages.placer(self._graph, 0)
+        self._copier = copies.Copier(
+            self._graph, [placement.row(tower) for tower in range(len(self._devices))], names,
+            strategy.extended.tower_local_parts, placement.micro_batches)
+
+    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        context = contexts.TowerContext(self._strategy, 0, self._shares, self)
+        first = self._strategy.extended.first_replica
+        with context, tf.device(self._devices[0]), tf.name_scope(self._scope), \
+                _tf.graph_seeded(_tf.graph_seed(), first), \
+                _tf.variable_creator_scope(self._note_variable):
+            args, kwargs = tf.nest.map_structure(self._enter, (args, kwargs))
+            self._copier.skip()
+            try:
+                result = fn(*args, **kwargs)
+            except (NeedsOwnTrace, Warning):  # whoever makes errors of warnings wants to see them
+                raise
+            except Exception as error:
+                if self._opened:  # it may be why; where it is not, the towers' own traces fail, too
+                    raise NeedsOwnTrace("it fails where the number of rows, which differs between "
+                                        f"the towers, is open: {error}") from error
+                _tf.add_note(error, self._error_note, traced=True)
+                raise
+            written = self._copy(result)
+        self._merge_written(written)
+        grouped = self._group(result)
+        others = [self._copier.table.operations_of(tower)
+                  for tower in range(1, len(self._devices))]
+        self._strategy.extended.stages.put_in_order(
+            self._graph, [self._copier.firsts, *others], grouped)
+        return _tf.regroup(grouped, functools.partial(results.TowerResults, shares=self._shares))
+
+    def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``merge_call`` of tower 0: the others get there at once."""
+        if tf.executing_eagerly():
+            raise NeedsOwnTrace("it meets the other towers in tf.init_scope")
+        controls = _tf.control_dependencies_of(self._graph)
+        written = self._copy((args, kwargs, controls))
+        args, kwargs = _tf.regroup(self._group(args)), _tf.regroup(self._group(kwargs))
+        controls = [self._copier.table.operation(control, tower)
+                    for control in controls for tower in range(len(self._devices))]
+        self._merge_written(written)
+        with _tf.not_recorded(), _tf.cross_replica_context(self._strategy), \
+                tf.control_dependencies(None), tf.control_dependencies(controls), \
+                tf.name_scope("merge/"), tf.device(None), \
+                tf.device(self._strategy.extended.merge_device):
+            own_note, self._error_note = self._error_note, notes.of_merge(
+                self._strategy.extended.merge_device)
+            result = merge_fn(self._strategy, *args, **kwargs)
+            self._error_note = own_note
+        with _tf.not_recorded():
+            answer = tf.nest.map_structure(self._enter, result)
+        self._copier.skip()
+        return answer
+
+    def _copy(self, handed: Any) -> alone.Written:
+        """Copies the stretch that ends here; what tower 0 has written alone in it."""
+        stretch = self._copier.added()
+        self._placer.place(stretch)
+        for handle in self._copier.put_local_variables():
+            self.contract.put(handle, contract.UNKNOWN)  # what a tower keeps there is its own
+        self.contract.look_at(stretch)
+        written = alone.divert(self._graph, stretch, self._strategy.extended.variables())
+        self._copier.copy(handed)
+        return written
+
+    def _merge_written(self, written: alone.Written) -> None:
+        if not written:
+            return
+        table = self._copier.table
+        towers_ = [{key: (variable, table.value(handle, tower))
+                    for key, (variable, handle) in written.items()}
+                   for tower in range(len(self._devices))]
+        with _tf.not_recorded(), tf.control_dependencies(None), tf.name_scope("merge/"), \
+                _tf.cross_replica_context(self._strategy), tf.device(None):
+            alone.merge_written(self._shares, towers_, alone.read_stand_in)
+        self._copier.skip()
+
+    def own(self, tower: int, values: Sequence[Any]) -> tf.Tensor:
+        """Tower 0's of one value a tower; the others' are put into the copies."""
+        del tower
+        before = _tf.operation_count(self._graph)
+        with self._graph.as_default():  # also where a branch or a loop is being traced
+            first = self._stand_for([tf.convert_to_tensor(value) for value in values])
+        self._copier.keep(before)
+        return first
+
+    def for_all(self, tower: int, key: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives; the copies leave out what it adds to the graph."""
+        del tower, key
+        before = _tf.operation_count(self._graph)
+        with self._graph.as_default(), tf.name_scope("merge/"), tf.device(None), \
+                tf.device(self._host):
+            made = make()
+        self._copier.keep(before)
+        return made
+
+    def ask(self) -> None:
+        raise NeedsOwnTrace("it looks at its replica id as a Python number")
+
+    def note_known(self, name: str, value: Any) -> None:
+        if tf.is_symbolic_tensor(value):
+            self.contract.put(value, _STATES.get(name, contract.SAME))
+
+    def check_gradients(self, gradients: Sequence[Any], variables: Sequence[Any],
+                        asked: bool) -> None:
+        said = self._strategy.extended.warned
+        evenly = self._shares.are_equal or not self._shares.are_known
+        for gradient, variable in zip(gradients, variables):
+            problem = self.contract.problem(gradient, asked and evenly)
+            if problem and problem not in said:
+                said.add(problem)
+                warned.warn(
+                    f"in the function given to strategy.run, {problem}. Each tower sees its own "
+                    "rows there, and the towers' gradients are summed, so the gradient of "
+                    f"{variable.name!r} comes out otherwise than on one device. Decorate the step "
+                    "with strategy.function in place of tf.function and strategy.run, and it means "
+                    "what it means on one device; or scale a mean over the tower's rows by "
+                    "strategy.scale_loss, or gather rows by towerstrategy.whole_batch.")
+                return
+
+    def _note_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = next_creator(**kwargs)
+        self._made.append((variable, kwargs["initial_value"]))
+        return variable
+
+    def _group(self, value: Any) -> tuple[Any, ...]:
+        return tuple(self._copier.table.value(value, tower) for tower in range(len(self._devices)))
+
+    def _enter(self, leaf: Any) -> Any:
+        """Tower 0's part of a per-replica value, the other parts put into the table."""
+        if not isinstance(leaf, tf.distribute.DistributedValues) or _tf.is_variable(leaf):
+            return leaf
+        parts = [tf.nest.flatten(part, expand_composites=True) for part in leaf.values]
+        has_rows = isinstance(leaf, sub_batches.SubBatches) and isinstance(
+            leaf.values[0], tf.Tensor)
+        own = [self._stand_for(list(components), has_rows) for components in zip(*parts)]
+        state = contract.ROWS if has_rows else contract.SAME if isinstance(
+            leaf, _tf.Mirrored) else contract.UNKNOWN
+        for component in own:
+            if tf.is_symbolic_tensor(component):
+                self.contract.put(component, state)
+        return tf.nest.pack_sequence_as(self._structure(leaf), own, expand_composites=True)
+
+    def _structure(self, leaf: Any) -> Any:
+        """What tower 0's part looks like where it serves all."""
+        first = leaf.values[0]
+        if not isinstance(first, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
+            return first
+        specs = [tf.type_spec_from_value(part) for part in leaf.values]
+        if all(spec == specs[0] for spec in specs):
+            return first
+        self._opened = True
+        return sub_batches.with_any_rows(specs[0])
+
+    def _stand_for(self, values: list[Any], has_rows: bool = False) -> Any:
+        """A tensor of tower 0's own that has ``values[r]`` in its place on tower r.
+
+        Rows are traced with an open number, by which the contract tells what counts them.
+        """
+        if all(value is values[0] for value in values):
+            return values[0]
+        if not all(isinstance(value, tf.Tensor) for value in values):
+            raise NeedsOwnTrace("a value that differs between the towers is no tensor: "
+                                f"{values[0]!r}")
+        # Not an identity: its value must not be known while tracing, as it is tower 0's alone.
+        shape = values[0].shape
+        if has_rows or any(value.shape != shape for value in values):
+            self._opened = True
+            shape = tf.TensorShape([None]).concatenate(shape[1:])
+        first = tf.compat.v1.placeholder_with_default(values[0], shape)
+        _tf.copy_handle_data(values[0], first)
+        self._copier.table.put(first, [_tf.capture(self._graph, value) for value in values[1:]])
+        return first
+
+
+def _check_alike(arguments: Any) -> None:
+    """The towers' arguments must look the same, as tower 0's trace serves all."""
+    for leaf in tf.nest.flatten(arguments):
+        if not isinstance(leaf, tf.distribute.DistributedValues) or _tf.is_variable(leaf):
+            continue
+        try:
+            specs = [tf.type_spec_from_value(part) for part in leaf.values]
+        except TypeError:
+            if all(part is leaf.values[0] for part in leaf.values):
+                continue
+            raise NeedsOwnTrace(
+                "an argument that differs between the towers is no tensor") from None
+        opened = [sub_batches.with_any_rows(spec) for spec in specs]
+        if any(spec != opened[0] for spec in opened):
+            raise NeedsOwnTrace(f"an argument's static shape differs between the towers: {specs}")
+
+
+def _initialize(made: list[tuple[Any, Any]]) -> None:
+    """Initializes variables whose initial values were lost with the graph they were made in."""
+    with tf.init_scope():
+        for variable, initial_value in made:
+            # Of several machines, not all need to come here: none can ask another for its value.
+            initial_value = getattr(variable, "chiefs_initial_value", initial_value)
+            value = initial_value() if callable(initial_value) else initial_value
+            for part in getattr(variable, "_values", (variable,)):
+                _tf.ResourceVariable.assign(part, tf.cast(value, part.dtype))

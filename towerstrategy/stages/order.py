@@ -1,0 +1,295 @@
+"""Micro-batches one after another: what waits for what.
+
+Goes in: a traced graph, and which of its operations belong to which replica.  Comes out: control
+dependencies, by which a micro-batch begins when the one before it on the same device has ended.
+
+TensorFlow runs whatever has its inputs, so all micro-batches of a device would run side by side and
+hold their activations at the same time.  Here the first operations of a micro-batch, those that
+need nothing else of it, wait for the last ones of the micro-batch before, its gradients as a rule.
+So a device holds the activations of one micro-batch.
+
+Where replicas meet and go on with what all of them have brought (a mean over the whole batch), no
+micro-batch can come to its end before all have come to that point.  Their work is in *rounds* then:
+round 0 is what needs nothing of a meeting, round 1 what needs something that was made of round 0's
+results, and so on; in each round micro-batches follow one another.  A meeting whose result no
+replica reads, such as the update of a moving mean, makes no round.  Nor does one of what is made of
+the inputs alone, such as how many steps of all rows a mask leaves: that is in no order, and done
+when the inputs are there.
+
+Where a tower has stages, each of these does the same for itself, forwards and backwards apart
+(1F1B; Narayanan et al. 2021): of P stages, number s begins a micro-batch when it has the forward
+pass of the one before behind it, and the backward pass of the one P-s before; and a backward pass
+when it has as many forward passes behind it as it may.  So stages work at the same time, each at
+one pass, and no stage holds the activations of more micro-batches than there are stages from it to
+the end.  Were both kinds of passes to run side by side, the next stages would wait for a forward
+pass twice as long.
+"""
+
+from __future__ import annotations
+
+import collections
+import graphlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.placement import devices as devices_lib, scopes
+
+Part = tuple[int, int]  # round, replica
+
+
+class Leg(NamedTuple):
+    """A part of a replica's work in a round: one way through one of its stages."""
+
+    round: int
+    replica: int
+    stage: int = 0
+    backward: bool = False
+
+
+def put(graph: tf.Graph, replicas: Sequence[Collection[str]], placement: devices_lib.Placement,
+        results: Any) -> None:
+    """Puts each device's micro-batches in order.
+
+    Args:
+      graph: in which all replicas have been traced.
+      replicas: for each replica the names of its operations.
+      placement: their devices, and how many replicas in a row are one tower's.
+      results: what the replicas returned, a nest.
+    """
+    micro_batches = placement.micro_batches
+    if micro_batches == 1:
+        return
+    owners = {name: replica for replica, names in enumerate(replicas) for name in names}
+    traced = _Traced(graph)
+    for name in _brought_of_inputs(traced, owners):
+        del owners[name]
+    legs = _legs(traced, _parts(traced, owners, micro_batches), placement)
+    begins = _begins(traced, legs)
+    ends = _ends(traced, legs, traced.live(results))
+    for leg, legs_before in _before(traced, begins, ends, placement).items():
+        for before in legs_before:
+            with graph.as_default(), tf.control_dependencies(None), tf.device(None), \
+                    tf.device(placement.row(before.replica)[before.stage]):
+                end = tf.no_op("end_of_micro_batch")
+            for operation in ends[before]:
+                _tf.add_control_input(end, operation)
+            for operation in begins[leg]:
+                _tf.add_control_input(operation, end)
+
+
+def _before(traced: _Traced, begins: Mapping[Leg, Sequence[tf.Operation]],
+            ends: Mapping[Leg, Sequence[tf.Operation]],
+            placement: devices_lib.Placement) -> dict[Leg, list[Leg]]:
+    """For each leg those that have to have ended when it begins."""
+    found = {leg: [before for before in _earlier(leg, placement, ends) if before in ends]
+             for leg in begins}
+    if placement.stages == 1:
+        return found
+    strict = dict(found)
+    for leg in begins:
+        after = _alternate(leg, placement)
+        if leg.backward and after in ends:
+            strict[leg] = [*found[leg], after]
+    return strict if _is_possible(traced, begins, ends, strict) else found
+
+
+def _earlier(leg: Leg, placement: devices_lib.Placement,
+             ends: Collection[Leg]) -> Iterator[Leg]:
+    """What a forward leg waits for, of earlier micro-batches only."""
+    earlier = leg.replica % placement.micro_batches
+    held = placement.stages - leg.stage
+    if leg.backward or not earlier:
+        return
+    yield leg._replace(replica=leg.replica - 1)
+    if placement.stages > 1 and earlier >= held:
+        back = leg._replace(replica=leg.replica - held, backward=True)
+        # Where there is no backward pass a micro-batch is held until it is through.
+        yield back if back in ends else back._replace(stage=placement.stages - 1, backward=False)
+
+
+def _alternate(leg: Leg, placement: devices_lib.Placement) -> Leg:
+    """What a backward leg waits for: its stage's leg before it, where both kinds take turns."""
+    place = leg.replica % placement.micro_batches
+    left = placement.micro_batches - 1 - place  # later micro-batches
+    ahead = placement.stages - leg.stage - 1
+    if place and ahead > left:
+        return leg._replace(replica=leg.replica - 1)
+    return leg._replace(replica=leg.replica + min(left, ahead), backward=False)
+
+
+def _is_possible(traced: _Traced, begins: Mapping[Leg, Sequence[tf.Operation]],
+                 ends: Mapping[Leg, Sequence[tf.Operation]],
+                 before: Mapping[Leg, Sequence[Leg]]) -> bool:
+    """Whether nothing waits for itself: a forward pass may need an earlier backward pass' results.
+    """
+    waits: dict[Any, Collection[Any]] = dict(traced.waits)
+    for leg, legs_before in before.items():
+        waits[leg] = {operation.name for other in legs_before for operation in ends[other]}
+        for operation in begins[leg]:
+            waits[operation.name] = {*traced.waits[operation.name], leg}
+    try:
+        graphlib.TopologicalSorter(waits).prepare()
+    except graphlib.CycleError:
+        return False
+    return True
+
+
+class _Traced:
+    """The operations of a graph, and what each waits for.
+
+    TensorFlow is going to order the reads and writes of each resource as they were made, when the
+    function has been traced; :attr:`waits` has that already.
+    """
+
+    def __init__(self, graph: tf.Graph) -> None:
+        self.operations: dict[str, tf.Operation] = {
+            operation.name: operation for operation in graph.get_operations()}
+        self.waits: dict[str, set[str]] = {
+            name: {*(tensor.op.name for tensor in operation.inputs),
+                   *(control.name for control in operation.control_inputs)}
+            for name, operation in self.operations.items()}
+        written: dict[str, str] = {}
+        read: dict[str, list[str]] = collections.defaultdict(list)
+        for name, operation in self.operations.items():
+            reads, writes = _tf.touched_resources(operation)
+            for resource in reads | writes:
+                if resource in written:
+                    self.waits[name].add(written[resource])
+            for resource in reads - writes:
+                read[resource].append(name)
+            for resource in writes:
+                self.waits[name].update(read.pop(resource, ()))
+                written[resource] = name
+        for name, waits in self.waits.items():
+            waits.discard(name)
+
+    def in_order(self) -> Iterator[str]:
+        """The names of the operations, each after all that it waits for."""
+        done: set[str] = set()
+        for name in self.operations:
+            waiting = [name]
+            while waiting:
+                last = waiting[-1]
+                before = [other for other in self.waits[last] if other not in done]
+                if last not in done and not before:
+                    done.add(last)
+                    yield last
+                if before:
+                    waiting += before
+                else:
+                    waiting.pop()
+
+    def live(self, results: Any) -> set[str]:
+        """The names of the operations that have an effect or are needed."""
+        reached = [name for name, operation in self.operations.items()
+                   if operation.op_def.is_stateful]
+        reached += [leaf.op.name for leaf in tf.nest.flatten(results, expand_composites=True)
+                    if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf)]
+        live: set[str] = set()
+        while reached:
+            name = reached.pop()
+            if name not in live and name in self.operations:
+                live.add(name)
+                reached += self.waits[name]
+        return live
+
+
+def _brought_of_inputs(traced: _Traced, owners: Mapping[str, int]) -> set[str]:
+    """The names of what replicas bring to meetings, where these need no variable and no state."""
+    of_inputs: set[str] = set()
+    meeting: set[str] = set()  # what is no replica's and needs something of one
+    for name in traced.in_order():
+        operation, waits = traced.operations[name], traced.waits[name]
+        if not operation.op_def.is_stateful and waits <= of_inputs \
+                and not any(tensor.dtype == tf.resource for tensor in operation.inputs):
+            of_inputs.add(name)
+        if name not in owners and any(other in owners or other in meeting for other in waits):
+            meeting.add(name)
+    reached = [other for name in owners for other in traced.waits[name]
+               if other in meeting and other in of_inputs]
+    found: set[str] = set()
+    while reached:
+        name = reached.pop()
+        if name not in found:
+            found.add(name)
+            reached += traced.waits[name]
+    return {name for name in found if name in owners}
+
+
+def _parts(traced: _Traced, owners: Mapping[str, int], micro_batches: int) -> dict[str, Part]:
+    """The round and the replica of each operation that belongs to one."""
+    # For each operation the last round, and the last micro-batch of it, that it needs or is of.
+    until: dict[str, tuple[int, int]] = {}
+    for name in traced.in_order():
+        own = owners.get(name)
+        place = 0 if own is None else own % micro_batches
+        found = 0, place
+        for other in traced.waits[name]:
+            number, last = until[other]
+            owner = owners.get(other)
+            if own is None:
+                found = max(found, (number, last))
+            elif owner != own and last > (0 if owner is None else place):
+                found = max(found, (number + 1, place))  # all micro-batches have to come so far
+            else:
+                found = max(found, (number, place))
+        until[name] = found
+    return {name: (until[name][0], owner) for name, owner in owners.items() if name in until}
+
+
+def _legs(traced: _Traced, parts: Mapping[str, Part],
+          placement: devices_lib.Placement) -> dict[str, Leg]:
+    """The leg of each operation that belongs to a replica.
+
+    What needs another stage's results is of that stage, forwards, wherever it is: a metric's count
+    is on the first stage's device and the last thing of all.  So no leg waits for a later one.
+    """
+    if placement.stages == 1:
+        return {name: Leg(*part) for name, part in parts.items()}
+    legs: dict[str, Leg] = {}
+    for name in traced.in_order():
+        if name not in parts:
+            continue
+        part = parts[name]
+        before = [legs[other] for other in traced.waits[name]
+                  if other in legs and parts[other] == part]
+        backward = scopes.GRADIENTS in name or any(leg.backward for leg in before)
+        reached = [leg.stage for leg in before if leg.backward == backward]
+        own = _stage(traced.operations[name], placement.row(part[1]))
+        if own is not None:
+            reached.append(own)
+        stage = min(reached, default=placement.stages - 1) if backward else max(reached, default=0)
+        legs[name] = Leg(*part, stage, backward)
+    return legs
+
+
+def _stage(operation: tf.Operation, row: Sequence[str]) -> int | None:
+    """The stage of an operation; None of what is done on the host."""
+    stage = scopes.stage_in(operation.name)
+    if stage is None:
+        stage = row.index(operation.device) if operation.device in row else None
+    return stage
+
+
+def _begins(traced: _Traced, legs: Mapping[str, Leg]) -> dict[Leg, list[tf.Operation]]:
+    """The operations of each leg that wait for nothing of the same leg."""
+    begins: dict[Leg, list[tf.Operation]] = collections.defaultdict(list)
+    for name, leg in legs.items():
+        if all(legs.get(other) != leg for other in traced.waits[name]):
+            begins[leg].append(traced.operations[name])
+    return begins
+
+
+def _ends(traced: _Traced, legs: Mapping[str, Leg],
+          live: Collection[str]) -> dict[Leg, list[tf.Operation]]:
+    """The operations of each leg for which nothing of the same leg waits."""
+    inner = {other for name, leg in legs.items() if name in live
+             for other in traced.waits[name] if legs.get(other) == leg}
+    ends: dict[Leg, list[tf.Operation]] = collections.defaultdict(list)
+    for name, leg in legs.items():
+        if name in live and name not in inner:
+            ends[leg].append(traced.operations[name])
+    return ends
