@@ -74,7 +74,7 @@ class ReduceTest(parameterized.TestCase):
         shares = of_rows(3, 0, known=known)
         self.assertEqual(plain(merging.weighted_mean(values, shares)), [2.])
         self.assertEqual(plain(merging.total_of_filled(values, shares)), [2.])
-        kept = [merging.filled_slices(slices([[1.]], [1]), tower, shares) for tower in range(2)]
+        kept = merging.filled_slices([slices([[1.]], [1])] * 2, shares)
         self.assertEqual([part.values.shape[0] for part in kept], [1, 0])
 
     def test_slices_stay_sparse_and_in_order(self):

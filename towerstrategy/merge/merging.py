@@ -124,10 +124,11 @@ def total_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value
     return shares.across(filled_here(values, shares))
 
 
-def filled_slices(value: tf.IndexedSlices, tower: int,
-                  shares: shares_lib.Shares) -> tf.IndexedSlices:
-    """``value``, or no slices at all where ``tower`` has no rows."""
-    return shares_lib.slices_if(shares.filled(tower), value)
+def filled_slices(values: Sequence[tf.IndexedSlices],
+                  shares: shares_lib.Shares) -> list[tf.IndexedSlices]:
+    """The towers' slices, none at all of a tower that has no rows."""
+    return [shares_lib.slices_if(shares.filled(tower), value)
+            for tower, value in enumerate(values)]
 
 
 def concat(values: Sequence[Value], axis: int) -> Any:

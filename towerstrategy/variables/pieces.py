@@ -76,7 +76,7 @@ def elements(shape: tf.Tensor, where: dict[str, Any], value: tf.Tensor) -> tf.In
 
 def total(parts: Sequence[tf.IndexedSlices], shares: shares_lib.Shares) -> tf.IndexedSlices:
     """Of each element the sum over the towers that have rows and wrote it."""
-    written = shares.across(merging.total(_kept(parts, shares)))
+    written = shares.across(merging.total(merging.filled_slices(parts, shares)))
     positions, place = tf.unique(written.indices)
     return tf.IndexedSlices(
         tf.math.unsorted_segment_sum(written.values, place, tf.size(positions)), positions)
@@ -84,7 +84,7 @@ def total(parts: Sequence[tf.IndexedSlices], shares: shares_lib.Shares) -> tf.In
 
 def first(parts: Sequence[tf.IndexedSlices], shares: shares_lib.Shares) -> tf.IndexedSlices:
     """Of each element the value of the first tower that has rows and wrote it."""
-    written = shares.across(merging.total(_kept(parts, shares)))
+    written = shares.across(merging.total(merging.filled_slices(parts, shares)))
     positions, place = tf.unique(written.indices)
     return tf.IndexedSlices(_firsts(written.values, place, tf.size(positions)), positions)
 
@@ -99,7 +99,7 @@ def mean(parts: Sequence[tf.IndexedSlices], shares: shares_lib.Shares) -> tf.Ind
         return tf.IndexedSlices(tf.stack([part.values, share], 1), part.indices)
 
     written = shares.across(merging.total(
-        [weighed(tower, part) for tower, part in enumerate(_kept(parts, shares))]))
+        [weighed(tower, part) for tower, part in enumerate(merging.filled_slices(parts, shares))]))
     values, share = tf.unstack(written.values, axis=1)
     positions, place = tf.unique(written.indices)
     count = tf.size(positions)
@@ -107,10 +107,6 @@ def mean(parts: Sequence[tf.IndexedSlices], shares: shares_lib.Shares) -> tf.Ind
     beside = tf.math.unsorted_segment_sum((values - tf.gather(base, place)) * share, place, count)
     whole = tf.math.unsorted_segment_sum(share, place, count)
     return tf.IndexedSlices(base + tf.math.divide_no_nan(beside, whole), positions)
-
-
-def _kept(parts: Sequence[tf.IndexedSlices], shares: shares_lib.Shares) -> list[tf.IndexedSlices]:
-    return [merging.filled_slices(part, tower, shares) for tower, part in enumerate(parts)]
 
 
 def _firsts(values: tf.Tensor, place: tf.Tensor, count: tf.Tensor) -> tf.Tensor:

@@ -156,7 +156,7 @@ def _slices(variable: Any, method_name: str, aggregation: tf.VariableAggregation
     if aggregation is Aggregation.ONLY_FIRST_REPLICA:
         return shares.firsts(parts[0])
     with tf.device(homes_lib.home_of(variable)):
-        kept = [merging.filled_slices(part, tower, shares) for tower, part in enumerate(parts)]
+        kept = merging.filled_slices(parts, shares)
         if replaces or aggregation is Aggregation.SUM:
             return shares.across(merging.total(kept))
         steps = method_name in _STEPPING and _is_floating(variable)
