@@ -260,19 +260,19 @@ def _merged(tower: contexts.TowerContext, value: Any, write: Callable[[list[Any]
 
 def _scattering(method_name: str) -> Callable[..., Any]:
     """``scatter_add`` and the like."""
-    def scatter(self: TowerVariable, sparse_delta: Any, use_locking: bool = False,
+    def scatter(variable: TowerVariable, sparse_delta: Any, use_locking: bool = False,
                 name: Any = None) -> Any:
-        return self._scatter(method_name, sparse_delta, use_locking, name)
+        return variable._scatter(method_name, sparse_delta, use_locking, name)
 
     return scatter
 
 
 def _scattering_nd(method_name: str) -> Callable[..., Any]:
     """``scatter_nd_add`` and the like."""
-    def scatter_nd(self: TowerVariable, indices: Any, updates: Any, name: Any = None) -> Any:
-        if not self._merges(indices, updates):
-            return getattr(_tf.ResourceVariable, method_name)(self, indices, updates, name)
-        return self._scatter_pieces(method_name, (indices, updates), lambda *pair: pair)
+    def scatter_nd(variable: TowerVariable, indices: Any, updates: Any, name: Any = None) -> Any:
+        if not variable._merges(indices, updates):
+            return getattr(_tf.ResourceVariable, method_name)(variable, indices, updates, name)
+        return variable._scatter_pieces(method_name, (indices, updates), lambda *pair: pair)
 
     return scatter_nd
 
