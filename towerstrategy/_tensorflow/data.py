@@ -1,7 +1,4 @@
-"""Iterators of ``tf.data``, loops over them, and what TensorFlow's profiler has written.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""Iterators of ``tf.data``, loops over them, and what TensorFlow's profiler has written."""
 
 from __future__ import annotations
 
@@ -13,24 +10,22 @@ from tensorflow.python.autograph.operators import control_flow
 from tensorflow.python.data.ops import iterator_ops, map_op, multi_device_iterator_ops
 from tensorflow.python.trackable import base as trackable
 
+__all__ = ("OwnedIterator", "Trackable", "loop_over", "map_in_place", "over_devices",
+    "read_profile")
 PRIVATE_NAMES = {
-    "tensorflow.python.autograph.operators.control_flow:for_loop_registry":
+    "python.autograph.operators.control_flow:for_loop_registry":
         "what `for` in a tf.function goes over, by type; no public registry",
-    "tensorflow.python.autograph.operators.control_flow:_tf_iterator_for_stmt":
+    "python.autograph.operators.control_flow:_tf_iterator_for_stmt":
         "the `for` over any iterator of tf.distribute's",
-    "tensorflow.python.data.ops.iterator_ops:OwnedIterator": "what iter(dataset) makes",
-    "tensorflow.python.data.ops.map_op:_MapDataset":
+    "python.data.ops.iterator_ops:OwnedIterator": "what iter(dataset) makes",
+    "python.data.ops.map_op:_MapDataset":
         "Dataset.map that runs its function in the caller's thread: 10 us an element and not 100",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator":
+    "python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator":
         "elements ready on several devices; tf.data.experimental.prefetch_to_device knows one",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator":
-        "what such an iterator has for a device, which it gives no options",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:_create_device_dataset":
-        "the same with a buffer on the device",
-    "tensorflow.python.trackable.base:Trackable":
-        "what a checkpoint takes; an iterator that it cannot save says why",
-    "tensorflow.tsl.profiler.protobuf.xplane_pb2:XSpace":
-        "reads what tf.profiler.experimental.stop() writes; no public reader",
+    "python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator": "its part for a device",
+    "python.data.ops.multi_device_iterator_ops:_create_device_dataset": "the same with a buffer",
+    "python.trackable.base:Trackable": "what a checkpoint takes",
+    "tsl.profiler.protobuf.xplane_pb2:XSpace": "what the profiler writes; no public reader",
 }
 
 OwnedIterator = iterator_ops.OwnedIterator

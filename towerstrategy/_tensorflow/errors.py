@@ -1,7 +1,4 @@
-"""Notes on errors, through autograph's own.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""Notes on errors, through autograph's own."""
 
 from __future__ import annotations
 
@@ -11,7 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-PRIVATE_NAMES: dict[str, str] = {}
+__all__ = ("add_note", "noting")
+PRIVATE_NAMES = {
+    "python.autograph.pyct.error_utils:ErrorMetadataBase":
+        "an error's ag_error_metadata, from which autograph makes the error that users see",
+}
 
 def add_note(error: BaseException, note: str, traced: bool) -> None:
     """Adds ``note`` to ``error``, and to the error that autograph will raise in its place.

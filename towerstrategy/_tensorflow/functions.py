@@ -1,7 +1,4 @@
-"""``tf.function``: its traces, its captures, what it calls.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""``tf.function``: its traces, its captures, what it calls."""
 
 from __future__ import annotations
 
@@ -27,45 +24,40 @@ from tensorflow.python.framework import (
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow import wrapping
-from towerstrategy._tensorflow.graphs import operation_count
 
+__all__ = ("Function", "asserts", "autograph_convert", "capture_at_call", "clone_function",
+    "forget_trace", "function_definition", "functions_in_attributes", "functions_of",
+    "is_compiled_here", "is_in_control_flow", "is_jit_compiled", "light_graph_optimizer",
+    "may_be_recorded", "nested_function", "not_recorded", "variables_of_caller", "without_xla",
+    "wrap_gradient_functions", "writers_of")
 PRIVATE_NAMES = {
-    "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext":
-        "asks whether the function that is being traced will be compiled",
-    "tensorflow.python.autograph.impl.api:tf_convert": "keeps autograph on in the replica function",
-    "tensorflow.python.autograph.core.ag_ctx:control_status_ctx": "its argument",
-    "tensorflow.python.autograph.core.config:CONVERSION_RULES":
-        "autograph's list of packages (Keras among them) whose own code it leaves alone",
-    "tensorflow.python.autograph.core.config:DoNotConvert": "an entry of that list",
-    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function":
+    "python.ops.control_flow_util:GraphOrParentsInXlaContext":
+        "whether the function that is being traced will be compiled",
+    "python.autograph.impl.api:tf_convert": "keeps autograph on in the replica function",
+    "python.autograph.core.ag_ctx:control_status_ctx": "its argument",
+    "python.autograph.core.config:CONVERSION_RULES": "packages that autograph leaves alone",
+    "python.autograph.core.config:DoNotConvert": "an entry of that list",
+    "python.eager.polymorphic_function.polymorphic_function:Function":
         "the class of what tf.function returns",
-    "tensorflow.python.framework.func_graph:FuncGraph.function_captures":
-        "takes a capture whose value is asked for at each call; FuncGraph.capture_call_time_value "
-        "asks in eager code only, and a tower's function calls others while it is traced",
-    "tensorflow.python.ops.control_flow_v2_func_graphs:ControlFlowFuncGraph":
+    "python.framework.func_graph:FuncGraph.function_captures":
+        "a capture whose value is asked for at each call; FuncGraph.capture_call_time_value asks "
+        "in eager code only, and a tower's function calls others while it is traced",
+    "python.ops.control_flow_v2_func_graphs:ControlFlowFuncGraph":
         "tells a branch or a loop's body, traced anew each time, from a function, which is kept",
-    "tensorflow.python.framework.auto_control_deps_utils:RESOURCE_READ_OPS":
-        "the operations that write none",
-    "tensorflow.python.eager.record:record_operation":
-        "tells tapes of a gradient that is a Python function, which runs in no stage by itself",
-    "tensorflow.python.eager.context:FunctionCallOptions":
-        "turns most of the graph optimizer off for a call",
-    "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction._cached_graph":
-        "the Python graph of a function, kept although TensorFlow has the function; no public way "
-        "to let go of it",
-    "tensorflow.python.eager.polymorphic_function.concrete_function:"
-    "ConcreteFunction._get_gradient_function":
-        "the gradient of a call, from the function's definition; Operation._gradient_function "
-        "holds it",
-    "tensorflow.python.framework.ops:Graph._variable_creator_stack":
+    "python.framework.auto_control_deps_utils:RESOURCE_READ_OPS": "operations that write none",
+    "python.eager.record:record_operation": "tells tapes of a gradient in Python",
+    "python.eager.context:FunctionCallOptions": "the graph optimizer's options for a call",
+    "python.eager.polymorphic_function.atomic_function:AtomicFunction._cached_graph":
+        "a function's Python graph, kept although TensorFlow has the function",
+    "python.eager.polymorphic_function.concrete_function:"
+    "ConcreteFunction._get_gradient_function": "the gradient of a call, from the definition",
+    "python.framework.ops:Graph._variable_creator_stack":
         "who makes variables: a tf.function that makes some is traced twice, so the caller's "
         "function has to be the one",
-    "tensorflow.python.framework.func_graph:dismantle_func_graph":
-        "frees a graph at once; it is full of cycles",
-    "tensorflow.python.framework.ops:Graph._get_function": "the function that an operation calls",
-    "tensorflow.python.eager.record:could_possibly_record": "whether any gradient tape is active",
-    "tensorflow.python.eager.record:stop_recording":
-        "keeps tapes from seeing bookkeeping; no public name",
+    "python.framework.func_graph:dismantle_func_graph": "frees a graph, full of cycles, at once",
+    "python.framework.ops:Graph._get_function": "the function that an operation calls",
+    "python.eager.record:could_possibly_record": "whether any gradient tape is active",
+    "python.eager.record:stop_recording": "keeps tapes from seeing bookkeeping",
 }
 
 RECORD = wrapping.Place(
@@ -73,6 +65,10 @@ RECORD = wrapping.Place(
     "does not know in which stage of a tower a gradient that is a Python function recomputes",
     "stages")
 Function = polymorphic_function.Function
+may_be_recorded = record.could_possibly_record
+not_recorded = record.stop_recording
+# Operations: 10 kB each; looking for cycles takes a quarter of a second.
+_LARGE_GRAPH = 2000
 _CALLERS = frozenset({
     "Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf",
     "StatelessWhile", "While", "RemoteCall", "SymbolicGradient", "MapDefun"})
@@ -122,20 +118,6 @@ def is_jit_compiled(function: Any) -> bool:
     return isinstance(function, Function) and bool(function._jit_compile)
 
 
-def not_recorded() -> Any:
-    """Within, no gradient tape of this thread records."""
-    return record.stop_recording()
-
-
-# Operations: 10 kB each; looking for cycles takes a quarter of a second.
-_LARGE_GRAPH = 2000
-
-
-def may_be_recorded() -> bool:
-    """Whether a gradient tape may record what runs now."""
-    return bool(record.could_possibly_record())
-
-
 def forget_trace(call: tf.Operation) -> None:
     """Frees the Python graph of the function that ``call`` calls; none of its tensors are usable.
 
@@ -145,7 +127,7 @@ def forget_trace(call: tf.Operation) -> None:
     function: atomic_function.AtomicFunction = call.graph._get_function(call.get_attr("f").name)
     call._gradient_function = functools.partial(_gradient_of_call, function)
     graph, function._cached_graph = function._cached_graph, None
-    count = operation_count(graph)
+    count = len(graph.get_operations())
     func_graph.dismantle_func_graph(graph)
     if count > _LARGE_GRAPH:
         del graph

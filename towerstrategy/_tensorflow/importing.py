@@ -4,8 +4,6 @@ Goes in: nodes, and what they take from the graph.  Comes out: the operations.
 
 ``tf.graph_util.import_graph_def`` looks for the device of each operation anew, in the scopes around
 it, which takes half of its time: copies of towers know theirs.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
 """
 
 from __future__ import annotations
@@ -17,29 +15,26 @@ import tensorflow as tf
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.framework import c_api_util
 
+__all__ = ("import_nodes",)
 PRIVATE_NAMES = {
-    "tensorflow.python.client.pywrap_tf_session:TF_DeleteBuffer": "frees a GraphDef",
-    "tensorflow.python.client.pywrap_tf_session:TF_GraphImportGraphDefWithResults":
+    "python.client.pywrap_tf_session:TF_DeleteBuffer": "frees a GraphDef",
+    "python.client.pywrap_tf_session:TF_GraphImportGraphDefWithResults":
         "imports as tf.graph_util.import_graph_def does, and keeps the nodes' devices",
-    "tensorflow.python.client.pywrap_tf_session:TF_ImportGraphDefOptionsAddInputMapping":
+    "python.client.pywrap_tf_session:TF_ImportGraphDefOptionsAddInputMapping":
         "says which tensor of the graph a node takes",
-    "tensorflow.python.client.pywrap_tf_session:TF_ImportGraphDefOptionsAddReturnOperation":
+    "python.client.pywrap_tf_session:TF_ImportGraphDefOptionsAddReturnOperation":
         "asks for the operation that a node became",
-    "tensorflow.python.client.pywrap_tf_session:TF_ImportGraphDefOptionsSetUniquifyNames":
+    "python.client.pywrap_tf_session:TF_ImportGraphDefOptionsSetUniquifyNames":
         "lets it have another name where there is one of its name",
-    "tensorflow.python.client.pywrap_tf_session:TF_ImportGraphDefResultsReturnOperations":
-        "gives it",
-    "tensorflow.python.client.pywrap_tf_session:TF_NewBufferFromString": "holds a GraphDef",
-    "tensorflow.python.framework.c_api_util:ScopedTFImportGraphDefOptions": "its options",
-    "tensorflow.python.framework.c_api_util:ScopedTFImportGraphDefResults": "frees its results",
-    "tensorflow.python.framework.ops:Graph._add_new_tf_operations":
-        "makes the Python operations of imported ones",
-    "tensorflow.python.framework.ops:Graph._c_graph": "the graph that it imports into",
-    "tensorflow.python.framework.ops:Graph._get_operation_by_tf_operation":
-        "its Python operation",
-    "tensorflow.python.framework.ops:Graph._mutation_lock": "keeps sessions out meanwhile",
-    "tensorflow.python.framework.ops:SymbolicTensor._as_tf_output":
-        "what TensorFlow calls a tensor",
+    "python.client.pywrap_tf_session:TF_ImportGraphDefResultsReturnOperations": "gives it",
+    "python.client.pywrap_tf_session:TF_NewBufferFromString": "holds a GraphDef",
+    "python.framework.c_api_util:ScopedTFImportGraphDefOptions": "its options",
+    "python.framework.c_api_util:ScopedTFImportGraphDefResults": "frees its results",
+    "python.framework.ops:Graph._add_new_tf_operations": "makes the Python operations",
+    "python.framework.ops:Graph._c_graph": "the graph that it imports into",
+    "python.framework.ops:Graph._get_operation_by_tf_operation": "an imported one's operation",
+    "python.framework.ops:Graph._mutation_lock": "keeps sessions out meanwhile",
+    "python.framework.ops:SymbolicTensor._as_tf_output": "what TensorFlow calls a tensor",
 }
 
 

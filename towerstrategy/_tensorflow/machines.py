@@ -1,7 +1,4 @@
-"""TensorFlow's cluster and its collective operations.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""TensorFlow's cluster and its collective operations."""
 
 from __future__ import annotations
 
@@ -22,28 +19,27 @@ from tensorflow.python.ops import control_flow_util_v2
 from towerstrategy._tensorflow import wrapping
 from towerstrategy._tensorflow.strategies import Options
 
+__all__ = ("all_gather", "ask_worker", "call_once", "collective_launcher", "end_collectives",
+    "hand_keys_to_branches", "start_worker")
 PRIVATE_NAMES = {
-    "tensorflow.python.distribute.cross_device_utils:CollectiveKeys":
-        "numbers collective ops; no public name",
-    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher":
+    "python.distribute.cross_device_utils:CollectiveKeys": "numbers collective ops",
+    "python.distribute.cross_device_utils:CollectiveReplicaLauncher":
         "makes collective ops as MultiWorkerMirroredStrategy does: in one order on every worker, "
         "with a new key for each call of a tf.function",
-    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._all_gather":
+    "python.distribute.cross_device_utils:CollectiveReplicaLauncher._all_gather":
         "a gather in eager code too, without the padding of all_gather",
-    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._next_instance_key":
+    "python.distribute.cross_device_utils:CollectiveReplicaLauncher._next_instance_key":
         "keys of collective ops in a branch that calls a function",
-    "tensorflow.python.framework.func_graph:FuncGraph": "which functions are around an operation",
-    "tensorflow.python.framework.func_graph:FuncGraph.outer_graph": "the same",
-    "tensorflow.python.ops.control_flow_util_v2:CondBranchFuncGraph":
+    "python.framework.func_graph:FuncGraph.outer_graph": "the functions around an operation",
+    "python.framework.func_graph:FuncGraph": "the same",
+    "python.ops.control_flow_util_v2:CondBranchFuncGraph":
         "a branch, which does not hand on what is asked for when it is called",
-    "tensorflow.python.eager.context:Context.configure_collective_ops":
-        "makes this process one worker of a cluster, as "
-        "CollectiveAllReduceExtended._initialize_multi_worker does; no public name",
-    "tensorflow.python.eager.context:Context.enable_collective_ops": "starts its server",
-    "tensorflow.python.eager.context:Context.check_collective_ops_peer_health":
+    "python.eager.context:Context.configure_collective_ops":
+        "makes this process a worker, as CollectiveAllReduceExtended._initialize_multi_worker does",
+    "python.eager.context:Context.enable_collective_ops": "starts its server",
+    "python.eager.context:Context.check_collective_ops_peer_health":
         "asks whether another worker answers, as CollectiveAllReduceExtended._check_health does",
-    "tensorflow.python.eager.context:Context.abort_collective_ops":
-        "ends what waits for a worker that does not; the same",
+    "python.eager.context:Context.abort_collective_ops": "ends what waits for one that does not",
 }
 
 CAPTURE = wrapping.Place(
@@ -126,11 +122,6 @@ def collective_launcher(device: str, workers: int,
     """What makes collective ops on ``device``, one device a worker."""
     return CollectiveLauncher(_collective_keys.get_group_key([device]), workers, _collective_keys,
                               device, options or Options())
-
-
-def all_reduce(launcher: CollectiveLauncher, value: tf.Tensor) -> tf.Tensor:
-    """The sum of the workers' values."""
-    return launcher.all_reduce(value)
 
 
 def all_gather(launcher: CollectiveLauncher, value: tf.Tensor,

@@ -276,7 +276,7 @@ class Machines:
                 flat.append(tf.zeros([1], flat[0].dtype))
             elif not sum(sizes):
                 return values
-            together = _tf.all_reduce(self._launcher, tf.concat(flat, 0) if flat[1:] else flat[0])
+            together = self._launcher.all_reduce(tf.concat(flat, 0) if flat[1:] else flat[0])
             parts = tf.split(together, sizes) if flat[1:] else [together]
             return [_unpacked(_shaped_like(part, sent), value.dtype)
                     for part, sent, value in zip(parts, packed, values)]

@@ -166,7 +166,7 @@ class _Call:
             self._turns.begin()
         for tower in self._towers:
             replica = self._strategy.extended.first_replica + tower.number
-            before = 0 if self._state.eager else _tf.operation_count(self._state.graph)
+            before = 0 if self._state.eager else len(self._state.graph.get_operations())
             with _tf.graph_seeded(self._graph_seed, replica), self._seeds(tower.number):
                 tower.proceed()
             if tower.error is not None:
