@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
-from keras.src.optimizers import adadelta, adam, adamax, rmsprop, sgd
+from keras.src.optimizers import adam, sgd
 
 from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.keras3 import names
@@ -21,12 +21,8 @@ from towerstrategy.towers import contexts, one_replica
 
 # Keras' way to update -> the kernel that does the same.
 _KERNELS: dict[Any, one_pass.Rule] = {
-    sgd.SGD.update_step: lambda optimizer, numbers: (
-        one_pass.momentum if optimizer.momentum else one_pass.sgd)(optimizer, numbers),
+    sgd.SGD.update_step: one_pass.sgd,
     adam.Adam.update_step: one_pass.adam,
-    adamax.Adamax.update_step: one_pass.adamax,
-    adadelta.Adadelta.update_step: one_pass.adadelta,
-    rmsprop.RMSprop.update_step: one_pass.rmsprop,
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tf_keras.src.optimizers import adadelta, adam, adamax, adamw, rmsprop, sgd
+from tf_keras.src.optimizers import adam, adamw, sgd
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
@@ -20,12 +20,9 @@ from towerstrategy.towers import contexts, one_replica
 
 # Keras' way to update -> the kernel that does the same.
 _KERNELS: dict[Any, one_pass.Rule] = {
-    sgd.SGD.update_step: one_pass.momentum,  # with momentum=0, too
+    sgd.SGD.update_step: one_pass.sgd,
     adam.Adam.update_step: one_pass.adam,
     adamw.AdamW.update_step: one_pass.adam,
-    adamax.Adamax.update_step: one_pass.adamax,
-    adadelta.Adadelta.update_step: one_pass.adadelta,
-    rmsprop.RMSprop.update_step: one_pass.rmsprop,
 }
 
 
