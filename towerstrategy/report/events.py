@@ -34,7 +34,7 @@ class Events:
 
     def write(self, epoch: tower_report.Epoch) -> None:
         """An epoch's numbers; times only in the epoch that they were sampled in."""
-        sampled = epoch.sample is not None and epoch.sampled_in == epoch.number
+        sampled = epoch.sampled
         towers = [part for part in epoch.parts if part.is_tower]
         stages = [part for part in epoch.parts if part.is_stage]
         lines = [(f"tower_{number}", "towers", part)
@@ -47,8 +47,8 @@ class Events:
             if sampled:
                 self._scalar(run, f"{chart}/busy_ms_a_step", _ms(part.seconds), epoch.number)
                 self._scalar(run, f"{chart}/idle_share", part.idle, epoch.number)
-        if epoch.sample is not None and sampled:
-            self._scalar(self._step, "step/step_ms", _ms(epoch.sample.step), epoch.number)
+        if sampled:
+            self._scalar(self._step, "step/step_ms", _ms(sampled.step), epoch.number)
             self._scalar(self._step, "step/bubble", epoch.bubble, epoch.number)
             for part in epoch.parts[len(lines):]:
                 self._scalar(self._step, f"step/{part.name}_ms", _ms(part.seconds), epoch.number)

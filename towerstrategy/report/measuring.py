@@ -99,11 +99,7 @@ class Measuring:
         recording = self._begin()
         if recording is None:
             return call()
-        try:
-            result = call()
-        except BaseException:
-            recording.drop()
-            raise
+        result = recording.of(call)
         self._end(recording)
         return result
 
@@ -190,11 +186,8 @@ class Measuring:
 
     def _end(self, recording: Recording) -> None:
         with quiet.harmless('measure the towers of shares="measured"'):
-            if "GPU" in self._kinds:
-                tf.test.experimental.sync_devices()
             *towers, merge = self._kinds
-            sample = recording.end(towers, merge)()
-            self._add(sample)
+            self._add(recording.end(towers, merge))
         self._spent += recording.cost
 
     def _add(self, sample: Sample) -> None:

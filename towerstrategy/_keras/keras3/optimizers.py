@@ -40,7 +40,7 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
         both = min(len(grads), len(targets))  # of other numbers Keras is to say what is wrong
         targets = targets[:both]
         return optimizers_rules.merge_then(
-            tower, grads[:both], [names.tf_variable(target) for target in targets],
+            tower, grads[:both], [names.held(target) for target in targets],
             lambda merged: original(self, [*merged, *grads[both:]], trainable_variables),
             overwriting=[getattr(target, "overwrite_with_gradient", False) for target in targets])
 

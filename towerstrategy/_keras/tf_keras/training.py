@@ -48,7 +48,7 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
                     names.adopt_metric(strategy, part)
                 elif isinstance(part, names.OPTIMIZERS):
                     adopting.check_variables(strategy, self, names.optimizer_variables(part))
-                    names.set_owner_of_optimizer(part, strategy)
+                    adopting.set_owner(part, strategy)
                     adopting.adopt_variables(strategy, names.optimizer_variables(part))
             original(self, *args, **kwargs)
             stages.settle(strategy, self, names)  # the optimizer, and so its slots, are known now
@@ -92,7 +92,7 @@ def _in_step(model: Any, name: str, step: Callable[..., Any]) -> Callable[..., A
     if name != "predict_function":
         # What was built after compile, outside of the scope.
         adopting.adopt_state(strategy, model, names)
-    compiles = bool(model.jit_compile) and not strategy.extended.placement.compiles
+    compiles = training_rules.compiles_towers(model)
 
     def function(iterator: Any) -> Any:
         if name == "train_function":
