@@ -196,7 +196,7 @@ class TowerReport(Callback):
         self._watch: Watch | None = None
         self._events: Events | None = None
         self._drawn = False
-        self._told = 0  # how many epochs have been printed
+        self._printed = 0  # epochs
         self._picture_cost = 1.0  # seconds; a guess until the first is drawn
         self._pictures_cost = 0.0
 
@@ -208,9 +208,7 @@ class TowerReport(Callback):
                 f"TowerReport is for models that a TowerStrategy trains, but model "
                 f"{self.model.name!r} has {strategy!r}. Compile it in the strategy's scope, or "
                 "call strategy.adopt(model).")
-        self.epochs = []
-        self._told = 0
-        self._pictures_cost = 0.0
+        self.epochs, self._printed, self._pictures_cost = [], 0, 0.0
         with self._watching("begin to watch"):
             self._watch = Watch(self.model, self._most)
         if self.log_dir is not None:
@@ -219,7 +217,7 @@ class TowerReport(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         del logs
-        self._tell()
+        self._print_new()
         if self._watch is not None:
             with self._watching("watch an epoch"):
                 self._watch.begin(epoch)
@@ -240,10 +238,8 @@ class TowerReport(Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         del logs
-        self._tell()
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._print_new()
+        self._end_watch()
         if not self._drawn:
             self._draw()
         if self._events is not None:
@@ -258,14 +254,17 @@ class TowerReport(Callback):
             yield
         except Exception as error:
             quiet.warn(what, error)
-            if self._watch is not None:
-                self._watch.close()
-                self._watch = None
+            self._end_watch()
 
-    def _tell(self) -> None:
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _print_new(self) -> None:
         """Prints what is new: at the next epoch's beginning, as Keras' progress bar is open."""
-        for epoch in self.epochs[self._told:]:
-            self._told += 1
+        for epoch in self.epochs[self._printed:]:
+            self._printed += 1
             if self._print is not None:
                 with quiet.harmless("print a table (print_fn)"):
                     self._print(epoch.brief)
