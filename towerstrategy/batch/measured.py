@@ -62,8 +62,8 @@ class MeasuredShares:
         """The rows of this machine's towers, of the largest batch since shares have changed."""
         return self._dealt.numpy().tolist()[1:]
 
-    def dealing(self, rows: rows_lib.Rows) -> tuple[list[Any], list[Any], None]:
-        """Deals a batch that stays on this machine, see :class:`rows.Dealing`."""
+    def cut(self, rows: rows_lib.Rows) -> tuple[list[Any], list[Any], None]:
+        """Cuts a batch that stays on this machine, see :data:`rows.CutRows`."""
         starts, sizes = rows_lib.deal(rows, len(self.units), self.now())
         self.note(rows, sizes)
         return starts, sizes, None

@@ -110,14 +110,9 @@ def opened(starts: list[Rows], sizes: list[Rows]) -> tuple[list[Rows], list[Rows
     return tf.unstack(both[0]), tf.unstack(both[1])
 
 
-# Rows of a batch -> where this machine's towers' rows start, how many they are, and the rows to
-# put down with them, or None: those of this machine's.
-Dealing = Callable[[Rows], tuple[list[Rows], list[Rows], "Sequence[Rows] | None"]]
-
-
-def dealing_by(towers: int, units: Units) -> Dealing:
-    """Deals the rows of a batch that stays on this machine."""
-    return lambda rows: (*deal(rows, towers, units() if callable(units) else units), None)
+# Rows of a batch -> where this machine's towers' rows start, how many they are, and the counts that
+# sub-batches carry; None for those of this machine's.
+CutRows = Callable[[Rows], tuple[list[Rows], list[Rows], "Sequence[Rows] | None"]]
 
 
 def rows_in(component: Any) -> Rows:

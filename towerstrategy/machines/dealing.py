@@ -60,7 +60,7 @@ class Dealer:
 
     def split(self, batch: Any) -> Any:
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
-        return splitting.split_batch(batch, self._towers, self._dealing())
+        return splitting.split_batch(batch, self._towers, self._cuts())
 
     def distribute(self, dataset: tf.data.Dataset, in_order: bool, ready: int,
                    fetch: prefetching.Fetch) -> datasets_lib.TowerDataset:
@@ -71,13 +71,15 @@ class Dealer:
             made: datasets_lib.TowerDataset = shards.shard_dataset(
                 dataset, self._workers, ready, in_order, self._measured)
         else:
-            made = datasets_lib.split_dataset(dataset, self._towers, ready, self._dealing())
+            made = datasets_lib.split_dataset(dataset, self._towers, ready, self._cuts())
         return made.fetched_to(fetch).watched_by(self.measuring)
 
-    def _dealing(self) -> rows_lib.Dealing | None:
+    def _cuts(self) -> rows_lib.CutRows | None:
         """None where all towers are here and get as many rows."""
         if self._workers is not None:
-            return shards.dealing(self._workers, self.units)
+            return shards.cuts_of(self._workers, self.units)
         if self._measured is not None:
-            return self._measured.dealing
-        return None if self._units is None else rows_lib.dealing_by(self._towers, self._units)
+            return self._measured.cut
+        units = self._units
+        return None if units is None else lambda rows: (
+            *rows_lib.deal(rows, self._towers, units), None)

@@ -26,18 +26,18 @@ from towerstrategy.machines import meeting, workers_data
 Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
 
 
-def dealing(workers: meeting.Machines, units: rows_lib.Units, told: slice = slice(None),
-            note: Callable[[Any, list[Any]], None] | None = None) -> rows_lib.Dealing:
-    """Deals a batch that every worker has, by ``units``: each takes its own towers' rows."""
+def cuts_of(workers: meeting.Machines, units: rows_lib.Units, counted: slice = slice(None),
+            note: Callable[[Any, list[Any]], None] | None = None) -> rows_lib.CutRows:
+    """Cuts a batch that every worker has, by ``units``: each takes its own towers' rows."""
     here = slice(workers.first, workers.first + workers.towers)
 
-    def deal(rows: rows_lib.Rows) -> tuple[list[Any], list[Any], list[Any]]:
+    def cut(rows: rows_lib.Rows) -> tuple[list[Any], list[Any], list[Any]]:
         starts, sizes = rows_lib.deal(rows, workers.replicas, units)
         if note is not None:
             note(rows, sizes[here])
-        return starts[here], sizes[here], sizes[told]
+        return starts[here], sizes[here], sizes[counted]
 
-    return deal
+    return cut
 
 
 def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines,
@@ -73,25 +73,23 @@ def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines,
         note = None if measured is None else measured.note
         made = _map_by_units(dataset, workers, measured, lambda element, units:
                              splitting.split_batch(element, workers.towers,
-                                                   dealing(workers, units, here, note)))
+                                                   cuts_of(workers, units, here, note)))
         length = dataset.cardinality()
     else:
         made = _dealt(own, workers, measured)
         length = _length_for_all(own, workers)
-    source = datasets_lib.Source([dataset], lambda sources: shard_dataset(
-        sources[0], workers, ready, in_order, measured))
-    return workers_data.WorkersDataset(made, workers, ready, length, source)
+    return workers_data.WorkersDataset(made, workers, ready, length, lambda fn: shard_dataset(
+        dataset.map(fn), workers, ready, in_order, measured))
 
 
 def shard_grouped(grouped: datasets_lib.TowerDataset, workers: meeting.Machines, ready: int
                   ) -> workers_data.WorkersDataset:
     """A dataset of this worker's own per-tower batches, as :mod:`split` groups them."""
-    source = datasets_lib.Source([grouped], lambda sources: shard_grouped(
-        sources[0], workers, ready))
     dataset = grouped.dataset
     made = dataset.map(datasets_lib.on_elements(dataset.element_spec, _counted))
     length = _length_for_all(dataset, workers)
-    return workers_data.WorkersDataset(made, workers, ready, length, source)
+    return workers_data.WorkersDataset(made, workers, ready, length, lambda fn: shard_grouped(
+        grouped.map(fn), workers, ready))
 
 
 def _map_by_units(dataset: tf.data.Dataset, workers: meeting.Machines,
@@ -189,14 +187,10 @@ def _counted(element: Nest) -> Nest:
         if leaf is None:
             return leaf
         parts = leaf.values if isinstance(leaf, _tf.PerReplica) else [leaf]
-        if not isinstance(leaf, sub_batches.SubBatches) and not _has_rows(parts[0]):
+        if not isinstance(leaf, sub_batches.SubBatches) and not (
+                rows_lib.has_rows(parts[0]) and parts[0].shape.rank != 0):
             return _tf.PerReplica(parts)
         rows = tf.stack([tf.cast(rows_lib.rows_in(part), tf.int64) for part in parts])
         return sub_batches.CountedSubBatches(parts, rows)
 
     return tf.nest.map_structure(counted, element)
-
-
-def _has_rows(value: Any) -> bool:
-    return (isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
-            and value.shape.rank != 0)

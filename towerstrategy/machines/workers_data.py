@@ -312,19 +312,17 @@ class WorkersDataset(datasets_lib.TowerDataset):
       workers: where the workers meet.
       ready: how many elements the pipeline holds ready.
       length: elements in one pass.
-      source: what it was made of.
+      mapped: see :class:`datasets.TowerDataset`.
     """
 
     def __init__(self, dataset: tf.data.Dataset, workers: meeting.Machines, ready: int,
-                 length: Any, source: datasets_lib.Source) -> None:
-        self._spec = dataset.element_spec
-        self._workers = workers
-        self._length = length
-        super().__init__(self._endless(dataset).prefetch(ready), source)
+                 length: Any, mapped: Callable[[Any], WorkersDataset]) -> None:
+        self._spec, self._workers, self._length = dataset.element_spec, workers, length
+        super().__init__(self._endless(dataset).prefetch(ready), mapped)
 
     @property
     def element_spec(self) -> Nest:
-        return _packed_spec(self._spec, self._dataset.element_spec, self._workers)
+        return _packed_spec(self._spec, self.dataset.element_spec, self._workers)
 
     @property
     def cardinality(self) -> Any:
