@@ -60,7 +60,7 @@ def contexts(towers: int, workers: Any, per_replica: bool, replicas: int,
 
     Args:
       towers: how many towers this machine has.
-      workers: where the workers meet; None with a single machine.
+      workers: their collectives; None with a single machine.
       per_replica: whether each tower has a pipeline of its own.
       replicas: how many towers there are, on all machines.
       units: the shares of all towers, see :func:`rows.units_of`.

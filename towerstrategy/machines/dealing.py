@@ -27,7 +27,7 @@ class Dealer:
 
     Args:
       placement: where it runs.
-      workers: where the workers meet; None with a single machine.
+      workers: their collectives; None with a single machine.
 
     Attributes:
       measuring: what measures the towers; None where nothing is measured.

@@ -57,7 +57,7 @@ def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines,
 
     Args:
       dataset: elements are batches, see :func:`split.split_batch`.
-      workers: where the workers meet.
+      workers: their collectives.
       ready: how many elements the pipeline holds ready.
       in_order: whether ``AUTO`` is to keep the rows' order, which ``DATA`` does.
       measured: the shares, where they change; those of the workers' else.

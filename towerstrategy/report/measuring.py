@@ -67,7 +67,7 @@ class Measuring:
     Args:
       shares: what is to be set.
       placement: where the strategy runs.
-      workers: where the workers meet; None with a single machine.
+      workers: their collectives; None with a single machine.
 
     Attributes:
       rounds: how many times the towers have been measured.
