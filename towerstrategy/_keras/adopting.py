@@ -95,7 +95,8 @@ def set_owner(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
 def check_owner(strategy: tf.distribute.Strategy, what: str,
                 owner: tf.distribute.Strategy | None) -> None:
     """Raises ``ValueError`` where ``what`` belongs to a strategy other than ``strategy``."""
-    if owner is None or owner is strategy or not _is_distributing(owner):
+    if owner is None or owner is strategy or (
+            type(owner).__name__ == "_DefaultDistributionStrategy"):  # TensorFlow's for no strategy
         return
     raise ValueError(
         f"{what} belongs to another strategy: it was made or adopted in the scope of {owner!r} and "
@@ -133,24 +134,17 @@ def check_trains_on_towers(model: Any, scope: tf.distribute.Strategy) -> None:
             "strategy.adopt(model), which keeps its optimizer and metrics, state and all.")
 
 
-def _sentence(strategy: tf.distribute.Strategy, model: Any, resident: Iterable[Any],
-              local: Iterable[Any], without_xla: bool) -> str:
+def _sentence(strategy: tf.distribute.Strategy, model: Any, resident: list[Any],
+              local: list[Any], without_xla: bool) -> str:
     """What ``adopt`` says."""
-    count = 0
     homes: dict[str, int] = {}
     for variable in resident:
-        count += 1
         home = homes_lib.home_of(variable)
         homes[home] = homes.get(home, 0) + homes_lib.size_of(variable)
     where = ", ".join(f"{size:,} bytes on {devices_lib.short_name(home) if home else 'no device'}"
                       for home, size in homes.items()) or "none built yet"
     number = strategy.num_replicas_in_sync
     return (f"adopted model {model.name!r} for {number} tower{'s' if number > 1 else ''}: "
-            f"{count} variables with one copy ({where}), "
-            f"{sum(1 for _ in local)} tower-local ones."
+            f"{len(resident)} variables with one copy ({where}), "
+            f"{len(local)} tower-local ones."
             + (" jit_compile was turned off: XLA compiles for one device." if without_xla else ""))
-
-
-def _is_distributing(strategy: tf.distribute.Strategy) -> bool:
-    """False for TensorFlow's default strategy, which is no strategy."""
-    return type(strategy).__name__ != "_DefaultDistributionStrategy"

@@ -1,7 +1,7 @@
 """Only the chief's files are kept: what Keras 3's callbacks write on the other machines.
 
 Goes in: a callback whose model's strategy spans several machines.  Comes out: the same callback,
-which on the first of them writes where it was told to, and on the others to a folder that is
+which on the first of them writes where it is to, and on the others to a folder that is
 thrown away, as TensorFlow's and tf_keras' own habit is.  What a backup holds is read by the chief
 and handed to the others, so that no file system need be shared.
 """
@@ -22,7 +22,7 @@ from towerstrategy.machines import meeting
 
 
 def workers_of(callback: Any) -> meeting.Machines | None:
-    """Where the machines of the callback's model meet; None with a single one."""
+    """The collectives of the machines of the callback's model; None with a single one."""
     strategy = getattr(callback.model, "distribute_strategy", None)
     return getattr(getattr(strategy, "extended", None), "workers", None)
 
@@ -80,8 +80,8 @@ def restore(callback: Any, load: Callable[[], None], held: Callable[[], list[tf.
         load()
     epoch = getattr(model, "_initial_epoch", None)
     found = tf.io.gfile.exists(callback._weights_path)
-    told, = workers.chiefs([tf.constant([found, epoch or 0], tf.int64)])
-    found, epoch = told.numpy().tolist()
+    chiefs, = workers.chiefs([tf.constant([found, epoch or 0], tf.int64)])
+    found, epoch = chiefs.numpy().tolist()
     if not found:
         return
     if model.optimizer is not None and not model.optimizer.built:

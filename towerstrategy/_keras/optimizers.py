@@ -36,7 +36,7 @@ def merged_if_alone(gradients: Sequence[Any]) -> Iterator[None]:
     """For an optimizer in the only tower there is, or outside of towers: nothing is to be merged.
 
     Without it Keras would all-reduce the gradients, which it does inside of ``tf.cond`` where it
-    accumulates them or scales the loss, and there the towers cannot meet; outside of towers it
+    accumulates them or scales the loss, and there is no sync point; outside of towers it
     would look for a replica context.
 
     Raises:
@@ -87,7 +87,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         accumulates them.
 
     Raises:
-      RuntimeError: in a branch, a loop or a nested function, where the towers cannot meet.
+      RuntimeError: in a branch, a loop or a nested function, where no sync point can be.
     """
     if not tower.can_merge:
         raise RuntimeError(contexts.NESTED_MERGE)

@@ -68,7 +68,7 @@ def batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def set_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Puts the functions that steps are made of into what is around a step of towers."""
+    """Wraps the functions that run steps into what is around a step of towers."""
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name in _FUNCTIONS and value is not None and not hasattr(value, "in_step_of"):
