@@ -29,7 +29,6 @@ from towerstrategy.variables import one_copy
 # Attributes of models: the plan; of one with a call of its own, that it has a plan; of models that
 # it holds, a reference to it.
 _PLAN, _PLANNED, _WHOLE = "_tower_plan", "_tower_planned", "_tower_whole"
-
 # Rows of a micro-batch, where a model does not say how many its batches have.
 ROWS = 32
 
@@ -397,5 +396,5 @@ def _said_here(strategy: tf.distribute.Strategy) -> int | None:
 def _staged_scope() -> tf.distribute.Strategy | None:
     """The strategy whose scope, or tower, this is, where its towers have stages."""
     strategy = tf.distribute.get_strategy()
-    staged = kind.is_tower_strategy(strategy) and strategy.extended.placement.rows
-    return strategy if staged else None
+    return strategy if (
+        kind.is_tower_strategy(strategy) and strategy.extended.placement.rows) else None

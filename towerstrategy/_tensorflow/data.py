@@ -33,16 +33,15 @@ Trackable = trackable.Trackable
 
 
 def over_devices(dataset: tf.data.Dataset, devices: Sequence[str], ready: int) -> Any:
-    """An iterator whose elements are dealt to ``devices`` in turn, ``ready`` of them held on each.
+    """An iterator whose elements go to ``devices`` in turn, ``ready`` of them held on each.
 
-    As ``OwnedMultiDeviceIterator`` makes it, but that the devices' parts have no threads of
-    tf.data's to tune them: in a buffer of a fixed size is nothing to tune.  Such a thread may miss
-    that it is to end, as TensorFlow wakes it before it says so, and holds up whoever ends the
-    iterator for as long as it sleeps: up to a minute.
+    As ``OwnedMultiDeviceIterator`` makes it, but that the devices' parts have no autotuning thread,
+    which a buffer of a fixed size does not need.  Such a thread may miss that it is to end, and
+    holds up whoever ends the iterator for up to a minute.
 
     Args:
-      dataset: what is dealt.
-      devices: the host first, which runs ``dataset``.
+      dataset: what the first device, the host, runs.
+      devices: the host, then the others.
       ready: with 0 nothing is fetched ahead.
     """
     options = tf.data.Options()

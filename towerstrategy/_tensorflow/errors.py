@@ -13,15 +13,16 @@ PRIVATE_NAMES = {
     "python.autograph.pyct.error_utils:ErrorMetadataBase":
         "an error's ag_error_metadata, from which autograph makes the error that users see",
 }
+# Those whose only argument is their message.
+_PLAIN_ERRORS = (ArithmeticError, AssertionError, AttributeError, IndexError, NotImplementedError,
+                 RuntimeError, TypeError, ValueError, ZeroDivisionError)
 
-def add_note(error: BaseException, note: str, traced: bool) -> None:
+
+def add_note(error: Any, note: str, traced: bool) -> None:
     """Adds ``note`` to ``error``, and to the error that autograph will raise in its place.
 
-    Args:
-      error: what was raised.
-      note: what is to be told.
-      traced: whether that was in a function that is being traced.  Autograph raises another error
-        with the first one's message, but without its notes.
+    Where the function was ``traced``, that is another error with the first one's message, but
+    without its notes.
     """
     metadata = getattr(error, "ag_error_metadata", None)
     if metadata is not None:
@@ -43,11 +44,6 @@ def _tell(error: Any, note: str) -> None:
         error.args = (f"{error.args[0]}\n{note}",)
     else:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]
-
-
-# Those whose only argument is their message.
-_PLAIN_ERRORS = (ArithmeticError, AssertionError, AttributeError, IndexError, NotImplementedError,
-                 RuntimeError, TypeError, ValueError, ZeroDivisionError)
 
 
 @contextlib.contextmanager

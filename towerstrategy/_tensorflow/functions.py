@@ -67,8 +67,11 @@ RECORD = wrapping.Place(
 Function = polymorphic_function.Function
 may_be_recorded = record.could_possibly_record
 not_recorded = record.stop_recording
+_ControlFlow = control_flow_v2_func_graphs.ControlFlowFuncGraph
 # Operations: 10 kB each; looking for cycles takes a quarter of a second.
 _LARGE_GRAPH = 2000
+# At which a tf.function puts its own variable creator: after those of strategies and users.
+_OF_A_FUNCTION = 50
 _CALLERS = frozenset({
     "Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf",
     "StatelessWhile", "While", "RemoteCall", "SymbolicGradient", "MapDefun"})
@@ -108,7 +111,7 @@ def clone_function(function: polymorphic_function.Function,
 
 
 def without_xla(function: polymorphic_function.Function) -> polymorphic_function.Function:
-    """``function``, that nothing has called yet, as one that XLA does not compile as a whole."""
+    """``function``, not called yet, as one that XLA does not compile as a whole."""
     function._jit_compile = False
     return function
 
@@ -125,23 +128,18 @@ def forget_trace(call: tf.Operation) -> None:
     is made from the function's definition instead.
     """
     function: atomic_function.AtomicFunction = call.graph._get_function(call.get_attr("f").name)
-    call._gradient_function = functools.partial(_gradient_of_call, function)
+
+    def gradient(call: tf.Operation, *gradients: Any) -> Any:
+        whole = concrete_function.ConcreteFunction(function)
+        return whole._get_gradient_function()(call, *gradients)
+
+    call._gradient_function = gradient
     graph, function._cached_graph = function._cached_graph, None
     count = len(graph.get_operations())
     func_graph.dismantle_func_graph(graph)
     if count > _LARGE_GRAPH:
         del graph
         gc.collect()  # operations and their outputs are cycles, too
-
-
-def _gradient_of_call(function: atomic_function.AtomicFunction, call: tf.Operation,
-                      *gradients: Any) -> Any:
-    whole = concrete_function.ConcreteFunction(function)
-    return whole._get_gradient_function()(call, *gradients)
-
-
-# At which a tf.function puts its own creator: behind those of strategies and users.
-_OF_A_FUNCTION = 50
 
 
 @contextlib.contextmanager
@@ -168,8 +166,7 @@ def nested_function(own: tf.Graph | None) -> func_graph.FuncGraph | None:
     if tf.executing_eagerly():
         return None
     graph = tf.compat.v1.get_default_graph()
-    while graph is not own and isinstance(graph,
-                                          control_flow_v2_func_graphs.ControlFlowFuncGraph):
+    while graph is not own and isinstance(graph, _ControlFlow):
         graph = graph.outer_graph
     return graph if graph is not own and isinstance(graph, func_graph.FuncGraph) else None
 
@@ -177,8 +174,8 @@ def nested_function(own: tf.Graph | None) -> func_graph.FuncGraph | None:
 def is_in_control_flow(own: tf.Graph | None) -> bool:
     """Whether a branch or loop of ``own`` (None: of any function) is being traced, however deep."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    return graph is not own and (own is None or nested_function(own) is None) and isinstance(
-        graph, control_flow_v2_func_graphs.ControlFlowFuncGraph)
+    return (graph is not own and (own is None or nested_function(own) is None)
+            and isinstance(graph, _ControlFlow))
 
 
 def is_compiled_here() -> bool:
@@ -191,13 +188,9 @@ def is_compiled_here() -> bool:
 
 def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], tf.Tensor],
                     spec: tf.TensorSpec) -> tf.Tensor:
-    """A tensor of ``graph`` that at each call of the function is what ``value`` gives there.
+    """A tensor of ``graph``, which is being traced: at each call of it, what ``value`` gives there.
 
-    Args:
-      graph: a function that is being traced.
-      key: names the capture; asking again gives the same tensor.
-      value: called where the function is called, eagerly or while another is traced.
-      spec: of the value.
+    Asked again with the same ``key``, it is the same tensor; ``spec`` is the value's.
     """
     captures = graph.function_captures
     if key not in captures.by_ref_internal:
@@ -214,8 +207,7 @@ def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], t
 def writers_of(graph: tf.Graph, operation: tf.Operation, index: int) -> set[str]:
     """The types of the operations that write input ``index``; of a call, however deep inside."""
     if operation.type not in _CALLERS:
-        reads = operation.type in auto_control_deps_utils.RESOURCE_READ_OPS
-        return set() if reads else {operation.type}
+        return {operation.type} - set(auto_control_deps_utils.RESOURCE_READ_OPS)
     found: set[str] = set()
     waiting = [(name, index - _FIRST_ARGUMENT.get(operation.type, 0))
                for name in functions_of(operation)]
@@ -275,10 +267,6 @@ def asserts(graph: tf.Graph, name: str) -> bool:
     return False
 
 
-# What TensorFlow sets for the collective operations of several machines.
-_NOT_THE_USERS = {"scoped_allocator_optimization", "scoped_allocator_opts"}
-
-
 @contextlib.contextmanager
 def light_graph_optimizer() -> Iterator[None]:
     """Within, functions called by this thread lose identities and waits that nothing needs.
@@ -299,7 +287,8 @@ def light_graph_optimizer() -> Iterator[None]:
 def _lightly(config: bytes, executor_type: str | None) -> Any:
     proto = tf.compat.v1.ConfigProto.FromString(config)
     rewrites = proto.graph_options.rewrite_options
-    if {field.name for field, _ in rewrites.ListFields()} <= _NOT_THE_USERS:
+    if {field.name for field, _ in rewrites.ListFields()} <= {
+            "scoped_allocator_optimization", "scoped_allocator_opts"}:  # TensorFlow's, for machines
         rewrites.optimizers[:] = ["dependency"]
         rewrites.meta_optimizer_iterations = rewrites.ONE
         # Takes the graph into MLIR and back, whatever is asked for.

@@ -40,15 +40,9 @@ PRIVATE_NAMES = {
 
 def import_nodes(graph: tf.Graph, graph_def: Any,
                  inputs: Mapping[tuple[str, int], tf.Tensor]) -> list[tf.Operation]:
-    """Imports the nodes of ``graph_def``.
+    """Imports the nodes of ``graph_def``, with full names of devices; their operations, in order.
 
-    Args:
-      graph: where to.
-      graph_def: nodes with full names of devices.
-      inputs: what stands in ``graph`` for outputs of operations that are no nodes.
-
-    Returns:
-      The operations in the order of the nodes.
+    ``inputs`` are the tensors of ``graph`` for outputs of operations that are no nodes.
     """
     options = c_api_util.ScopedTFImportGraphDefOptions()
     pywrap_tf_session.TF_ImportGraphDefOptionsSetUniquifyNames(options.options, True)

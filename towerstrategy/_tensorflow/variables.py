@@ -65,13 +65,9 @@ def replace_resource(variable: Any, other: Any) -> None:
 
 
 def share_dependencies(copied: Any, original: Any, but: Collection[str]) -> None:
-    """Gives ``copied`` the checkpoint dependencies of ``original`` in containers of its own.
+    """Gives ``copied``, a shallow copy, the checkpoint dependencies of ``original``.
 
-    Args:
-      copied: a shallow copy of ``original``; dependencies under the names in ``but`` are its own
-        and stay as they are.
-      original: a ``Trackable``.
-      but: names that are not taken over.
+    They are in containers of its own; those under the names in ``but`` stay as they are.
     """
     name = "_self_unconditional_checkpoint_dependencies"
     theirs, ours = vars(original).get(name, []), vars(copied).get(name, [])
