@@ -46,7 +46,7 @@ def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
     """A second handle on ``model``, the strategy's, see :mod:`twin`."""
     check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
     check_variables(strategy, model, names.held_variables(model))
-    fresh = {name: value for name, value in vars(names.MODEL()).items()
+    fresh = {name: value for name, value in vars(names.TRAINER()).items()
              if name in names.TRAINING_STATE}
     made = twin.make(model, names.TRAINING_STATE, fresh, names.builders(model))
     if "_checkpoint" in fresh:  # tf_keras'

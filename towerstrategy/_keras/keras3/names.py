@@ -18,13 +18,15 @@ from keras.src.layers import layer as layer_module
 from keras.src.metrics import metric as metric_module
 from keras.src.models import functional, sequential
 from keras.src.optimizers import base_optimizer
+from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import training
 from towerstrategy.placement import kind
 from towerstrategy.variables import tower_local
 
-MODEL = tf_trainer.TensorFlowTrainer
+# The base class whose methods are hooked, and that of models.
+MODEL, TRAINER = base_trainer.Trainer, tf_trainer.TensorFlowTrainer
 # Where a model has its strategy.
 OWNER = "_distribute_strategy"
 # The attributes that Keras' Trainer sets in __init__ and compile: a model's training state.
@@ -36,7 +38,7 @@ TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), "optimizer", 
 
 def is_model(model: Any) -> bool:
     """Whether ``model`` is a Keras 3 model."""
-    return isinstance(model, MODEL)
+    return isinstance(model, TRAINER)
 
 
 def held_variables(model: Any) -> list[Any]:

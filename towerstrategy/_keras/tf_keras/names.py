@@ -20,7 +20,8 @@ from tf_keras.src.optimizers.legacy import optimizer_v2
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.variables import one_copy, tower_local
 
-MODEL = training.Model
+# The base class whose methods are hooked, and that of models.
+MODEL = TRAINER = training.Model
 # Where a model has its strategy.
 OWNER = "_distribution_strategy"
 OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
