@@ -59,14 +59,6 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY) -> 
     An incomplete last group gives its missing towers batches with no rows.  Where a component is a
     scalar, so that elements are single values and not batches, such a group is left out, as
     ``MirroredStrategy`` leaves it out.
-
-    Args:
-      dataset: elements are the batches of one tower.
-      towers: how many elements make a step.
-      ready: how many grouped elements the pipeline holds ready.
-
-    Raises:
-      TypeError: ``dataset`` is no ``tf.data.Dataset``.
     """
     _check_made(dataset)
 
@@ -94,17 +86,10 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY) -> 
 
 
 def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> TowerDataset:
-    """One dataset of per-tower batches a tower, put side by side.
+    """A dataset of per-tower batches for each tower, put side by side.
 
     A tower whose dataset has ended gets batches with no rows until all have ended; with elements
     that are single values and not batches, the shortest ends all.
-
-    Args:
-      datasets: one a tower, all with the same element spec.
-      ready: how many elements the pipeline holds ready.
-
-    Raises:
-      TypeError: one of them is no ``tf.data.Dataset``, or has elements of another kind.
     """
     for dataset in datasets:
         _check_made(dataset)
@@ -276,7 +261,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
 class RestartableIterator:
     """What tf.distribute's first API has: ``make_dataset_iterator``, ``make_input_fn_iterator``.
 
-    It reads from the start again after :meth:`initialize`.
+    It reads from the start again after :meth:`initialize`, and else is the iterator.
     """
 
     def __init__(self, dataset: TowerDataset) -> None:
@@ -288,20 +273,10 @@ class RestartableIterator:
         self._iterator = iter(self._dataset)
         return []
 
-    @property
-    def initializer(self) -> list[tf.Operation]:
-        return self.initialize()
+    initializer = property(initialize)
 
-    @property
-    def element_spec(self) -> Nest:
-        return self._dataset.element_spec
-
-    def get_next(self) -> Nest:
-        """The next element; ``tf.errors.OutOfRangeError`` at the end."""
-        return self._iterator.get_next()
-
-    def get_next_as_optional(self) -> tf.experimental.Optional:
-        return self._iterator.get_next_as_optional()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
 
 
 def on_elements(spec: Nest, fn: Callable[[Nest], Nest]) -> Callable[..., Nest]:

@@ -84,16 +84,15 @@ class PrefetchedSpec(tf.TypeSpec):
         return iterator.read_once() if self._once else iterator
 
 
-class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.DistributedIterator):
+class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
+                         tf.distribute.DistributedIterator):
     """Iterates over split elements of which each tower's part is on its device already.
 
     Attributes:
       row_count: what counts the rows, see :func:`iterators.count_rows`; None where nothing does.
     """
 
-    _open_rows = _once = False
-    _between: Callable[[], None] | None = None
-    _steps_in_graph = 0
+    _once = False
     _kept_spec: PrefetchedSpec | None = None
     # TensorFlow takes long to make the streams, and Keras makes more iterators than it reads.
     _streams = property(lambda self: self._begun()[0])
@@ -114,11 +113,8 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
     def __iter__(self) -> PrefetchedIterator:
         return self
 
-    def __next__(self) -> Nest:
-        return iterators.next_in_python(self)
-
     def get_next(self) -> Nest:
-        return iterators.handed(self, self._layout.element(self._parts()))
+        return self._opened(self._layout.element(self._parts()))
 
     def _parts(self) -> list[Any]:
         """What each stream has next."""

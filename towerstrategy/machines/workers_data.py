@@ -76,10 +76,7 @@ def _agreeing(base: Any) -> Any:
                 ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
                 with tf.control_dependencies([ended]):
                     leaves = self._copied(leaves)
-            return iterators.handed(self, self._onto_devices(self._element(leaves, rows)))
-
-        def __next__(self) -> Nest:
-            return iterators.next_in_python(self)
+            return self._opened(self._onto_devices(self._element(leaves, rows)))
 
         def get_next_as_optional(self) -> tf.experimental.Optional:
             there, rows, leaves = self._agreed()
