@@ -249,7 +249,7 @@ def _planned(strategy: tf.distribute.Strategy, model: Any, positions: Sequence[P
     if len(positions) < placement.stages:
         raise ValueError(
             f"devices gives each tower {placement.stages} stages, but model {model.name!r} has "
-            f"only {len(positions)} layer(s) to deal to them: "
+            f"only {len(positions)} layer(s) for them: "
             f"{', '.join(position.layer.name for position in positions)}. Give each tower as many "
             "devices at the most, or say by strategy.stage where these layers run.")
     if placement.balance == cuts.TIME and all(position.node for position in positions):

@@ -1,4 +1,4 @@
-"""XLA: what it can compile, and functions made of operations that are there."""
+"""XLA: what it can compile, and the operations that it is to compile."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ _OF_A_FUNCTION = 50
 _CALLERS = frozenset({
     "Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf",
     "StatelessWhile", "While", "RemoteCall", "SymbolicGradient", "MapDefun"})
-# Where the arguments begin: behind the number of a branch.
+# Where the arguments begin: after the number of a branch.
 _FIRST_ARGUMENT = {"If": 1, "StatelessIf": 1, "Case": 1, "StatelessCase": 1}
 # Converting the package's own functions would cost most of the time that tracing takes, and put
 # them into the tracebacks of users' errors.  Functions that users hand over are converted as ever.

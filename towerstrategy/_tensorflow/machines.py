@@ -126,7 +126,7 @@ def collective_launcher(device: str, workers: int,
 
 def all_gather(launcher: CollectiveLauncher, value: tf.Tensor,
                options: collective_util.Options | None = None) -> tf.Tensor:
-    """The workers' values, all of one shape, put behind one another."""
+    """The workers' values, all of one shape, concatenated."""
     return launcher._all_gather(value, options)
 
 

@@ -42,7 +42,7 @@ _numbers = itertools.count()  # functions of one name must be one function, in a
 
 
 def constant_value(tensor: tf.Tensor) -> Any:
-    """The value of a tensor of a graph that is made of constants alone; None if it is not."""
+    """The value of a tensor of a graph that depends on constants alone; None if it does not."""
     value = tf.get_static_value(tensor)
     if value is None and tensor.op.type in ("PartitionedCall", "StatefulPartitionedCall"):
         body = body_of(tensor.graph, tensor.op.get_attr("f").name)
@@ -115,7 +115,7 @@ def new_function_graph(like: tf.Graph, name: str) -> Any:
 
 
 def placeholder_like(tensor: tf.Tensor) -> tf.Tensor:
-    """What stands in the current graph for a tensor of another, of any shape."""
+    """A placeholder in the current graph for a tensor of another, of any shape."""
     made = tf.compat.v1.placeholder(tensor.dtype, None)
     graphs.copy_handle_data(tensor, made)
     return made

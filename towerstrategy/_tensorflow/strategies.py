@@ -1,4 +1,4 @@
-"""What a strategy is made of, and the contexts in which TensorFlow looks for one."""
+"""A strategy's base classes, and the contexts in which TensorFlow looks for one."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from towerstrategy.batch.rows import Nest
 # The name scope of the operations that split, in input pipelines.
 SCOPE = "tower_split"
 
-# How many elements lie ready behind the split.
+# How many split elements lie ready.
 READY = 2
 
 

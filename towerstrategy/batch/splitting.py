@@ -51,7 +51,8 @@ def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None) 
     rows = _rows_of_all(counted)
     if towers == 1 and cuts is None:
         return tf.nest.pack_sequence_as(batch, tensors)
-    starts, sizes, counts = (*rows_lib.deal(rows, towers), None) if cuts is None else cuts(rows)
+    starts, sizes, counts = (
+        (*rows_lib.split_rows(rows, towers), None) if cuts is None else cuts(rows))
     pack: Callable[[list[Any]], sub_batches.SubBatches] = sub_batches.SubBatches
     if counts is not None:
         pack = functools.partial(sub_batches.CountedSubBatches, rows=rows_lib.vector(counts))

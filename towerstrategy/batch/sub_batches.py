@@ -57,7 +57,7 @@ class SubBatchesSpec(_tf.PerReplicaSpec):
 
 
 class SubBatches(_tf.PerReplica):
-    """One component of a batch, dealt to the towers: ``values[r]`` holds the rows of tower r.
+    """One component of a batch, split over the towers: ``values[r]`` holds the rows of tower r.
 
     It is the ``PerReplica`` that ``tf.distribute`` uses, with one thing more to it: whoever gets it
     knows that the first dimension counts rows, so that each tower's share of the batch is known.

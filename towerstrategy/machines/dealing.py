@@ -82,4 +82,4 @@ class Dealer:
             return self._measured.cut
         units = self._units
         return None if units is None else lambda rows: (
-            *rows_lib.deal(rows, self._towers, units), None)
+            *rows_lib.split_rows(rows, self._towers, units), None)

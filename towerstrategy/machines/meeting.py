@@ -149,10 +149,10 @@ class Machines:
         """The sums over the workers of their ``values``, packed: an all-reduce a dtype and 4 MiB.
 
         Gradients are taken to be in the order of their layers, so the last are ready first: each
-        pack waits for its own values and those behind them, and for nothing before them.  A large
+        pack waits for its own values and those after them, and for nothing before them.  A large
         tensor has an all-reduce to itself.
 
-        ``tf.IndexedSlices`` stay slices: those of all workers are put behind one another, and their
+        ``tf.IndexedSlices`` stay slices: those of all workers are concatenated, and their
         number may differ between workers.  None stays None; it must be None on every worker.
         """
         results = list(values)
@@ -205,8 +205,8 @@ class Machines:
                             "give a dense, ragged or sparse tensor.")
         value = tf.convert_to_tensor(value)
         if not value.shape.rank:
-            raise ValueError("values of rank 0 cannot be gathered: there is no axis to put them "
-                             f"behind one another along (axis={axis}).")
+            raise ValueError("values of rank 0 cannot be gathered: there is no axis to concatenate "
+                             f"them along (axis={axis}).")
         return self.gather_along([value], [axis % value.shape.rank])[0]
 
     def gather_along(self, values: Sequence[tf.Tensor], axes: Sequence[int]) -> list[tf.Tensor]:
@@ -262,7 +262,7 @@ class Machines:
                     for part, sent, value in zip(parts, packed, values)]
 
     def _gather_padded(self, value: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-        """One tensor of each worker, of ``rows`` rows, put behind one another."""
+        """One tensor of each worker, of ``rows`` rows, concatenated."""
         if value.dtype in _NOT_CARRIED:
             raise TypeError(f"values of dtype {value.dtype.name} cannot cross machines: "
                             "TensorFlow's collective ops carry numbers only.")
@@ -279,7 +279,7 @@ class Machines:
         return _unpacked(together, value.dtype)
 
     def _gather(self, value: tf.Tensor) -> tf.Tensor:
-        """The workers' values, of one shape, put behind one another in the workers' order."""
+        """The workers' values, of one shape, concatenated in the workers' order."""
         gathered = _tf.all_gather(self._launcher, value)
         if self._order == list(range(self.count)):
             return gathered

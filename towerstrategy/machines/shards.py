@@ -32,7 +32,7 @@ def cuts_of(workers: meeting.Machines, units: rows_lib.Units, counted: slice = s
     here = slice(workers.first, workers.first + workers.towers)
 
     def cut(rows: rows_lib.Rows) -> tuple[list[Any], list[Any], list[Any]]:
-        starts, sizes = rows_lib.deal(rows, workers.replicas, units)
+        starts, sizes = rows_lib.split_rows(rows, workers.replicas, units)
         if note is not None:
             note(rows, sizes[here])
         return starts[here], sizes[here], sizes[counted]
@@ -76,7 +76,7 @@ def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines,
                                                    cuts_of(workers, units, here, note)))
         length = dataset.cardinality()
     else:
-        made = _dealt(own, workers, measured)
+        made = _in_steps(own, workers, measured)
         length = _length_for_all(own, workers)
     return workers_data.WorkersDataset(made, workers, ready, length, lambda fn: shard_dataset(
         dataset.map(fn), workers, ready, in_order, measured))
@@ -97,7 +97,7 @@ def _map_by_units(dataset: tf.data.Dataset, workers: meeting.Machines,
                   fn: Callable[[Nest, rows_lib.Units], Nest]) -> tf.data.Dataset:
     """``fn`` of each element of ``dataset`` and the shares of all towers.
 
-    All elements of an iterator are dealt by the same ones: workers are not at the same element.
+    All elements of an iterator are split by the same ones: workers are not at the same element.
     """
     if measured is None:
         return dataset.map(datasets_lib.on_elements(
@@ -108,7 +108,7 @@ def _map_by_units(dataset: tf.data.Dataset, workers: meeting.Machines,
 def _length_for_all(own: tf.data.Dataset, workers: meeting.Machines) -> Any:
     """The length of this worker's ``own`` dataset where it is all workers'.
 
-    Others may have more or fewer batches, and Keras ends an epoch after as many as it is told.
+    Others may have more or fewer batches, and Keras ends an epoch after as many as it is given.
     """
     length = own.cardinality()
     finite = length >= 0 and workers.count > 1
@@ -145,8 +145,8 @@ def _by_file(dataset: tf.data.Dataset, workers: meeting.Machines,
     return tf.data.experimental.from_variant(sharded, spec)
 
 
-def _dealt(own: tf.data.Dataset, workers: meeting.Machines,
-           measured: measured_lib.MeasuredShares | None) -> tf.data.Dataset:
+def _in_steps(own: tf.data.Dataset, workers: meeting.Machines,
+              measured: measured_lib.MeasuredShares | None) -> tf.data.Dataset:
     """Each of this worker's batches as several steps, so that all workers' make one batch."""
     spec = own.element_spec
     # Workers begin at different parts, so that each step has a part of every size.
@@ -157,7 +157,7 @@ def _dealt(own: tf.data.Dataset, workers: meeting.Machines,
         leaves = tf.nest.flatten(element)
         rows = tf.cast(rows_lib.rows_in(next(filter(rows_lib.has_rows, leaves))), tf.int64)
         # As many for each: what a worker has to do is what is in its files.
-        _, each = rows_lib.deal(rows, workers.count)
+        _, each = rows_lib.split_rows(rows, workers.count)
         sizes = tf.stack([each[worker] for worker in turn])
         starts = tf.cumsum(sizes, exclusive=True)
 
@@ -169,15 +169,16 @@ def _dealt(own: tf.data.Dataset, workers: meeting.Machines,
 
         return tf.data.Dataset.range(workers.count).map(part)
 
-    def deal_part(sized: tuple[tf.Tensor, Nest], units: rows_lib.Units) -> Nest:
+    def split_part(sized: tuple[tf.Tensor, Nest], units: rows_lib.Units) -> Nest:
         size, element = sized
-        starts, sizes = rows_lib.deal(size, workers.towers, None if units is None else units[here])
+        starts, sizes = rows_lib.split_rows(
+            size, workers.towers, None if units is None else units[here])
         if measured is not None:
             measured.note(size, sizes)
         return splitting.split_batch(element, workers.towers, lambda _: (starts, sizes, sizes))
 
     sized = own.flat_map(datasets_lib.on_elements(spec, parts))
-    return _map_by_units(sized, workers, measured, deal_part)
+    return _map_by_units(sized, workers, measured, split_part)
 
 
 def _counted(element: Nest) -> Nest:
