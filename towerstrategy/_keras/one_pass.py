@@ -138,12 +138,9 @@ def _adam_on_cpu(optimizer: Any, known: Mapping[str, tf.Tensor]) -> Callable[...
 
 
 class Step:
-    """One step of ``optimizer``; its numbers are made once for all variables of a device.
+    """One step of ``optimizer``, which updates by ``rule``, if there is a kernel for it.
 
-    Args:
-      optimizer: of either Keras.
-      rule: how it updates, or None where no kernel does.
-      learning_rate: this step's: a number, tensor or variable.
+    Its numbers are made once for all variables of a device.
     """
 
     def __init__(self, optimizer: Any, rule: Rule | None, learning_rate: Any) -> None:
@@ -151,13 +148,9 @@ class Step:
         self._kernels: dict[str, Kernel | None] = {}
 
     def update(self, variable: Any, gradient: Any, slot: Callable[[str], Any]) -> bool:
-        """Updates ``variable`` where there is a kernel for it; says whether there was.
+        """Updates a TensorFlow variable where there is a kernel for it; says whether there was.
 
-        Args:
-          variable: the TensorFlow variable.
-          gradient: the merged one.
-          slot: gives the variable's TensorFlow variable in a list of the optimizer's slots, by
-            the list's name.
+        ``slot`` gives the variable's slot by the name of the optimizer's list of such slots.
         """
         if self._rule is None or not _fits(variable, gradient):
             return False

@@ -79,7 +79,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
       tower: where the optimizer was called.
       gradients: this tower's, one a variable: tensors, ``tf.IndexedSlices`` or None.
       variables_: the resource variables they belong to.
-      apply: takes the merged gradients; runs in a :class:`towers.MergedContext`.
+      apply: takes the merged gradients; runs in a :class:`contexts.MergedContext`.
       merged_already: whether the caller has merged them, so that the towers agree.  Where they do
         not, there is one copy to update all the same: each tower counts by its share of the rows.
       overwriting: for each variable whether its gradient is its next value (the largest numbers

@@ -32,13 +32,9 @@ READY = 2
 
 def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
                   cuts: rows_lib.CutRows | None = None) -> TowerDataset:
-    """A dataset of global batches, split in the input pipeline.
+    """A dataset of global batches, each split by :func:`splitting.split_batch` in the pipeline.
 
-    Args:
-      dataset: elements are batches, see :func:`split_batch`.
-      towers: how many sub-batches each element becomes.
-      ready: how many split elements the pipeline holds ready.
-      cuts: see :func:`split_batch`.
+    The pipeline holds ``ready`` split elements ready.
 
     Raises:
       TypeError: ``dataset`` is no ``tf.data.Dataset``.

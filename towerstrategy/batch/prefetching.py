@@ -256,7 +256,7 @@ class PartsOptional(tf.experimental.Optional):
     Args:
       layout: of the element.
       devices: the host, then each tower's.
-      parts: for each of them, what its iterator gave, or for the host alone.
+      parts: for each of them, or for the host alone, what its iterator gave.
       later: the iterator whose other streams are read when the value is, which is once then.
     """
 

@@ -56,15 +56,11 @@ def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines,
     * ``AUTO``: ``FILE`` where TensorFlow can shard the dataset's files, else ``DATA``.
 
     Args:
-      dataset: elements are batches, see :func:`split.split_batch`.
+      dataset: elements are batches, see :func:`splitting.split_batch`.
       workers: their collectives.
       ready: how many elements the pipeline holds ready.
       in_order: whether ``AUTO`` is to keep the rows' order, which ``DATA`` does.
       measured: the shares, where they change; those of the workers' else.
-
-    Raises:
-      TypeError: ``dataset`` is no ``tf.data.Dataset``.
-      ValueError: its elements are not batched.
     """
     datasets_lib.check_batched(dataset)
     own = _own_batches(dataset, workers, in_order)

@@ -46,32 +46,28 @@ class Watch:
       spent: the seconds spent on samples and tables so far.
     """
 
+    rows: list[int] | None = None
+    sample: Sample | None = None
+    sampled_in: int | None = None
+    tried_in: int | None = None
+    seconds = spent = _sample_cost = 0.0
+    _epoch = _calls = 0
+    _from_call = _WARM_UP
+    _function: Any = None
+    _wrapper: Any = None
+
     def __init__(self, model: Any, most: float) -> None:
         extended = model.distribute_strategy.extended
-        placement: devices_lib.Placement = extended.placement
-        self.placement = placement
-        self.rows: list[int] | None = None
-        self.once = len(placement.towers) > 1 and bool(
+        self.placement: devices_lib.Placement = extended.placement
+        self.once = len(self.placement.towers) > 1 and bool(
             model.run_eagerly or tf.config.functions_run_eagerly())
-        self.seconds = 0.0
-        self.sample: Sample | None = None
-        self.sampled_in: int | None = None
-        self.spent = 0.0
-        self._model = model
-        self._most = most
+        self._model, self._most = model, most
         self._start = self._epoch_start = time.perf_counter()
         self._kinds = [str(tf.DeviceSpec.from_string(device).device_type)
-                       for device in (*placement.devices, placement.merge)]
-        self._places = extended.places if placement.rows else None
-        self._sample_cost = 0.0
-        self.tried_in: int | None = None
-        self._epoch = 0
-        self._calls = 0
-        self._from_call = _WARM_UP
-        self._function: Any = None
-        self._wrapper: Any = None
+                       for device in (*self.placement.devices, self.placement.merge)]
+        self._places = extended.places if self.placement.rows else None
         self._before: dict[rows_lib.RowCount | None, list[int] | None] = {}
-        iterators.count_rows(rows_lib.counting(len(placement.towers), extended.first_replica))
+        iterators.count_rows(rows_lib.counting(len(self.placement.towers), extended.first_replica))
 
     def begin(self, epoch: int) -> None:
         """An epoch begins."""

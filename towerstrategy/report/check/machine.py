@@ -32,10 +32,7 @@ _PATIENCE = 20  # seconds for another program
 
 
 def prepare(count: int | None) -> tuple[list[str], bool]:
-    """Makes the logical devices.
-
-    Args:
-      count: how many towers; None for every GPU, or :data:`CPU_TOWERS` where there is none.
+    """Makes the devices of ``count`` towers; None for every GPU, else :data:`CPU_TOWERS`.
 
     Returns:
       The towers' devices, and whether they share one physical device: logical devices of a CPU, or
