@@ -1,8 +1,8 @@
 """Every private TensorFlow name that the package uses, by subject.
 
 Goes in: the installed TensorFlow.  Comes out: what the modules below export, for the rest of the
-package, which imports nothing of ``tensorflow.python`` itself.  :data:`PRIVATE_NAMES` says of each
-name where it stands upstream and what it is for that no public name does;
+package, which imports nothing of ``tensorflow.python`` itself.  Their :data:`PRIVATE_NAMES` say
+where names stand upstream (``module:names``) and what for no public name does;
 ``tests/_tensorflow/tensorflow_names_test.py`` looks each up, so that a TensorFlow release that
 moves one fails loudly and here.
 """
@@ -46,7 +46,8 @@ from towerstrategy._tensorflow.wrapping import Place as Place, owner_name as own
 # The functions of TensorFlow that the package replaces.
 PLACES = (losses.AVERAGE, losses.REGULARIZATION, seeds.KEYS, functions.RECORD, machines.CAPTURE)
 PRIVATE_NAMES = {
-    f"tensorflow.{name}": why for module in (
+    f"tensorflow.{place}:{name}": why for module in (
         compiling, data, devices, ends, errors, functions, graphs, importing, losses, machines,
         partitioning, seeds, strategies, threads, values, variables)
-    for name, why in module.PRIVATE_NAMES.items()}
+    for entry, why in module.PRIVATE_NAMES.items()
+    for place, _, names in [entry.partition(":")] for name in names.split()}

@@ -13,7 +13,8 @@ __all__ = ("compile_by_xla", "has_xla_kernel", "line_of")
 PRIVATE_NAMES = {
     "python.framework.kernels:get_registered_kernels_for_op":
         "which operations XLA has, by dtype; publicly only trying tells",
-    "python.framework.ops:Graph._add_function_recursive": "makes a function callable in a graph",
+    "python.framework.ops:Graph._add_function_recursive Graph._get_function":
+        "makes a function of one graph callable in another",
     "python.framework.ops:Operation._set_attr":
         "marks an operation for XLA that is there; jit_scope marks those that are made within",
     "python.framework.ops:Operation._remove_all_control_inputs": "frees an operation from waiting",

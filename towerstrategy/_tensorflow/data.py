@@ -13,17 +13,14 @@ from tensorflow.python.trackable import base as trackable
 __all__ = ("OwnedIterator", "Trackable", "loop_over", "map_in_place", "over_devices",
     "read_profile")
 PRIVATE_NAMES = {
-    "python.autograph.operators.control_flow:for_loop_registry":
-        "what `for` in a tf.function goes over, by type; no public registry",
-    "python.autograph.operators.control_flow:_tf_iterator_for_stmt":
-        "the `for` over any iterator of tf.distribute's",
+    "python.autograph.operators.control_flow:for_loop_registry _tf_iterator_for_stmt":
+        "what `for` in a tf.function goes over, by type, and how; no public registry",
     "python.data.ops.iterator_ops:OwnedIterator": "what iter(dataset) makes",
     "python.data.ops.map_op:_MapDataset":
         "Dataset.map that runs its function in the caller's thread: 10 us an element and not 100",
-    "python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator":
+    "python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator _PerDeviceGenerator "
+    "_create_device_dataset":
         "elements ready on several devices; tf.data.experimental.prefetch_to_device knows one",
-    "python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator": "its part for a device",
-    "python.data.ops.multi_device_iterator_ops:_create_device_dataset": "the same with a buffer",
     "python.trackable.base:Trackable": "what a checkpoint takes",
     "tsl.profiler.protobuf.xplane_pb2:XSpace": "what the profiler writes; no public reader",
 }

@@ -9,9 +9,9 @@ __all__ = ("current_device", "memory_limits")
 PRIVATE_NAMES = {
     "python.client.device_lib:list_local_devices":
         "the memory limit of each GPU; tf.config tells of memory in use alone",
+    "python.eager.context:Context.config": "which GPUs are visible, and how they are divided",
     "python.eager.context:Context.device_name":
         "the tf.device around eager code, without making a tensor",
-    "python.eager.context:Context.config": "which GPUs are visible, and how they are divided",
 }
 
 

@@ -35,8 +35,8 @@ PRIVATE_NAMES = {
         "whether the function that is being traced will be compiled",
     "python.autograph.impl.api:tf_convert": "keeps autograph on in the replica function",
     "python.autograph.core.ag_ctx:control_status_ctx": "its argument",
-    "python.autograph.core.config:CONVERSION_RULES": "packages that autograph leaves alone",
-    "python.autograph.core.config:DoNotConvert": "an entry of that list",
+    "python.autograph.core.config:CONVERSION_RULES DoNotConvert":
+        "packages that autograph leaves alone",
     "python.eager.polymorphic_function.polymorphic_function:Function":
         "the class of what tf.function returns",
     "python.framework.func_graph:FuncGraph.function_captures":
@@ -45,19 +45,17 @@ PRIVATE_NAMES = {
     "python.ops.control_flow_v2_func_graphs:ControlFlowFuncGraph":
         "tells a branch or a loop's body, traced anew each time, from a function, which is kept",
     "python.framework.auto_control_deps_utils:RESOURCE_READ_OPS": "operations that write none",
-    "python.eager.record:record_operation": "tells tapes of a gradient in Python",
+    "python.eager.record:record_operation could_possibly_record stop_recording":
+        "what gradient tapes see, and whether there are any",
     "python.eager.context:FunctionCallOptions": "the graph optimizer's options for a call",
     "python.eager.polymorphic_function.atomic_function:AtomicFunction._cached_graph":
         "a function's Python graph, kept although TensorFlow has the function",
-    "python.eager.polymorphic_function.concrete_function:"
-    "ConcreteFunction._get_gradient_function": "the gradient of a call, from the definition",
+    "python.eager.polymorphic_function.concrete_function:ConcreteFunction._get_gradient_function":
+        "the gradient of a call, from the definition",
     "python.framework.ops:Graph._variable_creator_stack":
         "who makes variables: a tf.function that makes some is traced twice, so the caller's "
         "function has to be the one",
     "python.framework.func_graph:dismantle_func_graph": "frees a graph, full of cycles, at once",
-    "python.framework.ops:Graph._get_function": "the function that an operation calls",
-    "python.eager.record:could_possibly_record": "whether any gradient tape is active",
-    "python.eager.record:stop_recording": "keeps tapes from seeing bookkeeping",
 }
 
 RECORD = wrapping.Place(

@@ -16,8 +16,8 @@ PRIVATE_NAMES = {
         "which operations TensorFlow keeps in the order that they were made in",
     "python.framework.auto_control_deps_utils:get_read_write_resource_inputs":
         "which resources an operation writes, as TensorFlow's own ordering asks",
-    "python.framework.ops:Operation._set_device": "places an operation that is there",
-    "python.framework.ops:Operation._update_input": "gives an operation another input",
+    "python.framework.ops:Operation._set_device Operation._update_input Operation."
+    "_add_control_input Graph._current_control_dependencies": "edits a graph that is there",
     "python.ops.handle_data_util:copy_handle_data": "copies a resource's shape and dtype",
 }
 

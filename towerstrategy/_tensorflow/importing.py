@@ -17,24 +17,16 @@ from tensorflow.python.framework import c_api_util
 
 __all__ = ("import_nodes",)
 PRIVATE_NAMES = {
-    "python.client.pywrap_tf_session:TF_DeleteBuffer": "frees a GraphDef",
-    "python.client.pywrap_tf_session:TF_GraphImportGraphDefWithResults":
+    "python.client.pywrap_tf_session:TF_NewBufferFromString TF_DeleteBuffer "
+    "TF_GraphImportGraphDefWithResults TF_ImportGraphDefOptionsAddInputMapping "
+    "TF_ImportGraphDefOptionsAddReturnOperation TF_ImportGraphDefOptionsSetUniquifyNames "
+    "TF_ImportGraphDefResultsReturnOperations":
         "imports as tf.graph_util.import_graph_def does, and keeps the nodes' devices",
-    "python.client.pywrap_tf_session:TF_ImportGraphDefOptionsAddInputMapping":
-        "says which tensor of the graph a node takes",
-    "python.client.pywrap_tf_session:TF_ImportGraphDefOptionsAddReturnOperation":
-        "asks for the operation that a node became",
-    "python.client.pywrap_tf_session:TF_ImportGraphDefOptionsSetUniquifyNames":
-        "lets it have another name where there is one of its name",
-    "python.client.pywrap_tf_session:TF_ImportGraphDefResultsReturnOperations": "gives it",
-    "python.client.pywrap_tf_session:TF_NewBufferFromString": "holds a GraphDef",
-    "python.framework.c_api_util:ScopedTFImportGraphDefOptions": "its options",
-    "python.framework.c_api_util:ScopedTFImportGraphDefResults": "frees its results",
-    "python.framework.ops:Graph._add_new_tf_operations": "makes the Python operations",
-    "python.framework.ops:Graph._c_graph": "the graph that it imports into",
-    "python.framework.ops:Graph._get_operation_by_tf_operation": "an imported one's operation",
-    "python.framework.ops:Graph._mutation_lock": "keeps sessions out meanwhile",
-    "python.framework.ops:SymbolicTensor._as_tf_output": "what TensorFlow calls a tensor",
+    "python.framework.c_api_util:ScopedTFImportGraphDefOptions ScopedTFImportGraphDefResults":
+        "its options and results",
+    "python.framework.ops:Graph._add_new_tf_operations Graph._c_graph Graph._mutation_lock "
+    "Graph._get_operation_by_tf_operation SymbolicTensor._as_tf_output":
+        "the Python graph, operations and tensors of imported ones",
 }
 
 

@@ -12,10 +12,8 @@ from towerstrategy._tensorflow import wrapping
 
 __all__ = ("wrap_losses",)
 PRIVATE_NAMES = {
-    "python.ops.nn_impl_distribute:compute_average_loss":
-        "tf.nn.compute_average_loss, which takes all replicas to have as many rows",
-    "python.ops.nn_impl_distribute:scale_regularization_loss":
-        "tf.nn.scale_regularization_loss, which counts a replica without rows",
+    "python.ops.nn_impl_distribute:compute_average_loss scale_regularization_loss":
+        "those of tf.nn, which take all replicas to have as many rows, and to have some",
 }
 _PLACES = (nn_impl_distribute, tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
 AVERAGE = wrapping.Place(

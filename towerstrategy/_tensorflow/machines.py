@@ -22,24 +22,20 @@ from towerstrategy._tensorflow.strategies import Options
 __all__ = ("all_gather", "ask_worker", "call_once", "collective_launcher", "end_collectives",
     "hand_keys_to_branches", "start_worker")
 PRIVATE_NAMES = {
-    "python.distribute.cross_device_utils:CollectiveKeys": "numbers collective ops",
-    "python.distribute.cross_device_utils:CollectiveReplicaLauncher":
+    "python.distribute.cross_device_utils:CollectiveKeys CollectiveReplicaLauncher "
+    "CollectiveReplicaLauncher._next_instance_key":
         "makes collective ops as MultiWorkerMirroredStrategy does: in one order on every worker, "
         "with a new key for each call of a tf.function",
     "python.distribute.cross_device_utils:CollectiveReplicaLauncher._all_gather":
         "a gather in eager code too, without the padding of all_gather",
-    "python.distribute.cross_device_utils:CollectiveReplicaLauncher._next_instance_key":
-        "keys of collective ops in a branch that calls a function",
-    "python.framework.func_graph:FuncGraph.outer_graph": "the functions around an operation",
-    "python.framework.func_graph:FuncGraph": "the same",
+    "python.framework.func_graph:FuncGraph FuncGraph.outer_graph":
+        "the functions around an operation",
     "python.ops.control_flow_util_v2:CondBranchFuncGraph":
         "a branch, which does not hand on what is asked for when it is called",
-    "python.eager.context:Context.configure_collective_ops":
+    "python.eager.context:Context.configure_collective_ops Context.enable_collective_ops":
         "makes this process a worker, as CollectiveAllReduceExtended._initialize_multi_worker does",
-    "python.eager.context:Context.enable_collective_ops": "starts its server",
-    "python.eager.context:Context.check_collective_ops_peer_health":
+    "python.eager.context:Context.check_collective_ops_peer_health Context.abort_collective_ops":
         "asks whether another worker answers, as CollectiveAllReduceExtended._check_health does",
-    "python.eager.context:Context.abort_collective_ops": "ends what waits for one that does not",
 }
 
 CAPTURE = wrapping.Place(

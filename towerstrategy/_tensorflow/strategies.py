@@ -18,12 +18,9 @@ PRIVATE_NAMES = {
         "tf.distribute.experimental.CommunicationOptions, whose public name is an alias",
     "python.distribute.distribute_lib:UpdateContext":
         "tells TensorFlow's variables that StrategyExtended.update runs",
-    "python.distribute.distribute_lib:_CrossReplicaThreadMode":
-        "the cross-replica context that merge_call enters; only scope() is public",
-    "python.distribute.distribute_lib:_get_default_replica_mode":
-        "the context of a program without a strategy",
-    "python.distribute.distribute_lib:_push_per_thread_mode": "enters a context",
-    "python.distribute.distribute_lib:_pop_per_thread_mode": "leaves it",
+    "python.distribute.distribute_lib:_CrossReplicaThreadMode _get_default_replica_mode "
+    "_push_per_thread_mode _pop_per_thread_mode":
+        "the cross-replica context that merge_call enters, and none; only scope() is public",
     "python.distribute.distribute_lib:StrategyExtendedV1":
         "has read_var, update_non_slot and call_for_each_replica, as MirroredStrategy has; "
         "tf.distribute.StrategyExtended (V2) lacks them",

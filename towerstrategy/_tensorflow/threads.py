@@ -15,11 +15,8 @@ from tensorflow.python.ops import (
 __all__ = ("ThreadState", "eager_if")
 PRIVATE_NAMES = {
     "python.ops.summary_ops_v2:_summary_state": "per-thread summary state",
-    "python.ops.variable_scope:get_variable_scope": "the v1 variable scope of a thread",
-    "python.ops.variable_scope:variable_scope": "enters it in another",
-    "python.eager.context:context": "per-thread eager state",
-    "python.eager.context:eager_mode": "eager mode within a tower's thread",
-    "python.eager.context:ensure_initialized": "starts TensorFlow before threads do",
+    "python.ops.variable_scope:get_variable_scope variable_scope": "per-thread v1 variable scope",
+    "python.eager.context:context eager_mode ensure_initialized": "per-thread eager state",
 }
 
 

@@ -19,15 +19,10 @@ __all__ = ("CompositeTensor", "Mirrored", "NoneTensorSpec", "PerReplica", "PerRe
     "ReduceOp", "flatten_with_paths", "is_eager", "regroup", "select_replica", "update_regroup",
     "value_container")
 PRIVATE_NAMES = {
-    "python.distribute.distribute_utils:regroup":
+    "python.distribute.distribute_utils:regroup select_replica update_regroup value_container":
         "groups per-tower results exactly as TensorFlow groups them",
-    "python.distribute.distribute_utils:select_replica": "its inverse",
-    "python.distribute.distribute_utils:update_regroup": "what extended.update returns",
-    "python.distribute.distribute_utils:value_container": "extended.value_container",
-    "python.distribute.values:PerReplica":
-        "the concrete class behind tf.types.experimental.distributed.PerReplica",
-    "python.distribute.values:PerReplicaSpec": "its type spec",
-    "python.distribute.values:Mirrored": "a value that is the same on several devices",
+    "python.distribute.values:Mirrored PerReplica PerReplicaSpec":
+        "the classes behind tf.types.experimental.distributed's",
     "python.framework.composite_tensor:CompositeTensor": "base of ragged and sparse values",
     "python.framework.none_tensor:NoneTensorSpec":
         "the spec of an absent component; tf.NoneTensorSpec is not there in every release",

@@ -27,24 +27,20 @@ PRIVATE_NAMES = {
         "tells gradient tapes and functions that a variable is read; they watch its handle",
     "python.distribute.shared_variable_creator:make_fn":
         "lets towers 1.. find the variables that tower 0 made",
-    "python.distribute.values:DistributedVariable": "base of SyncOnReadVariable",
-    "python.distribute.values:SyncOnReadVariable":
+    "python.distribute.values:DistributedVariable SyncOnReadVariable _SyncOnReadSaveable":
         "TensorFlow's own tower-local variable; checkpoints and SavedModel know it",
-    "python.distribute.values:_SyncOnReadSaveable": "writes it to a checkpoint, and reads it",
     "python.distribute.values_util:is_saving_non_distributed":
         "asks whether a SavedModel is being written",
     "python.eager.context:anonymous_name":
         "names a variable that lives as long as somebody has its handle, also in a graph",
-    "python.ops.resource_variable_ops:ResourceVariable": "the class of tf.Variable's instances",
-    "python.ops.resource_variable_ops:BaseResourceVariable":
-        "its base, and that of variables made while a tf.function is traced",
+    "python.ops.resource_variable_ops:BaseResourceVariable ResourceVariable _UnreadVariable":
+        "the classes of tf.Variable's instances, and of what an assign in a function returns",
     "python.ops.variable_scope:variable_creator_scope":
         "tf.variable_creator_scope without its deprecation of stacked graphs",
     "python.trackable.base:CheckpointInitialValue":
         "an initial value that a checkpoint gives to a variable made after it was restored",
     "python.trackable.base:Trackable._maybe_initialize_trackable":
         "sets the attributes that share_dependencies gives a second handle on a model",
-    "python.ops.resource_variable_ops:_UnreadVariable": "what an assign in a function returns",
 }
 
 ResourceVariable = resource_variable_ops.ResourceVariable
