@@ -302,18 +302,18 @@ def check_batched(dataset: Any) -> None:
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError("dataset must be a tf.data.Dataset, but got "
                         f"{dataset!r} of type {type(dataset).__name__}.")
-    for path, leaf in zip(*splitting.named_leaves(dataset.element_spec)):
-        shape = getattr(leaf, "shape", None)
-        if shape is not None and shape.rank == 0:
+    named = [(path, leaf) for path, leaf in zip(*splitting.named_leaves(dataset.element_spec))
+             if hasattr(leaf, "shape")]
+    for path, leaf in named:
+        if leaf.shape.rank == 0:
             what = f"{splitting.called(path)} of its elements is a scalar" if path else (
                 "its elements are scalars")
             raise ValueError(
                 f"the dataset is not batched: {what} ({leaf!r}), so there are no rows to split "
                 "over the towers. Call dataset.batch(global_batch_size) first.")
-    named = splitting.named_leaves(dataset.element_spec)
     splitting.check_known(
-        {path: leaf.shape[0] for path, leaf in zip(*named)
-         if getattr(leaf, "shape", None) and leaf.shape[0] is not None},
+        {path: leaf.shape[0] for path, leaf in named
+         if leaf.shape and leaf.shape[0] is not None},
         " If these are single examples, the dataset is not batched: call "
         "dataset.batch(global_batch_size) first.")
 

@@ -184,21 +184,12 @@ def no_rows(spec: tf.TypeSpec) -> Any:
     if isinstance(spec, tf.RaggedTensorSpec):
         inner = [size or 0 for size in spec.shape.as_list()[1:]]
         flat = tf.zeros([0] + inner[spec.ragged_rank:], spec.dtype)
-        rt: Any = flat
-        for _ in range(spec.ragged_rank):
-            rt = tf.RaggedTensor.from_row_splits(rt, tf.zeros([1], spec.row_splits_dtype))
-        return rt
+        splits = [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank
+        return tf.RaggedTensor.from_nested_row_splits(flat, splits)
+    if not isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) or not spec.shape.rank:
+        return tf.zeros([], getattr(spec, "dtype", tf.float32))
+    shape = [0, *(1 if size is None else size for size in spec.shape.as_list()[1:])]
     if isinstance(spec, tf.SparseTensorSpec):
-        shape = _of_no_rows(spec.shape)
         nowhere = np.zeros([0, len(shape)], np.int64)
         return tf.SparseTensor(nowhere, tf.zeros([0], spec.dtype), shape)
-    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
-        return tf.zeros([], getattr(spec, "dtype", tf.float32))
-    shape = _of_no_rows(spec.shape)
-    if spec.dtype == tf.string:
-        return tf.fill(shape, "")
     return tf.zeros(shape, spec.dtype)
-
-
-def _of_no_rows(shape: tf.TensorShape) -> list[int]:
-    return [0, *(1 if size is None else size for size in shape.as_list()[1:])]
