@@ -69,10 +69,8 @@ class Elsewhere(held.Held):
 def restore(callback: Any, load: Callable[[], None], held: Callable[[], list[tf.Variable]]) -> None:
     """Loads a ``BackupAndRestore``'s backup on the chief and gives it to the other machines.
 
-    Args:
-      callback: the callback.
-      load: what Keras does: sets the model's weights, and ``_initial_epoch``.
-      held: the TensorFlow variables of the model and its optimizer, which is built by then.
+    ``load`` is what Keras does: sets the model's weights and ``_initial_epoch``; ``held`` are the
+    TensorFlow variables of the model and its optimizer, which is built by then.
     """
     workers: Any = workers_of(callback)
     model = callback.model

@@ -116,9 +116,3 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
             return apply(summed)
 
     return tower.merge_call(merged, args=tuple(gradients))
-
-
-def apart(grads_and_vars: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Gradients and variables of pairs of them, of which there may be none."""
-    pairs = tuple(grads_and_vars)
-    return tuple(gradient for gradient, _ in pairs), tuple(target for _, target in pairs)

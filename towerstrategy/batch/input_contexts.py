@@ -21,7 +21,7 @@ class TowerInputContext(tf.distribute.InputContext):
       pipeline: this one's number.
       towers: the numbers of the towers that it feeds, among those of all machines.
       replicas: how many towers there are, on all machines.
-      units: the shares of all towers, see :func:`rows.units_of`.
+      units: the shares of all of them, see :func:`rows.units_of`.
 
     Attributes:
       shares: of each tower that this pipeline feeds, its part of a global batch; with two towers,

@@ -293,7 +293,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
         or ``PerReplica`` values where elements are no batches.
       workers: their collectives.
       ready: how many elements the pipeline holds ready.
-      length: elements in one pass.
+      length: its ``cardinality``; unknown where workers may have others.
       mapped: see :class:`datasets.TowerDataset`.
     """
 
@@ -306,10 +306,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
     def element_spec(self) -> Nest:
         return _packed_spec(self._spec, self.dataset.element_spec, self._workers)
 
-    @property
-    def cardinality(self) -> Any:
-        """Steps in one pass, as ``tf.data`` counts them; unknown where workers may have others."""
-        return self._length
+    cardinality = property(lambda self: self._length)
 
     def __len__(self) -> int:
         if int(self._length) < 0:

@@ -30,6 +30,7 @@ class Events:
     def __init__(self, folder: str | os.PathLike[str], first_tower: int) -> None:
         self._folder = os.fspath(folder)
         self._first = first_tower
+        self._step = f"step_from_tower_{first_tower}" if first_tower else "step"
         self._writers: dict[str, Any] = {}
 
     def write(self, epoch: tower_report.Epoch) -> None:
@@ -65,10 +66,6 @@ class Events:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
-
-    @property
-    def _step(self) -> str:
-        return f"step_from_tower_{self._first}" if self._first else "step"
 
     def _scalar(self, run: str, tag: str, value: float | None, number: int) -> None:
         if value is not None:

@@ -193,10 +193,7 @@ def _has_fixed_rows(model: Any) -> bool:
 
 
 def _batch_spec(element_spec: Any, fixed_rows: bool) -> Any:
-    """Shapes and dtypes of a batch, from the spec of its sub-batches.
-
-    Its rows are left open, or with ``fixed_rows`` are those of all towers.
-    """
+    """Shapes and dtypes of a batch, from the spec of its sub-batches, with open or fixed rows."""
 
     def whole(spec: Any) -> Any:
         if isinstance(spec, (_tf.NoneTensorSpec, tf.OptionalSpec)):

@@ -153,12 +153,7 @@ def result_bytes(node: Any) -> tuple[int, int | None]:
 
 
 def call_of(node: Any, instead: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """What a call is given, args and kwargs.
-
-    Args:
-      node: the call's.
-      instead: gives what to take in place of a tensor that is not known yet.
-    """
+    """The args and kwargs of a node's call, with ``instead(tensor)`` for tensors not known yet."""
     def known(value: Any) -> Any:
         return instead(value) if isinstance(value, keras_tensor.KerasTensor) else value
 

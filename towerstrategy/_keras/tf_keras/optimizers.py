@@ -48,10 +48,11 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
             adopting.take_optimizer(strategy, self, names)
         if tower is None:
             return original(self, grads_and_vars, *args, **kwargs)
-        grads, targets = optimizers_rules.apart(grads_and_vars)
-        homes = [getattr(target, "_variable", target) for target in targets]
+        grads_and_vars = list(grads_and_vars)
+        targets = [target for _, target in grads_and_vars]
         return optimizers_rules.merge_then(
-            tower, grads, homes,
+            tower, [gradient for gradient, _ in grads_and_vars],
+            [getattr(target, "_variable", target) for target in targets],
             lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs),
             _are_merged(original, args, kwargs))
 

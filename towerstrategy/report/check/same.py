@@ -120,11 +120,7 @@ def jobs(devices: Sequence[str]) -> list[Job]:
 
 
 class Comparison:
-    """Trains each network on one device once, and compares with it what the towers get.
-
-    Args:
-      devices: the towers'.
-    """
+    """Trains each network on one device once, and compares what towers on ``devices`` get."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._devices = list(devices)
