@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import iterators, layouts, taking
+from towerstrategy.batch import iterators, layouts, sub_batches, taking
 from towerstrategy.batch.rows import Nest
 
 
@@ -51,27 +51,18 @@ def threads() -> int:
             or (int(asked) if asked.isdigit() else 0) or cores or 1)
 
 
-class PrefetchedSpec(tf.TypeSpec):
+class PrefetchedSpec(sub_batches.HashedOnce, tf.TypeSpec):
     """The type spec of :class:`PrefetchedIterator`."""
 
-    __slots__ = ["_layout", "_streams", "_once", "_kept_hash"]
     value_type = property(lambda _: PrefetchedIterator)
 
     def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any,
                  once: bool = False) -> None:
         self._layout, self._streams, self._once = layouts.Layout(spec, owners), streams, once
-        self._kept_hash: int | None = None
 
     def _serialize(self) -> tuple[Any, ...]:
         return self._layout.spec, self._layout.owners, self._streams, self._once
 
-    def __hash__(self) -> int:
-        # Each call of a tf.function hashes its arguments' specs some times over.
-        if self._kept_hash is None:
-            self._kept_hash = super().__hash__()
-        return self._kept_hash
-
-    __eq__ = tf.TypeSpec.__eq__
     _component_specs = property(lambda self: [self._streams, tf.TensorSpec([], tf.resource)])
 
     def _to_components(self, value: PrefetchedIterator) -> list[Any]:

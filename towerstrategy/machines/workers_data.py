@@ -140,7 +140,6 @@ class WorkersIterator(_agreeing(iterators.TowerIterator)):  # type: ignore[misc]
 class PrefetchedWorkersSpec(prefetching.PrefetchedSpec):
     """The type spec of :class:`PrefetchedWorkersIterator`."""
 
-    __slots__ = ["_packed", "_number"]
     value_type = property(lambda _: PrefetchedWorkersIterator)
 
     def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any, once: bool, packed: Nest,
@@ -150,9 +149,6 @@ class PrefetchedWorkersSpec(prefetching.PrefetchedSpec):
 
     def _serialize(self) -> tuple[Any, ...]:
         return (*super()._serialize(), self._packed, self._number)
-
-    __hash__ = prefetching.PrefetchedSpec.__hash__
-    __eq__ = prefetching.PrefetchedSpec.__eq__
 
     def _from_components(self, components: Sequence[Any]) -> PrefetchedWorkersIterator:
         iterator = super()._from_components(components)
