@@ -7,13 +7,13 @@ Python's own loops where they see no end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import rows as rows_lib, sub_batches
+from towerstrategy.batch import sub_batches
 from towerstrategy.batch.rows import Nest
 
 # Nobody unrolls so many steps into one graph on purpose.
@@ -101,24 +101,3 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator, Steps)
 
     def get_next(self) -> Nest:
         return self._opened(_tf.OwnedIterator.get_next(self))
-
-
-def onto_devices(element: Nest, devices: Sequence[str]) -> Nest:
-    """``element`` with each tower's part on its device; as it is where no devices are given."""
-    if not devices:
-        return element
-
-    def moved(part: Any, device: str) -> Any:
-        with tf.device(device):
-            return tf.nest.map_structure(tf.identity, part, expand_composites=True)
-
-    def each(leaf: Any) -> Any:
-        if not isinstance(leaf, _tf.PerReplica):
-            alone = len(devices) == 1 and rows_lib.has_rows(leaf)
-            return moved(leaf, devices[0]) if alone else leaf
-        parts = [moved(part, device) for part, device in zip(leaf.values, devices)]
-        if isinstance(leaf, sub_batches.CountedSubBatches):
-            return sub_batches.CountedSubBatches(parts, leaf.rows)
-        return type(leaf)(parts)
-
-    return tf.nest.map_structure(each, element)

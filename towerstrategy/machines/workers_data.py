@@ -33,24 +33,21 @@ class WorkersIteratorSpec(tf.data.IteratorSpec):
       flat: the specs of what the pipeline gives: ``(there, rows, leaves)``.
       packed: the nest of specs of an element as the pipeline's end knew it.
       number: of the :class:`meeting.Machines`.
-      devices: where the towers' parts are put.
     """
 
-    __slots__ = ["_packed", "_number", "_devices"]
+    __slots__ = ["_packed", "_number"]
     value_type = property(lambda _: WorkersIterator)
 
-    def __init__(self, flat: Any, packed: Nest, number: int, devices: tuple[str, ...]) -> None:
+    def __init__(self, flat: Any, packed: Nest, number: int) -> None:
         super().__init__(flat)
-        self._packed, self._number, self._devices = packed, number, devices
+        self._packed, self._number = packed, number
 
     def _serialize(self) -> tuple[Any, ...]:
-        return self._element_spec, self._packed, self._number, self._devices
+        return self._element_spec, self._packed, self._number
 
     def _from_components(self, components: Any) -> WorkersIterator:
-        iterator = super()._from_components(components)
-        iterator = _become(iterator, WorkersIterator, self._packed, meeting.numbered(self._number))
-        iterator._devices = self._devices
-        return iterator
+        return _become(super()._from_components(components), WorkersIterator, self._packed,
+                       meeting.numbered(self._number))
 
 
 def _agreeing(base: Any) -> Any:
@@ -76,7 +73,7 @@ def _agreeing(base: Any) -> Any:
                 ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
                 with tf.control_dependencies([ended]):
                     leaves = self._copied(leaves)
-            return self._opened(self._onto_devices(self._element(leaves, rows)))
+            return self._opened(self._element(leaves, rows))
 
         def get_next_as_optional(self) -> tf.experimental.Optional:
             there, rows, leaves = self._agreed()
@@ -112,29 +109,20 @@ def _agreeing(base: Any) -> Any:
         def _copied(self, leaves: Any) -> Any:
             return tf.nest.map_structure(tf.identity, leaves, expand_composites=True)
 
-        def _onto_devices(self, element: Nest) -> Nest:
-            return element
-
     return Agreeing
 
 
 class WorkersIterator(_agreeing(iterators.TowerIterator)):  # type: ignore[misc]
-    """Iterates over a :class:`WorkersDataset`; parts are put on devices in the step, if at all."""
-
-    _devices: Sequence[str]
+    """Iterates over a :class:`WorkersDataset`, whose elements are on the host."""
 
     _flat_spec = property(lambda self: self._element_spec)
 
     def _taken(self) -> Any:
         return _tf.OwnedIterator.get_next(self)
 
-    def _onto_devices(self, element: Nest) -> Nest:
-        return iterators.onto_devices(element, self._devices)
-
     @property
     def _type_spec(self) -> WorkersIteratorSpec:
-        return WorkersIteratorSpec(self._element_spec, self._packed, self._workers.number,
-                                   tuple(self._devices))
+        return WorkersIteratorSpec(self._element_spec, self._packed, self._workers.number)
 
 
 class PrefetchedWorkersSpec(prefetching.PrefetchedSpec):
@@ -151,9 +139,8 @@ class PrefetchedWorkersSpec(prefetching.PrefetchedSpec):
         return (*super()._serialize(), self._packed, self._number)
 
     def _from_components(self, components: Sequence[Any]) -> PrefetchedWorkersIterator:
-        iterator = super()._from_components(components)
-        return _become(iterator, PrefetchedWorkersIterator, self._packed,
-                       meeting.numbered(self._number))
+        return _become(super()._from_components(components), PrefetchedWorkersIterator,
+                       self._packed, meeting.numbered(self._number))
 
 
 class PrefetchedWorkersIterator(
@@ -331,9 +318,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
         iterator = super()._iterator(follow)
         if isinstance(iterator, prefetching.PrefetchedIterator):
             return _become(iterator, PrefetchedWorkersIterator, self._spec, self._workers)
-        iterator = _become(iterator, WorkersIterator, self._spec, self._workers)
-        iterator._devices = self._fetch.devices
-        return iterator
+        return _become(iterator, WorkersIterator, self._spec, self._workers)
 
     def _endless(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Elements ``(there, rows, values)``; after the data, without end, such with no rows."""
