@@ -79,11 +79,9 @@ def as_batch(grouped: Nest) -> Nest:
                 lengths[id(leaf)] = rows
     if len(set(lengths.values())) != 1:
         return grouped
-    return tf.nest.map_structure(
-        lambda leaf: sub_batches.SubBatches([
-            part if rows_lib.has_rows(part) else tf.convert_to_tensor(part)
-                                 for part in leaf.values]) if id(leaf) in lengths else leaf,
-        grouped)
+    return tf.nest.map_structure(lambda leaf: leaf if id(leaf) not in lengths else (
+        sub_batches.SubBatches([part if rows_lib.has_rows(part) else tf.convert_to_tensor(part)
+                                for part in leaf.values])), grouped)
 
 
 def named_leaves(batch: Nest) -> tuple[list[str], list[Any]]:

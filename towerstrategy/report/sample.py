@@ -216,13 +216,13 @@ class _Times:
     def add_operations(self, plane: Any) -> None:
         """Adds what ran on the host."""
         names = {key: metadata.name for key, metadata in plane.event_metadata.items()}
-        spans = {key: self._span(name) for key, name in names.items() if ":" not in name}
-        spans = {key: parts for key, parts in spans.items() if parts}
+        spans = {key: found for key, name in names.items()
+                 if ":" not in name and (found := self._span(name))}
         waits = {key for key, name in names.items() if _GET_NEXT.search(name)}
         windows = {key for key, name in names.items() if name == _WINDOW}
         eager = {key for key, name in names.items() if name == _EAGER} if spans else set()
-        parts = {key: self._parts(name) for key, name in names.items() if ":" in name}
-        parts = {key: found for key, found in parts.items() if found}
+        parts = {key: found for key, name in names.items()
+                 if ":" in name and (found := self._parts(name))}
         for line in plane.lines:
             # All operations are the only tower's, but for those of the input pipeline.
             mine = {} if self._alone and line.name.startswith("tf_data") else parts

@@ -272,22 +272,19 @@ class TowerReport(Callback):
     def _draw(self) -> bool:
         """Draws what there is; whether that worked."""
         with quiet.harmless("draw its picture"):
-            self._draw_picture()
+            shown = self._events if importlib.util.find_spec("matplotlib") else None
+            if self.picture is None and shown is None:
+                return True
+            start = time.perf_counter()
+            png = picture_lib.draw(self.epochs)
+            if png is not None and self.picture is not None:
+                pathlib.Path(self.picture).write_bytes(png)
+            if png is not None and shown is not None:
+                shown.show(png, self.epochs[-1].number)
+            self._picture_cost = time.perf_counter() - start
+            self._pictures_cost += self._picture_cost
             return True
         return False
-
-    def _draw_picture(self) -> None:
-        shown = self._events is not None and importlib.util.find_spec("matplotlib") is not None
-        if self.picture is None and not shown:
-            return
-        start = time.perf_counter()
-        png = picture_lib.draw(self.epochs)
-        if png is not None and self.picture is not None:
-            pathlib.Path(self.picture).write_bytes(png)
-        if png is not None and shown and self._events is not None:
-            self._events.show(png, self.epochs[-1].number)
-        self._picture_cost = time.perf_counter() - start
-        self._pictures_cost += self._picture_cost
 
 
 def _check(picture: Any, log_dir: Any, most: Any, print_fn: Any) -> None:
