@@ -287,7 +287,7 @@ class OptionsTest(parameterized.TestCase):
         options = InputOptions(experimental_per_replica_buffer_size=5)
         distributed = strategy.experimental_distribute_dataset(batches(4, 4), options)
         self.assertEqual(read(strategy, distributed), [[[0, 1], [2, 3]]])
-        self.assertEqual(plain(distributed._dataset._buffer_size), 5)
+        self.assertEqual(plain(distributed.dataset._buffer_size), 5)
 
     def test_refused(self):
         """Else an option that has no effect is taken in silence."""

@@ -12,7 +12,7 @@ class DealTest(parameterized.TestCase):
     @parameterized.product(rows=[0, 1, 2, 3, 7, 8, 9, 100], towers=[1, 2, 3, 5, 8])
     def test_deals_all_rows_in_order_within_one(self, rows, towers):
         """Else rows are lost, doubled, or one tower works while the others wait."""
-        starts, sizes = rows_lib.deal(rows, towers)
+        starts, sizes = rows_lib.split_rows(rows, towers)
         self.assertEqual(sum(sizes), rows)
         self.assertLessEqual(max(sizes) - min(sizes), 1)
         self.assertEqual(sizes, sorted(sizes, reverse=True))
@@ -21,8 +21,8 @@ class DealTest(parameterized.TestCase):
     @parameterized.product(rows=[0, 1, 5, 8])
     def test_tensors_deal_as_ints(self, rows):
         """Else a pipeline splits differently from eager code."""
-        starts, sizes = rows_lib.deal(tf.constant(rows, tf.int64), 4)
-        wanted = rows_lib.deal(rows, 4)
+        starts, sizes = rows_lib.split_rows(tf.constant(rows, tf.int64), 4)
+        wanted = rows_lib.split_rows(rows, 4)
         self.assertEqual(([int(s) for s in starts], [int(s) for s in sizes]), wanted)
 
 
@@ -67,7 +67,7 @@ class SplitBatchTest(parameterized.TestCase):
         for name, component in dealt.items():
             self.assertEqual(whole(component), original(batch[name]), name)
             self.assertEqual([int(count) for count in sub_batches.row_counts(component)],
-                             rows_lib.deal(rows, towers)[1], name)
+                             rows_lib.split_rows(rows, towers)[1], name)
 
     @parameterized.product(rows=[1, 3, 8], towers=[1, 2, 5])
     def test_pipeline_splits_as_eager_code(self, rows, towers):
@@ -82,7 +82,7 @@ class SplitBatchTest(parameterized.TestCase):
                 continue
             self.assertEqual(whole(element[name]), whole(wanted[name]), name)
             self.assertEqual([int(count) for count in sub_batches.row_counts(element[name])],
-                             rows_lib.deal(rows, towers)[1], name)
+                             rows_lib.split_rows(rows, towers)[1], name)
 
     @parameterized.product(rows=[0, 1, 2, 3, 6])
     def test_rows_known_while_running(self, rows):
@@ -92,7 +92,7 @@ class SplitBatchTest(parameterized.TestCase):
         component = dealt(tf.range(rows))
         self.assertEqual(whole(component), list(range(rows)))
         self.assertEqual([int(count) for count in sub_batches.row_counts(component)],
-                         rows_lib.deal(rows, 4)[1])
+                         rows_lib.split_rows(rows, 4)[1])
 
     def test_rows_that_differ_while_running(self):
         """Else features and labels that do not belong together are trained on."""

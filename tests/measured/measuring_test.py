@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 import towerstrategy
 from towerstrategy.measured import measuring, shares as shares_lib
 from towerstrategy.report import TowerReport
-from towerstrategy.report.sample import Busy, NotTaken, Sample
+from towerstrategy.report.sample import Busy, NotTaken, Recording, Sample
 
 KITS = (("keras", keras), ("tf_keras", tf_keras))
 
@@ -33,6 +33,8 @@ class Clock:
         self.begun += 1
         return self
 
+    of = Recording.of
+
     def drop(self):
         self.ended += 1
 
@@ -41,7 +43,7 @@ class Clock:
         self.ended += 1
         noise = 1 + self._most * self.noise.uniform(-1, 1, len(self.seconds))
         times = (self.launch + np.array(self.shares.rows()) * self.seconds) * noise
-        return lambda: Sample(1., tuple(times), 0., 0., 0., 0.)
+        return Sample(1., tuple(times), 0., 0., 0., 0.)
 
     @contextlib.contextmanager
     def running(self):

@@ -100,7 +100,7 @@ CORE_TOWERS = [Towers(3, "cpu"), Towers(4, "tower 0"), Towers(3, "balanced"), To
 
 
 # What a model that cannot be cut into stages by itself is refused with.
-UNCUT = re.compile("cannot be cut into the|layer.s. to deal to them")
+UNCUT = re.compile("cannot be cut into the|layer.s. for them")
 
 
 def core() -> list[tuple[cases.Case, str, Towers]]:

@@ -113,8 +113,8 @@ class FaultsTest(parameterized.TestCase):
         self.assertGreaterEqual(len(said), 2)
 
     @parameterized.parameters(
-        ("other_addresses", "ValueError", "told of the same cluster"),
-        ("other_count", "RuntimeError", "told of the same cluster"))
+        ("other_addresses", "ValueError", "given the same cluster"),
+        ("other_count", "RuntimeError", "given the same cluster"))
     def test_told_otherwise(self, case, error, message):
         """Else workers train apart, or fail where nothing shows why."""
         statuses, said = self.run_case(case)

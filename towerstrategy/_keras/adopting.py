@@ -7,6 +7,7 @@ strategy's; or an error before anything has changed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,9 @@ from towerstrategy._keras import stages, twin
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib, kind
 from towerstrategy.variables import one_copy
 
+# Of steps, in tf_keras' models.
+_COUNTERS = ("_train_counter", "_test_counter", "_predict_counter")
+
 
 def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any,
           compiling: bool = False) -> str:
@@ -25,13 +29,13 @@ def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any,
     Keras does not remember whether ``"auto"`` or the user has chosen XLA, so that only in
     ``compile``, where ``"auto"`` means none for a strategy's model, it is the user's choice.
     """
-    check_owner(strategy, f"model {model.name!r}", names.owner_of(model))
+    check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
     resident, local = adopt_state(strategy, model, names)
-    names.set_owner(model, strategy)
+    setattr(model, names.OWNER, strategy)
     without_xla = (bool(model._jit_compile) and not compiling
                    and not strategy.extended.placement.compiles)
     if without_xla:
-        names.leave_xla(model)
+        model._jit_compile = False
     strategy.extended.homes.spread(resident)
     # Functions traced before know nothing of towers.
     names.forget_functions(model)
@@ -40,10 +44,13 @@ def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any,
 
 def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
     """A second handle on ``model``, the strategy's, see :mod:`twin`."""
-    check_owner(strategy, f"model {model.name!r}", names.owner_of(model))
+    check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
     check_variables(strategy, model, names.held_variables(model))
-    made = twin.make(model, names.TRAINING_STATE, names.fresh_state(), names.builders(model))
-    names.finish_twin(made)
+    fresh = {name: value for name, value in vars(names.TRAINER()).items()
+             if name in names.TRAINING_STATE}
+    made = twin.make(model, names.TRAINING_STATE, fresh, names.builders(model))
+    if "_checkpoint" in fresh:  # tf_keras'
+        vars(made)["_checkpoint"] = tf.train.Checkpoint(root=weakref.ref(made))
     adopt(strategy, made, names)
     return made
 
@@ -62,12 +69,12 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
         check_owner(strategy, f"optimizer {getattr(optimizer, 'name', '')!r} of model "
                               f"{model.name!r}", names.owner_of_optimizer(optimizer))
     for optimizer in optimizers:
-        names.set_owner_of_optimizer(optimizer, strategy)
+        set_owner(optimizer, strategy)
     local = [variable for metric in metrics for variable in names.adopt_metric(strategy, metric)]
     resident = adopt_variables(strategy, [*held, *slots])
     stages.check_all_used(strategy, model, names)
     stages.settle(strategy, model, names)
-    adopt_variables(strategy, names.counters_of(model))
+    adopt_variables(strategy, [vars(model).get(name) for name in _COUNTERS])
     return resident, local
 
 
@@ -75,13 +82,21 @@ def take_optimizer(strategy: tf.distribute.Strategy, optimizer: Any, names: Any)
     """Makes an optimizer that is called in a tower the strategy's, if no strategy has it."""
     check_owner(strategy, f"optimizer {getattr(optimizer, 'name', '')!r}",
                 names.owner_of_optimizer(optimizer))
-    names.set_owner_of_optimizer(optimizer, strategy)
+    set_owner(optimizer, strategy)
+
+
+def set_owner(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
+    """Makes an optimizer the strategy's."""
+    # tf_keras' LossScaleOptimizer has none of its own and asks the one inside.
+    if "_distribution_strategy" in vars(optimizer):
+        optimizer._distribution_strategy = strategy
 
 
 def check_owner(strategy: tf.distribute.Strategy, what: str,
                 owner: tf.distribute.Strategy | None) -> None:
     """Raises ``ValueError`` where ``what`` belongs to a strategy other than ``strategy``."""
-    if owner is None or owner is strategy or not _is_distributing(owner):
+    if owner is None or owner is strategy or (
+            type(owner).__name__ == "_DefaultDistributionStrategy"):  # TensorFlow's for no strategy
         return
     raise ValueError(
         f"{what} belongs to another strategy: it was made or adopted in the scope of {owner!r} and "
@@ -119,24 +134,17 @@ def check_trains_on_towers(model: Any, scope: tf.distribute.Strategy) -> None:
             "strategy.adopt(model), which keeps its optimizer and metrics, state and all.")
 
 
-def _sentence(strategy: tf.distribute.Strategy, model: Any, resident: Iterable[Any],
-              local: Iterable[Any], without_xla: bool) -> str:
+def _sentence(strategy: tf.distribute.Strategy, model: Any, resident: list[Any],
+              local: list[Any], without_xla: bool) -> str:
     """What ``adopt`` says."""
-    count = 0
     homes: dict[str, int] = {}
     for variable in resident:
-        count += 1
         home = homes_lib.home_of(variable)
         homes[home] = homes.get(home, 0) + homes_lib.size_of(variable)
     where = ", ".join(f"{size:,} bytes on {devices_lib.short_name(home) if home else 'no device'}"
                       for home, size in homes.items()) or "none built yet"
     number = strategy.num_replicas_in_sync
     return (f"adopted model {model.name!r} for {number} tower{'s' if number > 1 else ''}: "
-            f"{count} variables with one copy ({where}), "
-            f"{sum(1 for _ in local)} tower-local ones."
+            f"{len(resident)} variables with one copy ({where}), "
+            f"{len(local)} tower-local ones."
             + (" jit_compile was turned off: XLA compiles for one device." if without_xla else ""))
-
-
-def _is_distributing(strategy: tf.distribute.Strategy) -> bool:
-    """False for TensorFlow's default strategy, which is no strategy."""
-    return type(strategy).__name__ != "_DefaultDistributionStrategy"

@@ -16,7 +16,7 @@ class Callback:
     """A callback of either Keras that looks at epochs and not at batches.
 
     Attributes:
-      params: what ``fit`` told about the training.
+      params: what ``fit`` says about the training.
       model: the model that trains.
     """
 
@@ -35,20 +35,13 @@ class Callback:
     def set_model(self, model: Any) -> None:
         self.model = model
 
-    def _implements_train_batch_hooks(self) -> bool:
-        return False
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """None, which is false: no hook of batches is implemented."""
 
-    def _implements_test_batch_hooks(self) -> bool:
-        return False
-
-    def _implements_predict_batch_hooks(self) -> bool:
-        return False
-
-
-def _nothing(self: Callback, *args: Any, **kwargs: Any) -> None:
-    del self, args, kwargs
+    _implements_train_batch_hooks = _implements_test_batch_hooks = _nothing
+    _implements_predict_batch_hooks = _nothing
 
 
 for _event in _EVENTS:
     for _when in ("begin", "end"):
-        setattr(Callback, f"on_{_event}_{_when}", _nothing)
+        setattr(Callback, f"on_{_event}_{_when}", Callback._nothing)

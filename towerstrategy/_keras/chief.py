@@ -1,7 +1,7 @@
 """Only the chief's files are kept: what Keras 3's callbacks write on the other machines.
 
 Goes in: a callback whose model's strategy spans several machines.  Comes out: the same callback,
-which on the first of them writes where it was told to, and on the others to a folder that is
+which on the first of them writes where it is to, and on the others to a folder that is
 thrown away, as TensorFlow's and tf_keras' own habit is.  What a backup holds is read by the chief
 and handed to the others, so that no file system need be shared.
 """
@@ -22,7 +22,7 @@ from towerstrategy.placement.workers import Workers
 
 
 def workers_of(callback: Any) -> Workers | None:
-    """Where the machines of the callback's model meet; None with a single one."""
+    """The collectives of the machines of the callback's model; None with a single one."""
     strategy = getattr(callback.model, "distribute_strategy", None)
     return getattr(getattr(strategy, "extended", None), "workers", None)
 
@@ -69,10 +69,8 @@ class Elsewhere(held.Held):
 def restore(callback: Any, load: Callable[[], None], held: Callable[[], list[tf.Variable]]) -> None:
     """Loads a ``BackupAndRestore``'s backup on the chief and gives it to the other machines.
 
-    Args:
-      callback: the callback.
-      load: what Keras does: sets the model's weights, and ``_initial_epoch``.
-      held: the TensorFlow variables of the model and its optimizer, which is built by then.
+    ``load`` is what Keras does: sets the model's weights and ``_initial_epoch``; ``held`` are the
+    TensorFlow variables of the model and its optimizer, which is built by then.
     """
     workers: Any = workers_of(callback)
     model = callback.model
@@ -80,8 +78,8 @@ def restore(callback: Any, load: Callable[[], None], held: Callable[[], list[tf.
         load()
     epoch = getattr(model, "_initial_epoch", None)
     found = tf.io.gfile.exists(callback._weights_path)
-    told, = workers.chiefs([tf.constant([found, epoch or 0], tf.int64)])
-    found, epoch = told.numpy().tolist()
+    chiefs, = workers.chiefs([tf.constant([found, epoch or 0], tf.int64)])
+    found, epoch = chiefs.numpy().tolist()
     if not found:
         return
     if model.optimizer is not None and not model.optimizer.built:

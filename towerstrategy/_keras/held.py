@@ -1,8 +1,8 @@
-"""What stands in a list of callbacks in the place of one of the user's.
+"""A wrapper of a callback, for the list of callbacks of a training.
 
 Goes in: a callback of either Keras.  Comes out: an object that hands every call on to it, and of
-which a subclass says what else is done around a call.  The callback itself is as it was outside of
-its calls, whether or not a training fails.
+which a subclass says what else is done around a call.  Outside of its calls the callback is as it
+was, whether or not a training fails.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Held:
-    """Stands for ``callback``, whose class it says it has."""
+    """Wraps ``callback``, whose class it says it has."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -38,5 +38,5 @@ class Held:
 
 
 def is_held(callback: Any) -> bool:
-    """Whether ``callback`` is something that stands for one."""
+    """Whether ``callback`` is a wrapper of one."""
     return issubclass(type(callback), Held)

@@ -4,9 +4,9 @@ Goes in: a Keras optimizer, one of its variables and the merged gradient.  Comes
 update, done by the kernel that TensorFlow has for it (``ResourceApplyAdam`` and the like).
 
 Both Kerases write their updates out in elementwise operations, each of which goes over memory once.
-A kernel does it at once, and a step has so many operations less to trace and to start.  Only
-formulas that are the same, the place of epsilon included, have one here; other optimizers, and
-those that override what is replaced, do as Keras does.
+A kernel does it at once, and a step has so many operations less to trace and to start.  SGD
+and Adam have one here, whose formulas are the same, the place of epsilon included; other
+optimizers, and those that override what is replaced, do as Keras does.
 
 Kernels take a decay rate and make its complement themselves, in float32: of 0.9 that is exact to
 2e-7, of Adam's 0.999 it is off by 1e-5.  Such a rate's average is therefore moved outside.
@@ -48,53 +48,30 @@ class Kernel(NamedTuple):
     sparse: Callable[..., Any] | None = None
 
 
-class Numbers:
-    """The numbers of one step of ``optimizer``, as tensors on the current device.
-
-    Attributes:
-      on_cpu: whether all is on the CPU, variables and towers.
-    """
-
-    def __init__(self, optimizer: Any, learning_rate: Any, on_cpu: bool) -> None:
-        self._optimizer, self._learning_rate = optimizer, learning_rate
-        self.on_cpu = on_cpu
-
-    def of(self, **hyperparameters: Any) -> dict[str, tf.Tensor]:
-        """These and the learning rate."""
-        return {name: _number(value)
-                for name, value in {**hyperparameters, "lr": self._learning_rate}.items()}
-
-    def power(self, base: Any) -> tf.Tensor:
-        """``base`` to the power of the step that is done, counted from 1."""
-        return tf.pow(_number(base), _number(self._optimizer.iterations + 1))
+# An optimizer, the step's learning rate, and whether variables and towers are all on the CPU -> the
+# kernel, whose numbers are tensors on the current device; or None.
+Rule = Callable[[Any, Any, bool], Kernel | None]
 
 
-# An optimizer and the numbers of a step -> its kernel, or None.
-Rule = Callable[[Any, Numbers], Kernel | None]
-
-
-def sgd(optimizer: Any, numbers: Numbers) -> Kernel:
-    """How ``SGD`` updates where it has no momentum."""
-    del optimizer
-    rate = numbers.of()["lr"]
-    return Kernel({}, lambda variable, gradient: _raw.ResourceApplyGradientDescent(
-        var=variable.handle, alpha=rate, delta=gradient))
-
-
-def momentum(optimizer: Any, numbers: Numbers) -> Kernel:
-    """How ``SGD`` updates where it has momentum."""
-    known = numbers.of(momentum=optimizer.momentum)
+def sgd(optimizer: Any, learning_rate: Any, on_cpu: bool) -> Kernel:
+    """How ``SGD`` updates."""
+    del on_cpu
+    rate = _number(learning_rate)
+    if not optimizer.momentums:  # tf_keras makes them without momentum, too
+        return Kernel({}, lambda variable, gradient: _raw.ResourceApplyGradientDescent(
+            var=variable.handle, alpha=rate, delta=gradient))
+    decay = _number(optimizer.momentum)
 
     def apply(variable: Any, gradient: Any, accum: Any) -> None:
         _raw.ResourceApplyKerasMomentum(
-            var=variable.handle, accum=accum.handle, grad=tf.convert_to_tensor(gradient),
-            use_nesterov=optimizer.nesterov, **known)
+            var=variable.handle, accum=accum.handle, lr=rate, momentum=decay,
+            grad=tf.convert_to_tensor(gradient), use_nesterov=optimizer.nesterov)
 
-    # Without momentum, as tf_keras' SGD may be, Keras writes to the slices' rows alone.
+    # Of slices, without momentum, Keras writes to the rows alone.
     return Kernel({"accum": "momentums"}, apply, apply if optimizer.momentum else None)
 
 
-def adam(optimizer: Any, numbers: Numbers) -> Kernel | None:
+def adam(optimizer: Any, learning_rate: Any, on_cpu: bool) -> Kernel | None:
     """How ``Adam`` and ``AdamW`` (which decays weights by itself) update."""
     if not _is_exact(optimizer.beta_1) or getattr(optimizer, "adaptive_epsilon", False):
         return None
@@ -103,27 +80,32 @@ def adam(optimizer: Any, numbers: Numbers) -> Kernel | None:
     if optimizer.amsgrad:
         slots["vhat"] = "_velocity_hats"
         operation = _raw.ResourceApplyAdamWithAmsgrad
-    known = numbers.of(beta1=optimizer.beta_1, epsilon=optimizer.epsilon)
-    known |= {"beta1_power": numbers.power(optimizer.beta_1),
-              "beta2_power": numbers.power(optimizer.beta_2)}
+    beta1, beta2 = map(_number, (optimizer.beta_1, optimizer.beta_2))
+    step = _number(optimizer.iterations + 1)
+    known = {"lr": _number(learning_rate), "beta1": beta1, "epsilon": _number(optimizer.epsilon),
+             "beta1_power": tf.pow(beta1, step), "beta2_power": tf.pow(beta2, step)}
     moves = _is_exact(optimizer.beta_2)
-    beta2, kept, rate = map(_number, (optimizer.beta_2, 1.0, 1 - optimizer.beta_2))
+    kept, rate = _number(1), _number(1 - optimizer.beta_2)
 
-    def apply(variable: Any, gradient: Any, v: Any, **others: Any) -> None:
+    def update(variable: Any, gradient: Any, decay: tf.Tensor, slots: Mapping[str, Any]) -> None:
+        operation(var=variable.handle, grad=tf.convert_to_tensor(gradient), beta2=decay,
+                  **{name: slot.handle for name, slot in slots.items()}, **known)
+
+    def apply(variable: Any, gradient: Any, **slots: Any) -> None:
         if not moves:
+            v = slots["v"]
             _raw.ResourceApplyGradientDescent(
                 var=v.handle, alpha=rate, delta=v - tf.square(gradient))
-        operation(var=variable.handle, v=v.handle, grad=gradient, beta2=beta2 if moves else kept,
-                  **_handles(others), **known)
+        update(variable, gradient, beta2 if moves else kept, slots)
 
-    def sparse(variable: Any, gradient: tf.IndexedSlices, v: Any, **others: Any) -> None:
+    def sparse(variable: Any, gradient: tf.IndexedSlices, **slots: Any) -> None:
+        v = slots["v"]
         _raw.AssignSubVariableOp(resource=v.handle, value=rate * v)
         _raw.ResourceScatterAdd(resource=v.handle, indices=gradient.indices,
                                 updates=rate * tf.square(gradient.values))
-        operation(var=variable.handle, v=v.handle, grad=tf.convert_to_tensor(gradient),
-                  beta2=kept, **_handles(others), **known)
+        update(variable, gradient, kept, slots)
 
-    if numbers.on_cpu and not optimizer.amsgrad and all(
+    if on_cpu and not optimizer.amsgrad and all(
             _is_exact_inverse(beta) for beta in (optimizer.beta_1, optimizer.beta_2)):
         return Kernel(slots, _adam_on_cpu(optimizer, known), sparse)
     return Kernel(slots, apply, sparse)
@@ -155,48 +137,10 @@ def _adam_on_cpu(optimizer: Any, known: Mapping[str, tf.Tensor]) -> Callable[...
     return apply
 
 
-def adamax(optimizer: Any, numbers: Numbers) -> Kernel | None:
-    """How ``Adamax`` updates."""
-    if not _is_exact(optimizer.beta_1):
-        return None
-    known = numbers.of(beta1=optimizer.beta_1, beta2=optimizer.beta_2, epsilon=optimizer.epsilon)
-    power = numbers.power(optimizer.beta_1)
-    return Kernel({"m": "_m", "v": "_u"}, lambda variable, gradient, **slots:
-                  _raw.ResourceApplyAdaMax(var=variable.handle, grad=gradient, beta1_power=power,
-                                           **_handles(slots), **known))
-
-
-def adadelta(optimizer: Any, numbers: Numbers) -> Kernel | None:
-    """How ``Adadelta`` updates."""
-    if not _is_exact(optimizer.rho):
-        return None
-    known = numbers.of(rho=optimizer.rho, epsilon=optimizer.epsilon)
-    slots = {"accum": "_accumulated_grads", "accum_update": "_accumulated_delta_vars"}
-    return Kernel(slots, lambda variable, gradient, **slots: _raw.ResourceApplyAdadelta(
-        var=variable.handle, grad=gradient, **_handles(slots), **known))
-
-
-def rmsprop(optimizer: Any, numbers: Numbers) -> Kernel | None:
-    """How ``RMSprop`` with momentum updates; there is no kernel without."""
-    if not optimizer.momentum or not _is_exact(optimizer.rho):
-        return None
-    slots = {"ms": "_velocities", "mom": "_momentums"}
-    operation = _raw.ResourceApplyRMSProp
-    if optimizer.centered:
-        slots["mg"] = "_average_gradients"
-        operation = _raw.ResourceApplyCenteredRMSProp
-    known = numbers.of(rho=optimizer.rho, momentum=optimizer.momentum, epsilon=optimizer.epsilon)
-    return Kernel(slots, lambda variable, gradient, **slots: operation(
-        var=variable.handle, grad=gradient, **_handles(slots), **known))
-
-
 class Step:
-    """One step of ``optimizer``; its numbers are made once for all variables of a device.
+    """One step of ``optimizer``, which updates by ``rule``, if there is a kernel for it.
 
-    Args:
-      optimizer: of either Keras.
-      rule: how it updates, or None where no kernel does.
-      learning_rate: this step's: a number, tensor or variable.
+    Its numbers are made once for all variables of a device.
     """
 
     def __init__(self, optimizer: Any, rule: Rule | None, learning_rate: Any) -> None:
@@ -204,13 +148,9 @@ class Step:
         self._kernels: dict[str, Kernel | None] = {}
 
     def update(self, variable: Any, gradient: Any, slot: Callable[[str], Any]) -> bool:
-        """Updates ``variable`` where there is a kernel for it; says whether there was.
+        """Updates a TensorFlow variable where there is a kernel for it; says whether there was.
 
-        Args:
-          variable: the TensorFlow variable.
-          gradient: the merged one.
-          slot: gives the variable's TensorFlow variable in a list of the optimizer's slots, by
-            the list's name.
+        ``slot`` gives the variable's slot by the name of the optimizer's list of such slots.
         """
         if self._rule is None or not _fits(variable, gradient):
             return False
@@ -218,8 +158,7 @@ class Step:
         with tf.device(home):
             if home not in self._kernels:
                 on_cpu = variable.distribute_strategy.extended.placement.on_cpu
-                self._kernels[home] = self._rule(
-                    self._optimizer, Numbers(self._optimizer, self._learning_rate, on_cpu))
+                self._kernels[home] = self._rule(self._optimizer, self._learning_rate, on_cpu)
             kernel = self._kernels[home]
             if kernel is None:
                 return False
@@ -272,10 +211,6 @@ def _is_exact_inverse(rate: Any) -> bool:
         return False
     inverse = float(np.float32(1) + np.float32(1 / rate - 1))
     return abs((1 - 1 / inverse) / (1 - rate) - 1) < 2 * _EXACT
-
-
-def _handles(slots: Mapping[str, Any]) -> dict[str, tf.Tensor]:
-    return {name: slot.handle for name, slot in slots.items()}
 
 
 def _number(value: Any) -> tf.Tensor:

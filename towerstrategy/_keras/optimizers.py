@@ -35,7 +35,7 @@ def merged_if_alone(gradients: Sequence[Any]) -> Iterator[None]:
     """For an optimizer in the only tower there is, or outside of towers: nothing is to be merged.
 
     Without it Keras would all-reduce the gradients, which it does inside of ``tf.cond`` where it
-    accumulates them or scales the loss, and there the towers cannot meet; outside of towers it
+    accumulates them or scales the loss, and there is no sync point; outside of towers it
     would look for a replica context.
 
     Raises:
@@ -78,7 +78,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
       tower: where the optimizer was called.
       gradients: this tower's, one a variable: tensors, ``tf.IndexedSlices`` or None.
       variables_: the resource variables they belong to.
-      apply: takes the merged gradients; runs in a :class:`towers.MergedContext`.
+      apply: takes the merged gradients; runs in a :class:`contexts.MergedContext`.
       merged_already: whether the caller has merged them, so that the towers agree.  Where they do
         not, there is one copy to update all the same: each tower counts by its share of the rows.
       overwriting: for each variable whether its gradient is its next value (the largest numbers
@@ -86,7 +86,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         accumulates them.
 
     Raises:
-      RuntimeError: in a branch, a loop or a nested function, where the towers cannot meet.
+      RuntimeError: in a branch, a loop or a nested function, where no sync point can be.
     """
     if not tower.can_merge:
         raise RuntimeError(contexts.NESTED_MERGE)
@@ -115,9 +115,3 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
             return apply(summed)
 
     return tower.merge_call(merged, args=tuple(gradients))
-
-
-def apart(grads_and_vars: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Gradients and variables of pairs of them, of which there may be none."""
-    pairs = tuple(grads_and_vars)
-    return tuple(gradient for gradient, _ in pairs), tuple(target for _, target in pairs)

@@ -7,13 +7,13 @@ for each call of a layer, in order, nested models opened.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 # Attributes of layers, MADE of the nodes of functional models, too: stages that were said by hand.
 MADE, CALLED = "_tower_stage", "_tower_stages_called"
 
 
-class Position:
+class Position(NamedTuple):
     """A call of a layer in a model whose calls are known beforehand.
 
     Attributes:
@@ -24,10 +24,11 @@ class Position:
       rows: of a batch, where the model says how many; else None.
     """
 
-    def __init__(self, layer: Any, node: Any, said: int | None, row_bytes: int,
-                 rows: int | None) -> None:
-        self.layer, self.node, self.said = layer, node, said
-        self.row_bytes, self.rows = row_bytes, rows
+    layer: Any
+    node: Any
+    said: int | None
+    row_bytes: int
+    rows: int | None
 
 
 def positions_of(model: Any, names: Any, said: int | None = None,
@@ -57,6 +58,6 @@ def models_in(model: Any, names: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def opens(layer: Any, names: Any) -> bool:
-    """Whether the layers in ``layer`` are dealt to stages one by one."""
+    """Whether the layers in ``layer`` go to stages one by one."""
     return names.is_model(layer) and (names.has_graph(layer) or any(
         map(names.has_graph, models_in(layer, names, {id(layer)}))))

@@ -3,11 +3,10 @@
 Goes in: models, and what was said by hand: ``strategy.stage`` or ``tf.device`` around making or
 calling layers.  Comes out: a stage for each call of a layer in a tower, and for each variable.
 
-A model whose layers are called in an order that can be told beforehand, a functional or sequential
-one, nested ones opened, has a :class:`Plan`: as said by hand where anything was said, else cut by
-cost.  Of other models what is said by hand holds.  One that holds functional or sequential models
-has a plan, too, once its call has come to one of them and nothing was said: all its layers, in the
-order in which it holds them.
+A functional or sequential model, nested ones opened, whose order of calls is known, has a
+:class:`Plan`: as said by hand where anything was said, else cut by cost.  Of other models what is
+said by hand holds.  One that holds functional or sequential models has a plan, too, once its call
+has come to one of them and nothing was said: all its layers, in the order in which it holds them.
 """
 
 from __future__ import annotations
@@ -22,26 +21,15 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy._keras import trials
-from towerstrategy._keras.positions import (
-    CALLED,
-    MADE,
-    Position,
-    models_in,
-    opens,
-    positions_of,
-)
+from towerstrategy._keras.positions import CALLED, MADE, Position, models_in, opens, positions_of
 from towerstrategy.placement import cuts, homes as homes_lib, kind
 from towerstrategy.variables import one_copy
 
-# Attributes of models: the plan.
-_PLAN = "_tower_plan"
-# Of a model with a call of its own, that it has a plan; of models that it holds, a reference to it.
-_PLANNED, _WHOLE = "_tower_planned", "_tower_whole"
-
+# Attributes of models: the plan; of one with a call of its own, that it has a plan; of models that
+# it holds, a reference to it.
+_PLAN, _PLANNED, _WHOLE = "_tower_plan", "_tower_planned", "_tower_whole"
 # Rows of a micro-batch, where a model does not say how many its batches have.
 ROWS = 32
-# Bytes of a weight count once for the weight, once for its gradient, and once for each slot.
-_WEIGHT_AND_GRADIENT = 2
 
 
 class Plan:
@@ -50,14 +38,9 @@ class Plan:
     def __init__(self, positions: Sequence[Position], stages: Sequence[int]) -> None:
         self.positions, self.stages = positions, stages
         self.by_hand = any(position.said is not None for position in positions)
-        self._calls: dict[int, list[int]] = collections.defaultdict(list)
+        self.calls: dict[int, list[int]] = {}  # the stages of each layer's calls
         for position, stage in zip(positions, stages):
-            self._calls[id(position.layer)].append(stage)
-
-    def stage_of(self, layer: Any, number: int) -> int | None:
-        """The stage of a layer's call of that number; None of a layer that is not in the plan."""
-        calls = self._calls.get(id(layer))
-        return None if calls is None else calls[min(number, len(calls) - 1)]
+            self.calls.setdefault(id(position.layer), []).append(stage)
 
 
 class Run:
@@ -78,11 +61,12 @@ class Run:
 
     def stage_of(self, layer: Any) -> int | None:
         """The stage of the call of ``layer`` that begins; None where none is known of it."""
-        stage = None
-        if self.plan is not None:
-            stage = self.plan.stage_of(layer, self._counts[id(layer)])
-            self._counts[id(layer)] += 1
-        return vars(layer).get(MADE) if stage is None else stage
+        calls = None if self.plan is None else self.plan.calls.get(id(layer))
+        if calls is None:
+            return vars(layer).get(MADE)
+        number = self._counts[id(layer)]
+        self._counts[id(layer)] += 1
+        return calls[min(number, len(calls) - 1)]
 
 
 def layer_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,9 +75,7 @@ def layer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         strategy = _staged_scope()
         if strategy is not None and contexts.current() is None:
-            stage = _said_here(strategy)
-            if stage is not None:
-                vars(self)[MADE] = stage
+            vars(self)[MADE] = _said_here(strategy)
         original(self, *args, **kwargs)
 
     return __init__
@@ -121,8 +103,7 @@ def layer_call(names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def sequential_build(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls all layers anew for each that is added: where that is done says nothing of the others.
-    """
+    """Calls all layers anew for each that is added: where that is done says nothing of others."""
 
     def build(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = _staged_scope()
@@ -184,7 +165,7 @@ def _stage_in_tower(strategy: tf.distribute.Strategy,
 
 
 def _note_asked(strategy: tf.distribute.Strategy, layer: Any, stage: int, names: Any) -> None:
-    """Remembers the first stage that a tower has called a layer in, and brings its variables there.
+    """Remembers the first stage that a tower has called a layer in, and moves its variables there.
     """
     if names.is_model(layer) or vars(layer).setdefault(CALLED, [stage]) != [stage]:
         return  # what is in a model is called itself
@@ -195,8 +176,14 @@ def _note_asked(strategy: tf.distribute.Strategy, layer: Any, stage: int, names:
 
 def _check_entered(strategy: tf.distribute.Strategy, model: Any, run: Run, names: Any) -> None:
     """Raises ``ValueError`` where a model has not said by hand where it runs, or not all of it."""
+    count = strategy.extended.placement.stages
     if not run.entered:
-        raise ValueError(_cannot_be_cut(strategy, model))
+        raise ValueError(
+            f"model {model.name!r} of type {type(model).__name__} cannot be cut into the "
+            f"{count} stages that each tower has: the order in which its layers are called is in "
+            "its call method, not in a graph of layers as in a functional or sequential model. "
+            "Say by hand where they run: `with strategy.stage(0):`, `with strategy.stage(1):` "
+            "around calling them in `call`, or around making them.")
     said_by_hand = run.plan is None or run.plan.by_hand and not names.is_opened(model)
     # What is not compiled may be one part of several; what is not trained, a part of itself.
     if said_by_hand and names.optimizers_of(model) and _tf.may_be_recorded():
@@ -262,7 +249,7 @@ def _planned(strategy: tf.distribute.Strategy, model: Any, positions: Sequence[P
     if len(positions) < placement.stages:
         raise ValueError(
             f"devices gives each tower {placement.stages} stages, but model {model.name!r} has "
-            f"only {len(positions)} layer(s) to deal to them: "
+            f"only {len(positions)} layer(s) for them: "
             f"{', '.join(position.layer.name for position in positions)}. Give each tower as many "
             "devices at the most, or say by strategy.stage where these layers run.")
     if placement.balance == cuts.TIME and all(position.node for position in positions):
@@ -311,12 +298,12 @@ def check_all_used(strategy: tf.distribute.Strategy, model: Any, names: Any) -> 
 
 def _check_used(strategy: tf.distribute.Strategy, model: Any, used: Iterable[int]) -> None:
     count, used = strategy.extended.placement.stages, sorted(set(used))
-    missing = sorted(set(range(count)) - set(used))
+    missing = " and ".join(str(stage) for stage in range(count) if stage not in used)
     if missing:
         raise ValueError(
-            f"no layer of model {model.name!r} went to stage {_and(missing)} of the {count} that "
+            f"no layer of model {model.name!r} went to stage {missing} of the {count} that "
             f"each tower has (0 to {count - 1}): by strategy.stage or tf.device all are in "
-            f"{_and(used)}. Put some there, or give each tower fewer devices.")
+            f"{' and '.join(map(str, used))}. Put some there, or give each tower fewer devices.")
 
 
 def _costs(positions: Sequence[Position], slots: int, names: Any) -> Iterator[cuts.Cost]:
@@ -326,17 +313,17 @@ def _costs(positions: Sequence[Position], slots: int, names: Any) -> Iterator[cu
         for variable, trained in names.variables_of_layer(position.layer):
             if id(variable) not in seen:
                 seen.add(id(variable))
-                times = _WEIGHT_AND_GRADIENT + slots if trained else 1
+                times = 2 + slots if trained else 1  # the weight, its gradient, its slots
                 held += times * homes_lib.size_of(variable)
         yield cuts.Cost(held, position.row_bytes * (position.rows or ROWS))
 
 
 def _slots(optimizer: Any) -> int:
     """How many slots of a weight's size an optimizer has, built or not."""
-    options = ("momentum", "amsgrad", "centered", "use_ema")
-    # Not by comparing: legacy optimizers hold some of them as variables, which are 0 or are not.
+    # Not by comparing: legacy optimizers hold some options as variables, which are 0 or are not.
     return _SLOTS.get(type(optimizer).__name__, 2) + sum(
-        bool(getattr(optimizer, option, False)) for option in options)
+        bool(getattr(optimizer, option, False))
+        for option in ("momentum", "amsgrad", "centered", "use_ema"))
 
 
 _SLOTS = {"SGD": 0, "RMSprop": 1, "Adagrad": 1, "Lion": 1, "Adafactor": 0, "LossScaleOptimizer": 0,
@@ -409,18 +396,5 @@ def _said_here(strategy: tf.distribute.Strategy) -> int | None:
 def _staged_scope() -> tf.distribute.Strategy | None:
     """The strategy whose scope, or tower, this is, where its towers have stages."""
     strategy = tf.distribute.get_strategy()
-    staged = kind.is_tower_strategy(strategy) and strategy.extended.placement.rows
-    return strategy if staged else None
-
-
-def _cannot_be_cut(strategy: tf.distribute.Strategy, model: Any) -> str:
-    count = strategy.extended.placement.stages
-    return (f"model {model.name!r} of type {type(model).__name__} cannot be cut into the "
-            f"{count} stages that each tower has: the order in which its layers are called is in "
-            "its call method, not in a graph of layers as in a functional or sequential model. "
-            "Say by hand where they run: `with strategy.stage(0):`, `with strategy.stage(1):` "
-            "around calling them in `call`, or around making them.")
-
-
-def _and(numbers: Sequence[int]) -> str:
-    return " and ".join(map(str, numbers))
+    return strategy if (
+        kind.is_tower_strategy(strategy) and strategy.extended.placement.rows) else None

@@ -21,7 +21,7 @@ def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[Line
     Raises:
       ValueError: the model is not the strategy's.
     """
-    if names.owner_of(model) is not strategy:
+    if getattr(model, names.OWNER) is not strategy:
         raise ValueError(f"model must be one of this strategy, but {model.name!r} is not: compile "
                          "it in the strategy's scope, or call strategy.adopt(model).")
     counted = {id(variable) for metric in names.metrics_of(model) for variable in metric.variables}

@@ -20,13 +20,9 @@ _RUNS = 3  # of which the fastest counts
 
 
 def seconds(calls: Sequence[tuple[Any, Any]], rows: int, device: str, names: Any) -> list[float]:
-    """The seconds of each of ``calls``.
+    """The seconds of each of ``calls``, layers with the nodes of their graph, on ``device``.
 
-    Args:
-      calls: layers, each with the node of its graph.
-      rows: of a micro-batch, where the model does not say how many its batches have.
-      device: where to try them.
-      names: how this Keras calls things.
+    Their micro-batch has ``rows`` where the model does not say how many its batches have.
 
     Raises:
       ValueError: a layer that cannot be tried alone.

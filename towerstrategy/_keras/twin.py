@@ -25,9 +25,8 @@ def make(model: Any, own: Collection[str], fresh: dict[str, Any],
       model: a Keras or tf_keras model.
       own: the attributes that belong to one handle: the training state.
       fresh: values for those of them that the twin has before it is compiled.
-      builders: methods that build the model when it is first used.  The twin hands a call on to
-        the model, so that there is one of everything built, where the function given with the
-        method's name says that the model needs it.
+      builders: methods that build the model when it is first used, each with a function that says
+        whether it needs that.  The twin's calls of them build the model.
     """
     twin = object.__new__(type(model))
     seen = {name: value for name, value in vars(model).items() if name not in own}

@@ -1,7 +1,4 @@
-"""XLA: what it can compile, and functions made of operations that are there.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""XLA: what it can compile, and the operations that it is to compile."""
 
 from __future__ import annotations
 
@@ -12,16 +9,15 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import kernels as kernels_lib
 
+__all__ = ("compile_by_xla", "has_xla_kernel", "line_of")
 PRIVATE_NAMES = {
-    "tensorflow.python.framework.kernels:get_registered_kernels_for_op":
+    "python.framework.kernels:get_registered_kernels_for_op":
         "which operations XLA has, by dtype; publicly only trying tells",
-    "tensorflow.python.framework.ops:Graph._add_function_recursive":
-        "hands a function that an operation calls on to the graph that the operation moves to",
-    "tensorflow.python.framework.ops:Operation._set_attr":
-        "marks an operation that is there for XLA; publicly tf.xla.experimental.jit_scope marks "
-        "those that are made within",
-    "tensorflow.python.framework.ops:Operation._remove_all_control_inputs":
-        "frees an operation from waiting for one that has moved",
+    "python.framework.ops:Graph._add_function_recursive Graph._get_function":
+        "makes a function of one graph callable in another",
+    "python.framework.ops:Operation._set_attr":
+        "marks an operation for XLA that is there; jit_scope marks those that are made within",
+    "python.framework.ops:Operation._remove_all_control_inputs": "frees an operation from waiting",
 }
 
 

@@ -1,7 +1,4 @@
-"""Iterators of ``tf.data``, loops over them, and what TensorFlow's profiler has written.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""Iterators of ``tf.data``, loops over them, and what TensorFlow's profiler has written."""
 
 from __future__ import annotations
 
@@ -13,24 +10,19 @@ from tensorflow.python.autograph.operators import control_flow
 from tensorflow.python.data.ops import iterator_ops, map_op, multi_device_iterator_ops
 from tensorflow.python.trackable import base as trackable
 
+__all__ = ("OwnedIterator", "Trackable", "loop_over", "map_in_place", "over_devices",
+    "read_profile")
 PRIVATE_NAMES = {
-    "tensorflow.python.autograph.operators.control_flow:for_loop_registry":
-        "what `for` in a tf.function goes over, by type; no public registry",
-    "tensorflow.python.autograph.operators.control_flow:_tf_iterator_for_stmt":
-        "the `for` over any iterator of tf.distribute's",
-    "tensorflow.python.data.ops.iterator_ops:OwnedIterator": "what iter(dataset) makes",
-    "tensorflow.python.data.ops.map_op:_MapDataset":
+    "python.autograph.operators.control_flow:for_loop_registry _tf_iterator_for_stmt":
+        "what `for` in a tf.function goes over, by type, and how; no public registry",
+    "python.data.ops.iterator_ops:OwnedIterator": "what iter(dataset) makes",
+    "python.data.ops.map_op:_MapDataset":
         "Dataset.map that runs its function in the caller's thread: 10 us an element and not 100",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator":
+    "python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator _PerDeviceGenerator "
+    "_create_device_dataset":
         "elements ready on several devices; tf.data.experimental.prefetch_to_device knows one",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator":
-        "what such an iterator has for a device, which it gives no options",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:_create_device_dataset":
-        "the same with a buffer on the device",
-    "tensorflow.python.trackable.base:Trackable":
-        "what a checkpoint takes; an iterator that it cannot save says why",
-    "tensorflow.tsl.profiler.protobuf.xplane_pb2:XSpace":
-        "reads what tf.profiler.experimental.stop() writes; no public reader",
+    "python.trackable.base:Trackable": "what a checkpoint takes",
+    "tsl.profiler.protobuf.xplane_pb2:XSpace": "what the profiler writes; no public reader",
 }
 
 OwnedIterator = iterator_ops.OwnedIterator
@@ -38,16 +30,15 @@ Trackable = trackable.Trackable
 
 
 def over_devices(dataset: tf.data.Dataset, devices: Sequence[str], ready: int) -> Any:
-    """An iterator whose elements are dealt to ``devices`` in turn, ``ready`` of them held on each.
+    """An iterator whose elements go to ``devices`` in turn, ``ready`` of them held on each.
 
-    As ``OwnedMultiDeviceIterator`` makes it, but that the devices' parts have no threads of
-    tf.data's to tune them: in a buffer of a fixed size is nothing to tune.  Such a thread may miss
-    that it is to end, as TensorFlow wakes it before it says so, and holds up whoever ends the
-    iterator for as long as it sleeps: up to a minute.
+    As ``OwnedMultiDeviceIterator`` makes it, but that the devices' parts have no autotuning thread,
+    which a buffer of a fixed size does not need.  Such a thread may miss that it is to end, and
+    holds up whoever ends the iterator for up to a minute.
 
     Args:
-      dataset: what is dealt.
-      devices: the host first, which runs ``dataset``.
+      dataset: what the first device, the host, runs.
+      devices: the host, then the others.
       ready: with 0 nothing is fetched ahead.
     """
     options = tf.data.Options()

@@ -1,21 +1,17 @@
-"""What TensorFlow knows of a device and does not tell by a public name.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""What TensorFlow knows of a device and does not tell by a public name."""
 
 from __future__ import annotations
 
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context as eager_context
 
+__all__ = ("current_device", "memory_limits")
 PRIVATE_NAMES = {
-    "tensorflow.python.client.device_lib:list_local_devices":
-        "tells the memory_limit of each GPU; tf.config tells of memory in use alone",
-    "tensorflow.python.eager.context:Context.device_name":
-        "tells the tf.device that eager code is in, without making a tensor; layers that are "
-        "called there while a functional model is built make none",
-    "tensorflow.python.eager.context:Context.config":
-        "which GPUs are visible, and how they are divided; list_local_devices asks for it",
+    "python.client.device_lib:list_local_devices":
+        "the memory limit of each GPU; tf.config tells of memory in use alone",
+    "python.eager.context:Context.config": "which GPUs are visible, and how they are divided",
+    "python.eager.context:Context.device_name":
+        "the tf.device around eager code, without making a tensor",
 }
 
 

@@ -5,8 +5,6 @@ each device once.
 
 TensorFlow makes a function's end wait for every operation in it that reads or writes a variable.
 Where that is on another device, each such wait is a constant, a send, a receive and an identity.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy._tensorflow.compiling import set_control_inputs
-from towerstrategy._tensorflow.graphs import captures_of
 from towerstrategy._tensorflow.values import is_eager
 
+__all__ = ("wait_by_device",)
 PRIVATE_NAMES = {
-    "tensorflow.python.framework.func_graph:FuncGraph":
+    "python.framework.func_graph:FuncGraph":
         "its control_outputs, what a function's end waits for, filled when all is traced",
 }
 
@@ -59,7 +57,7 @@ def _homes(graph: Any) -> dict[int, str]:
     """The devices of the variables that ``graph`` has captured, by the captures' ids."""
     homes: dict[int, str] = {}
     around: dict[Any, Mapping[int, str]] = {}
-    for outside, inside in captures_of(graph):
+    for outside, inside in graph.captures:
         if inside.dtype != tf.resource:
             continue
         if is_eager(outside):

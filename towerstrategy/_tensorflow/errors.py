@@ -1,7 +1,4 @@
-"""Notes on errors, through autograph's own.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""Notes on errors, through autograph's own."""
 
 from __future__ import annotations
 
@@ -11,16 +8,21 @@ from typing import Any
 
 import tensorflow as tf
 
-PRIVATE_NAMES: dict[str, str] = {}
+__all__ = ("add_note", "noting")
+PRIVATE_NAMES = {
+    "python.autograph.pyct.error_utils:ErrorMetadataBase":
+        "an error's ag_error_metadata, from which autograph makes the error that users see",
+}
+# Those whose only argument is their message.
+_PLAIN_ERRORS = (ArithmeticError, AssertionError, AttributeError, IndexError, NotImplementedError,
+                 RuntimeError, TypeError, ValueError, ZeroDivisionError)
 
-def add_note(error: BaseException, note: str, traced: bool) -> None:
+
+def add_note(error: Any, note: str, traced: bool) -> None:
     """Adds ``note`` to ``error``, and to the error that autograph will raise in its place.
 
-    Args:
-      error: what was raised.
-      note: what is to be told.
-      traced: whether that was in a function that is being traced.  Autograph raises another error
-        with the first one's message, but without its notes.
+    Where the function was ``traced``, that is another error with the first one's message, but
+    without its notes.
     """
     metadata = getattr(error, "ag_error_metadata", None)
     if metadata is not None:
@@ -42,11 +44,6 @@ def _tell(error: Any, note: str) -> None:
         error.args = (f"{error.args[0]}\n{note}",)
     else:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]
-
-
-# Those whose only argument is their message.
-_PLAIN_ERRORS = (ArithmeticError, AssertionError, AttributeError, IndexError, NotImplementedError,
-                 RuntimeError, TypeError, ValueError, ZeroDivisionError)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,4 @@
-"""``tf.function``: its traces, its captures, what it calls.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""``tf.function``: its traces, its captures, what it calls."""
 
 from __future__ import annotations
 
@@ -27,45 +24,38 @@ from tensorflow.python.framework import (
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow import wrapping
-from towerstrategy._tensorflow.graphs import operation_count
 
+__all__ = ("Function", "asserts", "autograph_convert", "capture_at_call", "clone_function",
+    "forget_trace", "function_definition", "functions_in_attributes", "functions_of",
+    "is_compiled_here", "is_in_control_flow", "is_jit_compiled", "light_graph_optimizer",
+    "may_be_recorded", "nested_function", "not_recorded", "variables_of_caller", "without_xla",
+    "wrap_gradient_functions", "writers_of")
 PRIVATE_NAMES = {
-    "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext":
-        "asks whether the function that is being traced will be compiled",
-    "tensorflow.python.autograph.impl.api:tf_convert": "keeps autograph on in the replica function",
-    "tensorflow.python.autograph.core.ag_ctx:control_status_ctx": "its argument",
-    "tensorflow.python.autograph.core.config:CONVERSION_RULES":
-        "autograph's list of packages (Keras among them) whose own code it leaves alone",
-    "tensorflow.python.autograph.core.config:DoNotConvert": "an entry of that list",
-    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function":
+    "python.ops.control_flow_util:GraphOrParentsInXlaContext":
+        "whether the function that is being traced will be compiled",
+    "python.autograph.impl.api:tf_convert": "keeps autograph on in the replica function",
+    "python.autograph.core.ag_ctx:control_status_ctx": "its argument",
+    "python.autograph.core.config:CONVERSION_RULES DoNotConvert":
+        "packages that autograph leaves alone",
+    "python.eager.polymorphic_function.polymorphic_function:Function":
         "the class of what tf.function returns",
-    "tensorflow.python.framework.func_graph:FuncGraph.function_captures":
-        "takes a capture whose value is asked for at each call; FuncGraph.capture_call_time_value "
-        "asks in eager code only, and a tower's function calls others while it is traced",
-    "tensorflow.python.ops.control_flow_v2_func_graphs:ControlFlowFuncGraph":
+    "python.framework.func_graph:FuncGraph.function_captures":
+        "a capture whose value is asked for at each call; FuncGraph.capture_call_time_value asks "
+        "in eager code only, and a tower's function calls others while it is traced",
+    "python.ops.control_flow_v2_func_graphs:ControlFlowFuncGraph":
         "tells a branch or a loop's body, traced anew each time, from a function, which is kept",
-    "tensorflow.python.framework.auto_control_deps_utils:RESOURCE_READ_OPS":
-        "the operations that write none",
-    "tensorflow.python.eager.record:record_operation":
-        "tells tapes of a gradient that is a Python function, which runs in no stage by itself",
-    "tensorflow.python.eager.context:FunctionCallOptions":
-        "turns most of the graph optimizer off for a call",
-    "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction._cached_graph":
-        "the Python graph of a function, kept although TensorFlow has the function; no public way "
-        "to let go of it",
-    "tensorflow.python.eager.polymorphic_function.concrete_function:"
-    "ConcreteFunction._get_gradient_function":
-        "the gradient of a call, from the function's definition; Operation._gradient_function "
-        "holds it",
-    "tensorflow.python.framework.ops:Graph._variable_creator_stack":
+    "python.framework.auto_control_deps_utils:RESOURCE_READ_OPS": "operations that write none",
+    "python.eager.record:record_operation could_possibly_record stop_recording":
+        "what gradient tapes see, and whether there are any",
+    "python.eager.context:FunctionCallOptions": "the graph optimizer's options for a call",
+    "python.eager.polymorphic_function.atomic_function:AtomicFunction._cached_graph":
+        "a function's Python graph, kept although TensorFlow has the function",
+    "python.eager.polymorphic_function.concrete_function:ConcreteFunction._get_gradient_function":
+        "the gradient of a call, from the definition",
+    "python.framework.ops:Graph._variable_creator_stack":
         "who makes variables: a tf.function that makes some is traced twice, so the caller's "
         "function has to be the one",
-    "tensorflow.python.framework.func_graph:dismantle_func_graph":
-        "frees a graph at once; it is full of cycles",
-    "tensorflow.python.framework.ops:Graph._get_function": "the function that an operation calls",
-    "tensorflow.python.eager.record:could_possibly_record": "whether any gradient tape is active",
-    "tensorflow.python.eager.record:stop_recording":
-        "keeps tapes from seeing bookkeeping; no public name",
+    "python.framework.func_graph:dismantle_func_graph": "frees a graph, full of cycles, at once",
 }
 
 RECORD = wrapping.Place(
@@ -73,10 +63,17 @@ RECORD = wrapping.Place(
     "does not know in which stage of a tower a gradient that is a Python function recomputes",
     "stages")
 Function = polymorphic_function.Function
+may_be_recorded = record.could_possibly_record
+not_recorded = record.stop_recording
+_ControlFlow = control_flow_v2_func_graphs.ControlFlowFuncGraph
+# Operations: 10 kB each; looking for cycles takes a quarter of a second.
+_LARGE_GRAPH = 2000
+# At which a tf.function puts its own variable creator: after those of strategies and users.
+_OF_A_FUNCTION = 50
 _CALLERS = frozenset({
     "Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf",
     "StatelessWhile", "While", "RemoteCall", "SymbolicGradient", "MapDefun"})
-# Where the arguments begin: behind the number of a branch.
+# Where the arguments begin: after the number of a branch.
 _FIRST_ARGUMENT = {"If": 1, "StatelessIf": 1, "Case": 1, "StatelessCase": 1}
 # Converting the package's own functions would cost most of the time that tracing takes, and put
 # them into the tracebacks of users' errors.  Functions that users hand over are converted as ever.
@@ -112,7 +109,7 @@ def clone_function(function: polymorphic_function.Function,
 
 
 def without_xla(function: polymorphic_function.Function) -> polymorphic_function.Function:
-    """``function``, that nothing has called yet, as one that XLA does not compile as a whole."""
+    """``function``, not called yet, as one that XLA does not compile as a whole."""
     function._jit_compile = False
     return function
 
@@ -122,20 +119,6 @@ def is_jit_compiled(function: Any) -> bool:
     return isinstance(function, Function) and bool(function._jit_compile)
 
 
-def not_recorded() -> Any:
-    """Within, no gradient tape of this thread records."""
-    return record.stop_recording()
-
-
-# Operations: 10 kB each; looking for cycles takes a quarter of a second.
-_LARGE_GRAPH = 2000
-
-
-def may_be_recorded() -> bool:
-    """Whether a gradient tape may record what runs now."""
-    return bool(record.could_possibly_record())
-
-
 def forget_trace(call: tf.Operation) -> None:
     """Frees the Python graph of the function that ``call`` calls; none of its tensors are usable.
 
@@ -143,23 +126,18 @@ def forget_trace(call: tf.Operation) -> None:
     is made from the function's definition instead.
     """
     function: atomic_function.AtomicFunction = call.graph._get_function(call.get_attr("f").name)
-    call._gradient_function = functools.partial(_gradient_of_call, function)
+
+    def gradient(call: tf.Operation, *gradients: Any) -> Any:
+        whole = concrete_function.ConcreteFunction(function)
+        return whole._get_gradient_function()(call, *gradients)
+
+    call._gradient_function = gradient
     graph, function._cached_graph = function._cached_graph, None
-    count = operation_count(graph)
+    count = len(graph.get_operations())
     func_graph.dismantle_func_graph(graph)
     if count > _LARGE_GRAPH:
         del graph
         gc.collect()  # operations and their outputs are cycles, too
-
-
-def _gradient_of_call(function: atomic_function.AtomicFunction, call: tf.Operation,
-                      *gradients: Any) -> Any:
-    whole = concrete_function.ConcreteFunction(function)
-    return whole._get_gradient_function()(call, *gradients)
-
-
-# At which a tf.function puts its own creator: behind those of strategies and users.
-_OF_A_FUNCTION = 50
 
 
 @contextlib.contextmanager
@@ -186,8 +164,7 @@ def nested_function(own: tf.Graph | None) -> func_graph.FuncGraph | None:
     if tf.executing_eagerly():
         return None
     graph = tf.compat.v1.get_default_graph()
-    while graph is not own and isinstance(graph,
-                                          control_flow_v2_func_graphs.ControlFlowFuncGraph):
+    while graph is not own and isinstance(graph, _ControlFlow):
         graph = graph.outer_graph
     return graph if graph is not own and isinstance(graph, func_graph.FuncGraph) else None
 
@@ -195,8 +172,8 @@ def nested_function(own: tf.Graph | None) -> func_graph.FuncGraph | None:
 def is_in_control_flow(own: tf.Graph | None) -> bool:
     """Whether a branch or loop of ``own`` (None: of any function) is being traced, however deep."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    return graph is not own and (own is None or nested_function(own) is None) and isinstance(
-        graph, control_flow_v2_func_graphs.ControlFlowFuncGraph)
+    return (graph is not own and (own is None or nested_function(own) is None)
+            and isinstance(graph, _ControlFlow))
 
 
 def is_compiled_here() -> bool:
@@ -209,13 +186,9 @@ def is_compiled_here() -> bool:
 
 def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], tf.Tensor],
                     spec: tf.TensorSpec) -> tf.Tensor:
-    """A tensor of ``graph`` that at each call of the function is what ``value`` gives there.
+    """A tensor of ``graph``, which is being traced: at each call of it, what ``value`` gives there.
 
-    Args:
-      graph: a function that is being traced.
-      key: names the capture; asking again gives the same tensor.
-      value: called where the function is called, eagerly or while another is traced.
-      spec: of the value.
+    Asked again with the same ``key``, it is the same tensor; ``spec`` is the value's.
     """
     captures = graph.function_captures
     if key not in captures.by_ref_internal:
@@ -232,8 +205,7 @@ def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], t
 def writers_of(graph: tf.Graph, operation: tf.Operation, index: int) -> set[str]:
     """The types of the operations that write input ``index``; of a call, however deep inside."""
     if operation.type not in _CALLERS:
-        reads = operation.type in auto_control_deps_utils.RESOURCE_READ_OPS
-        return set() if reads else {operation.type}
+        return {operation.type} - set(auto_control_deps_utils.RESOURCE_READ_OPS)
     found: set[str] = set()
     waiting = [(name, index - _FIRST_ARGUMENT.get(operation.type, 0))
                for name in functions_of(operation)]
@@ -293,10 +265,6 @@ def asserts(graph: tf.Graph, name: str) -> bool:
     return False
 
 
-# What TensorFlow sets for the collective operations of several machines.
-_NOT_THE_USERS = {"scoped_allocator_optimization", "scoped_allocator_opts"}
-
-
 @contextlib.contextmanager
 def light_graph_optimizer() -> Iterator[None]:
     """Within, functions called by this thread lose identities and waits that nothing needs.
@@ -317,7 +285,8 @@ def light_graph_optimizer() -> Iterator[None]:
 def _lightly(config: bytes, executor_type: str | None) -> Any:
     proto = tf.compat.v1.ConfigProto.FromString(config)
     rewrites = proto.graph_options.rewrite_options
-    if {field.name for field, _ in rewrites.ListFields()} <= _NOT_THE_USERS:
+    if {field.name for field, _ in rewrites.ListFields()} <= {
+            "scoped_allocator_optimization", "scoped_allocator_opts"}:  # TensorFlow's, for machines
         rewrites.optimizers[:] = ["dependency"]
         rewrites.meta_optimizer_iterations = rewrites.ONE
         # Takes the graph into MLIR and back, whatever is asked for.

@@ -1,7 +1,4 @@
-"""The operations of a graph: looked at, placed, given other inputs.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""The operations of a graph: looked at, placed, given other inputs."""
 
 from __future__ import annotations
 
@@ -12,39 +9,22 @@ import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps, auto_control_deps_utils
 from tensorflow.python.ops import handle_data_util
 
+__all__ = ("add_control_input", "control_dependencies_of", "copy_handle_data", "crosses_machines",
+    "set_device", "set_input", "touched_resources", "written_resources")
 PRIVATE_NAMES = {
-    "tensorflow.python.framework.auto_control_deps:op_is_stateful":
-        "tells which operations TensorFlow's own ordering keeps in the order they were made in",
-    "tensorflow.python.framework.auto_control_deps_utils:get_read_write_resource_inputs":
-        "tells which resources an operation writes, as TensorFlow's own ordering of reads and "
-        "writes asks",
-    "tensorflow.python.framework.ops:Operation._set_device":
-        "places an operation that is there; tf.device places only those made within",
-    "tensorflow.python.framework.ops:Operation._update_input":
-        "gives an operation another input; only whole graphs can be edited publicly",
-    "tensorflow.python.ops.handle_data_util:copy_handle_data":
-        "tells a resource's shape and dtype to its copy",
+    "python.framework.auto_control_deps:op_is_stateful":
+        "which operations TensorFlow keeps in the order that they were made in",
+    "python.framework.auto_control_deps_utils:get_read_write_resource_inputs":
+        "which resources an operation writes, as TensorFlow's own ordering asks",
+    "python.framework.ops:Operation._set_device Operation._update_input Operation."
+    "_add_control_input Graph._current_control_dependencies": "edits a graph that is there",
+    "python.ops.handle_data_util:copy_handle_data": "copies a resource's shape and dtype",
 }
 
 
 def control_dependencies_of(graph: tf.Graph) -> list[Any]:
     """The control inputs that an operation made now in ``graph`` would get."""
     return list(graph._current_control_dependencies())
-
-
-def operation_count(graph: tf.Graph) -> int:
-    """How many operations ``graph`` has."""
-    return len(graph.get_operations())
-
-
-def captures_of(graph: tf.Graph) -> list[tuple[Any, tf.Tensor]]:
-    """Pairs of a tensor outside of ``graph`` and what stands for it inside."""
-    return list(graph.captures)
-
-
-def capture(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
-    """What stands for ``tensor`` in ``graph``: itself, or a placeholder if it is from outside."""
-    return graph.capture(tensor)
 
 
 def copy_handle_data(source: tf.Tensor, target: tf.Tensor) -> None:

@@ -4,8 +4,6 @@ Goes in: nodes, and what they take from the graph.  Comes out: the operations.
 
 ``tf.graph_util.import_graph_def`` looks for the device of each operation anew, in the scopes around
 it, which takes half of its time: copies of towers know theirs.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
 """
 
 from __future__ import annotations
@@ -17,43 +15,26 @@ import tensorflow as tf
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.framework import c_api_util
 
+__all__ = ("import_nodes",)
 PRIVATE_NAMES = {
-    "tensorflow.python.client.pywrap_tf_session:TF_DeleteBuffer": "frees a GraphDef",
-    "tensorflow.python.client.pywrap_tf_session:TF_GraphImportGraphDefWithResults":
+    "python.client.pywrap_tf_session:TF_NewBufferFromString TF_DeleteBuffer "
+    "TF_GraphImportGraphDefWithResults TF_ImportGraphDefOptionsAddInputMapping "
+    "TF_ImportGraphDefOptionsAddReturnOperation TF_ImportGraphDefOptionsSetUniquifyNames "
+    "TF_ImportGraphDefResultsReturnOperations":
         "imports as tf.graph_util.import_graph_def does, and keeps the nodes' devices",
-    "tensorflow.python.client.pywrap_tf_session:TF_ImportGraphDefOptionsAddInputMapping":
-        "says which tensor of the graph a node takes",
-    "tensorflow.python.client.pywrap_tf_session:TF_ImportGraphDefOptionsAddReturnOperation":
-        "asks for the operation that a node became",
-    "tensorflow.python.client.pywrap_tf_session:TF_ImportGraphDefOptionsSetUniquifyNames":
-        "lets it have another name where there is one of its name",
-    "tensorflow.python.client.pywrap_tf_session:TF_ImportGraphDefResultsReturnOperations":
-        "gives it",
-    "tensorflow.python.client.pywrap_tf_session:TF_NewBufferFromString": "holds a GraphDef",
-    "tensorflow.python.framework.c_api_util:ScopedTFImportGraphDefOptions": "its options",
-    "tensorflow.python.framework.c_api_util:ScopedTFImportGraphDefResults": "frees its results",
-    "tensorflow.python.framework.ops:Graph._add_new_tf_operations":
-        "makes the Python operations of imported ones",
-    "tensorflow.python.framework.ops:Graph._c_graph": "the graph that it imports into",
-    "tensorflow.python.framework.ops:Graph._get_operation_by_tf_operation":
-        "its Python operation",
-    "tensorflow.python.framework.ops:Graph._mutation_lock": "keeps sessions out meanwhile",
-    "tensorflow.python.framework.ops:SymbolicTensor._as_tf_output":
-        "what TensorFlow calls a tensor",
+    "python.framework.c_api_util:ScopedTFImportGraphDefOptions ScopedTFImportGraphDefResults":
+        "its options and results",
+    "python.framework.ops:Graph._add_new_tf_operations Graph._c_graph Graph._mutation_lock "
+    "Graph._get_operation_by_tf_operation SymbolicTensor._as_tf_output":
+        "the Python graph, operations and tensors of imported ones",
 }
 
 
 def import_nodes(graph: tf.Graph, graph_def: Any,
                  inputs: Mapping[tuple[str, int], tf.Tensor]) -> list[tf.Operation]:
-    """Imports the nodes of ``graph_def``.
+    """Imports the nodes of ``graph_def``, with full names of devices; their operations, in order.
 
-    Args:
-      graph: where to.
-      graph_def: nodes with full names of devices.
-      inputs: what stands in ``graph`` for outputs of operations that are no nodes.
-
-    Returns:
-      The operations in the order of the nodes.
+    ``inputs`` are the tensors of ``graph`` for outputs of operations that are no nodes.
     """
     options = c_api_util.ScopedTFImportGraphDefOptions()
     pywrap_tf_session.TF_ImportGraphDefOptionsSetUniquifyNames(options.options, True)

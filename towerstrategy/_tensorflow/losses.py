@@ -1,7 +1,4 @@
-"""TensorFlow's own loss helpers, as replica functions call them.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""TensorFlow's own loss helpers, as replica functions call them."""
 
 from __future__ import annotations
 
@@ -13,12 +10,10 @@ from tensorflow.python.ops import nn_impl_distribute
 
 from towerstrategy._tensorflow import wrapping
 
+__all__ = ("wrap_losses",)
 PRIVATE_NAMES = {
-    "tensorflow.python.ops.nn_impl_distribute:compute_average_loss":
-        "tf.nn.compute_average_loss, which takes all replicas to have as many rows; others take it "
-        "from here",
-    "tensorflow.python.ops.nn_impl_distribute:scale_regularization_loss":
-        "tf.nn.scale_regularization_loss, which counts a replica without rows; the same",
+    "python.ops.nn_impl_distribute:compute_average_loss scale_regularization_loss":
+        "those of tf.nn, which take all replicas to have as many rows, and to have some",
 }
 _PLACES = (nn_impl_distribute, tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
 AVERAGE = wrapping.Place(

@@ -1,7 +1,4 @@
-"""TensorFlow's cluster and its collective operations.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""TensorFlow's cluster and its collective operations."""
 
 from __future__ import annotations
 
@@ -22,28 +19,23 @@ from tensorflow.python.ops import control_flow_util_v2
 from towerstrategy._tensorflow import wrapping
 from towerstrategy._tensorflow.strategies import Options
 
+__all__ = ("all_gather", "ask_worker", "call_once", "collective_launcher", "end_collectives",
+    "hand_keys_to_branches", "start_worker")
 PRIVATE_NAMES = {
-    "tensorflow.python.distribute.cross_device_utils:CollectiveKeys":
-        "numbers collective ops; no public name",
-    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher":
+    "python.distribute.cross_device_utils:CollectiveKeys CollectiveReplicaLauncher "
+    "CollectiveReplicaLauncher._next_instance_key":
         "makes collective ops as MultiWorkerMirroredStrategy does: in one order on every worker, "
         "with a new key for each call of a tf.function",
-    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._all_gather":
+    "python.distribute.cross_device_utils:CollectiveReplicaLauncher._all_gather":
         "a gather in eager code too, without the padding of all_gather",
-    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._next_instance_key":
-        "keys of collective ops in a branch that calls a function",
-    "tensorflow.python.framework.func_graph:FuncGraph": "which functions are around an operation",
-    "tensorflow.python.framework.func_graph:FuncGraph.outer_graph": "the same",
-    "tensorflow.python.ops.control_flow_util_v2:CondBranchFuncGraph":
+    "python.framework.func_graph:FuncGraph FuncGraph.outer_graph":
+        "the functions around an operation",
+    "python.ops.control_flow_util_v2:CondBranchFuncGraph":
         "a branch, which does not hand on what is asked for when it is called",
-    "tensorflow.python.eager.context:Context.configure_collective_ops":
-        "makes this process one worker of a cluster, as "
-        "CollectiveAllReduceExtended._initialize_multi_worker does; no public name",
-    "tensorflow.python.eager.context:Context.enable_collective_ops": "starts its server",
-    "tensorflow.python.eager.context:Context.check_collective_ops_peer_health":
+    "python.eager.context:Context.configure_collective_ops Context.enable_collective_ops":
+        "makes this process a worker, as CollectiveAllReduceExtended._initialize_multi_worker does",
+    "python.eager.context:Context.check_collective_ops_peer_health Context.abort_collective_ops":
         "asks whether another worker answers, as CollectiveAllReduceExtended._check_health does",
-    "tensorflow.python.eager.context:Context.abort_collective_ops":
-        "ends what waits for a worker that does not; the same",
 }
 
 CAPTURE = wrapping.Place(
@@ -128,14 +120,9 @@ def collective_launcher(device: str, workers: int,
                               device, options or Options())
 
 
-def all_reduce(launcher: CollectiveLauncher, value: tf.Tensor) -> tf.Tensor:
-    """The sum of the workers' values."""
-    return launcher.all_reduce(value)
-
-
 def all_gather(launcher: CollectiveLauncher, value: tf.Tensor,
                options: collective_util.Options | None = None) -> tf.Tensor:
-    """The workers' values, all of one shape, put behind one another."""
+    """The workers' values, all of one shape, concatenated."""
     return launcher._all_gather(value, options)
 
 

@@ -1,8 +1,6 @@
 """What partitioning a traced function needs of TensorFlow: definitions, bodies, new functions.
 
 Goes in: names of operations and functions.  Comes out: their definitions and graphs.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
 """
 
 from __future__ import annotations
@@ -23,34 +21,28 @@ from tensorflow.python.ops import control_flow_util_v2
 
 from towerstrategy._tensorflow import compiling, functions, graphs
 
+__all__ = ("add_function", "body_of", "called_body", "constant_value", "hand_on_all_functions",
+    "new_function_graph", "op_def", "placeholder_like", "trace", "value_as_shape")
 PRIVATE_NAMES = {
-    "tensorflow.python.client.pywrap_tf_session:TF_TryEvaluateConstant_wrapper":
+    "python.client.pywrap_tf_session:TF_TryEvaluateConstant_wrapper":
         "the value of axes that are computed from constants, which tf.get_static_value gives up on",
-    "tensorflow.python.framework.func_graph:FuncGraph":
-        "a graph with inputs and outputs, of which a function is made",
-    "tensorflow.python.framework.func_graph:func_graph_from_py_func":
+    "python.framework.func_graph:FuncGraph": "a graph of which a function is made",
+    "python.framework.func_graph:func_graph_from_py_func":
         "traces a Python function in the function that is being traced",
-    "tensorflow.python.framework.function_def_to_graph:function_def_to_graph":
+    "python.framework.function_def_to_graph:function_def_to_graph":
         "the graph of a function of which TensorFlow has kept the definition alone",
-    "tensorflow.python.framework.op_def_registry:get":
-        "the definition of a type of operations",
-    "tensorflow.python.framework.tensor_util:constant_value_as_shape":
-        "the entries of a shape that are known, where others are not",
-    "tensorflow.python.ops.control_flow_util_v2:create_new_tf_function":
-        "makes a function of a graph, for a branch or a loop",
+    "python.framework.op_def_registry:get": "the definition of a type of operations",
+    "python.framework.tensor_util:constant_value_as_shape": "the known entries of a shape",
+    "python.ops.control_flow_util_v2:create_new_tf_function": "makes a function of a graph",
 }
 
-
+op_def = op_def_registry.get
+value_as_shape = tensor_util.constant_value_as_shape
 _numbers = itertools.count()  # functions of one name must be one function, in a whole process
 
 
-def op_def(type: str) -> Any:
-    """The definition of a type of operations; None if there is none."""
-    return op_def_registry.get(type)
-
-
 def constant_value(tensor: tf.Tensor) -> Any:
-    """The value of a tensor of a graph that is made of constants alone; None if it is not."""
+    """The value of a tensor of a graph that depends on constants alone; None if it does not."""
     value = tf.get_static_value(tensor)
     if value is None and tensor.op.type in ("PartitionedCall", "StatefulPartitionedCall"):
         body = body_of(tensor.graph, tensor.op.get_attr("f").name)
@@ -60,11 +52,6 @@ def constant_value(tensor: tf.Tensor) -> Any:
             value = pywrap_tf_session.TF_TryEvaluateConstant_wrapper(
                 c_graph, tensor._as_tf_output())
     return value
-
-
-def value_as_shape(tensor: tf.Tensor) -> tf.TensorShape:
-    """The shape that a vector is, so far as it is known without running anything."""
-    return tensor_util.constant_value_as_shape(tensor)
 
 
 def trace(fn: Callable[..., Any], specs: Sequence[Any], name: str) -> Any:
@@ -128,7 +115,7 @@ def new_function_graph(like: tf.Graph, name: str) -> Any:
 
 
 def placeholder_like(tensor: tf.Tensor) -> tf.Tensor:
-    """What stands in the current graph for a tensor of another, of any shape."""
+    """A placeholder in the current graph for a tensor of another, of any shape."""
     made = tf.compat.v1.placeholder(tensor.dtype, None)
     graphs.copy_handle_data(tensor, made)
     return made

@@ -1,7 +1,4 @@
-"""Seeds of random operations.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""Seeds of random operations."""
 
 from __future__ import annotations
 
@@ -15,12 +12,13 @@ from tensorflow.python.framework import random_seed
 
 from towerstrategy._tensorflow import wrapping
 
+__all__ = ("OperationSeeds", "SEED_STEP", "global_seed", "graph_seed", "graph_seeded",
+    "operation_seeds_of_caller", "wrap_generators")
 PRIVATE_NAMES = {
-    "tensorflow.python.eager.context:global_seed": "what tf.random.set_seed set, if anything",
-    "tensorflow.python.ops.stateful_random_ops:Generator._preprocess_key":
-        "folds the replica's number into the key, also that of the only one: a step that has all "
-        "rows would draw other numbers than one device",
-    "tensorflow.python.framework.random_seed:_graph_to_seed_dict":
+    "python.eager.context:global_seed": "what tf.random.set_seed set, if anything",
+    "python.ops.stateful_random_ops:Generator._preprocess_key":
+        "folds the replica's number into the key, also that of the only one",
+    "python.framework.random_seed:_graph_to_seed_dict":
         "how many operations of a graph have been given a seed, which is the next one's",
 }
 
@@ -30,11 +28,7 @@ KEYS = wrapping.Place(
     "numbers than one device")
 # An odd number, so that no two towers get the same multiple of it modulo 2**31.
 SEED_STEP = 0x1E3779B1
-
-
-def global_seed() -> int | None:
-    """What ``tf.random.set_seed`` was last given; None where it was not called."""
-    return eager_context.global_seed()
+global_seed = eager_context.global_seed  # of tf.random.set_seed; None where it was not called
 
 
 def graph_seed() -> int | None:

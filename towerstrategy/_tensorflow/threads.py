@@ -1,7 +1,4 @@
-"""What TensorFlow keeps per thread, handed from one thread to another.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""What TensorFlow keeps per thread, handed from one thread to another."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from tensorflow.python.ops import (
     variable_scope,
 )
 
+__all__ = ("ThreadState", "eager_if")
 PRIVATE_NAMES = {
-    "tensorflow.python.ops.summary_ops_v2:_summary_state": "per-thread summary state",
-    "tensorflow.python.ops.variable_scope:get_variable_scope": "reads it",
-    "tensorflow.python.eager.context:eager_mode": "eager mode within a tower's thread",
-    "tensorflow.python.eager.context:ensure_initialized": "starts TensorFlow before threads do",
+    "python.ops.summary_ops_v2:_summary_state": "per-thread summary state",
+    "python.ops.variable_scope:get_variable_scope variable_scope": "per-thread v1 variable scope",
+    "python.eager.context:context eager_mode ensure_initialized": "per-thread eager state",
 }
 
 
@@ -30,21 +27,26 @@ class ThreadState:
     the op callbacks per thread (``tensorflow/python/framework/ops.py``,
     ``eager/context.py``, ``ops/summary_ops_v2.py``).  Make it in the starting thread, then
     ``with state.entered(scope):`` in the tower's.
+
+    Attributes:
+      eager: whether the towers run eagerly.
+      graph: where they run (the eager one outside functions).
+      name_scope: of the starting thread, without a trailing slash.
     """
 
     def __init__(self) -> None:
-        self._eager = tf.executing_eagerly()
-        if not self._eager:
+        self.eager = tf.executing_eagerly()
+        if not self.eager:
             # From here on the graph keeps device, name and control scopes per thread.
             tf.compat.v1.get_default_graph().switch_to_thread_local()
         eager_context.ensure_initialized()
-        self._graph = tf.compat.v1.get_default_graph()
+        self.graph = tf.compat.v1.get_default_graph()
         with tf.init_scope():
             self._init_eager = tf.executing_eagerly()
             self._init_graph = tf.compat.v1.get_default_graph()
-        self._creators = self._graph._variable_creator_stack[:]
+        self._creators = self.graph._variable_creator_stack[:]
         self._variable_scope = variable_scope.get_variable_scope()
-        self._name_scope = self._graph.get_name_scope()
+        self.name_scope = self.graph.get_name_scope()
         self._op_callbacks = eager_context.context()._thread_local_data.op_callbacks
         summary = summary_ops_v2._summary_state
         self._summary = {
@@ -52,21 +54,6 @@ class ThreadState:
             for name in ("step", "writer", "is_recording", "is_recording_distribution_strategy")
         }
         self._filters_tracebacks = tf.debugging.is_traceback_filtering_enabled()
-
-    @property
-    def eager(self) -> bool:
-        """Whether the towers run eagerly."""
-        return self._eager
-
-    @property
-    def graph(self) -> tf.Graph:
-        """The graph in which the towers run (the eager one outside functions)."""
-        return self._graph
-
-    @property
-    def name_scope(self) -> str:
-        """The name scope of the starting thread, without a trailing slash."""
-        return self._name_scope
 
     @contextlib.contextmanager
     def entered(self, reuse: bool) -> Iterator[None]:
@@ -78,28 +65,13 @@ class ThreadState:
             tf.debugging.enable_traceback_filtering()
         else:
             tf.debugging.disable_traceback_filtering()
-        with _graph_entered(self._init_graph, self._init_eager), \
-                _graph_entered(self._graph, self._eager), \
+        with self._init_graph.as_default(), eager_if(self._init_eager), \
+                self.graph.as_default(), eager_if(self.eager), \
                 variable_scope.variable_scope(self._variable_scope, reuse=reuse):
-            self._graph._variable_creator_stack = list(self._creators)
+            self.graph._variable_creator_stack = list(self._creators)
             yield
 
 
-@contextlib.contextmanager
-def _graph_entered(graph: tf.Graph, eager: bool) -> Iterator[None]:
-    with graph.as_default():
-        if not eager:
-            yield
-            return
-        with eager_context.eager_mode():
-            yield
-
-
-@contextlib.contextmanager
-def eager_if(eager: bool) -> Iterator[None]:
+def eager_if(eager: bool) -> contextlib.AbstractContextManager[None]:
     """Eager mode where ``eager``, nothing otherwise (``tf.init_scope`` inside a tower)."""
-    if not eager:
-        yield
-        return
-    with eager_context.eager_mode():
-        yield
+    return eager_context.eager_mode() if eager else contextlib.nullcontext()

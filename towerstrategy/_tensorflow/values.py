@@ -1,7 +1,4 @@
-"""Per-replica values, composite tensors and how TensorFlow groups them.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""Per-replica values, composite tensors and how TensorFlow groups them."""
 
 from __future__ import annotations
 
@@ -18,24 +15,20 @@ from tensorflow.python.framework import (
 )
 from tensorflow.python.util import nest as private_nest
 
+__all__ = ("CompositeTensor", "Mirrored", "NoneTensorSpec", "PerReplica", "PerReplicaSpec",
+    "ReduceOp", "flatten_with_paths", "is_eager", "regroup", "select_replica", "update_regroup",
+    "value_container")
 PRIVATE_NAMES = {
-    "tensorflow.python.distribute.distribute_utils:regroup":
+    "python.distribute.distribute_utils:regroup select_replica update_regroup value_container":
         "groups per-tower results exactly as TensorFlow groups them",
-    "tensorflow.python.distribute.distribute_utils:select_replica": "its inverse",
-    "tensorflow.python.distribute.distribute_utils:update_regroup": "what extended.update returns",
-    "tensorflow.python.distribute.distribute_utils:value_container": "extended.value_container",
-    "tensorflow.python.distribute.values:PerReplica":
-        "the concrete class behind tf.types.experimental.distributed.PerReplica",
-    "tensorflow.python.distribute.values:PerReplicaSpec": "its type spec",
-    "tensorflow.python.distribute.values:Mirrored": "a value that is the same on several devices",
-    "tensorflow.python.framework.composite_tensor:CompositeTensor":
-        "base of ragged, sparse and other composite values",
-    "tensorflow.python.framework.none_tensor:NoneTensorSpec":
+    "python.distribute.values:Mirrored PerReplica PerReplicaSpec":
+        "the classes behind tf.types.experimental.distributed's",
+    "python.framework.composite_tensor:CompositeTensor": "base of ragged and sparse values",
+    "python.framework.none_tensor:NoneTensorSpec":
         "the spec of an absent component; tf.NoneTensorSpec is not there in every release",
-    "tensorflow.python.distribute.reduce_util:ReduceOp":
-        "tf.distribute.ReduceOp, whose public name is an alias",
-    "tensorflow.python.framework.ops:EagerTensor": "the class of eager tensors",
-    "tensorflow.python.util.nest:flatten_with_joined_string_paths": "names components in errors",
+    "python.distribute.reduce_util:ReduceOp": "tf.distribute.ReduceOp, an alias",
+    "python.framework.ops:EagerTensor": "the class of eager tensors",
+    "python.util.nest:flatten_with_joined_string_paths": "names components in errors",
 }
 
 PerReplica = values_lib.PerReplica

@@ -1,7 +1,4 @@
-"""Variables: their classes, their resources, and what is behind a checkpoint's.
-
-Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
-"""
+"""Variables: their classes, their resources, and what is behind a checkpoint's."""
 
 from __future__ import annotations
 
@@ -21,36 +18,29 @@ from tensorflow.python.ops import (
 )
 from tensorflow.python.trackable import base as trackable_base
 
+__all__ = ("BaseResourceVariable", "CheckpointInitialValue", "DistributedVariable",
+    "ResourceVariable", "SyncOnReadSaveable", "SyncOnReadVariable", "anonymous_variable",
+    "is_saving_one_copy", "is_unread_variable", "is_variable", "replace_resource",
+    "share_dependencies", "shared_variable_creator_for", "tell_read", "variable_creator_scope")
 PRIVATE_NAMES = {
-    "tensorflow.python.ops.resource_variable_ops:variable_accessed":
+    "python.ops.resource_variable_ops:variable_accessed":
         "tells gradient tapes and functions that a variable is read; they watch its handle",
-    "tensorflow.python.distribute.shared_variable_creator:make_fn":
+    "python.distribute.shared_variable_creator:make_fn":
         "lets towers 1.. find the variables that tower 0 made",
-    "tensorflow.python.distribute.values:DistributedVariable": "base of SyncOnReadVariable",
-    "tensorflow.python.distribute.values:SyncOnReadVariable":
+    "python.distribute.values:DistributedVariable SyncOnReadVariable _SyncOnReadSaveable":
         "TensorFlow's own tower-local variable; checkpoints and SavedModel know it",
-    "tensorflow.python.distribute.values:_SyncOnReadSaveable":
-        "how it is written to a checkpoint and read again",
-    "tensorflow.python.distribute.values_util:is_saving_non_distributed":
+    "python.distribute.values_util:is_saving_non_distributed":
         "asks whether a SavedModel is being written",
-    "tensorflow.python.autograph.pyct.error_utils:ErrorMetadataBase":
-        "an error's ag_error_metadata, from which autograph makes the error that users see",
-    "tensorflow.python.eager.context:anonymous_name":
+    "python.eager.context:anonymous_name":
         "names a variable that lives as long as somebody has its handle, also in a graph",
-    "tensorflow.python.ops.resource_variable_ops:ResourceVariable":
-        "the class of tf.Variable's instances",
-    "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable":
-        "its base, and that of variables made while a tf.function is traced",
-    "tensorflow.python.ops.variable_scope:variable_creator_scope":
+    "python.ops.resource_variable_ops:BaseResourceVariable ResourceVariable _UnreadVariable":
+        "the classes of tf.Variable's instances, and of what an assign in a function returns",
+    "python.ops.variable_scope:variable_creator_scope":
         "tf.variable_creator_scope without its deprecation of stacked graphs",
-    "tensorflow.python.trackable.base:CheckpointInitialValue":
+    "python.trackable.base:CheckpointInitialValue":
         "an initial value that a checkpoint gives to a variable made after it was restored",
-    "tensorflow.python.trackable.base:Trackable._maybe_initialize_trackable":
+    "python.trackable.base:Trackable._maybe_initialize_trackable":
         "sets the attributes that share_dependencies gives a second handle on a model",
-    "tensorflow.python.ops.variable_scope:variable_scope":
-        "the v1 variable scope, handed to tower threads",
-    "tensorflow.python.ops.resource_variable_ops:_UnreadVariable":
-        "what an assign in a function returns",
 }
 
 ResourceVariable = resource_variable_ops.ResourceVariable
@@ -58,6 +48,8 @@ BaseResourceVariable = resource_variable_ops.BaseResourceVariable
 SyncOnReadVariable = values_lib.SyncOnReadVariable
 SyncOnReadSaveable = values_lib._SyncOnReadSaveable
 DistributedVariable = values_lib.DistributedVariable
+CheckpointInitialValue = trackable_base.CheckpointInitialValue
+tell_read = resource_variable_ops.variable_accessed
 shared_variable_creator_for = shared_variable_creator.make_fn
 is_saving_one_copy = values_util.is_saving_non_distributed
 variable_creator_scope = variable_scope.variable_creator_scope
@@ -69,13 +61,9 @@ def replace_resource(variable: Any, other: Any) -> None:
 
 
 def share_dependencies(copied: Any, original: Any, but: Collection[str]) -> None:
-    """Gives ``copied`` the checkpoint dependencies of ``original`` in containers of its own.
+    """Gives ``copied``, a shallow copy, the checkpoint dependencies of ``original``.
 
-    Args:
-      copied: a shallow copy of ``original``; dependencies under the names in ``but`` are its own
-        and stay as they are.
-      original: a ``Trackable``.
-      but: names that are not taken over.
+    They are in containers of its own; those under the names in ``but`` stay as they are.
     """
     name = "_self_unconditional_checkpoint_dependencies"
     theirs, ours = vars(original).get(name, []), vars(copied).get(name, [])
@@ -86,16 +74,6 @@ def share_dependencies(copied: Any, original: Any, but: Collection[str]) -> None
         _self_unconditional_dependency_names=dict(taken + own),
         _self_unconditional_deferred_dependencies={},
         _self_update_uid=-1, _self_name_based_restores=set(), _self_saveable_object_factories={})
-
-
-def is_checkpoint_value(value: Any) -> bool:
-    """Whether ``value`` is an initial value from a checkpoint."""
-    return isinstance(value, trackable_base.CheckpointInitialValue)
-
-
-def tell_read(variable: Any) -> None:
-    """Tells gradient tapes, and the function that is being traced, that ``variable`` is read."""
-    resource_variable_ops.variable_accessed(variable)
 
 
 def is_variable(value: Any) -> bool:

@@ -1,1 +1,1 @@
-"""Global batch -> sub-batches: dealing rows, splitting batches, datasets, iterators, results."""
+"""Global batch -> sub-batches: rows, splitting batches, datasets, iterators, results."""

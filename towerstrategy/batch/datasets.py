@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -26,31 +26,27 @@ from towerstrategy.batch.rows import Nest
 # The name scope of the operations that split, in input pipelines.
 SCOPE = "tower_split"
 
-# How many elements lie ready behind the split.
+# How many split elements lie ready.
 READY = 2
 
 
 def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
-                  dealing: rows_lib.Dealing | None = None) -> TowerDataset:
-    """A dataset of global batches, split in the input pipeline.
+                  cuts: rows_lib.CutRows | None = None) -> TowerDataset:
+    """A dataset of global batches, each split by :func:`splitting.split_batch` in the pipeline.
 
-    Args:
-      dataset: elements are batches, see :func:`split_batch`.
-      towers: how many sub-batches each element becomes.
-      ready: how many split elements the pipeline holds ready.
-      dealing: see :func:`split_batch`.
+    The pipeline holds ``ready`` split elements ready.
 
     Raises:
       TypeError: ``dataset`` is no ``tf.data.Dataset``.
       ValueError: its elements are not batched.
     """
     check_batched(dataset)
-    source = Source([dataset], lambda sources: split_dataset(sources[0], towers, ready, dealing))
+    split = dataset
     if towers > 1:
-        split = on_elements(dataset.element_spec, _in_scope(
-            lambda element: splitting.split_batch(element, towers, dealing)))
-        dataset = dataset.map(split).prefetch(ready)
-    return TowerDataset(dataset, source, open_rows=dealing is not None)
+        split = dataset.map(on_elements(dataset.element_spec, _in_scope(
+            lambda element: splitting.split_batch(element, towers, cuts)))).prefetch(ready)
+    return TowerDataset(split, lambda fn: split_dataset(dataset.map(fn), towers, ready, cuts),
+                        open_rows=cuts is not None)
 
 
 def group_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY) -> TowerDataset:
@@ -59,19 +55,14 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY) -> 
     An incomplete last group gives its missing towers batches with no rows.  Where a component is a
     scalar, so that elements are single values and not batches, such a group is left out, as
     ``MirroredStrategy`` leaves it out.
-
-    Args:
-      dataset: elements are the batches of one tower.
-      towers: how many elements make a step.
-      ready: how many grouped elements the pipeline holds ready.
-
-    Raises:
-      TypeError: ``dataset`` is no ``tf.data.Dataset``.
     """
     _check_made(dataset)
-    source = Source([dataset], lambda sources: group_dataset(sources[0], towers, ready))
+
+    def mapped(fn: Callable[..., Nest]) -> TowerDataset:
+        return group_dataset(dataset.map(fn), towers, ready)
+
     if towers == 1:
-        return TowerDataset(dataset, source)
+        return TowerDataset(dataset, mapped)
     spec = dataset.element_spec
     batched = _is_batched(spec)
     # window() makes a dataset of each leaf; only a flat tuple does it give back plainly.
@@ -87,27 +78,23 @@ def group_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY) -> 
                                                   else _tf.PerReplica)
         return _side_by_side(spec, parts, pack)
 
-    return TowerDataset(windows.map(_in_scope(group)).prefetch(ready), source)
+    return TowerDataset(windows.map(_in_scope(group)).prefetch(ready), mapped)
 
 
 def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> TowerDataset:
-    """One dataset of per-tower batches a tower, put side by side.
+    """A dataset of per-tower batches for each tower, put side by side.
 
     A tower whose dataset has ended gets batches with no rows until all have ended; with elements
     that are single values and not batches, the shortest ends all.
-
-    Args:
-      datasets: one a tower, all with the same element spec.
-      ready: how many elements the pipeline holds ready.
-
-    Raises:
-      TypeError: one of them is no ``tf.data.Dataset``, or has elements of another kind.
     """
     for dataset in datasets:
         _check_made(dataset)
-    source = Source(datasets, lambda sources: zip_datasets(sources, ready))
+
+    def mapped(fn: Callable[..., Nest]) -> TowerDataset:
+        return zip_datasets([dataset.map(fn) for dataset in datasets], ready)
+
     if len(datasets) == 1:
-        return TowerDataset(datasets[0], source)
+        return TowerDataset(datasets[0], mapped)
     spec = datasets[0].element_spec
     for tower, dataset in enumerate(datasets):
         _check_like_first(tower, dataset.element_spec, spec)
@@ -115,9 +102,10 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> Tow
     flat = [dataset.map(on_elements(spec, _tensors)) for dataset in datasets]
     if not batched:
         return TowerDataset(tf.data.Dataset.zip(tuple(flat)).map(
-            lambda *parts: _side_by_side(spec, parts, _tf.PerReplica)).prefetch(ready), source)
-    nothing = tf.data.Dataset.from_tensors(
-        (False, _no_rows(spec))).repeat()
+            lambda *parts: _side_by_side(spec, parts, _tf.PerReplica)).prefetch(ready), mapped)
+    nothing = tf.data.Dataset.from_tensors((False, tuple(
+        rows_lib.no_rows(leaf) for leaf in tf.nest.flatten(spec)
+        if not rows_lib.is_absent(leaf)))).repeat()
     flagged = [dataset.map(lambda *leaves: (True, leaves)).concatenate(nothing) for dataset in flat]
     zipped = tf.data.Dataset.zip(tuple(flagged)).take_while(
         lambda *pairs: tf.reduce_any([there for there, _ in pairs]))
@@ -126,12 +114,11 @@ def zip_datasets(datasets: Sequence[tf.data.Dataset], ready: int = READY) -> Tow
         there, parts = zip(*pairs)
         return _side_by_side(spec, _as_long(there, parts), sub_batches.SubBatches)
 
-    return TowerDataset(zipped.map(_in_scope(group)).prefetch(ready), source)
+    return TowerDataset(zipped.map(_in_scope(group)).prefetch(ready), mapped)
 
 
 def _side_by_side(spec: Nest, parts: Sequence[Any], pack: Callable[[Any], Any]) -> Nest:
-    """The towers' flat elements as one element with ``spec``'s structure, None where it has None.
-    """
+    """The towers' flat elements as one element with ``spec``'s structure."""
     together = zip(*parts)
     return tf.nest.map_structure(
         lambda leaf: None if rows_lib.is_absent(leaf) else pack(next(together)), spec)
@@ -142,64 +129,41 @@ def _tensors(element: Nest) -> tuple[Any, ...]:
     return tuple(leaf for leaf in tf.nest.flatten(element) if leaf is not None)
 
 
-def _no_rows(spec: Nest) -> tuple[Any, ...]:
-    """The same of an element without rows."""
-    return tuple(rows_lib.no_rows(leaf) for leaf in tf.nest.flatten(spec)
-                 if not rows_lib.is_absent(leaf))
-
-
 def _none_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """``leaves`` without their rows, which are as long as they were: some operations ask for that.
-    """
+    """``leaves`` without their rows, of the same inner lengths, which some operations ask for."""
     return tuple(rows_lib.rows_between(leaf, 0, 0) for leaf in leaves)
 
 
 def _as_long(there: Sequence[tf.Tensor], parts: Sequence[Any]) -> list[Any]:
     """``parts``, where towers whose data has ended have another's without its rows."""
+    def either(condition: tf.Tensor, yes: Any, no: Any) -> Any:
+        return tf.cond(condition, lambda: yes, lambda: no)
+
     found = parts[-1]
     for has, part in zip(there[-2::-1], parts[-2::-1]):
-        found = _either(has, part, found)
+        found = either(has, part, found)
     none = _none_of(found)
-    return [_either(has, part, none) for has, part in zip(there, parts)]
-
-
-def _either(condition: tf.Tensor, yes: Any, no: Any) -> Any:
-    return tf.cond(condition, lambda: yes, lambda: no)
-
-
-class Source(NamedTuple):
-    """What a :class:`TowerDataset` was made of, so that it can be made otherwise.
-
-    Attributes:
-      datasets: of batches as the user gave them.
-      make: makes the like of such datasets.
-    """
-
-    datasets: Sequence[Any]
-    make: Callable[[Sequence[Any]], TowerDataset]
+    return [either(has, part, none) for has, part in zip(there, parts)]
 
 
 class TowerDataset(tf.distribute.DistributedDataset):
     """A dataset whose elements are split for the towers: what Keras and loops iterate over.
 
-    Attributes:
-      element_spec: nest of type specs, a :class:`SubBatchesSpec` for each split component.
+    Args:
+      dataset: its elements hold :class:`SubBatches`.
+      mapped: the like of it, of batches that a function has changed before they were split.
+      open_rows: whether functions are traced for any number of rows.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, source: Source, open_rows: bool = False) -> None:
-        self._dataset = dataset
-        self._source = source
-        self._open_rows = open_rows
+    def __init__(self, dataset: tf.data.Dataset, mapped: Callable[[Any], TowerDataset],
+                 open_rows: bool = False) -> None:
+        self.dataset, self._mapped, self._open_rows = dataset, mapped, open_rows
         self._watcher: Any = None
         self._fetch = prefetching.Fetch()
 
     def map(self, map_func: Callable[..., Nest]) -> TowerDataset:
-        """The same dataset of batches that ``map_func`` has changed before they were dealt.
-
-        Keras turns class weights into sample weights by it.
-        """
-        mapped = [dataset.map(map_func) for dataset in self._source.datasets]
-        return self._source.make(mapped).fetched_to(self._fetch).watched_by(self._watcher)
+        """The same of batches that ``map_func`` has changed, as Keras does for class weights."""
+        return self._mapped(map_func).fetched_to(self._fetch).watched_by(self._watcher)
 
     def prefetch(self, buffer_size: Any) -> TowerDataset:
         """This dataset: its pipeline holds elements ready as it is, see ``tf.distribute``."""
@@ -212,31 +176,25 @@ class TowerDataset(tf.distribute.DistributedDataset):
         return self
 
     def watched_by(self, watcher: Any) -> TowerDataset:
-        """This dataset, of whose steps in Python's own loops ``watcher``, if any, is told.
+        """This dataset, of whose steps in Python's own loops ``watcher``, if any, is notified.
 
-        Args:
-          watcher: its ``between`` is called where a step ends and another begins, ``end_of_loop``
-            when an iterator is no more; or None.
+        Its ``between`` is called where a step ends and another begins, ``end_of_loop`` when an
+        iterator is no more.
         """
         self._watcher = watcher
         return self
 
     @property
-    def dataset(self) -> tf.data.Dataset:
-        """What it iterates over."""
-        return self._dataset
-
-    @property
     def element_spec(self) -> Nest:
-        return self._dataset.element_spec
+        return self.dataset.element_spec
 
     @property
     def cardinality(self) -> int:
         """Steps in one pass, as ``tf.data`` counts them."""
-        return self._dataset.cardinality()
+        return self.dataset.cardinality()
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __bool__(self) -> bool:
         # As tf.data's: an endless dataset has no length to ask for.
@@ -251,7 +209,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
         return iterator
 
     def _iterator(self, follow: Any) -> Any:
-        dataset, row_count = self._dataset, None
+        dataset, row_count = self.dataset, None
         if self._fetch.devices and self._fetch.is_safe:
             layout = self._layout(dataset.element_spec)
             if layout.moves:
@@ -299,7 +257,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
 class RestartableIterator:
     """What tf.distribute's first API has: ``make_dataset_iterator``, ``make_input_fn_iterator``.
 
-    It reads from the start again after :meth:`initialize`.
+    It reads from the start again after :meth:`initialize`, and else is the iterator.
     """
 
     def __init__(self, dataset: TowerDataset) -> None:
@@ -311,20 +269,10 @@ class RestartableIterator:
         self._iterator = iter(self._dataset)
         return []
 
-    @property
-    def initializer(self) -> list[tf.Operation]:
-        return self.initialize()
+    initializer = property(initialize)
 
-    @property
-    def element_spec(self) -> Nest:
-        return self._dataset.element_spec
-
-    def get_next(self) -> Nest:
-        """The next element; ``tf.errors.OutOfRangeError`` at the end."""
-        return self._iterator.get_next()
-
-    def get_next_as_optional(self) -> tf.experimental.Optional:
-        return self._iterator.get_next_as_optional()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
 
 
 def on_elements(spec: Nest, fn: Callable[[Nest], Nest]) -> Callable[..., Nest]:
@@ -354,18 +302,18 @@ def check_batched(dataset: Any) -> None:
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError("dataset must be a tf.data.Dataset, but got "
                         f"{dataset!r} of type {type(dataset).__name__}.")
-    for path, leaf in zip(*splitting.named_leaves(dataset.element_spec)):
-        shape = getattr(leaf, "shape", None)
-        if shape is not None and shape.rank == 0:
+    named = [(path, leaf) for path, leaf in zip(*splitting.named_leaves(dataset.element_spec))
+             if hasattr(leaf, "shape")]
+    for path, leaf in named:
+        if leaf.shape.rank == 0:
             what = f"{splitting.called(path)} of its elements is a scalar" if path else (
                 "its elements are scalars")
             raise ValueError(
                 f"the dataset is not batched: {what} ({leaf!r}), so there are no rows to split "
                 "over the towers. Call dataset.batch(global_batch_size) first.")
-    named = splitting.named_leaves(dataset.element_spec)
     splitting.check_known(
-        {path: leaf.shape[0] for path, leaf in zip(*named)
-         if getattr(leaf, "shape", None) and leaf.shape[0] is not None},
+        {path: leaf.shape[0] for path, leaf in named
+         if leaf.shape and leaf.shape[0] is not None},
         " If these are single examples, the dataset is not batched: call "
         "dataset.batch(global_batch_size) first.")
 

@@ -29,7 +29,7 @@ class Dealer:
 
     Args:
       placement: where it runs.
-      workers: where the workers meet; None with a single machine.
+      workers: their collectives; None with a single machine.
       measuring: what measures the towers, and has the shares that it finds, see
         :class:`measured.measuring.Measuring`; None where nothing is measured.
     """
@@ -57,7 +57,7 @@ class Dealer:
 
     def split(self, batch: Any) -> Any:
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
-        return splitting.split_batch(batch, self._towers, self._dealing())
+        return splitting.split_batch(batch, self._towers, self._cuts())
 
     def distribute(self, dataset: tf.data.Dataset, in_order: bool, ready: int,
                    fetch: prefetching.Fetch) -> datasets_lib.TowerDataset:
@@ -67,7 +67,7 @@ class Dealer:
         if self._workers is not None:
             made = self._workers.shard_dataset(dataset, ready, in_order, self._measured)
         else:
-            made = datasets_lib.split_dataset(dataset, self._towers, ready, self._dealing())
+            made = datasets_lib.split_dataset(dataset, self._towers, ready, self._cuts())
         return made.fetched_to(fetch).watched_by(self.measuring)
 
     def from_function(self, dataset_fn: Callable[..., Any], options: Any,
@@ -94,10 +94,12 @@ class Dealer:
             made = self._workers.shard_grouped(made, ready)
         return made.fetched_to(fetch)
 
-    def _dealing(self) -> rows_lib.Dealing | None:
+    def _cuts(self) -> rows_lib.CutRows | None:
         """None where all towers are here and get as many rows."""
         if self._workers is not None:
-            return self._workers.dealing(self.units)
+            return self._workers.cuts_of(self.units)
         if self._measured is not None:
-            return self._measured.dealing
-        return None if self._units is None else rows_lib.dealing_by(self._towers, self._units)
+            return self._measured.cut
+        units = self._units
+        return None if units is None else lambda rows: (
+            *rows_lib.split_rows(rows, self._towers, units), None)

@@ -1,4 +1,4 @@
-"""What a dataset function is told: its place among the pipelines, and its towers' part of a batch.
+"""What a dataset function gets: its place among the pipelines, and its towers' part of a batch.
 
 Goes in: the numbers of ``tf.distribute.InputContext``, and every tower's share.  Comes out: that
 context, which knows them.
@@ -21,7 +21,7 @@ class TowerInputContext(tf.distribute.InputContext):
       pipeline: this one's number.
       towers: the numbers of the towers that it feeds, among those of all machines.
       replicas: how many towers there are, on all machines.
-      units: the shares of all towers, see :func:`rows.units_of`.
+      units: the shares of all of them, see :func:`rows.units_of`.
 
     Attributes:
       shares: of each tower that this pipeline feeds, its part of a global batch; with two towers,
@@ -37,7 +37,7 @@ class TowerInputContext(tf.distribute.InputContext):
 
     def rows_of(self, global_batch_size: int) -> list[int]:
         """The rows of each tower that this pipeline feeds, of a batch of ``global_batch_size``."""
-        sizes = rows_lib.deal(global_batch_size, self.num_replicas_in_sync, self._units)[1]
+        sizes = rows_lib.split_rows(global_batch_size, self.num_replicas_in_sync, self._units)[1]
         return [sizes[tower] for tower in self._towers]
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
@@ -56,14 +56,10 @@ class TowerInputContext(tf.distribute.InputContext):
 
 def contexts(towers: int, workers: Any, per_replica: bool, replicas: int,
              units: rows_lib.Units) -> list[TowerInputContext]:
-    """A context for each of this machine's pipelines.
+    """A context for each of this machine's pipelines: one, or with ``per_replica`` one a tower.
 
-    Args:
-      towers: how many towers this machine has.
-      workers: where the workers meet; None with a single machine.
-      per_replica: whether each tower has a pipeline of its own.
-      replicas: how many towers there are, on all machines.
-      units: the shares of all towers, see :func:`rows.units_of`.
+    ``towers`` are this machine's, ``replicas`` and ``units`` those of all, see
+    :class:`TowerInputContext`.
     """
     first = 0 if workers is None else workers.first
     if per_replica:

@@ -1,19 +1,19 @@
 """Iterators over datasets of sub-batches; ``tf.data`` iterators, so they can be checkpointed.
 
-Goes in: the iterator that ``tf.data`` makes.  Comes out: a :class:`TowerIterator`, which tells when
-Python's own loops know no end.
+Goes in: the iterator that ``tf.data`` makes.  Comes out: a :class:`TowerIterator`, which stops
+Python's own loops where they see no end.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import rows as rows_lib, sub_batches
+from towerstrategy.batch import sub_batches
 from towerstrategy.batch.rows import Nest
 
 # Nobody unrolls so many steps into one graph on purpose.
@@ -30,32 +30,66 @@ counting = _Counting()
 def count_rows(follow: Callable[[tf.data.Dataset], tuple[tf.data.Dataset, Any]] | None) -> None:
     """From now on this thread's new iterators over a :class:`TowerDataset` are counted.
 
-    Args:
-      follow: makes of a dataset one that counts, and its count, which becomes the iterator's
-        ``row_count``; None ends it.
+    ``follow`` turns a dataset into one that counts, and its count, which becomes the iterator's
+    ``row_count``; None ends it.
     """
     counting.follow = follow
 
 
 def followed(dataset: tf.data.Dataset, rows_of: Callable[..., tf.Tensor],
              follow: Callable[..., Any]) -> tuple[tf.data.Dataset, Any]:
-    """``dataset``, whose elements are no split batches, as ``follow`` counts them, and its count.
+    """``dataset``, whose elements are tuples, as ``follow`` counts them, and its count.
 
-    Args:
-      dataset: elements are tuples.
-      rows_of: takes what is in such a tuple, and gives the rows of each tower, a vector.
-      follow: see :func:`count_rows`.
+    ``rows_of`` takes what is in such a tuple, and gives the rows of each tower, a vector.
     """
 
-    def told(*element: Any) -> Any:
+    def with_rows(*element: Any) -> Any:
         rows = rows_of(*element)
         return element, sub_batches.CountedSubBatches([rows], rows)
 
-    counted, count = follow(_tf.map_in_place(dataset, told))
+    counted, count = follow(_tf.map_in_place(dataset, with_rows))
     return _tf.map_in_place(counted, lambda element, _: element), count
 
 
-class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
+class Steps:
+    """What an iterator over a :class:`TowerDataset` does with each batch."""
+
+    _open_rows = False
+    _between: Callable[[], None] | None = None
+    _steps_in_graph = 0
+
+    def __next__(self) -> Nest:
+        self._check_ends()
+        if self._between is not None and tf.executing_eagerly():
+            self._between()  # a loop of Python's ends a step here, and begins another
+        try:
+            return self.get_next()
+        except tf.errors.OutOfRangeError:
+            raise StopIteration from None
+
+    def get_next(self) -> Nest:
+        """The next batch; ``tf.errors.OutOfRangeError`` at the end."""
+        raise NotImplementedError
+
+    def _opened(self, element: Nest) -> Nest:
+        """``element`` as whoever iterates gets it."""
+        return sub_batches.with_open_rows(element) if self._open_rows else element
+
+    def _check_ends(self) -> None:
+        """Python's own loops know no end while a function is traced; stop them with a reason."""
+        if tf.executing_eagerly():
+            return
+        self._steps_in_graph += 1
+        if self._steps_in_graph > _MOST_STEPS_IN_GRAPH:
+            raise RuntimeError(
+                f"more than {_MOST_STEPS_IN_GRAPH} batches were taken from a distributed dataset "
+                "while one tf.function was traced. Python's enumerate, zip and comprehensions do "
+                "not see where a dataset ends there. Write a plain `for batch in dataset:` loop, "
+                "which autograph converts, and count in it.")
+
+
+# TensorFlow's comes first: an iterator that is there could not become one of this class else.
+class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator, Steps):
     """Iterates over a :class:`TowerDataset`; a ``tf.data`` iterator, so it can be checkpointed.
 
     Attributes:
@@ -63,68 +97,7 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator):
     """
 
     row_count: Any = None
-    _open_rows = False
-    _between: Callable[[], None] | None = None
-    _steps_in_graph = 0
+    __next__ = Steps.__next__
 
     def get_next(self) -> Nest:
-        return handed(self, super().get_next())
-
-    def __next__(self) -> Nest:
-        begin_step(self)
-        return handed(self, super().__next__())
-
-
-def handed(iterator: Any, element: Nest) -> Nest:
-    """``element`` as whoever iterates gets it."""
-    return sub_batches.with_open_rows(element) if iterator._open_rows else element
-
-
-def begin_step(iterator: Any) -> None:
-    """A loop of Python's asks for its next batch: tells who watches, and stops endless tracing."""
-    check_ends(iterator)
-    if iterator._between is not None and tf.executing_eagerly():
-        iterator._between()
-
-
-def next_in_python(iterator: Any) -> Nest:
-    """The next batch for a loop of Python's, which a StopIteration ends."""
-    begin_step(iterator)
-    try:
-        return iterator.get_next()
-    except tf.errors.OutOfRangeError:
-        raise StopIteration from None
-
-
-def check_ends(iterator: Any) -> None:
-    """Python's own loops know no end while a function is traced; stop them with a reason."""
-    if tf.executing_eagerly():
-        return
-    iterator._steps_in_graph += 1
-    if iterator._steps_in_graph > _MOST_STEPS_IN_GRAPH:
-        raise RuntimeError(
-            f"more than {_MOST_STEPS_IN_GRAPH} batches were taken from a distributed dataset "
-            "while one tf.function was traced. Python's enumerate, zip and comprehensions do "
-            "not see where a dataset ends there. Write a plain `for batch in dataset:` loop, "
-            "which autograph converts, and count in it.")
-
-
-def onto_devices(element: Nest, devices: Sequence[str]) -> Nest:
-    """``element`` with each tower's part on its device; as it is where no devices are given."""
-    if not devices:
-        return element
-
-    def moved(part: Any, device: str) -> Any:
-        with tf.device(device):
-            return tf.nest.map_structure(tf.identity, part, expand_composites=True)
-
-    def each(leaf: Any) -> Any:
-        if not isinstance(leaf, _tf.PerReplica):
-            alone = len(devices) == 1 and rows_lib.has_rows(leaf)
-            return moved(leaf, devices[0]) if alone else leaf
-        parts = [moved(part, device) for part, device in zip(leaf.values, devices)]
-        if isinstance(leaf, sub_batches.CountedSubBatches):
-            return sub_batches.CountedSubBatches(parts, leaf.rows)
-        return type(leaf)(parts)
-
-    return tf.nest.map_structure(each, element)
+        return self._opened(_tf.OwnedIterator.get_next(self))

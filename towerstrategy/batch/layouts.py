@@ -1,9 +1,8 @@
 """Which of a split element's tensors goes to which tower, and how it comes apart and together.
 
 Goes in: the type spec of split elements.  Comes out: a :class:`Layout`.  TensorFlow's multi-device
-iterator takes one dataset and deals its elements round in turn.  So each split element becomes
-R + 1 of them: what stays on the host (row counts, strings, ragged components), then each tower's
-components.
+iterator takes one dataset and hands its elements to the devices in turn.  So each becomes
+R + 1: what stays on the host (row counts, strings, ragged components), then each tower's.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class Layout:
             isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource)
             for spec in self._tensors)
 
-    def apart(self, element: Nest, told: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
-        """R + 1 elements of one kind for one: the host's, with ``told`` behind, then each tower's.
+    def apart(self, element: Nest, counts: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
+        """R + 1 elements of one kind for one: the host's, with ``counts``, then each tower's.
 
         Of each, what belongs to the others has no rows.
         """
@@ -57,11 +56,11 @@ class Layout:
         own = [tuple(tensors[place] for place in places) for places in self._places]
         no_host, no_tower = (tuple(rows_lib.no_rows(self._tensors[place]) for place in places)
                              for places in self._places[:2])
-        return [(own[0] + told, no_tower), *((no_host + told, part) for part in own[1:])]
+        return [(own[0] + counts, no_tower), *((no_host + counts, part) for part in own[1:])]
 
-    def deal(self, dataset: tf.data.Dataset,
-             rows_of: Callable[[Nest], Any] | None = None) -> tf.data.Dataset:
-        """``dataset`` with each element taken apart, and with what ``rows_of`` tells of it, if any.
+    def in_parts(self, dataset: tf.data.Dataset,
+                 rows_of: Callable[[Nest], Any] | None = None) -> tf.data.Dataset:
+        """``dataset`` with each element taken apart, and with its ``rows_of``, if any.
 
         The parts have different numbers of rows, so they go through ``unbatch`` in optionals: a
         dataset of its own for each element, which ``flat_map`` takes, costs milliseconds.
@@ -70,8 +69,8 @@ class Layout:
 
         def wrapped(*element: Any) -> tf.Tensor:
             rows = None if rows_of is None else rows_of(element)
-            told = () if rows is None else (rows,)
-            parts = [tf.nest.flatten(part) for part in self.apart(element, told)]
+            parts = [tf.nest.flatten(part)
+                     for part in self.apart(element, () if rows is None else (rows,))]
             kinds[:] = [tf.nest.map_structure(tf.type_spec_from_value, part) for part in parts]
             return tf.stack([tf.raw_ops.OptionalFromValue(components=part) for part in parts])
 
@@ -89,16 +88,16 @@ class Layout:
 
     def counted(self, dataset: tf.data.Dataset, follow: Callable[..., Any]) -> tuple[Any, Any]:
         """The host's elements, followed by ``follow`` when they are taken; and its count."""
-        told = len(self._places[0])
-        if len(dataset.element_spec[0]) == told:
+        own = len(self._places[0])
+        if len(dataset.element_spec[0]) == own:
             return dataset, None
-        return iterators.followed(dataset, lambda host, _: host[told], follow)
+        return iterators.followed(dataset, lambda host, _: host[own], follow)
 
-    def element(self, dealt: Sequence[tuple[Any, Any]]) -> Nest:
-        """The element again, of what the host and each tower took."""
-        host, _ = dealt[0]
+    def element(self, parts: Sequence[tuple[Any, Any]]) -> Nest:
+        """The element again, from what the host and each tower took."""
+        host, _ = parts[0]
         tensors: list[Any] = [None] * len(self._tensors)
-        for places, own in zip(self._places, [host, *(part for _, part in dealt[1:])]):
+        for places, own in zip(self._places, [host, *(part for _, part in parts[1:])]):
             for place, tensor in zip(places, own):
                 tensor.set_shape(self._tensors[place].shape)
                 tensors[place] = tensor
@@ -138,10 +137,8 @@ def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
 
 
 def _moves(spec: Any) -> bool:
-    """Whether a component goes to a tower's own memory.
-
-    Strings cannot; operations on ragged tensors have kernels for the CPU alone; scalars that are no
-    part of a batch are the same for all.
+    """Whether a component goes to a tower's own memory: strings cannot, ragged operations have CPU
+    kernels alone, scalars are the same for all.
     """
     return (isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) and spec.dtype != tf.string
             and spec.shape.rank != 0)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import iterators, layouts, taking
+from towerstrategy.batch import iterators, layouts, sub_batches, taking
 from towerstrategy.batch.rows import Nest
 
 
@@ -26,7 +26,7 @@ class Fetch(NamedTuple):
     Attributes:
       devices: the towers'; empty where all stays on the host.
       host: the CPU that feeds them.
-      ready: how many elements each device holds ready; with 0 none is fetched ahead of the step.
+      ready: how many elements each device holds; with 0 none is fetched ahead of the step.
     """
 
     devices: tuple[str, ...] = ()
@@ -35,11 +35,10 @@ class Fetch(NamedTuple):
 
     @property
     def is_safe(self) -> bool:
-        """Whether what is made here can be done away with.
+        """Whether the iterators made here can end.
 
-        The iterators of a graph end in TensorFlow's threads: each holds one until what it fetches
-        has come, which takes a thread, too. Where all are held, nothing goes on for ever. Python
-        ends the others, in its own thread.
+        Those of a graph end in TensorFlow's threads: each holds one until what it fetches has come,
+        which takes a thread, too.  Where all are held, nothing goes on.
         """
         return tf.executing_eagerly() or threads() >= 2 * (1 + len(self.devices))
 
@@ -52,31 +51,19 @@ def threads() -> int:
             or (int(asked) if asked.isdigit() else 0) or cores or 1)
 
 
-class PrefetchedSpec(tf.TypeSpec):
+class PrefetchedSpec(sub_batches.HashedOnce, tf.TypeSpec):
     """The type spec of :class:`PrefetchedIterator`."""
 
-    __slots__ = ["_layout", "_streams", "_once", "_kept_hash"]
     value_type = property(lambda _: PrefetchedIterator)
 
     def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any,
                  once: bool = False) -> None:
         self._layout, self._streams, self._once = layouts.Layout(spec, owners), streams, once
-        self._kept_hash: int | None = None
 
     def _serialize(self) -> tuple[Any, ...]:
         return self._layout.spec, self._layout.owners, self._streams, self._once
 
-    def __hash__(self) -> int:
-        # Each call of a tf.function hashes its arguments' specs some times over.
-        if self._kept_hash is None:
-            self._kept_hash = super().__hash__()
-        return self._kept_hash
-
-    __eq__ = tf.TypeSpec.__eq__
-
-    @property
-    def _component_specs(self) -> list[Any]:
-        return [self._streams, tf.TensorSpec([], tf.resource)]
+    _component_specs = property(lambda self: [self._streams, tf.TensorSpec([], tf.resource)])
 
     def _to_components(self, value: PrefetchedIterator) -> list[Any]:
         return [value._streams, value._taking.handle]
@@ -88,38 +75,28 @@ class PrefetchedSpec(tf.TypeSpec):
         return iterator.read_once() if self._once else iterator
 
 
-class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.DistributedIterator):
+class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
+                         tf.distribute.DistributedIterator):
     """Iterates over split elements of which each tower's part is on its device already.
 
     Attributes:
       row_count: what counts the rows, see :func:`iterators.count_rows`; None where nothing does.
     """
 
-    _open_rows = False
-    _between: Callable[[], None] | None = None
-    _steps_in_graph = 0
-    _kept_spec: PrefetchedSpec | None = None
     _once = False
+    _kept_spec: PrefetchedSpec | None = None
+    # TensorFlow takes long to make the streams, and Keras makes more iterators than it reads.
+    _streams = property(lambda self: self._begun()[0])
+    _taking = property(lambda self: self._begun()[1])
+    row_count = property(lambda self: self._begun()[2])
+    element_spec = property(lambda self: self._layout.spec)
 
     def __init__(self, layout: layouts.Layout, streams: Any = None,
                  under_way: taking.Taking | None = None,
                  make: Callable[[], tuple[Any, Any, Any]] | None = None) -> None:
         self._layout, self._made, self._make = layout, (streams, under_way, None), make
 
-    @property
-    def _streams(self) -> Any:
-        return self._begun()[0]
-
-    @property
-    def _taking(self) -> taking.Taking:
-        return self._begun()[1]
-
-    @property
-    def row_count(self) -> Any:
-        return self._begun()[2]
-
     def _begun(self) -> tuple[Any, Any, Any]:
-        # TensorFlow takes long to make one, and Keras makes more of them than it reads.
         if self._make is not None:
             self._made, self._make = self._make(), None
         return self._made
@@ -128,9 +105,9 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
         return self
 
     def get_next(self) -> Nest:
-        return iterators.handed(self, self._layout.element(self._dealt()))
+        return self._opened(self._layout.element(self._parts()))
 
-    def _dealt(self) -> list[Any]:
+    def _parts(self) -> list[Any]:
         """What each stream has next."""
         eager = tf.executing_eagerly()
         return self._taking.all_of(self._streams.get_next if eager else self._host_first)
@@ -147,11 +124,11 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
                     return first.get_next()  # raises the error that says so
 
             with tf.control_dependencies([self._taking.say(there)]):
-                dealt = [tf.cond(there, optional.get_value, ended)]
-        return [*dealt, *self._from_others(dealt[0])]
+                host = tf.cond(there, optional.get_value, ended)
+        return [host, *self._from_others(host)]
 
     def _from_others(self, host: Any) -> list[Any]:
-        """What the towers' streams have next, behind what the host's had."""
+        """What the towers' streams have next, after what the host's had."""
         with tf.control_dependencies(tf.nest.flatten(host)):
             return self._of_others(lambda other: other.get_next())
 
@@ -164,11 +141,7 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
         return taken
 
     def _others_ended(self) -> tf.Tensor:
-        """True, behind the ends of the towers' streams, which are done then.
-
-        Made in a graph, a stream that goes waits for what it still prefetches, on a thread of the
-        few that this needs.
-        """
+        """True, after the towers' streams have ended: one that went on would hold a thread."""
         ends = self._of_others(lambda other: other.get_next_as_optional())
         with tf.control_dependencies(tf.nest.flatten(ends, expand_composites=True)):
             return tf.identity(True)
@@ -179,9 +152,6 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
         with tf.control_dependencies(tf.nest.flatten(taken)):
             self._taking.say(False)
         return taken
-
-    def __next__(self) -> Nest:
-        return iterators.next_in_python(self)
 
     def read_once(self) -> PrefetchedIterator:
         """This iterator, for a loop that reads each optional's value once if it has one.
@@ -213,10 +183,6 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
         return taken
 
     @property
-    def element_spec(self) -> Nest:
-        return self._layout.spec
-
-    @property
     def _type_spec(self) -> PrefetchedSpec:
         if self._kept_spec is None:
             self._kept_spec = PrefetchedSpec(self._layout.spec, self._layout.owners,
@@ -237,21 +203,17 @@ class PrefetchedIterator(_tf.CompositeTensor, _tf.Trackable, tf.distribute.Distr
 # Autograph reads each optional's value once, where there is one.
 _tf.loop_over(PrefetchedIterator, PrefetchedIterator.copy_read_once)
 
-# What the towers' parts are yet to be taken from, by id: a spec holds plain values alone.
+# Iterators whose towers' parts are read later, by id: a spec holds plain values alone.
 _later: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+numbered = _later.get
 
 
 def number_of(iterator: Any) -> int:
-    """By what number a spec names the iterator whose other streams are read later; 0 for None."""
+    """By what number a spec names an iterator, see :func:`numbered`; 0 for None."""
     if iterator is None:
         return 0
     _later[id(iterator)] = iterator
     return id(iterator)
-
-
-def numbered(number: int) -> Any:
-    """The iterator of that :func:`number_of`."""
-    return _later.get(number)
 
 
 class PartsOptionalSpec(tf.TypeSpec):
@@ -259,6 +221,7 @@ class PartsOptionalSpec(tf.TypeSpec):
 
     __slots__ = ["_layout", "_devices", "_parts", "_later"]
     value_type = property(lambda _: PartsOptional)
+    _component_specs = property(lambda self: list(self._parts))
 
     def __init__(self, spec: Nest, owners: tuple[int, ...], devices: tuple[str, ...],
                  parts: tuple[Any, ...], later: int) -> None:
@@ -267,10 +230,6 @@ class PartsOptionalSpec(tf.TypeSpec):
 
     def _serialize(self) -> tuple[Any, ...]:
         return self._layout.spec, self._layout.owners, self._devices, self._parts, self._later
-
-    @property
-    def _component_specs(self) -> list[Any]:
-        return list(self._parts)
 
     def _to_components(self, value: PartsOptional) -> list[Any]:
         return value._parts
@@ -288,7 +247,7 @@ class PartsOptional(tf.experimental.Optional):
     Args:
       layout: of the element.
       devices: the host, then each tower's.
-      parts: for each of them, what its iterator gave, or for the host alone.
+      parts: for each of them, or for the host alone, what its iterator gave.
       later: the iterator whose other streams are read when the value is, which is once then.
     """
 
@@ -297,22 +256,20 @@ class PartsOptional(tf.experimental.Optional):
         self._layout, self._devices, self._parts = layout, tuple(devices), parts
         self._later = later
 
+    element_spec = property(lambda self: self._layout.spec)
+
     def has_value(self, name: str | None = None) -> tf.Tensor:
         with tf.device(self._devices[0]):
             return self._parts[0].has_value(name)
 
     def get_value(self, name: str | None = None) -> Nest:
-        dealt = []
+        found = []
         for part, device in zip(self._parts, self._devices):
             with tf.device(device):
-                dealt.append(part.get_value(name))
+                found.append(part.get_value(name))
         if self._later is not None:
-            dealt += self._later.others(dealt[0])
-        return self._layout.element(dealt)
-
-    @property
-    def element_spec(self) -> Nest:
-        return self._layout.spec
+            found += self._later.others(found[0])
+        return self._layout.element(found)
 
     @property
     def _type_spec(self) -> PartsOptionalSpec:
@@ -327,15 +284,14 @@ def iterate(dataset: tf.data.Dataset, layout: layouts.Layout, fetch: Fetch,
     """An iterator over ``dataset`` whose parts are on ``fetch.devices``.
 
     What ``follow`` counts (:func:`iterators.count_rows`) has been taken, not read ahead;
-    ``rows_of`` tells the rows of each tower in an element.
+    ``rows_of`` gives the rows of each tower in an element.
     """
-
     eager = tf.executing_eagerly()
 
     def make() -> tuple[Any, Any, Any]:
         with tf.init_scope() if eager else contextlib.nullcontext(), tf.device(fetch.host):
-            dealt = layout.deal(dataset, None if follow is None else rows_of)
-            streams = _tf.over_devices(dealt, (fetch.host, *fetch.devices), fetch.ready)
+            parts = layout.in_parts(dataset, None if follow is None else rows_of)
+            streams = _tf.over_devices(parts, (fetch.host, *fetch.devices), fetch.ready)
             under_way = taking.Taking.made(fetch.host)
             if follow is None:
                 return streams, under_way, None

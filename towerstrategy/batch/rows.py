@@ -1,7 +1,7 @@
-"""Dealing rows: where each tower's begin, how many they are, and cutting them out.
+"""Rows of a batch over the towers: where each tower's begin, how many they are, cutting them out.
 
 Goes in: a number of rows and of towers, or a tensor and a range of rows.  Comes out: starts and
-sizes, or those rows.  Rows are dealt in order and as evenly as they go: with N rows and R towers
+sizes, or those rows.  Rows are split in order and as evenly as they go: with N rows and R towers
 the first ``N mod R`` towers get ``N // R + 1`` rows, the others ``N // R``.  Towers of unequal
 shares get rows in proportion: each the whole part of what it should have, the rows that are left
 going to the largest remainders, of equal ones to the first.
@@ -23,12 +23,12 @@ Nest = Any
 Rows = Any  # an int, or a scalar int64 tensor
 Units = Any  # whole numbers, one a tower: a tuple, or an int64 vector; None where all are equal
 
-# The most units of all towers together: times a number of rows they are to stay an int64.
+# The most units of all towers together: times a number of rows they are to be an int64.
 _MOST_UNITS = 2**31
 
 
 def units_of(shares: Sequence[float]) -> tuple[int, ...] | None:
-    """``shares`` as whole numbers in the same proportion, which deal alike wherever it is done.
+    """``shares`` as whole numbers in the same proportion, which split alike wherever it is done.
 
     None where all are equal.
 
@@ -47,26 +47,18 @@ def units_of(shares: Sequence[float]) -> tuple[int, ...] | None:
     return tuple(max(round(share * (_MOST_UNITS - len(exact)) / total), 1) for share in exact)
 
 
-def deal(rows: Rows, towers: int, units: Units = None) -> tuple[list[Rows], list[Rows]]:
-    """Where each tower's rows start and how many they are.
+def split_rows(rows: Rows, towers: int, units: Units = None) -> tuple[list[Rows], list[Rows]]:
+    """Where each tower's rows start and how many they are: ints or scalar tensors, as ``rows`` is.
 
-    Args:
-      rows: rows of the batch, an int or a scalar integer tensor.
-      towers: how many towers, at least 1.
-      units: the towers' shares, see :func:`units_of`; None where all are equal.
-
-    Returns:
-      ``(starts, sizes)``, ``towers`` items each, ints or scalar tensors as ``rows`` is.
-
-    >>> deal(10, 4)
+    >>> split_rows(10, 4)
     ([0, 3, 6, 8], [3, 3, 2, 2])
-    >>> deal(2, 4)
+    >>> split_rows(2, 4)
     ([0, 1, 2, 2], [1, 1, 0, 0])
-    >>> deal(10, 2, (3, 1))
+    >>> split_rows(10, 2, (3, 1))
     ([0, 8], [8, 2])
     """
     if units is not None:
-        return _deal_by(rows, towers, units)
+        return _split_by(rows, towers, units)
     base, extra = rows // towers, rows % towers
     if isinstance(rows, int):
         starts = [tower * base + min(tower, extra) for tower in range(towers)]
@@ -78,8 +70,8 @@ def deal(rows: Rows, towers: int, units: Units = None) -> tuple[list[Rows], list
     return tf.unstack(starts), tf.unstack(sizes)
 
 
-def _deal_by(rows: Rows, towers: int, units: Units) -> tuple[list[Rows], list[Rows]]:
-    """:func:`deal` by the largest remainder, in whole numbers: no rounding can lose a row."""
+def _split_by(rows: Rows, towers: int, units: Units) -> tuple[list[Rows], list[Rows]]:
+    """:func:`split_rows` by the largest remainder, in whole numbers: no rounding can lose a row."""
     if isinstance(rows, int) and isinstance(units, tuple):
         total = sum(units)
         sizes = [rows * unit // total for unit in units]
@@ -95,29 +87,20 @@ def _deal_by(rows: Rows, towers: int, units: Units) -> tuple[list[Rows], list[Ro
     ranks = wanted % total * towers + np.arange(towers, dtype=np.int64)[::-1]
     larger = tf.cast(ranks[tf.newaxis] > ranks[:, tf.newaxis], tf.int64)
     extra = tf.cast(rows, tf.int64) - tf.reduce_sum(floors)
-    dealt = tf.cast(floors + tf.cast(tf.reduce_sum(larger, 1) < extra, tf.int64), rows.dtype)
-    return tf.unstack(tf.cumsum(dealt, exclusive=True)), tf.unstack(dealt, towers)
+    found = tf.cast(floors + tf.cast(tf.reduce_sum(larger, 1) < extra, tf.int64), rows.dtype)
+    return tf.unstack(tf.cumsum(found, exclusive=True)), tf.unstack(found, towers)
 
 
 def opened(starts: list[Rows], sizes: list[Rows]) -> tuple[list[Rows], list[Rows]]:
-    """The same numbers, known while the function runs alone.
-
-    Parts that are cut by them have an open first dimension, the same on all towers, so one trace
-    serves all.
-    """
+    """The same numbers as tensors, by which cut parts have an open first dimension."""
     known = tf.constant([starts, sizes], tf.int64)
     both = tf.compat.v1.placeholder_with_default(known, known.shape)
     return tf.unstack(both[0]), tf.unstack(both[1])
 
 
-# Rows of a batch -> where this machine's towers' rows start, how many they are, and the rows to
-# put down with them, or None: those of this machine's.
-Dealing = Callable[[Rows], tuple[list[Rows], list[Rows], "Sequence[Rows] | None"]]
-
-
-def dealing_by(towers: int, units: Units) -> Dealing:
-    """Deals the rows of a batch that stays on this machine."""
-    return lambda rows: (*deal(rows, towers, units() if callable(units) else units), None)
+# Rows of a batch -> where this machine's towers' rows start, how many they are, and the counts that
+# sub-batches carry; None for those of this machine's.
+CutRows = Callable[[Rows], tuple[list[Rows], list[Rows], "Sequence[Rows] | None"]]
 
 
 def rows_in(component: Any) -> Rows:
@@ -158,13 +141,7 @@ def vector(numbers: Sequence[Rows]) -> tf.Tensor:
 
 
 class Cuts:
-    """Cuts each component of a batch into the towers' parts.
-
-    Args:
-      rows: rows of the batch.
-      starts: where each tower's rows start.
-      sizes: how many they are.
-    """
+    """Cuts each component of a batch of ``rows`` into the towers' parts."""
 
     def __init__(self, rows: Rows, starts: Sequence[Rows], sizes: Sequence[Rows]) -> None:
         self._parts = list(zip(starts, sizes))
@@ -207,21 +184,12 @@ def no_rows(spec: tf.TypeSpec) -> Any:
     if isinstance(spec, tf.RaggedTensorSpec):
         inner = [size or 0 for size in spec.shape.as_list()[1:]]
         flat = tf.zeros([0] + inner[spec.ragged_rank:], spec.dtype)
-        rt: Any = flat
-        for _ in range(spec.ragged_rank):
-            rt = tf.RaggedTensor.from_row_splits(rt, tf.zeros([1], spec.row_splits_dtype))
-        return rt
+        splits = [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank
+        return tf.RaggedTensor.from_nested_row_splits(flat, splits)
+    if not isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) or not spec.shape.rank:
+        return tf.zeros([], getattr(spec, "dtype", tf.float32))
+    shape = [0, *(1 if size is None else size for size in spec.shape.as_list()[1:])]
     if isinstance(spec, tf.SparseTensorSpec):
-        shape = _of_no_rows(spec.shape)
         nowhere = np.zeros([0, len(shape)], np.int64)
         return tf.SparseTensor(nowhere, tf.zeros([0], spec.dtype), shape)
-    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
-        return tf.zeros([], getattr(spec, "dtype", tf.float32))
-    shape = _of_no_rows(spec.shape)
-    if spec.dtype == tf.string:
-        return tf.fill(shape, "")
     return tf.zeros(shape, spec.dtype)
-
-
-def _of_no_rows(shape: tf.TensorShape) -> list[int]:
-    return [0, *(1 if size is None else size for size in shape.as_list()[1:])]

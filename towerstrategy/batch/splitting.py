@@ -21,16 +21,16 @@ _SAME_ROWS = "the components of a batch must have the same number of rows, but"
 _LIST_HINT = " (A list or tuple is a nest of components: make an array of a list of rows.)"
 
 
-def split_batch(batch: Nest, towers: int, dealing: rows_lib.Dealing | None = None) -> Nest:
-    """Deals the rows of ``batch`` to the towers.
+def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None) -> Nest:
+    """Splits the rows of ``batch`` over the towers.
 
     Args:
       batch: a nest whose leaves are tensors or arrays with one row an example in the first
         dimension, of any dtype: dense, ``tf.RaggedTensor``, ``tf.SparseTensor``, strings.  ``None``
         leaves stay ``None``.
       towers: how many sub-batches.
-      dealing: how rows are dealt where some go to other machines, or towers have unequal shares;
-        None where all stay here, and towers get as many.
+      cuts: where rows are cut if some go to other machines, or towers have unequal shares; None
+        where all stay here, and towers get as many.
 
     Returns:
       The same nest with a :class:`SubBatches` for each leaf; with one tower the batch itself, its
@@ -49,19 +49,20 @@ def split_batch(batch: Nest, towers: int, dealing: rows_lib.Dealing | None = Non
         raise ValueError("batch has no component with rows to split: got "
                          f"{tf.nest.map_structure(type, batch)!r}.")
     rows = _rows_of_all(counted)
-    if towers == 1 and dealing is None:
+    if towers == 1 and cuts is None:
         return tf.nest.pack_sequence_as(batch, tensors)
-    starts, sizes, told = (*rows_lib.deal(rows, towers), None) if dealing is None else dealing(rows)
+    starts, sizes, counts = (
+        (*rows_lib.split_rows(rows, towers), None) if cuts is None else cuts(rows))
     pack: Callable[[list[Any]], sub_batches.SubBatches] = sub_batches.SubBatches
-    if told is not None:
-        pack = functools.partial(sub_batches.CountedSubBatches, rows=rows_lib.vector(told))
+    if counts is not None:
+        pack = functools.partial(sub_batches.CountedSubBatches, rows=rows_lib.vector(counts))
     known = all(isinstance(size, int) for size in sizes) and not tf.executing_eagerly()
-    if dealing is not None and known and len(set(sizes)) > 1:
+    if cuts is not None and known and len(set(sizes)) > 1:
         starts, sizes = rows_lib.opened(starts, sizes)
-    cuts = rows_lib.Cuts(rows, starts, sizes)
-    dealt = [pack(cuts.of(tensor)) if rows_lib.has_rows(tensor) else tensor for tensor in tensors]
-    dealt = tf.nest.pack_sequence_as(batch, dealt)
-    return dealt if dealing is None else sub_batches.with_open_rows(dealt)
+    parts = rows_lib.Cuts(rows, starts, sizes)
+    split = tf.nest.pack_sequence_as(batch, [
+        pack(parts.of(tensor)) if rows_lib.has_rows(tensor) else tensor for tensor in tensors])
+    return split if cuts is None else sub_batches.with_open_rows(split)
 
 
 def as_batch(grouped: Nest) -> Nest:
@@ -78,11 +79,9 @@ def as_batch(grouped: Nest) -> Nest:
                 lengths[id(leaf)] = rows
     if len(set(lengths.values())) != 1:
         return grouped
-    return tf.nest.map_structure(
-        lambda leaf: sub_batches.SubBatches([
-            part if rows_lib.has_rows(part) else tf.convert_to_tensor(part)
-                                 for part in leaf.values]) if id(leaf) in lengths else leaf,
-        grouped)
+    return tf.nest.map_structure(lambda leaf: leaf if id(leaf) not in lengths else (
+        sub_batches.SubBatches([part if rows_lib.has_rows(part) else tf.convert_to_tensor(part)
+                                for part in leaf.values])), grouped)
 
 
 def named_leaves(batch: Nest) -> tuple[list[str], list[Any]]:
@@ -136,14 +135,14 @@ def _rows_of_all(counted: Sequence[tuple[str, Any]]) -> rows_lib.Rows:
     if len(rows) == 1 or all(isinstance(count, int) for count in rows):
         return rows[0]
     counts = [tf.cast(count, tf.int64) for count in rows]
-    told = [part for (path, _), count in zip(counted, counts) for part in (f"{path} has", count)]
+    found = [part for (path, _), count in zip(counted, counts) for part in (f"{path} has", count)]
     alike = tf.reduce_all(tf.equal(tf.stack(counts[1:]), counts[0]))
     if tf.executing_eagerly():
-        tf.debugging.Assert(alike, [_SAME_ROWS, *told])
+        tf.debugging.Assert(alike, [_SAME_ROWS, *found])
         return rows[0]
     # The operation itself: tf.debugging's would put it into a branch, to be traced for each batch.
     check = tf.raw_ops.Assert(
-        condition=alike, data=[tf.convert_to_tensor(part) for part in (_SAME_ROWS, *told)])
+        condition=alike, data=[tf.convert_to_tensor(part) for part in (_SAME_ROWS, *found)])
     if isinstance(rows[0], int):
         return rows[0]
     with tf.control_dependencies([check]):

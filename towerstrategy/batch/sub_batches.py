@@ -38,26 +38,28 @@ def with_any_rows(spec: tf.TypeSpec) -> tf.TypeSpec:
     return type(spec)(shape, spec.dtype)
 
 
-class SubBatchesSpec(_tf.PerReplicaSpec):
-    """The type spec of :class:`SubBatches`."""
+class HashedOnce:
+    """A type spec's hash, kept: a call of a tf.function asks for its arguments' several times."""
 
-    value_type = property(lambda _: SubBatches)
     _hash: int | None = None
 
     def __hash__(self) -> int:
-        # Each call of a tf.function hashes its arguments' specs some times over.
         if self._hash is None:
             self._hash = super().__hash__()
         return self._hash
 
-    __eq__ = _tf.PerReplicaSpec.__eq__
+
+class SubBatchesSpec(HashedOnce, _tf.PerReplicaSpec):
+    """The type spec of :class:`SubBatches`."""
+
+    value_type = property(lambda _: SubBatches)
 
     def _from_components(self, components: Sequence[Any]) -> SubBatches:
         return SubBatches(components)
 
 
 class SubBatches(_tf.PerReplica):
-    """One component of a batch, dealt to the towers: ``values[r]`` holds the rows of tower r.
+    """One component of a batch, split over the towers: ``values[r]`` holds the rows of tower r.
 
     It is the ``PerReplica`` that ``tf.distribute`` uses, with one thing more to it: whoever gets it
     knows that the first dimension counts rows, so that each tower's share of the batch is known.

@@ -1,4 +1,4 @@
-"""Whether an element of several streams is being taken, so that they never get out of step.
+"""Taking an element's parts from several streams, so that they never get out of step.
 
 Goes in: what takes one part from each stream.  Comes out: the parts; after a step that failed
 meanwhile an error, however the streams go on.
@@ -21,14 +21,10 @@ _OUT_OF_STEP = (
 
 
 class Taking:
-    """Whether an element is being taken, for whoever comes after a step that failed meanwhile.
+    """Whether an element is being taken: a boolean variable, of this ``handle`` on ``device``.
 
     Where one stream fails, TensorFlow cancels what waits at the others, and from then on each of
     these says that its data has ended, or gives parts of the batch before.
-
-    Args:
-      handle: of the boolean variable that tells.
-      device: where it is.
     """
 
     def __init__(self, handle: tf.Tensor, device: str) -> None:
@@ -53,11 +49,7 @@ class Taking:
             return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=tf.bool)
 
     def all_of(self, take: Callable[[], list[Any]]) -> list[Any]:
-        """What ``take`` takes from all streams.
-
-        Raises:
-          tf.errors.OpError: an earlier call has failed.
-        """
+        """What ``take`` takes from all streams; ``tf.errors.OpError`` where a call has failed."""
         if tf.executing_eagerly():
             return self._in_python(take)
         taken = self._begun(take)

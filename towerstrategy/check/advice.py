@@ -14,13 +14,7 @@ _AS_FAST = 0.97
 
 
 def sentence(results: Sequence[speed.Result], one_physical: bool, on_gpus: bool) -> str:
-    """The advice.
-
-    Args:
-      results: of all ways that were measured; those that failed are left out.
-      one_physical: whether the towers share one physical device.
-      on_gpus: whether the towers are GPUs.
-    """
+    """The advice, for towers that share ``one_physical`` device or not, and are GPUs or not."""
     good = {result.way: result for result in results if result.error is None}
     alone = good.pop(speed.ONE_DEVICE, None)
     mirrored = good.pop(speed.MIRRORED, None)

@@ -12,7 +12,7 @@ import datetime
 import json
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -82,24 +82,29 @@ class _Check:
     def __init__(self, devices: Sequence[str], one_physical: bool, seconds: float) -> None:
         self._devices, self._one_physical, self._seconds = list(devices), one_physical, seconds
         self._start = time.perf_counter()
+        self._left_out: list[str] = []
 
     def run(self) -> dict[str, Any]:
         """Prints everything; returns what the JSON file holds."""
         facts = machine.facts()
-        print(_told(facts, self._devices, self._one_physical), flush=True)
+        print(_described(facts, self._devices, self._one_physical), flush=True)
         rates = machine.copies(self._devices)
         if rates:
             print("\nCopies between devices, GB/s (rows: from)\n" + _matrix(rates), flush=True)
         print(f"\nThe same as one device? {len(self._devices)} towers", flush=True)
-        same_results, left_out = self._same()
+        comparison = same.Comparison(self._devices)
+        same_results = self._each(same.jobs(self._devices), str, comparison.run, _outcome)
         print(f"\nSteps of {self._seconds:g} s each", flush=True)
-        speeds = self._speeds(left_out)
+        speeds = self._each(
+            speed.ways(self._devices), _way,
+            lambda way: speed.measure(way, self._devices, self._one_physical, self._seconds),
+            lambda result: result.error or f"{result.step_ms:.1f} ms a step")
         print("\n" + _speed_table(speeds))
         on_gpus = self._devices[0].startswith("GPU")
         advised = advice.sentence(speeds, self._one_physical, on_gpus)
         passed = bool(same_results) and all(result.holds for result in same_results)
-        if left_out:
-            print(f"\nLeft out, as two minutes were over: {'; '.join(left_out)}")
+        if self._left_out:
+            print(f"\nLeft out, as two minutes were over: {'; '.join(self._left_out)}")
         print(f"\n{advised}\n{_verdict(same_results)}")
         return {
             "schema": SCHEMA, "written": datetime.datetime.now(datetime.timezone.utc).isoformat(),
@@ -108,40 +113,26 @@ class _Check:
             "same": [result.as_dict() for result in same_results],
             "speed": [{**dataclasses.asdict(result), "rows_per_second": result.rows_per_second}
                       for result in speeds],
-            "left_out": left_out, "advice": advised, "passed": passed,
-            "seconds": round(time.perf_counter() - self._start, 1)}
+            "left_out": self._left_out, "advice": advised, "passed": passed,
+            "seconds": round(self._elapsed(), 1)}
 
-    def _same(self) -> tuple[list[same.Result], list[str]]:
-        comparison = same.Comparison(self._devices)
-        found, left_out = [], []
-        for job in same.jobs(self._devices):
-            if self._late():
-                left_out.append(str(job))
-                continue
-            found.append(comparison.run(job))
-            print(f"  {job}: {_outcome(found[-1])} [{self._elapsed():.0f} s]", flush=True)
-        return found, left_out
-
-    def _speeds(self, left_out: list[str]) -> list[speed.Result]:
+    def _each(self, jobs: Sequence[Any], name: Callable[[Any], str], run: Callable[[Any], Any],
+              outcome: Callable[[Any], str]) -> list[Any]:
+        """What ``run`` finds of each job, printed; jobs for which it is too late are left out."""
         found = []
-        for way in speed.ways(self._devices):
-            if self._late():
-                left_out.append(f"steps of {way}")
+        for job in jobs:
+            if self._elapsed() > _LAST_START:
+                self._left_out.append(name(job))
                 continue
-            found.append(speed.measure(way, self._devices, self._one_physical,
-                                       self._seconds))
-            told = found[-1].error or f"{found[-1].step_ms:.1f} ms a step"
-            print(f"  {_way(way)}: {told} [{self._elapsed():.0f} s]", flush=True)
+            found.append(run(job))
+            print(f"  {name(job)}: {outcome(found[-1])} [{self._elapsed():.0f} s]", flush=True)
         return found
-
-    def _late(self) -> bool:
-        return self._elapsed() > _LAST_START
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._start
 
 
-def _told(facts: dict[str, Any], devices: Sequence[str], one_physical: bool) -> str:
+def _described(facts: dict[str, Any], devices: Sequence[str], one_physical: bool) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     built = facts["built_with"]
     gpus = [f"{gpu['name']} (compute capability {gpu['compute_capability']})"
@@ -176,6 +167,7 @@ def _outcome(result: same.Result) -> str:
 
 
 def _way(way: str) -> str:
+    """A way to train as people read it."""
     return way if way in (speed.ONE_DEVICE, speed.MIRRORED) else f"merge device {way}"
 
 

@@ -6,10 +6,10 @@ that the towers are to be.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
-import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -32,10 +32,7 @@ _PATIENCE = 20  # seconds for another program
 
 
 def prepare(count: int | None) -> tuple[list[str], bool]:
-    """Makes the logical devices.
-
-    Args:
-      count: how many towers; None for every GPU, or :data:`CPU_TOWERS` where there is none.
+    """Makes the devices of ``count`` towers; None for every GPU, else :data:`CPU_TOWERS`.
 
     Returns:
       The towers' devices, and whether they share one physical device: logical devices of a CPU, or
@@ -107,10 +104,8 @@ def _copy_rate(source: str, target: str) -> float:
 def _versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -126,11 +121,8 @@ def _gpus() -> list[dict[str, Any]]:
 
 def _nvidia_smi(*arguments: str) -> str | None:
     """What ``nvidia-smi`` says; None where it is not there, or does not know."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
     try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True,
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True,
                               timeout=_PATIENCE, check=True)
     except (OSError, subprocess.SubprocessError):
         return None

@@ -34,14 +34,6 @@ _ROWS, _BATCH, _EPOCHS = 32, 10, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Network:
-    """What is trained: makes a compiled model of a Keras, and inputs of a generator."""
-
-    build: Callable[[Any], Any]
-    inputs: Callable[[np.random.Generator], np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
 class Job:
     """One training to compare: which Keras, which network, where the towers merge."""
 
@@ -109,8 +101,9 @@ def _words(random: np.random.Generator) -> np.ndarray:
     return np.where(np.arange(7) < random.integers(1, 8, [_ROWS, 1]), words, 0).astype("int32")
 
 
-NETWORKS = {"convolutions": Network(_convolutions, _images),
-            "sequences": Network(_sequences, _words)}
+# What is trained: makes a compiled model of a Keras, and inputs of a generator.
+NETWORKS: dict[str, tuple[Callable[[Any], Any], Callable[[np.random.Generator], np.ndarray]]] = {
+    "convolutions": (_convolutions, _images), "sequences": (_sequences, _words)}
 
 
 def jobs(devices: Sequence[str]) -> list[Job]:
@@ -127,11 +120,7 @@ def jobs(devices: Sequence[str]) -> list[Job]:
 
 
 class Comparison:
-    """Trains each network on one device once, and compares with it what the towers get.
-
-    Args:
-      devices: the towers'.
-    """
+    """Trains each network on one device once, and compares what towers on ``devices`` get."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._devices = list(devices)
@@ -139,21 +128,17 @@ class Comparison:
 
     def run(self, job: Job) -> Result:
         """Compares; an error is a result."""
-        bound = BOUNDS[self._devices[0][:3]]
+        bound, network = BOUNDS[self._devices[0][:3]], (job.keras, job.network)
         try:
             with _exact_products():
-                wanted = self._on_one_device(job)
+                if network not in self._alone:
+                    self._alone[network] = _train(job, tf.device(self._devices[0]))
+                wanted = self._alone[network]
                 got = _train(job, TowerStrategy(self._devices, job.merge_device).scope())
         except Exception as error:  # whatever it is, the report is to hold it
             return Result(job, bound, error=f"{type(error).__name__}: {error}")
         return Result(job, bound, {kind: _difference(got[kind], wanted[kind],
                                                      _FLOORS.get(kind, _FLOOR)) for kind in wanted})
-
-    def _on_one_device(self, job: Job) -> dict[str, list[np.ndarray]]:
-        key = job.keras, job.network
-        if key not in self._alone:
-            self._alone[key] = _train(job, tf.device(self._devices[0]))
-        return self._alone[key]
 
 
 @contextlib.contextmanager
@@ -168,14 +153,14 @@ def _exact_products() -> Iterator[None]:
 
 
 def _train(job: Job, scope: Any) -> dict[str, list[np.ndarray]]:
-    keras, network = importlib.import_module(job.keras), NETWORKS[job.network]
+    keras, (build, inputs) = importlib.import_module(job.keras), NETWORKS[job.network]
     keras.backend.clear_session()
     keras.utils.set_random_seed(1)
     random = np.random.default_rng(0)
-    x, y = network.inputs(random), random.integers(0, 10, _ROWS)
+    x, y = inputs(random), random.integers(0, 10, _ROWS)
     weights = random.uniform(0.5, 2.0, _ROWS).astype("float32")
     with scope:
-        model = network.build(keras)
+        model = build(keras)
         history = model.fit(x, y, batch_size=_BATCH, epochs=_EPOCHS, sample_weight=weights,
                             shuffle=False, verbose=0)
         predictions = model.predict(x, batch_size=_BATCH, verbose=0)

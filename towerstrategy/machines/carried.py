@@ -1,7 +1,7 @@
 """Strings, ragged and sparse values, as the numbers that collective operations carry.
 
-Goes in: a value of one of these kinds, and what puts dense tensors of numbers of all workers behind
-one another.  Comes out: the values of all workers, put behind one another.
+Goes in: a value of one of these kinds, and an all-gather of dense tensors of numbers.  Comes out:
+the values of all workers, concatenated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def strings_of(lengths: tf.Tensor, codes: tf.Tensor) -> tf.Tensor:
 
 def gather_ragged(value: tf.RaggedTensor, axis: int, workers: int,
                   gather_rows: GatherRows) -> tf.RaggedTensor:
-    """The workers' ragged tensors put behind one another along ``axis``."""
+    """The workers' ragged tensors concatenated along ``axis``."""
     lengths = value.nested_row_lengths()
     rows, *parts = gather_rows([value.nrows(tf.int64)[tf.newaxis], *lengths, value.flat_values])
     flat = parts.pop()
@@ -45,7 +45,7 @@ def gather_ragged(value: tf.RaggedTensor, axis: int, workers: int,
 
 
 def gather_sparse(value: tf.SparseTensor, axis: int, gather_rows: GatherRows) -> tf.SparseTensor:
-    """The workers' sparse tensors put behind one another along ``axis``."""
+    """The workers' sparse tensors concatenated along ``axis``."""
     count = tf.shape(value.indices, tf.int64)[:1]
     indices, values, counts, shapes = gather_rows(
         [value.indices, value.values, count, value.dense_shape[tf.newaxis]])

@@ -1,6 +1,6 @@
 """Whether the other workers still answer, so that none waits for one that is gone.
 
-Goes in: a cluster whose workers have met.  Comes out: nothing, until one of them stops answering:
+Goes in: a cluster whose workers have started.  Comes out: nothing, until one stops answering:
 from then on everything that crosses machines, waiting already or still to come, raises
 ``tf.errors.UnavailableError``, whose message names that worker.
 
@@ -75,15 +75,10 @@ def _failure(cluster: Any, index: int, ended: threading.Event) -> str | None:
 
 
 def _also_gone(cluster: Any, found: int, ended: threading.Event) -> dict[int, str]:
-    gone: dict[int, str] = {}
     end = time.monotonic() + _NAMING - 1
-    for index in _others(cluster):
-        if index == found or ended.is_set() or time.monotonic() > end:
-            continue
-        reason = _tf.ask_worker(cluster.task_of(index), 1)
-        if reason is not None:
-            gone[index] = reason
-    return gone
+    return {index: reason for index in _others(cluster)
+            if index != found and not ended.is_set() and time.monotonic() <= end
+            and (reason := _tf.ask_worker(cluster.task_of(index), 1)) is not None}
 
 
 def _message(cluster: Any, gone: dict[int, str]) -> str:

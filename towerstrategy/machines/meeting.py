@@ -1,9 +1,8 @@
-"""What crosses machines: sums, rows put behind one another, worker 0's values.
+"""Collectives over the machines: all-reduce, all-gather, and a broadcast of worker 0's values.
 
-Goes in: one value a machine.  Comes out: the same on all.  Each worker merges its own towers first;
-what crosses is one value a machine, from merge device to merge device, by TensorFlow's collective
-ops (RING, NCCL between GPUs).  All workers must meet in the same order: nothing here is called
-where only some of them get to.
+Goes in: one value a machine, of its own towers, merged.  Comes out: the same on all.  It goes from
+merge device to merge device by TensorFlow's collective ops (RING, NCCL between GPUs), in one order
+on all workers: nothing here is called where only some of them get to.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ START = 600.
 _CARRIED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _NOT_CARRIED = (tf.string, tf.variant, tf.resource)
 
-
-# What shares may be taken from, in the order of the numbers that say so to other workers.
+# What shares may be taken from; their positions are what workers compare.
 _KINDS = ("", asked_shares.MEMORY, asked_shares.MEASURED)
 
 _EXTREMES = {"max": tf.reduce_max, "min": tf.reduce_min, "and": tf.reduce_all,
              "or": tf.reduce_any}
 
-# Bytes from which a tensor crosses by itself, and which smaller ones wait to be together.
+# Bytes from which a tensor crosses by itself; smaller ones are packed up to as many.
 LARGE = 2**22
 _watched: list[clusters.Cluster] = []
 _made: list[Machines] = []
@@ -47,7 +45,7 @@ def numbered(number: int) -> Machines:
 
 
 class Machines:
-    """The workers of one strategy, where they meet.
+    """The collectives of one strategy's workers.
 
     Args:
       cluster: this process' place among them.
@@ -58,7 +56,7 @@ class Machines:
       shares_from: what they were taken from, see :class:`devices.Placement`.
 
     Raises:
-      ValueError: workers have shares of different kinds, or are told of different clusters.
+      ValueError: workers have shares of different kinds, or different clusters.
       RuntimeError: not all workers have come in time.
 
     Attributes:
@@ -73,10 +71,8 @@ class Machines:
     """
 
     def __init__(self, cluster: clusters.Cluster, device: str, towers: int, options: Any = None,
-                 shares: Sequence[float] | None = None,
-                 shares_from: str = "") -> None:
-        self.cluster = cluster
-        self.number = len(_made)
+                 shares: Sequence[float] | None = None, shares_from: str = "") -> None:
+        self.cluster, self.number = cluster, len(_made)
         _made.append(self)
         self.count, self.index, self.towers = cluster.count, cluster.index, towers
         self._device = device
@@ -84,24 +80,25 @@ class Machines:
         self._launcher = _tf.collective_launcher(device, cluster.count, options)
         # TensorFlow gathers in an order of its own; this tells where each worker's part is.
         self._order = list(range(self.count))
-        told = self._meet(options, shares_from)
-        order = sorted(range(self.count), key=lambda position: told[position][0])
-        self._order = order
-        self._check_clusters([told[position][2] for position in order])
-        self.towers_of = [told[position][1] for position in order]
-        self._check_kinds([_KINDS[told[position][3]] for position in order])
+        found = self._start(options, shares_from)
+        self._order = sorted(self._order, key=lambda position: found[position][0])
+        _, self.towers_of, digests, kinds = map(list, zip(*sorted(found)))
+        self._check_clusters(digests)
+        self._check_kinds([_KINDS[kind] for kind in kinds])
         self.first = sum(self.towers_of[:self.index])
         self.replicas = sum(self.towers_of)
-        self.units = self._agree_on_units(shares or (1.,) * towers)
+        own = tf.constant(shares or (1.,) * towers, tf.float64)
+        self.units = rows_lib.units_of(self.gather_rows([own])[0].numpy().tolist())
         self._agree_on_seed()
 
-    def _meet(self, options: Any, shares_from: str) -> list[list[int]]:
-        """What each worker says of itself, when all have started."""
+    def _start(self, options: Any, shares_from: str) -> list[list[int]]:
+        """Each worker's number, towers, digest of the cluster and kind of shares, once all started.
+        """
         own = tf.constant([[self.index, self.towers, clusters.digest(self.cluster),
                             _KINDS.index(shares_from)]], tf.int64)
         seconds = getattr(options, "timeout_seconds", None) or START
         try:
-            told = _tf.all_gather(self._launcher, own, _tf.Options(timeout_seconds=seconds))
+            found = _tf.all_gather(self._launcher, own, _tf.Options(timeout_seconds=seconds))
         except tf.errors.OpError as error:
             silent = health.silent(self.cluster, seconds=2)
             late = isinstance(error, tf.errors.DeadlineExceededError)
@@ -109,39 +106,32 @@ class Machines:
                 f"the {self.count} workers {list(self.cluster.addresses)} could not start together"
                 + f": not all had come after {seconds:g} s" * late
                 + (f"; no answer from {', '.join(silent)}" if silent else "; all of them answer")
-                + ". All must be told of the same cluster, and reach each other. Give them more "
+                + ". All must be given the same cluster, and reach each other. Give them more "
                 "time with communication_options=tf.distribute.experimental.CommunicationOptions("
                 f"timeout_seconds=...). ({type(error).__name__}: {error.message})") from error
         if self.cluster not in _watched:
             _watched.append(self.cluster)
             health.watch(self.cluster)
-        return told.numpy().tolist()
+        return found.numpy().tolist()
 
     def _check_clusters(self, digests: list[int]) -> None:
         others = [self.cluster.named(index) for index, digest in enumerate(digests)
                   if digest != digests[self.index]]
         if others:
             raise ValueError(
-                "all workers must be told of the same cluster, in the same words, but "
-                f"{', '.join(others)} was told of another than this one, which was told of "
+                "all workers must be given the same cluster, in the same words, but "
+                f"{', '.join(others)} was given another than this one, which was given "
                 f"{clusters.jobs(self.cluster)}.")
 
     def _check_kinds(self, kinds: list[str]) -> None:
         if len(set(kinds)) > 1:
-            told = ", ".join(repr(kind) if kind else "numbers or nothing" for kind in kinds)
+            given = ", ".join(repr(kind) if kind else "numbers or nothing" for kind in kinds)
             raise ValueError("shares must be of one kind on all workers, as they are compared over "
-                             f"the towers of all, but they are {told} (in the workers' order).")
-
-    def _agree_on_units(self, shares: Sequence[float]) -> tuple[int, ...] | None:
-        """The shares of the towers of all workers, as :func:`rows.units_of` has them."""
-        own = tf.constant(shares, tf.float64)
-        return rows_lib.units_of(self.gather_rows([own])[0].numpy().tolist())
+                             f"the towers of all, but they are {given} (in the workers' order).")
 
     def _agree_on_seed(self) -> None:
-        """Sets worker 0's random seed on all, unless all have set the same.
-
-        Pipelines that shuffle, Keras' own among them, must shuffle alike where each worker takes
-        its rows of every batch.
+        """Sets worker 0's random seed on all, unless all have set the same: pipelines, Keras' own
+        among them, must shuffle alike where each worker takes its rows of every batch.
         """
         seed = _tf.global_seed()
         own = random.getrandbits(31) if seed is None else seed % 2**31
@@ -159,10 +149,10 @@ class Machines:
         """The sums over the workers of their ``values``, packed: an all-reduce a dtype and 4 MiB.
 
         Gradients are taken to be in the order of their layers, so the last are ready first: each
-        pack waits for its own values and those behind them, and for nothing before them.  A large
+        pack waits for its own values and those after them, and for nothing before them.  A large
         tensor has an all-reduce to itself.
 
-        ``tf.IndexedSlices`` stay slices: those of all workers are put behind one another, and their
+        ``tf.IndexedSlices`` stay slices: those of all workers are concatenated, and their
         number may differ between workers.  None stays None; it must be None on every worker.
         """
         results = list(values)
@@ -178,11 +168,10 @@ class Machines:
                 results[position] = value
         sparse = {position: value for position, value in enumerate(values)
                   if isinstance(value, tf.IndexedSlices)}
-        parts = self.gather_rows([part for value in sparse.values()
-                                  for part in (value.values, value.indices)])
-        for number, (position, value) in enumerate(sparse.items()):
-            results[position] = tf.IndexedSlices(parts[2 * number], parts[2 * number + 1],
-                                                 value.dense_shape)
+        parts = iter(self.gather_rows([part for value in sparse.values()
+                                       for part in (value.values, value.indices)]))
+        for position, value in sparse.items():
+            results[position] = tf.IndexedSlices(next(parts), next(parts), value.dense_shape)
         return results
 
     def sum_one(self, value: Value) -> Value:
@@ -205,12 +194,7 @@ class Machines:
         return tensors
 
     def gather(self, value: Any, axis: int = 0) -> Any:
-        """The workers' values put behind one another along ``axis``, in the workers' order.
-
-        Args:
-          value: dense, ragged or sparse, of any dtype.
-          axis: of its dimensions.
-        """
+        """The workers' dense, ragged or sparse values, in order, concatenated along ``axis``."""
         if isinstance(value, tf.RaggedTensor):
             return carried.gather_ragged(value, axis % value.shape.rank, self.count,
                                          self.gather_rows)
@@ -221,8 +205,8 @@ class Machines:
                             "give a dense, ragged or sparse tensor.")
         value = tf.convert_to_tensor(value)
         if not value.shape.rank:
-            raise ValueError("values of rank 0 cannot be gathered: there is no axis to put them "
-                             f"behind one another along (axis={axis}).")
+            raise ValueError("values of rank 0 cannot be gathered: there is no axis to concatenate "
+                             f"them along (axis={axis}).")
         return self.gather_along([value], [axis % value.shape.rank])[0]
 
     def gather_along(self, values: Sequence[tf.Tensor], axes: Sequence[int]) -> list[tf.Tensor]:
@@ -250,20 +234,16 @@ class Machines:
         if not values:
             return []
         if any(value.dtype == tf.string for value in values):
-            return self._gather_strings(values)
+            sent = [carried.numbers_of(value) if value.dtype == tf.string else [value]
+                    for value in values]
+            got = iter(self.gather_rows([part for parts in sent for part in parts]))
+            return [carried.strings_of(next(got), next(got)) if value.dtype == tf.string
+                    else next(got) for value in values]
         with tf.device(self._device):
             rows = tf.stack([tf.shape(value, out_type=tf.int64)[0] for value in values])
             all_rows = self._gather(rows[tf.newaxis])
             return [self._gather_padded(value, all_rows[:, number])
                     for number, value in enumerate(values)]
-
-    def _gather_strings(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """:meth:`gather_rows` of values among which are strings."""
-        sent = [carried.numbers_of(value) if value.dtype == tf.string else [value]
-                for value in values]
-        got = iter(self.gather_rows([part for parts in sent for part in parts]))
-        return [carried.strings_of(next(got), next(got)) if value.dtype == tf.string else next(got)
-                for value in values]
 
     def _sum_pack(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums of tensors that travel as the same dtype, in one all-reduce."""
@@ -276,13 +256,13 @@ class Machines:
                 flat.append(tf.zeros([1], flat[0].dtype))
             elif not sum(sizes):
                 return values
-            together = _tf.all_reduce(self._launcher, tf.concat(flat, 0) if flat[1:] else flat[0])
+            together = self._launcher.all_reduce(tf.concat(flat, 0) if flat[1:] else flat[0])
             parts = tf.split(together, sizes) if flat[1:] else [together]
-            return [_unpacked(_shaped_like(part, sent), value.dtype)
+            return [_unpacked(tf.reshape(part, tf.shape(sent)), value.dtype)
                     for part, sent, value in zip(parts, packed, values)]
 
     def _gather_padded(self, value: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-        """One tensor of each worker, of ``rows`` rows, put behind one another."""
+        """One tensor of each worker, of ``rows`` rows, concatenated."""
         if value.dtype in _NOT_CARRIED:
             raise TypeError(f"values of dtype {value.dtype.name} cannot cross machines: "
                             "TensorFlow's collective ops carry numbers only.")
@@ -299,7 +279,7 @@ class Machines:
         return _unpacked(together, value.dtype)
 
     def _gather(self, value: tf.Tensor) -> tf.Tensor:
-        """The workers' values, of one shape, put behind one another in the workers' order."""
+        """The workers' values, of one shape, concatenated in the workers' order."""
         gathered = _tf.all_gather(self._launcher, value)
         if self._order == list(range(self.count)):
             return gathered
@@ -348,12 +328,6 @@ def _packed(value: tf.Tensor) -> tf.Tensor:
         return tf.stack([tf.math.real(value), tf.math.imag(value)], -1)
     carrier = _carrier(value.dtype)
     return value if carrier == value.dtype else tf.cast(value, carrier)
-
-
-def _shaped_like(flat: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    shaped = tf.reshape(flat, tf.shape(value))
-    shaped.set_shape(value.shape)
-    return shaped
 
 
 def _unpacked(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:

@@ -20,18 +20,18 @@ from towerstrategy.machines import meeting, workers_data
 Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
 
 
-def dealing(workers: meeting.Machines, units: rows_lib.Units, told: slice = slice(None),
-            note: Callable[[Any, list[Any]], None] | None = None) -> rows_lib.Dealing:
-    """Deals a batch that every worker has, by ``units``: each takes its own towers' rows."""
+def cuts_of(workers: meeting.Machines, units: rows_lib.Units, counted: slice = slice(None),
+            note: Callable[[Any, list[Any]], None] | None = None) -> rows_lib.CutRows:
+    """Cuts a batch that every worker has, by ``units``: each takes its own towers' rows."""
     here = slice(workers.first, workers.first + workers.towers)
 
-    def deal(rows: rows_lib.Rows) -> tuple[list[Any], list[Any], list[Any]]:
-        starts, sizes = rows_lib.deal(rows, workers.replicas, units)
+    def cut(rows: rows_lib.Rows) -> tuple[list[Any], list[Any], list[Any]]:
+        starts, sizes = rows_lib.split_rows(rows, workers.replicas, units)
         if note is not None:
             note(rows, sizes[here])
-        return starts[here], sizes[here], sizes[told]
+        return starts[here], sizes[here], sizes[counted]
 
-    return deal
+    return cut
 
 
 def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines,
@@ -49,15 +49,11 @@ def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines,
     * ``AUTO``: ``FILE`` where TensorFlow can shard the dataset's files, else ``DATA``.
 
     Args:
-      dataset: elements are batches, see :func:`split.split_batch`.
-      workers: where the workers meet.
+      dataset: elements are batches, see :func:`splitting.split_batch`.
+      workers: their collectives.
       ready: how many elements the pipeline holds ready.
       in_order: whether ``AUTO`` is to keep the rows' order, which ``DATA`` does.
       measured: the shares, where they change (see :mod:`measured.shares`); the workers' else.
-
-    Raises:
-      TypeError: ``dataset`` is no ``tf.data.Dataset``.
-      ValueError: its elements are not batched.
     """
     datasets_lib.check_batched(dataset)
     own = _own_batches(dataset, workers, in_order)
@@ -66,25 +62,23 @@ def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines,
         note = None if measured is None else measured.note
         made = _map_by_units(dataset, workers, measured, lambda element, units:
                              splitting.split_batch(element, workers.towers,
-                                                   dealing(workers, units, here, note)))
+                                                   cuts_of(workers, units, here, note)))
         length = dataset.cardinality()
     else:
-        made = _dealt(own, workers, measured)
+        made = _in_steps(own, workers, measured)
         length = _length_for_all(own, workers)
-    source = datasets_lib.Source([dataset], lambda sources: shard_dataset(
-        sources[0], workers, ready, in_order, measured))
-    return workers_data.WorkersDataset(made, workers, ready, length, source)
+    return workers_data.WorkersDataset(made, workers, ready, length, lambda fn: shard_dataset(
+        dataset.map(fn), workers, ready, in_order, measured))
 
 
 def shard_grouped(grouped: datasets_lib.TowerDataset, workers: meeting.Machines, ready: int
                   ) -> workers_data.WorkersDataset:
     """A dataset of this worker's own per-tower batches, as :mod:`split` groups them."""
-    source = datasets_lib.Source([grouped], lambda sources: shard_grouped(
-        sources[0], workers, ready))
     dataset = grouped.dataset
     made = dataset.map(datasets_lib.on_elements(dataset.element_spec, _counted))
     length = _length_for_all(dataset, workers)
-    return workers_data.WorkersDataset(made, workers, ready, length, source)
+    return workers_data.WorkersDataset(made, workers, ready, length, lambda fn: shard_grouped(
+        grouped.map(fn), workers, ready))
 
 
 def _map_by_units(dataset: tf.data.Dataset, workers: meeting.Machines,
@@ -92,7 +86,7 @@ def _map_by_units(dataset: tf.data.Dataset, workers: meeting.Machines,
                   fn: Callable[[Nest, rows_lib.Units], Nest]) -> tf.data.Dataset:
     """``fn`` of each element of ``dataset`` and the shares of all towers.
 
-    All elements of an iterator are dealt by the same ones: workers are not at the same element.
+    All elements of an iterator are split by the same ones: workers are not at the same element.
     """
     if measured is None:
         return dataset.map(datasets_lib.on_elements(
@@ -103,7 +97,7 @@ def _map_by_units(dataset: tf.data.Dataset, workers: meeting.Machines,
 def _length_for_all(own: tf.data.Dataset, workers: meeting.Machines) -> Any:
     """The length of this worker's ``own`` dataset where it is all workers'.
 
-    Others may have more or fewer batches, and Keras ends an epoch after as many as it is told.
+    Others may have more or fewer batches, and Keras ends an epoch after as many as it is given.
     """
     length = own.cardinality()
     finite = length >= 0 and workers.count > 1
@@ -140,8 +134,7 @@ def _by_file(dataset: tf.data.Dataset, workers: meeting.Machines,
     return tf.data.experimental.from_variant(sharded, spec)
 
 
-def _dealt(own: tf.data.Dataset, workers: meeting.Machines,
-           measured: Any) -> tf.data.Dataset:
+def _in_steps(own: tf.data.Dataset, workers: meeting.Machines, measured: Any) -> tf.data.Dataset:
     """Each of this worker's batches as several steps, so that all workers' make one batch."""
     spec = own.element_spec
     # Workers begin at different parts, so that each step has a part of every size.
@@ -152,7 +145,7 @@ def _dealt(own: tf.data.Dataset, workers: meeting.Machines,
         leaves = tf.nest.flatten(element)
         rows = tf.cast(rows_lib.rows_in(next(filter(rows_lib.has_rows, leaves))), tf.int64)
         # As many for each: what a worker has to do is what is in its files.
-        _, each = rows_lib.deal(rows, workers.count)
+        _, each = rows_lib.split_rows(rows, workers.count)
         sizes = tf.stack([each[worker] for worker in turn])
         starts = tf.cumsum(sizes, exclusive=True)
 
@@ -164,15 +157,16 @@ def _dealt(own: tf.data.Dataset, workers: meeting.Machines,
 
         return tf.data.Dataset.range(workers.count).map(part)
 
-    def deal_part(sized: tuple[tf.Tensor, Nest], units: rows_lib.Units) -> Nest:
+    def split_part(sized: tuple[tf.Tensor, Nest], units: rows_lib.Units) -> Nest:
         size, element = sized
-        starts, sizes = rows_lib.deal(size, workers.towers, None if units is None else units[here])
+        starts, sizes = rows_lib.split_rows(
+            size, workers.towers, None if units is None else units[here])
         if measured is not None:
             measured.note(size, sizes)
         return splitting.split_batch(element, workers.towers, lambda _: (starts, sizes, sizes))
 
     sized = own.flat_map(datasets_lib.on_elements(spec, parts))
-    return _map_by_units(sized, workers, measured, deal_part)
+    return _map_by_units(sized, workers, measured, split_part)
 
 
 def _counted(element: Nest) -> Nest:
@@ -182,14 +176,10 @@ def _counted(element: Nest) -> Nest:
         if leaf is None:
             return leaf
         parts = leaf.values if isinstance(leaf, _tf.PerReplica) else [leaf]
-        if not isinstance(leaf, sub_batches.SubBatches) and not _has_rows(parts[0]):
+        if not isinstance(leaf, sub_batches.SubBatches) and not (
+                rows_lib.has_rows(parts[0]) and parts[0].shape.rank != 0):
             return _tf.PerReplica(parts)
         rows = tf.stack([tf.cast(rows_lib.rows_in(part), tf.int64) for part in parts])
         return sub_batches.CountedSubBatches(parts, rows)
 
     return tf.nest.map_structure(counted, element)
-
-
-def _has_rows(value: Any) -> bool:
-    return (isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
-            and value.shape.rank != 0)

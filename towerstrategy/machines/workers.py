@@ -17,9 +17,9 @@ from towerstrategy.machines import meeting, shards, workers_data
 class DealingMachines(meeting.Machines):
     """Machines that meet, and that deal their datasets among them."""
 
-    def dealing(self, units: rows_lib.Units) -> rows_lib.Dealing:
+    def cuts_of(self, units: rows_lib.Units) -> rows_lib.CutRows:
         """Deals a batch that every worker has, by ``units``: each takes its own towers' rows."""
-        return shards.dealing(self, units)
+        return shards.cuts_of(self, units)
 
     def shard_dataset(self, dataset: tf.data.Dataset, ready: int, in_order: bool,
                       measured: Any = None) -> workers_data.WorkersDataset:

@@ -1,9 +1,9 @@
 """What a strategy's workers iterate over: all get to the end at the same step.
 
 Goes in: this worker's part of each global batch (:mod:`shards`).  Comes out: the same with the row
-counts of the towers of all machines in each element.  Those are told in one small all-reduce an
-element, which also tells who still has data: a worker whose data has ended goes on with elements
-without rows until all have ended.
+counts of the towers of all machines in each element.  One small all-reduce an element sums them and
+how many workers have data: one whose data has ended goes on with elements without rows until all
+have ended.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ class WorkersIteratorSpec(tf.data.IteratorSpec):
     Args:
       flat: the specs of what the pipeline gives: ``(there, rows, leaves)``.
       packed: the nest of specs of an element as the pipeline's end knew it.
-      number: of the :class:`machines.Machines`.
-      devices: where the towers' parts are put.
+      number: of the :class:`meeting.Machines`.
     """
 
-    __slots__ = ["_packed", "_number", "_devices"]
-
-    def __init__(self, flat: Any, packed: Nest, number: int, devices: tuple[str, ...]) -> None:
-        super().__init__(flat)
-        self._packed, self._number, self._devices = packed, number, devices
-
+    __slots__ = ["_packed", "_number"]
     value_type = property(lambda _: WorkersIterator)
 
+    def __init__(self, flat: Any, packed: Nest, number: int) -> None:
+        super().__init__(flat)
+        self._packed, self._number = packed, number
+
     def _serialize(self) -> tuple[Any, ...]:
-        return self._element_spec, self._packed, self._number, self._devices
+        return self._element_spec, self._packed, self._number
 
     def _from_components(self, components: Any) -> WorkersIterator:
-        iterator = super()._from_components(components)
-        iterator = _become(iterator, WorkersIterator, self._packed, meeting.numbered(self._number))
-        iterator._devices = self._devices
-        return iterator
+        return _become(super()._from_components(components), WorkersIterator, self._packed,
+                       meeting.numbered(self._number))
 
 
 def _agreeing(base: Any) -> Any:
     """A subclass of ``base``: with two bases no iterator that is there could become one of it."""
 
     class Agreeing(base):
-        """What iterators over a :class:`WorkersDataset` do: all workers get to the end at once."""
+        """What iterators over a :class:`WorkersDataset` do: all workers get to the end at once.
+
+        Those of a kind have ``_taken``, what this worker's pipeline has next, ``(there, rows,
+        leaves)``, and ``_flat_spec``, the specs of these.
+        """
 
         _packed: Nest
         _workers: meeting.Machines
@@ -73,10 +73,7 @@ def _agreeing(base: Any) -> Any:
                 ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
                 with tf.control_dependencies([ended]):
                     leaves = self._copied(leaves)
-            return iterators.handed(self, self._onto_devices(self._element(leaves, rows)))
-
-        def __next__(self) -> Nest:
-            return iterators.next_in_python(self)
+            return self._opened(self._element(leaves, rows))
 
         def get_next_as_optional(self) -> tf.experimental.Optional:
             there, rows, leaves = self._agreed()
@@ -90,68 +87,47 @@ def _agreeing(base: Any) -> Any:
             """Whether any worker has an element; the rows of all towers; this one's values."""
             with tf.device("CPU:0"):
                 there, rows, leaves = self._taken()
-                return (*self._told(there, rows), leaves)
+                return (*self._summed(there, rows), leaves)
 
-        def _told(self, there: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            """Whether any worker has an element, as all tell each other; the rows of all towers."""
+        def _summed(self, there: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            """Whether any worker has an element, and the rows of all towers."""
             workers = self._workers
             with tf.device("CPU:0"):
                 here = tf.cast(there, tf.int64)
                 before, after = workers.first, workers.replicas - workers.first - workers.towers
-                told = workers.sum_one(tf.concat([here[tf.newaxis], tf.pad(here * rows,
+                both = workers.sum_one(tf.concat([here[tf.newaxis], tf.pad(here * rows,
                                                                            [[before, after]])], 0))
-                told.set_shape([1 + workers.replicas])
+                both.set_shape([1 + workers.replicas])
                 batched = any(isinstance(spec, sub_batches.SubBatchesSpec)
                               for spec in tf.nest.flatten(self._packed))
-                return told[0] >= (1 if batched else workers.count), told[1:]
+                return both[0] >= (1 if batched else workers.count), both[1:]
 
         def _element(self, leaves: Sequence[Any], rows: tf.Tensor) -> Nest:
             return _pack(self._packed, leaves, self._workers.towers,
                          lambda values: sub_batches.CountedSubBatches(values, rows), _tf.PerReplica)
 
-        @property
-        def _flat_spec(self) -> Any:
-            """The specs of ``(there, rows, leaves)``."""
-            raise NotImplementedError
-
-        def _taken(self) -> tuple[tf.Tensor, tf.Tensor, Any]:
-            """What this worker's pipeline has next: ``(there, rows, leaves)``."""
-            raise NotImplementedError
-
         def _copied(self, leaves: Any) -> Any:
             return tf.nest.map_structure(tf.identity, leaves, expand_composites=True)
-
-        def _onto_devices(self, element: Nest) -> Nest:
-            return element
 
     return Agreeing
 
 
 class WorkersIterator(_agreeing(iterators.TowerIterator)):  # type: ignore[misc]
-    """Iterates over a :class:`WorkersDataset`; parts are put on devices in the step, if at all."""
+    """Iterates over a :class:`WorkersDataset`, whose elements are on the host."""
 
-    _devices: Sequence[str]
-
-    @property
-    def _flat_spec(self) -> Any:
-        return self._element_spec
+    _flat_spec = property(lambda self: self._element_spec)
 
     def _taken(self) -> Any:
         return _tf.OwnedIterator.get_next(self)
 
-    def _onto_devices(self, element: Nest) -> Nest:
-        return iterators.onto_devices(element, self._devices)
-
     @property
     def _type_spec(self) -> WorkersIteratorSpec:
-        return WorkersIteratorSpec(self._element_spec, self._packed, self._workers.number,
-                                   tuple(self._devices))
+        return WorkersIteratorSpec(self._element_spec, self._packed, self._workers.number)
 
 
 class PrefetchedWorkersSpec(prefetching.PrefetchedSpec):
     """The type spec of :class:`PrefetchedWorkersIterator`."""
 
-    __slots__ = ["_packed", "_number"]
     value_type = property(lambda _: PrefetchedWorkersIterator)
 
     def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any, once: bool, packed: Nest,
@@ -162,25 +138,19 @@ class PrefetchedWorkersSpec(prefetching.PrefetchedSpec):
     def _serialize(self) -> tuple[Any, ...]:
         return (*super()._serialize(), self._packed, self._number)
 
-    __hash__ = prefetching.PrefetchedSpec.__hash__
-    __eq__ = prefetching.PrefetchedSpec.__eq__
-
     def _from_components(self, components: Sequence[Any]) -> PrefetchedWorkersIterator:
-        iterator = super()._from_components(components)
-        return _become(iterator, PrefetchedWorkersIterator, self._packed,
-                       meeting.numbered(self._number))
+        return _become(super()._from_components(components), PrefetchedWorkersIterator,
+                       self._packed, meeting.numbered(self._number))
 
 
 class PrefetchedWorkersIterator(
         _agreeing(prefetching.PrefetchedIterator)):  # type: ignore[misc]
     """The same with each tower's part on its device already."""
 
-    @property
-    def _flat_spec(self) -> Any:
-        return self._layout.spec
+    _flat_spec = property(lambda self: self._layout.spec)
 
     def _taken(self) -> Any:
-        return self._layout.element(self._dealt())
+        return self._layout.element(self._parts())
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
         if not self._once:
@@ -189,10 +159,10 @@ class PrefetchedWorkersIterator(
         return AgreedOptional(self.element_spec, there, tuple(held), self)
 
     def _host_agreed(self) -> tuple[tf.Tensor, tf.Tensor, Any]:
-        """What the host's stream has next, as :meth:`_agreed` tells it."""
+        """What the host's stream has next, as :meth:`_agreed` gives it."""
         host, _ = self._streams._device_iterators[0].get_next()
         there, rows, *_ = host
-        return (*self._told(there, rows), host)
+        return (*self._summed(there, rows), host)
 
     def whole(self, rows: tf.Tensor, host: Any) -> Nest:
         """The element of which an optional of :meth:`read_once` has held the host's part."""
@@ -216,16 +186,13 @@ class AgreedOptionalSpec(tf.TypeSpec):
 
     __slots__ = ["_spec", "_held", "_later"]
     value_type = property(lambda _: AgreedOptional)
+    _component_specs = property(lambda self: (tf.TensorSpec([], tf.bool), self._held))
 
     def __init__(self, spec: Nest, held: Nest, later: int) -> None:
         self._spec, self._held, self._later = spec, held, later
 
     def _serialize(self) -> tuple[Any, ...]:
         return self._spec, self._held, self._later
-
-    @property
-    def _component_specs(self) -> tuple[Any, ...]:
-        return tf.TensorSpec([], tf.bool), self._held
 
     def _to_components(self, value: AgreedOptional) -> tuple[Any, ...]:
         return value._there, value._held
@@ -248,6 +215,8 @@ class AgreedOptional(tf.experimental.Optional):
     def __init__(self, spec: Nest, there: tf.Tensor, held: Nest, later: Any = None) -> None:
         self._spec, self._there, self._held, self._later = spec, there, held, later
 
+    element_spec = property(lambda self: self._spec)
+
     def has_value(self, name: str | None = None) -> tf.Tensor:
         return tf.identity(self._there, name)
 
@@ -255,10 +224,6 @@ class AgreedOptional(tf.experimental.Optional):
         del name
         tf.debugging.Assert(self._there, ["the optional has no value: all data has ended"])
         return self._held if self._later is None else self._later.whole(*self._held)
-
-    @property
-    def element_spec(self) -> Nest:
-        return self._spec
 
     @property
     def _type_spec(self) -> AgreedOptionalSpec:
@@ -307,29 +272,24 @@ class WorkersDataset(datasets_lib.TowerDataset):
     """What a strategy's workers iterate over: this worker's part of each global batch.
 
     Args:
-      dataset: elements hold :class:`split.CountedSubBatches` with this worker's row counts, or
-        ``PerReplica`` values where elements are no batches.
-      workers: where the workers meet.
+      dataset: elements hold :class:`sub_batches.CountedSubBatches` with this worker's row counts,
+        or ``PerReplica`` values where elements are no batches.
+      workers: their collectives.
       ready: how many elements the pipeline holds ready.
-      length: elements in one pass.
-      source: what it was made of.
+      length: its ``cardinality``; unknown where workers may have others.
+      mapped: see :class:`datasets.TowerDataset`.
     """
 
     def __init__(self, dataset: tf.data.Dataset, workers: meeting.Machines, ready: int,
-                 length: Any, source: datasets_lib.Source) -> None:
-        self._spec = dataset.element_spec
-        self._workers = workers
-        self._length = length
-        super().__init__(self._endless(dataset).prefetch(ready), source)
+                 length: Any, mapped: Callable[[Any], WorkersDataset]) -> None:
+        self._spec, self._workers, self._length = dataset.element_spec, workers, length
+        super().__init__(self._endless(dataset).prefetch(ready), mapped)
 
     @property
     def element_spec(self) -> Nest:
-        return _packed_spec(self._spec, self._dataset.element_spec, self._workers)
+        return _packed_spec(self._spec, self.dataset.element_spec, self._workers)
 
-    @property
-    def cardinality(self) -> Any:
-        """Steps in one pass, as ``tf.data`` counts them; unknown where workers may have others."""
-        return self._length
+    cardinality = property(lambda self: self._length)
 
     def __len__(self) -> int:
         if int(self._length) < 0:
@@ -358,13 +318,10 @@ class WorkersDataset(datasets_lib.TowerDataset):
         iterator = super()._iterator(follow)
         if isinstance(iterator, prefetching.PrefetchedIterator):
             return _become(iterator, PrefetchedWorkersIterator, self._spec, self._workers)
-        iterator = _become(iterator, WorkersIterator, self._spec, self._workers)
-        iterator._devices = self._fetch.devices
-        return iterator
+        return _become(iterator, WorkersIterator, self._spec, self._workers)
 
     def _endless(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Elements ``(there, rows, values)``, at the end of the data without end such with no rows.
-        """
+        """Elements ``(there, rows, values)``; after the data, without end, such with no rows."""
         towers = self._workers.towers
 
         def flat(element: Nest) -> tuple[Any, ...]:

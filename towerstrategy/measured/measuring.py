@@ -73,7 +73,7 @@ class Measuring:
 
     Args:
       placement: where the strategy runs.
-      workers: where the workers meet; None with a single machine.
+      workers: their collectives; None with a single machine.
 
     Attributes:
       shares: those of all towers, as they are now.
@@ -111,11 +111,7 @@ class Measuring:
         recording = self._begin()
         if recording is None:
             return call()
-        try:
-            result = call()
-        except BaseException:
-            recording.drop()
-            raise
+        result = recording.of(call)
         self._end(recording)
         return result
 
@@ -202,11 +198,8 @@ class Measuring:
 
     def _end(self, recording: Recording) -> None:
         with quiet.harmless('measure the towers of shares="measured"'):
-            if "GPU" in self._kinds:
-                tf.test.experimental.sync_devices()
             *towers, merge = self._kinds
-            sample = recording.end(towers, merge)()
-            self._add(sample)
+            self._add(recording.end(towers, merge))
         self._spent += recording.cost
 
     def _add(self, sample: Sample) -> None:

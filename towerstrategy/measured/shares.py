@@ -1,6 +1,6 @@
 """Shares that change while a strategy trains.
 
-Goes in: what was found of the towers' times.  Comes out: the shares that batches are dealt by from
+Goes in: what was found of the towers' times.  Comes out: the shares that batches are split by from
 then on, in eager code and in pipelines and functions that were traced before.
 """
 
@@ -35,7 +35,7 @@ class MeasuredShares:
             self._dealt = _tf.ResourceVariable(tf.zeros([1 + here], tf.int64), trainable=False)
 
     def choose(self, units: Sequence[int]) -> None:
-        """From now on rows are dealt by ``units``."""
+        """From now on rows are split by ``units``."""
         self.units = tuple(units)
         self._variable.assign(tf.constant(self.units, tf.int64))
         self._dealt.assign(tf.zeros_like(self._dealt))
@@ -50,7 +50,7 @@ class MeasuredShares:
         return begin.flat_map(lambda units: tf.data.Dataset.from_tensors(units).repeat())
 
     def note(self, rows: rows_lib.Rows, sizes: Sequence[rows_lib.Rows]) -> None:
-        """Remembers how many rows this machine's towers were dealt of ``rows``.
+        """Remembers how many rows of ``rows`` this machine's towers got.
 
         Pipelines run ahead, and the last batch of many has fewer rows: the largest one counts.
         """
@@ -62,16 +62,16 @@ class MeasuredShares:
         """The rows of this machine's towers, of the largest batch since shares have changed."""
         return self._dealt.numpy().tolist()[1:]
 
-    def dealing(self, rows: rows_lib.Rows) -> tuple[list[Any], list[Any], None]:
-        """Deals a batch that stays on this machine, see :class:`rows.Dealing`."""
-        starts, sizes = rows_lib.deal(rows, len(self.units), self.now())
+    def cut(self, rows: rows_lib.Rows) -> tuple[list[Any], list[Any], None]:
+        """Cuts a batch that stays on this machine, see :data:`rows.CutRows`."""
+        starts, sizes = rows_lib.split_rows(rows, len(self.units), self.now())
         self.note(rows, sizes)
         return starts, sizes, None
 
     def left_out_of_checkpoints(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """``dataset``, whose iterators can be saved in a checkpoint, which has no shares.
 
-        TensorFlow refuses pipelines that have state of other kinds, unless told; now it warns.
+        TensorFlow refuses pipelines that have state of other kinds, unless asked; now it warns.
         """
         if dataset.options().experimental_external_state_policy is not None:
             return dataset
@@ -81,14 +81,14 @@ class MeasuredShares:
 
 
 def rows_for(rates: Sequence[float], rows: int) -> list[int]:
-    """``rows`` dealt so that towers of these ``rates`` (rows a second) end together.
+    """``rows`` split so that towers of these ``rates`` (rows a second) end together.
 
     None gets less than one.
 
     >>> rows_for([3., 1.], 8), rows_for([1000., 1.], 8)
     ([6, 2], [7, 1])
     """
-    sizes = rows_lib.deal(rows, len(rates), rows_lib.units_of(rates))[1]
+    sizes = rows_lib.split_rows(rows, len(rates), rows_lib.units_of(rates))[1]
     while min(sizes) < 1 and rows >= len(rates):
         sizes[sizes.index(max(sizes))] -= 1
         sizes[sizes.index(min(sizes))] += 1

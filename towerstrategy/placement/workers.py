@@ -56,8 +56,8 @@ class Workers(Protocol):
     def stack(self, value: tf.Tensor) -> tf.Tensor:
         """The workers' values, of one shape on all, stacked in the workers' order."""
 
-    def dealing(self, units: Any) -> Callable[[Any], Any]:
-        """Deals a batch that every worker has by the shares of all towers, see ``rows.Dealing``."""
+    def cuts_of(self, units: Any) -> Callable[[Any], Any]:
+        """Cuts a batch that every worker has by the shares of all towers, see ``rows.CutRows``."""
 
     def shard_dataset(self, dataset: tf.data.Dataset, ready: int, in_order: bool,
                       measured: Any = None) -> Any:

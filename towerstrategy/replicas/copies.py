@@ -64,7 +64,7 @@ class Copier:
 
     def skip(self) -> None:
         """Leaves out of the copies what has been added to the graph up to here."""
-        self._done = _tf.operation_count(self._graph)
+        self._done = len(self._graph.get_operations())
 
     def copy(self, handed: Any = ()) -> None:
         """Copies tower 0's operations since the last :meth:`copy` or :meth:`skip`.
@@ -118,11 +118,11 @@ class Copier:
     def put_local_variables(self) -> Iterator[tf.Tensor]:
         """Puts other towers' tower-local variables in place of tower 0's; gives new ones' handles.
         """
-        captured = {id(outer): inner for outer, inner in _tf.captures_of(self._graph)}
+        captured = {id(outer): inner for outer, inner in self._graph.captures}
         for parts in self._local_variables():
             first = captured.get(id(parts[0].handle))
             if first is not None and first.name not in self.table:
-                self.table.put(first, [_tf.capture(self._graph, part.handle) for part in parts[1:]])
+                self.table.put(first, [self._graph.capture(part.handle) for part in parts[1:]])
                 yield first
 
     def _import(self, stretch: Sequence[tf.Operation]) -> None:

@@ -185,7 +185,7 @@ class _Once(contexts.Call):
     def own(self, tower: int, values: Sequence[Any]) -> tf.Tensor:
         """Tower 0's of one value a tower; the others' are put into the copies."""
         del tower
-        before = _tf.operation_count(self._graph)
+        before = len(self._graph.get_operations())
         with self._graph.as_default():  # also where a branch or a loop is being traced
             first = self._stand_for([tf.convert_to_tensor(value) for value in values])
         self._copier.keep(before)
@@ -194,7 +194,7 @@ class _Once(contexts.Call):
     def for_all(self, tower: int, key: str, make: Callable[[], Any]) -> Any:
         """What ``make`` gives; the copies leave out what it adds to the graph."""
         del tower, key
-        before = _tf.operation_count(self._graph)
+        before = len(self._graph.get_operations())
         with self._graph.as_default(), tf.name_scope("merge/"), tf.device(None), \
                 tf.device(self._host):
             made = make()
@@ -276,7 +276,7 @@ class _Once(contexts.Call):
             shape = tf.TensorShape([None]).concatenate(shape[1:])
         first = tf.compat.v1.placeholder_with_default(values[0], shape)
         _tf.copy_handle_data(values[0], first)
-        self._copier.table.put(first, [_tf.capture(self._graph, value) for value in values[1:]])
+        self._copier.table.put(first, [self._graph.capture(value) for value in values[1:]])
         return first
 
 

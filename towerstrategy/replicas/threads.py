@@ -148,7 +148,7 @@ class _Call(contexts.Call):
             self._turns.begin()
         for tower in self._towers:
             replica = self._strategy.extended.first_replica + tower.number
-            before = 0 if self._state.eager else _tf.operation_count(self._state.graph)
+            before = 0 if self._state.eager else len(self._state.graph.get_operations())
             seeds = contextlib.nullcontext() if self._state.eager \
                 else self._operation_seeds.of(tower.number)
             with _tf.graph_seeded(self._graph_seed, replica), seeds:

@@ -35,35 +35,27 @@ def describe(strategy: tf.distribute.Strategy, state: Sequence[tuple[str, str, s
       stages: lines of another table: the layers and the bytes of each stage.
     """
     text, page = _described(strategy)
+    done_once = [(kind, f"{gathered:,}", name, line) for kind, (name, gathered, line)
+                 in strategy.extended.done_with_all_rows.items()]
     for title, header, lines, numbers in (
             ("Stages of the model", ("stage", "bytes", "layers"), stages, (1,)),
             ("State of the model", ("state", "kept", "merged"), state, ()),
             ("Done once, with the rows of all towers", (
-                "operation", "bytes an example", "first one", "line"), _done_once(strategy), (1,))):
+                "operation", "bytes an example", "first one", "line"), done_once, (1,))):
         if lines:
             text += f"\n\n{table(header, lines, numbers)}"
             page += _page(title, header, lines, numbers)
-    if not _in_ipython():
+    shell = sys.modules.get("IPython")
+    if shell is None or shell.get_ipython() is None:
         return text  # plain: R's reticulate takes no kind of str but str
     shown = _Shown(text)
     shown.page = page
     return shown
 
 
-def _done_once(strategy: tf.distribute.Strategy) -> list[tuple[str, str, str, str]]:
-    """What partitioned steps gather all rows for, as it has no rule."""
-    return [(kind, f"{gathered:,}", name, line) for kind, (name, gathered, line)
-            in strategy.extended.done_with_all_rows.items()]
-
-
 def describe_html(strategy: tf.distribute.Strategy) -> str:
     """The same as HTML, for notebooks."""
     return _described(strategy)[1]
-
-
-def _in_ipython() -> bool:
-    shell = sys.modules.get("IPython")
-    return shell is not None and shell.get_ipython() is not None
 
 
 def _described(strategy: tf.distribute.Strategy) -> tuple[str, str]:
@@ -91,7 +83,7 @@ def _described(strategy: tf.distribute.Strategy) -> tuple[str, str]:
              + f", merge device {placement.merge_name}{_how_measured(strategy)}")
     header: tuple[str, ...] = ("device", "role", "share", "variables", "bytes")
     if not shares:
-        header, rows = _without(header, 2), [_without(row, 2) for row in rows]
+        header, *rows = ((*row[:2], *row[3:]) for row in (header, *rows))
     numbers = range(2, len(header))
     return f"{title}\n{table(header, rows, numbers)}", _page(title, header, rows, numbers)
 
@@ -103,10 +95,6 @@ def _how_measured(strategy: tf.distribute.Strategy) -> str:
     if not measuring.rounds:
         return ", shares to be measured"
     return f", shares measured (rounds: {measuring.rounds}, changes: {measuring.changes})"
-
-
-def _without(row: tuple[str, ...], column: int) -> tuple[str, ...]:
-    return row[:column] + row[column + 1:]
 
 
 def _shares(strategy: tf.distribute.Strategy) -> dict[str, str]:

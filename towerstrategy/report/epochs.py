@@ -70,19 +70,23 @@ class Epoch:
         return tuple(part.rows for part in self.parts if part.is_tower)
 
     @property
+    def sampled(self) -> Sample | None:
+        """The sample, where it is of a step of this epoch."""
+        return self.sample if self.sampled_in == self.number else None
+
+    @property
     def bubble(self) -> float | None:
-        """What all towers' stages were idle of the sampled step, on average; None without stages.
-        """
+        """What all stages were idle of the sampled step, on average; None without stages."""
         idle = [part.idle for part in self.parts if part.is_stage and part.idle is not None]
         return sum(idle) / len(idle) if idle else None
 
     def __str__(self) -> str:
         counted = [part.rows for part in self.parts if part.rows is not None]
         title = f"epoch {self.number + 1}: {sum(counted):,} rows in {self.seconds:.3g} s"
-        if self.sample is None or self.sampled_in is None:
+        if self.sample is None:
             title += "; no step sampled yet"
         else:
-            when = "" if self.sampled_in == self.number else f" of epoch {self.sampled_in + 1}"
+            when = "" if self.sampled else f" of epoch {(self.sampled_in or 0) + 1}"
             title += f"; a step{when} took {1e3 * self.sample.step:.3g} ms"
             if self.bubble is not None:
                 title += f"; bubble {self.bubble:.0%}"
@@ -97,7 +101,7 @@ class Epoch:
     @property
     def brief(self) -> str:
         """The table, or one line where it would say again what an earlier epoch's has said."""
-        if self.sample is None or self.sampled_in in (None, self.number):
+        if self.sample is None or self.sampled:
             return f"\n{self}"
         rows = ", ".join("?" if rows is None else f"{rows:,}" for rows in self.rows)
         return (f"epoch {self.number + 1}: {self.seconds:.3g} s; rows of the towers: {rows}; "

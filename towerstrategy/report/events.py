@@ -29,11 +29,12 @@ class Events:
     def __init__(self, folder: str | os.PathLike[str], first_tower: int) -> None:
         self._folder = os.fspath(folder)
         self._first = first_tower
+        self._step = f"step_from_tower_{first_tower}" if first_tower else "step"
         self._writers: dict[str, Any] = {}
 
     def write(self, epoch: Epoch) -> None:
         """An epoch's numbers; times only in the epoch that they were sampled in."""
-        sampled = epoch.sample is not None and epoch.sampled_in == epoch.number
+        sampled = epoch.sampled
         towers = [part for part in epoch.parts if part.is_tower]
         stages = [part for part in epoch.parts if part.is_stage]
         lines = [(f"tower_{number}", "towers", part)
@@ -46,8 +47,8 @@ class Events:
             if sampled:
                 self._scalar(run, f"{chart}/busy_ms_a_step", _ms(part.seconds), epoch.number)
                 self._scalar(run, f"{chart}/idle_share", part.idle, epoch.number)
-        if epoch.sample is not None and sampled:
-            self._scalar(self._step, "step/step_ms", _ms(epoch.sample.step), epoch.number)
+        if sampled:
+            self._scalar(self._step, "step/step_ms", _ms(sampled.step), epoch.number)
             self._scalar(self._step, "step/bubble", epoch.bubble, epoch.number)
             for part in epoch.parts[len(lines):]:
                 self._scalar(self._step, f"step/{part.name}_ms", _ms(part.seconds), epoch.number)
@@ -64,10 +65,6 @@ class Events:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
-
-    @property
-    def _step(self) -> str:
-        return f"step_from_tower_{self._first}" if self._first else "step"
 
     def _scalar(self, run: str, tag: str, value: float | None, number: int) -> None:
         if value is not None:

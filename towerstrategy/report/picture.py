@@ -56,8 +56,7 @@ def draw(epochs: Sequence[Epoch]) -> bytes | None:
     Raises:
       ModuleNotFoundError: matplotlib is not installed.
     """
-    sampled = [(epoch, epoch.sample) for epoch in epochs
-               if epoch.sample is not None and epoch.sampled_in == epoch.number]
+    sampled = [(epoch, epoch.sampled) for epoch in epochs if epoch.sampled is not None]
     if not sampled:
         return None
     figure_class, canvas_class = _matplotlib()

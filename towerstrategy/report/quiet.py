@@ -48,8 +48,8 @@ def freed_overwritten() -> Iterator[None]:
 def profiler() -> Iterator[None]:
     """Keeps the profiler's informational lines off the process' standard error.
 
-    TensorFlow's C++ code writes them to the file descriptor, and offers Python no level that can be
-    changed after the import.  Other threads' lines meanwhile come a moment later.
+    TensorFlow's C++ code writes them to the file descriptor, at a level that cannot be changed
+    after the import.  Other threads' lines meanwhile come a moment later.
     """
     try:
         kept = os.dup(2)

@@ -18,12 +18,7 @@ from towerstrategy.report import quiet
 
 
 class RowCount:
-    """The rows that each tower got from one iterator.
-
-    Args:
-      towers: how many towers there are here.
-      first: the number of the first of them among the towers of all machines.
-    """
+    """The rows that each of this machine's towers, from number ``first``, got from one iterator."""
 
     def __init__(self, towers: int, first: int = 0) -> None:
         self._first = first

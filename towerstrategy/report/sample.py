@@ -1,7 +1,7 @@
 """Where the time of a step goes, from one that ran under TensorFlow's profiler.
 
-Goes in: the call of a step.  Comes out: its result and a :class:`Sample`: for each tower, each of
-its stages, and for split, merge and update, how long at least one operation of it was running.
+Goes in: a step that runs during a :class:`Recording`.  Comes out: a :class:`Sample`: of each tower,
+each of its stages, and of split, merge and update, how long at least one operation was running.
 
 TensorFlow's profiler notes the start and the end of every operation.  An operation belongs to the
 part of the step in whose name scope it is; operations of eager code have none and belong to the
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import re
 import tempfile
@@ -76,43 +75,12 @@ class Sample:
         return 1 - min(busy / self.step, 1)
 
 
-
 class Busy(Exception):
     """Someone else's profile is being taken."""
 
 
 class NotTaken(Exception):
     """The profiler cannot be used here."""
-
-
-def take(call: Callable[[], Any], kinds: Sequence[str], merge_kind: str, micro_batches: int = 1,
-         places: Any = None) -> tuple[Any, Callable[[], Sample]]:
-    """Runs ``call`` under the profiler.
-
-    Args:
-      call: one call of a step, which may hold several steps.
-      kinds: the towers' kinds of device, ``"CPU"`` or ``"GPU"``.
-      merge_kind: the merge device's.
-      micro_batches: how many parts each tower's rows are cut into.
-      places: where towers have stages, which operation is in which.
-
-    Returns:
-      What ``call`` returned, and a function that makes the sample of it, or raises what the
-      profiler has raised since ``call`` ran.
-
-    Raises:
-      Busy: another profile is being taken; ``call`` has not run.
-      NotTaken: no profile can be taken; ``call`` has not run.
-    """
-    recording = Recording()
-    try:
-        result = call()
-        if "GPU" in (*kinds, merge_kind):
-            tf.test.experimental.sync_devices()
-    except BaseException:
-        recording.drop()
-        raise
-    return result, recording.end(kinds, merge_kind, micro_batches, places)
 
 
 class Recording:
@@ -143,6 +111,14 @@ class Recording:
         self._window = tf.profiler.experimental.Trace(_WINDOW)
         self._window.__enter__()
 
+    def of(self, call: Callable[[], Any]) -> Any:
+        """What ``call`` returns; where it raises, nothing is kept."""
+        try:
+            return call()
+        except BaseException:
+            self.drop()
+            raise
+
     def drop(self) -> None:
         """Ends it; nothing is kept."""
         with self._kept, contextlib.suppress(Exception):
@@ -150,27 +126,20 @@ class Recording:
             _stop(save=False)
 
     def end(self, kinds: Sequence[str], merge_kind: str, micro_batches: int = 1,
-            places: Any = None) -> Callable[[], Sample]:
-        """Ends it; a function that makes the sample of it, or raises what was raised since."""
+            places: Any = None) -> Sample:
+        """Ends it; the sample of it, see :func:`read`."""
+        if "GPU" in (*kinds, merge_kind):
+            self.of(tf.test.experimental.sync_devices)
         self._window.__exit__(None, None, None)
         ended = time.perf_counter()
-        seconds = ended - self._start
-        with self._kept:
-            try:
+        try:
+            with self._kept:
                 _stop(save=True)
-                written = [path.read_bytes()
-                           for path in pathlib.Path(self._folder).rglob("*.xplane.pb")]
-            except Exception as error:
-                return functools.partial(_fail, error)
-
-        def made() -> Sample:
-            try:
-                return read(map(_tf.read_profile, written), seconds, kinds, merge_kind,
-                            micro_batches, places)
-            finally:
-                self.cost += time.perf_counter() - ended
-
-        return made
+                spaces = [_tf.read_profile(path.read_bytes())
+                          for path in pathlib.Path(self._folder).rglob("*.xplane.pb")]
+            return read(spaces, ended - self._start, kinds, merge_kind, micro_batches, places)
+        finally:
+            self.cost += time.perf_counter() - ended
 
 
 def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind: str,
@@ -180,10 +149,10 @@ def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind
     Args:
       spaces: TensorFlow's ``XSpace`` messages.
       seconds: how long the call took, where the profile does not tell.
-      kinds: see :func:`take`.
-      merge_kind: see :func:`take`.
-      micro_batches: see :func:`take`.
-      places: see :func:`take`.
+      kinds: the towers' kinds of device, ``"CPU"`` or ``"GPU"``.
+      merge_kind: the merge device's.
+      micro_batches: how many parts each tower's rows are cut into.
+      places: where towers have stages, which operation is in which.
     """
     host, device = (_Times(len(kinds), micro_batches, places) for _ in range(2))
     window, steps = None, 0
@@ -220,10 +189,6 @@ def _stop(save: bool) -> None:
         tf.profiler.experimental.stop(save=save)
 
 
-def _fail(error: Exception) -> Sample:
-    raise error
-
-
 class _Times:
     """The intervals in which each part of the step ran, on the host or on accelerators."""
 
@@ -251,13 +216,13 @@ class _Times:
     def add_operations(self, plane: Any) -> None:
         """Adds what ran on the host."""
         names = {key: metadata.name for key, metadata in plane.event_metadata.items()}
-        spans = {key: self._span(name) for key, name in names.items() if ":" not in name}
-        spans = {key: parts for key, parts in spans.items() if parts}
+        spans = {key: found for key, name in names.items()
+                 if ":" not in name and (found := self._span(name))}
         waits = {key for key, name in names.items() if _GET_NEXT.search(name)}
         windows = {key for key, name in names.items() if name == _WINDOW}
         eager = {key for key, name in names.items() if name == _EAGER} if spans else set()
-        parts = {key: self._parts(name) for key, name in names.items() if ":" in name}
-        parts = {key: found for key, found in parts.items() if found}
+        parts = {key: found for key, name in names.items()
+                 if ":" in name and (found := self._parts(name))}
         for line in plane.lines:
             # All operations are the only tower's, but for those of the input pipeline.
             mine = {} if self._alone and line.name.startswith("tf_data") else parts

@@ -100,7 +100,7 @@ class TowerReport(Callback):
         self._watch: Watch | None = None
         self._events: Events | None = None
         self._drawn = False
-        self._told = 0  # how many epochs have been printed
+        self._printed = 0  # epochs
         self._picture_cost = 1.0  # seconds; a guess until the first is drawn
         self._pictures_cost = 0.0
 
@@ -112,9 +112,7 @@ class TowerReport(Callback):
                 f"TowerReport is for models that a TowerStrategy trains, but model "
                 f"{self.model.name!r} has {strategy!r}. Compile it in the strategy's scope, or "
                 "call strategy.adopt(model).")
-        self.epochs = []
-        self._told = 0
-        self._pictures_cost = 0.0
+        self.epochs, self._printed, self._pictures_cost = [], 0, 0.0
         with self._watching("begin to watch"):
             self._watch = Watch(self.model, self._most)
         if self.log_dir is not None:
@@ -123,7 +121,7 @@ class TowerReport(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         del logs
-        self._tell()
+        self._print_new()
         if self._watch is not None:
             with self._watching("watch an epoch"):
                 self._watch.begin(epoch)
@@ -144,10 +142,8 @@ class TowerReport(Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         del logs
-        self._tell()
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._print_new()
+        self._end_watch()
         if not self._drawn:
             self._draw()
         if self._events is not None:
@@ -162,14 +158,17 @@ class TowerReport(Callback):
             yield
         except Exception as error:
             quiet.warn(what, error)
-            if self._watch is not None:
-                self._watch.close()
-                self._watch = None
+            self._end_watch()
 
-    def _tell(self) -> None:
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _print_new(self) -> None:
         """Prints what is new: at the next epoch's beginning, as Keras' progress bar is open."""
-        for epoch in self.epochs[self._told:]:
-            self._told += 1
+        for epoch in self.epochs[self._printed:]:
+            self._printed += 1
             if self._print is not None:
                 with quiet.harmless("print a table (print_fn)"):
                     self._print(epoch.brief)
@@ -177,22 +176,19 @@ class TowerReport(Callback):
     def _draw(self) -> bool:
         """Draws what there is; whether that worked."""
         with quiet.harmless("draw its picture"):
-            self._draw_picture()
+            shown = self._events if importlib.util.find_spec("matplotlib") else None
+            if self.picture is None and shown is None:
+                return True
+            start = time.perf_counter()
+            png = picture_lib.draw(self.epochs)
+            if png is not None and self.picture is not None:
+                pathlib.Path(self.picture).write_bytes(png)
+            if png is not None and shown is not None:
+                shown.show(png, self.epochs[-1].number)
+            self._picture_cost = time.perf_counter() - start
+            self._pictures_cost += self._picture_cost
             return True
         return False
-
-    def _draw_picture(self) -> None:
-        shown = self._events is not None and importlib.util.find_spec("matplotlib") is not None
-        if self.picture is None and not shown:
-            return
-        start = time.perf_counter()
-        png = picture_lib.draw(self.epochs)
-        if png is not None and self.picture is not None:
-            pathlib.Path(self.picture).write_bytes(png)
-        if png is not None and shown and self._events is not None:
-            self._events.show(png, self.epochs[-1].number)
-        self._picture_cost = time.perf_counter() - start
-        self._pictures_cost += self._picture_cost
 
 
 def _check(picture: Any, log_dir: Any, most: Any, print_fn: Any) -> None:

@@ -17,19 +17,19 @@ import tensorflow as tf
 from towerstrategy.batch import iterators
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.report import quiet, rows as rows_lib
-from towerstrategy.report.sample import Busy, NotTaken, Sample, take
+from towerstrategy.report.sample import Busy, NotTaken, Recording, Sample
 
 # Calls of the training function in a training that are not typical: the first traces.
 _WARM_UP = 2
 
-_STANDS_FOR = "_towerstrategy_stands_for"
+_WRAPPED = "_towerstrategy_wrapped"
 
 
 class Watch:
     """Looks at one training.
 
-    While an epoch runs it stands in the place of ``model.train_function``, which both Keras
-    versions look up for every call.
+    While an epoch runs it wraps ``model.train_function``, which both Keras versions look up for
+    every call.
 
     Args:
       model: the model that trains, a TowerStrategy's.
@@ -46,32 +46,28 @@ class Watch:
       spent: the seconds spent on samples and tables so far.
     """
 
+    rows: list[int] | None = None
+    sample: Sample | None = None
+    sampled_in: int | None = None
+    tried_in: int | None = None
+    seconds = spent = _sample_cost = 0.0
+    _epoch = _calls = 0
+    _from_call = _WARM_UP
+    _function: Any = None
+    _wrapper: Any = None
+
     def __init__(self, model: Any, most: float) -> None:
         extended = model.distribute_strategy.extended
-        placement: devices_lib.Placement = extended.placement
-        self.placement = placement
-        self.rows: list[int] | None = None
-        self.once = len(placement.towers) > 1 and bool(
+        self.placement: devices_lib.Placement = extended.placement
+        self.once = len(self.placement.towers) > 1 and bool(
             model.run_eagerly or tf.config.functions_run_eagerly())
-        self.seconds = 0.0
-        self.sample: Sample | None = None
-        self.sampled_in: int | None = None
-        self.spent = 0.0
-        self._model = model
-        self._most = most
+        self._model, self._most = model, most
         self._start = self._epoch_start = time.perf_counter()
         self._kinds = [str(tf.DeviceSpec.from_string(device).device_type)
-                       for device in (*placement.devices, placement.merge)]
-        self._places = extended.stages.places if placement.rows else None
-        self._sample_cost = 0.0
-        self.tried_in: int | None = None
-        self._epoch = 0
-        self._calls = 0
-        self._from_call = _WARM_UP
-        self._function: Any = None
-        self._stand_in: Any = None
+                       for device in (*self.placement.devices, self.placement.merge)]
+        self._places = extended.stages.places if self.placement.rows else None
         self._before: dict[rows_lib.RowCount | None, list[int] | None] = {}
-        iterators.count_rows(rows_lib.counting(len(placement.towers), extended.first_replica))
+        iterators.count_rows(rows_lib.counting(len(self.placement.towers), extended.first_replica))
 
     def begin(self, epoch: int) -> None:
         """An epoch begins."""
@@ -79,16 +75,14 @@ class Watch:
         self._calls = 0
         self._before = {count: count.read() for count in self._before if count is not None}
         self._epoch_start = time.perf_counter()
-        # A training that an error ended between two steps may have left a stand-in.
-        self._function = getattr(self._model.train_function, _STANDS_FOR,
+        # A training that an error ended between two steps may have left a wrapper.
+        self._function = getattr(self._model.train_function, _WRAPPED,
                                  self._model.train_function)
-        self._stand_in = self._make_stand_in()
-        setattr(self._stand_in, _STANDS_FOR, self._function)
-        self._model.train_function = self._stand_in
+        self._model.train_function = self._wrapper = self._wrapped(self._function)
 
     def end(self) -> None:
         """The epoch has ended."""
-        self._step_aside()
+        self._unwrap()
         self.seconds = time.perf_counter() - self._epoch_start
         self.rows = self._rows_taken()
         # Neither an epoch's first step nor its last, which may have fewer rows, if others are left.
@@ -97,7 +91,7 @@ class Watch:
     def close(self) -> None:
         """The training has ended, well or not."""
         iterators.count_rows(None)
-        self._step_aside()
+        self._unwrap()
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:
@@ -112,8 +106,8 @@ class Watch:
         """Whether ``cost`` seconds of all are within the share."""
         return cost <= self._most * (time.perf_counter() - self._start)
 
-    def _make_stand_in(self) -> Any:
-        @functools.wraps(self._function)  # with what Keras' hooks have noted of it
+    def _wrapped(self, function: Any) -> Any:
+        @functools.wraps(function)  # with what Keras' hooks have noted of it
         def train_function(iterator: Any) -> Any:
             count = getattr(iterator, "row_count", None)
             if count not in self._before:
@@ -123,30 +117,30 @@ class Watch:
             try:
                 if wanted and self.affords(self.spent + self._sample_cost):
                     return self._sampled(iterator)
-                return self._function(iterator)
+                return function(iterator)
             except BaseException:
                 self.close()
                 raise
 
+        setattr(train_function, _WRAPPED, function)
         return train_function
 
     def _sampled(self, iterator: Any) -> Any:
-        *towers, merge = self._kinds
-        start = time.perf_counter()
         self.tried_in = self._epoch
         try:
-            result, sample = take(lambda: self._function(iterator), towers, merge,
-                                  self.placement.micro_batches, self._places)
-        except (Busy, NotTaken) as error:
-            if isinstance(error, NotTaken):
-                quiet.warn("sample a step", error)
+            recording = Recording()
+        except Busy:
             return self._function(iterator)
+        except NotTaken as error:
+            quiet.warn("sample a step", error)
+            return self._function(iterator)
+        result = recording.of(lambda: self._function(iterator))
         with quiet.harmless("sample a step"):
-            self.sample = sample()
+            *towers, merge = self._kinds
+            self.sample = recording.end(towers, merge, self.placement.micro_batches, self._places)
             self.sampled_in = self._epoch
-            step = self.sample.step * self.sample.steps
-            self._sample_cost = time.perf_counter() - start - step
-            self.spent += self._sample_cost
+        self._sample_cost = recording.cost
+        self.spent += self._sample_cost
         return result
 
     def _rows_taken(self) -> list[int] | None:
@@ -160,7 +154,7 @@ class Watch:
         parts = self.placement.micro_batches
         return [sum(total[first:first + parts]) for first in range(0, len(total), parts)]
 
-    def _step_aside(self) -> None:
-        if self._stand_in is not None and self._model.train_function is self._stand_in:
+    def _unwrap(self) -> None:
+        if self._wrapper is not None and self._model.train_function is self._wrapper:
             self._model.train_function = self._function
-        self._stand_in = None
+        self._wrapper = None

@@ -135,8 +135,8 @@ class Across:
                                        for each in crossings], "across")
         refs = dict(zip((tensor.name for tensor in traced.inputs),
                         (each.ref for each in crossings)))
-        refs.update((inner.name, self.outside(_tf.capture(self.graph, outer)))
-                    for outer, inner in _tf.captures_of(traced))
+        refs.update((inner.name, self.outside(self.graph.capture(outer)))
+                    for outer, inner in traced.captures)
         _tf.hand_on_all_functions(traced, self._builder.graph)
         must_run = self._copied(traced, refs)
         for name, crossing, tensor in zip(names, crossings, traced.outputs):

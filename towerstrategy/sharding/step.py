@@ -145,9 +145,9 @@ class _Inputs:
         """What stands for each input of the traced graph."""
         made = [self._value(towers, builder, leaf, spec)
                 for leaf, spec in zip(self.tensors, self.specs)]
-        for outer, inner in _tf.captures_of(traced):
+        for outer, inner in traced.captures:
             device = getattr(outer, "device", "") or ""
-            ref = builder.take(_tf.capture(builder.graph, outer))
+            ref = builder.take(builder.graph.capture(outer))
             made.append(Value(towers, REPLICATED, inner.shape, _giving(ref), device=device))
         return made
 

@@ -46,7 +46,7 @@ class Placer:
         if len(self._row) == 1:
             return
         homes = {inner.name: self._placement.stage_at(outer.device)
-                 for outer, inner in _tf.captures_of(self._graph)
+                 for outer, inner in self._graph.captures
                  if outer.dtype == tf.resource and _tf.is_eager(outer)}
         unknown: list[tf.Operation] = []
         for operation in operations:

@@ -158,7 +158,7 @@ def by_handle(graph: tf.Graph, owned: Iterable[Any]) -> dict[str, Any]:
     """The variables by the name that their handle has in ``graph``."""
     by_id = {id(variable._handle): variable for variable in owned
              if isinstance(variable, one_copy.TowerVariable)}
-    return {inner.name: by_id[id(outer)] for outer, inner in _tf.captures_of(graph)
+    return {inner.name: by_id[id(outer)] for outer, inner in graph.captures
             if id(outer) in by_id}
 
 

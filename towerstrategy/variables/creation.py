@@ -116,7 +116,7 @@ def _chiefs_initial_value(workers: Workers, initial_value: Any, dtype: Any = Non
         # Out of a function that is being traced: it is not run by making its variables.
         with tf.init_scope():
             value = initial_value() if callable(initial_value) else initial_value
-            if _tf.is_checkpoint_value(value):  # read from a file, and so on every worker
+            if isinstance(value, _tf.CheckpointInitialValue):  # from a file, so on every worker
                 return value
             own = tf.convert_to_tensor(value, dtype=dtype)
             try:

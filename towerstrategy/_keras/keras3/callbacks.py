@@ -29,13 +29,13 @@ def set_model(original: Callable[..., Any]) -> Callable[..., Any]:
         if names.strategy_of(model) is not None:
             workers = names.strategy_of(model).extended.workers
             is_chief = workers is None or workers.is_chief
-            self.callbacks = [_stand_in(callback, is_chief) for callback in self.callbacks]
+            self.callbacks = [_wrapped(callback, is_chief) for callback in self.callbacks]
         original(self, model)
 
     return set_model
 
 
-def _stand_in(callback: Any, is_chief: bool) -> Any:
+def _wrapped(callback: Any, is_chief: bool) -> Any:
     if held.is_held(callback):
         return callback
     if isinstance(callback, backup_and_restore.BackupAndRestore):

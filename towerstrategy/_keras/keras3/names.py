@@ -21,23 +21,24 @@ from keras.src.optimizers import base_optimizer
 from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy._keras import training
 from towerstrategy.placement import kind
 from towerstrategy.variables import tower_local
 
-# The base class whose methods are hooked.
-MODEL = base_trainer.Trainer
-
-
-def is_model(model: Any) -> bool:
-    """Whether ``model`` is a Keras 3 model."""
-    return isinstance(model, tf_trainer.TensorFlowTrainer)
-
-
+# The base class whose methods are hooked, and that of models.
+MODEL, TRAINER = base_trainer.Trainer, tf_trainer.TensorFlowTrainer
+# Where a model has its strategy.
+OWNER = "_distribute_strategy"
 # The attributes that Keras' Trainer sets in __init__ and compile: a model's training state.
 TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), "optimizer", "history",
                              "stop_training", "stop_evaluating", "stop_predicting",
                              "_compile_config", "_compiled_trainable_state",
                              "_eval_epoch_iterator"} - {"_lock"})
+
+
+def is_model(model: Any) -> bool:
+    """Whether ``model`` is a Keras 3 model."""
+    return isinstance(model, TRAINER)
 
 
 def held_variables(model: Any) -> list[Any]:
@@ -57,12 +58,8 @@ def held(variable: Any) -> Any:
 
 
 def _listed_metrics(model: Any) -> list[Any]:
-    """``model.metrics``; Keras' own list where the model's needs what it makes after ``compile``.
-    """
-    try:
-        return list(model.metrics)
-    except AttributeError:
-        return list(MODEL.metrics.fget(model))
+    listed = getattr(model, "metrics", None)  # its own may need what it makes after compile
+    return list(MODEL.metrics.fget(model) if listed is None else listed)
 
 
 def metrics_of(model: Any) -> list[Any]:
@@ -101,39 +98,15 @@ def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
     return list(metric.variables)
 
 
-def owner_of(model: Any) -> Any:
-    """The strategy that a model belongs to."""
-    return model._distribute_strategy
-
-
-def set_owner(model: Any, strategy: tf.distribute.Strategy) -> None:
-    """Makes a model the strategy's."""
-    model._distribute_strategy = strategy
-
-
 def owner_of_optimizer(optimizer: Any) -> Any:
     """The strategy that an optimizer belongs to."""
     return optimizer._distribution_strategy
 
 
-def set_owner_of_optimizer(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
-    """Makes an optimizer the strategy's."""
-    optimizer._distribution_strategy = strategy
-
-
-def compiles_towers(model: Any) -> bool:
-    """Whether XLA compiles what the towers do in the model's steps, and not the steps as a whole.
-    """
-    strategy = model.distribute_strategy
-    return bool(model.jit_compile) and kind.is_tower_strategy(strategy) \
-        and not strategy.extended.placement.compiles
-
-
 @contextlib.contextmanager
 def towers_alone_compiled(model: Any) -> Iterator[None]:
-    """Within, Keras makes step functions that XLA does not compile as a whole, towers and meetings.
-    """
-    compiles = compiles_towers(model)
+    """Within, Keras makes step functions that XLA does not compile as a whole."""
+    compiles = training.compiles_towers(model)
     if compiles:
         model._jit_compile = False
     try:
@@ -143,42 +116,15 @@ def towers_alone_compiled(model: Any) -> Iterator[None]:
             model._jit_compile = True
 
 
-def leave_xla(model: Any) -> None:
-    """Turns ``jit_compile`` off."""
-    model.jit_compile = False
-
-
-def counters_of(model: Any) -> list[Any]:
-    """The model's own counters of steps; Keras 3 has none in variables."""
-    del model
-    return []
-
-
-def fresh_state() -> dict[str, Any]:
-    """The training state of a model that has not been compiled."""
-    return {name: value for name, value in vars(tf_trainer.TensorFlowTrainer()).items()
-            if name in TRAINING_STATE}
-
-
 def builders(model: Any) -> dict[str, Any]:
     """The methods that build a model, each with whether it is still to be built."""
     return {"build": lambda: not model.built}
 
 
-def finish_twin(twin: Any) -> None:
-    """What a second handle needs besides; in Keras 3 nothing."""
-    del twin
-
-
 def strategy_of(model: Any) -> Any:
     """The model's TowerStrategy, or None."""
-    strategy = getattr(model, "_distribute_strategy", None)
+    strategy = getattr(model, OWNER, None)
     return strategy if kind.is_tower_strategy(strategy) else None
-
-
-def tf_variable(variable: Any) -> Any:
-    """What TensorFlow reads or updates for a Keras variable."""
-    return variable.value if isinstance(variable, keras_variables.Variable) else variable
 
 
 def has_graph(layer: Any) -> bool:
@@ -213,12 +159,7 @@ def result_bytes(node: Any) -> tuple[int, int | None]:
 
 
 def call_of(node: Any, instead: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """What a call is given, args and kwargs.
-
-    Args:
-      node: the call's.
-      instead: gives what to take in place of a tensor that is not known yet.
-    """
+    """The args and kwargs of a node's call, with ``instead(tensor)`` for tensors not known yet."""
     def known(value: Any) -> Any:
         return instead(value) if isinstance(value, backend.KerasTensor) else value
 
@@ -240,8 +181,7 @@ def trying(layer: Any) -> Iterator[None]:
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
-    """The TensorFlow variables of a layer, so far as they are made, and whether they are trained.
-    """
+    """The TensorFlow variables of a layer that are made, and whether they are trained."""
     for variable in layer.variables:
         if held(variable) is not None:
             yield held(variable), variable.trainable

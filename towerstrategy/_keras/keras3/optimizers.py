@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
-from keras.src.optimizers import adadelta, adam, adamax, rmsprop, sgd
+from keras.src.optimizers import adam, sgd
 
 from towerstrategy import contexts
 from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
@@ -21,12 +21,8 @@ from towerstrategy.placement import kind
 
 # Keras' way to update -> the kernel that does the same.
 _KERNELS: dict[Any, one_pass.Rule] = {
-    sgd.SGD.update_step: lambda optimizer, numbers: (
-        one_pass.momentum if optimizer.momentum else one_pass.sgd)(optimizer, numbers),
+    sgd.SGD.update_step: one_pass.sgd,
     adam.Adam.update_step: one_pass.adam,
-    adamax.Adamax.update_step: one_pass.adamax,
-    adadelta.Adadelta.update_step: one_pass.adadelta,
-    rmsprop.RMSprop.update_step: one_pass.rmsprop,
 }
 
 
@@ -44,7 +40,7 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
         both = min(len(grads), len(targets))  # of other numbers Keras is to say what is wrong
         targets = targets[:both]
         return optimizers_rules.merge_then(
-            tower, grads[:both], [names.tf_variable(target) for target in targets],
+            tower, grads[:both], [names.held(target) for target in targets],
             lambda merged: original(self, [*merged, *grads[both:]], trainable_variables),
             overwriting=[getattr(target, "overwrite_with_gradient", False) for target in targets])
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,7 +104,7 @@ def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, step_function)
         with names.towers_alone_compiled(self):
             step = original(self, step_function)
-        compiles, trains = names.compiles_towers(self), step_function == self.train_step
+        compiles, trains = training_rules.compiles_towers(self), step_function == self.train_step
         adopting.adopt_state(strategy, self, names)
 
         def function(iterator: Any) -> Any:
@@ -135,7 +136,7 @@ def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
             result, step = original(self, force), self.predict_function
         if step is before or not kind.is_tower_strategy(self.distribute_strategy):
             return result
-        compiles = names.compiles_towers(self)
+        compiles = training_rules.compiles_towers(self)
 
         def take(iterator: Any) -> Any:
             return step([iterator.get_next()])
@@ -192,10 +193,7 @@ def _has_fixed_rows(model: Any) -> bool:
 
 
 def _batch_spec(element_spec: Any, fixed_rows: bool) -> Any:
-    """Shapes and dtypes of a batch, from the spec of its sub-batches.
-
-    Its rows are left open, or with ``fixed_rows`` are those of all towers.
-    """
+    """Shapes and dtypes of a batch, from the spec of its sub-batches, with open or fixed rows."""
 
     def whole(spec: Any) -> Any:
         if isinstance(spec, (_tf.NoneTensorSpec, tf.OptionalSpec)):
@@ -203,17 +201,14 @@ def _batch_spec(element_spec: Any, fixed_rows: bool) -> Any:
         parts = spec._component_specs if isinstance(spec, _tf.PerReplicaSpec) else [spec]
         spec, shapes = parts[0], [part.shape for part in parts]
         if spec.shape.rank == 0:
-            return _Symbol(spec.shape, spec.dtype)
+            return _symbol(spec.shape, spec.dtype)
         rows = sum(shape[0] for shape in shapes) if fixed_rows and all(
             shape[0] for shape in shapes) else None
-        return _Symbol(tf.TensorShape([rows]).concatenate(spec.shape[1:]), spec.dtype)
+        return _symbol(tf.TensorShape([rows]).concatenate(spec.shape[1:]), spec.dtype)
 
     return tree.map_structure(whole, element_spec)
 
 
-class _Symbol:
+def _symbol(shape: tf.TensorShape, dtype: tf.DType) -> Any:
     """Shape and dtype, as Keras' symbolic build asks for them."""
-
-    def __init__(self, shape: tf.TensorShape, dtype: tf.DType) -> None:
-        self.shape = tuple(shape.as_list())
-        self.dtype = dtype
+    return types.SimpleNamespace(shape=tuple(shape.as_list()), dtype=dtype)

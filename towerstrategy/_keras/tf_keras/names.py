@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,18 +20,12 @@ from tf_keras.src.optimizers.legacy import optimizer_v2
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.variables import one_copy, tower_local
 
-# The base class whose methods are hooked.
-MODEL = training.Model
-
+# The base class whose methods are hooked, and that of models.
+MODEL = TRAINER = training.Model
+# Where a model has its strategy.
+OWNER = "_distribution_strategy"
 OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
               loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
-
-
-def is_model(model: Any) -> bool:
-    """Whether ``model`` is a tf_keras model."""
-    return isinstance(model, training.Model)
-
-
 # The attributes that Model sets in __init__ and compile for training.
 TRAINING_STATE = frozenset({
     "_autotune_steps_per_execution", "_checkpoint", "_cluster_coordinator", "_compile_config",
@@ -41,6 +34,11 @@ TRAINING_STATE = frozenset({
     "_steps_per_execution", "_steps_per_execution_tuner", "_test_counter", "_train_counter",
     "_training_state", "compiled_loss", "compiled_metrics", "history", "loss", "optimizer",
     "predict_function", "stop_training", "test_function", "train_function", "train_tf_function"})
+
+
+def is_model(model: Any) -> bool:
+    """Whether ``model`` is a tf_keras model."""
+    return isinstance(model, MODEL)
 
 
 def held_variables(model: Any) -> list[Any]:
@@ -57,12 +55,8 @@ def forget_functions(model: Any) -> None:
 
 
 def _listed_metrics(model: Any) -> list[Any]:
-    """``model.metrics``; Keras' own list where the model's needs what it makes after ``compile``.
-    """
-    try:
-        return list(model.metrics)
-    except AttributeError:
-        return list(MODEL.metrics.fget(model))
+    listed = getattr(model, "metrics", None)  # its own may need what it makes after compile
+    return list(MODEL.metrics.fget(model) if listed is None else listed)
 
 
 def metrics_of(model: Any) -> list[Any]:
@@ -98,9 +92,7 @@ def variables_of(layer: Any) -> list[Any]:
             for variable in (*part._trainable_weights, *part._non_trainable_weights)]
 
 
-def metric_variables(metric: Any) -> list[Any]:
-    """The TensorFlow variables of a metric."""
-    return variables_of(metric)
+metric_variables = variables_of
 
 
 def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
@@ -120,42 +112,9 @@ def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
     return local
 
 
-def owner_of(model: Any) -> Any:
-    """The strategy that a model belongs to."""
-    return model._distribution_strategy
-
-
-def set_owner(model: Any, strategy: tf.distribute.Strategy) -> None:
-    """Makes a model the strategy's."""
-    model._distribution_strategy = strategy
-
-
 def owner_of_optimizer(optimizer: Any) -> Any:
     """None: tf_keras' optimizers take whatever strategy is there, and only their slots count."""
     del optimizer
-
-
-def set_owner_of_optimizer(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
-    """Makes an optimizer the strategy's."""
-    # A LossScaleOptimizer has none of its own and asks the one inside.
-    if "_distribution_strategy" in vars(optimizer):
-        optimizer._distribution_strategy = strategy
-
-
-def leave_xla(model: Any) -> None:
-    """Turns ``jit_compile`` off."""
-    model._jit_compile = False
-
-
-def counters_of(model: Any) -> list[Any]:
-    """The model's own counters of steps."""
-    return [model._train_counter, model._test_counter, model._predict_counter]
-
-
-def fresh_state() -> dict[str, Any]:
-    """The training state of a model that has not been compiled."""
-    return {name: value for name, value in vars(training.Model()).items()
-            if name in TRAINING_STATE}
 
 
 def builders(model: Any) -> dict[str, Any]:
@@ -163,11 +122,6 @@ def builders(model: Any) -> dict[str, Any]:
     return {name: lambda: True for name in (
         "build", "_maybe_build", "_set_save_spec", "_build_graph_network_for_inferred_shape")
         if hasattr(model, name)}
-
-
-def finish_twin(twin: Any) -> None:
-    """Gives a second handle a checkpoint of its own."""
-    vars(twin)["_checkpoint"] = tf.train.Checkpoint(root=weakref.ref(twin))
 
 
 def has_graph(layer: Any) -> bool:
@@ -199,12 +153,7 @@ def result_bytes(node: Any) -> tuple[int, int | None]:
 
 
 def call_of(node: Any, instead: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """What a call is given, args and kwargs.
-
-    Args:
-      node: the call's.
-      instead: gives what to take in place of a tensor that is not known yet.
-    """
+    """The args and kwargs of a node's call, with ``instead(tensor)`` for tensors not known yet."""
     def known(value: Any) -> Any:
         return instead(value) if isinstance(value, keras_tensor.KerasTensor) else value
 
@@ -231,8 +180,7 @@ def trying(layer: Any) -> Iterator[None]:
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
-    """The TensorFlow variables of a layer, so far as they are made, and whether they are trained.
-    """
+    """The TensorFlow variables of a layer that are made, and whether they are trained."""
     trained = {id(variable) for part in layer._flatten_layers() if part.trainable
                for variable in part._trainable_weights}  # which stay there where it is frozen
     for variable in variables_of(layer):
@@ -248,7 +196,6 @@ def _replace(layer: Any, old: Any, new: Any) -> None:
     for name, value in list(vars(layer).items()):
         if value is old:
             layer.__dict__[name] = new
-    for reference in list(layer._trackable_children().items()):
-        name, child = reference
+    for name, child in list(layer._trackable_children().items()):
         if child is old:
             layer._track_trackable(new, name, overwrite=True)

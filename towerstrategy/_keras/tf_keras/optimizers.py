@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tf_keras.src.optimizers import adadelta, adam, adamax, adamw, rmsprop, sgd
+from tf_keras.src.optimizers import adam, adamw, sgd
 
 from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
@@ -19,12 +19,9 @@ from towerstrategy.placement import kind
 
 # Keras' way to update -> the kernel that does the same.
 _KERNELS: dict[Any, one_pass.Rule] = {
-    sgd.SGD.update_step: one_pass.momentum,  # with momentum=0, too
+    sgd.SGD.update_step: one_pass.sgd,
     adam.Adam.update_step: one_pass.adam,
     adamw.AdamW.update_step: one_pass.adam,
-    adamax.Adamax.update_step: one_pass.adamax,
-    adadelta.Adadelta.update_step: one_pass.adadelta,
-    rmsprop.RMSprop.update_step: one_pass.rmsprop,
 }
 
 
@@ -50,10 +47,11 @@ def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
             adopting.take_optimizer(strategy, self, names)
         if tower is None:
             return original(self, grads_and_vars, *args, **kwargs)
-        grads, targets = optimizers_rules.apart(grads_and_vars)
-        homes = [getattr(target, "_variable", target) for target in targets]
+        grads_and_vars = list(grads_and_vars)
+        targets = [target for _, target in grads_and_vars]
         return optimizers_rules.merge_then(
-            tower, grads, homes,
+            tower, [gradient for gradient, _ in grads_and_vars],
+            [getattr(target, "_variable", target) for target in targets],
             lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs),
             _are_merged(original, args, kwargs))
 

@@ -48,7 +48,7 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
                     names.adopt_metric(strategy, part)
                 elif isinstance(part, names.OPTIMIZERS):
                     adopting.check_variables(strategy, self, names.optimizer_variables(part))
-                    names.set_owner_of_optimizer(part, strategy)
+                    adopting.set_owner(part, strategy)
                     adopting.adopt_variables(strategy, names.optimizer_variables(part))
             original(self, *args, **kwargs)
             stages.settle(strategy, self, names)  # the optimizer, and so its slots, are known now
@@ -75,7 +75,7 @@ def _one_copy_of_means(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def set_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Puts the functions that steps are made of into what is around a step of towers."""
+    """Wraps the functions that run steps into what is around a step of towers."""
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name in _FUNCTIONS and value is not None and not hasattr(value, "in_step_of"):
@@ -99,7 +99,7 @@ def _in_step(model: Any, name: str, step: Callable[..., Any]) -> Callable[..., A
     if name != "predict_function":
         # What was built after compile, outside of the scope.
         adopting.adopt_state(strategy, model, names)
-    compiles = bool(model.jit_compile) and not strategy.extended.placement.compiles
+    compiles = training_rules.compiles_towers(model)
 
     def function(iterator: Any) -> Any:
         if name == "train_function":
