@@ -14,7 +14,7 @@ from towerstrategy import TowerStrategy, multi_gpu_model
 from towerstrategy.placement import homes as homes_lib
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
-BOTH = parameterized.named_parameters(*small_models.KERAS)
+IN_TURN = wide.turns(*small_models.KERAS)
 
 
 def compile_(kit, model, **kwargs):
@@ -38,7 +38,10 @@ class MultiGpuTest(parameterized.TestCase):
                                  strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
-    @wide.product(kit=[keras, tf_keras], kind=small_models.KINDS)
+    @wide.parameters((keras, "functional"), (tf_keras, "subclassed"), wide=[
+        (keras, "subclassed"), (tf_keras, "functional"), *(
+            (kit, kind) for kit in (keras, tf_keras) for kind in small_models.KINDS
+            if kind not in ("functional", "subclassed"))])
     def test_trains_like_one_device_and_shares_its_weights(self, kit, kind):
         """Lost otherwise: that the two models are one, whichever of them is built and trained."""
         template, alone = small_models.make(kit, kind), small_models.make(kit, kind)
@@ -78,7 +81,7 @@ class MultiGpuTest(parameterized.TestCase):
         self.assertEqual([id(variable) for variable in tf_variables(parallel)],
                          [id(variable) for variable in tf_variables(template)])
 
-    @BOTH
+    @IN_TURN
     def test_used_like_any_model(self, kit):
         """Lost otherwise: evaluate, the *_on_batch methods, callbacks and metrics."""
         template, alone = (small_models.make(kit, "functional") for _ in range(2))
@@ -99,7 +102,7 @@ class MultiGpuTest(parameterized.TestCase):
         for got, expected in zip(*results, strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
-    @BOTH
+    @IN_TURN
     def test_template_trains_beside_it_with_an_optimizer_of_its_own(self, kit):
         """Lost otherwise: a template compiled and trained before keeps its momentum."""
         template, alone = (small_models.make(kit, "functional") for _ in range(2))
@@ -115,7 +118,7 @@ class MultiGpuTest(parameterized.TestCase):
                          [id(slot) for slot in slots])
         self.assertIsNot(parallel.optimizer, template.optimizer)
 
-    @BOTH
+    @IN_TURN
     def test_loaded_from_disk(self, kit):
         """Lost otherwise: the usual way to a template."""
         path = self.enter_context(tempfile.TemporaryDirectory()) + "/model.keras"
@@ -128,7 +131,7 @@ class MultiGpuTest(parameterized.TestCase):
         fit(saved, "functional")
         self.assert_same_weights(saved, template)
 
-    @BOTH
+    @IN_TURN
     def test_own_train_step_and_metrics(self, kit):
         """Lost otherwise: models with a training step and metrics of their own."""
 
@@ -154,7 +157,7 @@ class MultiGpuTest(parameterized.TestCase):
         self.assertEqual(fit(template, "functional")["rows"], [10.])
         self.assertEqual(fit(parallel, "functional")["rows"], [10.])
 
-    @BOTH
+    @IN_TURN
     def test_output_of_a_layer(self, kit):
         """Lost otherwise: looking into the parallel model, as Keras' FAQ does."""
         parallel = multi_gpu_model(small_models.make(kit, "functional"), TOWERS)
@@ -165,7 +168,7 @@ class MultiGpuTest(parameterized.TestCase):
         np.testing.assert_allclose(on_towers.predict(x, verbose=0), inner.predict(x, verbose=0),
                                    rtol=1e-6)
 
-    @BOTH
+    @IN_TURN
     def test_frozen_layers(self, kit):
         """Lost otherwise: fine-tuning."""
         template = small_models.make(kit, "functional")
@@ -181,7 +184,7 @@ class MultiGpuTest(parameterized.TestCase):
 
 class PlacementTest(parameterized.TestCase):
 
-    @BOTH
+    @IN_TURN
     def test_cpu_merge(self, kit):
         """Lost otherwise: where weights made later live and gradients are merged."""
         for cpu_merge, home in ((True, "CPU:0"), (False, "CPU:1")):
@@ -193,8 +196,8 @@ class PlacementTest(parameterized.TestCase):
             compile_(kit, parallel)
             fit(parallel, "functional")
 
-    @parameterized.parameters((keras, True, "functional"), (keras, False, "subclassed"),
-                              (tf_keras, False, "functional"))
+    @wide.parameters((keras, True, "functional"),
+                     wide=[(keras, False, "subclassed"), (tf_keras, False, "functional")])
     def test_cpu_relocation_keeps_values_and_identity(self, kit, cpu_merge, kind):
         """Lost otherwise: a template that was built, and trained, on another device."""
         with tf.device("CPU:3"):
@@ -220,7 +223,7 @@ class PlacementTest(parameterized.TestCase):
         for expected, got in zip(small_models.weights(alone), small_models.weights(template)):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
-    @BOTH
+    @IN_TURN
     def test_weights_stay_where_they_are_unless_told(self, kit):
         """Lost otherwise: memory on the device that the user chose."""
         with tf.device("CPU:3"):
@@ -229,7 +232,7 @@ class PlacementTest(parameterized.TestCase):
         for variable in tf_variables(template):
             self.assertEndsWith(variable.device, "CPU:3")
 
-    @BOTH
+    @IN_TURN
     def test_no_gpu_trains_on_one_device(self, kit):
         """Lost otherwise: scripts that run on a laptop; Keras' own raised TypeError."""
         template = compile_(kit, small_models.make(kit, "functional"))
@@ -245,7 +248,7 @@ class PlacementTest(parameterized.TestCase):
         for expected, got in zip(alone.get_weights(), template.get_weights()):
             np.testing.assert_allclose(got, expected, rtol=1e-6)
 
-    @BOTH
+    @IN_TURN
     def test_called_again(self, kit):
         """Lost otherwise: notebook cells that are run twice."""
         template = small_models.make(kit, "functional")
@@ -256,7 +259,7 @@ class PlacementTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "belongs to another strategy"):
             multi_gpu_model(template, TOWERS[:2])
 
-    @BOTH
+    @IN_TURN
     def test_of_a_parallel_model_that_is_not_built(self, kit):
         """Lost otherwise: a helper function that makes parallel what is parallel already."""
         first = multi_gpu_model(small_models.make(kit, "unbuilt_sequential"), TOWERS)
@@ -300,7 +303,7 @@ class ArgumentsTest(parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, "Keras or tf_keras model, but got 3"):
             multi_gpu_model(3, TOWERS)
 
-    @BOTH
+    @IN_TURN
     def test_model_of_another_strategy(self, kit):
         """Lost otherwise: who owns the model; TensorFlow's own errors come steps later."""
         mirrored = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"],

@@ -8,15 +8,17 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
 from tensorflow.python.eager import context
 
 import towerstrategy
+import wide
 from towerstrategy import xla
 
-BOTH = parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
+IN_TURN = wide.turns(("keras", keras), ("tf_keras", tf_keras))
 ROWS = np.random.RandomState(0).rand(10, 3).astype("f")
 TARGETS = ROWS.sum(1, keepdims=True)
 
@@ -78,7 +80,7 @@ def assert_same(got, wanted):
 
 class KerasTest(parameterized.TestCase):
 
-    @BOTH
+    @IN_TURN
     def test_is_as_one_device(self, kit):
         """Lost otherwise: XLA with several devices, or the result of one."""
         def layers():
@@ -92,6 +94,7 @@ class KerasTest(parameterized.TestCase):
             assert_same(results(model), wanted)
         self.assertContainsSubset({"MatMul", "TanhGrad"}, {one.type for one in operations})
 
+    @pytest.mark.wide
     def test_rows_of_several_sizes(self):
         """Lost otherwise: batches that are not dealt evenly, which need a trace for each tower."""
         def layers():
@@ -105,7 +108,8 @@ class KerasTest(parameterized.TestCase):
                                        rtol=1e-5)
         assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
 
-    @BOTH
+    @IN_TURN
+    @pytest.mark.wide
     def test_synchronized_statistics(self, kit):
         """Lost otherwise: a step with several meetings, compiled in several pieces."""
         def layers():
@@ -120,7 +124,8 @@ class KerasTest(parameterized.TestCase):
         assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
         self.assertNotEmpty(operations)
 
-    @BOTH
+    @IN_TURN
+    @pytest.mark.wide
     def test_dropout_draws_what_it_draws_without(self, kit):
         """Lost otherwise: a run that can be compared with one without XLA."""
         def layers():
@@ -131,7 +136,8 @@ class KerasTest(parameterized.TestCase):
             np.testing.assert_allclose(model.train_on_batch(ROWS, TARGETS),
                                        plain.train_on_batch(ROWS, TARGETS), rtol=1e-5)
 
-    @BOTH
+    @IN_TURN
+    @pytest.mark.wide
     def test_embeddings(self, kit):
         """Lost otherwise: lookups and their gradients, beside what is compiled."""
         def layers():
@@ -148,7 +154,8 @@ class KerasTest(parameterized.TestCase):
         assert_same({"results": got}, {"results": wanted})
         assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
 
-    @BOTH
+    @IN_TURN
+    @pytest.mark.wide
     def test_one_tower_away_from_the_default_device(self, kit):
         """Lost otherwise: XLA on the second device, or with the weights elsewhere."""
         def layers():
@@ -163,7 +170,7 @@ class KerasTest(parameterized.TestCase):
         assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
         self.assertEqual({one.device[-5:] for one in operations}, {"CPU:1"})
 
-    @BOTH
+    @IN_TURN
     def test_what_xla_does_not_have_stays_outside(self, kit):
         """Lost otherwise: a model with one layer that XLA cannot compile, or word of it."""
         class Host(kit.layers.Layer):
@@ -218,6 +225,7 @@ class RunTest(parameterized.TestCase):
         self.assertIn("Tanh", {operation.type for operation in found})
         self.assertGreaterEqual(len({operation.device for operation in found}), 3)
 
+    @pytest.mark.wide
     def test_loops_read_trained_variables(self):
         """Lost otherwise: what recurrent layers do is left out of what is compiled."""
         def work(x):
@@ -233,6 +241,7 @@ class RunTest(parameterized.TestCase):
         for value, rows in zip(self.strategy.experimental_local_results(got), x.values):
             np.testing.assert_allclose(value, work(rows), rtol=1e-4, atol=1e-6)
 
+    @pytest.mark.wide
     def test_gradient_from_outside(self):
         """Lost otherwise: a tape around strategy.run."""
         work = tf.function(lambda x: tf.reduce_sum(tf.tanh(x @ self.kernel) ** 2),

@@ -5,6 +5,7 @@ import itertools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
@@ -117,6 +118,7 @@ class DistributedFitTest(parameterized.TestCase):
         self.check(module, kind)
 
     @wide.product(module=(keras, tf_keras), kind=tuple(BATCHES))
+    @pytest.mark.wide
     def test_endless_with_class_weights(self, module, kind):
         """Else a dataset that repeats ends in an error, begins again each epoch, or has no classes.
 
@@ -144,7 +146,7 @@ class DistributedFitTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "inside of the scope.*strategy.adopt"):
             getattr(model, method)(strategy.experimental_distribute_dataset(rows), verbose=0)
 
-    @parameterized.parameters(keras, tf_keras)
+    @wide.parameters(keras, wide=[tf_keras])
     def test_one_tower(self, module):
         """Else a program for several devices fails on a machine with one."""
         self.check(module, "global", towers=1, class_weight={0: 0.5, 1: 2.})

@@ -9,6 +9,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 from peers import two_towers
 
 KITS = {"keras": keras, "tf_keras": tf_keras}
@@ -124,7 +125,7 @@ class UpdateTest(parameterized.TestCase):
         found, _ = trained(KITS[kit], make, two_towers(), sparse=True)
         self.assert_same(found, trained(KITS[kit], make, None, sparse=True)[0])
 
-    @parameterized.product(kit=tuple(KITS), name=tuple(AS_KERAS))
+    @wide.product(kit=tuple(KITS), name=tuple(AS_KERAS))
     def test_others_do_as_keras_does(self, kit, name):
         """Else an update that no kernel does is done by one that does something else."""
         found, operations = trained(KITS[kit], AS_KERAS[name], two_towers())
@@ -184,7 +185,7 @@ class UpdateTest(parameterized.TestCase):
 
 class FitTest(parameterized.TestCase):
 
-    @parameterized.parameters("Adam", "SGD")
+    @wide.parameters("Adam", wide=["SGD"])
     def test_tf_keras_traces_as_often_as_on_one_device(self, name):
         """Else seeded layers, which count traces, draw other numbers than on one device."""
         traced = []

@@ -7,11 +7,13 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
 
 import towerstrategy
+import wide
 
 DEVICES = towerstrategy.split_cpu(8)
 KITS = {"keras": keras, "tf_keras": tf_keras}
@@ -19,7 +21,7 @@ DRAW = np.random.RandomState(3)
 # Batches of 8 and of 2 rows: the last is smaller than the towers.
 X, Y = DRAW.rand(18, 4).astype("f"), DRAW.rand(18, 2).astype("f")
 WEIGHTS = DRAW.rand(18).astype("f")
-BOTH = parameterized.named_parameters((name, name) for name in KITS)
+IN_TURN = wide.turns(*((name, name) for name in KITS))
 
 
 def towers():
@@ -32,33 +34,6 @@ def plain(kit, rate=.3):
         kit.layers.Dense(6, "tanh", kernel_regularizer="l2"), kit.layers.Dropout(rate, seed=5),
         kit.layers.BatchNormalization(), kit.layers.Dense(2)])
     model.compile(kit.optimizers.Adam(.01), "mse", metrics=["mae"], weighted_metrics=["mse"])
-    return model
-
-
-def contrastive(kit):
-    """A model whose own step compares each row with all others, and scales by no replicas."""
-
-    class Model(kit.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = kit.layers.Dense(3)
-            self.mean = kit.metrics.Mean("mean")
-
-        def call(self, x, training=False):
-            return self.dense(x)
-
-        def train_step(self, data):
-            with tf.GradientTape() as tape:
-                out = self(data[0], training=True)
-                pairs = tf.matmul(out, out, transpose_b=True)
-                loss = tf.reduce_mean(tf.reduce_logsumexp(pairs, 1) - tf.linalg.diag_part(pairs))
-            weights = self.trainable_variables
-            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
-            self.mean.update_state(loss)
-            return {"mean": self.mean.result(), "norm": tf.norm(out)}
-
-    model = Model()
-    model.compile(kit.optimizers.SGD(.1))
     return model
 
 
@@ -84,25 +59,18 @@ class OneProgramTest(parameterized.TestCase):
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
         self.assertNotEmpty(strategy.extended.crossings)  # the step was partitioned
 
-    @BOTH
+    @IN_TURN
     def test_fit_evaluate_and_predict(self, kit):
-        """Else draws, statistics and metrics of a training on towers are not one device's."""
-        self.assert_as_one_device(kit, plain, after=lambda model: [
-            model.evaluate(X, Y, batch_size=8, return_dict=True, verbose=0),
-            model.predict(X, batch_size=8, verbose=0), model.predict(X[:1], verbose=0)])
+        """Else draws, statistics, weighted rows and metrics on towers are not one device's."""
+        self.assert_as_one_device(
+            kit, plain, fit={"sample_weight": WEIGHTS, "validation_data": (X[:5], Y[:5],
+                                                                           WEIGHTS[:5])},
+            after=lambda model: [
+                model.evaluate(X, Y, batch_size=8, return_dict=True, verbose=0),
+                model.predict(X, batch_size=8, verbose=0), model.predict(X[:1], verbose=0)])
 
-    @BOTH
-    def test_sample_weights_and_validation(self, kit):
-        """Else weighted rows count wrongly where the towers' weights differ."""
-        self.assert_as_one_device(kit, plain, fit={
-            "sample_weight": WEIGHTS, "validation_data": (X[:5], Y[:5], WEIGHTS[:5])})
-
-    @BOTH
-    def test_own_step_in_which_rows_meet(self, kit):
-        """Else a step written for one device means something else on towers."""
-        self.assert_as_one_device(kit, contrastive)
-
-    @BOTH
+    @IN_TURN
+    @pytest.mark.wide
     def test_on_batch(self, kit):
         """Else a loop over train_on_batch differs, with fewer rows than towers among them."""
         # tf_keras' draws begin anew with each trace, of which one device makes others.
@@ -112,7 +80,7 @@ class OneProgramTest(parameterized.TestCase):
             model.test_on_batch(X[:7], Y[:7], return_dict=True),
             model.predict_on_batch(X[:7]), model.get_weights()])
 
-    @BOTH
+    @IN_TURN
     def test_eagerly_prints_once(self, kit):
         """Else who debugs a step sees a part of the batch."""
         seen = []
@@ -132,20 +100,20 @@ class OneProgramTest(parameterized.TestCase):
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
         self.assertEqual(seen, [8, 8, 2] * 4)
 
-    @parameterized.parameters([1, 2])
-    def test_several_steps_an_execution(self, unrolled):
+    @pytest.mark.wide
+    def test_several_unrolled_steps_an_execution(self):
         """Else steps_per_execution, which loops over the step, trains differently."""
 
         def make(kit):
             model = plain(kit)
             model.compile("sgd", "mse", steps_per_execution=2)
-            model.unrolled_steps_per_execution = unrolled
+            model.unrolled_steps_per_execution = 2
             return model
 
         self.assert_as_one_device("keras", make,
                                   after=lambda model: [model.predict(X, batch_size=8, verbose=0)])
 
-    @parameterized.parameters(True, False)
+    @wide.parameters(True, wide=[False])
     def test_batches_that_are_sparse_or_of_unknown_rank(self, sparse):
         """Else inputs whose parts are not sharded lose rows."""
 

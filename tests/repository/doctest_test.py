@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import doctests
+import pytest
 from absl.testing import absltest, parameterized
 
 import towerstrategy
@@ -28,6 +29,7 @@ def outcome() -> subprocess.CompletedProcess[str]:
 class DoctestTest(parameterized.TestCase):
 
     @parameterized.parameters(doctests.modules())
+    @pytest.mark.wide
     def test_examples_give_what_they_show(self, module):
         """Else a newcomer who types a docstring's example in gets something else."""
         done = outcome()
@@ -37,6 +39,7 @@ class DoctestTest(parameterized.TestCase):
 
     @parameterized.parameters("towerstrategy.placement.devices", "towerstrategy.batch.rows",
                               "towerstrategy.strategy", "towerstrategy.multi_gpu")
+    @pytest.mark.wide
     def test_examples_are_found(self, module):
         """Else the test above passes because it runs nothing."""
         attempted, _ = json.loads(outcome().stdout.splitlines()[-1])[module]
