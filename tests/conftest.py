@@ -5,14 +5,11 @@ import os
 
 import pytest
 
-import wide
-
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
-
-def pytest_addoption(parser):
-    parser.addoption("--wide", action="store_true", help="all cases of what wide.product thins out")
+# Of a test on two idle cores, on average; of a few files alone it says nothing.
+SECONDS, FEW = {"not wide": 0.2, "wide": 0.5}, 300
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,7 +20,6 @@ def nothing_is_left():
 
 
 def pytest_configure(config):
-    wide.ALL = config.getoption("--wide")
     if config.getoption("dist", "no") != "no":
         return  # pytest-xdist's own process runs no test, and its workers wait for its imports
     import towerstrategy
@@ -31,3 +27,13 @@ def pytest_configure(config):
     towerstrategy.split_cpu(8)
     # Traces are millions of objects: looking through them took 3.4 of 50 s of CPU (adopt_test).
     gc.set_threshold(50_000, 20, 10)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node, ids):
+    """Says what is ahead, once: all workers find the same tests."""
+    if node.gateway.id == "gw0" and len(ids) > FEW:
+        chosen = node.config.getoption("markexpr")
+        minutes = len(ids) * SECONDS.get(chosen, max(SECONDS.values())) / 60
+        node.config.get_terminal_writer().line(
+            f"{len(ids)} tests, about {minutes:.0f} minutes on two idle cores")

@@ -17,11 +17,12 @@ import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
 
+import wide
 from peers import mirrored, per_replica, plain, two_towers
 from towerstrategy import TowerStrategy
 from towerstrategy.variables import one_copy
 
-BOTH = parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
+IN_TURN = wide.turns(("keras", keras), ("tf_keras", tf_keras))
 Aggregation = tf.VariableAggregation
 
 
@@ -286,7 +287,7 @@ class ObserverTest(FolderTest):
         finally:
             tf.debugging.disable_check_numerics()
 
-    @BOTH
+    @IN_TURN
     def test_mixed_precision(self, library):
         """Else half precision trains to something else than on one device, or not at all."""
         def trained(scope):
@@ -308,7 +309,7 @@ class ObserverTest(FolderTest):
         self.assertFalse(np.allclose(ours, 1.))
         np.testing.assert_allclose(ours, alone, rtol=2e-3)  # float16 has 11 bits
 
-    @BOTH
+    @IN_TURN
     def test_two_threads_train(self, library):
         """Else two models cannot be trained at once, on one strategy or on two."""
         x = np.random.default_rng(0).normal(size=[9, 4]).astype("float32")

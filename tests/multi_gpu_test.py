@@ -14,7 +14,7 @@ from towerstrategy import TowerStrategy, multi_gpu_model
 from towerstrategy.placement import homes as homes_lib
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
-BOTH = parameterized.named_parameters(*small_models.KERAS)
+IN_TURN = wide.turns(*small_models.KERAS)
 
 
 def compile_(kit, model, **kwargs):
@@ -78,7 +78,7 @@ class MultiGpuTest(parameterized.TestCase):
         self.assertEqual([id(variable) for variable in tf_variables(parallel)],
                          [id(variable) for variable in tf_variables(template)])
 
-    @BOTH
+    @IN_TURN
     def test_used_like_any_model(self, kit):
         """Lost otherwise: evaluate, the *_on_batch methods, callbacks and metrics."""
         template, alone = (small_models.make(kit, "functional") for _ in range(2))
@@ -99,7 +99,7 @@ class MultiGpuTest(parameterized.TestCase):
         for got, expected in zip(*results, strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
-    @BOTH
+    @IN_TURN
     def test_template_trains_beside_it_with_an_optimizer_of_its_own(self, kit):
         """Lost otherwise: a template compiled and trained before keeps its momentum."""
         template, alone = (small_models.make(kit, "functional") for _ in range(2))
@@ -115,7 +115,7 @@ class MultiGpuTest(parameterized.TestCase):
                          [id(slot) for slot in slots])
         self.assertIsNot(parallel.optimizer, template.optimizer)
 
-    @BOTH
+    @IN_TURN
     def test_loaded_from_disk(self, kit):
         """Lost otherwise: the usual way to a template."""
         path = self.enter_context(tempfile.TemporaryDirectory()) + "/model.keras"
@@ -128,7 +128,7 @@ class MultiGpuTest(parameterized.TestCase):
         fit(saved, "functional")
         self.assert_same_weights(saved, template)
 
-    @BOTH
+    @IN_TURN
     def test_own_train_step_and_metrics(self, kit):
         """Lost otherwise: models with a training step and metrics of their own."""
 
@@ -154,7 +154,7 @@ class MultiGpuTest(parameterized.TestCase):
         self.assertEqual(fit(template, "functional")["rows"], [10.])
         self.assertEqual(fit(parallel, "functional")["rows"], [10.])
 
-    @BOTH
+    @IN_TURN
     def test_output_of_a_layer(self, kit):
         """Lost otherwise: looking into the parallel model, as Keras' FAQ does."""
         parallel = multi_gpu_model(small_models.make(kit, "functional"), TOWERS)
@@ -165,7 +165,7 @@ class MultiGpuTest(parameterized.TestCase):
         np.testing.assert_allclose(on_towers.predict(x, verbose=0), inner.predict(x, verbose=0),
                                    rtol=1e-6)
 
-    @BOTH
+    @IN_TURN
     def test_frozen_layers(self, kit):
         """Lost otherwise: fine-tuning."""
         template = small_models.make(kit, "functional")
@@ -181,7 +181,7 @@ class MultiGpuTest(parameterized.TestCase):
 
 class PlacementTest(parameterized.TestCase):
 
-    @BOTH
+    @IN_TURN
     def test_cpu_merge(self, kit):
         """Lost otherwise: where weights made later live and gradients are merged."""
         for cpu_merge, home in ((True, "CPU:0"), (False, "CPU:1")):
@@ -220,7 +220,7 @@ class PlacementTest(parameterized.TestCase):
         for expected, got in zip(small_models.weights(alone), small_models.weights(template)):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
-    @BOTH
+    @IN_TURN
     def test_weights_stay_where_they_are_unless_told(self, kit):
         """Lost otherwise: memory on the device that the user chose."""
         with tf.device("CPU:3"):
@@ -229,7 +229,7 @@ class PlacementTest(parameterized.TestCase):
         for variable in tf_variables(template):
             self.assertEndsWith(variable.device, "CPU:3")
 
-    @BOTH
+    @IN_TURN
     def test_no_gpu_trains_on_one_device(self, kit):
         """Lost otherwise: scripts that run on a laptop; Keras' own raised TypeError."""
         template = compile_(kit, small_models.make(kit, "functional"))
@@ -245,7 +245,7 @@ class PlacementTest(parameterized.TestCase):
         for expected, got in zip(alone.get_weights(), template.get_weights()):
             np.testing.assert_allclose(got, expected, rtol=1e-6)
 
-    @BOTH
+    @IN_TURN
     def test_called_again(self, kit):
         """Lost otherwise: notebook cells that are run twice."""
         template = small_models.make(kit, "functional")
@@ -256,7 +256,7 @@ class PlacementTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "belongs to another strategy"):
             multi_gpu_model(template, TOWERS[:2])
 
-    @BOTH
+    @IN_TURN
     def test_of_a_parallel_model_that_is_not_built(self, kit):
         """Lost otherwise: a helper function that makes parallel what is parallel already."""
         first = multi_gpu_model(small_models.make(kit, "unbuilt_sequential"), TOWERS)
@@ -300,7 +300,7 @@ class ArgumentsTest(parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, "Keras or tf_keras model, but got 3"):
             multi_gpu_model(3, TOWERS)
 
-    @BOTH
+    @IN_TURN
     def test_model_of_another_strategy(self, kit):
         """Lost otherwise: who owns the model; TensorFlow's own errors come steps later."""
         mirrored = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"],

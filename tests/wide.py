@@ -1,25 +1,58 @@
-"""Products of parameters, of which the default run takes a few cases and ``--wide`` takes all.
+"""What ``make test`` leaves to ``make test-all``: tests that are marked ``wide``.
 
-Goes in: what ``parameterized.product`` takes, and of how many parameters each combination of values
-is to be in the default run: of 1, so that each value is in some case and the other parameters take
-turns, or of 2, so that each pair of values of two parameters is.  Comes out: the decorator.
-``make test-parity`` runs all cases.
+A whole test, class or file is marked by ``@pytest.mark.wide`` (below ``@parameterized``) or by
+``pytestmark``; here are decorators for some of a test's cases.
+
+Goes in: cases, and which of them are wide; for :func:`product`, of how many parameters each
+combination of values is to be in the default run: of 1, so that each value is in some case and the
+other parameters take turns, or of 2, so that each pair of values of two parameters is.  Comes out:
+the tests, in the same order and of the same names whatever is chosen of them.
 """
 
+import collections
 import itertools
 
+import pytest
 from absl.testing import parameterized
 
-ALL = False  # tests/conftest.py says before the tests are read
+
+def parameters(*cases, wide):
+    """As ``parameterized.parameters`` of both, ``wide`` ones being wide."""
+    return _marked(parameterized.parameters(*cases, *wide),
+                   [False] * len(cases) + [True] * len(wide))
+
+
+def named_parameters(*cases, is_wide):
+    """As ``parameterized.named_parameters``; ``is_wide`` tells of a case's parameters."""
+    return _marked(parameterized.named_parameters(*cases), [is_wide(*case[1:]) for case in cases])
+
+
+def turns(*cases):
+    """As ``parameterized.named_parameters``; one of the cases, from test to test of a file another
+    one, is not wide."""
+    def decorate(test):
+        turn = next(_turns[test.__module__]) % len(cases)
+        return _marked(parameterized.named_parameters(*cases),
+                       [number != turn for number in range(len(cases))])(test)
+
+    return decorate
+
+
+_turns = collections.defaultdict(itertools.count)
 
 
 def product(together=1, /, **parameters):
-    """As ``parameterized.product``, of which the default run takes some cases."""
+    """As ``parameterized.product``, all but some cases being wide."""
     places = [range(len(values)) for values in parameters.values()]
-    chosen = itertools.product(*places) if ALL else few(together, places)
-    return parameterized.parameters(*(
+    every, chosen = list(itertools.product(*places)), few(together, places)
+    return _marked(parameterized.parameters(*(
         {name: parameters[name][place] for name, place in zip(parameters, case)}
-        for case in chosen))
+        for case in every)), [case not in chosen for case in every])
+
+
+def _marked(decorator, are_wide):
+    return lambda test: [pytest.mark.wide(case) if is_wide else case
+                         for is_wide, case in zip(are_wide, decorator(test), strict=True)]
 
 
 def few(together, places):

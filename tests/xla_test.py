@@ -14,9 +14,10 @@ from absl.testing import parameterized
 from tensorflow.python.eager import context
 
 import towerstrategy
+import wide
 from towerstrategy import xla
 
-BOTH = parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
+IN_TURN = wide.turns(("keras", keras), ("tf_keras", tf_keras))
 ROWS = np.random.RandomState(0).rand(10, 3).astype("f")
 TARGETS = ROWS.sum(1, keepdims=True)
 
@@ -78,7 +79,7 @@ def assert_same(got, wanted):
 
 class KerasTest(parameterized.TestCase):
 
-    @BOTH
+    @IN_TURN
     def test_is_as_one_device(self, kit):
         """Lost otherwise: XLA with several devices, or the result of one."""
         def layers():
@@ -105,7 +106,7 @@ class KerasTest(parameterized.TestCase):
                                        rtol=1e-5)
         assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
 
-    @BOTH
+    @IN_TURN
     def test_synchronized_statistics(self, kit):
         """Lost otherwise: a step with several meetings, compiled in several pieces."""
         def layers():
@@ -120,7 +121,7 @@ class KerasTest(parameterized.TestCase):
         assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
         self.assertNotEmpty(operations)
 
-    @BOTH
+    @IN_TURN
     def test_dropout_draws_what_it_draws_without(self, kit):
         """Lost otherwise: a run that can be compared with one without XLA."""
         def layers():
@@ -131,7 +132,7 @@ class KerasTest(parameterized.TestCase):
             np.testing.assert_allclose(model.train_on_batch(ROWS, TARGETS),
                                        plain.train_on_batch(ROWS, TARGETS), rtol=1e-5)
 
-    @BOTH
+    @IN_TURN
     def test_embeddings(self, kit):
         """Lost otherwise: lookups and their gradients, beside what is compiled."""
         def layers():
@@ -148,7 +149,7 @@ class KerasTest(parameterized.TestCase):
         assert_same({"results": got}, {"results": wanted})
         assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
 
-    @BOTH
+    @IN_TURN
     def test_one_tower_away_from_the_default_device(self, kit):
         """Lost otherwise: XLA on the second device, or with the weights elsewhere."""
         def layers():
@@ -163,7 +164,7 @@ class KerasTest(parameterized.TestCase):
         assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
         self.assertEqual({one.device[-5:] for one in operations}, {"CPU:1"})
 
-    @BOTH
+    @IN_TURN
     def test_what_xla_does_not_have_stays_outside(self, kit):
         """Lost otherwise: a model with one layer that XLA cannot compile, or word of it."""
         class Host(kit.layers.Layer):

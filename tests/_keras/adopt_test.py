@@ -13,7 +13,7 @@ import wide
 from towerstrategy import TowerStrategy
 from towerstrategy.variables import one_copy, tower_local
 
-BOTH = parameterized.named_parameters(*small_models.KERAS)
+IN_TURN = wide.turns(*small_models.KERAS)
 
 
 def fit(model, kind="functional", epochs=1):
@@ -65,7 +65,7 @@ class AdoptTest(parameterized.TestCase):
         for old, new in zip(before or (), held(model.weights)):
             self.assertIs(old, new)
 
-    @BOTH
+    @IN_TURN
     def test_weights_keep_their_device_and_references(self, kit):
         """Lost otherwise: what else refers to the weights, and where the user put them."""
         with tf.device("CPU:3"):
@@ -81,7 +81,7 @@ class AdoptTest(parameterized.TestCase):
         kernel.assign(tf.ones_like(kernel))
         np.testing.assert_array_equal(small_models.weights(model)[0], 1.)
 
-    @BOTH
+    @IN_TURN
     def test_optimizer_and_metrics_come_along(self, kit):
         """Lost otherwise: momentum and counts of the training so far."""
         model, alone = (small_models.make(kit, "functional") for _ in range(2))
@@ -114,7 +114,7 @@ class AdoptTest(parameterized.TestCase):
         self.assert_same_weights(alone, model)
         self.assert_on_towers(model)
 
-    @BOTH
+    @IN_TURN
     def test_given_optimizer_and_metric(self, kit):
         """Lost otherwise: optimizers and metrics made, and used, before compile in the scope."""
         models = [small_models.make(kit, "functional") for _ in range(2)]
@@ -134,7 +134,7 @@ class AdoptTest(parameterized.TestCase):
         for variable in held(metrics[0].variables):
             self.assertIsInstance(variable, tower_local.TowerLocalVariable)
 
-    @BOTH
+    @IN_TURN
     def test_adopt_between_compile_and_fit(self, kit):
         """Lost otherwise: what compile makes but does not build: loss trackers, metrics, slots."""
         model, alone = (small_models.make(kit, "functional") for _ in range(2))
@@ -146,7 +146,7 @@ class AdoptTest(parameterized.TestCase):
             np.testing.assert_allclose(logs[name], expected[name], rtol=1e-5)
         self.assert_same_weights(alone, model)
 
-    @BOTH
+    @IN_TURN
     def test_built_outside_after_compile(self, kit):
         """Lost otherwise: weights made between compile and fit; the towers would race on them."""
         model, alone = (small_models.make(kit, "subclassed") for _ in range(2))
@@ -159,7 +159,7 @@ class AdoptTest(parameterized.TestCase):
         self.assert_same_weights(alone, model)
         self.assert_on_towers(model)
 
-    @BOTH
+    @IN_TURN
     def test_several_optimizers(self, kit):
         """Lost otherwise: GANs, whose compile keeps an optimizer a network."""
 
@@ -210,7 +210,7 @@ class AdoptTest(parameterized.TestCase):
         first, second = (self.strategy.adopt(model) for _ in range(2))
         self.assertEqual(first, second)
 
-    @BOTH
+    @IN_TURN
     def test_one_tower(self, kit):
         """Lost otherwise: the same script on a machine with one device."""
         model, alone = (small_models.make(kit, "functional") for _ in range(2))
@@ -229,7 +229,7 @@ class RefusedTest(parameterized.TestCase):
         super().setUp()
         self.strategy = TowerStrategy(["CPU:1", "CPU:2"])
 
-    @BOTH
+    @IN_TURN
     def test_never_compiled_in_the_scope(self, kit):
         """Lost otherwise: that training runs on one device, or each tower writes for itself."""
         model = small_models.make(kit, "functional")
@@ -246,7 +246,7 @@ class RefusedTest(parameterized.TestCase):
             self.strategy.adopt(model)
             fit(model)
 
-    @BOTH
+    @IN_TURN
     def test_predicting_needs_no_adoption(self, kit):
         """Lost otherwise: prediction with a model that was loaded."""
         model = small_models.make(kit, "functional")
@@ -259,7 +259,7 @@ class RefusedTest(parameterized.TestCase):
             np.testing.assert_allclose(model.predict_on_batch(x), expected, rtol=1e-5)
         np.testing.assert_allclose(model.predict_on_batch(x), expected, rtol=1e-5)
 
-    @BOTH
+    @IN_TURN
     def test_another_strategys(self, kit):
         """Lost otherwise: whose the model is; nothing of it is changed by the attempt."""
         mirrored = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"],
@@ -276,7 +276,7 @@ class RefusedTest(parameterized.TestCase):
             self.assertIs(model.distribute_strategy, owner)
             fit(model)
 
-    @BOTH
+    @IN_TURN
     def test_layers_of_another_strategys(self, kit):
         """Lost otherwise: a model around a trained one; half of it would be adopted."""
         with TowerStrategy(["CPU:3"]).scope():

@@ -13,6 +13,7 @@ import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
 
+import wide
 from peers import two_towers
 from towerstrategy import extended
 from towerstrategy._keras import chief
@@ -71,10 +72,10 @@ class BackupTest(parameterized.TestCase):
             finally:
                 setattr(owner, name, original)
 
-    @parameterized.parameters(
-        (keras.Model, "save_weights", 2), (json, "dumps", 2), (tf.io.gfile, "rename", 1),
-        (tf.io.gfile, "rename", 3), (tf.io.gfile, "rename", 4),
-        (tf.io.gfile, "rename", 2 * EPOCHS + 1), (tf.io.gfile, "rmtree", 1))
+    @wide.parameters(
+        (keras.Model, "save_weights", 2), (tf.io.gfile, "rename", 3),
+        wide=[(json, "dumps", 2), (tf.io.gfile, "rename", 1), (tf.io.gfile, "rename", 4),
+              (tf.io.gfile, "rename", 2 * EPOCHS + 1), (tf.io.gfile, "rmtree", 1)])
     def test_goes_on(self, owner, name, call):
         """Else a machine that fails while it saves takes the training of days with it."""
         for after in (False, True):

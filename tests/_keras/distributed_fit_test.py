@@ -5,6 +5,7 @@ import itertools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
@@ -117,6 +118,7 @@ class DistributedFitTest(parameterized.TestCase):
         self.check(module, kind)
 
     @wide.product(module=(keras, tf_keras), kind=tuple(BATCHES))
+    @pytest.mark.wide
     def test_endless_with_class_weights(self, module, kind):
         """Else a dataset that repeats ends in an error, begins again each epoch, or has no classes.
 

@@ -2,10 +2,13 @@
 
 import keras
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 import towerstrategy
 import wide
+
+pytestmark = pytest.mark.wide
 
 X = np.random.RandomState(0).randn(22, 3).astype("f")
 Y = X[:, :1] * 3

@@ -9,6 +9,7 @@ import textwrap
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
@@ -223,6 +224,7 @@ KILLED = textwrap.dedent("""
 
 class BackupTest(parameterized.TestCase):
 
+    @pytest.mark.wide
     def test_killed_in_the_middle_of_an_epoch(self):
         """Lost otherwise: long trainings on machines that may be taken away."""
         folder = self.enter_context(tempfile.TemporaryDirectory())

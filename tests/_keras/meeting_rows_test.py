@@ -217,13 +217,13 @@ class MeetingRowsTest(parameterized.TestCase):
         for one, other in zip(tf.nest.flatten(got), tf.nest.flatten(wanted)):
             np.testing.assert_allclose(one, other, rtol=rtol, atol=1e-12)
 
-    @wide.product(2, kit=[keras, tf_keras], group=[0, 1, 2, 3], towers=[3, 4])
+    @wide.product(kit=[keras, tf_keras], group=[0, 1, 2, 3], towers=[3, 4])
     def test_layers(self, kit, group, towers):
         """Else a layer that looks at other rows trains something else on towers."""
         features = list(itertools.islice(FEATURES.values(), group, None, 4))
         self.assert_as_one_device(kit, lambda kit: layered(kit, features), towers)
 
-    @wide.product(2, kit=[keras, tf_keras], step=list(STEPS), towers=[3, 4])
+    @wide.product(kit=[keras, tf_keras], step=list(STEPS), towers=[3, 4])
     def test_steps(self, kit, step, towers):
         """Else a train_step of one's own must be rewritten for towers."""
         self.assert_as_one_device(kit, lambda kit: stepping(kit, STEPS[step]), towers)

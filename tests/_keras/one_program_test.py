@@ -12,6 +12,7 @@ import tf_keras
 from absl.testing import absltest, parameterized
 
 import towerstrategy
+import wide
 
 DEVICES = towerstrategy.split_cpu(8)
 KITS = {"keras": keras, "tf_keras": tf_keras}
@@ -19,7 +20,7 @@ DRAW = np.random.RandomState(3)
 # Batches of 8 and of 2 rows: the last is smaller than the towers.
 X, Y = DRAW.rand(18, 4).astype("f"), DRAW.rand(18, 2).astype("f")
 WEIGHTS = DRAW.rand(18).astype("f")
-BOTH = parameterized.named_parameters((name, name) for name in KITS)
+IN_TURN = wide.turns(*((name, name) for name in KITS))
 
 
 def towers():
@@ -84,25 +85,25 @@ class OneProgramTest(parameterized.TestCase):
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
         self.assertNotEmpty(strategy.extended.crossings)  # the step was partitioned
 
-    @BOTH
+    @IN_TURN
     def test_fit_evaluate_and_predict(self, kit):
         """Else draws, statistics and metrics of a training on towers are not one device's."""
         self.assert_as_one_device(kit, plain, after=lambda model: [
             model.evaluate(X, Y, batch_size=8, return_dict=True, verbose=0),
             model.predict(X, batch_size=8, verbose=0), model.predict(X[:1], verbose=0)])
 
-    @BOTH
+    @IN_TURN
     def test_sample_weights_and_validation(self, kit):
         """Else weighted rows count wrongly where the towers' weights differ."""
         self.assert_as_one_device(kit, plain, fit={
             "sample_weight": WEIGHTS, "validation_data": (X[:5], Y[:5], WEIGHTS[:5])})
 
-    @BOTH
+    @IN_TURN
     def test_own_step_in_which_rows_meet(self, kit):
         """Else a step written for one device means something else on towers."""
         self.assert_as_one_device(kit, contrastive)
 
-    @BOTH
+    @IN_TURN
     def test_on_batch(self, kit):
         """Else a loop over train_on_batch differs, with fewer rows than towers among them."""
         # tf_keras' draws begin anew with each trace, of which one device makes others.
@@ -112,7 +113,7 @@ class OneProgramTest(parameterized.TestCase):
             model.test_on_batch(X[:7], Y[:7], return_dict=True),
             model.predict_on_batch(X[:7]), model.get_weights()])
 
-    @BOTH
+    @IN_TURN
     def test_eagerly_prints_once(self, kit):
         """Else who debugs a step sees a part of the batch."""
         seen = []
@@ -132,7 +133,7 @@ class OneProgramTest(parameterized.TestCase):
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
         self.assertEqual(seen, [8, 8, 2] * 4)
 
-    @parameterized.parameters([1, 2])
+    @wide.parameters(1, wide=[2])
     def test_several_steps_an_execution(self, unrolled):
         """Else steps_per_execution, which loops over the step, trains differently."""
 
@@ -145,7 +146,7 @@ class OneProgramTest(parameterized.TestCase):
         self.assert_as_one_device("keras", make,
                                   after=lambda model: [model.predict(X, batch_size=8, verbose=0)])
 
-    @parameterized.parameters(True, False)
+    @wide.parameters(True, wide=[False])
     def test_batches_that_are_sparse_or_of_unknown_rank(self, sparse):
         """Else inputs whose parts are not sharded lose rows."""
 

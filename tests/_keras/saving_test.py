@@ -23,9 +23,10 @@ from towerstrategy import TowerStrategy, multi_gpu_model
 TOWERS = ["CPU:1", "CPU:2"]
 # For each kind of model, which of them is saved: what multi_gpu_model returned, what it was given,
 # or one that was adopted.
-CASES = {"functional": ("parallel", "template", "adopted"),
-         "unbuilt_sequential": ("parallel", "template"),
-         "subclassed": ("parallel", "template"), "dicts": ("parallel",)}
+CASES = [(kit, kind, who) for kit in ("keras", "tf_keras") for kind, whose in (
+    ("functional", ("parallel", "template", "adopted")),
+    ("unbuilt_sequential", ("parallel", "template")),
+    ("subclassed", ("parallel", "template")), ("dicts", ("parallel",))) for who in whose]
 
 # Loads every file of the list that it is given; prints a complaint for each that differs.
 LOADER = textwrap.dedent("""
@@ -84,16 +85,15 @@ def fit(model, kind, **kwargs):
 
 class SavingTest(parameterized.TestCase):
 
-    def test_files_load_in_plain_keras(self):
+    @wide.parameters((CASES[::5],), wide=[(CASES,)])
+    def test_files_load_in_plain_keras(self, saved):
         """Lost otherwise: deployment, and everybody who has not got this package."""
         folder = self.enter_context(tempfile.TemporaryDirectory())
         cases = []
-        for kit_name, kit in small_models.KERAS:
-            for kind, whose in CASES.items():
-                for who in whose if wide.ALL or kit is keras else whose[-1:]:
-                    path = f"{folder}/{kit_name}_{kind}_{who}"
-                    cases += self._save_all(path, kit_name, kit, kind, who)
-        self.assertGreater(len(cases), 100 if wide.ALL else 70)
+        for kit_name, kind, who in saved:
+            path = f"{folder}/{kit_name}_{kind}_{who}"
+            cases += self._save_all(path, kit_name, dict(small_models.KERAS)[kit_name], kind, who)
+        self.assertGreater(len(cases), 6 * len(saved))
         with open(f"{folder}/cases.json", "w") as file:
             json.dump(cases, file)
         done = subprocess.run([sys.executable, "-c", LOADER, f"{folder}/cases.json"], cwd=folder,
@@ -138,8 +138,8 @@ class SavingTest(parameterized.TestCase):
         return [{"kit": kit_name, "kind": kind, "path": file, "how": how, "layers": layers,
                  "expected": f"{path}.npy"} for file, how in files.items()]
 
-    @parameterized.parameters((keras, "functional"), (tf_keras, "functional"),
-                              (keras, "subclassed"))
+    @wide.parameters((keras, "functional"),
+                     wide=[(tf_keras, "functional"), (keras, "subclassed")])
     def test_no_nesting_over_rounds(self, kit, kind):
         """Lost otherwise: a model that grows by a layer of wrapping with each save and load."""
         folder = self.enter_context(tempfile.TemporaryDirectory())

@@ -12,11 +12,13 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 from benchmarks import on_gpus, traffic
 from peers import mirrored, plain
 from tests.placement.placement_test import function_in
@@ -150,6 +152,7 @@ class IterationTest(parameterized.TestCase):
     def total(self, element):
         return self.strategy.reduce("SUM", self.strategy.run(tf.reduce_sum, (element,)), axis=None)
 
+    @pytest.mark.wide
     def test_everywhere(self):
         """Else one of the documented ways to iterate fails, ends early or sees other rows."""
 
@@ -314,6 +317,7 @@ class IterationTest(parameterized.TestCase):
             tf.train.Checkpoint(iterator=other).restore(saved)
         self.assertEqual(plain(self.total(next(other))), 22)
 
+    @pytest.mark.wide
     def test_dropped_in_the_middle(self):
         """Else each epoch that is left early leaves a thread, and data, behind."""
         endless = self.strategy.experimental_distribute_dataset(Dataset.range(4).batch(4).repeat())
@@ -337,6 +341,7 @@ class LifetimeTest(parameterized.TestCase):
                  for part in iterator._streams._device_iterators]
         self.assertEqual(tuned, [False] * 4)
 
+    @pytest.mark.wide
     def test_exit_in_the_middle(self):
         """Else who leaves data early hangs, crashes at the end or gets the first batch for ever."""
         program = """
@@ -397,7 +402,7 @@ def trained(library, steps, fetched, report=None):
 
 class KerasTest(parameterized.TestCase):
 
-    @parameterized.parameters((keras, 3), (tf_keras, 3))
+    @wide.parameters((keras, 3), wide=[(tf_keras, 3)])
     def test_fit_evaluate_predict(self, library, steps):
         """Else Keras' steps wait for their batches on GPUs, or train on other rows."""
         (expected, none), (found, some) = (trained(library, steps, fetched)
@@ -407,6 +412,7 @@ class KerasTest(parameterized.TestCase):
         for wanted, value in zip(expected, found, strict=True):
             np.testing.assert_allclose(value, wanted, 1e-6)
 
+    @pytest.mark.wide
     def test_report(self):
         """Else TowerReport counts rows that were fetched and never trained on, or none at all."""
         results = []

@@ -5,6 +5,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
@@ -187,6 +188,7 @@ class DevicesTest(parameterized.TestCase):
 class KindsTest(parameterized.TestCase):
 
     @parameterized.parameters((keras, 1), (tf_keras, 3))
+    @pytest.mark.wide
     def test_trains_as_one_device(self, kit, steps):
         """Else a GPU and a CPU tower, with parts fetched to each, train something else."""
         x = np.random.RandomState(0).randn(19, 4).astype("f")

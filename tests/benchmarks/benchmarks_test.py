@@ -9,6 +9,7 @@ import tempfile
 import keras
 import matplotlib.image
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
@@ -26,6 +27,8 @@ from benchmarks import (
     table,
     traffic,
 )
+
+pytestmark = pytest.mark.wide
 
 
 def _counted(function, *args, replicas=2):

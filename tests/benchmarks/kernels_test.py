@@ -6,6 +6,7 @@ run on the CPU in the middle of a GPU's work: its inputs cross and its result co
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
@@ -14,6 +15,8 @@ import towerstrategy
 import wide
 from benchmarks import kernels, on_gpus
 from tests.placement.placement_test import function_in
+
+pytestmark = pytest.mark.wide
 
 # What Keras places so on one device, too.
 KERAS_OWN = {

@@ -5,10 +5,13 @@ import pathlib
 import tempfile
 
 import keras
+import pytest
 from absl.testing import parameterized
 from matplotlib import image
 
 from benchmarks import flat, gpus, gpus_chart, links, memory, ring, schedule
+
+pytestmark = pytest.mark.wide
 
 MIB = 2**20
 NVLINK, HOST = links.MACHINES["A100 NVLink"], links.MACHINES["A100 PCIe 4, no peers"]

@@ -5,10 +5,13 @@ import tempfile
 
 import keras
 import matplotlib.image
+import pytest
 from absl.testing import parameterized
 
 import towerstrategy
 from benchmarks import cases, results, stages, stages_chart
+
+pytestmark = pytest.mark.wide
 
 ROWS, WIDTH = 48, 6
 CASE = cases.Case("a small one", ROWS, cases.dense([WIDTH] * 4, WIDTH), cases.floats(WIDTH))

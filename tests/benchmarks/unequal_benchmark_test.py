@@ -6,11 +6,14 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import towerstrategy
 from benchmarks import unequal
+
+pytestmark = pytest.mark.wide
 
 
 class MeasureTest(parameterized.TestCase):

@@ -9,23 +9,19 @@ import tempfile
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 import towerstrategy
-import wide
 from towerstrategy.check import advice, command, machine, same, speed
 from towerstrategy.sharding import values
 
 ROOT = pathlib.Path(__file__).parents[2]
-# The command with every so many of its comparisons and ways to train, however busy the machine is.
+# The command with all of its comparisons and ways to train, however busy the machine is.
 COMMAND = """
-import runpy, sys
-from towerstrategy.check import command, same, speed
+import runpy
+from towerstrategy.check import command
 command._LAST_START = float("inf")
-every = int(sys.argv.pop())
-jobs, ways = same.jobs, speed.ways
-same.jobs = lambda devices: jobs(devices)[::-every]
-speed.ways = lambda devices: ways(devices)[::every]
 runpy.run_module("towerstrategy", run_name="__main__", alter_sys=True)
 """
 DEVICES = ["CPU:1", "CPU:2"]
@@ -59,13 +55,14 @@ class CommandTest(parameterized.TestCase):
         self.assertEqual(sum(numbers.values()), len(lines))
         self.assertLessEqual(max(numbers["keras"], numbers["tf_keras"]), 12)
 
+    @pytest.mark.wide
     def test_whole(self):
         """Else the first thing that a user with a question is asked to run fails."""
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "check.json"
             done = subprocess.run(
                 [sys.executable, "-c", COMMAND, "check", "--towers=2", "--seconds=0.1",
-                 f"--json={path}", "1" if wide.ALL else "2"], cwd=ROOT, capture_output=True,
+                 f"--json={path}"], cwd=ROOT, capture_output=True,
                 text=True, timeout=600)
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr[-2000:])
             document = json.loads(path.read_text(), parse_constant=self.fail)
@@ -90,7 +87,7 @@ class CommandTest(parameterized.TestCase):
             self.assertGreater(each["step_ms"], 0)
             self.assertGreater(sum(each["state_bytes"].values()), 0)
         self.assertEqual(len(document["speed"]) + len(document["same"])
-                         + len(document["left_out"]), 6 + 5 if wide.ALL else 3 + 3)
+                         + len(document["left_out"]), 6 + 5)
         for said in (document["advice"], "largest difference", "merge device balanced"):
             self.assertIn(said, done.stdout)
 
@@ -112,6 +109,7 @@ class CommandTest(parameterized.TestCase):
         self.assertIs(document["same"][0]["holds"], False)
         self.assertGreater(document["same"][0]["differences"]["weights"], same.BOUNDS["CPU"])
 
+    @pytest.mark.wide
     def test_a_failing_training_is_told(self):
         """Else a machine on which towers cannot train passes, or the report is lost."""
         with mock.patch.object(values.Towers, "add_up", side_effect=RuntimeError("no kernel")), \
@@ -199,6 +197,7 @@ class SpeedTest(parameterized.TestCase):
             found = speed.measure("cpu", DEVICES, True, 0.1)
         self.assertEqual(found.error, "MemoryError: full")
 
+    @pytest.mark.wide
     def test_copies_of_mirrored_are_counted(self):
         """Else the memory of MirroredStrategy looks like that of one copy."""
         found = {way: speed.measure(way, DEVICES, True, 0.01)

@@ -7,11 +7,13 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
 
 import towerstrategy
+import wide
 from towerstrategy.measured import measuring, shares as shares_lib
 from towerstrategy.report import TowerReport
 from towerstrategy.report.sample import Busy, NotTaken, Recording, Sample
@@ -88,7 +90,7 @@ class RowsForTest(parameterized.TestCase):
 
 class MeasuringTest(parameterized.TestCase):
 
-    @parameterized.parameters(*KITS)
+    @wide.turns(*KITS)
     def test_towers_end_together(self, _, kit):
         """Else the step waits for the slow tower, is traced again, or trains something else."""
         clock = Clock(1., 3.)
@@ -127,6 +129,7 @@ class MeasuringTest(parameterized.TestCase):
         self.assertEqual(strategy.shares[0], strategy.shares[1])
         self.assertGreater(strategy.extended.dealer.measuring.rounds, 5)
 
+    @pytest.mark.wide
     def test_small_steps_stay_equal(self):
         """Else towers that launch all the time drift apart, as more rows then look like speed."""
         clock = Clock(1e-3, 1e-3, launch=1., noise=.5)
@@ -135,6 +138,7 @@ class MeasuringTest(parameterized.TestCase):
         self.assertEqual(strategy.shares[0], strategy.shares[1])
         self.assertGreater(strategy.extended.dealer.measuring.rounds, 50)
 
+    @pytest.mark.wide
     def test_what_brought_nothing_is_taken_back(self):
         """Else a moment's load deals rows for ever."""
         clock = Clock(0., 0., launch=np.array([1., 4.]))
@@ -155,6 +159,7 @@ class MeasuringTest(parameterized.TestCase):
             fit(keras, strategy, epochs=3)
         self.assertEqual(clock.begun, 2 * measuring.ROUND)
 
+    @pytest.mark.wide
     def test_a_tower_that_gets_slower(self):
         """Else shares are those of another machine's load."""
         clock = Clock(1., 1.)

@@ -11,6 +11,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 
 OPTIMIZERS = {
     "legacy": (lambda: tf_keras.optimizers.legacy.SGD(0.5, momentum=0.9),
@@ -64,7 +65,7 @@ def trained(strategy, make_optimizer, options, eager=False):
 
 class MergedGradientsTest(parameterized.TestCase):
 
-    @parameterized.product(optimizer=list(OPTIMIZERS), towers=[1, 3, 4])
+    @wide.product(optimizer=list(OPTIMIZERS), towers=[1, 3, 4])
     def test_as_one_device(self, optimizer, towers):
         """Else a loop that clips after reducing takes steps R times too long, without a word."""
         make_optimizer, options = OPTIMIZERS[optimizer]

@@ -63,7 +63,7 @@ class Case:
       policy: the global dtype policy.
       moves: whether training changes the weights (some cases are there to see that it does not).
       strategy: arguments of the strategy.
-      wide: whether it is run in the whole product alone, as a relative of others.
+      wide: whether `make test` leaves it to `make test-all`, as a relative of others.
     """
 
     name: str
@@ -173,6 +173,21 @@ def tagger(keras: Any, *inner: Any, mask_zero: bool = True) -> Any:
         layers.Dense(3, activation="softmax")])
 
 
+def two_outputs(keras: Any) -> Any:
+    """Outputs ``a`` and ``b``."""
+    x = keras.Input((5,))
+    hidden = keras.layers.Dense(6, activation="tanh")(x)
+    return keras.Model(x, {"a": keras.layers.Dense(3, name="a")(hidden),
+                           "b": keras.layers.Dense(1, name="b")(hidden)})
+
+
+def two_targets() -> dict[str, Any]:
+    """Data for them."""
+    data = regression()
+    return {"x": data["x"], "y": {"a": data["y"], "b": data["y"][:, :1] ** 2}}
+
+
+
 LABELS = {"loss": "sparse_categorical_crossentropy"}
 
 
@@ -249,311 +264,6 @@ def _(keras: Any) -> Run:
                    data["x"], data["y"]), "validation_batch_size": 7})
 
 
-# Losses.
-
-
-@case("losses/sum_over_batch_size")
-def _(keras: Any) -> Run:
-    return Run(dense(keras, activation="softmax"), **labelled(), compile={
-        "loss": keras.losses.SparseCategoricalCrossentropy()})
-
-
-@case("losses/sum")
-def _(keras: Any) -> Run:
-    return Run(dense(keras), **regression(), compile={
-        "loss": keras.losses.MeanSquaredError(reduction="sum"), "optimizer": sgd(keras, 0.01)})
-
-
-@case("losses/mean_with_sample_weight", keras=(KERAS_3,), reason="tf_keras has no such reduction")
-def _(keras: Any) -> Run:
-    return Run(dense(keras), **regression(), weights=row_weights(), compile={
-        "loss": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")})
-
-
-@case("losses/a function")
-def _(keras: Any) -> Run:
-    def loss(y_true: Any, y_pred: Any) -> Any:
-        return tf.reduce_mean(tf.math.log(tf.math.cosh(y_pred - y_true)), axis=-1)
-
-    return Run(dense(keras), **regression(), weights=row_weights(), compile={"loss": loss})
-
-
-@case("losses/no reduction")
-def _(keras: Any) -> Run:
-    return Run(dense(keras), **regression(), compile={
-        "loss": keras.losses.MeanSquaredError(reduction="none"), "optimizer": sgd(keras, 0.01)})
-
-
-def _two_outputs(keras: Any) -> Any:
-    x = keras.Input((5,))
-    hidden = keras.layers.Dense(6, activation="tanh")(x)
-    return keras.Model(x, {"a": keras.layers.Dense(3, name="a")(hidden),
-                           "b": keras.layers.Dense(1, name="b")(hidden)})
-
-
-def _two_targets() -> dict[str, Any]:
-    data = regression()
-    return {"x": data["x"], "y": {"a": data["y"], "b": data["y"][:, :1] ** 2}}
-
-
-@case("losses/several outputs")
-def _(keras: Any) -> Run:
-    return Run(_two_outputs(keras), **_two_targets(), compile={
-        "loss": {"a": "mse", "b": "mae"}, "loss_weights": {"a": 0.7, "b": 0.2},
-        "metrics": {"a": ["mae"], "b": ["mse"]}, "optimizer": sgd(keras, 0.02)})
-
-
-@case("losses/several outputs, eagerly")
-def _(keras: Any) -> Run:
-    return Run(_two_outputs(keras), **_two_targets(), compile={
-        "loss": {"a": "mse", "b": "mae"}, "run_eagerly": True, "optimizer": sgd(keras, 0.02)})
-
-
-@case("losses/several outputs, one summed", wide=True)
-def _(keras: Any) -> Run:
-    return Run(_two_outputs(keras), **_two_targets(), compile={
-        "loss": {"a": keras.losses.MeanSquaredError(reduction="sum"), "b": "mse"},
-        "loss_weights": {"a": 0.1, "b": 0.5}, "optimizer": sgd(keras, 0.02)})
-
-
-@case("losses/several outputs, one unreduced", wide=True, keras=(KERAS_3,),
-      reason="tf_keras refuses losses of several shapes, on one device, too")
-def _(keras: Any) -> Run:
-    return Run(_two_outputs(keras), **_two_targets(), compile={
-        "loss": {"a": keras.losses.MeanSquaredError(reduction=None), "b": "mse"},
-        "loss_weights": {"a": 0.1, "b": 0.5}, "optimizer": sgd(keras, 0.02)})
-
-
-@case("losses/several outputs, one unreduced, one summed", wide=True, keras=(KERAS_3,),
-      reason="tf_keras refuses losses of several shapes, on one device, too")
-def _(keras: Any) -> Run:
-    return Run(_two_outputs(keras), **_two_targets(), compile={
-        "loss": {"a": keras.losses.MeanSquaredError(reduction=None),
-                 "b": keras.losses.MeanSquaredError(reduction="sum")},
-        "loss_weights": {"a": 0.1, "b": 0.01}, "optimizer": sgd(keras, 0.02)})
-
-
-def _one_number(name: str, reduction: str | None, number: Callable[[Any], Any],
-                **options: Any) -> None:
-    """A loss that is one number already, whatever its reduction is."""
-    @case(f"losses/one number, {name}", **options)
-    def make(keras: Any) -> Run:
-        class OneNumber(keras.losses.Loss):
-            def call(self, y_true: Any, y_pred: Any) -> Any:
-                return number(tf.square(y_pred - y_true))
-
-        given = {} if reduction is None else {"reduction": reduction}
-        return Run(dense(keras), **regression(), compile={"loss": OneNumber(**given)})
-
-
-_one_number("a mean", None, tf.reduce_mean)
-_one_number("a mean, weighted", "mean_with_sample_weight", tf.reduce_mean, keras=(KERAS_3,),
-            reason="tf_keras has no such reduction", wide=True)
-_one_number("a sum over the global batch, summed", "sum", lambda x: tf.reduce_sum(x) / 24.0,
-            wide=True)
-_one_number("a sum over the global batch, unreduced", "none", lambda x: tf.reduce_sum(x) / 24.0)
-
-
-@case("losses/one number, a function", wide=True)
-def _(keras: Any) -> Run:
-    return Run(dense(keras), **regression(), compile={
-        "loss": lambda y_true, y_pred: tf.reduce_mean(tf.square(y_pred - y_true)),
-        "metrics": ["mae"]})
-
-
-@case("losses/one number, several outputs")
-def _(keras: Any) -> Run:
-    return Run(_two_outputs(keras), **_two_targets(), compile={
-        "loss": {"a": lambda y_true, y_pred: tf.reduce_mean(tf.square(y_pred - y_true)),
-                 "b": "mse"}, "optimizer": sgd(keras, 0.02)})
-
-
-def _own_loss(keras: Any, compute: Callable[..., Any], **options: Any) -> Any:
-    """A model with a ``compute_loss`` of its own; ``compute`` gets ``super`` 's and the data."""
-    class OwnLoss(keras.Model):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.tracker = keras.metrics.Mean(name="own")
-
-        def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None,
-                         sample_weight: Any = None) -> Any:
-            return compute(self, super().compute_loss, x, y, y_pred, sample_weight)
-
-        @property
-        def metrics(self) -> list[Any]:
-            return [*super().metrics, self.tracker]
-
-    x = keras.Input((5,))
-    hidden = keras.layers.Dense(6, activation="tanh", **options)(x)
-    return OwnLoss(x, keras.layers.Dense(3)(hidden))
-
-
-@case("losses/own compute_loss", wide=True)
-def _(keras: Any) -> Run:
-    def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
-        loss = tf.reduce_mean((y_pred - y) ** 2)
-        loss += tf.add_n(model.losses)
-        model.tracker.update_state(loss)
-        return loss
-
-    return Run(_own_loss(keras, compute, kernel_regularizer="l2"), **regression())
-
-
-@case("losses/own compute_loss, eagerly")
-def _(keras: Any) -> Run:
-    def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
-        loss = inherited(x, y, y_pred, weights) + tf.reduce_mean(tf.abs(y_pred))
-        model.tracker.update_state(loss)
-        return loss
-
-    return Run(_own_loss(keras, compute), **regression(), compile={"run_eagerly": True})
-
-
-@case("losses/own compute_loss, the inherited one and a term")
-def _(keras: Any) -> Run:
-    def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
-        loss = inherited(x, y, y_pred, weights) + 0.1 * tf.reduce_mean(tf.abs(y_pred))
-        model.tracker.update_state(loss * 1.0, sample_weight=tf.shape(y)[0])
-        return loss
-
-    return Run(_own_loss(keras, compute, kernel_regularizer="l2"), **regression(),
-               weights=row_weights())
-
-
-@case("losses/own compute_loss, a sum and a term", wide=True)
-def _(keras: Any) -> Run:
-    def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
-        loss = inherited(x, y, y_pred, weights) + tf.reduce_mean(tf.abs(y_pred))
-        model.tracker.update_state(loss)
-        return loss
-
-    return Run(_own_loss(keras, compute, kernel_regularizer="l2"), **regression(), compile={
-        "loss": keras.losses.MeanSquaredError(reduction="sum"), "optimizer": sgd(keras, 0.01)})
-
-
-@case("losses/own compute_loss, a sum over the global batch", wide=True)
-def _(keras: Any) -> Run:
-    def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
-        loss = tf.reduce_sum(tf.reduce_mean((y_pred - y) ** 2, axis=-1)) / 8.0
-        loss += 0.1 * tf.reduce_mean(tf.abs(y_pred))
-        model.tracker.update_state(loss)
-        return loss
-
-    return Run(_own_loss(keras, compute), **regression())
-
-
-@case("losses/own compute_loss, unreduced", wide=True)
-def _(keras: Any) -> Run:
-    def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
-        return inherited(x, y, y_pred, weights) + tf.reduce_mean(tf.abs(y_pred))
-
-    return Run(_own_loss(keras, compute), **regression(), compile={
-        "loss": keras.losses.MeanSquaredError(reduction="none"), "optimizer": sgd(keras, 0.01)})
-
-
-@case("losses/several outputs, one without a loss")
-def _(keras: Any) -> Run:
-    data = _two_targets()
-    return Run(_two_outputs(keras), data["x"], data["y"],
-               compile={"loss": {"a": "mse", "b": None}})
-
-
-@case("losses/add_loss")
-def _(keras: Any) -> Run:
-    class Penalty(keras.layers.Layer):
-        def call(self, x: Any) -> Any:
-            self.add_loss(0.1 * tf.reduce_mean(tf.square(x)))
-            return x
-
-    layers = keras.layers
-    return Run(keras.Sequential([keras.Input((5,)), layers.Dense(6, activation="tanh"), Penalty(),
-                                 layers.Dense(3)]), **regression())
-
-
-@case("losses/add_loss alone", wide=True)
-def _(keras: Any) -> Run:
-    class Reconstruct(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = keras.layers.Dense(5, activation="tanh")
-
-        def call(self, x: Any) -> Any:
-            y = self.inner(x)
-            self.add_loss(tf.reduce_mean(tf.square(x - y)))
-            return y
-
-    return Run(Reconstruct(), regression()["x"], compile={"loss": None})
-
-
-def _row_errors(name: str, eagerly: bool = False, **options: Any) -> None:
-    @case(f"losses/{name}", **options)
-    def make(keras: Any) -> Run:
-        class Errors(keras.layers.Layer):
-            """As a layer of a connectionist temporal loss does it: an added loss for each row."""
-
-            def call(self, y: Any, y_pred: Any) -> Any:
-                self.add_loss(tf.reduce_sum(tf.square(y - y_pred), -1))
-                return y_pred
-
-        x, y = keras.Input((5,)), keras.Input((3,))
-        data = regression()
-        return Run(keras.Model([x, y], Errors()(y, keras.layers.Dense(3)(x))),
-                   [data["x"], data["y"]], compile={"loss": None, "optimizer": sgd(keras, 0.01),
-                                                    "run_eagerly": eagerly})
-
-
-_row_errors("add_loss, one a row")
-_row_errors("add_loss, one a row, eagerly", eagerly=True, wide=True)
-
-
-@case("losses/regularizers")
-def _(keras: Any) -> Run:
-    return Run(dense(keras, kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02),
-                     bias_regularizer="l2"), **regression())
-
-
-@case("losses/activity regularizer")
-def _(keras: Any) -> Run:
-    return Run(dense(keras, activity_regularizer=keras.regularizers.L2(0.01)), **regression())
-
-
-@case("losses/activity regularizer before a synchronizing layer, eagerly")
-def _(keras: Any) -> Run:
-    layers = keras.layers
-    convolution = layers.Conv2D(4, 3, use_bias=False,
-                                activity_regularizer=keras.regularizers.L2(0.1))
-    return Run(classifier(keras, convolution, layers.BatchNormalization(synchronized=True),
-                          layers.Activation("tanh")),
-               **images(), compile={**LABELS, "run_eagerly": True}, fit={"epochs": 1})
-
-
-@case("losses/a mask")
-def _(keras: Any) -> Run:
-    return Run(tagger(keras, keras.layers.LSTM(4, return_sequences=True)), **words(),
-               compile={**LABELS, "metrics": ["accuracy"]})
-
-
-@case("losses/a mask and sample weights")
-def _(keras: Any) -> Run:
-    return Run(tagger(keras), **words(), weights=row_weights()[:, None],
-               compile={**LABELS, "metrics": ["accuracy"]})
-
-
-@case("losses/a mask and a sum", wide=True)
-def _(keras: Any) -> Run:
-    return Run(tagger(keras), **words(), compile={
-        "loss": keras.losses.SparseCategoricalCrossentropy(reduction="sum"),
-        "optimizer": sgd(keras, 0.01)})
-
-
-@case("losses/a mask that leaves a tower nothing")
-def _(keras: Any) -> Run:
-    data = words()
-    data["x"][:3] = 0
-    data["x"][17:] = 0
-    return Run(tagger(keras), **data, compile=LABELS)
-
-
 # Weights.
 
 
@@ -585,7 +295,7 @@ def _(keras: Any) -> Run:
 
 @case("weights/one an output")
 def _(keras: Any) -> Run:
-    return Run(_two_outputs(keras), **_two_targets(),
+    return Run(two_outputs(keras), **two_targets(),
                weights={"a": row_weights(), "b": row_weights()[::-1].copy()},
                compile={"loss": {"a": "mse", "b": "mse"}, "optimizer": sgd(keras, 0.02)})
 
@@ -666,184 +376,6 @@ def _(keras: Any) -> Run:
                compile={**LABELS, "metrics": ["accuracy"], "weighted_metrics": ["accuracy"]},
                fit={"validation_data": (other["x"], other["y"], row_weights(13)),
                     "validation_batch_size": 5})
-
-
-# Optimizers.
-
-
-def _optimizer(name: str, make_optimizer: Callable[[Any], Any], **options: Any) -> None:
-    @case(f"optimizers/{name}", **options)
-    def make(keras: Any) -> Run:
-        return Run(dense(keras), **regression(), compile={"optimizer": make_optimizer(keras)})
-
-
-_optimizer("SGD with momentum", lambda keras: sgd(keras, nesterov=True))
-_optimizer("Adam", adam)
-_optimizer("Adam, amsgrad", lambda keras: adam(keras, amsgrad=True), wide=True)
-_optimizer("AdamW", lambda keras: keras.optimizers.AdamW(0.02, weight_decay=0.05), wide=True)
-_optimizer("RMSprop", lambda keras: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
-           wide=True)
-_optimizer("Adagrad", lambda keras: keras.optimizers.Adagrad(0.05), wide=True)
-_optimizer("Adadelta", lambda keras: keras.optimizers.Adadelta(1.0), wide=True)
-_optimizer("Adamax", lambda keras: keras.optimizers.Adamax(0.02), wide=True)
-_optimizer("Nadam", lambda keras: keras.optimizers.Nadam(0.02), wide=True)
-_optimizer("Adafactor", lambda keras: keras.optimizers.Adafactor(0.02))
-_optimizer("Ftrl", lambda keras: keras.optimizers.Ftrl(
-    0.05, l1_regularization_strength=0.001, l2_regularization_strength=0.01), wide=True)
-_optimizer("Lion", lambda keras: keras.optimizers.Lion(0.01), wide=True)
-_optimizer("Lamb", lambda keras: keras.optimizers.Lamb(0.02), keras=(KERAS_3,),
-           reason="tf_keras has no Lamb", wide=True)
-_optimizer("Muon", lambda keras: keras.optimizers.Muon(0.02), keras=(KERAS_3,),
-           reason="tf_keras has no Muon")
-_optimizer("legacy SGD", lambda keras: keras.optimizers.legacy.SGD(0.1, momentum=0.9, clipnorm=0.3),
-           keras=(TF_KERAS,), reason="Keras 3 has no legacy optimizers", wide=True)
-_optimizer("legacy Adam", lambda keras: keras.optimizers.legacy.Adam(0.02, global_clipnorm=0.3),
-           keras=(TF_KERAS,), reason="Keras 3 has no legacy optimizers")
-_optimizer("clipnorm", lambda keras: sgd(keras, clipnorm=0.2))
-_optimizer("clipvalue", lambda keras: sgd(keras, clipvalue=0.05), wide=True)
-_optimizer("global_clipnorm", lambda keras: adam(keras, global_clipnorm=0.2))
-_optimizer("weight decay", lambda keras: sgd(keras, weight_decay=0.03), wide=True)
-_optimizer("EMA with overwriting", lambda keras: sgd(
-    keras, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3))
-_optimizer("EMA", lambda keras: adam(keras, use_ema=True, ema_momentum=0.8), wide=True)
-_optimizer("a learning rate schedule", lambda keras: sgd(
-    keras, keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.5)))
-for _steps in (3, 4):
-    _optimizer(f"gradient_accumulation_steps={_steps}",
-               lambda keras, steps=_steps: adam(keras, gradient_accumulation_steps=steps),
-               keras=(KERAS_3,), reason="tf_keras does not accumulate gradients", wide=_steps == 3)
-_optimizer("gradient accumulation, clipping, decay and EMA", lambda keras: sgd(
-    keras, gradient_accumulation_steps=2, global_clipnorm=0.3, weight_decay=0.02, use_ema=True,
-    ema_overwrite_frequency=2), keras=(KERAS_3,), reason="tf_keras does not accumulate gradients")
-
-
-def _loss_scaled(keras: Any, inner: Any, scale: float = 1024.0) -> Any:
-    optimizers = keras.optimizers if is_keras_3(keras) else keras.mixed_precision
-    options = {"dynamic_growth_steps": 4, "initial_scale": scale}
-    return optimizers.LossScaleOptimizer(inner, **options)
-
-
-_optimizer("LossScaleOptimizer", lambda keras: _loss_scaled(keras, adam(keras)))
-
-
-@case("optimizers/LossScaleOptimizer, a row overflows")
-def _(keras: Any) -> Run:
-    data = regression(32)
-    # One row of the second batch: a finite loss whose scaled gradient, 3e39, is not. (At 3e38, a
-    # tenth below the limit, the order of additions decides.)
-    data["y"][9] = 1e18
-    optimizer = _loss_scaled(keras, sgd(keras), scale=2.0**75)
-
-    def seen(model: Any) -> dict[str, Any]:
-        scale = getattr(optimizer, "dynamic_scale", None)
-        scale = optimizer.loss_scale if scale is None else scale
-        return {"log2 of the scale": np.log2(np.array(scale, "float64")),
-                "iterations": np.array(optimizer.iterations)}
-
-    return Run(dense(keras), **data, compile={"optimizer": optimizer}, fit={"epochs": 1}, seen=seen)
-
-
-@case("optimizers/constraints")
-def _(keras: Any) -> Run:
-    constraints = keras.constraints
-    return Run(dense(keras, kernel_constraint=constraints.MaxNorm(0.5),
-                     bias_constraint=constraints.NonNeg()), **regression())
-
-
-@case("optimizers/a frozen layer")
-def _(keras: Any) -> Run:
-    model = dense(keras)
-    model.layers[0].trainable = False
-    return Run(model, **regression(), compile={"optimizer": adam(keras)})
-
-
-@case("optimizers/a gradient that is None")
-def _(keras: Any) -> Run:
-    class Partly(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = keras.layers.Dense(3), keras.layers.Dense(4)
-            self.used.build((None, 5))
-            self.unused.build((None, 5))
-
-        def call(self, x: Any) -> Any:
-            return self.used(x)
-
-    return Run(Partly(), **regression())
-
-
-def _used_twice(keras: Any) -> Any:
-    x = keras.Input((5,))
-    shared = keras.layers.Dense(5, activation="tanh")
-    return keras.Model(x, keras.layers.Dense(3)(shared(shared(x))))
-
-
-@case("optimizers/a variable used twice")
-def _(keras: Any) -> Run:
-    return Run(_used_twice(keras), **regression(), compile={"optimizer": sgd(keras)})
-
-
-# One element's gradient is so near zero here that Adam, which divides by its size, makes 1.5e-5 of
-# float32's rounding; in float64 nothing is left of it.
-@case("optimizers/a variable used twice, Adam", wide=True, policy="float64", bound=1e-12)
-def _(keras: Any) -> Run:
-    data = {name: values.astype("float64") for name, values in regression().items()}
-    return Run(_used_twice(keras), **data, compile={"optimizer": adam(keras)})
-
-
-@case("optimizers/sparse gradients, SGD", wide=True)
-def _(keras: Any) -> Run:
-    return Run(_bag(keras), **_bags(), compile={"optimizer": sgd(keras)})
-
-
-@case("optimizers/sparse gradients, Adam and clipping")
-def _(keras: Any) -> Run:
-    return Run(_bag(keras), **_bags(), compile={"optimizer": adam(keras, global_clipnorm=0.1)})
-
-
-@case("optimizers/sparse gradients, Adagrad and weights", wide=True)
-def _(keras: Any) -> Run:
-    return Run(_bag(keras), **_bags(), weights=row_weights(),
-               compile={"optimizer": keras.optimizers.Adagrad(0.1)})
-
-
-@case("optimizers/sparse gradients, a table used twice")
-def _(keras: Any) -> Run:
-    a, b = keras.Input((4,), dtype="int32"), keras.Input((4,), dtype="int32")
-    table = keras.layers.Embedding(9, 3)
-    joined = keras.layers.Concatenate()([keras.layers.Flatten()(table(part)) for part in (a, b)])
-    data = _bags()
-    return Run(keras.Model([a, b], keras.layers.Dense(1)(joined)), [data["x"], data["x"][::-1]],
-               data["y"], compile={"optimizer": sgd(keras)})
-
-
-@case("optimizers/sparse gradients, accumulated", keras=(KERAS_3,),
-      reason="tf_keras does not accumulate gradients")
-def _(keras: Any) -> Run:
-    return Run(_bag(keras), **_bags(),
-               compile={"optimizer": adam(keras, gradient_accumulation_steps=2)})
-
-
-@case("optimizers/sparse inputs, Adam")
-def _(keras: Any) -> Run:
-    x = keras.Input((9,), sparse=True)
-    data = numbers(ROWS, 9, seed=7)
-    rows = tf.sparse.from_dense(np.where(data > 0.5, data, 0.))
-    y = numbers(ROWS, 1, seed=8)
-    return Run(keras.Model(x, keras.layers.Dense(1)(x)),
-               tf.data.Dataset.from_tensor_slices((rows, y)).batch(8),
-               compile={"optimizer": adam(keras)}, fit={"batch_size": None})
-
-
-def _bag(keras: Any) -> Any:
-    layers = keras.layers
-    return keras.Sequential([keras.Input((4,), dtype="int32"), layers.Embedding(9, 3),
-                             layers.GlobalAveragePooling1D(), layers.Dense(1)])
-
-
-def _bags() -> dict[str, Any]:
-    """Few ids, so that each batch repeats them within and across towers; some never come."""
-    return {"x": np.random.RandomState(7).randint(0, 6, (ROWS, 4)), "y": numbers(ROWS, 1, seed=8)}
 
 
 # Models.
@@ -967,7 +499,7 @@ def _(keras: Any) -> Run:
         def call(self, y_true: Any, y_pred: Any) -> Any:
             return tf.reduce_sum(tf.square(y_pred[:, tf.newaxis] - y_pred / 2), [1, 2]) / 50
 
-    return Run(_two_outputs(keras), **_two_targets(),
+    return Run(two_outputs(keras), **two_targets(),
                compile={"loss": [WholeBatch(Spread(reduction="sum")), "mse"],
                         "loss_weights": [0.3, 1.], "run_eagerly": True})
 
@@ -1081,16 +613,6 @@ def _(keras: Any) -> Run:
                numbers(ROWS, 1, seed=3))
 
 
-def _own_step(keras: Any, step: Callable[[Any, Any], dict[str, Any]]) -> Any:
-    class Own(keras.Model):
-        def train_step(self, data: Any) -> dict[str, Any]:
-            return step(self, data)
-
-    x = keras.Input((5,))
-    hidden = keras.layers.Dense(6, activation="tanh")(x)
-    return Own(x, keras.layers.Dense(3)(hidden))
-
-
 @case("models/a layer that counts rows in a summed variable")
 def _(keras: Any) -> Run:
     summed = "sum" if is_keras_3(keras) else tf.VariableAggregation.SUM
@@ -1111,287 +633,22 @@ def _(keras: Any) -> Run:
                **regression())
 
 
-@case("models/own train_step, Keras' loss")
+@case("models/positions")
 def _(keras: Any) -> Run:
-    def step(model: Any, data: Any) -> dict[str, Any]:
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        with tf.GradientTape() as tape:
-            y_pred = model(x, training=True)
-            loss = model.compute_loss(x, y, y_pred, weights)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-        for metric in model.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss)
-            else:
-                metric.update_state(y, y_pred)
-        return {metric.name: metric.result() for metric in model.metrics}
+    """Positions are the same for all rows: each is looked up once a batch, however many towers."""
+    class Placed(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = keras.layers.Embedding(11, 4)
+            self.places = keras.layers.Embedding(9, 4)
 
-    return Run(_own_step(keras, step), **regression(), compile={"metrics": ["mae"]},
-               weights=row_weights())
+        def call(self, x: Any) -> Any:
+            return self.words(x) + self.places(tf.range(tf.shape(x)[1]))
 
-
-@case("models/own train_step, a loss object", wide=True)
-def _(keras: Any) -> Run:
-    loss_object = keras.losses.MeanSquaredError()
-    tracker = keras.metrics.Mean(name="own_loss")
-
-    def step(model: Any, data: Any) -> dict[str, Any]:
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = model.loss(y, model(x, training=True)) if is_keras_3(keras) \
-                else model.compiled_loss(y, model(x, training=True))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-        tracker.update_state(loss)
-        return {"own_loss": tracker.result()}
-
-    model = _own_step(keras, step)
-    return Run(model, **regression(), compile={"loss": loss_object})
-
-
-def _scaled(loss: Any) -> Any:
-    """What one writes in a step of one's own; without a strategy there is nothing to scale."""
-    scale = getattr(tf.distribute.get_strategy(), "scale_loss", None)
-    return loss if scale is None else scale(loss)
-
-
-def _apply(model: Any, tape: Any, loss: Any) -> None:
-    gradients = tape.gradient(loss, model.trainable_variables)
-    model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-
-
-def _variational(keras: Any) -> Any:
-    """A variational auto-encoder; what it adds as noise comes with the rows."""
     layers = keras.layers
-
-    class Variational(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = keras.Sequential([keras.Input((5,)), layers.Dense(4)])
-            self.decoder = keras.Sequential([keras.Input((2,)), layers.Dense(5)])
-            self.trackers = [keras.metrics.Mean(name=name)
-                             for name in ("total", "reconstruction", "divergence")]
-
-        def call(self, x: Any) -> Any:
-            return self.decoder(self.encoder(x)[:, :2])
-
-        @property
-        def metrics(self) -> list[Any]:
-            return self.trackers
-
-        def train_step(self, data: Any) -> dict[str, Any]:
-            x, noise = data
-            with tf.GradientTape() as tape:
-                mean, variance = tf.split(self.encoder(x), 2, axis=1)
-                again = self.decoder(mean + tf.exp(0.5 * variance) * noise)
-                reconstruction = tf.reduce_mean(tf.reduce_sum(tf.square(x - again), axis=1))
-                divergence = -0.5 * (1 + variance - tf.square(mean) - tf.exp(variance))
-                divergence = tf.reduce_mean(tf.reduce_sum(divergence, axis=1))
-                loss = _scaled(reconstruction + 0.3 * divergence)
-            _apply(self, tape, loss)
-            for tracker, value in zip(self.trackers, (loss, reconstruction, divergence)):
-                tracker.update_state(value)
-            return {tracker.name: tracker.result() for tracker in self.trackers}
-
-    model = Variational()
-    model(numbers(2, 5))
-    return model
-
-
-@case("models/own train_step, scale_loss", wide=True)
-def _(keras: Any) -> Run:
-    return Run(_variational(keras), numbers(ROWS, 5), numbers(ROWS, 2, seed=1), compile={
-        "loss": None, "optimizer": adam(keras)})
-
-
-@case("models/own train_step, scale_loss, eagerly")
-def _(keras: Any) -> Run:
-    return Run(_variational(keras), numbers(ROWS, 5), numbers(ROWS, 2, seed=1), compile={
-        "loss": None, "run_eagerly": True})
-
-
-def _own_loss_step(name: str, loss_of: Callable[..., Any], **options: Any) -> None:
-    """A step with a loss of its own, tracked with the rows as weights, changed and as it is."""
-    @case(f"models/own train_step, {name}", **options)
-    def make(keras: Any) -> Run:
-        trackers = [keras.metrics.Mean(name=name) for name in ("plain", "weighted", "changed")]
-
-        def step(model: Any, data: Any) -> dict[str, Any]:
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = loss_of(keras, model, y, model(x, training=True))
-            _apply(model, tape, loss)
-            trackers[0].update_state(loss)
-            trackers[1].update_state(loss, sample_weight=tf.shape(x)[0])
-            trackers[2].update_state(2.0 * loss + tf.reduce_mean(y))
-            return {tracker.name: tracker.result() for tracker in trackers}
-
-        return Run(_own_step(keras, step), **regression())
-
-
-def _per_row(y: Any, y_pred: Any) -> Any:
-    return tf.reduce_mean(tf.square(y_pred - y), axis=-1)
-
-
-def _penalty(model: Any) -> Any:
-    return 0.01 * tf.nn.l2_loss(tf.convert_to_tensor(model.trainable_variables[0]))
-
-
-_own_loss_step("compute_average_loss", lambda keras, model, y, y_pred: (
-    tf.nn.compute_average_loss(_per_row(y, y_pred))
-    + tf.nn.scale_regularization_loss(_penalty(model))), wide=True)
-_own_loss_step("compute_average_loss, a batch size", lambda keras, model, y, y_pred: (
-    tf.nn.compute_average_loss(_per_row(y, y_pred), global_batch_size=8)), wide=True)
-_own_loss_step("a sum over the global batch", lambda keras, model, y, y_pred: (
-    tf.reduce_sum(_per_row(y, y_pred)) * (1. / 8)))
-_own_loss_step("a loss object and a scaled term", lambda keras, model, y, y_pred: (
-    keras.losses.MeanSquaredError()(y, y_pred) + _scaled(0.1 * tf.reduce_mean(tf.abs(y_pred)))
-    + _scaled(_penalty(model))),
-    keras=(KERAS_3,), reason="tf_keras refuses a loss object's mean under a strategy")
-_own_loss_step("a summed loss object", lambda keras, model, y, y_pred: (
-    keras.losses.MeanSquaredError(reduction="sum")(y, y_pred) / 8))
-
-
-def _changed_by_hand(name: str, change: Callable[[Any, list[Any]], list[Any]],
-                     **options: Any) -> None:
-    """A step that does something of its own with the gradients before they are applied."""
-    @case(f"models/own train_step, gradients {name}", **options)
-    def make(keras: Any) -> Run:
-        def step(model: Any, data: Any) -> dict[str, Any]:
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = model.compute_loss(x, y, model(x, training=True))
-            gradients = change(model, tape.gradient(loss, model.trainable_variables))
-            model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-            for metric in model.metrics:
-                metric.update_state(loss)
-            return {metric.name: metric.result() for metric in model.metrics}
-
-        return Run(_own_step(keras, step), **regression(), compile={"optimizer": sgd(keras)})
-
-
-def _running(model: Any, gradients: list[Any]) -> list[Any]:
-    if not hasattr(model, "running"):
-        with tf.init_scope():
-            model.running = [tf.Variable(tf.zeros(each.shape), trainable=False)
-                             for each in gradients]
-    for held, gradient in zip(model.running, gradients):
-        held.assign(0.5 * held + gradient)
-    return [tf.identity(held) for held in model.running]
-
-
-_changed_by_hand("clipped by hand", lambda model, gradients: (
-    tf.clip_by_global_norm(gradients, 0.1)[0]))
-_changed_by_hand("decayed by hand", lambda model, gradients: [
-    gradient + 0.1 * tf.convert_to_tensor(weight)
-    for gradient, weight in zip(gradients, model.trainable_variables)], wide=True)
-_changed_by_hand("summed by hand", _running, wide=True)
-
-
-def _decorated(keras: Any, eagerly: bool = False) -> Run:
-    """``call``, the loss and an update of moving averages in functions, a branch and a loop."""
-
-    class Decorated(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.hidden = keras.layers.Dense(4, activation="tanh")
-            self.norm = keras.layers.LayerNormalization()
-            self.last = keras.layers.Dense(3)
-            self.mean = tf.Variable(tf.zeros([5]), trainable=False)
-            self.target = tf.Variable(8.0, trainable=False)
-
-        @tf.function
-        def call(self, x: Any, training: Any = None) -> Any:
-            return self.last(self.norm(self.hidden(x)))
-
-        @tf.function
-        def loss_of(self, y: Any, predicted: Any) -> Any:
-            return self.compute_loss(None, y, predicted)
-
-        def move(self, x: Any) -> Any:
-            self.mean.assign_add(0.1 * (tf.reduce_mean(x, 0) - self.mean))
-
-            def halved(count: Any) -> tuple[Any]:
-                self.target.assign(0.5 * self.target + 1.0)
-                return (count + 1,)
-
-            tf.while_loop(lambda count: count < 2, halved, (0,))
-            return tf.constant(0)
-
-        def train_step(self, data: Any) -> dict[str, Any]:
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.loss_of(y, self(x, training=True))
-            _apply(self, tape, loss)
-            tf.cond(tf.shape(x)[0] > 0, lambda: self.move(x), lambda: tf.constant(0))
-            # Eagerly, nothing tells that what a function returned is a part of the batch's loss.
-            return {"own_loss": 0.0 * loss if eagerly else loss}
-
-    model = Decorated()
-    model(np.zeros([1, 5], "float32"))
-    data = regression()
-    return Run(model, **data, compile={"run_eagerly": eagerly},
-               seen=lambda model: {"moved": [model.mean.numpy(), model.target.numpy()]})
-
-
-@case("models/functions and control flow in a step")
-def _(keras: Any) -> Run:
-    return _decorated(keras)
-
-
-@case("models/functions and control flow in a step, eagerly", wide=True)
-def _(keras: Any) -> Run:
-    return _decorated(keras, eagerly=True)
-
-
-@case("models/own test_step and predict_step")
-def _(keras: Any) -> Run:
-    class Own(keras.Model):
-        def test_step(self, data: Any) -> dict[str, Any]:
-            x, y = data
-            return {"own": self.compute_loss(x, y, self(x, training=False))}
-
-        def predict_step(self, data: Any) -> dict[str, Any]:
-            x = keras.utils.unpack_x_y_sample_weight(data)[0]
-            return {"y": self(x, training=False), "x": x}
-
-    x = keras.Input((5,))
-    return Run(Own(x, keras.layers.Dense(3)(x)), **regression(), fit={"validation_split": 0.4})
-
-
-@case("models/own train_step, two optimizers")
-def _(keras: Any) -> Run:
-    class Two(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = keras.layers.Dense(5, activation="tanh")
-            self.b = keras.layers.Dense(3)
-            self.a.build((None, 5))
-            self.b.build((None, 5))
-
-        def call(self, x: Any) -> Any:
-            return self.b(self.a(x))
-
-        def compile(self, optimizer: Any, second: Any, **options: Any) -> None:
-            super().compile(optimizer=optimizer, **options)
-            self.second = second
-            # Under any strategy Keras 3 would build it for all variables, on one device for ours.
-            self.optimizer.build(self.a.trainable_variables)
-            self.second.build(self.b.trainable_variables)
-
-        def train_step(self, data: Any) -> dict[str, Any]:
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(x, y, self(x, training=True))
-            ours, theirs = self.a.trainable_variables, self.b.trainable_variables
-            gradients = tape.gradient(loss, ours + theirs)
-            self.optimizer.apply_gradients(zip(gradients[:len(ours)], ours))
-            self.second.apply_gradients(zip(gradients[len(ours):], theirs))
-            return {"loss": loss}
-
-    return Run(Two(), **regression(), compile={
-        "optimizer": sgd(keras, clipnorm=0.1), "second": adam(keras)})
+    return Run(keras.Sequential([keras.Input((5,), dtype="int32"), Placed(),
+                                 layers.Dense(11, activation="softmax")]),
+               **words(), compile={**LABELS, "optimizer": adam(keras)})
 
 
 # How fit is called.

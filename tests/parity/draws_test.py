@@ -4,6 +4,7 @@ import contextlib
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
@@ -86,6 +87,7 @@ class RandomDrawsTest(parameterized.TestCase):
         self.assertBetween(np.mean(masks != 0), 0.3, 0.7)
 
     @wide.product(version=BOTH, count=[1, 3])
+    @pytest.mark.wide
     def test_a_seed_makes_a_run_repeatable(self, version, count):
         """Else an experiment on towers cannot be repeated."""
 
@@ -105,7 +107,7 @@ class RandomDrawsTest(parameterized.TestCase):
         for first, second in zip(weights(), weights()):
             np.testing.assert_array_equal(first, second)
 
-    @parameterized.product(version=BOTH)
+    @wide.parameters(keras, wide=[tf_keras])
     def test_one_tower_draws_what_one_device_draws(self, version):
         """Else R = 1 is not the run without a strategy."""
 

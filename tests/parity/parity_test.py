@@ -2,6 +2,8 @@
 
 from absl.testing import absltest, parameterized
 
+import wide
+
 from . import cases, runner
 
 
@@ -12,7 +14,8 @@ def _named(index, item):
 
 class ParityTest(parameterized.TestCase):
 
-    @parameterized.named_parameters(_named(*item) for item in enumerate(runner.core()))
+    @wide.named_parameters(*(_named(*item) for item in enumerate(runner.core())),
+                           is_wide=lambda case, *_: case.wide)
     def test_towers_train_as_one_device(self, case, keras, towers):
         """Else a user's model trains differently because of how many devices there are."""
         found = runner.compare(case, runner.keras_module(keras), towers)

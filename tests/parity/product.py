@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
     parser.add_argument("--quick", action="store_true",
-                        help="each case on one choice of towers, as in `make test`")
+                        help="each case on one choice of towers, as in `make test-all`")
     parser.add_argument("--thirds", action="store_true",
                         help="each number of towers with one merge device, in turn")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has TEXT")

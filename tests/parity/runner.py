@@ -24,7 +24,7 @@ import tensorflow as tf
 
 import towerstrategy
 
-from . import added_cases, cases, draw_cases  # noqa: F401
+from . import cases, draw_cases, loss_cases, optimizer_cases, step_cases  # noqa: F401
 
 FLOOR = 1e-6
 WEIGHT_FLOOR = 1e-3
@@ -93,7 +93,7 @@ STAGED = [Towers(1, stages=2), Towers(1, stages=3, micro_batches=4),
           Towers(2, stages=2, micro_batches=2)]
 ALL_TOWERS = [*(Towers(count, merge) for count in (1, 2, 3, 4, 5, 8) for merge in MERGES),
               *UNEQUAL_TOWERS, *IN_PARTS, *STAGED]
-# One of these a case, in turn, is what ``make test`` runs.
+# One of these a case, in turn, is what ``make test`` and ``make test-all`` run.
 CORE_TOWERS = [Towers(3, "cpu"), Towers(4, "tower 0"), Towers(3, "balanced"), Towers(4, "cpu"),
                Towers(1, "cpu"), Towers(4, "balanced"), Towers(3, "tower 0"), *UNEQUAL_TOWERS,
                *IN_PARTS]
@@ -104,13 +104,11 @@ UNCUT = re.compile("cannot be cut into the|layer.s. for them")
 
 
 def core() -> list[tuple[cases.Case, str, Towers]]:
-    """The core: every case but wide ones, in Keras versions and on towers that take turns."""
+    """The core: every case, wide ones last, in Keras versions and on towers that take turns."""
     # The versions change places from round to round, so that each meets all towers.
-    pairs = [(case, case.keras[(number + number // len(CORE_TOWERS)) % len(case.keras)])
-             for number, case in enumerate(
-                 case for case in cases.CASES.values() if not case.wide)]
-    return [(case, keras, CORE_TOWERS[index % len(CORE_TOWERS)])
-            for index, (case, keras) in enumerate(pairs)]
+    ordered = sorted(cases.CASES.values(), key=lambda case: case.wide)
+    return [(case, case.keras[(number + number // len(CORE_TOWERS)) % len(case.keras)],
+             CORE_TOWERS[number % len(CORE_TOWERS)]) for number, case in enumerate(ordered)]
 
 
 def keras_module(name: str) -> Any:

@@ -7,10 +7,13 @@ import tempfile
 
 import keras
 import matplotlib.image
+import pytest
 import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+
+pytestmark = pytest.mark.wide
 
 EXAMPLES = str(pathlib.Path(__file__).resolve().parents[2] / "examples")
 

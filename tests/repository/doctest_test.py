@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import doctests
+import pytest
 from absl.testing import absltest, parameterized
 
 import towerstrategy
@@ -28,6 +29,7 @@ def outcome() -> subprocess.CompletedProcess[str]:
 class DoctestTest(parameterized.TestCase):
 
     @parameterized.parameters(doctests.modules())
+    @pytest.mark.wide
     def test_examples_give_what_they_show(self, module):
         """Else a newcomer who types a docstring's example in gets something else."""
         done = outcome()

@@ -9,6 +9,7 @@ import sys
 import tempfile
 
 import code_blocks
+import pytest
 from absl.testing import absltest, parameterized
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -30,6 +31,7 @@ def outcome() -> subprocess.CompletedProcess[str]:
 
 class DocumentsTest(parameterized.TestCase):
 
+    @pytest.mark.wide
     def test_code_runs(self):
         """Else what a user copies from the documents fails."""
         done = outcome()
@@ -45,6 +47,7 @@ class DocumentsTest(parameterized.TestCase):
             if "://" not in target:
                 self.assertTrue((ROOT / document).parent.joinpath(target).exists(), target)
 
+    @pytest.mark.wide
     def test_picture_can_be_drawn_again(self):
         """Else the picture of a step cannot follow when the step changes."""
         with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,6 @@
-"""wide: what the default run leaves out of a product, and that ``--wide`` leaves out nothing."""
+"""wide: what the default run leaves to `make test-all`, and that the two leave out nothing."""
 
 import itertools
-from unittest import mock
 
 from absl.testing import absltest, parameterized
 
@@ -11,7 +10,7 @@ SIZES = (2, 3, 2, 5)
 
 
 def cases_of(decorator):
-    """The cases that a class has by a decorator."""
+    """The cases of a test with a decorator, and whether each is wide."""
     found = []
 
     class Case(parameterized.TestCase):
@@ -19,9 +18,10 @@ def cases_of(decorator):
         def test(self, one, other):
             found.append((one, other))
 
-    case = absltest.unittest.TestSuite(map(Case, filter(
-        lambda name: name.startswith("test"), vars(Case))))
-    case.run(absltest.unittest.TestResult())
+    for name in filter(lambda name: name.startswith("test"), vars(Case)):
+        Case(name).run(absltest.unittest.TestResult())
+        marks = [mark.name for mark in getattr(getattr(Case, name), "pytestmark", [])]
+        found[-1] = (found[-1], marks == ["wide"])
     return found
 
 
@@ -43,11 +43,25 @@ class WideTest(parameterized.TestCase):
 
     def test_product(self):
         """Else a case is lost, or all of them are run by ``make test``."""
-        options = {"one": "ab", "other": (3, 4, 5)}
-        self.assertLen(cases_of(wide.product(**options)), 3)
-        with mock.patch.object(wide, "ALL", True):
-            self.assertCountEqual(cases_of(wide.product(**options)),
-                                  itertools.product(*options.values()))
+        found = cases_of(wide.product(one="ab", other=(3, 4, 5)))
+        self.assertEqual([case for case, _ in found], list(itertools.product("ab", (3, 4, 5))))
+        self.assertEqual([is_wide for _, is_wide in found].count(False), 3)
+
+    def test_parameters(self):
+        """Else a case is lost, or all of them are run by ``make test``."""
+        self.assertEqual(cases_of(wide.parameters((1, 2), wide=[(3, 4), (5, 6)])),
+                         [((1, 2), False), ((3, 4), True), ((5, 6), True)])
+        self.assertEqual(
+            cases_of(wide.named_parameters(("_a", 1, 2), ("_b", 3, 4),
+                                           is_wide=lambda one, _: one > 1)),
+            [((1, 2), False), ((3, 4), True)])
+
+    def test_turns(self):
+        """Else one of the two Keras versions has no test at all in ``make test``."""
+        versions = wide.turns(("_a", 1, 2), ("_b", 3, 4))
+        first, second = cases_of(versions), cases_of(versions)
+        self.assertEqual([case for case, _ in first], [(1, 2), (3, 4)])
+        self.assertEqual(first, [(case, not is_wide) for case, is_wide in second])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ they differ, :func:`deliberate` says why.
 """
 
 import copy
+import itertools
 
 import numpy as np
 import tensorflow as tf
@@ -94,9 +95,8 @@ def deliberate(where, method, agree, dtype, synchronization, aggregation):
 class WriteMatrixTest(parameterized.TestCase):
 
     # ON_WRITE is what AUTO is for these.
-    @parameterized.product(
-        synchronization=[Sync.AUTO, Sync.ON_READ, *[Sync.ON_WRITE] * wide.ALL],
-        aggregation=list(Aggregation))
+    @wide.parameters(*itertools.product([Sync.AUTO, Sync.ON_READ], Aggregation),
+                     wide=[(Sync.ON_WRITE, rule) for rule in Aggregation])
     def test_as_mirrored(self, synchronization, aggregation):
         """Else a variable written by code made for MirroredStrategy holds something else."""
         modes = {"synchronization": synchronization, "aggregation": aggregation}
