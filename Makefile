@@ -1,4 +1,4 @@
-# Two commands set everything up: `make demo` and `make test`.
+# Two commands set everything up: `make demo` and `make test`.  A first time takes a minute or two more.
 
 # Of the Pythons that are there and start, 3.11 if it is one of them.
 PYTHON ?= $(or $(shell for name in python3.11 python3; do \
@@ -13,6 +13,9 @@ TF_VENV := .venv-tf-$(TF)
 # Not what is the same on all of them: benchmarks, documents, examples, packaging.
 LEAVES_OUT := benchmarks/benchmarks repository/digits_example repository/doctest \
 	repository/packaging repository/readme
+# Two processes, in each a file's tests one after another: what a file makes once is made once.
+PYTEST := -m pytest -n 2 --dist loadfile
+ALL := -m ""
 
 # What `make test-python PYTHON=python3.13` makes, and what runs on the oldest and newest of them.
 EXECUTABLE = $(or $(shell $(PYTHON) -c 'import sys; print(sys.executable)' 2>/dev/null),\
@@ -21,49 +24,53 @@ VERSION = $(shell $(EXECUTABLE) -c 'import sys; print("%d.%d" % sys.version_info
 CORE := batch/split merge/merge replicas/run strategy variables/variables batch/input \
 	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks
 
-.PHONY: demo test lint test-parity test-slow test-gpu test-libraries test-tf test-python test-pythons bench \
+.PHONY: demo test test-all lint test-parity test-slow test-gpu test-libraries test-tf test-python test-pythons bench \
 	bench-jax docs test-site release-check clean
 
 $(VENV)/%.installed: setup.cfg setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e ".[$*]"
+	$(BIN)/python -m pip install -e ".[$*]"
 	touch $@
 
 $(TF_VENV)/test.installed: setup.cfg setup.py
 	test -x $(TF_VENV)/bin/python || $(PYTHON) -m venv $(TF_VENV)
 	$(TF_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(TF_VENV)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager \
+	$(TF_VENV)/bin/python -m pip install --upgrade --upgrade-strategy eager \
 		-e ".[test]" "tensorflow~=$(TF).0" "tf_keras~=$(TF).0"
 	touch $@
 
 .venv-python%/test.installed: setup.cfg setup.py
 	test -x .venv-python$*/bin/python || $(EXECUTABLE) -m venv .venv-python$*
 	.venv-python$*/bin/python -m pip install --quiet --upgrade pip
-	.venv-python$*/bin/python -m pip install --quiet -e ".[test]"
+	.venv-python$*/bin/python -m pip install -e ".[test]"
 	touch $@
 
 # Orbit alone out of tf-models-official, which asks for another TensorFlow and for much else.
 .venv-libraries/libraries.installed: setup.cfg setup.py
 	test -x .venv-libraries/bin/python || $(PYTHON) -m venv .venv-libraries
 	.venv-libraries/bin/python -m pip install --quiet --upgrade pip
-	.venv-libraries/bin/python -m pip install --quiet -e ".[libraries,trackers]" pytest
-	.venv-libraries/bin/python -m pip install --quiet gin-config pygame
-	.venv-libraries/bin/python -m pip install --quiet --no-deps "tf-models-official>=2.20" \
+	.venv-libraries/bin/python -m pip install -e ".[libraries,trackers]" pytest
+	.venv-libraries/bin/python -m pip install gin-config pygame
+	.venv-libraries/bin/python -m pip install --no-deps "tf-models-official>=2.20" \
 		tf-agents gym==0.23.0 gym-notices
 	touch $@
 
 .venv-jax/jax.installed:
 	test -x .venv-jax/bin/python || $(PYTHON) -m venv .venv-jax
 	.venv-jax/bin/python -m pip install --quiet --upgrade pip
-	.venv-jax/bin/python -m pip install --quiet keras jax
+	.venv-jax/bin/python -m pip install keras jax
 	touch $@
 
 demo: $(VENV)/demo.installed
 	$(RUN) examples/digits.py
 
 test: $(VENV)/test.installed lint
-	$(RUN) -m pytest -n 2
+	$(RUN) $(PYTEST)
+
+# What `make test` leaves out: tests that are marked wide.
+test-all: $(VENV)/test.installed
+	$(RUN) $(PYTEST) -m wide
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
@@ -73,7 +80,6 @@ test-parity: $(VENV)/test.installed
 	$(RUN) -m tests.parity
 	$(RUN) -m tests.parity --quick --jit-compile
 	$(RUN) -m tests.parity.sweep
-	$(RUN) -m pytest -n 2 --wide $$(grep -rlx "import wide" tests --include=*_test.py)
 
 test-slow: $(VENV)/test.installed $(VENV)/release.installed $(VENV)/docs.installed \
 		$(VENV)/site-test.installed $(VENV)/notebook.installed
@@ -88,11 +94,11 @@ test-libraries: .venv-libraries/libraries.installed
 		tests/slow/libraries_test.py
 
 test-tf: $(TF_VENV)/test.installed
-	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(TF_VENV)/bin/python -m pytest -n 2 \
+	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(TF_VENV)/bin/python $(PYTEST) $(ALL) \
 		$(LEAVES_OUT:%=--ignore=tests/%_test.py)
 
 test-python: .venv-python$(VERSION)/test.installed
-	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(<D)/bin/python -m pytest -n 2 \
+	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(<D)/bin/python $(PYTEST) $(ALL) \
 		$(or $(TESTS:%=tests/%_test.py),$(LEAVES_OUT:%=--ignore=tests/%_test.py))
 
 test-pythons:

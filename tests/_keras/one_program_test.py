@@ -7,6 +7,7 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
@@ -36,33 +37,6 @@ def plain(kit, rate=.3):
     return model
 
 
-def contrastive(kit):
-    """A model whose own step compares each row with all others, and scales by no replicas."""
-
-    class Model(kit.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = kit.layers.Dense(3)
-            self.mean = kit.metrics.Mean("mean")
-
-        def call(self, x, training=False):
-            return self.dense(x)
-
-        def train_step(self, data):
-            with tf.GradientTape() as tape:
-                out = self(data[0], training=True)
-                pairs = tf.matmul(out, out, transpose_b=True)
-                loss = tf.reduce_mean(tf.reduce_logsumexp(pairs, 1) - tf.linalg.diag_part(pairs))
-            weights = self.trainable_variables
-            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
-            self.mean.update_state(loss)
-            return {"mean": self.mean.result(), "norm": tf.norm(out)}
-
-    model = Model()
-    model.compile(kit.optimizers.SGD(.1))
-    return model
-
-
 def trained(kit, make, strategy, fit=(), after=lambda model: []):
     """What a training gives: logs, weights, and what ``after`` asks the model for."""
     kit.backend.clear_session()
@@ -87,21 +61,13 @@ class OneProgramTest(parameterized.TestCase):
 
     @IN_TURN
     def test_fit_evaluate_and_predict(self, kit):
-        """Else draws, statistics and metrics of a training on towers are not one device's."""
-        self.assert_as_one_device(kit, plain, after=lambda model: [
-            model.evaluate(X, Y, batch_size=8, return_dict=True, verbose=0),
-            model.predict(X, batch_size=8, verbose=0), model.predict(X[:1], verbose=0)])
-
-    @IN_TURN
-    def test_sample_weights_and_validation(self, kit):
-        """Else weighted rows count wrongly where the towers' weights differ."""
-        self.assert_as_one_device(kit, plain, fit={
-            "sample_weight": WEIGHTS, "validation_data": (X[:5], Y[:5], WEIGHTS[:5])})
-
-    @IN_TURN
-    def test_own_step_in_which_rows_meet(self, kit):
-        """Else a step written for one device means something else on towers."""
-        self.assert_as_one_device(kit, contrastive)
+        """Else draws, statistics, weighted rows and metrics on towers are not one device's."""
+        self.assert_as_one_device(
+            kit, plain, fit={"sample_weight": WEIGHTS, "validation_data": (X[:5], Y[:5],
+                                                                           WEIGHTS[:5])},
+            after=lambda model: [
+                model.evaluate(X, Y, batch_size=8, return_dict=True, verbose=0),
+                model.predict(X, batch_size=8, verbose=0), model.predict(X[:1], verbose=0)])
 
     @IN_TURN
     def test_on_batch(self, kit):
@@ -133,14 +99,14 @@ class OneProgramTest(parameterized.TestCase):
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
         self.assertEqual(seen, [8, 8, 2] * 4)
 
-    @wide.parameters(1, wide=[2])
-    def test_several_steps_an_execution(self, unrolled):
+    @pytest.mark.wide
+    def test_several_unrolled_steps_an_execution(self):
         """Else steps_per_execution, which loops over the step, trains differently."""
 
         def make(kit):
             model = plain(kit)
             model.compile("sgd", "mse", steps_per_execution=2)
-            model.unrolled_steps_per_execution = unrolled
+            model.unrolled_steps_per_execution = 2
             return model
 
         self.assert_as_one_device("keras", make,

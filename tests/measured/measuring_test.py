@@ -91,7 +91,7 @@ class RowsForTest(parameterized.TestCase):
 class MeasuringTest(parameterized.TestCase):
 
     @wide.turns(*KITS)
-    def test_towers_end_together(self, _, kit):
+    def test_towers_end_together(self, kit):
         """Else the step waits for the slow tower, is traced again, or trains something else."""
         clock = Clock(1., 3.)
         with clock.running() as strategy:

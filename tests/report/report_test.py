@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
@@ -139,7 +140,7 @@ class DescribeTest(parameterized.TestCase):
 
 class DescribeModelTest(parameterized.TestCase):
 
-    @parameterized.named_parameters(*KITS)
+    @wide.turns(*KITS)
     def test_state_and_its_rules(self, kit):
         """Else who keeps an extreme, or ranks rows, does not see how the towers' are merged."""
         strategy = TowerStrategy(TOWERS)
@@ -158,7 +159,7 @@ class DescribeModelTest(parameterized.TestCase):
         self.assertRegex(found["moving_variance"], "one copy +mean by share of rows")
         self.assertRegex(found["own/total"], "a part on each tower +sum, when it is read")
 
-    @parameterized.named_parameters(*KITS)
+    @wide.turns(*KITS)
     def test_another_model(self, kit):
         """Else a table of a model that does not train on these towers is believed."""
         strategy = TowerStrategy(TOWERS)
@@ -224,8 +225,8 @@ class TrainingTest(parameterized.TestCase):
         self.assertEqual(epoch.sample.towers, (0, 0, 0))
         self.assertBetween(epoch.sample.merge, 1e-9, epoch.sample.step)
 
-    @parameterized.parameters(*KITS)
-    def test_validation_and_prediction_are_not_training(self, name, kit):
+    @wide.turns(*KITS)
+    def test_validation_and_prediction_are_not_training(self, kit):
         """Else the rows of a validation are told as trained on."""
         model = small_model(kit, TowerStrategy(TOWERS))
         x, y = data(12)
@@ -236,8 +237,8 @@ class TrainingTest(parameterized.TestCase):
                   callbacks=[predict, found])
         self.assertEqual([epoch.rows for epoch in found.epochs], 2 * [(4, 4, 4)])
 
-    @parameterized.parameters(*KITS)
-    def test_epochs_of_a_dataset_without_end(self, name, kit):
+    @wide.turns(*KITS)
+    def test_epochs_of_a_dataset_without_end(self, kit):
         """Else what the pipeline holds ready is counted, or an epoch has the rows of all before."""
         model = small_model(kit, TowerStrategy(TOWERS))
         batches = tf.data.Dataset.from_tensors(data(8)).repeat()
@@ -245,8 +246,8 @@ class TrainingTest(parameterized.TestCase):
         model.fit(batches, steps_per_epoch=4, epochs=3, verbose=0, callbacks=[found])
         self.assertEqual([epoch.rows for epoch in found.epochs], 3 * [(12, 12, 8)])
 
-    @parameterized.parameters(*KITS)
-    def test_micro_batches(self, name, kit):
+    @wide.turns(*KITS)
+    def test_micro_batches(self, kit):
         """Else rows and time of a tower's parts are told as those of towers that are not there."""
         model = small_model(kit, TowerStrategy(TOWERS[:2], micro_batches=3))
         found = quiet()
@@ -294,8 +295,8 @@ class TrainingTest(parameterized.TestCase):
         first, slow, last = np.min([epoch.sample.stages[0] for epoch in found.epochs[1:]], 0)
         self.assertGreater(slow, max(first, last))
 
-    @parameterized.parameters(*KITS)
-    def test_one_tower(self, name, kit):
+    @wide.turns(*KITS)
+    def test_one_tower(self, kit):
         """Else who tries the script on one device first gets an error."""
         model = small_model(kit, TowerStrategy(["CPU:1"]))
         found = quiet()
@@ -303,8 +304,8 @@ class TrainingTest(parameterized.TestCase):
         self.assertEqual(found.epochs[1].rows, (10,))
         self.assertGreater(found.epochs[1].sample.towers[0], 0)
 
-    @parameterized.parameters(*KITS)
-    def test_a_tower_with_more_work_is_busier(self, name, kit):
+    @wide.turns(*KITS)
+    def test_a_tower_with_more_work_is_busier(self, kit):
         """Else someone cannot see that one tower does all the work."""
         with TowerStrategy(TOWERS, shares=[1, 10, 1]).scope():
             # Of wide layers rows cross to where the weights are.
@@ -322,8 +323,8 @@ class TrainingTest(parameterized.TestCase):
         self.assertEqual(np.argmin(np.max([[sample.idle(tower) for tower in range(3)]
                                            for sample in samples], 0)), 1)
 
-    @parameterized.parameters(*KITS)
-    def test_weights_are_those_of_a_training_without(self, name, kit):
+    @wide.turns(*KITS)
+    def test_weights_are_those_of_a_training_without(self, kit):
         """Else to look changes what is looked at."""
         x, y = np.random.rand(30, 3).astype("float32"), np.random.rand(30, 1).astype("float32")
         weights = []
@@ -335,8 +336,8 @@ class TrainingTest(parameterized.TestCase):
         for alone, watched in zip(*weights):
             np.testing.assert_array_equal(alone, watched)
 
-    @parameterized.parameters(*KITS)
-    def test_nothing_stays_behind(self, name, kit):
+    @wide.turns(*KITS)
+    def test_nothing_stays_behind(self, kit):
         """Else a training without the report pays for one that had it."""
         model = small_model(kit, TowerStrategy(TOWERS))
         model.fit(*data(9), batch_size=3, verbose=0)
@@ -349,8 +350,8 @@ class TrainingTest(parameterized.TestCase):
             tf.data.Dataset.from_tensors(data(3)))
         self.assertIsNone(iter(dataset).row_count)
 
-    @parameterized.parameters(*KITS)
-    def test_nothing_stays_behind_an_error(self, name, kit):
+    @wide.turns(*KITS)
+    def test_nothing_stays_behind_an_error(self, kit):
         """Else a step that fails leaves the next training watched by nobody."""
         model = small_model(kit, TowerStrategy(TOWERS), run_eagerly=True)
         x, y = data(30)
@@ -364,8 +365,8 @@ class TrainingTest(parameterized.TestCase):
         self.assertNotIn("_report", model.train_function.__module__)
         self.assertIsNone(iterators.counting.follow)
 
-    @parameterized.parameters(*KITS)
-    def test_after_an_error_between_two_steps(self, name, kit):
+    @wide.turns(*KITS)
+    def test_after_an_error_between_two_steps(self, kit):
         """Else the next training with a report counts for the one that failed."""
         model = small_model(kit, TowerStrategy(TOWERS))
         model.fit(*data(9), batch_size=3, verbose=0)
@@ -430,8 +431,8 @@ def events(folder):
 class TensorBoardTest(parameterized.TestCase):
     """log_dir."""
 
-    @parameterized.parameters(*KITS)
-    def test_writes_what_it_found(self, name, kit):
+    @wide.turns(*KITS)
+    def test_writes_what_it_found(self, kit):
         """Else TensorBoard shows nothing, or other numbers than the table."""
         folder = self.enter_context(tempfile.TemporaryDirectory())
         model = small_model(kit, TowerStrategy(TOWERS))
@@ -516,15 +517,15 @@ class TensorBoardTest(parameterized.TestCase):
 class CallbackTest(parameterized.TestCase):
     """The callback among others."""
 
-    @parameterized.parameters(*KITS)
-    def test_has_what_callbacks_have(self, name, kit):
+    @wide.turns(*KITS)
+    def test_has_what_callbacks_have(self, kit):
         """Else a Keras that calls another method on its callbacks fails in the middle of fit."""
         wanted = {attribute for attribute in dir(kit.callbacks.Callback)
                   if attribute.startswith(("on_", "set_", "_implements", "_supports"))}
         self.assertContainsSubset(wanted, dir(tower_report.TowerReport))
 
-    @parameterized.parameters(*KITS)
-    def test_model_of_no_strategy(self, name, kit):
+    @wide.turns(*KITS)
+    def test_model_of_no_strategy(self, kit):
         """Else the report is silent, and its user believes in towers that there are not."""
         model = kit.Sequential([kit.Input([3]), kit.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -598,6 +599,7 @@ class HarmlessTest(parameterized.TestCase):
         self.assertEqual(int(model.optimizer.iterations), 8)
         self.assertIsNone(iterators.counting.follow)
 
+    @pytest.mark.wide
     def test_console(self):
         """Else tables are torn by a progress bar, and TensorFlow's lines stand between them."""
         code = (
@@ -631,6 +633,7 @@ class HarmlessTest(parameterized.TestCase):
 class QuietTest(absltest.TestCase):
     """quiet: what a report keeps from the training."""
 
+    @pytest.mark.wide
     def test_keeps_what_others_write(self):
         """Else an error that TensorFlow logs while a sample begins or ends is lost."""
         kept = os.dup(2)
@@ -672,6 +675,7 @@ class QuietTest(absltest.TestCase):
 
     @unittest.skipUnless(sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"),
                          "for glibc")
+    @pytest.mark.wide
     def test_the_profiler_finds_nothing_in_what_it_has_freed(self):
         """Else it writes there, and samples end one of four workers in most trainings."""
         self.assertNotIn(b"\7" * 8, self.freed_while_stopping())
