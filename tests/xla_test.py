@@ -8,6 +8,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
@@ -107,6 +108,7 @@ class KerasTest(parameterized.TestCase):
         assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
 
     @IN_TURN
+    @pytest.mark.wide
     def test_synchronized_statistics(self, kit):
         """Lost otherwise: a step with several meetings, compiled in several pieces."""
         def layers():
@@ -122,6 +124,7 @@ class KerasTest(parameterized.TestCase):
         self.assertNotEmpty(operations)
 
     @IN_TURN
+    @pytest.mark.wide
     def test_dropout_draws_what_it_draws_without(self, kit):
         """Lost otherwise: a run that can be compared with one without XLA."""
         def layers():
@@ -133,6 +136,7 @@ class KerasTest(parameterized.TestCase):
                                        plain.train_on_batch(ROWS, TARGETS), rtol=1e-5)
 
     @IN_TURN
+    @pytest.mark.wide
     def test_embeddings(self, kit):
         """Lost otherwise: lookups and their gradients, beside what is compiled."""
         def layers():
@@ -150,6 +154,7 @@ class KerasTest(parameterized.TestCase):
         assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
 
     @IN_TURN
+    @pytest.mark.wide
     def test_one_tower_away_from_the_default_device(self, kit):
         """Lost otherwise: XLA on the second device, or with the weights elsewhere."""
         def layers():
@@ -219,6 +224,7 @@ class RunTest(parameterized.TestCase):
         self.assertIn("Tanh", {operation.type for operation in found})
         self.assertGreaterEqual(len({operation.device for operation in found}), 3)
 
+    @pytest.mark.wide
     def test_loops_read_trained_variables(self):
         """Lost otherwise: what recurrent layers do is left out of what is compiled."""
         def work(x):

@@ -24,7 +24,7 @@ BATCH = 9  # and a last one of 2 rows
 
 # Of what programs of `strategy.function` make in layers; here it is a step of Keras.
 FEATURES = [program_features.FEATURES[name] for name in (
-    "batch_variance", "cumsum", "sort", "top_k", "unique", "shuffle", "attention_over_rows",
+    "batch_variance", "cumsum", "sort", "argsort", "unique", "shuffle", "attention_over_rows",
     "boolean_mask", "scan_over_rows", "map_fn_with_mean", "py_function")]
 
 

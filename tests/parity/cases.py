@@ -235,7 +235,7 @@ def _(keras: Any) -> Run:
     return Run(dense(keras), ragged, fit={"batch_size": None})
 
 
-@case("batches/a generator")
+@case("batches/a generator", wide=True)
 def _(keras: Any) -> Run:
     data = regression()
 
@@ -250,7 +250,7 @@ def _(keras: Any) -> Run:
     return Run(dense(keras), Batches(), fit={"batch_size": None})
 
 
-@case("batches/shuffled")
+@case("batches/shuffled", wide=True)
 def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(), fit={"shuffle": True})
 
@@ -293,7 +293,7 @@ def _(keras: Any) -> Run:
                compile={**LABELS, "weighted_metrics": ["accuracy"]})
 
 
-@case("weights/one an output")
+@case("weights/one an output", wide=True)
 def _(keras: Any) -> Run:
     return Run(two_outputs(keras), **two_targets(),
                weights={"a": row_weights(), "b": row_weights()[::-1].copy()},
@@ -334,7 +334,7 @@ def _(keras: Any) -> Run:
         metrics.CosineSimilarity(name="cosine"), metrics.LogCoshError(name="logcosh")]})
 
 
-@case("metrics/weighted")
+@case("metrics/weighted", wide=True)
 def _(keras: Any) -> Run:
     metrics = keras.metrics
     return Run(dense(keras, 1, "sigmoid"), **binary(), weights=row_weights(), compile={
@@ -436,7 +436,7 @@ def _(keras: Any) -> Run:
                **images(), compile=LABELS, fit={"validation_split": 0.2})
 
 
-@case("models/BatchNormalization, synchronized, with a mask")
+@case("models/BatchNormalization, synchronized, with a mask", wide=True)
 def _(keras: Any) -> Run:
     return Run(tagger(keras, keras.layers.BatchNormalization(synchronized=True)), **words(),
                compile=LABELS)
@@ -450,7 +450,7 @@ def _(keras: Any) -> Run:
                **images(4), compile=LABELS, fit={"batch_size": 1})
 
 
-@case("models/BatchNormalization, frozen")
+@case("models/BatchNormalization, frozen", wide=True)
 def _(keras: Any) -> Run:
     layers = keras.layers
     model = classifier(keras, layers.Conv2D(4, 3), layers.BatchNormalization(),
@@ -493,7 +493,7 @@ def _(keras: Any) -> Run:
                compile={"loss": WholeBatch(_nearest), "metrics": [WholeBatch(_rank)]})
 
 
-@case("whole/a sum, several outputs, eagerly")
+@case("whole/a sum, several outputs, eagerly", wide=True)
 def _(keras: Any) -> Run:
     class Spread(keras.losses.Loss):
         def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -504,7 +504,7 @@ def _(keras: Any) -> Run:
                         "loss_weights": [0.3, 1.], "run_eagerly": True})
 
 
-@case("whole/a mask, a loss that reads a weight")
+@case("whole/a mask, a loss that reads a weight", wide=True)
 def _(keras: Any) -> Run:
     model = tagger(keras)
 
@@ -528,7 +528,7 @@ def _coupled(name: str, make: Callable[[Any], Any], **options: Any) -> None:
 
 _coupled("Dice", lambda keras: "dice")
 _coupled("Tversky", lambda keras: keras.losses.Tversky(), wide=True)
-_coupled("Circle", lambda keras: keras.losses.Circle(gamma=2.))
+_coupled("Circle", lambda keras: keras.losses.Circle(gamma=2.), wide=True)
 
 
 # Batch norm over the whole batch, whatever the layers say.
@@ -545,7 +545,7 @@ def _(keras: Any) -> Run:
                **images(ROWS + 2), compile=LABELS, fit={"validation_split": 0.2})
 
 
-@case("norms/a mask", **WHOLE)
+@case("norms/a mask", wide=True, **WHOLE)
 def _(keras: Any) -> Run:
     return Run(tagger(keras, keras.layers.BatchNormalization()), **words(), compile=LABELS)
 
@@ -559,7 +559,7 @@ def _(keras: Any) -> Run:
     return Run(classifier(keras, inner), **images(), compile=LABELS)
 
 
-@case("norms/mixed_float16", policy="mixed_float16", bound=2e-2,
+@case("norms/mixed_float16", wide=True, policy="mixed_float16", bound=2e-2,
       reason="float16: sums over fewer rows round otherwise", **WHOLE)
 def _(keras: Any) -> Run:
     layers = keras.layers
@@ -567,7 +567,7 @@ def _(keras: Any) -> Run:
                           layers.Activation("elu")), **images(), compile=LABELS)
 
 
-@case("norms/float64, batches of one row", policy="float64", keras=(KERAS_3,),
+@case("norms/float64, batches of one row", wide=True, policy="float64", keras=(KERAS_3,),
       reason="tf_keras' fused kernel has no float64", **WHOLE)
 def _(keras: Any) -> Run:
     layers = keras.layers
@@ -633,7 +633,7 @@ def _(keras: Any) -> Run:
                **regression())
 
 
-@case("models/positions")
+@case("models/positions", wide=True)
 def _(keras: Any) -> Run:
     """Positions are the same for all rows: each is looked up once a batch, however many towers."""
     class Placed(keras.layers.Layer):
@@ -670,7 +670,7 @@ def _(keras: Any) -> Run:
     return Run(dense(keras), **data, compile={"steps_per_execution": 3}, seen=seen)
 
 
-@case("fit/steps_per_execution=4, gradient accumulation and Adam", keras=(KERAS_3,),
+@case("fit/steps_per_execution=4, gradient accumulation and Adam", wide=True, keras=(KERAS_3,),
       reason="tf_keras does not accumulate gradients")
 def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(33), compile={
@@ -683,7 +683,7 @@ def _(keras: Any) -> Run:
         "run_eagerly": True, "metrics": ["mae"], "optimizer": adam(keras, clipnorm=0.1)})
 
 
-@case("fit/run_eagerly, synchronized batch normalization")
+@case("fit/run_eagerly, synchronized batch normalization", wide=True)
 def _(keras: Any) -> Run:
     layers = keras.layers
     return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False),
@@ -739,7 +739,7 @@ def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(), compile={"metrics": ["mae"]})
 
 
-@case("dtypes/mixed_float16", policy="mixed_float16", bound=5e-3,
+@case("dtypes/mixed_float16", wide=True, policy="mixed_float16", bound=5e-3,
       reason="float16 has 11 bits: sums of a batch in another order round to another neighbour")
 def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(), compile={"metrics": ["mae"]})

@@ -36,7 +36,7 @@ def _(keras: Any) -> Run:
     return Run(_noisy(keras, seed=11), **_sequences(), compile=LABELS, fit={"epochs": 3})
 
 
-@case("draws/dropout and noise, eagerly")
+@case("draws/dropout and noise, eagerly", wide=True)
 def _(keras: Any) -> Run:
     return Run(_noisy(keras, seed=11), **_sequences(), compile={**LABELS, "run_eagerly": True})
 
@@ -54,7 +54,7 @@ def _(keras: Any) -> Run:
     return Run(_noisy(keras), **_sequences(7), compile=LABELS, fit={"batch_size": 2})
 
 
-@case("draws/dropout, steps_per_execution=3")
+@case("draws/dropout, steps_per_execution=3", wide=True)
 def _(keras: Any) -> Run:
     return Run(_noisy(keras), **_sequences(), compile={**LABELS, "steps_per_execution": 3})
 
@@ -87,7 +87,7 @@ def _(keras: Any) -> Run:
                compile=LABELS, fit={"epochs": 3})
 
 
-@case("draws/recurrent dropout")
+@case("draws/recurrent dropout", wide=True)
 def _(keras: Any) -> Run:
     layers = keras.layers
     # In tf_keras masks of inputs are drawn in a loop, too, in an order that is not the same in two
@@ -108,7 +108,7 @@ def _(keras: Any) -> Run:
                compile=LABELS)
 
 
-@case("draws/dropout with a seed, steps_per_execution=3", keras=(TF_KERAS,), reason=_OWN)
+@case("draws/dropout with a seed, steps_per_execution=3", wide=True, keras=(TF_KERAS,), reason=_OWN)
 def _(keras: Any) -> Run:
     return Run(_noisy(keras, seed=11), **_sequences(),
                compile={**LABELS, "steps_per_execution": 3})
@@ -124,7 +124,7 @@ def _augmented(keras: Any, *layers: Any) -> Any:
     return cases.classifier(keras, *layers, scale, shape=(6, 6, 3))
 
 
-@case("draws/augmentation in the model")
+@case("draws/augmentation in the model", wide=True)
 def _(keras: Any) -> Run:
     layers = keras.layers
     some = (layers.RandomTranslation(0.3, 0.3), layers.RandomRotation(0.2), layers.RandomZoom(0.2),
@@ -174,7 +174,7 @@ def _drawing_step(keras: Any, eagerly: bool = False) -> Run:
                seen=lambda model: {"state": model.generator.state.numpy()})
 
 
-@case("draws/own train_step")
+@case("draws/own train_step", wide=True)
 def _(keras: Any) -> Run:
     return _drawing_step(keras)
 
@@ -217,12 +217,12 @@ def _mixing(name: str, make: Any, **options: Any) -> None:
 
 
 _mixing("MixUp and CutMix", lambda keras: keras.Sequential([
-    keras.layers.MixUp(0.5), keras.layers.CutMix()]))
+    keras.layers.MixUp(0.5), keras.layers.CutMix()]), wide=True)
 _mixing("RandAugment", lambda keras: keras.layers.RandAugment(), wide=True)
 _mixing("Equalization", lambda keras: keras.layers.Equalization(), wide=True)
 
 
-@case("draws/AugMix", keras=(KERAS_3,), reason=_OWN)
+@case("draws/AugMix", wide=True, keras=(KERAS_3,), reason=_OWN)
 def _(keras: Any) -> Run:
     run = Run(_augmented(keras, keras.layers.AugMix()), **_pictures(), compile={**LABELS})
     run.x = run.x.round()

@@ -61,7 +61,7 @@ def _(keras: Any) -> Run:
     return _reductions(keras, weighted=False)
 
 
-@case("losses/of each reduction, weighted")
+@case("losses/of each reduction, weighted", wide=True)
 def _(keras: Any) -> Run:
     return _reductions(keras, weighted=True)
 
@@ -118,7 +118,7 @@ def _named(number: Loss) -> Loss:
     return metric
 
 
-@case("losses/one number of all rows")
+@case("losses/one number of all rows", wide=True)
 def _(keras: Any) -> Run:
     return _heads(keras, OF_ALL_ROWS,
                   metrics={name: [_named(number)] for name, number in OF_ALL_ROWS.items()})
@@ -158,13 +158,13 @@ def _(keras: Any) -> Run:
         "metrics": {"a": ["mae"], "b": ["mse"]}, "optimizer": sgd(keras, 0.02)})
 
 
-@case("losses/several outputs, eagerly")
+@case("losses/several outputs, eagerly", wide=True)
 def _(keras: Any) -> Run:
     return Run(cases.two_outputs(keras), **cases.two_targets(), compile={
         "loss": {"a": "mse", "b": "mae"}, "run_eagerly": True, "optimizer": sgd(keras, 0.02)})
 
 
-@case("losses/several outputs, one without a loss")
+@case("losses/several outputs, one without a loss", wide=True)
 def _(keras: Any) -> Run:
     data = cases.two_targets()
     return Run(cases.two_outputs(keras), data["x"], data["y"],
@@ -194,7 +194,7 @@ def _own_loss(keras: Any, compute: Callable[..., Any], **options: Any) -> Any:
     return OwnLoss(x, keras.layers.Dense(3)(hidden))
 
 
-@case("losses/own compute_loss, eagerly")
+@case("losses/own compute_loss, eagerly", wide=True)
 def _(keras: Any) -> Run:
     def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
         loss = inherited(x, y, y_pred, weights) + tf.reduce_mean(tf.abs(y_pred))
@@ -341,7 +341,7 @@ def _(keras: Any) -> Run:
                compile={"optimizer": sgd(keras, 0.02)})
 
 
-@case("losses/activity regularizer before a synchronizing layer, eagerly")
+@case("losses/activity regularizer before a synchronizing layer, eagerly", wide=True)
 def _(keras: Any) -> Run:
     layers = keras.layers
     convolution = layers.Conv2D(4, 3, use_bias=False,
@@ -360,7 +360,7 @@ def _(keras: Any) -> Run:
                compile={**LABELS, "metrics": ["accuracy"]})
 
 
-@case("losses/a mask and sample weights")
+@case("losses/a mask and sample weights", wide=True)
 def _(keras: Any) -> Run:
     return Run(cases.tagger(keras), **cases.words(), weights=cases.row_weights()[:, None],
                compile={**LABELS, "metrics": ["accuracy"]})

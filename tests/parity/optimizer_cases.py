@@ -43,31 +43,31 @@ _optimizer("Adagrad", lambda keras: keras.optimizers.Adagrad(0.05), wide=True)
 _optimizer("Adadelta", lambda keras: keras.optimizers.Adadelta(1.0), wide=True)
 _optimizer("Adamax", lambda keras: keras.optimizers.Adamax(0.02), wide=True)
 _optimizer("Nadam", lambda keras: keras.optimizers.Nadam(0.02), wide=True)
-_optimizer("Adafactor", lambda keras: keras.optimizers.Adafactor(0.02))
+_optimizer("Adafactor", lambda keras: keras.optimizers.Adafactor(0.02), wide=True)
 _optimizer("Ftrl", lambda keras: keras.optimizers.Ftrl(
     0.05, l1_regularization_strength=0.001, l2_regularization_strength=0.01), wide=True)
 _optimizer("Lion", lambda keras: keras.optimizers.Lion(0.01), wide=True)
 _optimizer("Lamb", lambda keras: keras.optimizers.Lamb(0.02), keras=(KERAS_3,),
            reason="tf_keras has no Lamb", wide=True)
 _optimizer("Muon", lambda keras: keras.optimizers.Muon(0.02), keras=(KERAS_3,),
-           reason="tf_keras has no Muon")
+           reason="tf_keras has no Muon", wide=True)
 _optimizer("legacy SGD", lambda keras: keras.optimizers.legacy.SGD(0.1, momentum=0.9, clipnorm=0.3),
            keras=(TF_KERAS,), reason="Keras 3 has no legacy optimizers", wide=True)
 _optimizer("legacy Adam", lambda keras: keras.optimizers.legacy.Adam(0.02, global_clipnorm=0.3),
            keras=(TF_KERAS,), reason="Keras 3 has no legacy optimizers")
 _optimizer("clipnorm", lambda keras: sgd(keras, clipnorm=0.2))
 _optimizer("clipvalue", lambda keras: sgd(keras, clipvalue=0.05), wide=True)
-_optimizer("global_clipnorm", lambda keras: adam(keras, global_clipnorm=0.2))
+_optimizer("global_clipnorm", lambda keras: adam(keras, global_clipnorm=0.2), wide=True)
 _optimizer("weight decay", lambda keras: sgd(keras, weight_decay=0.03), wide=True)
 _optimizer("EMA with overwriting", lambda keras: sgd(
     keras, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3))
 _optimizer("EMA", lambda keras: adam(keras, use_ema=True, ema_momentum=0.8), wide=True)
 _optimizer("a learning rate schedule", lambda keras: sgd(
-    keras, keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.5)))
+    keras, keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.5)), wide=True)
 for _steps in (3, 4):
     _optimizer(f"gradient_accumulation_steps={_steps}",
                lambda keras, steps=_steps: adam(keras, gradient_accumulation_steps=steps),
-               keras=(KERAS_3,), reason="tf_keras does not accumulate gradients", wide=_steps == 3)
+               keras=(KERAS_3,), reason="tf_keras does not accumulate gradients", wide=True)
 _optimizer("gradient accumulation, clipping, decay and EMA", lambda keras: sgd(
     keras, gradient_accumulation_steps=2, global_clipnorm=0.3, weight_decay=0.02, use_ema=True,
     ema_overwrite_frequency=2), keras=(KERAS_3,), reason="tf_keras does not accumulate gradients")
@@ -79,7 +79,7 @@ def _loss_scaled(keras: Any, inner: Any, scale: float = 1024.0) -> Any:
     return optimizers.LossScaleOptimizer(inner, **options)
 
 
-_optimizer("LossScaleOptimizer", lambda keras: _loss_scaled(keras, adam(keras)))
+_optimizer("LossScaleOptimizer", lambda keras: _loss_scaled(keras, adam(keras)), wide=True)
 
 
 @case("optimizers/LossScaleOptimizer, a row overflows")
@@ -106,14 +106,14 @@ def _(keras: Any) -> Run:
                      bias_constraint=constraints.NonNeg()), **regression())
 
 
-@case("optimizers/a frozen layer")
+@case("optimizers/a frozen layer", wide=True)
 def _(keras: Any) -> Run:
     model = dense(keras)
     model.layers[0].trainable = False
     return Run(model, **regression(), compile={"optimizer": adam(keras)})
 
 
-@case("optimizers/a gradient that is None")
+@case("optimizers/a gradient that is None", wide=True)
 def _(keras: Any) -> Run:
     class Partly(keras.Model):
         def __init__(self) -> None:
@@ -134,7 +134,7 @@ def _used_twice(keras: Any) -> Any:
     return keras.Model(x, keras.layers.Dense(3)(shared(shared(x))))
 
 
-@case("optimizers/a variable used twice")
+@case("optimizers/a variable used twice", wide=True)
 def _(keras: Any) -> Run:
     return Run(_used_twice(keras), **regression(), compile={"optimizer": sgd(keras)})
 
@@ -163,7 +163,7 @@ def _(keras: Any) -> Run:
                compile={"optimizer": keras.optimizers.Adagrad(0.1)})
 
 
-@case("optimizers/sparse gradients, a table used twice")
+@case("optimizers/sparse gradients, a table used twice", wide=True)
 def _(keras: Any) -> Run:
     a, b = keras.Input((4,), dtype="int32"), keras.Input((4,), dtype="int32")
     table = keras.layers.Embedding(9, 3)
@@ -173,7 +173,7 @@ def _(keras: Any) -> Run:
                data["y"], compile={"optimizer": sgd(keras)})
 
 
-@case("optimizers/sparse gradients, accumulated", keras=(KERAS_3,),
+@case("optimizers/sparse gradients, accumulated", wide=True, keras=(KERAS_3,),
       reason="tf_keras does not accumulate gradients")
 def _(keras: Any) -> Run:
     return Run(_bag(keras), **_bags(),

@@ -98,7 +98,7 @@ def _(keras: Any) -> Run:
         "loss": None, "optimizer": adam(keras)})
 
 
-@case("models/own train_step, scale_loss, eagerly")
+@case("models/own train_step, scale_loss, eagerly", wide=True)
 def _(keras: Any) -> Run:
     return Run(_variational(keras), numbers(ROWS, 5), numbers(ROWS, 2, seed=1), compile={
         "loss": None, "run_eagerly": True})
@@ -196,7 +196,7 @@ def _(keras: Any) -> Run:
         "evaluated": model.evaluate(**data, batch_size=8, return_dict=True, verbose=0)})
 
 
-@case("models/own train_step, logs beside Keras' own")
+@case("models/own train_step, logs beside Keras' own", wide=True)
 def _(keras: Any) -> Run:
     class Logging(keras.Model):
         def train_step(self, data: Any) -> Any:
@@ -264,7 +264,7 @@ def _(keras: Any) -> Run:
     return _decorated(keras, eagerly=True)
 
 
-@case("models/own test_step and predict_step")
+@case("models/own test_step and predict_step", wide=True)
 def _(keras: Any) -> Run:
     class Own(keras.Model):
         def test_step(self, data: Any) -> dict[str, Any]:

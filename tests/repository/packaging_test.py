@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
 from absl.testing import absltest, parameterized
 
 import towerstrategy
@@ -76,6 +77,7 @@ def printed() -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.wide
 class ImportTest(absltest.TestCase):
 
     def test_imports_nothing_but_itself(self):
