@@ -4,7 +4,6 @@ Lookup tables, generators, modules, checkpoints, SavedModel, summaries, the prof
 and mixed precision, with ``MirroredStrategy`` beside them where it has a result.
 """
 
-import contextlib
 import copy
 import os
 import pathlib
@@ -286,28 +285,6 @@ class ObserverTest(FolderTest):
             strategy.run(tf.function(tf.math.log), (per_replica(strategy, 1., 2.),))
         finally:
             tf.debugging.disable_check_numerics()
-
-    @IN_TURN
-    def test_mixed_precision(self, library):
-        """Else half precision trains to something else than on one device, or not at all."""
-        def trained(scope):
-            with scope:
-                model = library.Sequential([
-                    library.layers.Input([3]), library.layers.Dense(2, kernel_initializer="ones"),
-                    library.layers.Dense(1, dtype="float32", kernel_initializer="ones")])
-                model.compile(library.optimizers.SGD(1.), "mse")
-            self.assertEqual(model.layers[-2].compute_dtype, "float16")
-            model.fit(np.full([5, 3], .01), np.zeros([5, 1]), batch_size=3, verbose=0)
-            return model.get_weights()[0]
-
-        library.mixed_precision.set_global_policy("mixed_float16")
-        try:
-            ours = trained(two_towers().scope())
-            alone = trained(contextlib.nullcontext())
-        finally:
-            library.mixed_precision.set_global_policy("float32")
-        self.assertFalse(np.allclose(ours, 1.))
-        np.testing.assert_allclose(ours, alone, rtol=2e-3)  # float16 has 11 bits
 
     @IN_TURN
     def test_two_threads_train(self, library):

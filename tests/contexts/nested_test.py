@@ -5,7 +5,6 @@ import tempfile
 import keras
 import numpy as np
 import tensorflow as tf
-import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
@@ -140,69 +139,6 @@ class ValuesOfTheCallTest(parameterized.TestCase):
         self.assertLen(set(draws), 6)
 
 
-class KerasTest(parameterized.TestCase):
-
-    @wide.product(version=[keras, tf_keras], eagerly=[False, True])
-    def test_a_helper_of_train_and_test_step(self, version, eagerly):
-        """Else `fit` works and its validation, or `evaluate`, fails or is wrong."""
-        x, y = ROWS[:, :2], ROWS[:, 2:]
-
-        def results(strategy):
-            version.utils.set_random_seed(3)
-
-            class Model(version.Model):
-                def __init__(self):
-                    super().__init__()
-                    self.dense = version.layers.Dense(4, activation="tanh")
-                    self.norm = version.layers.LayerNormalization()
-                    self.out = version.layers.Dense(1)
-
-                @tf.function
-                def call(self, x, training=None):
-                    return self.out(self.norm(self.dense(x)))
-
-                @tf.function
-                def loss_in_function(self, y, predicted):
-                    return self.compute_loss(None, y, predicted)
-
-                def train_step(self, data):
-                    x, y = data
-                    with tf.GradientTape() as tape:
-                        predicted = self(x, training=True)
-                        loss = self.loss_in_function(y, predicted)
-                    weights = self.trainable_variables
-                    self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
-                    return self.told(y, predicted)
-
-                def test_step(self, data):
-                    x, y = data
-                    predicted = self(x, training=False)
-                    self.loss_in_function(y, predicted)
-                    return self.told(y, predicted)
-
-                def told(self, y, predicted):
-                    self.update(y, predicted)
-                    return {"mae": self.mae.result()}
-
-                @tf.function
-                def update(self, y, predicted):
-                    self.mae.update_state(y, predicted)
-
-            with strategy.scope():
-                model = Model()
-                model.mae = version.metrics.MeanAbsoluteError()
-                model.compile(version.optimizers.SGD(0.1), "mse", run_eagerly=eagerly)
-                model(x[:1])
-            history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0,
-                                validation_data=(x[:10], y[:10]))
-            return [*model.get_weights(), *map(np.asarray, history.history.values()),
-                    np.asarray(model.evaluate(x, y, batch_size=8, verbose=0))]
-
-        for got, wanted in zip(results(strategy_with()),
-                               results(tf.distribute.OneDeviceStrategy("CPU:0"))):
-            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
-
-
 def in_branch(write):
     return lambda: tf.cond(tf.reduce_sum(tf.ones([2])) > 0., lambda: (write(), 1)[1], lambda: 0)
 
@@ -293,31 +229,6 @@ class WritesTest(parameterized.TestCase):
                       in_function)
         run(strategy.split(tf.constant([[1.], [3.]])))
         self.assertEqual(float(v), 2.)
-
-    @wide.product(version=[keras, tf_keras], eagerly=[False, True])
-    def test_batch_norm_in_a_helper(self, version, eagerly):
-        """Else the moving statistics of a decorated `call` are those of the last tower."""
-        strategy = strategy_with()
-
-        class Model(version.Model):
-            def __init__(self):
-                super().__init__()
-                self.norm = version.layers.BatchNormalization(momentum=.5)
-
-            @tf.function
-            def call(self, x, training=None):
-                return self.norm(x, training=training)
-
-        with strategy.scope():
-            model = Model()
-            model.compile(version.optimizers.SGD(0.), "mse", run_eagerly=eagerly)
-            model(ROWS[:1])
-        model.fit(ROWS, ROWS, batch_size=8, epochs=1, shuffle=False, verbose=0)
-        mean = np.zeros(3)
-        for x in (ROWS[:8], ROWS[8:16], ROWS[16:]):
-            mean = .5 * mean + .5 * x.mean(0)
-        np.testing.assert_allclose(model.norm.moving_mean, mean, rtol=1e-5)
-        model.evaluate(ROWS, ROWS, batch_size=8, verbose=0)
 
 
 class Boxed:

@@ -215,14 +215,14 @@ def _decorated(keras: Any, eagerly: bool = False) -> Run:
         def __init__(self) -> None:
             super().__init__()
             self.hidden = keras.layers.Dense(4, activation="tanh")
-            self.norm = keras.layers.LayerNormalization()
+            self.norm = keras.layers.BatchNormalization()
             self.last = keras.layers.Dense(3)
             self.mean = tf.Variable(tf.zeros([5]), trainable=False)
             self.target = tf.Variable(8.0, trainable=False)
 
         @tf.function
         def call(self, x: Any, training: Any = None) -> Any:
-            return self.last(self.norm(self.hidden(x)))
+            return self.last(self.norm(self.hidden(x), training=training))
 
         @tf.function
         def loss_of(self, y: Any, predicted: Any) -> Any:
@@ -250,7 +250,7 @@ def _decorated(keras: Any, eagerly: bool = False) -> Run:
     model = Decorated()
     model(np.zeros([1, 5], "float32"))
     data = regression()
-    return Run(model, **data, compile={"run_eagerly": eagerly},
+    return Run(model, **data, compile={"run_eagerly": eagerly}, fit={"validation_split": 0.2},
                seen=lambda model: {"moved": [model.mean.numpy(), model.target.numpy()]})
 
 

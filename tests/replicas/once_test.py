@@ -6,7 +6,6 @@ import weakref
 import keras
 import numpy as np
 import tensorflow as tf
-import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
@@ -90,31 +89,6 @@ FUNCTIONS = {
 
 class OpenRowsTest(parameterized.TestCase):
     """Batches of one size that the towers cannot share evenly."""
-
-    @parameterized.parameters(keras, tf_keras)
-    def test_as_one_device_by_one_trace(self, which):
-        """Else start-up grows with the towers, for a batch size that R does not divide."""
-        random = np.random.default_rng(0)
-        batches = tf.data.Dataset.from_tensor_slices((
-            random.standard_normal((14, 3)).astype("float32"),
-            random.standard_normal((14, 1)).astype("float32"))).batch(7, True)
-
-        def trained(strategy):
-            which.utils.set_random_seed(1)
-            with strategy.scope():
-                model = which.Sequential([
-                    which.Input([3]), which.layers.Dense(4),
-                    which.layers.BatchNormalization(synchronized=True),
-                    which.layers.Dropout(0.3, seed=3), which.layers.Dense(1)])
-                model.compile("sgd", "mse", metrics=["mae"])
-            history = model.fit(batches, epochs=2, shuffle=False, verbose=0).history
-            return [*model.get_weights(), *history.values(), model.predict(batches, verbose=0)]
-
-        strategy = strategy_with(True)
-        tf.nest.map_structure(
-            lambda own, wanted: np.testing.assert_allclose(own, wanted, rtol=1e-4, atol=1e-5),
-            trained(strategy), trained(tf.distribute.get_strategy()))
-        self.assertEmpty(strategy.extended.own_trace_reasons)
 
     def test_ragged_and_sparse_batches(self):
         """Else one of them is traced for every tower, or has tower 0's rows on all."""
@@ -270,27 +244,6 @@ class SameResultsTest(parameterized.TestCase):
             parts = variable.values if local else [variable]
             values.append((read, [part.numpy() for part in parts]))
         tf.nest.map_structure(np.testing.assert_array_equal, values[0], values[1])
-
-    @parameterized.parameters(keras, tf_keras)
-    def test_keras_training(self, kit):
-        """Else the two ways of tracing train different models."""
-        weights = []
-        for trace_once in (True, False):
-            kit.utils.set_random_seed(5)
-            strategy = strategy_with(trace_once)
-            layers = kit.layers
-            with strategy.scope():
-                model = kit.Sequential([
-                    kit.Input([6, 6, 1]), layers.Conv2D(4, 3, use_bias=False),
-                    layers.BatchNormalization(), layers.ReLU(), layers.Flatten(), layers.Dense(3)])
-                model.compile(kit.optimizers.Adam(0.01), "mse")
-            x = np.random.RandomState(0).rand(17, 6, 6, 1)
-            model.fit(x, x[:, :3, 0, 0], batch_size=5, verbose=0, shuffle=False)
-            weights.append(model.get_weights())
-            if trace_once:
-                self.assertEmpty(strategy.extended.own_trace_reasons)
-        for copied, traced in zip(*weights):
-            np.testing.assert_allclose(copied, traced, rtol=1e-6, atol=1e-7)
 
     def test_one_trace(self):
         """Else start-up grows with the towers."""

@@ -214,30 +214,6 @@ class OrderTest(parameterized.TestCase):
 
 class SameTest(parameterized.TestCase):
 
-    @parameterized.parameters((keras, ["CPU:1"], None, 8),
-                              (tf_keras, ["CPU:1", "CPU:2"], "balanced", 3))
-    def test_any_rows(self, kit, towers, merge_device, micro_batches):
-        """Else a remainder, or fewer rows than parts, trains or predicts something else."""
-        random = np.random.default_rng(0)
-        x, y = random.random([11, 3]).astype("f"), random.random([11, 1]).astype("f")
-
-        def trained(strategy):
-            with strategy.scope():
-                kit.utils.set_random_seed(1)
-                model = kit.Sequential([kit.Input([3]), kit.layers.Dense(4, "tanh"),
-                                        kit.layers.Dense(1)])
-                model.compile(kit.optimizers.Adam(.1), "mse")
-            logs = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
-            return [logs["loss"], model.evaluate(x, y, batch_size=8, verbose=0),
-                    model.predict(x, batch_size=8, verbose=0), model.train_on_batch(x[:2], y[:2]),
-                    model.test_on_batch(x[:1], y[:1]), model.predict_on_batch(x[:3]),
-                    *model.get_weights()]
-
-        strategy = TowerStrategy(towers, merge_device, micro_batches=micro_batches)
-        wanted = trained(tf.distribute.get_strategy())
-        for one, other in zip(trained(strategy), wanted, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
     def test_a_stage_runs_one_pass_at_a_time(self):
         """Else a forward pass takes turns with a backward one, and the stages after it wait."""
         stages, parts = 3, 5

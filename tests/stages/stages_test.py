@@ -14,10 +14,12 @@ import tf_keras
 from absl.testing import absltest, parameterized
 from order_test import Nodes
 
+import wide
 from benchmarks import traffic
 from towerstrategy import TowerStrategy
 
 STAGE = re.compile(r"tower_stage_(\d+)")
+IN_TURN = wide.turns(("keras", keras), ("tf_keras", tf_keras))
 nothing = contextlib.nullcontext()
 
 
@@ -129,8 +131,8 @@ def held(kit, steps=False, strategy=None):
 
 class SameTest(parameterized.TestCase):
 
-    @parameterized.product(kit=[keras, tf_keras],
-                           devices=[["CPU:1", "CPU:2"], [["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]]])
+    @wide.product(kit=[keras, tf_keras],
+                  devices=[["CPU:1", "CPU:2"], [["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]]])
     def test_tables(self, kit, devices):
         """Else a model that looks words up cannot be compiled: tables are among its weights."""
         words, y = np.array([["a"], ["b"], ["c"], ["a"], ["d"]]), np.arange(5.)[:, None]
@@ -150,7 +152,8 @@ class SameTest(parameterized.TestCase):
         for got, wanted in zip(trained(TowerStrategy(devices)), trained(None)):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
 
-    @parameterized.parameters((keras, "called", 3), (tf_keras, "made", 1), (keras, "tf.device", 1))
+    @wide.parameters((keras, "called", 3),
+                     wide=[(tf_keras, "made", 1), (keras, "tf.device", 1)])
     def test_any_rows(self, kit, how, micro_batches):
         """Else a model over several devices trains or predicts something else than on one."""
         random = np.random.default_rng(0)
@@ -172,7 +175,7 @@ class SameTest(parameterized.TestCase):
         for one, other in zip(trained(strategy), wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
 
-    @parameterized.parameters((keras, False), (tf_keras, True))
+    @wide.parameters((tf_keras, True), wide=[(keras, False)])
     def test_functional_models_in_a_model(self, kit, steps):
         """Else a model with a call of its own around functional ones does not train or predict."""
         random = np.random.default_rng(0)
@@ -193,23 +196,6 @@ class SameTest(parameterized.TestCase):
         strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]], micro_batches=2)
         for one, other in zip(trained(strategy), trained(None), strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
-
-    @parameterized.parameters((keras, "eager"), (tf_keras, "a trace for each"))
-    def test_not_traced_once(self, kit, way):
-        """Else what cannot be copied, or debugging it step by step, gives other weights."""
-        x, y = np.arange(80, dtype="f").reshape([10, 8]) / 80, np.ones([10, 1], "f")
-
-        def trained(strategy):
-            with nothing if strategy is None else strategy.scope():
-                model = deep(kit)
-                model.compile("sgd", "mse", run_eagerly=strategy is not None and way == "eager")
-            model.fit(x, y, batch_size=5, verbose=0, shuffle=False)
-            return model.get_weights()
-
-        strategy = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]], micro_batches=2)
-        strategy.extended.trace_once = way == "eager"
-        for one, other in zip(trained(strategy), trained(None), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
     def test_rows_that_are_mixed(self):
         """Else a lone tower keeps one row of those that a layer mixes, and the step fails."""
@@ -284,7 +270,7 @@ class PlacesTest(parameterized.TestCase):
             self.assertLess(sum(counted.sent.values()),
                             2 * 2 * activations + 2 * weights + 4 * scalars)
 
-    @parameterized.parameters(keras, tf_keras)
+    @IN_TURN
     def test_what_is_recomputed(self, kit):
         """Else a model that saves memory by tf.recompute_grad does a stage's work in another one.
         """
@@ -329,7 +315,7 @@ class PlacesTest(parameterized.TestCase):
             self.assertLess(max(one, other), .8 * (one + other))
             self.assertLess(one + other, .7 * sum(sizes.values()))
 
-    @parameterized.parameters(keras, tf_keras)
+    @IN_TURN
     def test_a_part_of_a_model(self, kit):
         """Else weights go to and fro between stages once a part of a model predicts, or it cannot.
         """
@@ -349,7 +335,7 @@ class PlacesTest(parameterized.TestCase):
         self.assertEqual([device(weight) for weight in model.weights], homes)
         self.assertEqual(strategy.describe(most).count("layer_"), 4)
 
-    @parameterized.parameters(keras, tf_keras)
+    @IN_TURN
     def test_parts_that_are_called_in_stages(self, kit):
         """Else weights of a functional model that a call puts into a stage cross in each step."""
         strategy = TowerStrategy([["CPU:1", "CPU:2"]])
@@ -362,7 +348,7 @@ class PlacesTest(parameterized.TestCase):
             self.assertEqual({device(weight) for weight in part.weights}, {stage})
         self.assertNotIn("not known", strategy.describe(model))
 
-    @parameterized.parameters(keras, tf_keras)
+    @IN_TURN
     def test_layers_that_are_trained_from_now_on(self, kit):
         """Else slots that a first compile did not know of are all on one device."""
         def homes(model):
@@ -393,7 +379,7 @@ class PlacesTest(parameterized.TestCase):
             again.compile("adam", "mse")
         self.assertEqual(homes(again), halves)
 
-    @parameterized.parameters(keras, tf_keras)
+    @IN_TURN
     def test_weights_that_the_first_step_makes(self, kit):
         """Else they stay where the first cut was, which knew no weights, and cross in each step."""
         strategy = TowerStrategy([["CPU:1", "CPU:2"]])
@@ -437,7 +423,7 @@ class PlacesTest(parameterized.TestCase):
         self.assertFalse(any(forward[0, 2] & nodes.before(name) for name in forward[2, 0]))
 
 
-    @parameterized.parameters(keras, tf_keras)
+    @IN_TURN
     def test_a_mask_that_all_rows_count_in(self, kit):
         """Else the activations of all micro-batches are held where there is a mask."""
         parts = 4
@@ -508,7 +494,7 @@ class RefusedTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "one device each: CPU:1, CPU:2"), strategy.stage(0):
             pass
 
-    @parameterized.parameters(keras, tf_keras)
+    @IN_TURN
     def test_models_that_cannot_be_cut(self, kit):
         """Else all of a model that is too large for a device is on that device."""
         strategy = TowerStrategy([["CPU:1", "CPU:2"]])
@@ -526,7 +512,7 @@ class RefusedTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "cannot be cut into the 2 stages.*strategy.stage"):
             own.fit(np.ones([4, 8]), np.ones([4, 1]), verbose=0)
 
-    @parameterized.parameters(keras, tf_keras)
+    @IN_TURN
     def test_a_stage_inside_of_a_layer(self, kit):
         """Else a block whose own layers are in stages is refused, although no device is idle."""
         strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]])
@@ -553,7 +539,7 @@ class RefusedTest(parameterized.TestCase):
         self.assertEqual([device(weight) for weight in model.weights],
                          ["CPU:2", "CPU:2", "CPU:3", "CPU:3"])
 
-    @parameterized.parameters(keras, tf_keras)
+    @IN_TURN
     def test_a_stage_that_a_call_leaves_out(self, kit):
         """Else a device stands idle unseen, where the stages are said in a call."""
         strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]])
@@ -582,7 +568,7 @@ class RefusedTest(parameterized.TestCase):
                             "machines, but the cluster .* 2 workers: one:1234, two:1234"):
             TowerStrategy([["CPU:1", "CPU:2"]], cluster_resolver=resolver)
 
-    @parameterized.parameters(keras, tf_keras)
+    @IN_TURN
     def test_xla(self, kit):
         """Else XLA is asked to compile for several devices, and fails in a way of its own."""
         strategy = TowerStrategy([["CPU:1", "CPU:2"]])
