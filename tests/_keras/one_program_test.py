@@ -70,6 +70,7 @@ class OneProgramTest(parameterized.TestCase):
                 model.predict(X, batch_size=8, verbose=0), model.predict(X[:1], verbose=0)])
 
     @IN_TURN
+    @pytest.mark.wide
     def test_on_batch(self, kit):
         """Else a loop over train_on_batch differs, with fewer rows than towers among them."""
         # tf_keras' draws begin anew with each trace, of which one device makes others.

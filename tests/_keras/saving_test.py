@@ -85,7 +85,7 @@ def fit(model, kind, **kwargs):
 
 class SavingTest(parameterized.TestCase):
 
-    @wide.parameters((CASES[::5],), wide=[(CASES,)])
+    @wide.parameters((CASES[::8],), wide=[(CASES,)])
     def test_files_load_in_plain_keras(self, saved):
         """Lost otherwise: deployment, and everybody who has not got this package."""
         folder = self.enter_context(tempfile.TemporaryDirectory())
