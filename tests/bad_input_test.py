@@ -7,11 +7,13 @@ import textwrap
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import small_models
 import towerstrategy
+import wide
 from peers import mirrored, per_replica, plain, two_towers
 from towerstrategy.report import description
 
@@ -172,6 +174,7 @@ class ProcessTest(parameterized.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr[-2000:])
         return done.stdout
 
+    @pytest.mark.wide
     def test_graph_mode_and_late_split_cpu(self):
         """Else a TensorFlow 1 program fails inside, or a late split_cpu is ignored."""
         self.assertEqual(self.run_script("""
@@ -411,7 +414,7 @@ class OwnerTest(parameterized.TestCase):
             with strategy.scope(), self.assertRaisesRegex(RuntimeError, message):
                 call()
 
-    @parameterized.named_parameters(*small_models.KERAS)
+    @wide.turns(*small_models.KERAS)
     def test_model_of_another_strategy(self, kit):
         """Else a model trains on other towers than those of the scope."""
         strategy, other = two_towers(), towerstrategy.TowerStrategy(3)
@@ -443,7 +446,7 @@ class OwnerTest(parameterized.TestCase):
 class FixedBatchTest(parameterized.TestCase):
     """Models made for batches of one size."""
 
-    @parameterized.named_parameters(*small_models.KERAS)
+    @wide.turns(*small_models.KERAS)
     def test_stateful_rnn(self, kit):
         """Else a state that has a row for each row of a batch is lost, or is other rows'."""
         def make():
@@ -466,7 +469,7 @@ class FixedBatchTest(parameterized.TestCase):
             for one, other in zip(wanted, got):
                 np.testing.assert_allclose(one, other, 1e-5, 1e-6)
 
-    @parameterized.named_parameters(*small_models.KERAS)
+    @wide.turns(*small_models.KERAS)
     def test_input_with_a_batch_size(self, kit):
         """Else a model is refused that works on sub-batches of another size."""
         inputs = kit.Input([3], batch_size=8)
@@ -495,7 +498,7 @@ class FixedBatchTest(parameterized.TestCase):
         self.assertIn("tower 2 on CPU:3, which has none of the batch's 2 rows. Some operations "
                       "cannot work on no rows", told)
 
-    @parameterized.named_parameters(*small_models.KERAS)
+    @wide.turns(*small_models.KERAS)
     def test_reshape_to_the_batch_size(self, kit):
         """Else a model that is right on one device is refused, or wrong."""
         random = np.random.default_rng(0)

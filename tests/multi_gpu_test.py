@@ -193,8 +193,8 @@ class PlacementTest(parameterized.TestCase):
             compile_(kit, parallel)
             fit(parallel, "functional")
 
-    @parameterized.parameters((keras, True, "functional"), (keras, False, "subclassed"),
-                              (tf_keras, False, "functional"))
+    @wide.parameters((keras, True, "functional"),
+                     wide=[(keras, False, "subclassed"), (tf_keras, False, "functional")])
     def test_cpu_relocation_keeps_values_and_identity(self, kit, cpu_merge, kind):
         """Lost otherwise: a template that was built, and trained, on another device."""
         with tf.device("CPU:3"):

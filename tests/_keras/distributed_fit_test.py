@@ -146,7 +146,7 @@ class DistributedFitTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "inside of the scope.*strategy.adopt"):
             getattr(model, method)(strategy.experimental_distribute_dataset(rows), verbose=0)
 
-    @parameterized.parameters(keras, tf_keras)
+    @wide.parameters(keras, wide=[tf_keras])
     def test_one_tower(self, module):
         """Else a program for several devices fails on a machine with one."""
         self.check(module, "global", towers=1, class_weight={0: 0.5, 1: 2.})

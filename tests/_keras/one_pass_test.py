@@ -9,6 +9,7 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 from peers import two_towers
 
 KITS = {"keras": keras, "tf_keras": tf_keras}
@@ -184,7 +185,7 @@ class UpdateTest(parameterized.TestCase):
 
 class FitTest(parameterized.TestCase):
 
-    @parameterized.parameters("Adam", "SGD")
+    @wide.parameters("Adam", wide=["SGD"])
     def test_tf_keras_traces_as_often_as_on_one_device(self, name):
         """Else seeded layers, which count traces, draw other numbers than on one device."""
         traced = []

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 from absl.testing import absltest, parameterized
 
+import wide
 from towerstrategy.sharding import values
 
 from . import cases, kept, product, runner
@@ -30,10 +31,11 @@ class HarnessTest(parameterized.TestCase):
         """Else a metric that the towers do not report goes unnoticed."""
         self.assertEqual(runner.difference({"loss": 1.0}, {"loss": 1.0, "mae": 2.0}), float("inf"))
 
-    @parameterized.parameters(
+    @wide.parameters(
         ("batches/a remainder", values.Towers, "total",
          lambda towers, *dtype: towers.count(0, *dtype)),
-        ("weights/sample_weight", values.Towers, "add_up", lambda towers, parts, *_: parts[0]))
+        wide=[("weights/sample_weight", values.Towers, "add_up",
+               lambda towers, parts, *_: parts[0])])
     def test_a_wrong_rule_is_found_out(self, name, module, function, wrong):
         """Else all the other tests may pass whatever a strategy does."""
         with mock.patch.object(module, function, wrong):

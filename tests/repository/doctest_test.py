@@ -39,6 +39,7 @@ class DoctestTest(parameterized.TestCase):
 
     @parameterized.parameters("towerstrategy.placement.devices", "towerstrategy.batch.rows",
                               "towerstrategy.strategy", "towerstrategy.multi_gpu")
+    @pytest.mark.wide
     def test_examples_are_found(self, module):
         """Else the test above passes because it runs nothing."""
         attempted, _ = json.loads(outcome().stdout.splitlines()[-1])[module]
