@@ -94,6 +94,7 @@ class KerasTest(parameterized.TestCase):
             assert_same(results(model), wanted)
         self.assertContainsSubset({"MatMul", "TanhGrad"}, {one.type for one in operations})
 
+    @pytest.mark.wide
     def test_rows_of_several_sizes(self):
         """Lost otherwise: batches that are not dealt evenly, which need a trace for each tower."""
         def layers():
@@ -240,6 +241,7 @@ class RunTest(parameterized.TestCase):
         for value, rows in zip(self.strategy.experimental_local_results(got), x.values):
             np.testing.assert_allclose(value, work(rows), rtol=1e-4, atol=1e-6)
 
+    @pytest.mark.wide
     def test_gradient_from_outside(self):
         """Lost otherwise: a tape around strategy.run."""
         work = tf.function(lambda x: tf.reduce_sum(tf.tanh(x @ self.kernel) ** 2),

@@ -213,7 +213,7 @@ def _batches(name: str, rows: int, size: int, **options: Any) -> None:
 _batches("even", 240, 120, wide=True)
 _batches("a remainder", 22, 8)
 _batches("fewer rows than towers", 18, 8)
-_batches("a single row", 17, 8)
+_batches("a single row", 17, 8, wide=True)
 _batches("a size that R does not divide", 21, 7, wide=True)
 _batches("a dataset smaller than one batch", 5, 16, wide=True)
 _batches("batches of one row", 4, 1)
@@ -526,7 +526,7 @@ def _coupled(name: str, make: Callable[[Any], Any], **options: Any) -> None:
                    compile={"loss": make(keras)})
 
 
-_coupled("Dice", lambda keras: "dice")
+_coupled("Dice", lambda keras: "dice", wide=True)
 _coupled("Tversky", lambda keras: keras.losses.Tversky(), wide=True)
 _coupled("Circle", lambda keras: keras.losses.Circle(gamma=2.), wide=True)
 
@@ -550,7 +550,7 @@ def _(keras: Any) -> Run:
     return Run(tagger(keras, keras.layers.BatchNormalization()), **words(), compile=LABELS)
 
 
-@case("norms/nested, another axis, renorm", **WHOLE)
+@case("norms/nested, another axis, renorm", wide=True, **WHOLE)
 def _(keras: Any) -> Run:
     layers = keras.layers
     inner = keras.Sequential([keras.Input((6, 6, 2)), layers.BatchNormalization(axis=1),
@@ -576,7 +576,7 @@ def _(keras: Any) -> Run:
                fit={"batch_size": 6})
 
 
-@case("models/nested")
+@case("models/nested", wide=True)
 def _(keras: Any) -> Run:
     layers = keras.layers
     inner = keras.Sequential([keras.Input((5,)), layers.Dense(4, activation="tanh"),
@@ -603,7 +603,7 @@ def _(keras: Any) -> Run:
     return Run(Residual(), **regression(), compile={"optimizer": adam(keras)})
 
 
-@case("models/several inputs")
+@case("models/several inputs", wide=True)
 def _(keras: Any) -> Run:
     a, b = keras.Input((5,), name="a"), keras.Input((3,), name="b")
     layers = keras.layers
@@ -697,13 +697,13 @@ def _(keras: Any) -> Run:
                fits=({"epochs": 1}, {"initial_epoch": 1, "epochs": 3}))
 
 
-@case("fit/several calls")
+@case("fit/several calls", wide=True)
 def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(), compile={"metrics": ["mae"]},
                fits=({"epochs": 1}, {"epochs": 1, "batch_size": 5}, {"epochs": 1, "batch_size": 1}))
 
 
-@case("fit/learning rate changed between epochs")
+@case("fit/learning rate changed between epochs", wide=True)
 def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(), callbacks=lambda: [
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.3)],

@@ -49,7 +49,7 @@ def _(keras: Any) -> Run:
                fit={"batch_size": None, "epochs": 3})
 
 
-@case("draws/dropout and noise, batches of two rows")
+@case("draws/dropout and noise, batches of two rows", wide=True)
 def _(keras: Any) -> Run:
     return Run(_noisy(keras), **_sequences(7), compile=LABELS, fit={"batch_size": 2})
 
@@ -72,7 +72,7 @@ def _(keras: Any) -> Run:
 
 
 # In float32 its own rounding comes to the bound (8e-6 on two towers, 1.008e-5 on two stages).
-@case("draws/a transformer", policy="float64", bound=1e-12)
+@case("draws/a transformer", wide=True, policy="float64", bound=1e-12)
 def _(keras: Any) -> Run:
     layers = keras.layers
     inputs = keras.Input([5])

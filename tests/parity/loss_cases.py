@@ -66,7 +66,7 @@ def _(keras: Any) -> Run:
     return _reductions(keras, weighted=True)
 
 
-@case("losses/no reduction")
+@case("losses/no reduction", wide=True)
 def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(), compile={
         "loss": keras.losses.MeanSquaredError(reduction="none"), "optimizer": sgd(keras, 0.01)})
@@ -320,7 +320,7 @@ def _row_errors(name: str, eagerly: bool = False, **options: Any) -> None:
                                                     "run_eagerly": eagerly})
 
 
-_row_errors("add_loss, one a row")
+_row_errors("add_loss, one a row", wide=True)
 _row_errors("add_loss, one a row, eagerly", eagerly=True, wide=True)
 
 

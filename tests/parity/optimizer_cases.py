@@ -33,7 +33,7 @@ def _optimizer(name: str, make_optimizer: Callable[[Any], Any], **options: Any) 
         return Run(dense(keras), **regression(), compile={"optimizer": make_optimizer(keras)})
 
 
-_optimizer("SGD with momentum", lambda keras: sgd(keras, nesterov=True))
+_optimizer("SGD with momentum", lambda keras: sgd(keras, nesterov=True), wide=True)
 _optimizer("Adam", adam)
 _optimizer("Adam, amsgrad", lambda keras: adam(keras, amsgrad=True), wide=True)
 _optimizer("AdamW", lambda keras: keras.optimizers.AdamW(0.02, weight_decay=0.05), wide=True)
@@ -60,7 +60,7 @@ _optimizer("clipvalue", lambda keras: sgd(keras, clipvalue=0.05), wide=True)
 _optimizer("global_clipnorm", lambda keras: adam(keras, global_clipnorm=0.2), wide=True)
 _optimizer("weight decay", lambda keras: sgd(keras, weight_decay=0.03), wide=True)
 _optimizer("EMA with overwriting", lambda keras: sgd(
-    keras, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3))
+    keras, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3), wide=True)
 _optimizer("EMA", lambda keras: adam(keras, use_ema=True, ema_momentum=0.8), wide=True)
 _optimizer("a learning rate schedule", lambda keras: sgd(
     keras, keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.5)), wide=True)
@@ -99,7 +99,7 @@ def _(keras: Any) -> Run:
     return Run(dense(keras), **data, compile={"optimizer": optimizer}, fit={"epochs": 1}, seen=seen)
 
 
-@case("optimizers/constraints")
+@case("optimizers/constraints", wide=True)
 def _(keras: Any) -> Run:
     constraints = keras.constraints
     return Run(dense(keras, kernel_constraint=constraints.MaxNorm(0.5),
@@ -180,7 +180,7 @@ def _(keras: Any) -> Run:
                compile={"optimizer": adam(keras, gradient_accumulation_steps=2)})
 
 
-@case("optimizers/sparse inputs, Adam")
+@case("optimizers/sparse inputs, Adam", wide=True)
 def _(keras: Any) -> Run:
     x = keras.Input((9,), sparse=True)
     data = numbers(ROWS, 9, seed=7)

@@ -35,7 +35,7 @@ def _scaled(loss: Any) -> Any:
     return loss if scale is None else scale(loss)
 
 
-@case("models/own train_step, Keras' loss")
+@case("models/own train_step, Keras' loss", wide=True)
 def _(keras: Any) -> Run:
     def step(model: Any, data: Any) -> dict[str, Any]:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)

@@ -9,6 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import small_models
+import wide
 from peers import two_towers
 
 X = np.random.RandomState(0).rand(9, 3).astype("f")
@@ -30,7 +31,7 @@ def use(kit):
 
 class LifetimeTest(parameterized.TestCase):
 
-    @parameterized.named_parameters(*small_models.KERAS)
+    @wide.turns(*small_models.KERAS)
     def test_strategies(self, kit):
         """Else a notebook or a search over settings fills the memory, a model at a time."""
         strategies = [use(kit) for _ in range(2)]
@@ -81,7 +82,7 @@ class LifetimeTest(parameterized.TestCase):
             strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([])))
         self.assertEqual(threading.active_count(), before)
 
-    @parameterized.named_parameters(*small_models.KERAS)
+    @wide.turns(*small_models.KERAS)
     def test_traces_with_a_remainder(self, kit):
         """Else the last batch of each epoch, smaller than the others, is traced again."""
         shapes = []
