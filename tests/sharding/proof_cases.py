@@ -21,46 +21,11 @@ raw = tf.raw_ops
 def _elementwise() -> None:
     signed = {"low": -2.0, "high": 2.0}
     everywhere = {
-        "Abs",
-        "Atan",
-        "Asinh",
-        "Ceil",
-        "Cos",
-        "Cosh",
-        "Elu",
-        "Erf",
-        "Erfc",
-        "Exp",
-        "Floor",
-        "LeakyRelu",
-        "Neg",
-        "Relu",
-        "Relu6",
-        "Rint",
-        "Round",
-        "Selu",
-        "Sigmoid",
-        "Sign",
-        "Sin",
-        "Sinh",
-        "Softplus",
-        "Softsign",
-        "Square",
-        "Tan",
-        "Tanh",
-        "Identity",
-        "OnesLike",
-        "ZerosLike",
-        "Expm1",
-        "CheckNumerics",
-        "CheckNumericsV2",
-        "Snapshot",
-        "PreventGradient",
-        "StopGradient",
-        "IsNan",
-        "IsInf",
-        "IsFinite",
-    }
+        "Abs", "Atan", "Asinh", "Ceil", "Cos", "Cosh", "Elu", "Erf", "Erfc", "Exp", "Floor",
+        "LeakyRelu", "Neg", "Relu", "Relu6", "Rint", "Round", "Selu", "Sigmoid", "Sign", "Sin",
+        "Sinh", "Softplus", "Softsign", "Square", "Tan", "Tanh", "Identity", "OnesLike",
+        "ZerosLike", "Expm1", "CheckNumerics", "CheckNumericsV2", "Snapshot", "PreventGradient",
+        "StopGradient", "IsNan", "IsInf", "IsFinite"}
     messages = {"CheckNumerics": {"message": ""}, "CheckNumericsV2": {"message": ""}}
     for type in elementwise.UNARY:
         if type in _OTHER_UNARY:
@@ -342,39 +307,19 @@ def _convolutions() -> None:
     case("DepthwiseConv2dNative", image, real(2, 2, 3, 2), strides=steps, padding="VALID")
     deep = real(6, 4, 5, 6)
     case(
-        "DepthwiseConv2dNativeBackpropInput",
-        np.asarray(sizes, np.int32),
-        real(2, 2, 3, 2),
-        deep,
-        strides=steps,
-        padding="VALID",
-    )
+        "DepthwiseConv2dNativeBackpropInput", np.asarray(sizes, np.int32), real(2, 2, 3, 2), deep,
+        strides=steps, padding="VALID")
     case(
-        "DepthwiseConv2dNativeBackpropFilter",
-        image,
-        [2, 2, 3, 2],
-        deep,
-        strides=steps,
-        padding="VALID",
-    )
+        "DepthwiseConv2dNativeBackpropFilter", image, [2, 2, 3, 2], deep, strides=steps,
+        padding="VALID")
     box = real(6, 3, 3, 3, 2)
     case("Conv3D", box, real(2, 2, 2, 2, 4), strides=steps3, padding="VALID")
     case(
-        "Conv3DBackpropInputV2",
-        np.asarray([6, 3, 3, 3, 2], np.int32),
-        real(2, 2, 2, 2, 4),
-        real(6, 2, 2, 2, 4),
-        strides=steps3,
-        padding="VALID",
-    )
+        "Conv3DBackpropInputV2", np.asarray([6, 3, 3, 3, 2], np.int32), real(2, 2, 2, 2, 4),
+        real(6, 2, 2, 2, 4), strides=steps3, padding="VALID")
     case(
-        "Conv3DBackpropFilterV2",
-        box,
-        [2, 2, 2, 2, 4],
-        real(6, 2, 2, 2, 4),
-        strides=steps3,
-        padding="VALID",
-    )
+        "Conv3DBackpropFilterV2", box, [2, 2, 2, 2, 4], real(6, 2, 2, 2, 4), strides=steps3,
+        padding="VALID")
     case("BiasAdd", real(6, 4, 3), real(3))
     case("BiasAdd", real(6, 12), real(12))
     case("BiasAdd", real(6, 6, 2, 2), real(6), data_format="NCHW")
@@ -404,13 +349,8 @@ def _images() -> None:
     case("MaxPool3DGrad", box, raw.MaxPool3D(input=box, **pool3).numpy(), less, **pool3)
     case("MaxPool3DGradGrad", box, raw.MaxPool3D(input=box, **pool3).numpy(), box, **pool3)
     case(
-        "Dilation2D",
-        image,
-        single(2, 2, 3),
-        strides=[1, 1, 1, 1],
-        rates=[1, 1, 1, 1],
-        padding="VALID",
-    )
+        "Dilation2D", image, single(2, 2, 3), strides=[1, 1, 1, 1], rates=[1, 1, 1, 1],
+        padding="VALID")
     case("LRN", image)
     case("LRNGrad", image, image, raw.LRN(input=image).numpy())
     for type in ("ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea"):
@@ -427,20 +367,11 @@ def _images() -> None:
     case("SpaceToDepth", image, block_size=2)
     case("DepthToSpace", single(6, 2, 3, 4), block_size=2)
     case(
-        "ExtractImagePatches",
-        image,
-        ksizes=window,
-        strides=window,
-        rates=[1, 1, 1, 1],
-        padding="VALID",
-    )
+        "ExtractImagePatches", image, ksizes=window, strides=window, rates=[1, 1, 1, 1],
+        padding="VALID")
     case(
-        "ExtractVolumePatches",
-        box,
-        ksizes=[1, 2, 2, 2, 1],
-        strides=[1, 1, 1, 1, 1],
-        padding="VALID",
-    )
+        "ExtractVolumePatches", box, ksizes=[1, 2, 2, 2, 1], strides=[1, 1, 1, 1, 1],
+        padding="VALID")
 
 
 def _reductions() -> None:

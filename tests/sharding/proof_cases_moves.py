@@ -145,44 +145,19 @@ def _slices() -> None:
         lambda rank: {"begin": [1], "end": [0], "strides": [1], "end_mask": 1},
         lambda rank: {"begin": [1], "end": [2], "strides": [1], "shrink_axis_mask": 1},
         lambda rank: {
-            "begin": [-1],
-            "end": [0],
-            "strides": [1],
-            "shrink_axis_mask": 1,
-            "end_mask": 1,
-        },
+            "begin": [-1], "end": [0], "strides": [1], "shrink_axis_mask": 1, "end_mask": 1},
         lambda rank: {"begin": [0, 1], "end": [0, 3], "strides": [1, 1], "ellipsis_mask": 1},
         lambda rank: {
-            "begin": [0, 0],
-            "end": [0, 0],
-            "strides": [1, 1],
-            "new_axis_mask": 1,
-            "begin_mask": 2,
-            "end_mask": 2,
-        },
+            "begin": [0, 0], "end": [0, 0], "strides": [1, 1], "new_axis_mask": 1, "begin_mask": 2,
+            "end_mask": 2},
         lambda rank: {
-            "begin": [0, 1],
-            "end": [0, 3],
-            "strides": [1, 2],
-            "begin_mask": 1,
-            "end_mask": 1,
-        },
+            "begin": [0, 1], "end": [0, 3], "strides": [1, 2], "begin_mask": 1, "end_mask": 1},
         lambda rank: {
-            "begin": [0, 1],
-            "end": [0, 2],
-            "strides": [1, 1],
-            "begin_mask": 1,
-            "end_mask": 1,
-            "shrink_axis_mask": 2,
-        },
+            "begin": [0, 1], "end": [0, 2], "strides": [1, 1], "begin_mask": 1, "end_mask": 1,
+            "shrink_axis_mask": 2},
         lambda rank: {
-            "begin": [0, 0, 0],
-            "end": [0, 0, 1],
-            "strides": [1, 1, 1],
-            "ellipsis_mask": 1,
-            "new_axis_mask": 2,
-            "shrink_axis_mask": 4,
-        },
+            "begin": [0, 0, 0], "end": [0, 0, 1], "strides": [1, 1, 1], "ellipsis_mask": 1,
+            "new_axis_mask": 2, "shrink_axis_mask": 4},
         lambda rank: {"begin": [0, 0], "end": [6, 2], "strides": [1, 1], "end_mask": 0},
         lambda rank: {"begin": [0], "end": [6], "strides": [1]},
     )
@@ -204,14 +179,8 @@ def _slices() -> None:
             if array.ndim > 1:
                 _slice_gradients(array, small, places, given)
     case(
-        "StridedSlice",
-        real(6, 4),
-        np.asarray([0, 1], np.int32),
-        [6, 3],
-        [1, 1],
-        begin_mask=1,
-        end_mask=1,
-    )
+        "StridedSlice", real(6, 4), np.asarray([0, 1], np.int32), [6, 3], [1, 1], begin_mask=1,
+        end_mask=1)
     for first in (1, 2, 9):
         case("StridedSlice", real(6, 4), np.asarray([0, 1], np.int32), [first, 3], [1, 1])
     around(
