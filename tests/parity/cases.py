@@ -403,7 +403,7 @@ def _(keras: Any) -> Run:
                images()["y"], compile={**LABELS, "optimizer": adam(keras)})
 
 
-@case("models/GRU, bidirectional")
+@case("models/GRU, bidirectional", wide=True)
 def _(keras: Any) -> Run:
     layers = keras.layers
     return Run(classifier(keras, layers.Bidirectional(layers.GRU(3, return_sequences=True)),

@@ -226,6 +226,7 @@ class TrainingTest(parameterized.TestCase):
         self.assertBetween(epoch.sample.merge, 1e-9, epoch.sample.step)
 
     @wide.turns(*KITS)
+    @pytest.mark.wide
     def test_validation_and_prediction_are_not_training(self, kit):
         """Else the rows of a validation are told as trained on."""
         model = small_model(kit, TowerStrategy(TOWERS))
@@ -277,6 +278,7 @@ class TrainingTest(parameterized.TestCase):
         self.assertAlmostEqual(epoch.bubble, sum(part.idle for part in stages) / 4)
         self.assertIn(f"; bubble {epoch.bubble:.0%}\n", str(epoch))
 
+    @pytest.mark.wide
     def test_a_stage_with_more_work_is_busier(self):
         """Else someone balances stages by numbers that are another stage's."""
         strategy = TowerStrategy([["CPU:1", "CPU:2", "CPU:3"]], micro_batches=2)
@@ -366,6 +368,7 @@ class TrainingTest(parameterized.TestCase):
         self.assertIsNone(iterators.counting.follow)
 
     @wide.turns(*KITS)
+    @pytest.mark.wide
     def test_after_an_error_between_two_steps(self, kit):
         """Else the next training with a report counts for the one that failed."""
         model = small_model(kit, TowerStrategy(TOWERS))
@@ -482,6 +485,7 @@ class TensorBoardTest(parameterized.TestCase):
         self.assertEqual(list(found), list(wanted))
         np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-6)
 
+    @pytest.mark.wide
     def test_a_sample_is_written_once(self):
         """Else an old sample looks like what every epoch after it took."""
         folder = self.enter_context(tempfile.TemporaryDirectory())
@@ -493,6 +497,7 @@ class TensorBoardTest(parameterized.TestCase):
         self.assertEqual(list(found["tower_2", "towers/idle_share"][1]), [0])
         self.assertEqual(list(found["step", "step/merge_ms"][1]), [0])
 
+    @pytest.mark.wide
     def test_beside_keras_own_callback(self):
         """Else one of the two overwrites the other's files, or both measure each other."""
         folder = self.enter_context(tempfile.TemporaryDirectory())

@@ -770,7 +770,7 @@ def pictures(x):
     return tf.reshape(tf.tile(x, [1, 16]), [-1, 8, 8, 1])
 
 
-def keras_program(name, layers, given=tf.identity, optimizer=lambda: keras.optimizers.SGD(0.1)):
+def keras_program(name, layers, given):
     """A program of a model of these layers in float64, each made by a function."""
 
     def make():
@@ -780,7 +780,7 @@ def keras_program(name, layers, given=tf.identity, optimizer=lambda: keras.optim
             model = keras.Sequential([*(layer() for layer in layers), keras.layers.Dense(3)])
         finally:
             keras.config.set_dtype_policy("float32")
-        chosen = optimizer()
+        chosen = keras.optimizers.SGD(0.1)
         inner = keras_step(model, chosen)
         return (lambda x, y: inner(given(x), y)), values_of(model, chosen)
 
@@ -811,14 +811,3 @@ for _name, _layers, _given in [
         ("augmented", [lambda: L.RandomFlip(seed=1),
                        lambda: L.RandomTranslation(0.1, 0.1, seed=2), L.Flatten], pictures)]:
     keras_program(_name, _layers, _given)
-for _name, _optimizer in {
-        "lion": lambda: keras.optimizers.Lion(0.01),
-        "adafactor": lambda: keras.optimizers.Adafactor(0.01),
-        "averaged": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=2),
-        "accumulated": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
-        "clipped_nadam": lambda: keras.optimizers.Nadam(0.01, clipnorm=0.1),
-        "decayed_ftrl": lambda: keras.optimizers.Ftrl(
-            keras.optimizers.schedules.CosineDecay(0.1, 10)),
-        "scaled_loss": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
-}.items():
-    keras_program(_name, [lambda: L.Dense(4, "tanh")], optimizer=_optimizer)
