@@ -112,24 +112,28 @@ OF_ALL_ROWS: dict[str, Loss] = {
 
 
 def _named(number: Loss) -> Loss:
+    """A function whose name Keras 3 takes for a scope."""
     def metric(y_true: Any, y_pred: Any) -> Any:
         return number(y_true, y_pred)
 
     return metric
 
 
+def _of_all_rows(keras: Any, metrics: str, weighted: bool = False) -> Run:
+    numbers = {name: _named(number) for name, number in OF_ALL_ROWS.items()}
+    return _heads(keras, numbers, weighted,
+                  **{metrics: {name: [number] for name, number in numbers.items()}})
+
+
 @case("losses/one number of all rows", wide=True)
 def _(keras: Any) -> Run:
-    return _heads(keras, OF_ALL_ROWS,
-                  metrics={name: [_named(number)] for name, number in OF_ALL_ROWS.items()})
+    return _of_all_rows(keras, "metrics")
 
 
 @case("losses/one number of all rows, weighted", wide=True)
 def _(keras: Any) -> Run:
     # Keras 3 cannot weight a metric that is one number.
-    metrics = {} if is_keras_3(keras) else {"weighted_metrics": {
-        name: [_named(number)] for name, number in OF_ALL_ROWS.items()}}
-    return _heads(keras, OF_ALL_ROWS, weighted=True, **metrics)
+    return _of_all_rows(keras, "metrics" if is_keras_3(keras) else "weighted_metrics", True)
 
 
 @case("losses/one number of all rows, a mask", wide=True)

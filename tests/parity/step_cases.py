@@ -222,7 +222,7 @@ def _decorated(keras: Any, eagerly: bool = False) -> Run:
 
         @tf.function
         def call(self, x: Any, training: Any = None) -> Any:
-            return self.last(self.norm(self.hidden(x), training=training))
+            return self.last(self.hidden(self.norm(x, training=training)))
 
         @tf.function
         def loss_of(self, y: Any, predicted: Any) -> Any:
