@@ -24,7 +24,7 @@ VERSION = $(shell $(EXECUTABLE) -c 'import sys; print("%d.%d" % sys.version_info
 CORE := batch/split merge/merge replicas/run strategy variables/variables batch/input \
 	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks
 
-.PHONY: demo test test-all lint test-parity test-slow test-gpu test-libraries test-tf test-python test-pythons bench \
+.PHONY: demo test tests test-all lint test-parity test-slow test-gpu test-libraries test-tf test-python test-pythons bench \
 	bench-jax docs test-site release-check clean
 
 $(VENV)/%.installed: setup.cfg setup.py
@@ -65,7 +65,10 @@ $(TF_VENV)/test.installed: setup.cfg setup.py
 demo: $(VENV)/demo.installed
 	$(RUN) examples/digits.py
 
-test: $(VENV)/test.installed lint
+test: $(VENV)/test.installed
+	$(MAKE) --no-print-directory --jobs 2 lint tests
+
+tests: $(VENV)/test.installed
 	$(RUN) $(PYTEST)
 
 # What `make test` leaves out: tests that are marked wide.

@@ -125,7 +125,7 @@ class UpdateTest(parameterized.TestCase):
         found, _ = trained(KITS[kit], make, two_towers(), sparse=True)
         self.assert_same(found, trained(KITS[kit], make, None, sparse=True)[0])
 
-    @parameterized.product(kit=tuple(KITS), name=tuple(AS_KERAS))
+    @wide.product(kit=tuple(KITS), name=tuple(AS_KERAS))
     def test_others_do_as_keras_does(self, kit, name):
         """Else an update that no kernel does is done by one that does something else."""
         found, operations = trained(KITS[kit], AS_KERAS[name], two_towers())

@@ -192,6 +192,7 @@ class IterationTest(parameterized.TestCase):
         # Towers' streams that had not ended when the graph's iterator went took all threads.
         self.assertEqual([plain(captured()) for _ in range(100)], [45] * 100)
 
+    @pytest.mark.wide
     def test_for_over_an_iterator(self):
         """Else a loop over an iterator made outside of its tf.function sees other rows, or none."""
 

@@ -216,7 +216,7 @@ _batches("fewer rows than towers", 18, 8)
 _batches("a single row", 17, 8, wide=True)
 _batches("a size that R does not divide", 21, 7, wide=True)
 _batches("a dataset smaller than one batch", 5, 16, wide=True)
-_batches("batches of one row", 4, 1)
+_batches("batches of one row", 4, 1, wide=True)
 
 
 @case("batches/a tf.data dataset", wide=True)
@@ -255,7 +255,7 @@ def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(), fit={"shuffle": True})
 
 
-@case("batches/steps_per_epoch")
+@case("batches/steps_per_epoch", wide=True)
 def _(keras: Any) -> Run:
     data = regression()
     endless = tf.data.Dataset.from_tensor_slices((data["x"], data["y"])).batch(8).repeat()
@@ -369,7 +369,7 @@ def _(keras: Any) -> Run:
                compile={**LABELS, "metrics": ["accuracy"]}, fit={"validation_split": 0.4})
 
 
-@case("metrics/validation_data")
+@case("metrics/validation_data", wide=True)
 def _(keras: Any) -> Run:
     other = labelled(13)
     return Run(dense(keras, activation="softmax"), **labelled(),
@@ -485,7 +485,7 @@ def _two_towers(keras: Any) -> Any:
     return keras.Model([query, item], keras.layers.Concatenate()(outputs))
 
 
-@case("whole/two-tower retrieval, weights, a metric that ranks")
+@case("whole/two-tower retrieval, weights, a metric that ranks", wide=True)
 def _(keras: Any) -> Run:
     data = regression(ROWS + 2)
     return Run(_two_towers(keras), [data["x"], data["x"][::-1].copy()], data["y"],
@@ -710,7 +710,7 @@ def _(keras: Any) -> Run:
         fit={"epochs": 3})
 
 
-@case("fit/ReduceLROnPlateau and EarlyStopping")
+@case("fit/ReduceLROnPlateau and EarlyStopping", wide=True)
 def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(), callbacks=lambda: [
         keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.2, patience=0, min_delta=0.05),

@@ -328,7 +328,7 @@ _row_errors("add_loss, one a row", wide=True)
 _row_errors("add_loss, one a row, eagerly", eagerly=True, wide=True)
 
 
-@case("losses/regularizers")
+@case("losses/regularizers", wide=True)
 def _(keras: Any) -> Run:
     layers, regularizers = keras.layers, keras.regularizers
     options = [
