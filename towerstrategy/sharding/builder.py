@@ -15,6 +15,8 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 
+_LARGEST_COMPARED = 10_000  # bytes
+
 
 class Ref(NamedTuple):
     """Output number ``place`` of a node, or a tensor that stands outside of the nodes."""
@@ -42,6 +44,7 @@ class Builder:
         self._taken: dict[tuple[str, int], tf.Tensor] = {}
         self._names: dict[str, int] = {}
         self._constants: dict[tuple[Any, ...], Ref] = {}
+        self._copies: dict[tuple[Any, ...], tuple[list[Ref], str]] = {}
         self._made: dict[str, tf.Operation] = {}
         self.shapes: dict[Ref, tuple[int, ...]] = {}
         self.count = 0
@@ -54,14 +57,27 @@ class Builder:
 
     def copy(self, operation: tf.Operation, inputs: Sequence[Ref], device: str, scope: str = "",
              controls: Iterable[str] = ()) -> tuple[list[Ref], str]:
-        """An operation of another graph, with other inputs, on ``device``; and its node."""
+        """An operation of another graph, with other inputs, on ``device``; and its node.
+
+        Equal constants of a scope are one node.
+        """
+        definition = operation.node_def
+        key: Any = None
+        if not (inputs or controls or operation.op_def.is_stateful) \
+                and definition.ByteSize() <= _LARGEST_COMPARED:
+            key = (definition.op, device, scope, *sorted(
+                (name, attr.SerializeToString()) for name, attr in definition.attr.items()))
+            if key in self._copies:
+                return self._copies[key]
         node = self._def.node.add()
-        node.CopyFrom(operation.node_def)
+        node.CopyFrom(definition)
         node.name = self._name(f"{scope}{operation.name}")
-        for key in [key for key in node.attr if key in ("_class", "_output_shapes")]:
-            del node.attr[key]
+        for name in [name for name in node.attr if name in ("_class", "_output_shapes")]:
+            del node.attr[name]
         refs = self._complete(node, inputs, device, controls,
                               [tensor.dtype for tensor in operation.outputs])
+        if key is not None:
+            self._copies[key] = refs, node.name
         return refs, node.name
 
     def make(self, type: str, inputs: Sequence[Ref], device: str, name: str = "",
