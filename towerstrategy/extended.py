@@ -238,8 +238,11 @@ class TowerExtended(_tf.StrategyExtended):
     # Scope and variables.
 
     def _scope(self, strategy: tf.distribute.Strategy) -> Any:
-        _keras.install_hooks()
         arguments.check_scope(strategy)
+        return _keras.Scope(self.bare_scope(strategy))
+
+    def bare_scope(self, strategy: tf.distribute.Strategy) -> Any:
+        """TensorFlow's scope alone, for calls in which nothing is traced but what enters ours."""
         return super()._scope(strategy)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
@@ -331,7 +334,9 @@ class TowerExtended(_tf.StrategyExtended):
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
-        return self.dealer.distribute(dataset, self._modes.in_order, ready, fetch)
+        made = self.dealer.distribute(dataset, self._modes.in_order, ready, fetch)
+        _keras.keep_for(made)
+        return made
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> tf.distribute.DistributedDataset:
@@ -349,6 +354,7 @@ class TowerExtended(_tf.StrategyExtended):
                 else datasets_lib.group_dataset(datasets[0], count, ready=ready))
         if workers is not None:
             made = shards.shard_grouped(made, workers, ready)
+        _keras.keep_for(made)
         return made.fetched_to(fetch)
 
     def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -156,6 +157,9 @@ class TowerStrategy(kind.Kind):
         stages.install()
         _tf.wrap_generators(one_replica.has_all_rows)
         _keras.install_hooks()
+        if workers is not None:  # whose process makes callbacks that write files in no scope, too
+            _tf.enter_work()
+            weakref.finalize(self, _tf.leave_work)
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """As ``tf.distribute.Strategy.run``.

@@ -161,7 +161,14 @@ from towerstrategy._tensorflow.variables import (
     tell_read as tell_read,
     variable_creator_scope as variable_creator_scope,
 )
-from towerstrategy._tensorflow.wrapping import Place as Place, owner_name as owner_name
+from towerstrategy._tensorflow.wrapping import (
+    Place as Place,
+    at_work as at_work,
+    enter_work as enter_work,
+    keep_wrapped as keep_wrapped,
+    leave_work as leave_work,
+    owner_name as owner_name,
+)
 
 # The functions of TensorFlow that the package replaces.
 PLACES = (losses.AVERAGE, losses.REGULARIZATION, seeds.KEYS, functions.RECORD, machines.CAPTURE)

@@ -193,6 +193,10 @@ class TowerDataset(tf.distribute.DistributedDataset):
         self._watcher: Any = None
         self._fetch = prefetching.Fetch()
 
+    def __repr__(self) -> str:  # which Keras 3 shows, where it does not know what this is
+        return ("<a TowerStrategy's dataset, for a model that is on its towers: compiled inside of "
+                "the scope (with strategy.scope():), or handed to strategy.adopt(model)>")
+
     def map(self, map_func: Callable[..., Nest]) -> TowerDataset:
         """The same dataset of batches that ``map_func`` has changed before they were dealt.
 

@@ -95,7 +95,8 @@ class Function:
 
     def _scope(self) -> contextlib.AbstractContextManager[Any]:
         inside = tf.distribute.get_strategy() is self._strategy
-        return contextlib.nullcontext() if inside else self._strategy.scope()
+        return contextlib.nullcontext() if inside else self._strategy.extended.bare_scope(
+            self._strategy)
 
     def _prepared(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """The ``tf.function`` for these arguments, and they as it takes them."""
@@ -125,7 +126,8 @@ class Function:
         strategy, python_function = self._strategy, self.python_function
 
         def on_towers(*args: Any, **kwargs: Any) -> Any:
-            result = run.run(strategy, python_function, args, kwargs)
+            with strategy.scope():
+                result = run.run(strategy, python_function, args, kwargs)
             self._has_loops = self._has_loops or _loops_here(strategy)
             return result
 

@@ -40,6 +40,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (seed_generator.SeedGenerator, "next"): hooks.Hook(
         seeds.next_seed,
         "random layers draw differently on every tower"),
+    (tf_trainer.TensorFlowTrainer, "__init__"): hooks.Hook(
+        training.trainer_init,
+        "calls a model that was made in the scope outside of it without entering it"),
     (base_trainer.Trainer, "compile"): hooks.Hook(
         training.compile,
         "compiling in the scope adopts; jit_compile is refused early"),

@@ -21,11 +21,17 @@ from keras.src.optimizers import base_optimizer
 from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy._keras import hooks
 from towerstrategy.placement import kind
 from towerstrategy.variables import tower_local
 
 # The base class whose methods are hooked.
 MODEL = base_trainer.Trainer
+# Where a model has its strategy.
+OWNER = "_distribute_strategy"
+# The methods of a model that Keras runs in no scope.
+ENTRIES = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch",
+           "predict_on_batch", "make_train_function", "make_test_function", "make_predict_function")
 
 
 def is_model(model: Any) -> bool:
@@ -34,7 +40,7 @@ def is_model(model: Any) -> bool:
 
 
 # The attributes that Keras' Trainer sets in __init__ and compile: a model's training state.
-TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), "optimizer", "history",
+TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), *ENTRIES, "optimizer", "history",
                              "stop_training", "stop_evaluating", "stop_predicting",
                              "_compile_config", "_compiled_trainable_state",
                              "_eval_epoch_iterator"} - {"_lock"})
@@ -109,6 +115,7 @@ def owner_of(model: Any) -> Any:
 def set_owner(model: Any, strategy: tf.distribute.Strategy) -> None:
     """Makes a model the strategy's."""
     model._distribute_strategy = strategy
+    hooks.enter_with(model, ENTRIES)
 
 
 def owner_of_optimizer(optimizer: Any) -> Any:
@@ -157,7 +164,7 @@ def counters_of(model: Any) -> list[Any]:
 def fresh_state() -> dict[str, Any]:
     """The training state of a model that has not been compiled."""
     return {name: value for name, value in vars(tf_trainer.TensorFlowTrainer()).items()
-            if name in TRAINING_STATE}
+            if name in TRAINING_STATE and name not in ENTRIES}
 
 
 def builders(model: Any) -> dict[str, Any]:

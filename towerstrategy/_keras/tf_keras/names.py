@@ -19,10 +19,15 @@ from tf_keras.src.optimizers import optimizer as new_optimizer
 from tf_keras.src.optimizers.legacy import optimizer_v2
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy._keras import hooks
 from towerstrategy.variables import one_copy, tower_local
 
 # The base class whose methods are hooked.
 MODEL = training.Model
+# Where a model has its strategy.
+OWNER = "_distribution_strategy"
+# The methods of a model that begin before Keras enters its scope.
+ENTRIES = ("compile",)
 
 OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
               loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
@@ -35,6 +40,7 @@ def is_model(model: Any) -> bool:
 
 # The attributes that Model sets in __init__ and compile for training.
 TRAINING_STATE = frozenset({
+    *ENTRIES,
     "_autotune_steps_per_execution", "_checkpoint", "_cluster_coordinator", "_compile_config",
     "_compiled_trainable_state", "_distribute_reduction_method", "_distribution_strategy",
     "_is_compiled", "_jit_compile", "_predict_counter", "_pss_evaluation_shards", "_run_eagerly",
@@ -128,6 +134,7 @@ def owner_of(model: Any) -> Any:
 def set_owner(model: Any, strategy: tf.distribute.Strategy) -> None:
     """Makes a model the strategy's."""
     model._distribution_strategy = strategy
+    hooks.enter_with(model, ENTRIES)
 
 
 def owner_of_optimizer(optimizer: Any) -> Any:
@@ -155,7 +162,7 @@ def counters_of(model: Any) -> list[Any]:
 def fresh_state() -> dict[str, Any]:
     """The training state of a model that has not been compiled."""
     return {name: value for name, value in vars(training.Model()).items()
-            if name in TRAINING_STATE}
+            if name in TRAINING_STATE and name not in ENTRIES}
 
 
 def builders(model: Any) -> dict[str, Any]:

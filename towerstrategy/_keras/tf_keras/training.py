@@ -12,7 +12,7 @@ import tensorflow as tf
 from tf_keras.src.metrics import base_metric
 
 from towerstrategy import losses
-from towerstrategy._keras import adopting, stages, training as training_rules
+from towerstrategy._keras import adopting, hooks, stages, training as training_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
 
@@ -68,12 +68,17 @@ def batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def set_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Puts the functions that steps are made of into what is around a step of towers."""
+    """Puts the functions that steps are made of into what is around a step of towers.
+
+    A model that is made in the scope is told of it here.
+    """
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name in _FUNCTIONS and value is not None and not hasattr(value, "in_step_of"):
             value = _in_step(self, name, value)
         original(self, name, value)
+        if name == names.OWNER and kind.is_tower_strategy(value):
+            hooks.enter_with(self, names.ENTRIES)
 
     return __setattr__
 
