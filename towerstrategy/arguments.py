@@ -142,11 +142,11 @@ def check_options(strategy: Any, input_signature: Any, autograph: Any, jit_compi
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, but got {value!r} of type "
                             f"{type(value).__name__}.")
-    if jit_compile not in (None, False):
-        raise ValueError(
-            f"jit_compile must be None or False, but got {jit_compile!r}: XLA compiles for one "
-            "device, and the function runs on all towers. Within it, call a "
-            "tf.function(jit_compile=True) of what is to be compiled.")
+    if not isinstance(jit_compile, (bool, type(None))):
+        raise TypeError(f"jit_compile must be True, False or None, but got {jit_compile!r} of type "
+                        f"{type(jit_compile).__name__}.")
+    if jit_compile:
+        strategy.extended.placement.check_compiles()
 
 
 def check_sharded(strategy: tf.distribute.Strategy, bound: dict[str, Any]) -> None:

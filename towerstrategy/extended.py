@@ -89,6 +89,12 @@ class TowerExtended(_tf.StrategyExtended):
         with optimizer, self._modes.within(compiles=compiles, keras_step=True):
             yield
 
+    @contextlib.contextmanager
+    def compiling(self, compiles: bool) -> Iterator[None]:
+        """Within, XLA compiles what the towers do, or does not."""
+        with self._modes.within(compiles=compiles):
+            yield
+
     def train_step(self, call: Callable[[], Any], compiles: bool = False) -> Any:
         """Calls a Keras training step that the strategy's towers run, see :meth:`step`."""
         with self.step(compiles):

@@ -194,7 +194,7 @@ class TowerStrategy(kind.Kind):
           func: the function, or a method; None for a decorator with the arguments below.
           input_signature: as of ``tf.function``, with the shapes of the whole batch.
           autograph, reduce_retracing: as of ``tf.function``.
-          jit_compile: None or False; in it, a ``tf.function(jit_compile=True)`` may be called.
+          jit_compile: whether XLA compiles what the towers do with their rows.
 
         Returns:
           A function of the same arguments, which returns what one device would, with
@@ -204,7 +204,7 @@ class TowerStrategy(kind.Kind):
 
         Raises:
           TypeError: ``func`` is no function; options of a wrong type.
-          ValueError: ``jit_compile=True``.
+          ValueError: ``jit_compile=True`` with ``micro_batches``.
           NotImplementedError: towers of several stages.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:3])
@@ -225,7 +225,8 @@ class TowerStrategy(kind.Kind):
         arguments.check_options(self, input_signature, autograph, jit_compile, reduce_retracing)
 
         make = functools.partial(functions.Function, self, input_signature=input_signature,
-                                 autograph=autograph, reduce_retracing=reduce_retracing)
+                                 jit_compile=jit_compile, autograph=autograph,
+                                 reduce_retracing=reduce_retracing)
         return make if func is None else make(func)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:

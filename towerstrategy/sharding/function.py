@@ -34,11 +34,13 @@ class Function:
     """
 
     def __init__(self, strategy: Any, python_function: Callable[..., Any],
-                 input_signature: Sequence[Any] | None = None, **options: Any) -> None:
+                 input_signature: Sequence[Any] | None = None, jit_compile: bool | None = None,
+                 **options: Any) -> None:
         arguments.check_function("func", python_function)
         functools.update_wrapper(self, python_function)
         self.python_function, self._strategy = python_function, strategy
         self._input_signature, self._options = input_signature, options
+        self._compiles = bool(jit_compile)
         self._parameters = inspect.signature(python_function)
         self._functions: dict[Any, Any] = {}  # one for each choice of sharded arguments
         self._has_loops = False
@@ -61,7 +63,7 @@ class Function:
         if key not in vars(instance):
             vars(instance)[key] = Function(
                 self._strategy, self.python_function.__get__(instance, owner),
-                self._input_signature, **self._options)
+                self._input_signature, self._compiles, **self._options)
         return vars(instance)[key]
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +128,7 @@ class Function:
         strategy, python_function = self._strategy, self.python_function
 
         def on_towers(*args: Any, **kwargs: Any) -> Any:
-            with strategy.scope():
+            with strategy.scope(), strategy.extended.compiling(self._compiles):
                 result = run.run(strategy, python_function, args, kwargs)
             self._has_loops = self._has_loops or _loops_here(strategy)
             return result
