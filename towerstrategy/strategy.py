@@ -161,6 +161,7 @@ class TowerStrategy(kind.Kind):
             _tf.enter_work()
             weakref.finalize(self, _tf.leave_work)
 
+    @_tf.with_short_tracebacks
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """As ``tf.distribute.Strategy.run``.
 

@@ -51,6 +51,7 @@ def enter_with(model: Any, methods: Iterable[str]) -> None:
 
 
 def _entry(kind: Any, name: str) -> Callable[..., Any]:
+    @_tf.with_short_tracebacks
     @functools.wraps(getattr(kind, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _tf.at_work():

@@ -35,6 +35,7 @@ from towerstrategy._tensorflow.errors import (
     PRIVATE_NAMES as _ERRORS,
     add_note as add_note,
     noting as noting,
+    with_short_tracebacks as with_short_tracebacks,
 )
 from towerstrategy._tensorflow.functions import (
     PRIVATE_NAMES as _FUNCTIONS,

@@ -1,4 +1,4 @@
-"""Notes on errors, through autograph's own.
+"""Notes on errors, through autograph's own; tracebacks without our frames.
 
 Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why no public name does.
 """
@@ -6,12 +6,50 @@ Each entry of :data:`PRIVATE_NAMES` says where the name stands upstream and why 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+import os
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 PRIVATE_NAMES: dict[str, str] = {}
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_Called = TypeVar("_Called", bound=Callable[..., Any])
+
+
+def with_short_tracebacks(function: _Called) -> _Called:
+    """``function``, with one frame of this package in the tracebacks of errors in users' code.
+
+    All stay where TensorFlow keeps its own (``tf.debugging.disable_traceback_filtering``).
+    """
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not tf.debugging.is_traceback_filtering_enabled():
+                raise
+            raise error.with_traceback(_without_ours(error.__traceback__))
+
+    return call  # type: ignore[return-value]
+
+
+def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    ours = [entry.tb_frame.f_code.co_filename.startswith(_PACKAGE) for entry in entries]
+    if ours[-1]:  # our own complaint
+        return entries[0]
+    kept = None
+    for entry, is_ours in zip(reversed(entries), reversed(ours)):
+        if not is_ours:
+            kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept
+
 
 def add_note(error: BaseException, note: str, traced: bool) -> None:
     """Adds ``note`` to ``error``, and to the error that autograph will raise in its place.

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import arguments
+from towerstrategy import _tensorflow as _tf, arguments
 from towerstrategy.batch import results, sub_batches
 from towerstrategy.sharding import propagate, run, signatures
 from towerstrategy.towers import contexts, one_replica
@@ -45,6 +45,7 @@ class Function:
         self._functions: dict[Any, Any] = {}  # one for each choice of sharded arguments
         self._has_loops = False
 
+    @_tf.with_short_tracebacks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_within_another():
             return self._within(*args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.metrics import base_metric
 
-from towerstrategy import losses
+from towerstrategy import _tensorflow as _tf, losses
 from towerstrategy._keras import adopting, hooks, stages, training as training_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
@@ -99,6 +99,7 @@ def _in_step(model: Any, name: str, step: Callable[..., Any]) -> Callable[..., A
         adopting.adopt_state(strategy, model, names)
     compiles = bool(model.jit_compile) and not strategy.extended.placement.compiles
 
+    @_tf.with_short_tracebacks
     def function(iterator: Any) -> Any:
         if name == "train_function":
             return strategy.extended.train_step(lambda: step(iterator), compiles)
