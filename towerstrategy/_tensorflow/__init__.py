@@ -17,6 +17,7 @@ from towerstrategy._tensorflow.data import (
     PRIVATE_NAMES as _DATA,
     OwnedIterator as OwnedIterator,
     Trackable as Trackable,
+    enumerate_with as enumerate_with,
     loop_over as loop_over,
     map_in_place as map_in_place,
     over_devices as over_devices,

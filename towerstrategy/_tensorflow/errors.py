@@ -31,7 +31,7 @@ def with_short_tracebacks(function: _Called) -> _Called:
         except Exception as error:
             if not tf.debugging.is_traceback_filtering_enabled():
                 raise
-            raise error.with_traceback(_without_ours(error.__traceback__))
+            raise error.with_traceback(_without_ours(error.__traceback__))  # noqa: B904
 
     return call  # type: ignore[return-value]
 

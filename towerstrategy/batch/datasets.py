@@ -391,3 +391,7 @@ def _check_like_first(tower: int, spec: Nest, first: Nest) -> None:
     if not alike:
         raise TypeError("dataset_fn must return datasets with elements of one structure and dtype, "
                         f"but for tower {tower} they are {spec}, and for tower 0 {first}.")
+
+
+for _kind in (TowerDataset, iterators.TowerIterator, prefetching.PrefetchedIterator):
+    _tf.enumerate_with(_kind, iterators.enumerated)

@@ -16,6 +16,9 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib, sub_batches
 from towerstrategy.batch.rows import Nest
 
+_ENDLESS = ("Python's enumerate, zip and comprehensions do not see where a distributed dataset "
+            "ends while a function is traced. Write a plain `for batch in dataset:` loop, which "
+            "autograph converts, and count in it.")
 # Nobody unrolls so many steps into one graph on purpose.
 _MOST_STEPS_IN_GRAPH = 1000
 
@@ -102,11 +105,16 @@ def check_ends(iterator: Any) -> None:
         return
     iterator._steps_in_graph += 1
     if iterator._steps_in_graph > _MOST_STEPS_IN_GRAPH:
-        raise RuntimeError(
+        raise NotImplementedError(
             f"more than {_MOST_STEPS_IN_GRAPH} batches were taken from a distributed dataset "
-            "while one tf.function was traced. Python's enumerate, zip and comprehensions do "
-            "not see where a dataset ends there. Write a plain `for batch in dataset:` loop, "
-            "which autograph converts, and count in it.")
+            f"while one tf.function was traced. {_ENDLESS}")
+
+
+def enumerated(batches: Any, start: int = 0) -> Any:
+    """``enumerate`` as autograph calls it, which in a function that is traced would know no end."""
+    if tf.executing_eagerly():
+        return enumerate(batches, start)
+    raise NotImplementedError(f"enumerate of {type(batches).__name__} in a tf.function. {_ENDLESS}")
 
 
 def onto_devices(element: Nest, devices: Sequence[str]) -> Nest:
