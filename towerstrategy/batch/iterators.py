@@ -112,7 +112,9 @@ def check_ends(iterator: Any) -> None:
 
 def enumerated(batches: Any, start: int = 0) -> Any:
     """``enumerate`` as autograph calls it, which in a function that is traced would know no end."""
-    if tf.executing_eagerly():
+    is_dealt = any(isinstance(spec, _tf.PerReplicaSpec)
+                   for spec in tf.nest.flatten(batches.element_spec))
+    if tf.executing_eagerly() or not is_dealt:
         return enumerate(batches, start)
     raise NotImplementedError(f"enumerate of {type(batches).__name__} in a tf.function. {_ENDLESS}")
 
