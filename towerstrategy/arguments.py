@@ -123,11 +123,9 @@ def check_options(strategy: Any, input_signature: Any, autograph: Any, jit_compi
                             f"for each argument, but has {leaf!r} of type {type(leaf).__name__}.")
     for name, value in (("autograph", autograph), ("reduce_retracing", reduce_retracing)):
         refused.check_type(name, value, bool, "True or False")
-    if jit_compile not in (None, False):
-        raise ValueError(
-            f"jit_compile must be None or False, but got {jit_compile!r}: XLA compiles for one "
-            "device, and the function runs on all towers. Within it, call a "
-            "tf.function(jit_compile=True) of what is to be compiled.")
+    refused.check_type("jit_compile", jit_compile, (bool, type(None)), "True, False or None")
+    if jit_compile:
+        strategy.extended.placement.check_compiles()
 
 
 def check_sharded(strategy: tf.distribute.Strategy, bound: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ class TowerExtended(_tf.StrategyExtended):
     @property
     def compiles(self) -> bool:
         """Whether XLA compiles what the towers do in the functions that are traced here."""
-        return self._modes.keras_step is not None and self._modes.keras_step.compiles
+        return self._modes.compiles
 
     @contextlib.contextmanager
     def step(self, compiles: bool = False) -> Iterator[None]:
@@ -92,8 +92,12 @@ class TowerExtended(_tf.StrategyExtended):
         """
         light = len(self.placement.towers) > 1 and self.placement.kinds == {"CPU"}
         with _tf.light_graph_optimizer() if light else contextlib.nullcontext(), \
-                self._modes.within(keras_step=modes.KerasStep(compiles)):
+                self._modes.within(keras_step=True, compiles=compiles):
             yield
+
+    def compiling(self, compiles: bool) -> contextlib.AbstractContextManager[None]:
+        """Within, XLA compiles what the towers do, or does not."""
+        return self._modes.within(compiles=compiles)
 
     def train_step(self, call: Callable[[], Any], compiles: bool = False) -> Any:
         """Calls a Keras training step that the strategy's towers run, see :meth:`step`."""
@@ -205,8 +209,11 @@ class TowerExtended(_tf.StrategyExtended):
     # Scope and variables.
 
     def _scope(self, strategy: tf.distribute.Strategy) -> Any:
-        _keras.install_hooks()
         arguments.check_scope(strategy)
+        return _keras.Scope(self.bare_scope(strategy))
+
+    def bare_scope(self, strategy: tf.distribute.Strategy) -> Any:
+        """TensorFlow's scope alone, for calls in which nothing is traced but what enters ours."""
         return super()._scope(strategy)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
@@ -290,13 +297,17 @@ class TowerExtended(_tf.StrategyExtended):
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
-        return self.dealer.distribute(dataset, self._modes.in_order, ready, fetch)
+        made = self.dealer.distribute(dataset, self._modes.in_order, ready, fetch)
+        _keras.keep_for(made)
+        return made
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> tf.distribute.DistributedDataset:
         arguments.check_outside("a dataset is distributed to all towers")
         arguments.check_function("dataset_fn", dataset_fn)
-        return self.dealer.from_function(dataset_fn, options, self)
+        made = self.dealer.from_function(dataset_fn, options, self)
+        _keras.keep_for(made)
+        return made
 
     def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> Any:
         return datasets_lib.RestartableIterator(

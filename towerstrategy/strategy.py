@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -133,7 +134,11 @@ class TowerStrategy(kind.Kind):
         losses.install()
         _tf.wrap_generators(contexts.has_all_rows)
         _keras.install_hooks()
+        if workers is not None:  # whose process makes callbacks that write files in no scope, too
+            _tf.enter_work()
+            weakref.finalize(self, _tf.leave_work)
 
+    @_tf.with_short_tracebacks
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """As ``tf.distribute.Strategy.run``.
 
@@ -166,7 +171,7 @@ class TowerStrategy(kind.Kind):
           func: the function, or a method; None for a decorator with the arguments below.
           input_signature: as of ``tf.function``, with the shapes of the whole batch.
           autograph, reduce_retracing: as of ``tf.function``.
-          jit_compile: None or False; in it, a ``tf.function(jit_compile=True)`` may be called.
+          jit_compile: whether XLA compiles what the towers do with their rows.
 
         Returns:
           A function of the same arguments, which returns what one device would, with
@@ -174,7 +179,7 @@ class TowerStrategy(kind.Kind):
 
         Raises:
           TypeError: ``func`` is no function; options of a wrong type.
-          ValueError: ``jit_compile=True``.
+          ValueError: ``jit_compile=True`` with ``micro_batches``.
           NotImplementedError: towers of several stages.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:3])
@@ -195,7 +200,8 @@ class TowerStrategy(kind.Kind):
         arguments.check_options(self, input_signature, autograph, jit_compile, reduce_retracing)
 
         make = functools.partial(functions.Function, self, input_signature=input_signature,
-                                 autograph=autograph, reduce_retracing=reduce_retracing)
+                                 jit_compile=jit_compile, autograph=autograph,
+                                 reduce_retracing=reduce_retracing)
         return make if func is None else make(func)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:

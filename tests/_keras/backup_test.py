@@ -135,8 +135,9 @@ class BackupTest(parameterized.TestCase):
             with mock.patch.object(chief, "restore", lambda callback, load, held: load()), \
                     mock.patch.object(extended.TowerExtended, "workers", machines):
                 for failing in (False, True):
-                    every = keras.callbacks.CallbackList(
-                        [*callbacks, *[broken] * failing], model=self.model)
+                    with self.model.distribute_strategy.scope():
+                        every = keras.callbacks.CallbackList(
+                            [*callbacks, *[broken] * failing], model=self.model)
                     every.on_train_begin()
                     every.on_epoch_begin(0)
                     with self.assertRaises(ValueError) if failing else contextlib.nullcontext():

@@ -12,14 +12,16 @@ import tf_keras
 from absl.testing import parameterized
 
 import towerstrategy
-from towerstrategy import _keras
-from towerstrategy._keras import hooks
+from towerstrategy import _keras, _tensorflow as _tf
 from towerstrategy._keras.keras3 import hooks as keras3_hooks, names as keras3_names
 from towerstrategy._keras.tf_keras import hooks as tf_keras_hooks, names as tf_keras_names
+from towerstrategy._tensorflow import wrapping
 from towerstrategy.variables import one_copy
 
 TABLES = {"keras": {**keras3_hooks.HOOKS, **keras3_hooks.STAGES},
           "tf_keras": {**tf_keras_hooks.HOOKS, **tf_keras_hooks.STAGES}}
+
+MARK = "_towerstrategy_original"
 
 
 def hooked_names():
@@ -34,12 +36,13 @@ class HooksTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         towerstrategy.TowerStrategy([["CPU:1", "CPU:2"]])  # with stages, for which there are more
+        self.enter_context(_tf.at_work())
 
     @parameterized.named_parameters(*hooked_names())
     def test_stands_where_we_hook_it(self, package, owner, name, why):
         """Else a new release trains wrongly, because a hook of ours is never called."""
         hooked = owner.__dict__[name]
-        original = getattr(hooked, hooks.MARK)
+        original = getattr(hooked, MARK)
         self.assertEqual(original.__module__.split(".")[0], package)
         self.assertNotEmpty(why)
         self.assertIsNot(inspect.unwrap(hooked), hooked)
@@ -60,21 +63,21 @@ class HooksTest(parameterized.TestCase):
         ("keras", keras3_names.MODEL), ("tf_keras", tf_keras_names.MODEL))
     def test_a_moved_name_is_one_error(self, package, owner):
         """Else a release that moved a name fails in the middle of a training, or trains wrongly."""
-        hooked = owner.compile
-        another = next(iter(TABLES[package]))
-        setattr(another[0], another[1], getattr(another[0], another[1])._towerstrategy_original)
+        _tf.leave_work()
+        self.addCleanup(_tf.enter_work)
+        original, another = owner.compile, next(iter(TABLES[package]))
         sentence = (rf"tested with {package} [\d.]+ to [\d.]+, but the one installed is "
                     rf"{sys.modules[package].__version__}, .*{owner.__name__}.compile. .*pip")
         try:
             del owner.compile
             with mock.patch.object(_keras, "_installed", {}), \
-                    self.assertRaisesRegex(RuntimeError, sentence):
-                towerstrategy.TowerStrategy(1)
-            self.assertFalse(hasattr(getattr(*another), hooks.MARK))  # none or all
+                    mock.patch.dict(wrapping._wrapped, clear=True):
+                with self.assertRaisesRegex(RuntimeError, sentence):
+                    towerstrategy.TowerStrategy(1)
+                with _tf.at_work():
+                    self.assertFalse(hasattr(getattr(*another), MARK))  # none or all
         finally:
-            owner.compile = hooked
-            with mock.patch.object(_keras, "_installed", {}):
-                _keras.install_hooks()
+            owner.compile = original
 
     def test_a_moved_module_is_one_error(self):
         """Else an ImportError in our files is all that somebody with a new Keras is told."""

@@ -198,8 +198,17 @@ class IterationTest(parameterized.TestCase):
         """Else enumerate() over a distributed dataset in a tf.function traces for ever."""
         strategy = two_towers()
         distributed = strategy.experimental_distribute_dataset(batches(4, 4))
-        with self.assertRaisesRegex(RuntimeError, "Write a plain `for batch in dataset:`"):
-            tf.function(lambda: [None for _ in enumerate(distributed)])()
+        @tf.function
+        def counted(batches):
+            total = 0
+            for number, _ in enumerate(batches):
+                total += number
+            return total
+
+        for endless in (lambda: counted(distributed), lambda: counted(iter(distributed)),
+                        tf.function(lambda: [None for _ in distributed])):
+            with self.assertRaisesRegex(NotImplementedError, "plain `for batch in dataset:`"):
+                endless()
         self.assertLen(list(enumerate(distributed)), 1)
 
     def test_types(self):

@@ -363,6 +363,13 @@ class ErrorTest(parameterized.TestCase):
             RUNS[run](strategy, replica, (per_replica(strategy, 1., 2.),))
         self.assertIn("too large", str(caught.exception))
 
+    def test_a_loss_of_no_rows_is_a_number(self):
+        """Else an eager loop fails at its last batch, where it reduces the losses."""
+        strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2", "CPU:3"])
+        loss_object = tf.keras.losses.MeanSquaredError()
+        losses = strategy.run(lambda y: loss_object(y, 2 * y), (strategy.split(tf.ones([2, 3])),))
+        self.assertEqual(float(strategy.reduce("SUM", losses, axis=None)), 1.0)
+
     def test_an_error_of_a_tower_without_rows_says_so(self):
         """Else an operation that cannot work on no rows fails without a word of why."""
         @tf.function(reduce_retracing=True)

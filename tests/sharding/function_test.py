@@ -13,8 +13,8 @@ DEVICES = towerstrategy.split_cpu(8)
 X = np.arange(10, dtype=np.float32)
 
 
-def strategy_of(towers):
-    return towerstrategy.TowerStrategy(DEVICES[:towers])
+def strategy_of(towers, **options):
+    return towerstrategy.TowerStrategy(DEVICES[:towers], **options)
 
 
 class FunctionTest(parameterized.TestCase):
@@ -314,10 +314,65 @@ class RefusedTest(parameterized.TestCase):
         (TypeError, "input_signature must have a tf.TensorSpec", {"input_signature": [3]}),
         (TypeError, "autograph must be True or False", {"autograph": "no"}),
         (TypeError, "reduce_retracing must be True or False", {"reduce_retracing": 1}),
-        (ValueError, "jit_compile must be None or False.*XLA", {"jit_compile": True}))
+        (TypeError, "jit_compile must be True, False or None", {"jit_compile": "always"}))
     def test_options(self, error, message, options):
         """Wrong options are named where they are given."""
         self.assert_refused(error, message, lambda: strategy_of(2).function(**options))
+
+    @parameterized.product(towers=(1, 3), autograph=(True, False))
+    def test_a_dataset_within(self, towers, autograph):
+        """Else an inner loop over data of its own, as over a support set, fails or is dealt."""
+        strategy = strategy_of(towers)
+        weight = tf.Variable([1.0, 2.0])
+
+        def step(x, dataset):
+            with tf.GradientTape(persistent=True) as tape:
+                loss = tf.reduce_mean(x[:, None] * weight)
+                twice = tf.reduce_mean(x[:, None] * weight ** 2)
+
+            def inner(total, row):
+                weight.assign_sub(0.01 * row * tape.gradient(loss, weight))
+                return total + row * tf.reduce_sum(tape.gradient(twice, weight))
+
+            if not autograph:
+                return dataset.reduce(tf.constant([0.0, 0.0]), lambda total, row: total + row)
+            total = tf.constant([0.0, 0.0])
+            for row in dataset:
+                total = inner(total, row)
+            return total
+
+        dataset = tf.data.Dataset.from_tensor_slices(tf.ones([5, 2]))
+        expected = tf.function(step, autograph=autograph)(tf.constant(X), dataset).numpy()
+        left = weight.numpy()
+        weight.assign([1.0, 2.0])
+        compiled = strategy.function(step, autograph=autograph, reduce_retracing=True)
+        given = compiled(strategy.split(X), dataset)
+        np.testing.assert_allclose(given, expected, rtol=1e-6)
+        np.testing.assert_allclose(weight, left, rtol=1e-6)
+
+    @parameterized.parameters(1, 3)
+    def test_jit_compile(self, towers):
+        """Else XLA, which a loop is written for, does nothing, or compiles for one device."""
+        strategy = strategy_of(towers)
+        x, y = tf.random.normal([23, 4], seed=1), tf.random.normal([23, 3], seed=2)
+        weight = tf.Variable(tf.ones([4, 3]))
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((tf.tanh(x @ weight) - y) ** 2)
+            return loss, tape.gradient(loss, weight)
+
+        compiled = strategy.function(step, jit_compile=True)
+        parts = strategy.split((x, y))
+        for one, other in zip(step(x, y), compiled(*parts)):
+            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+        graph = compiled.get_concrete_function(*parts).graph.as_graph_def()
+        nodes = [*graph.node, *(node for function in graph.library.function
+                                for node in function.node_def)]
+        scopes = {node.attr["_XlaScope"].s for node in nodes if "_XlaScope" in node.attr}
+        self.assertLen(scopes, towers)
+        with self.assertRaisesRegex(ValueError, "micro_batches=2"):
+            strategy_of(2, micro_batches=2).function(step, jit_compile=True)
 
     def test_several_stages(self):
         """Towers of several devices are no towers of one step yet."""

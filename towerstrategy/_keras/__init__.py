@@ -1,8 +1,8 @@
 """What we hook in Keras 3 and tf_keras.
 
 Goes in: the Keras modules that the process has imported (none is imported from here until a user
-has).  Comes out: the same modules with hooks that act inside towers and models of a
-``TowerStrategy`` and hand everybody else on to Keras' own code.
+has).  Comes out: the same modules, which have hooks while a strategy is at work, that act inside
+towers and models of a ``TowerStrategy`` and hand everybody else on to Keras' own code.
 
 :mod:`keras3` and :mod:`tf_keras` hold the hooks, each with its why and its place upstream; the
 files beside them what both say the same way.
@@ -11,6 +11,7 @@ files beside them what both say the same way.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,33 @@ _installed: dict[str, Any] = {}
 _staged: set[str] = set()
 
 
+class Scope:
+    """A strategy's scope: within, the hooks are in place.
+
+    Args:
+      scope: TensorFlow's.
+    """
+
+    def __init__(self, scope: Any) -> None:
+        self._scope = scope
+
+    def __enter__(self) -> Any:
+        install_hooks()
+        _tf.enter_work()
+        try:
+            return self._scope.__enter__()
+        except BaseException:
+            _tf.leave_work()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            install_hooks()  # tf.keras is imported where it is first used, as in this scope
+            self._scope.__exit__(*error)
+        finally:
+            _tf.leave_work()
+
+
 def install_hooks() -> None:
     """Hooks each Keras that has been imported, once; for stages once a strategy has them.
 
@@ -46,10 +74,25 @@ def install_hooks() -> None:
                 tables = _tables(package)
                 hooks.install(tables.HOOKS)
             _installed[package] = tables
+            for model in _made_before(tables.names):
+                hooks.enter_with(model, tables.names.ENTRIES)
         if kind.staged and package in _installed and package not in _staged:
             with _naming_versions(package):
                 hooks.install(_installed[package].STAGES)
             _staged.add(package)
+
+
+def keep_for(dataset: Any) -> None:
+    """As long as ``dataset``, a distributed one, lives, tf_keras says what to do with it."""
+    if "tf_keras" in _installed:
+        owner, name = _installed["tf_keras"].FOR_DATASETS
+        _tf.keep_wrapped(owner, name, dataset)
+
+
+def _made_before(names: Any) -> list[Any]:
+    """The strategies' models that a Keras has made since it was imported within a scope."""
+    return [found for found in gc.get_objects() if issubclass(type(found), names.MODEL)
+            and kind.is_tower_strategy(vars(found).get(names.OWNER))]
 
 
 def replaced() -> Iterator[tuple[str, str, str, str]]:

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import stages, twin
+from towerstrategy._keras import hooks, stages, twin
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib, kind
 from towerstrategy.variables import one_copy
 
@@ -32,6 +32,7 @@ def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any,
     check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
     resident, local = adopt_state(strategy, model, names)
     setattr(model, names.OWNER, strategy)
+    hooks.enter_with(model, names.ENTRIES)
     without_xla = (bool(model._jit_compile) and not compiling
                    and not strategy.extended.placement.compiles)
     if without_xla:
@@ -47,7 +48,7 @@ def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
     check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
     check_variables(strategy, model, names.held_variables(model))
     fresh = {name: value for name, value in vars(names.TRAINER()).items()
-             if name in names.TRAINING_STATE}
+             if name in names.TRAINING_STATE and name not in names.ENTRIES}
     made = twin.make(model, names.TRAINING_STATE, fresh, names.builders(model))
     if "_checkpoint" in fresh:  # tf_keras'
         vars(made)["_checkpoint"] = tf.train.Checkpoint(root=weakref.ref(made))

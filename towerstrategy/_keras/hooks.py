@@ -1,18 +1,23 @@
-"""Hooks: how a name of Keras is wrapped, once, and what a table of them holds.
+"""Hooks: what a table of them holds, and what puts them in place.
 
 Goes in: a table, ``(owner, name) -> Hook``, one for each Keras (``keras3/hooks.py``,
-``tf_keras/hooks.py``).  Comes out: the same Keras, those names wrapped.  A hook acts in towers and
-on models of a ``TowerStrategy`` and hands everybody else on to the original.
+``tf_keras/hooks.py``).  Comes out: the same Keras, those names wrapped while a strategy is at work.
+A hook acts in towers and on models of a ``TowerStrategy`` and hands everybody else on to the
+original.
+
+A strategy's own scopes and runs put the hooks in place.  A model is used outside of them, too: the
+methods with which its Keras begins before it enters the model's scope are put into the model
+itself, where they put the hooks in place first.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-MARK = "_towerstrategy_original"
+from towerstrategy import _tensorflow as _tf
 
 
 class Hook(NamedTuple):
@@ -27,7 +32,7 @@ class MovedError(Exception):
 
 
 def install(table: Mapping[tuple[Any, str], Hook]) -> None:
-    """Wraps every name of ``table``, or none.
+    """Has every name of ``table`` wrapped, or none.
 
     Raises:
       MovedError: one of them is not there.
@@ -36,18 +41,20 @@ def install(table: Mapping[tuple[Any, str], Hook]) -> None:
         if name not in owner.__dict__:
             raise MovedError(f"{getattr(owner, '__name__', owner)}.{name}")
     for (owner, name), hook in table.items():
-        wrap(owner, name, hook.make)
+        _tf.Place([owner], name, hook.why).wrap(hook.make)
 
 
-def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces ``owner.name`` by ``make(owner.name)``, once."""
-    original = owner.__dict__[name]
-    if hasattr(original, MARK):
-        return
-    hooked: Any = functools.wraps(original)(make(original))
-    if name == "__init__" and not hasattr(original, "__wrapped__"):
-        # To remember arguments Keras asks inspect in a way that does not look at what is wrapped.
-        # Nothing else may have it: Keras hands it on with a method's own attributes, self and all.
-        hooked.__signature__ = inspect.signature(original)
-    setattr(hooked, MARK, original)
-    setattr(owner, name, hooked)
+def enter_with(model: Any, methods: Iterable[str]) -> None:
+    """Has the hooks in place during calls of these methods of ``model``, which is a strategy's."""
+    for name in methods:
+        vars(model).setdefault(name, types.MethodType(_entry(type(model), name), model))
+
+
+def _entry(kind: Any, name: str) -> Callable[..., Any]:
+    @_tf.with_short_tracebacks
+    @functools.wraps(getattr(kind, name))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _tf.at_work():
+            return getattr(type(self), name)(self, *args, **kwargs)
+
+    return call

@@ -87,9 +87,11 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
 
     Raises:
       RuntimeError: in a branch, a loop or a nested function, where no sync point can be.
+      ValueError: a variable that is not the strategy's.
     """
     if not tower.can_merge:
         raise RuntimeError(contexts.NESTED_MERGE)
+    _check_made_in_scope(tower.strategy, variables_)
     homes = [homes_lib.home_of(variable) for variable in variables_]
     largest = {index for index, overwrites in enumerate(overwriting) if overwrites}
     placement = tower.strategy.extended.placement
@@ -115,3 +117,13 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
             return apply(summed)
 
     return tower.merge_call(merged, args=tuple(gradients))
+
+
+def _check_made_in_scope(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
+    """Raises where an optimizer in a tower is given a variable of no strategy, or of another."""
+    for variable in variables:
+        if getattr(variable, "_distribute_strategy", None) is not strategy:
+            raise ValueError(
+                f"variable {variable.name!r} is trained in the function given to the run of "
+                f"{strategy!r}, but was not made in its scope. Make it, or its model, in the scope "
+                "(with strategy.scope():), or give the model to strategy.adopt(model) before.")

@@ -41,7 +41,7 @@ from towerstrategy._tensorflow.strategies import *
 from towerstrategy._tensorflow.threads import *
 from towerstrategy._tensorflow.values import *
 from towerstrategy._tensorflow.variables import *
-from towerstrategy._tensorflow.wrapping import Place as Place, owner_name as owner_name
+from towerstrategy._tensorflow.wrapping import *
 
 # The functions of TensorFlow that the package replaces.
 PLACES = (losses.AVERAGE, losses.REGULARIZATION, seeds.KEYS, functions.RECORD, machines.CAPTURE)

@@ -1,16 +1,21 @@
-"""A function of TensorFlow -> what is called in its place.
+"""A function of TensorFlow or Keras -> what is called in its place, while a strategy is at work.
 
-Goes in: where the function stands, and what makes another one of it.  Comes out: that one there,
-once however often it is asked for, with the original at hand; and a list of all such places.
+Goes in: where functions stand, and what makes other ones of them.  Comes out: those in their places
+from the first entry (a scope, a ``run``, a call of a model) to the last exit, in whichever threads
+these are; before and after that the originals.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+__all__ = ("Place", "at_work", "enter_work", "keep_wrapped", "leave_work", "owner_name")
 MARK = "_towerstrategy_original"
 
 
@@ -30,14 +35,99 @@ class Place(NamedTuple):
     only_for: str = ""
 
     def wrap(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Puts what ``make`` makes of the function in its place."""
-        original = getattr(self.owners[0], self.name)
-        if hasattr(original, MARK):
+        """Has what ``make`` makes of the function in its place whenever a strategy is at work."""
+        key = self.owners[0], self.name
+        with _lock:
+            if key not in _wrapped:
+                _wrapped[key] = _Wrapped(self, make)
+                if _entered:
+                    _wrapped[key].put()
+
+
+class _Wrapped:
+    """A function and what is called in its place."""
+
+    kept = 0  # by how many objects, see keep_wrapped
+
+    def __init__(self, place: Place,
+                 make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._place, self._make = place, make
+        self._original: Any = None
+        self._hooked: Any = None
+
+    def put(self) -> None:
+        original = getattr(self._place.owners[0], self._place.name)
+        if hasattr(original, MARK):  # somebody has wrapped what is ours, and it is there still
             return
-        wrapped: Any = functools.wraps(original)(make(original))
-        setattr(wrapped, MARK, original)
-        for owner in self.owners:
-            setattr(owner, self.name, wrapped)
+        if original is not self._original:
+            self._original, self._hooked = original, self._made_of(original)
+        for owner in self._place.owners:
+            setattr(owner, self._place.name, self._hooked)
+
+    def take_back(self) -> None:
+        if self.kept or _entered:
+            return
+        for owner in self._place.owners:
+            if getattr(owner, self._place.name, None) is self._hooked:
+                setattr(owner, self._place.name, self._original)
+
+    def _made_of(self, original: Callable[..., Any]) -> Any:
+        hooked: Any = functools.wraps(original)(self._make(original))
+        if self._place.name == "__init__" and not hasattr(original, "__wrapped__"):
+            # To remember arguments Keras asks inspect in a way that does not look at what is
+            # wrapped.  Nothing else may have it: Keras hands it on with a method's own attributes.
+            hooked.__signature__ = inspect.signature(original)
+        setattr(hooked, MARK, original)
+        return hooked
+
+
+_lock = threading.RLock()
+_wrapped: dict[tuple[Any, str], _Wrapped] = {}
+_entered = 0
+
+
+def enter_work() -> None:
+    """Puts all that is to be replaced in its place, until :func:`leave_work` is called as often."""
+    global _entered
+    with _lock:
+        if not _entered:
+            for wrapped in _wrapped.values():
+                wrapped.put()
+        _entered += 1
+
+
+def leave_work() -> None:
+    """See :func:`enter_work`."""
+    global _entered
+    with _lock:
+        _entered -= 1
+        for wrapped in _wrapped.values():
+            wrapped.take_back()
+
+
+def keep_wrapped(owner: Any, name: str, holder: Any) -> None:
+    """Has a function replaced that is to be so as long as ``holder`` lives."""
+    wrapped = _wrapped[owner, name]
+    with _lock:
+        wrapped.kept += 1
+        wrapped.put()
+    weakref.finalize(holder, _let_go, wrapped)
+
+
+def _let_go(wrapped: _Wrapped) -> None:
+    with _lock:
+        wrapped.kept -= 1
+        wrapped.take_back()
+
+
+@contextlib.contextmanager
+def at_work() -> Iterator[None]:
+    """Within, all that is to be replaced is."""
+    enter_work()
+    try:
+        yield
+    finally:
+        leave_work()
 
 
 def owner_name(owner: Any) -> str:

@@ -161,6 +161,10 @@ class TowerDataset(tf.distribute.DistributedDataset):
         self._watcher: Any = None
         self._fetch = prefetching.Fetch()
 
+    def __repr__(self) -> str:  # which Keras 3 shows, where it does not know what this is
+        return ("<a TowerStrategy's dataset, for a model that is on its towers: compiled inside of "
+                "the scope (with strategy.scope():), or handed to strategy.adopt(model)>")
+
     def map(self, map_func: Callable[..., Nest]) -> TowerDataset:
         """The same of batches that ``map_func`` has changed, as Keras does for class weights."""
         return self._mapped(map_func).fetched_to(self._fetch).watched_by(self._watcher)
@@ -335,3 +339,8 @@ def _check_like_first(tower: int, spec: Nest, first: Nest) -> None:
     if not alike:
         raise TypeError("dataset_fn must return datasets with elements of one structure and dtype, "
                         f"but for tower {tower} they are {spec}, and for tower 0 {first}.")
+
+
+# An iterator that is an argument of a tf.function is one of tf.data's in it.
+for _kind in (TowerDataset, _tf.OwnedIterator, prefetching.PrefetchedIterator):
+    _tf.enumerate_with(_kind, iterators.enumerated)

@@ -16,6 +16,9 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import sub_batches
 from towerstrategy.batch.rows import Nest
 
+_ENDLESS = ("Python's enumerate, zip and comprehensions do not see where a distributed dataset "
+            "ends while a function is traced. Write a plain `for batch in dataset:` loop, which "
+            "autograph converts, and count in it.")
 # Nobody unrolls so many steps into one graph on purpose.
 _MOST_STEPS_IN_GRAPH = 1000
 
@@ -81,11 +84,9 @@ class Steps:
             return
         self._steps_in_graph += 1
         if self._steps_in_graph > _MOST_STEPS_IN_GRAPH:
-            raise RuntimeError(
+            raise NotImplementedError(
                 f"more than {_MOST_STEPS_IN_GRAPH} batches were taken from a distributed dataset "
-                "while one tf.function was traced. Python's enumerate, zip and comprehensions do "
-                "not see where a dataset ends there. Write a plain `for batch in dataset:` loop, "
-                "which autograph converts, and count in it.")
+                f"while one tf.function was traced. {_ENDLESS}")
 
 
 # TensorFlow's comes first: an iterator that is there could not become one of this class else.
@@ -101,3 +102,12 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator, Steps)
 
     def get_next(self) -> Nest:
         return self._opened(_tf.OwnedIterator.get_next(self))
+
+
+def enumerated(batches: Any, start: int = 0) -> Any:
+    """``enumerate`` as autograph calls it, which in a function that is traced would know no end."""
+    is_split = any(isinstance(spec, _tf.PerReplicaSpec)
+                   for spec in tf.nest.flatten(batches.element_spec))
+    if tf.executing_eagerly() or not is_split:
+        return enumerate(batches, start)
+    raise NotImplementedError(f"enumerate of {type(batches).__name__} in a tf.function. {_ENDLESS}")

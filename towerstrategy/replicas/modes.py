@@ -8,22 +8,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from towerstrategy.replicas import steps
-
-
-class KerasStep(NamedTuple):
-    """A step of Keras that the towers do; ``compiles``: XLA compiles their part of it."""
-
-    compiles: bool
 
 
 class Modes(threading.local):
     """What holds for a while, in one thread."""
 
     in_order = False  # whether rows are to come in the dataset's order: a model predicts
-    keras_step: KerasStep | None = None
+    keras_step = False  # whether a step of Keras is being traced
+    compiles = False  # whether XLA compiles what the towers do
     steps: steps.StepsContext | None = None
 
     @contextlib.contextmanager

@@ -15,10 +15,8 @@ it has an assertion, which would name tower 0 whichever tower fails.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -51,34 +49,17 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     """
     _check_alike((args, kwargs))
     made: list[tuple[Any, Any]] = []
-    with _old_objects_left_alone():
-        try:
-            result, operation = enclosed.run(
-                lambda: _Once(strategy, shares, made).run(fn, args, kwargs), finish)
-        except NeedsOwnTrace:
-            _initialize(made)
-            raise
+    try:
+        result, operation = enclosed.run(
+            lambda: _Once(strategy, shares, made).run(fn, args, kwargs), finish)
+    except NeedsOwnTrace:
+        _initialize(made)
+        raise
     # What a trace has made is initialized by what is in its graph.
     keeps = made or strategy.extended.keep_graphs or _tf.may_be_recorded()
     if operation is not None and not keeps:
         _tf.forget_trace(operation)
     return result
-
-
-@contextlib.contextmanager
-def _old_objects_left_alone() -> Iterator[None]:
-    """Within, Python's garbage collector looks only at objects that were made within.
-
-    TensorFlow and Keras are half a million, which takes a quarter of a second each time.
-    """
-    if gc.get_freeze_count():  # another thread's, or the user's
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 # What a tower knows of itself, beside one device's.

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import arguments, contexts
+from towerstrategy import _tensorflow as _tf, arguments, contexts
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results
 from towerstrategy.sharding import propagate, run, signatures
@@ -34,15 +34,18 @@ class Function:
     """
 
     def __init__(self, strategy: Any, python_function: Callable[..., Any],
-                 input_signature: Sequence[Any] | None = None, **options: Any) -> None:
+                 input_signature: Sequence[Any] | None = None, jit_compile: bool | None = None,
+                 **options: Any) -> None:
         arguments.check_function("func", python_function)
         functools.update_wrapper(self, python_function)
         self.python_function, self._strategy = python_function, strategy
         self._input_signature, self._options = input_signature, options
+        self._compiles = bool(jit_compile)
         self._parameters = inspect.signature(python_function)
         self._functions: dict[Any, Any] = {}  # one for each choice of sharded arguments
         self._has_loops = False
 
+    @_tf.with_short_tracebacks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_within_another():
             return self._within(*args, **kwargs)
@@ -61,7 +64,7 @@ class Function:
         if key not in vars(instance):
             vars(instance)[key] = Function(
                 self._strategy, self.python_function.__get__(instance, owner),
-                self._input_signature, **self._options)
+                self._input_signature, self._compiles, **self._options)
         return vars(instance)[key]
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +98,8 @@ class Function:
 
     def _scope(self) -> contextlib.AbstractContextManager[Any]:
         inside = tf.distribute.get_strategy() is self._strategy
-        return contextlib.nullcontext() if inside else self._strategy.scope()
+        return contextlib.nullcontext() if inside else self._strategy.extended.bare_scope(
+            self._strategy)
 
     def _prepared(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """The ``tf.function`` for these arguments, and they as it takes them."""
@@ -125,7 +129,8 @@ class Function:
         strategy, python_function = self._strategy, self.python_function
 
         def on_towers(*args: Any, **kwargs: Any) -> Any:
-            result = run.run(strategy, python_function, args, kwargs)
+            with strategy.scope(), strategy.extended.compiling(self._compiles):
+                result = run.run(strategy, python_function, args, kwargs)
             self._has_loops = self._has_loops or _loops_here(strategy)
             return result
 

@@ -28,6 +28,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         optimizers_rules.scale_loss,
         "scales a replica's mean by 1/R; a tower's counts by its share of the rows, and outside of "
         "towers a loss is of all rows as it is"),
+    (loss_module, "reduce_values"): hooks.Hook(
+        optimizers.reduce_values,
+        "leaves the losses of no rows as they are, a vector where other towers have a number"),
     (base_optimizer.BaseOptimizer, "apply"): hooks.Hook(
         optimizers.apply,
         "merge first, then Keras' own code once"),
@@ -40,6 +43,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (seed_generator.SeedGenerator, "next"): hooks.Hook(
         seeds.next_seed,
         "random layers draw differently on every tower"),
+    (tf_trainer.TensorFlowTrainer, "__init__"): hooks.Hook(
+        training.trainer_init,
+        "calls a model that was made in the scope outside of it without entering it"),
     (base_trainer.Trainer, "compile"): hooks.Hook(
         training.compile,
         "compiling in the scope adopts; jit_compile is refused early"),

@@ -29,8 +29,11 @@ from towerstrategy.variables import tower_local
 MODEL, TRAINER = base_trainer.Trainer, tf_trainer.TensorFlowTrainer
 # Where a model has its strategy.
 OWNER = "_distribute_strategy"
+# The methods of a model that Keras runs in no scope.
+ENTRIES = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch",
+           "predict_on_batch", "make_train_function", "make_test_function", "make_predict_function")
 # The attributes that Keras' Trainer sets in __init__ and compile: a model's training state.
-TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), "optimizer", "history",
+TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), *ENTRIES, "optimizer", "history",
                              "stop_training", "stop_evaluating", "stop_predicting",
                              "_compile_config", "_compiled_trainable_state",
                              "_eval_epoch_iterator"} - {"_lock"})

@@ -16,10 +16,19 @@ from keras.src import tree
 from keras.src.backend.tensorflow import trainer as tf_trainer
 
 from towerstrategy import _tensorflow as _tf, losses
-from towerstrategy._keras import adopting, training as training_rules
+from towerstrategy._keras import adopting, hooks, training as training_rules
 from towerstrategy._keras.keras3 import names
 from towerstrategy.batch import datasets as datasets_lib, prefetching
 from towerstrategy.placement import kind
+
+
+def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any) -> None:
+        original(self)
+        if names.strategy_of(self) is not None:
+            hooks.enter_with(self, names.ENTRIES)
+
+    return __init__
 
 
 def compile(original: Callable[..., Any]) -> Callable[..., Any]:

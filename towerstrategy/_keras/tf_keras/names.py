@@ -24,10 +24,13 @@ from towerstrategy.variables import one_copy, tower_local
 MODEL = TRAINER = training.Model
 # Where a model has its strategy.
 OWNER = "_distribution_strategy"
+# The methods of a model that begin before Keras enters its scope.
+ENTRIES = ("compile",)
 OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
               loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
 # The attributes that Model sets in __init__ and compile for training.
 TRAINING_STATE = frozenset({
+    *ENTRIES,
     "_autotune_steps_per_execution", "_checkpoint", "_cluster_coordinator", "_compile_config",
     "_compiled_trainable_state", "_distribute_reduction_method", "_distribution_strategy",
     "_is_compiled", "_jit_compile", "_predict_counter", "_pss_evaluation_shards", "_run_eagerly",

@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.metrics import base_metric
 
-from towerstrategy import losses
-from towerstrategy._keras import adopting, stages, training as training_rules
+from towerstrategy import _tensorflow as _tf, losses
+from towerstrategy._keras import adopting, hooks, stages, training as training_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
 
@@ -75,12 +75,17 @@ def _one_copy_of_means(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def set_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the functions that run steps into what is around a step of towers."""
+    """Wraps the functions that run steps into what is around a step of towers.
+
+    A model that is made in the scope is told of it here.
+    """
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name in _FUNCTIONS and value is not None and not hasattr(value, "in_step_of"):
             value = _in_step(self, name, value)
         original(self, name, value)
+        if name == names.OWNER and kind.is_tower_strategy(value):
+            hooks.enter_with(self, names.ENTRIES)
 
     return __setattr__
 
@@ -101,6 +106,7 @@ def _in_step(model: Any, name: str, step: Callable[..., Any]) -> Callable[..., A
         adopting.adopt_state(strategy, model, names)
     compiles = training_rules.compiles_towers(model)
 
+    @_tf.with_short_tracebacks
     def function(iterator: Any) -> Any:
         if name == "train_function":
             return strategy.extended.train_step(lambda: step(iterator), compiles)
