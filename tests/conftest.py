@@ -9,7 +9,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 # Of a test on two idle cores, on average; of a few files alone it says nothing.
-SECONDS, FEW = {"not wide": 0.2, "wide": 0.5}, 300
+SECONDS, FEW = {"not wide": 0.13, "wide": 0.5}, 300
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,7 +15,6 @@ from absl.testing import parameterized
 
 import wide
 from peers import two_towers
-from towerstrategy import extended
 from towerstrategy._keras import chief
 
 X = np.random.RandomState(0).rand(5, 3).astype("f")
@@ -133,7 +132,7 @@ class BackupTest(parameterized.TestCase):
             broken = made.LambdaCallback(on_epoch_end=mock.Mock(side_effect=ValueError("broken")))
             machines = types.SimpleNamespace(is_chief=is_chief)
             with mock.patch.object(chief, "restore", lambda callback, load, held: load()), \
-                    mock.patch.object(extended.TowerExtended, "workers", machines):
+                    mock.patch.object(self.model.distribute_strategy.extended, "workers", machines):
                 for failing in (False, True):
                     with self.model.distribute_strategy.scope():
                         every = keras.callbacks.CallbackList(

@@ -7,8 +7,11 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
+
+import wide
 
 from . import cases, runner, sweep, sweep_cases, sweep_tables
 
@@ -60,27 +63,27 @@ class TowerCountLoss(keras.losses.Loss):
 
 class SweepTest(parameterized.TestCase):
 
-    @parameterized.parameters(
+    @wide.parameters(
         (cases.TF_KERAS, "layers.Conv1D"),
-        (cases.TF_KERAS, "losses.Huber / not reduced"),
-        (cases.KERAS_3, "metrics.F1Score"),
-        (cases.KERAS_3, "layers.BatchNormalization"))
+        wide=[(cases.TF_KERAS, "losses.Huber / not reduced"), (cases.KERAS_3, "metrics.F1Score"),
+              (cases.KERAS_3, "layers.BatchNormalization")])
     def test_is_as_listed(self, version, name):
         """Else a public class of Keras gives other results on towers, and nothing says so."""
         found = sweep.compare(version, name)
         self.assertTrue(found.is_as_listed, f"{found}\n{found.details}")
 
-    @parameterized.parameters(
-        ("layers", RowCount), ("metrics", RowCountMetric), ("losses", RowCountLoss, ("sum",)))
+    @wide.parameters(
+        ("layers", RowCount),
+        wide=[("metrics", RowCountMetric), ("losses", RowCountLoss, ("sum",))])
     def test_rows_are_counted_as_on_one_device(self, group, cls, reductions=()):
         """Else the towers show in what counts the rows of the batch."""
         item = sweep_cases.Item(f"{group}.{cls.__name__}", group, cls, reductions)
         found = sweep.compare_items(keras, item)
         self.assertTrue(found.is_as_listed, f"{found}\n{found.details}")
 
-    @parameterized.parameters(
-        ("layers", TowerCount), ("metrics", TowerCountMetric),
-        ("losses", TowerCountLoss, ("sum",)))
+    @wide.parameters(
+        ("layers", TowerCount),
+        wide=[("metrics", TowerCountMetric), ("losses", TowerCountLoss, ("sum",))])
     def test_finds_what_depends_on_the_towers(self, group, cls, reductions=()):
         """Else the sweep passes whatever a layer, loss or metric does."""
         item = sweep_cases.Item(f"{group}.{cls.__name__}", group, cls, reductions)
@@ -89,6 +92,7 @@ class SweepTest(parameterized.TestCase):
         self.assertFalse(found.fails, found.details)
         self.assertFalse(found.is_as_listed)
 
+    @pytest.mark.wide
     def test_fails_where_a_listed_class_no_longer_differs(self):
         """Else the list of exceptions, which users rely on, grows stale."""
         with mock.patch.dict(sweep_tables.DIFFERS, {("", "layers.Identity"): "says who"}):
