@@ -322,7 +322,7 @@ class _Body:
                         self._outside)
         towers = self._towers = Towers(
             builder, self._outer.rows, self._outer.merge, self._outer.host, self._outer.scopes,
-            self._count, self._outer.draws_rows, across).at(self._outer.stage)
+            self._count, self._outer.on_cpu, self._outer.draws_rows, across).at(self._outer.stage)
         placeholders: list[tf.Tensor] = []
         entered = []
         for spec, value, inner in zip(self._specs, values, self._layout.graph.inputs):

@@ -210,7 +210,8 @@ def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
 
     host = tf.DeviceSpec.from_string(strategy.extended.host_device).to_string()
     across = Across(strategy.extended.workers, builder.graph, builder, builder.take)
-    return Towers(builder, rows, merge, host, scopes, count, strategy.extended.draws_rows, across)
+    return Towers(builder, rows, merge, host, scopes, count, placement.on_cpu,
+                  strategy.extended.draws_rows, across)
 
 
 def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs

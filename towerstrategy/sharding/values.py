@@ -31,6 +31,7 @@ class Towers:
       scopes: the name scope of each tower's nodes, with a "/" behind it.
       counts: gives each tower's number of rows, int64 scalars; asked for None those of the towers
         of all workers, a vector, or None where nothing has told them.
+      on_cpu: whether the towers are CPUs, which make their shapes themselves.
       draws_rows: whether a tower draws its rows of what one device draws, not numbers of its own.
       across: what crosses the workers, of whom each has towers of its own; None: all are here.
 
@@ -43,14 +44,15 @@ class Towers:
 
     def __init__(self, builder: Builder, rows: Sequence[Sequence[str]], merge: str, host: str,
                  scopes: Sequence[str], counts: Callable[[int | None], Ref | None],
-                 draws_rows: bool = True, across: Across | None = None) -> None:
+                 on_cpu: bool = False, draws_rows: bool = True,
+                 across: Across | None = None) -> None:
         self.across = across or Across(None, builder.graph, builder, builder.take)
         workers = self.across.workers
         self.first = 0 if workers is None else workers.first
         self.replicas = len(rows) if workers is None else workers.replicas
         self.builder, self.rows, self.merge, self.host = builder, rows, merge, host
         self.devices = [row[0] for row in rows]
-        self.scopes, self.draws_rows = scopes, draws_rows
+        self.scopes, self.on_cpu, self.draws_rows = scopes, on_cpu, draws_rows
         self._counts = counts
         self._known: dict[Any, Ref] = {}
         self.crossings: dict[str, int] = {}
@@ -163,8 +165,7 @@ class Towers:
 
     def shapes_on(self, tower: int) -> str:
         """Where a tower's shapes are made: on the tower if it is a CPU, else on the host."""
-        device = self.devices[tower]
-        return device if tf.DeviceSpec.from_string(device).device_type == "CPU" else self.host
+        return self.devices[tower] if self.on_cpu else self.host
 
     def vector(self, tower: int, number: Ref, at: int, length: int, other: int) -> Ref:
         """A vector with ``number`` in one place and ``other`` in all others, for a tower."""
