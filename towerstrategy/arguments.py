@@ -232,13 +232,13 @@ def _check_alike(strategy: tf.distribute.Strategy, path: str, parts: Any,
                              f"{path}.")
         kept = set(range(rank)) - along
         others.append(tf.TensorShape([part.shape[index] for index in sorted(kept)]))
-    told = ", ".join(f"{_name(strategy, tower)} has {part.dtype.name} {part.shape}"
+    found = ", ".join(f"{_name(strategy, tower)} has {part.dtype.name} {part.shape}"
                      for tower, part in enumerate(parts))
     if any(part.dtype != parts[0].dtype for part in parts):
-        raise TypeError(f"{path} must have one dtype on all towers, but {told}.")
+        raise TypeError(f"{path} must have one dtype on all towers, but {found}.")
     if not all(shape.is_compatible_with(others[0]) for shape in others):
         away = f"away from axis={axes[0] if len(axes) == 1 else axes}" if axes else "with axis=None"
-        raise ValueError(f"{path} must have the same shape on all towers {away}, but {told}.")
+        raise ValueError(f"{path} must have the same shape on all towers {away}, but {found}.")
 
 
 def _is_per_replica(leaf: Any) -> bool:

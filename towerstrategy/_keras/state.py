@@ -45,4 +45,4 @@ def _name(variable: Any) -> str:
 def _line(name: str, variable: Any) -> Line:
     if getattr(variable, "overwrite_with_gradient", False):
         return name, "one copy", "largest"
-    return name, *rules.told(rules.held_variable(variable))
+    return name, *rules.in_words(rules.held_variable(variable))

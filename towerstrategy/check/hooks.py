@@ -17,5 +17,5 @@ def table() -> str:
              _tf.owner_name(place.owners[0]), place.name, place.why) for place in _tf.PLACES]
     rows += _keras.replaced()
     counts = collections.Counter(where for where, *_ in rows)
-    told = "; ".join(f"{where}: {count}" for where, count in counts.items())
-    return f"{description.table(('of', 'owner', 'name', 'why'), rows)}\n\n{told}"
+    totals = "; ".join(f"{where}: {count}" for where, count in counts.items())
+    return f"{description.table(('of', 'owner', 'name', 'why'), rows)}\n\n{totals}"

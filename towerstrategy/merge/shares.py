@@ -90,7 +90,7 @@ class Shares:
         """
         return self._fed[tower] if self._fed is not None else False
 
-    def told(self, tower: int) -> str:
+    def in_words(self, tower: int) -> str:
         """The rows of ``tower`` in words, for errors; nothing where they are not known."""
         if not self.counted or not self.are_known:
             return ""

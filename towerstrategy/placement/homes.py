@@ -99,7 +99,7 @@ def follow(follower: Any, variable: Any) -> None:
 
 
 def followers_of(variable: Any) -> list[Any]:
-    """The living variables that :func:`follow` was told of."""
+    """The living variables given to :func:`follow`."""
     return [follower for reference in getattr(variable, "_followers", ())
             if (follower := reference()) is not None]
 

@@ -87,7 +87,7 @@ def _told_rows(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Iter
     """Within, an error of a running function says how many rows the tower had that it names.
 
     Its trace did not know them.  A function of the user's own that calls ``strategy.run`` inside
-    fails where nobody is told.
+    fails without a word.
     """
     try:
         yield

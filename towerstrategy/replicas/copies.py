@@ -254,8 +254,8 @@ def _needed(operations: Sequence[tf.Operation], handed: Any) -> set[str]:
 def _in_order(stretch: Sequence[tf.Operation]) -> list[tf.Operation]:
     """``stretch`` with each operation behind those that it needs, else as it is.
 
-    A stand-in for a variable is made after what writes to it.  An import makes operations when all
-    that they need is there, and in which order a variable is read and written is found out by the
+    The temporary copy of a variable is made after what writes to it.  An import makes operations
+    when all that they need is there, and in which order a variable is read and written is found out by the
     order in which they were made.
     """
     left = {operation.name: operation for operation in stretch}

@@ -12,7 +12,7 @@ from towerstrategy.placement import devices as devices_lib
 def of_tower(tower: int, placement: devices_lib.Placement, shares: shares_lib.Shares) -> str:
     """What an error says that was raised in a tower."""
     device = placement.towers[tower]
-    rows = shares.told(tower)
+    rows = shares.in_words(tower)
     none = (" Some operations cannot work on no rows, TensorFlow's convolutions on the CPU among "
             "them: give each batch as many rows as there are towers.")
     return (f"This happened in {placement.name(tower)} on {devices_lib.short_name(device)}"

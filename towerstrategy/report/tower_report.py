@@ -33,7 +33,7 @@ class TowerReport(Callback):
       was running.  Work of a tower that runs in parallel counts once, so no line has more than the
       step.  A tower's operations are those that it does with its rows; ``merge`` is what is done
       once for all towers, sums of what they have found above all, ``update`` what of that nothing
-      but writes of variables needs, such as the optimizer, ``split`` the dealing of rows in the
+      but writes of variables needs, such as the optimizer, ``split`` the splitting of rows in the
       input pipeline (beside the step), ``input`` the step's waiting for its batch.  Eager steps
       (``run_eagerly=True``) are done once, with all rows, and the towers are idle.
     - **idle**: the share of the step in which no operation of that tower was running.  CPU towers

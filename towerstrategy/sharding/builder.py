@@ -34,7 +34,7 @@ class Builder:
     """Collects nodes for ``graph``.
 
     Attributes:
-      shapes: the static shapes of outputs, as far as :meth:`note_shape` was told them.
+      shapes: the static shapes of outputs, as far as they were noted (:meth:`note_shape`).
     """
 
     def __init__(self, graph: tf.Graph) -> None:

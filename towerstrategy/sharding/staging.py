@@ -1,7 +1,7 @@
 """In which stage of a tower each operation of a traced step is done.
 
 Goes in: a layout, and the stages of what it is given.  Comes out: a stage for each operation, so
-far as one can be told.
+far as it is known.
 
 A layer's operations, and whatever else runs within ``strategy.stage``, have the stage in their name
 scope (ours, see :mod:`placement.scopes`), and so have their gradients, which TensorFlow makes under

@@ -30,7 +30,7 @@ class Towers:
       host: the CPU that numbers of rows are kept on; kernels take shapes from there.
       scopes: the name scope of each tower's nodes, with a "/" behind it.
       counts: gives each tower's number of rows, int64 scalars; asked for None those of the towers
-        of all workers, a vector, or None where nothing has told them.
+        of all workers, a vector, or None where they are not known.
       on_cpu: whether the towers are CPUs, which make their shapes themselves.
       draws_rows: whether a tower draws its rows of what one device draws, not numbers of its own.
       across: what crosses the workers, of whom each has towers of its own; None: all are here.
@@ -100,9 +100,9 @@ class Towers:
     def counts(self) -> Ref:
         """How many rows each tower of all workers has."""
         def make() -> Ref:
-            told = self._counts(None)
-            if told is not None:
-                return told
+            known = self._counts(None)
+            if known is not None:
+                return known
             own = self.builder.make("Pack", [self.count(tower) for tower in range(len(self))],
                                     self.host, axis=0)
             after = self.replicas - self.first - len(self)

@@ -4,9 +4,9 @@ Goes in: what one tower has run, or traced, since it last met the others.  Comes
 that it has written there, each with the value that this tower has made of it; and, where the towers
 meet next, one value for all.
 
-Each tower writes to a stand-in of its own, which starts with the variable's value.  What the tower
-does from there on until the next meeting reads and writes the stand-in, so that no tower sees what
-another has written, in whatever order they run.  In a graph the stand-in is an anonymous variable,
+Each tower writes to a temporary copy of its own, which starts with the variable's value.  What the
+tower does from there on until the next sync point reads and writes that copy, so that no tower sees
+what another has written, in whatever order they run.  In a graph the copy is an anonymous variable,
 put in the variable's place into the operations that are there (:func:`divert`); eager towers take
 turns with the variable itself (:class:`Turns`).
 
@@ -34,7 +34,7 @@ Written = dict[int, tuple[Any, Any]]
 
 
 def divert(graph: tf.Graph, operations: Sequence[tf.Operation], owned: Iterable[Any]) -> Written:
-    """Gives a tower's operations stand-ins for what they write where towers cannot meet.
+    """Gives a tower's operations temporary copies for what they write where towers cannot meet.
 
     Args:
       graph: the graph that is being traced.
@@ -42,7 +42,7 @@ def divert(graph: tf.Graph, operations: Sequence[tf.Operation], owned: Iterable[
       owned: the variables of the strategy.
 
     Returns:
-      The variables that are written, and the handles of their stand-ins.
+      The variables that are written, and the handles of their temporary copies.
     """
     called = {operation for operation in operations if _writes_somewhere(operation)}
     if not called:
@@ -84,7 +84,7 @@ def merge_written(shares: shares_lib.Shares, towers: Sequence[Written],
 
 
 def read_stand_in(variable: Any, handle: tf.Tensor) -> tf.Tensor:
-    """The value behind the handle of a stand-in for ``variable``."""
+    """The value behind the handle of a temporary copy for ``variable``."""
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
 
 
@@ -140,7 +140,7 @@ def _check_raw(variable: Any, operation: tf.Operation) -> None:
         raise RuntimeError(
             f"variable {variable.name!r} has aggregation=SUM and is written in a tower by the "
             f"operation {operation.type} ({operation.name}), past the variable's own methods, so "
-            "that it cannot be told what is to be summed. Write v.assign, v.assign_add, "
+            "that it is not known what is to be summed. Write v.assign, v.assign_add, "
             "v.scatter_add and the like.")
 
 
@@ -173,10 +173,10 @@ def _stand_in(graph: tf.Graph, variable: Any, handle: tf.Tensor) -> tf.Tensor:
 
 @functools.cache
 def _started(dtype: tf.DType, shape: tf.TensorShape) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Makes the stand-in of a variable, given its handle.
+    """Makes the temporary copy of a variable, given its handle.
 
     A function, because TensorFlow orders what uses a variable by when the operations were made, and
-    those that use the stand-in are there before it.
+    those that use the temporary copy are there before it.
     """
 
     @tf.function(autograph=False)

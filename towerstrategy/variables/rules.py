@@ -29,7 +29,7 @@ def held_variable(variable: Any) -> Any:
     return getattr(variable, "_value", getattr(variable, "_variable", variable))
 
 
-def told(variable: Any) -> tuple[str, str]:
+def in_words(variable: Any) -> tuple[str, str]:
     """Where a variable of a strategy is kept, and how towers' writes are merged, in words."""
     extreme = _EXTREME_WORDS.get(getattr(variable, "_extreme", None) or "")
     if isinstance(variable, tower_local.TowerLocalVariable):

@@ -77,7 +77,7 @@ def _one_copy_of_means(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
 def set_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the functions that run steps into what is around a step of towers.
 
-    A model that is made in the scope is told of it here.
+    Hooks are put into a model that is made in the scope.
     """
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
