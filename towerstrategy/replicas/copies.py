@@ -255,8 +255,8 @@ def _in_order(stretch: Sequence[tf.Operation]) -> list[tf.Operation]:
     """``stretch`` with each operation behind those that it needs, else as it is.
 
     The temporary copy of a variable is made after what writes to it.  An import makes operations
-    when all that they need is there, and in which order a variable is read and written is found out by the
-    order in which they were made.
+    when all that they need is there, and in which order a variable is read and written is found
+    out by the order in which they were made.
     """
     left = {operation.name: operation for operation in stretch}
     ordered: list[tf.Operation] = []
