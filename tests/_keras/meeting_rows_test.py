@@ -12,6 +12,7 @@ import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
 
+import in_float64
 import towerstrategy
 import wide
 from tests.sharding import program_features
@@ -136,17 +137,13 @@ def stepping(kit, step):
 def trained(kit, make, strategy, metrics=None):
     kit.backend.clear_session()
     kit.utils.set_random_seed(1)
-    kit.backend.set_floatx("float64")
-    try:
+    with in_float64.in_float64(kit):
         with strategy.scope() if strategy else tf.device(None):
             model = make(kit)
             model.compile(kit.optimizers.SGD(0.05), "mse",
                           metrics=None if metrics is None else metrics(kit))
         data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
         return [model.fit(data, epochs=2, verbose=0).history, model.get_weights()]
-    finally:
-        kit.backend.set_floatx("float32")
-        kit.backend.clear_session()  # Keras 3 keeps the policy that was made meanwhile
 
 
 class MeetingRowsTest(parameterized.TestCase):

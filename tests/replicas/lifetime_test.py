@@ -50,30 +50,6 @@ class LifetimeTest(parameterized.TestCase):
         gc.collect()
         self.assertEqual([reference() for reference in held], [None, None])
 
-    @parameterized.parameters(0, 1)
-    def test_what_the_garbage_collector_looks_at(self, of_the_user):
-        """Else all that was there while a step was traced is never freed, or the user's freeze is
-        undone."""
-        strategy, seen = two_towers(), []
-
-        def step(error):
-            seen.append(gc.get_freeze_count())
-            if error:
-                raise ValueError("a user's")
-
-        if of_the_user:
-            gc.freeze()
-        try:
-            before = gc.get_freeze_count()
-            tf.function(lambda: strategy.run(step, (False,)))()
-            with self.assertRaisesRegex(ValueError, "a user's"):
-                tf.function(lambda: strategy.run(step, (True,)))()
-            self.assertEqual(gc.get_freeze_count() > 0, bool(before))
-            self.assertEqual(bool(before), bool(of_the_user))
-        finally:
-            gc.unfreeze()
-        self.assertGreater(min(seen), 10000)
-
     def test_threads(self):
         """Else each call in eager code leaves threads."""
         before = threading.active_count()

@@ -52,7 +52,7 @@ def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
                       reduction: Any = "sum_over_batch_size") -> Any:
         if (contexts.splitting_tower() is not None and tuple(values.shape) == (0,)
                 and reduction not in (None, "none")):
-            return tf.zeros([], values.dtype)
+            return tf.reduce_sum(values)
         return original(values, sample_weight, reduction)
 
     return reduce_values
