@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts, refused
+from towerstrategy.merge import merging
 from towerstrategy.placement import names
 
 DRAWS = ("per row", "per tower")
@@ -215,6 +216,7 @@ def _check_alike(strategy: tf.distribute.Strategy, path: str, parts: Any,
              for part in parts]
     if not all(isinstance(part, tf.Tensor) for part in parts):
         return
+    parts = parts if axes else merging.numbers(parts)
     others = []
     for part in parts:
         rank = part.shape.rank

@@ -192,3 +192,10 @@ def _behind_one_another(values: Sequence[Value]) -> tf.IndexedSlices:
 def _as_slices(value: tf.Tensor, dtype: tf.DType) -> tf.IndexedSlices:
     shape = tf.shape(value, out_type=dtype)
     return tf.IndexedSlices(value, tf.range(shape[0]), shape)
+
+
+def numbers(parts: Sequence[Any]) -> list[Any]:
+    """``parts``; Keras 3's loss of no rows, a vector of none, is zero where others are numbers."""
+    ranks = {getattr(getattr(part, "shape", None), "rank", None) for part in parts}
+    return [tf.reduce_sum(part) if ranks == {0, 1} and part.shape == [0] else part
+            for part in parts]

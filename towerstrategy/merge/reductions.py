@@ -44,7 +44,7 @@ def _parts(value: Any, reduce_op: Any) -> tuple[Any, list[Any] | None]:
         raise ValueError(f"A mirrored value {value} cannot be reduced with the given reduce op "
                          f"{reduce_op}.")
     differs = isinstance(value, tf.distribute.DistributedValues)
-    return value, list(value.values) if differs else None
+    return value, merging.numbers(value.values) if differs else None
 
 
 def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any:

@@ -28,9 +28,6 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         optimizers_rules.scale_loss,
         "scales a replica's mean by 1/R; a tower's counts by its share of the rows, and outside of "
         "towers a loss is of all rows as it is"),
-    (loss_module, "reduce_values"): hooks.Hook(
-        optimizers.reduce_values,
-        "leaves the losses of no rows as they are, a vector where other towers have a number"),
     (base_optimizer.BaseOptimizer, "apply"): hooks.Hook(
         optimizers.apply,
         "merge first, then Keras' own code once"),

@@ -1,4 +1,4 @@
-"""Hooks into Keras 3: what an optimizer does with the towers' gradients, and losses of no rows.
+"""Hooks into Keras 3: what an optimizer does with the towers' gradients.
 
 Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
 """
@@ -45,17 +45,6 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
             overwriting=[getattr(target, "overwrite_with_gradient", False) for target in targets])
 
     return apply
-
-
-def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reduce_values(values: Any, sample_weight: Any = None,
-                      reduction: Any = "sum_over_batch_size") -> Any:
-        if (contexts.splitting_tower() is not None and tuple(values.shape) == (0,)
-                and reduction not in (None, "none")):
-            return tf.reduce_sum(values)
-        return original(values, sample_weight, reduction)
-
-    return reduce_values
 
 
 def _take(optimizer: Any) -> None:
