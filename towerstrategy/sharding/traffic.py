@@ -1,10 +1,11 @@
 """Between two right ways to do an operation, the one for which fewer bytes cross between devices.
 
-Goes in: an operation and how the table of rules does it on the towers.  Comes out: the same plan,
-or one by which it is done once with all rows, of which each tower then takes its own.
+Goes in: an operation and how the table of rules does it on the towers; or all that are planned.
+Comes out: the same plans, or some by which an operation is done once with all rows.
 
 The rows cross in place of what is larger: of a sum over rows (the gradient of a wide layer) every
-tower's part of it; on CPU devices, which share the cores, the weights of a wide layer, too.
+tower's part of it; on CPU devices, which share the cores, the weights of a wide layer, too; of what
+is wanted whole, what light operations make of the rows (:func:`gather_early`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Traffic:
             return plan
         rows = sum(_bytes(tensor, spec) * self.rows for tensor, spec
                    in zip(operation.inputs, specs) if isinstance(spec, Sharded))
-        once = Plan([REPLICATED] * len(specs), [REPLICATED] * len(plan.gives), once=True)
+        once = _once(plan)
         if plan.gives == [SUM]:
             part = _bytes(operation.outputs[0], REPLICATED)
             cheap = 0 < 2 * rows < self.towers * part
@@ -92,34 +93,36 @@ def gather_early(layout: Any) -> None:
       layout: a :class:`propagate.Layout`, which is changed: such operations are done once.
     """
     in_parts = collections.Counter(tensor.name for tensor in layout.graph.outputs)
-    whole = set()
+    # The bytes an example that cross, at least, for a tensor to be there whole; 0 where it is.
+    least: dict[str, int] = {}
     for operation in layout.order:
         plan = layout.plans.get(operation.name)
         takes = [REPLICATED] * len(operation.inputs) if plan is None else plan.takes
-        for tensor, spec in zip(operation.inputs, takes):
-            if spec == REPLICATED:
-                whole.add(tensor.name)
+        for name, whole in {(tensor.name, spec == REPLICATED)
+                            for tensor, spec in zip(operation.inputs, takes)}:
+            if whole:
+                least[name] = 0
             else:
-                in_parts[tensor.name] += 1
-    least: dict[str, int] = {}  # bytes an example that cross, at least, to have a tensor whole
+                in_parts[name] += 1
+
+    def before(operation: tf.Operation) -> int:
+        rows = _rows_before(layout, operation)
+        return sum(least.get(name, bytes) for name, bytes in rows.items())
+
+    def after(operation: tf.Operation) -> int:
+        return _bytes(operation.outputs[0], layout.plans[operation.name].gives[0])
+
     light = [operation for operation in layout.order if _may_be_done_once(layout, operation)]
     for operation in light:
-        before = _rows_before(layout, operation)
-        for tensor in operation.outputs:
-            least[tensor.name] = 0 if tensor.name in whole else min(
-                _bytes(tensor, layout.specs[tensor.name]), sum(
-                    least.get(name, bytes) if name not in whole else 0
-                    for name, bytes in before.items()))
+        least.setdefault(operation.outputs[0].name, min(after(operation), before(operation)))
     for operation in reversed(light):
-        out, before = operation.outputs[0], _rows_before(layout, operation)
-        fewer = sum(0 if name in whole else least.get(name, bytes)
-                    for name, bytes in before.items()) < _bytes(out, layout.specs[out.name])
-        if fewer and not in_parts[out.name]:
-            in_parts.subtract(list(before))
-            whole.update(before)
-            layout.plans[operation.name] = Plan(
-                [REPLICATED] * len(operation.inputs), [REPLICATED], once=True)
-            layout.specs[out.name] = REPLICATED
+        out = operation.outputs[0].name
+        if before(operation) < after(operation) and not in_parts[out]:
+            for name in _rows_before(layout, operation):
+                in_parts[name] -= 1
+                least[name] = 0
+            layout.plans[operation.name] = _once(layout.plans[operation.name])
+            layout.specs[out] = REPLICATED
 
 
 def _may_be_done_once(layout: Any, operation: tf.Operation) -> bool:
@@ -133,6 +136,11 @@ def _rows_before(layout: Any, operation: tf.Operation) -> dict[str, int]:
     """The sharded inputs of an operation, with the bytes of an example."""
     return {tensor.name: _bytes(tensor, spec) for tensor, spec
             in zip(operation.inputs, layout.inputs_of(operation)) if isinstance(spec, Sharded)}
+
+
+def _once(plan: Plan) -> Plan:
+    """The same operation, done once with all rows."""
+    return Plan([REPLICATED] * len(plan.takes), [REPLICATED] * len(plan.gives), once=True)
 
 
 def _bytes(tensor: tf.Tensor, spec: Spec) -> int:
