@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from towerstrategy.sharding import homes
 from towerstrategy.sharding.builder import Builder, Ref
+from towerstrategy.sharding.values import Towers
 
 LARGEST = 2**16  # bytes; copying what is larger costs more than its crossing alone
 FEWEST = 3
@@ -33,6 +35,18 @@ class _Group(NamedTuple):
     shape: tuple[int, ...]
 
 
+def finish(towers: Towers) -> None:
+    """Imports what the towers' builder has collected, packed where what crosses may wait.
+
+    Not where micro-batches or stages are to begin before others end; what crosses machines is
+    packed by :mod:`across`.
+    """
+    if (towers.across.workers is None and len(set(towers.devices)) == len(towers.rows)
+            and max(map(len, towers.rows)) == 1):
+        pack(towers.builder, homes.ONCE)
+    towers.builder.finish()
+
+
 def pack(builder: Builder, scope: str) -> None:
     """Packs what crosses, among the nodes that ``builder`` has collected.
 
@@ -46,7 +60,7 @@ def pack(builder: Builder, scope: str) -> None:
     levels = _levels(builder.nodes, devices)
     for ref, takers in crossings.items():
         shape = builder.shapes[ref]
-        group = _Group(levels[ref.node], devices[ref.node], tuple(takers), ref.dtype, shape)
+        group = _Group(levels[ref.node], devices[ref.node], tuple(sorted(takers)), ref.dtype, shape)
         groups.setdefault(group, []).append(ref)
     for group, refs in groups.items():
         if len(refs) >= FEWEST:

@@ -369,9 +369,7 @@ class _Body:
         with self.graph.as_default():
             others = [self._standing[key] if key in self._standing else one.stands()
                       for key, one in asked.items()]
-            if self._towers.packs:
-                packing.pack(self._builder, homes.ONCE)
-            self._builder.finish()
+            packing.finish(self._towers)
             outputs = [self._builder.tensor(ref) for ref in self._identities]
             handed = [tf.identity(other) for other in others] if hand_on else []
         self.graph.inputs = [*self._inputs, *others]

@@ -18,7 +18,7 @@ from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import merging
 from towerstrategy.placement import scopes as scopes_lib
-from towerstrategy.sharding import homes, packing, propagate, traffic
+from towerstrategy.sharding import packing, propagate, traffic
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.partition import Partition
@@ -57,9 +57,7 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     partition = Partition(towers)
     outputs = [value.whole() for value in partition.run(layout, values)]
     towers.across.finish()
-    if towers.packs:
-        packing.pack(builder, homes.ONCE)
-    builder.finish()
+    packing.finish(towers)
     if strategy.extended.compiles:
         strategy.extended.xla.mark(graph, builder.operations)
     if strategy.extended.placement.micro_batches > 1:

@@ -61,16 +61,6 @@ class Towers:
     def __len__(self) -> int:
         return len(self.devices)
 
-    @property
-    def packs(self) -> bool:
-        """Whether what crosses may wait for what else crosses: see :mod:`packing`.
-
-        Not where micro-batches or stages are to begin before others end; what crosses machines is
-        packed by :mod:`across`.
-        """
-        return (self.across.workers is None and len(set(self.devices)) == len(self.rows)
-                and max(map(len, self.rows)) == 1)
-
     def at(self, stage: int | None) -> Towers:
         """The same towers, where they do what is of that stage."""
         if stage not in self._stages:
