@@ -22,9 +22,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.replicas import tables
 from towerstrategy.replicas.tables import NeedsOwnTrace
-
-# Bytes of a node. An operation is compared with earlier ones by all it holds, constants too.
-LARGEST_COMPARED = 4096
+from towerstrategy.sharding import builder
 
 
 class Copier:
@@ -165,17 +163,12 @@ class Copier:
 
     def _repeats(self, operation: tf.Operation, node: Any) -> bool:
         """Whether an earlier operation computes the same, so that its copies serve for this one."""
-        if operation.op_def.is_stateful or operation.control_inputs \
-                or node.ByteSize() > LARGEST_COMPARED:
+        inputs = [f"{self._same_as.get(tensor.op.name, tensor.op.name)}:{tensor.value_index}"
+                  for tensor in operation.inputs]
+        key = builder.content_of(operation, node, inputs)
+        if key is None:
             return False
-        key = type(node)()
-        key.CopyFrom(node)
-        key.name = ""
-        del key.input[:]
-        for tensor in operation.inputs:
-            name = self._same_as.get(tensor.op.name, tensor.op.name)
-            key.input.append(f"{name}:{tensor.value_index}")
-        first = self._firsts.setdefault(key.SerializeToString(deterministic=True), operation.name)
+        first = self._firsts.setdefault(key, operation.name)
         if first != operation.name:
             self._same_as[operation.name] = first
         return first != operation.name

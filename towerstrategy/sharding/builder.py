@@ -15,7 +15,8 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 
-_LARGEST_COMPARED = 10_000  # bytes
+# Bytes of a node.  An operation is compared with others by all that it holds, constants too.
+LARGEST_COMPARED = 4096
 
 
 class Ref(NamedTuple):
@@ -44,7 +45,7 @@ class Builder:
         self._taken: dict[tuple[str, int], tf.Tensor] = {}
         self._names: dict[str, int] = {}
         self._constants: dict[tuple[Any, ...], Ref] = {}
-        self._copies: dict[tuple[Any, ...], tuple[list[Ref], str]] = {}
+        self._copies: dict[tuple[str, bytes], tuple[list[Ref], str]] = {}
         self._made: dict[str, tf.Operation] = {}
         self.shapes: dict[Ref, tuple[int, ...]] = {}
         self.count = 0
@@ -62,13 +63,9 @@ class Builder:
         Equal constants of a scope are one node.
         """
         definition = operation.node_def
-        key: Any = None
-        if not (inputs or controls or operation.op_def.is_stateful) \
-                and definition.ByteSize() <= _LARGEST_COMPARED:
-            key = (definition.op, device, scope, *sorted(
-                (name, attr.SerializeToString()) for name, attr in definition.attr.items()))
-            if key in self._copies:
-                return self._copies[key]
+        key = None if inputs or controls else content_of(operation, definition, device=device)
+        if key is not None and (scope, key) in self._copies:
+            return self._copies[scope, key]
         node = self._def.node.add()
         node.CopyFrom(definition)
         node.name = self._name(f"{scope}{operation.name}")
@@ -77,7 +74,7 @@ class Builder:
         refs = self._complete(node, inputs, device, controls,
                               [tensor.dtype for tensor in operation.outputs])
         if key is not None:
-            self._copies[key] = refs, node.name
+            self._copies[scope, key] = refs, node.name
         return refs, node.name
 
     def make(self, type: str, inputs: Sequence[Ref], device: str, name: str = "",
@@ -201,6 +198,28 @@ class Builder:
         if number is None:
             return wanted
         return self._name(f"{wanted}_{number + 1}")
+
+
+def content_of(operation: tf.Operation, node: Any, inputs: Iterable[str] = (),
+               device: str | None = None) -> bytes | None:
+    """What is the same of two nodes that compute the same; None of what is not compared.
+
+    Args:
+      operation: what the node is of.
+      node: its ``NodeDef``.
+      inputs: what it takes, in whatever names are the same for the same tensors.
+      device: where it is to be; None for where the node says.
+    """
+    if operation.op_def.is_stateful or operation.control_inputs \
+            or node.ByteSize() > LARGEST_COMPARED:
+        return None
+    key = type(node)()
+    key.CopyFrom(node)
+    key.name = ""
+    key.device = node.device if device is None else device
+    del key.input[:]
+    key.input.extend(inputs)
+    return bytes(key.SerializeToString(deterministic=True))
 
 
 def _default(definition: Any, name: str) -> int:
