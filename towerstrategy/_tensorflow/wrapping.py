@@ -101,7 +101,7 @@ def leave_work() -> None:
     global _entered
     with _lock:
         _entered -= 1
-        for wrapped in _wrapped.values():
+        for wrapped in () if _entered else _wrapped.values():
             wrapped.take_back()
 
 
