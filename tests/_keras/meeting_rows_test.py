@@ -12,9 +12,9 @@ import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
 
-import in_float64
 import towerstrategy
 import wide
+from tests import dtypes
 from tests.sharding import program_features
 
 DEVICES = towerstrategy.split_cpu(8)
@@ -137,7 +137,7 @@ def stepping(kit, step):
 def trained(kit, make, strategy, metrics=None):
     kit.backend.clear_session()
     kit.utils.set_random_seed(1)
-    with in_float64.in_float64(kit):
+    with dtypes.policy(kit, "float64"):
         with strategy.scope() if strategy else tf.device(None):
             model = make(kit)
             model.compile(kit.optimizers.SGD(0.05), "mse",

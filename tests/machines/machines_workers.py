@@ -34,6 +34,7 @@ from absl.testing import parameterized
 
 import towerstrategy
 from benchmarks import on_gpus, traffic
+from tests import dtypes
 from towerstrategy.batch import iterators, prefetching
 from towerstrategy.measured import measuring
 from towerstrategy.report import rows as rows_report, sample
@@ -94,19 +95,11 @@ def normalized(strategy, kit):
     return fit(strategy, kit, 13, 6, lambda kit: model_of(kit, layer, bias=False))
 
 
-def set_dtype(kit, dtype):
-    kit.backend.set_floatx(dtype)
-    kit.mixed_precision.set_global_policy(dtype)
-
-
 def in_float64(case):
     """The normalization of one row makes float32's rounding large."""
     def made(strategy, kit):
-        try:
-            set_dtype(kit, "float64")
+        with dtypes.policy(kit, "float64"):
             return case(strategy, kit)
-        finally:
-            set_dtype(kit, "float32")
 
     return functools.wraps(case)(made)
 

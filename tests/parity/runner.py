@@ -16,13 +16,14 @@ import dataclasses
 import functools
 import importlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 import towerstrategy
+from tests import dtypes
 
 from . import cases, draw_cases, loss_cases, optimizer_cases, step_cases  # noqa: F401
 
@@ -164,7 +165,7 @@ def train(case: cases.Case, keras: Any,
     """
     keras.backend.clear_session()
     keras.utils.set_random_seed(SEED)
-    with _policy(keras, case.policy):
+    with dtypes.policy(keras, case.policy):
         with strategy.scope() if strategy is not None else contextlib.nullcontext():
             run = case.make(keras)
             optimizer = {"optimizer": cases.sgd(keras), "loss": "mse"}
@@ -264,16 +265,3 @@ def _batch_logs(keras: Any) -> Any:
                               for name, value in (logs or {}).items()})
 
     return BatchLogs()
-
-
-@contextlib.contextmanager
-def _policy(keras: Any, policy: str) -> Iterator[None]:
-    floatx = "float64" if policy == "float64" else "float32"
-    set_policy = keras.mixed_precision.set_global_policy
-    keras.backend.set_floatx(floatx)
-    set_policy(policy)
-    try:
-        yield
-    finally:
-        keras.backend.set_floatx("float32")
-        set_policy("float32")

@@ -7,8 +7,8 @@ import tf_keras
 import tutorials
 from absl.testing import absltest, parameterized
 
-import in_float64
 import towerstrategy
+from tests import dtypes
 
 DEVICES = towerstrategy.split_cpu(8)
 ROWS = (7, 7, 5)
@@ -40,7 +40,7 @@ class TutorialsTest(parameterized.TestCase):
     def test_one_word_changed(self, name, kit):
         """Else who follows a tutorial gets another model on several devices than on one."""
         kit = {"keras": keras, "tf_keras": tf_keras}[kit]
-        self.enter_context(in_float64.in_float64(kit))
+        self.enter_context(dtypes.policy(kit, "float64"))
         expected = outcome(kit, name)
         strategy = towerstrategy.TowerStrategy(DEVICES[:3])
         given = outcome(kit, name, strategy, in_scope=len(name) % 2 == 0)
