@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, xla
 from towerstrategy.batch import datasets as datasets_lib, dealing, input_options, splitting
-from towerstrategy.merge import merging, reductions, shares as shares_lib
+from towerstrategy.merge import reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.placement.workers import Workers
 from towerstrategy.replicas import calls, modes, steps
@@ -349,7 +349,7 @@ class TowerExtended(_tf.StrategyExtended):
                 destinations, lambda: workers.gather(reductions.concat(value, axis), axis))
         if not isinstance(value, tf.distribute.DistributedValues):
             return value
-        return reductions.onto(destinations, lambda: merging.concat(list(value.values), axis))
+        return reductions.onto(destinations, lambda: reductions.concat(value, axis))
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         if contexts.has_all_rows():  # where tf_keras reads a metric

@@ -163,8 +163,8 @@ class WholeBatch:
             raise refused.wrong_type("loss", loss, "a loss object, a function or the name of one")
         self.inner: Any = loss.inner if isinstance(loss, WholeBatch) else loss
         # By which Keras names a metric where there is no strategy, too.
-        self.__name__ = loss if isinstance(loss, str) else getattr(
-            loss, "name", getattr(loss, "__name__", "whole_batch"))
+        self.__name__ = loss if isinstance(loss, str) else (  # a loss object's name may be None
+            getattr(loss, "name", None) or getattr(loss, "__name__", "whole_batch"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The tower's part of the loss of all rows; elsewhere the inner loss."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, refused
 from towerstrategy._keras import adopting, hooks, stages, state
 from towerstrategy.placement import kind
 
@@ -190,8 +190,7 @@ def _names_of(model: Any) -> Any:
     for tables in _installed.values():
         if tables.names.is_model(model):
             return tables.names
-    raise TypeError("model must be a Keras or tf_keras model, but got "
-                    f"{model!r} of type {type(model).__name__}.")
+    raise refused.wrong_type("model", model, "a Keras or tf_keras model")
 
 
 def _imported(package: str, last_module: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, refused
 from towerstrategy.batch import (
     iterators,
     layouts,
@@ -303,9 +303,7 @@ def _is_batched(spec: Nest) -> bool:
 
 def check_batched(dataset: Any) -> None:
     """Raises where ``dataset`` is no dataset of batches."""
-    if not isinstance(dataset, tf.data.Dataset):
-        raise TypeError("dataset must be a tf.data.Dataset, but got "
-                        f"{dataset!r} of type {type(dataset).__name__}.")
+    refused.check_type("dataset", dataset, tf.data.Dataset, "a tf.data.Dataset")
     named = [(path, leaf) for path, leaf in zip(*splitting.named_leaves(dataset.element_spec))
              if hasattr(leaf, "shape")]
     for path, leaf in named:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, refused
 
 CHIEF, WORKER = "chief", "worker"
 
@@ -87,10 +87,9 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
     """
     if resolver is None:
         return None
-    if not isinstance(resolver, tf.distribute.cluster_resolver.ClusterResolver):
-        raise TypeError("cluster_resolver must be None or a "
-                        "tf.distribute.cluster_resolver.ClusterResolver, but got "
-                        f"{resolver!r} of type {type(resolver).__name__}.")
+    refused.check_type("cluster_resolver", resolver,
+                       tf.distribute.cluster_resolver.ClusterResolver,
+                       "None or a tf.distribute.cluster_resolver.ClusterResolver")
     cluster = place_in(resolver)
     if cluster is not None and stages > 1:  # before anything has started
         raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy import refused
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 
 
@@ -61,8 +62,7 @@ def describe_html(strategy: tf.distribute.Strategy) -> str:
 def _described(strategy: tf.distribute.Strategy) -> tuple[str, str]:
     placement = getattr(getattr(strategy, "extended", None), "placement", None)
     if placement is None:
-        raise TypeError("strategy must be a TowerStrategy, but got "
-                        f"{strategy!r} of type {type(strategy).__name__}.")
+        raise refused.wrong_type("strategy", strategy, "a TowerStrategy")
     counts: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for variable in strategy.extended.variables():

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from towerstrategy import refused
 from towerstrategy._keras.callback import Callback
 from towerstrategy.placement import kind
 from towerstrategy.report import epochs as epochs_lib, picture as picture_lib, quiet
@@ -194,12 +195,10 @@ class TowerReport(Callback):
 def _check(picture: Any, log_dir: Any, most: Any, print_fn: Any) -> None:
     """Complains of what would else fail in the middle of a training, or after it."""
     for name, path, what in (("picture", picture, "PNG file"), ("log_dir", log_dir, "folder")):
-        if path is not None and not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"{name} must be None or the path of a {what}, but got "
-                            f"{path!r} of type {type(path).__name__}.")
+        refused.check_type(name, path, (str, os.PathLike, type(None)),
+                           f"None or the path of a {what}")
     if isinstance(most, bool) or not isinstance(most, numbers.Real):
-        raise TypeError(f"most must be a number, a share of the training's time, but got {most!r} "
-                        f"of type {type(most).__name__}.")
+        raise refused.wrong_type("most", most, "a number, a share of the training's time")
     if not 0 < float(most) <= 1:
         raise ValueError(f"most must be a share of the training's time, above 0 and at most 1, "
                          f"but got {most!r}.")
