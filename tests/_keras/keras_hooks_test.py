@@ -42,6 +42,9 @@ class HooksTest(parameterized.TestCase):
     def test_stands_where_we_hook_it(self, package, owner, name, why):
         """Else a new release trains wrongly, because a hook of ours is never called."""
         hooked = owner.__dict__[name]
+        if why.in_models:
+            self.assertFalse(hasattr(hooked, MARK))
+            return
         original = getattr(hooked, MARK)
         self.assertEqual(original.__module__.split(".")[0], package)
         self.assertNotEmpty(why)

@@ -15,6 +15,7 @@ import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
 
+import peers
 import towerstrategy
 from towerstrategy import _keras, _tensorflow as _tf
 from towerstrategy._keras.keras3 import hooks as keras3_hooks
@@ -70,7 +71,7 @@ def trained(kit, strategy):
 
 
 def all_trained():
-    scopes = tf.distribute.get_strategy(), tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    scopes = tf.distribute.get_strategy(), peers.mirrored()
     return [trained(kit, scope) for kit in (keras, tf_keras) for scope in scopes]
 
 

@@ -49,12 +49,12 @@ class CommandTest(parameterized.TestCase):
             module, _, kind = owner.rpartition(".")
             found = (sys.modules[owner] if owner in sys.modules
                      else getattr(sys.modules[module], kind))
-            if "several machines" not in where:
+            if "several machines" not in where and "models" not in where:
                 self.assertTrue(hasattr(getattr(found, name), "_towerstrategy_original"), line)
         numbers = {part.rpartition(": ")[0]: int(part.rpartition(": ")[2])
                    for part in counts.split("; ")}
         self.assertEqual(sum(numbers.values()), len(lines))
-        self.assertLessEqual(max(numbers["keras"], numbers["tf_keras"]), 13)
+        self.assertLessEqual(max(numbers["keras"], numbers["tf_keras"]), 12)
 
     @pytest.mark.wide
     def test_whole(self):

@@ -104,7 +104,8 @@ def replaced() -> Iterator[tuple[str, str, str, str]]:
         tables = _tables(package)
         for table, where in (tables.HOOKS, package), (tables.STAGES, f"{package}, for stages"):
             for (owner, name), hook in table.items():
-                yield where, _tf.owner_name(owner), name, hook.why
+                yield (f"{package}, in a strategy's models" if hook.in_models else where,
+                       _tf.owner_name(owner), name, hook.why)
 
 
 def _tables(package: str) -> Any:

@@ -21,10 +21,19 @@ from towerstrategy import _tensorflow as _tf
 
 
 class Hook(NamedTuple):
-    """What is put in the place of a name of Keras: made of the original, and why."""
+    """What is put in the place of a name of Keras: made of the original, and why.
+
+    Attributes:
+      in_models: whether it is put into a strategy's models, as their entries are, and Keras' own
+        class left as it is.
+    """
 
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
     why: str
+    in_models: bool = False
+
+
+_in_models: dict[tuple[Any, str], Hook] = {}
 
 
 class MovedError(Exception):
@@ -41,7 +50,10 @@ def install(table: Mapping[tuple[Any, str], Hook]) -> None:
         if name not in owner.__dict__:
             raise MovedError(f"{getattr(owner, '__name__', owner)}.{name}")
     for (owner, name), hook in table.items():
-        _tf.Place([owner], name, hook.why).wrap(hook.make)
+        if hook.in_models:
+            _in_models[owner, name] = hook
+        else:
+            _tf.Place([owner], name, hook.why).wrap(hook.make)
 
 
 def enter_with(model: Any, methods: Iterable[str]) -> None:
@@ -51,10 +63,16 @@ def enter_with(model: Any, methods: Iterable[str]) -> None:
 
 
 def _entry(kind: Any, name: str) -> Callable[..., Any]:
+    makers = [hook.make for (owner, hooked), hook in _in_models.items()
+              if hooked == name and issubclass(kind, owner)]
+
     @_tf.with_short_tracebacks
     @functools.wraps(getattr(kind, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(type(self), name)
+        for make in makers:
+            method = make(method)
         with _tf.at_work():
-            return getattr(type(self), name)(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
 
     return call

@@ -56,7 +56,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (tf_trainer.TensorFlowTrainer, "_make_function"): hooks.Hook(
         training.make_function,
         "train_on_batch and test_on_batch hand over unsplit data; what was built after compile "
-        "is to be adopted"),
+        "is to be adopted", in_models=True),
     (tf_trainer.TensorFlowTrainer, "make_predict_function"): hooks.Hook(
         training.make_predict_function,
         "so does predict_on_batch, and Python takes each batch of predict out of the data"),

@@ -31,7 +31,8 @@ MODEL, TRAINER = base_trainer.Trainer, tf_trainer.TensorFlowTrainer
 OWNER = "_distribute_strategy"
 # The methods of a model that Keras runs in no scope.
 ENTRIES = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch",
-           "predict_on_batch", "make_train_function", "make_test_function", "make_predict_function")
+           "predict_on_batch", "make_train_function", "make_test_function", "make_predict_function",
+           "_make_function")
 # The attributes that Keras' Trainer sets in __init__ and compile: a model's training state.
 TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), *ENTRIES, "optimizer", "history",
                              "stop_training", "stop_evaluating", "stop_predicting",
