@@ -144,12 +144,15 @@ def forget_trace(call: tf.Operation) -> None:
 def variables_of_caller() -> Iterator[None]:
     """Within, variables that the function being traced makes are the calling ``tf.function``'s.
 
-    It initializes them, and is traced again as a whole, as if their makers had been in itself.
+    It initializes them, and is traced again as a whole, as if their makers had been in itself.  The
+    scopes that are entered within the function keep their creators, a strategy's among them.
     """
     graph: Any = tf.compat.v1.get_default_graph()
     own, callers = graph._variable_creator_stack, graph.outer_graph._variable_creator_stack
-    if any(priority == _OF_A_FUNCTION for priority, _ in callers):
-        graph._variable_creator_stack = list(callers)
+    of_callers = [entry for entry in callers if entry[0] == _OF_A_FUNCTION]
+    if of_callers:
+        kept = [entry for entry in own if entry[0] != _OF_A_FUNCTION]
+        graph._variable_creator_stack = sorted([*of_callers, *kept], key=lambda entry: entry[0])
     try:
         yield
     finally:

@@ -82,6 +82,10 @@ def whole(strategy: Any, leaf: Any) -> Any:
     if not isinstance(leaf, _tf.PerReplica):
         return leaf
     parts = list(leaf.values)
+    if any(isinstance(part, tf.Tensor) and part.shape.rank == 0 for part in parts):
+        raise ValueError(
+            f"each tower was given a number, {parts[0].dtype.name}, where its rows of a batch were "
+            "expected: a dataset's elements must be batches, see tf.data.Dataset.batch.")
     rows = parts[0] if len(parts) == 1 else merging.concat(parts, 0)
     workers = strategy.extended.workers
     return rows if workers is None else workers.gather(rows)
