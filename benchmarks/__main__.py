@@ -13,6 +13,8 @@ folder ``benchmarks.json`` and ``benchmarks.png``.
     python -m benchmarks gpus                             # simulated GPUs; see gpus.py
     python -m benchmarks inference                        # predict and evaluate; see inference.py
     python -m benchmarks unequal                          # a slower tower; see unequal.py
+    python -m benchmarks partition                        # beside the trace; see partition.py
+    python -m benchmarks guard                            # counts, beside the recorded ones
 """
 
 from __future__ import annotations
@@ -81,6 +83,7 @@ _UNEQUAL_STEPS = flags.DEFINE_integer("unequal_steps", 60, "steps of a turn of `
                                       lower_bound=2)
 _JAX_PYTHON = flags.DEFINE_string("jax_python", ".venv-jax/bin/python",
                                   "of an environment with Keras 3 and JAX")
+_RECORD = flags.DEFINE_bool("record", False, "record what `guard` counts")
 _OUT = flags.DEFINE_string("out", "out/benchmarks", "the folder for the JSON file and the picture")
 
 _SCALING_STRATEGIES = ("tower", "mirrored")
@@ -197,6 +200,13 @@ def main(argv: list[str]) -> None:
     if argv[1:] == ["unequal"]:
         _measure_unequal()
         return
+    if argv[1:] == ["partition"]:
+        _measure_partition()
+        return
+    if argv[1:] == ["guard"]:
+        from benchmarks import partition
+
+        sys.exit(partition.guard(_RECORD.value))
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     _check_flags()
@@ -255,6 +265,20 @@ def _measure_inference() -> None:
     keras = importlib.import_module("tf_keras" if _LEGACY.value else "keras")
     inference.main(keras, chosen, _TOWERS.value, 1 if _QUICK.value else _ROUNDS.value,
                    _QUICK.value)
+
+
+def _measure_partition() -> None:
+    """``--cases``, ``large`` among them, on ``--scaling_towers``."""
+    from benchmarks import partition
+
+    chosen = _CASES.value if flags.FLAGS["cases"].present else ["conv", "deep", "large"]
+    names = [name for case in chosen for name in (partition.LARGE if case == "large" else [case])]
+    known = [*cases.CASES, *partition.LARGE]
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise app.UsageError(f"partition: --cases takes {', '.join(known)} and large, but got "
+                             f"{', '.join(wrong)}.")
+    partition.main(names, [int(count) for count in _SCALING_TOWERS.value])
 
 
 def _measure_unequal() -> None:

@@ -54,11 +54,15 @@ def batches(case: Case) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             yield rows[start:start + case.batch], labels[start:start + case.batch]
 
 
+def random() -> np.random.Generator:
+    """What data is drawn from."""
+    return np.random.default_rng(0)
+
+
 def _data(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    random = np.random.default_rng(0)
-    count = case.batch * _BATCHES
-    labels = random.integers(0, CLASSES, count).astype("int32")
-    return case.rows(random, count), labels
+    draws, count = random(), case.batch * _BATCHES
+    labels = draws.integers(0, CLASSES, count).astype("int32")
+    return case.rows(draws, count), labels
 
 
 def compiled(case: Case, keras: Any, small: bool = False, xla: bool = False) -> Any:

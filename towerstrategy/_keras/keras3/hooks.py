@@ -62,8 +62,8 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "so does predict_on_batch, and Python takes each batch of predict out of the data"),
     (tf_trainer.TensorFlowTrainer, "_maybe_symbolic_build"): hooks.Hook(
         training.symbolic_build,
-        "takes a batch out of the data, and builds losses and metrics that the step may not use; "
-        "without a strategy the trace of the step builds what it uses"),
+        "takes a batch out of the data and means over it, which uneven sub-batches do not allow; "
+        "what cannot be built symbolically the trace builds, as without a strategy"),
     (callback_list.CallbackList, "set_model"): hooks.Hook(
         callbacks.set_model,
         "callbacks write the same files on every machine, and over the last backup, which is lost "

@@ -5,15 +5,18 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+from keras.src import tree
 from keras.src.backend.tensorflow import trainer as tf_trainer
 
-from towerstrategy import losses
+from towerstrategy import _tensorflow as _tf, losses
 from towerstrategy._keras import adopting, hooks, training as training_rules
 from towerstrategy._keras.keras3 import names
 from towerstrategy.batch import datasets as datasets_lib, prefetching
@@ -169,7 +172,11 @@ def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Leaves building a model to the trace of its step, as Keras does without a strategy."""
+    """Builds a model, its metrics and optimizer before the trace of its step, of which one is enough.
+
+    What cannot be called symbolically, and a loss or metric that the step does not use and that
+    cannot do with the data, is left to the trace, as without a strategy; so are the user's errors.
+    """
 
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
         strategy = names.strategy_of(self)
@@ -179,6 +186,39 @@ def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.train_function is None:
             # The optimizer is built here, around weights that may have been built outside.
             adopting.adopt_state(strategy, self, names)
-        return None
+        if iterator is not None:
+            data_batch = _batch_spec(iterator._distributed_dataset.element_spec,
+                                     _has_fixed_rows(self))
+        with contextlib.suppress(Exception), strategy.scope():
+            self._symbolic_build(data_batch=data_batch)
 
     return _maybe_symbolic_build
+
+
+def _has_fixed_rows(model: Any) -> bool:
+    """Whether the model was made for batches of one size, as by ``Input(batch_size=...)``."""
+    inputs = getattr(getattr(model, "_functional", model), "inputs", None)
+    return any(tensor.shape and tensor.shape[0] is not None
+               for tensor in tree.flatten(inputs or []))
+
+
+def _batch_spec(element_spec: Any, fixed_rows: bool) -> Any:
+    """Shapes and dtypes of a batch, from the spec of its sub-batches, with open or fixed rows."""
+
+    def whole(spec: Any) -> Any:
+        if isinstance(spec, (_tf.NoneTensorSpec, tf.OptionalSpec)):
+            return None
+        parts = spec._component_specs if isinstance(spec, _tf.PerReplicaSpec) else [spec]
+        spec, shapes = parts[0], [part.shape for part in parts]
+        if spec.shape.rank == 0:
+            return _symbol(spec.shape, spec.dtype)
+        rows = sum(shape[0] for shape in shapes) if fixed_rows and all(
+            shape[0] for shape in shapes) else None
+        return _symbol(tf.TensorShape([rows]).concatenate(spec.shape[1:]), spec.dtype)
+
+    return tree.map_structure(whole, element_spec)
+
+
+def _symbol(shape: tf.TensorShape, dtype: tf.DType) -> Any:
+    """Shape and dtype, as Keras' symbolic build asks for them."""
+    return types.SimpleNamespace(shape=tuple(shape.as_list()), dtype=dtype)
