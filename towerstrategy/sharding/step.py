@@ -8,8 +8,10 @@ has all rows.  What was traced is then partitioned: see :mod:`propagate` and :mo
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -41,6 +43,26 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     Raises:
       ValueError: components of the batch that have different numbers of rows.
     """
+    with _no_garbage():
+        return _call(strategy, fn, args, kwargs)
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Within, Python looks for no cycles among the objects that a trace makes, which stay in use.
+
+    Each search goes over all of them: a tenth of a first step.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     graph = tf.compat.v1.get_default_graph()
     with tf.device(strategy.extended.host_device):
         inputs = _Inputs(strategy, (args, kwargs))

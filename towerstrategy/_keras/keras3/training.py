@@ -172,7 +172,7 @@ def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Builds a model, its metrics and optimizer before the trace of its step, of which one is enough.
+    """Builds model, metrics and optimizer before the step is traced: one trace is enough then.
 
     What cannot be called symbolically, and a loss or metric that the step does not use and that
     cannot do with the data, is left to the trace, as without a strategy; so are the user's errors.

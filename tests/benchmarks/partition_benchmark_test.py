@@ -1,0 +1,45 @@
+"""What the partition of a step costs: its counts stay as they were recorded."""
+
+import json
+
+from absl.testing import absltest, parameterized
+
+import towerstrategy
+import wide
+from benchmarks import partition
+
+DEVICES = towerstrategy.split_cpu(8)
+
+
+class PartitionTest(parameterized.TestCase):
+
+    @wide.parameters("input", wide=[name for name in partition.GUARDED if name != "input"])
+    def test_no_count_has_risen(self, name):
+        """Else steps and first steps grow slower from change to change, and nobody sees it."""
+        kept = json.loads(partition.GUARD.read_text())
+        if kept["versions"] != partition.versions():
+            self.skipTest(f"recorded with {kept['versions']}, not {partition.versions()}")
+        made = partition.made(name, DEVICES[:partition.GUARDED_TOWERS], count_calls=True)
+        self.assertEmpty(partition.worse({name: made.counts()}, kept["counts"]))
+
+    def test_worse_counts_are_named(self):
+        """Else the guard is silent about what it is for."""
+        recorded = {"mlp": {"operations": 100, "crossings": 7}}
+        self.assertEmpty(partition.worse({"mlp": {"operations": 101, "crossings": 7}}, recorded))
+        self.assertEqual(partition.worse({"mlp": {"operations": 100, "crossings": 8}}, recorded),
+                         [("mlp", "crossings", 8, 7)])
+
+    def test_parts_and_counts(self):
+        """Else the table has columns of nothing."""
+        made = {count: partition.made("input", DEVICES[:count]) for count in (2, 4)}
+        for mine in made.values():
+            self.assertGreater(min(mine.seconds.values()), 0)
+            self.assertSameElements(mine.seconds, ("trace", "propagate", "emit", "import"))
+        self.assertLess(made[2].operations, made[4].operations)
+        self.assertLess(made[2].crossing_bytes, made[4].crossing_bytes)
+        lines = partition.told({("input", count): mine for count, mine in made.items()})
+        self.assertLen(lines.splitlines(), 4)
+
+
+if __name__ == "__main__":
+    absltest.main()
