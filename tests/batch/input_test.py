@@ -5,6 +5,8 @@ Most checks do the same with ``MirroredStrategy`` and compare.
 
 import os
 import tempfile
+import warnings
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -12,6 +14,7 @@ from absl.testing import parameterized
 
 import towerstrategy
 from peers import mirrored, outcome, plain, two_towers
+from towerstrategy.batch import iterators
 
 Dataset = tf.data.Dataset
 InputOptions = tf.distribute.InputOptions
@@ -194,22 +197,58 @@ class IterationTest(parameterized.TestCase):
             self.assertEqual(local(strategy, next(iterator)), [[0, 1], [2, 3]])
         self.assertEqual(distributed.cardinality, tf.data.INFINITE_CARDINALITY)
 
-    def test_python_loops_in_functions_end(self):
-        """Else enumerate() over a distributed dataset in a tf.function traces for ever."""
-        strategy = two_towers()
-        distributed = strategy.experimental_distribute_dataset(batches(4, 4))
-        @tf.function
-        def counted(batches):
-            total = 0
-            for number, _ in enumerate(batches):
-                total += number
-            return total
+    @parameterized.product(prefetched=[False, True], as_iterator=[False, True], endless=[
+        lambda batches: [number for number, _ in enumerate(batches)],
+        lambda batches: list(zip(batches, batches)),
+        lambda batches: list(zip(range(10**6), batches)),
+        lambda batches: list(map(tf.shape, batches)),
+        lambda batches: list(filter(None, batches)),
+        lambda batches: [None for _ in batches],
+        lambda batches: list(iter(batches))])
+    def test_python_loops_in_functions_end(self, prefetched, as_iterator, endless):
+        """Else Python's loops over distributed batches in a tf.function trace for ever."""
+        distributed = two_towers().experimental_distribute_dataset(
+            batches(4, 4), InputOptions(experimental_fetch_to_device=prefetched))
+        distributed = iter(distributed) if as_iterator else distributed
+        # Whatever is in the loop is traced a thousand times else.
+        with mock.patch.object(iterators, "_TOO_MANY", 10):
+            for traced in (lambda: tf.function(endless)(distributed),
+                           tf.function(lambda: endless(distributed))):
+                with self.assertRaisesRegex(NotImplementedError, "plain `for batch in dataset:`"):
+                    traced()
 
-        for endless in (lambda: counted(distributed), lambda: counted(iter(distributed)),
-                        tf.function(lambda: [None for _ in distributed])):
-            with self.assertRaisesRegex(NotImplementedError, "plain `for batch in dataset:`"):
-                endless()
-        self.assertLen(list(enumerate(distributed)), 1)
+    def test_python_loops_of_known_length(self):
+        """Else a loop that does end is refused in a tf.function, or warned of."""
+        strategy = two_towers()
+        distributed = strategy.experimental_distribute_dataset(batches(12, 4))
+
+        @tf.function
+        def three(iterator):
+            firsts = [number + strategy.gather(batch, 0)[0]
+                      for number, batch in zip(range(2), iterator)]
+            for _ in range(1):
+                firsts.append(strategy.gather(next(iterator), 0)[0])
+            return firsts
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", towerstrategy.TowerWarning)
+            self.assertEqual(plain(three(iter(distributed))), [0, 5, 8])
+        self.assertLen(list(enumerate(distributed)), 3)
+
+    def test_many_batches_in_one_function_are_warned_of(self):
+        """Else whoever traces for an hour does not know why."""
+        distributed = two_towers().experimental_distribute_dataset(batches(4, 4).repeat())
+        unrolled = tf.function(lambda taken: [next(taken) for _ in range(100)][-1])
+        with self.assertWarnsRegex(towerstrategy.TowerWarning, "100 batches.*plain `for"):
+            unrolled(iter(distributed))
+
+    def test_iterator_by_its_public_spec(self):
+        """Else a function whose signature says tf.data.IteratorSpec refuses what it took before."""
+        strategy = two_towers()
+        first = iter(strategy.experimental_distribute_dataset(batches(4, 4)))
+        total = tf.function(lambda taken: tf.reduce_sum(strategy.gather(next(taken), 0)),
+                            input_signature=[tf.data.IteratorSpec(first.element_spec)])
+        self.assertEqual(plain(total(first)), 6)
 
     def test_types(self):
         """Else Keras and libraries do not see that the data is distributed already."""

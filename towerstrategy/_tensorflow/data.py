@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,13 +11,14 @@ from tensorflow.python.autograph.operators import control_flow, py_builtins
 from tensorflow.python.data.ops import iterator_ops, map_op, multi_device_iterator_ops
 from tensorflow.python.trackable import base as trackable
 
-__all__ = ("OwnedIterator", "Trackable", "enumerate_with", "loop_over", "map_in_place",
-    "over_devices", "read_profile")
+__all__ = ("OwnedIterator", "Trackable", "loop_over", "map_in_place", "over_devices",
+    "python_loops_with", "read_profile")
 PRIVATE_NAMES = {
     "python.autograph.operators.control_flow:for_loop_registry _tf_iterator_for_stmt":
         "what `for` in a tf.function goes over, by type, and how; no public registry",
-    "python.autograph.operators.py_builtins:enumerate_registry":
-        "what `enumerate` in a tf.function does, by type; no public registry",
+    "python.autograph.operators.py_builtins:enumerate_registry filter_registry map_registry "
+    "zip_registry":
+        "what `enumerate` and the like in a tf.function do, by type; no public registries",
     "python.data.ops.iterator_ops:OwnedIterator": "what iter(dataset) makes",
     "python.data.ops.map_op:_MapDataset":
         "Dataset.map that runs its function in the caller's thread: 10 us an element and not 100",
@@ -82,9 +84,15 @@ def loop_over(kind: type, instead: Callable[[Any], Any]) -> None:
         kind, lambda iterator, *loop: control_flow._tf_iterator_for_stmt(instead(iterator), *loop))
 
 
-def enumerate_with(kind: type, instead: Callable[..., Any]) -> None:
-    """From now on ``enumerate`` in a ``tf.function`` is ``instead`` for what is of a kind."""
-    py_builtins.enumerate_registry.register(kind, instead)
+def python_loops_with(kinds: tuple[type, ...], instead: Callable[..., Any]) -> None:
+    """From now on ``enumerate`` and the like over these kinds are ``instead`` in a ``tf.function``.
+
+    ``instead`` takes Python's own function, and its arguments; all iterables are of the kinds.
+    """
+    for python, registry in ((enumerate, py_builtins.enumerate_registry),
+                             (filter, py_builtins.filter_registry),
+                             (map, py_builtins.map_registry), (zip, py_builtins.zip_registry)):
+        registry.register(kinds, functools.partial(instead, python))
 
 
 def read_profile(serialized: bytes) -> Any:

@@ -339,6 +339,4 @@ def _check_like_first(tower: int, spec: Nest, first: Nest) -> None:
                         f"but for tower {tower} they are {spec}, and for tower 0 {first}.")
 
 
-# An iterator that is an argument of a tf.function is one of tf.data's in it.
-for _kind in (TowerDataset, _tf.OwnedIterator, prefetching.PrefetchedIterator):
-    _tf.enumerate_with(_kind, iterators.enumerated)
+_tf.python_loops_with((TowerDataset, iterators.Steps), iterators.refuse_endless)

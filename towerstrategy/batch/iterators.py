@@ -7,20 +7,24 @@ Python's own loops where they see no end.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, warned
 from towerstrategy.batch import sub_batches
 from towerstrategy.batch.rows import Nest
 
-_ENDLESS = ("Python's enumerate, zip and comprehensions do not see where a distributed dataset "
-            "ends while a function is traced. Write a plain `for batch in dataset:` loop, which "
-            "autograph converts, and count in it.")
-# Nobody unrolls so many steps into one graph on purpose.
-_MOST_STEPS_IN_GRAPH = 1000
+_ENDLESS = (
+    "Python's enumerate, zip, map and comprehensions do not see where a distributed dataset ends "
+    "while a function is traced. Write a plain `for batch in dataset:` loop, which autograph "
+    "converts, and count in it; for a number of steps, `for _ in tf.range(steps):` with "
+    "`next(iterator)` in it.")
+# So many steps are seldom unrolled into one graph on purpose, and so many more never.
+_MANY, _TOO_MANY = 100, 1000
+_taken_in: weakref.WeakKeyDictionary[tf.Graph, int] = weakref.WeakKeyDictionary()
 
 
 class _Counting(threading.local):
@@ -59,10 +63,8 @@ class Steps:
 
     _open_rows = False
     _between: Callable[[], None] | None = None
-    _steps_in_graph = 0
 
     def __next__(self) -> Nest:
-        self._check_ends()
         if self._between is not None and tf.executing_eagerly():
             self._between()  # a loop of Python's ends a step here, and begins another
         try:
@@ -72,21 +74,46 @@ class Steps:
 
     def get_next(self) -> Nest:
         """The next batch; ``tf.errors.OutOfRangeError`` at the end."""
+        if not tf.executing_eagerly():
+            _check_ends()
+        batch = self._batch()
+        return sub_batches.with_open_rows(batch) if self._open_rows else batch
+
+    def _batch(self) -> Nest:
+        """The next batch as the pipeline gives it."""
         raise NotImplementedError
 
-    def _opened(self, element: Nest) -> Nest:
-        """``element`` as whoever iterates gets it."""
-        return sub_batches.with_open_rows(element) if self._open_rows else element
 
-    def _check_ends(self) -> None:
-        """Python's own loops know no end while a function is traced; stop them with a reason."""
-        if tf.executing_eagerly():
-            return
-        self._steps_in_graph += 1
-        if self._steps_in_graph > _MOST_STEPS_IN_GRAPH:
-            raise NotImplementedError(
-                f"more than {_MOST_STEPS_IN_GRAPH} batches were taken from a distributed dataset "
-                f"while one tf.function was traced. {_ENDLESS}")
+def _check_ends() -> None:
+    """Python's own loops know no end while a function is traced; stop them with a reason."""
+    graph = tf.compat.v1.get_default_graph()
+    taken = _taken_in[graph] = _taken_in.get(graph, 0) + 1
+    text = (f"{{}} {taken} batches were taken from distributed datasets while one tf.function was "
+            f"traced. {_ENDLESS}")
+    if taken == _MANY:
+        warned.warn(text.format("So far"))
+    if taken == _TOO_MANY:
+        raise NotImplementedError(text.format("Already"))
+
+
+class TowerIteratorSpec(sub_batches.HashedOnce, tf.data.IteratorSpec):
+    """The type spec of :class:`TowerIterator`: as a function's argument it is one, too."""
+
+    __slots__ = ["_open_rows"]
+    value_type = property(lambda _: TowerIterator)
+
+    def __init__(self, element_spec: Nest, open_rows: bool) -> None:
+        super().__init__(element_spec)
+        self._open_rows = open_rows
+
+    def _serialize(self) -> tuple[Any, ...]:
+        return self._element_spec, self._open_rows
+
+    def _from_components(self, components: Any) -> TowerIterator:
+        iterator = super()._from_components(components)
+        iterator.__class__ = TowerIterator
+        iterator._open_rows = self._open_rows
+        return iterator
 
 
 # TensorFlow's comes first: an iterator that is there could not become one of this class else.
@@ -98,16 +125,19 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator, Steps)
     """
 
     row_count: Any = None
-    __next__ = Steps.__next__
+    __next__, get_next = Steps.__next__, Steps.get_next
 
-    def get_next(self) -> Nest:
-        return self._opened(_tf.OwnedIterator.get_next(self))
+    def _batch(self) -> Nest:
+        return _tf.OwnedIterator.get_next(self)
+
+    @property
+    def _type_spec(self) -> TowerIteratorSpec:
+        return TowerIteratorSpec(self.element_spec, self._open_rows)
 
 
-def enumerated(batches: Any, start: int = 0) -> Any:
-    """``enumerate`` as autograph calls it, which in a function that is traced would know no end."""
-    is_split = any(isinstance(spec, _tf.PerReplicaSpec)
-                   for spec in tf.nest.flatten(batches.element_spec))
-    if tf.executing_eagerly() or not is_split:
-        return enumerate(batches, start)
-    raise NotImplementedError(f"enumerate of {type(batches).__name__} in a tf.function. {_ENDLESS}")
+def refuse_endless(builtin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``builtin`` as autograph calls it, which in a function that is traced would know no end."""
+    if tf.executing_eagerly():
+        return builtin(*args, **kwargs)
+    raise NotImplementedError(
+        f"{builtin.__name__} over a distributed dataset in a tf.function. {_ENDLESS}")

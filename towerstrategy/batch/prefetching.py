@@ -104,8 +104,8 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
     def __iter__(self) -> PrefetchedIterator:
         return self
 
-    def get_next(self) -> Nest:
-        return self._opened(self._layout.element(self._parts()))
+    def _batch(self) -> Nest:
+        return self._layout.element(self._parts())
 
     def _parts(self) -> list[Any]:
         """What each stream has next."""

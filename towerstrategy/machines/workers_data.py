@@ -63,7 +63,7 @@ def _agreeing(base: Any) -> Any:
         _packed: Nest
         _workers: meeting.Machines
 
-        def get_next(self) -> Nest:
+        def _batch(self) -> Nest:
             there, rows, leaves = self._agreed()
             if tf.executing_eagerly():
                 if not bool(there):
@@ -73,7 +73,7 @@ def _agreeing(base: Any) -> Any:
                 ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
                 with tf.control_dependencies([ended]):
                     leaves = self._copied(leaves)
-            return self._opened(self._element(leaves, rows))
+            return self._element(leaves, rows)
 
         def get_next_as_optional(self) -> tf.experimental.Optional:
             there, rows, leaves = self._agreed()
