@@ -14,6 +14,7 @@ from absl.testing import parameterized
 import towerstrategy
 import wide
 from peers import mirrored, outcome, per_replica, plain, two_towers
+from towerstrategy import _tensorflow
 from towerstrategy.variables import one_copy
 
 Sync = tf.VariableSynchronization
@@ -173,6 +174,24 @@ class MergedWriteTest(parameterized.TestCase):
 
         tf.function(lambda: strategy.run(replica))()
         self.assertEqual(plain(v), wanted)
+
+    @parameterized.product(run_in=[lambda fn: fn, tf.function], method=SCATTERS)
+    def test_scatters_of_python_lists(self, run_in, method):
+        """Else `tf.IndexedSlices` of plain lists, which TensorFlow takes, fail in a function."""
+        strategy = two_towers()
+
+        def written(made_of, each, **modes):
+            v = made(strategy, [8., 8.], **modes)
+            slices = [tf.IndexedSlices(made_of([2. + number]), made_of([number]), dense_shape=(2,))
+                      for number in range(2)]
+            argument = _tensorflow.PerReplica(slices) if each else slices[1]
+            run_in(lambda: strategy.run(getattr(v, method), (argument,)))()
+            return plain(v)
+
+        for each in (False, True):
+            self.assertEqual(written(list, each), written(tf.constant, each))
+            with self.assertRaisesRegex(NotImplementedError, f"ON_READ.*{method}"):
+                written(list, each, synchronization=Sync.ON_READ, aggregation=Aggregation.MEAN)
 
     def test_scatter_of_tower_without_rows(self):
         """Else what a tower without rows writes counts."""

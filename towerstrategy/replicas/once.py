@@ -268,7 +268,7 @@ def _check_alike(arguments: Any) -> None:
             continue
         try:
             specs = [tf.type_spec_from_value(part) for part in leaf.values]
-        except TypeError:
+        except (TypeError, AttributeError):  # the second of tf.IndexedSlices that hold lists
             if all(part is leaf.values[0] for part in leaf.values):
                 continue
             raise NeedsOwnTrace(

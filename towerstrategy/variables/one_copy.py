@@ -142,7 +142,7 @@ class TowerVariable(_tf.ResourceVariable):
         if tower is None:
             return plain(written.slices_from_outside(self, method_name, slices))
         slices = tf.IndexedSlices(tf.convert_to_tensor(slices.values, dtype=self.dtype),
-                                  tf.convert_to_tensor(slices.indices), slices.dense_shape)
+                                  tf.convert_to_tensor(slices.indices))
         if not tower.can_merge:
             tower.refuse_compiled_write(self)
             return self._scatter_alone(tower, method_name, plain, slices)
