@@ -110,6 +110,16 @@ class ElementTest(parameterized.TestCase):
             self.assertEqual(places(batch["s"]), ["CPU:0"] * 3)
             self.assertIsNone(nothing)
 
+    @parameterized.parameters(*tf.distribute.InputReplicationMode)
+    def test_single_values_move(self, mode):
+        """Else a dataset of single values, one a tower, stays on the host against its options."""
+        strategy = towerstrategy.TowerStrategy(TOWERS, "CPU:0")
+        options = InputOptions(experimental_fetch_to_device=True,
+                               experimental_replication_mode=mode)
+        for element in strategy.distribute_datasets_from_function(
+                lambda _: Dataset.from_tensor_slices(range(6)), options):
+            self.assertEqual(places(element), TOWERS)
+
     def test_one_tower(self):
         """Else a single GPU waits for its batches, or gets wrapped values."""
         with gpus():

@@ -138,7 +138,6 @@ def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
 
 def _moves(spec: Any) -> bool:
     """Whether a component goes to a tower's own memory: strings cannot, ragged operations have CPU
-    kernels alone, scalars are the same for all.
+    kernels alone.
     """
-    return (isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) and spec.dtype != tf.string
-            and spec.shape.rank != 0)
+    return isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) and spec.dtype != tf.string
