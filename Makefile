@@ -24,7 +24,7 @@ VERSION = $(shell $(EXECUTABLE) -c 'import sys; print("%d.%d" % sys.version_info
 CORE := batch/split merge/merge replicas/run strategy variables/variables batch/input \
 	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks
 
-.PHONY: demo test tests test-all lint test-parity test-slow test-gpu test-libraries test-tf test-python test-pythons bench \
+.PHONY: demo test tests test-all lint test-parity test-slow test-peers test-gpu test-libraries test-tf test-python test-pythons bench \
 	bench-jax docs test-site release-check clean
 
 $(VENV)/%.installed: setup.cfg setup.py
@@ -87,6 +87,10 @@ test-parity: $(VENV)/test.installed
 test-slow: $(VENV)/test.installed $(VENV)/release.installed $(VENV)/docs.installed \
 		$(VENV)/site-test.installed $(VENV)/notebook.installed
 	$(RUN) -m pytest -rP tests/slow
+
+# TensorFlow's own tests with TowerStrategy for MirroredStrategy: TENSORFLOW_SOURCES=folder of its sources.
+test-peers: $(VENV)/test.installed
+	TENSORFLOW_SOURCES="$(TENSORFLOW_SOURCES)" $(RUN) -m pytest -rsP tests/slow/upstream_test.py
 
 # Without tests/conftest.py, which hides the GPUs from all other tests.
 test-gpu: $(VENV)/test.installed
