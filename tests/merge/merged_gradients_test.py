@@ -5,6 +5,9 @@ The documented way to clip after reducing in tf_keras: ``all_reduce``, clip, the
 scale the loss) or ``skip_gradients_aggregation=True``.
 """
 
+from contextlib import nullcontext as nothing
+
+import keras
 import numpy as np
 import tensorflow as tf
 import tf_keras
@@ -110,3 +113,35 @@ class MergedGradientsTest(parameterized.TestCase):
         parts = strategy.split(tf.range(rows, dtype=tf.float32))
         strategy.run(tf.function(step), (parts,))
         np.testing.assert_allclose(v.numpy(), want, rtol=1e-6)
+
+
+class MissingGradientsTest(parameterized.TestCase):
+
+    @parameterized.product(kit=[keras, tf_keras], rows=[1, 5])
+    def test_towers_that_do_not_come_to_a_variable(self, kit, rows):
+        """Else a loop over rows fails in eager code on a tower that has none, or none of a kind."""
+        strategy = towerstrategy.TowerStrategy(3)
+        x = np.arange(1., rows + 1, dtype=np.float32)
+
+        def trained(strategy):
+            with nothing() if strategy is None else strategy.scope():
+                weights, table = tf.Variable(1.), tf.Variable(tf.ones([2, 1]))
+                optimizer = kit.optimizers.SGD(.5)
+                optimizer.build([weights, table])
+
+            def step(x):
+                with tf.GradientTape() as tape:
+                    loss = tf.constant(0.)
+                    for row in x:
+                        loss += row * weights if row > 4 else row * tf.reduce_sum(
+                            tf.nn.embedding_lookup(table, [0]))
+                gradients = tape.gradient(loss, [weights, table])
+                optimizer.apply_gradients(zip(gradients, [weights, table]))
+
+            if strategy is None:
+                step(x)
+            else:
+                strategy.run(step, (strategy.split(x),))
+            return [weights.numpy(), *table.numpy()]
+
+        self.assertEqual(trained(strategy), trained(None))

@@ -99,7 +99,8 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
         if not merged_already:
             tower.check_gradients(gradients, variables_)
-        per_variable = [None if value is None else contexts.all_values(value, tower.count)
+        per_variable = [None if value is None else
+                        gradients_lib.complete(contexts.all_values(value, tower.count))
                         for value in grouped]
         extremes = {index: per_variable[index] for index in largest}
         summed_up = [None if index in largest else values

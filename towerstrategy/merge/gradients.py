@@ -42,6 +42,14 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
     return merged if shares.workers is None else shares.workers.sum(merged)
 
 
+def complete(values: Sequence[Value | None]) -> Sequence[Value]:
+    """``values`` of the towers, zeros where one has none: in eager code not all of them come to it,
+    such as one without rows in a loop over these.
+    """
+    there = next(value for value in values if value is not None)
+    return [merging.kept(False, there) if value is None else value for value in values]
+
+
 def agreed_gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[str],
                      shares: shares_lib.Shares) -> list[Value | None]:
     """As :func:`gradients`, of gradients that were merged before: see :func:`agreed`."""
