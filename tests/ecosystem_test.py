@@ -4,6 +4,7 @@ Lookup tables, generators, modules, checkpoints, SavedModel, summaries, the prof
 and mixed precision, with ``MirroredStrategy`` beside them where it has a result.
 """
 
+import contextlib
 import copy
 import os
 import pathlib
@@ -127,11 +128,12 @@ class GeneratorTest(FolderTest):
         parts = strategy.experimental_local_results(values)
         return [tuple(part.numpy().tolist()) for part in parts]
 
-    @parameterized.product(in_function=[False, True])
-    def test_towers_draw_differently(self, in_function):
-        """Else every tower adds the same noise."""
-        strategy = drawing_apart()
-        with strategy.scope():
+    @parameterized.product(make=[drawing_apart, two_towers], in_scope=[True, False],
+                           in_function=[False, True])
+    def test_towers_draw_differently(self, make, in_scope, in_function):
+        """Else every tower adds the same noise, where tf.distribute promises a stream a replica."""
+        strategy = make()
+        with strategy.scope() if in_scope else contextlib.nullcontext():
             generator = tf.random.Generator.from_seed(7)
         draws = [part for _ in range(3) for part in self.draw(strategy, generator, in_function)]
         self.assertLen(set(draws), 6)

@@ -145,3 +145,34 @@ class MissingGradientsTest(parameterized.TestCase):
             return [weights.numpy(), *table.numpy()]
 
         self.assertEqual(trained(strategy), trained(None))
+
+
+class OnReadTest(parameterized.TestCase):
+
+    @parameterized.product(kit=[keras, tf_keras], sparse=[False, True], rows=[6, 2])
+    def test_as_one_device(self, kit, sparse, rows):
+        """Else a tower without rows counts in a table that is the mean of the towers' own."""
+        def trained(strategy):
+            with nothing() if strategy is None else strategy.scope():
+                table = tf.Variable(tf.ones([3, 1]),
+                                    synchronization=tf.VariableSynchronization.ON_READ,
+                                    aggregation=tf.VariableAggregation.MEAN, trainable=True)
+                optimizer = kit.optimizers.SGD(.5)
+                optimizer.build([table])
+
+            def step(ids):
+                with tf.GradientTape() as tape:
+                    read = tf.nn.embedding_lookup(table, ids) if sparse else tf.matmul(
+                        tf.one_hot(ids, 3), table)
+                    loss = tf.nn.compute_average_loss(read[:, 0] ** 2, global_batch_size=rows)
+                optimizer.apply_gradients([(tape.gradient(loss, table), table)])
+
+            ids = tf.constant([0, 1, 2, 0, 1, 0][:rows])
+            if strategy is None:
+                step(ids)
+            else:
+                tf.function(lambda ids: strategy.run(step, (ids,)))(strategy.split(ids))
+            return table.numpy()
+
+        np.testing.assert_allclose(trained(towerstrategy.TowerStrategy(3)), trained(None),
+                                   rtol=1e-6)

@@ -148,6 +148,16 @@ class ContractTest(parameterized.TestCase):
         for one, other in zip(weights, one_device(RIGHT["loss_object"])):
             np.testing.assert_allclose(one, other, rtol=1e-6)
 
+    def test_a_gradient_that_no_optimizer_gets(self):
+        """Else a norm that is only looked at is warned of."""
+        def looked_at(strategy, w, x, y):
+            with tf.GradientTape() as tape:
+                mean = tf.reduce_mean(squares(w, x, y))
+            norm = tf.linalg.global_norm(tape.gradient(mean, w))
+            return mean_squared(w, x, y) + 0. * tf.stop_gradient(norm)
+
+        self.assertEmpty(trained(towerstrategy.TowerStrategy(DEVICES[:3]), looked_at)[1])
+
     def test_a_mean_over_the_number_of_replicas(self):
         """Else TensorFlow's own tutorials are warned of on towers with equally many rows."""
         def by_replicas(strategy, w, x, y):
