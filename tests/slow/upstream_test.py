@@ -1,8 +1,9 @@
 """TensorFlow's own tests of ``tf.distribute`` that pass with TowerStrategy, from its sources.
 
 ``make test-peers TENSORFLOW_SOURCES=folder`` runs them, from the sources of the installed release;
-the wheel has no tests, so without the folder they are skipped.  ``upstream.txt`` says which: those that pass with MirroredStrategy, too,
-and so need no mirrored types, no graph mode and no GPU.  See :mod:`upstream` for how to add to it.
+the wheel has no tests, so without the folder they are skipped.  ``upstream.txt`` says which: tests
+that pass with MirroredStrategy, too, and so need no mirrored types, no graph mode and no GPU.  See
+:mod:`upstream` for how to add to it.
 """
 
 import os
