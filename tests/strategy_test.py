@@ -1,6 +1,8 @@
 """strategy: the constructor, and the methods that a user calls outside of towers."""
 
 import copy
+import inspect
+import typing
 
 import keras
 import numpy as np
@@ -20,10 +22,54 @@ class ConstructorTest(parameterized.TestCase):
     def test_repr(self):
         """Else a log does not say which devices were used."""
         self.assertEqual(repr(two_towers()),
-                         "<TowerStrategy towers=[CPU:1, CPU:2] merge_device=CPU:0>")
-        self.assertIn("merge_device=balanced", repr(two_towers("balanced")))
-        self.assertEqual(repr(towerstrategy.TowerStrategy(["CPU:1"], micro_batches=4)),
-                         "<TowerStrategy towers=[CPU:1] micro_batches=4 merge_device=CPU:1>")
+                         "<TowerStrategy 2 towers (CPU:1, CPU:2), merge device CPU:0>")
+        self.assertIn("merge device balanced", repr(two_towers("balanced")))
+        self.assertEqual(
+            repr(towerstrategy.TowerStrategy(["CPU:1"], micro_batches=4, shares=[2])),
+            "<TowerStrategy 1 tower of 4 micro-batches (CPU:1), merge device CPU:1, shares 2>")
+
+    @parameterized.parameters(
+        (["CPU:1", "CPU:2"], "<TowerStrategy 2 towers of 4 micro-batches (CPU:1, CPU:2), "
+         "merge device CPU:0>"),
+        ([["CPU:1", "CPU:2"]], "<TowerStrategy 1 tower of 2 stages and 4 micro-batches "
+         "([CPU:1, CPU:2]), merge device each stage's>"))
+    def test_a_bracket_more(self, devices, wanted):
+        """Else who forgot a bracket, or has one too many, finds out from the speed."""
+        with self.assertLogs("towerstrategy", "INFO") as logged:
+            strategy = towerstrategy.TowerStrategy(devices, micro_batches=4)
+        self.assertEqual(repr(strategy), wanted)
+        self.assertIn(wanted, logged.output[0])
+        self.assertEqual(strategy.devices, devices)
+
+    def test_says_what_it_was_made_with(self):
+        """Else a script has to remember what it gave, or read private names."""
+        strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2"], "CPU:3", micro_batches=2,
+                                               shares=[3, 1])
+        self.assertEqual((strategy.devices, strategy.num_towers, strategy.merge_device,
+                          strategy.micro_batches),
+                         (["CPU:1", "CPU:2"], 2, "CPU:3", 2))
+        self.assertEqual(strategy.num_replicas_in_sync, 4)
+        self.assertIsNone(towerstrategy.TowerStrategy([["CPU:1", "CPU:2"]]).merge_device)
+
+    def test_signatures(self):
+        """Else an editor shows private types, or a type checker lets a misspelled choice pass."""
+        for function in (towerstrategy.TowerStrategy.__init__, towerstrategy.multi_gpu_model,
+                         towerstrategy.split_cpu):
+            self.assertNotRegex(str(inspect.signature(function)), r"_lib\.|Argument|OneDevice")
+        choices = typing.get_args(typing.get_type_hints(
+            towerstrategy.TowerStrategy.__init__)["draws"])
+        self.assertIn("per_row", choices)
+        drawn = [towerstrategy.TowerStrategy(2, draws=choice).extended.draws_rows
+                 for choice in choices]
+        self.assertEqual(drawn, ["row" in choice for choice in choices])
+
+    def test_public_names(self):
+        """Else completion shows forty names that are no one's business."""
+        for module in (towerstrategy, towerstrategy.losses, towerstrategy.report,
+                       towerstrategy.sharding):
+            self.assertEqual(dir(module), sorted(module.__all__))
+            for name in dir(module):
+                self.assertTrue(hasattr(module, name), name)
 
     def test_cross_device_ops(self):
         """Else MirroredStrategy's arguments cannot be kept, or a wrong one is taken in silence."""

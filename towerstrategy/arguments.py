@@ -18,7 +18,7 @@ from towerstrategy import _tensorflow as _tf, contexts, refused
 from towerstrategy.merge import merging
 from towerstrategy.placement import names
 
-DRAWS = ("per row", "per tower")
+DRAWS = ("per row", "per_row", "per tower", "per_tower")
 
 
 def check_made(cross_device_ops: Any, communication_options: Any, synchronize_batch_norm: Any,
@@ -33,10 +33,10 @@ def check_made(cross_device_ops: Any, communication_options: Any, synchronize_ba
             ("communication_options", communication_options, (type(None), _tf.Options),
              "None or a tf.distribute.experimental.CommunicationOptions"),
             ("synchronize_batch_norm", synchronize_batch_norm, bool, "True or False"),
-            ("draws", draws, str, f"{DRAWS[0]!r} or {DRAWS[1]!r}")):
+            ("draws", draws, str, "'per row' or 'per tower'")):
         refused.check_type(name, given, types, expected)
     if draws not in DRAWS:
-        raise ValueError(f"draws must be {DRAWS[0]!r} or {DRAWS[1]!r}, but got {draws!r}.")
+        raise ValueError(f"draws must be 'per row' or 'per tower', but got {draws!r}.")
 
 
 def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,

@@ -20,6 +20,12 @@ from towerstrategy import _tensorflow as _tf, contexts, refused
 from towerstrategy.contexts import whole
 from towerstrategy.merge import merging
 
+__all__ = ["WholeBatch", "whole_batch"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def scaled(tower: contexts.TowerContext, mean: tf.Tensor) -> tf.Tensor:
     """A tower's mean over its rows -> its part of the batch's mean; 0 of no rows."""

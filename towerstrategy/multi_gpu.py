@@ -7,7 +7,7 @@ same variables that trains on several towers; the one that went in stays as it w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -17,14 +17,12 @@ from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.strategy import TowerStrategy
 from towerstrategy.variables import one_copy
 
-GpusArgument = Union[None, int, Sequence[Union[int, str]]]
-
 _EXPECTED = ("gpus must be None (all GPUs), a count of at least 2, or a list of GPU ids or device "
              'strings such as [0, 2] or ["CPU:1", "CPU:2"]')
 
 
-def multi_gpu_model(model: Any, gpus: GpusArgument = None, cpu_merge: bool = True,
-                    cpu_relocation: bool = False) -> Any:
+def multi_gpu_model(model: Any, gpus: int | Sequence[int | str] | None = None,
+                    cpu_merge: bool = True, cpu_relocation: bool = False) -> Any:
     """A model like ``model``, with the same weights, that trains on several GPUs.
 
     Each batch is split over the GPUs, each runs its part of it through the model, the gradients are
@@ -71,7 +69,7 @@ def multi_gpu_model(model: Any, gpus: GpusArgument = None, cpu_merge: bool = Tru
     return _keras.make_twin(_same_placement(model, held, strategy), model)
 
 
-def _towers(gpus: GpusArgument) -> list[str]:
+def _towers(gpus: Any) -> list[str]:
     """The full names of the towers' devices; none where ``gpus`` leaves one device."""
     if gpus is None:
         count = devices_lib.gpu_count()
@@ -83,7 +81,7 @@ def _towers(gpus: GpusArgument) -> list[str]:
     else:
         asked = _counted(gpus)
     try:
-        return list(devices_lib.place(asked, None).towers) if asked else []
+        return [row[0] for row in devices_lib.rows_of(asked, argument="gpus")] if asked else []
     except (TypeError, ValueError) as error:
         raise ValueError(f"gpus={gpus!r} cannot be used: {error}") from None
 

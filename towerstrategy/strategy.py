@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, extended, losses
 from towerstrategy.machines import clusters, workers as workers_lib
 from towerstrategy.measured import measuring
-from towerstrategy.placement import asked_shares, cuts, devices as devices_lib, kind
+from towerstrategy.placement import devices as devices_lib, kind
 from towerstrategy.report import description
 from towerstrategy.sharding import function as functions
 from towerstrategy.variables import rules
+
+_log = logging.getLogger("towerstrategy")
 
 
 class TowerStrategy(kind.Kind):
@@ -95,8 +98,8 @@ class TowerStrategy(kind.Kind):
         (``num_replicas_in_sync`` counts them), see docs/micro_batches.md.
       draws: what is drawn for the rows of a tower (dropout, noise, ``tf.random``) in a step of
         Keras and in ``strategy.function``: with ``"per row"`` what one device draws, with
-        ``"per tower"`` other numbers.  In ``strategy.run`` each tower draws numbers of its own in
-        any case.
+        ``"per tower"`` other numbers (``"per_row"`` and ``"per_tower"`` are the same).  In
+        ``strategy.run`` each tower draws numbers of its own in any case.
       balance: what of the stages of a tower is to be as equal as can be: ``"bytes"`` of weights,
         slots and activations; or ``"time"``, for which each layer of a functional or sequential
         model is tried once when the model is compiled.
@@ -111,15 +114,18 @@ class TowerStrategy(kind.Kind):
         started.
     """
 
-    def __init__(self, devices: devices_lib.DevicesArgument = None,
-                 merge_device: devices_lib.OneDevice | None = None, *,
-                 shares: asked_shares.SharesArgument = None,
+    def __init__(self, devices: int | str | tf.config.LogicalDevice | Sequence[
+                     int | str | tf.config.LogicalDevice | Sequence[
+                         int | str | tf.config.LogicalDevice]] | None = None,
+                 merge_device: str | tf.config.LogicalDevice | None = None, *,
+                 shares: Sequence[float] | Literal["measured", "memory"] | None = None,
                  cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
                  cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
                  communication_options: tf.distribute.experimental.CommunicationOptions
                  | None = None,
                  synchronize_batch_norm: bool = False, micro_batches: int = 1,
-                 draws: str = arguments.DRAWS[0], balance: str = cuts.BYTES) -> None:
+                 draws: Literal["per row", "per_row", "per tower", "per_tower"] = "per row",
+                 balance: Literal["bytes", "time"] = "bytes") -> None:
         arguments.check_made(cross_device_ops, communication_options, synchronize_batch_norm, draws)
         resolver = (clusters.resolver_of_environment() if cluster_resolver is None
                     else cluster_resolver)
@@ -129,7 +135,7 @@ class TowerStrategy(kind.Kind):
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.shares, placement.shares_from)
         super().__init__(extended.TowerExtended(self, placement, workers, resolver,
-                                                draws == arguments.DRAWS[0],
+                                                draws in arguments.DRAWS[:2],
                                                 measuring.of(placement, workers)))
         losses.install()
         _tf.wrap_generators(contexts.has_all_rows)
@@ -137,6 +143,7 @@ class TowerStrategy(kind.Kind):
         if workers is not None:  # whose process makes callbacks that write files in no scope, too
             _tf.enter_work()
             weakref.finalize(self, _tf.leave_work)
+        _log.info("%r", self)
 
     @_tf.with_short_tracebacks
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
@@ -257,6 +264,33 @@ class TowerStrategy(kind.Kind):
         return self.extended.split(batch)
 
     @property
+    def devices(self) -> list[Any]:
+        """This machine's towers: the device of each, or the list of the devices of its stages.
+
+        >>> TowerStrategy(split_cpu(4)[:2]).devices
+        ['CPU:0', 'CPU:1']
+        """
+        placement = self.extended.placement
+        rows = [list(map(devices_lib.short_name, row)) for row in placement.rows]
+        return rows or list(map(devices_lib.short_name, placement.devices))
+
+    @property
+    def num_towers(self) -> int:
+        """How many towers this machine has; each may be several replicas, its micro-batches."""
+        return len(self.extended.placement.devices)
+
+    @property
+    def merge_device(self) -> str | None:
+        """Such as ``"CPU:0"``, or ``"balanced"``; None where each stage's weights merge on it."""
+        placement = self.extended.placement
+        return None if placement.rows else placement.merge_name
+
+    @property
+    def micro_batches(self) -> int:
+        """Into how many parts, one after another, a tower's rows are cut."""
+        return self.extended.placement.micro_batches
+
+    @property
     def shares(self) -> list[float] | None:
         """The shares of this machine's towers, or None where all get as many rows.
 
@@ -267,7 +301,7 @@ class TowerStrategy(kind.Kind):
         """
         return self.extended.dealer.shares
 
-    def adopt(self, model: Any) -> str:
+    def adopt(self, model: Any) -> Any:
         """Makes ``model``, built outside this strategy's scope, train on its towers.
 
         The weights keep their values, their identity and their device; an optimizer and metrics
@@ -278,18 +312,18 @@ class TowerStrategy(kind.Kind):
           model: a Keras or tf_keras model, built or not, compiled or not.
 
         Returns:
-          One sentence that says what was adopted.
+          ``model``.  What was adopted, and where it lives, is logged (``logging``, the logger
+          ``"towerstrategy"``); :meth:`describe` shows it.
 
         Raises:
           TypeError: ``model`` is no Keras model.
           ValueError: ``model`` belongs to another strategy.
           RuntimeError: called inside a tower.
 
-        >>> model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)],
-        ...                             name="small")
+        >>> model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
-        >>> TowerStrategy(split_cpu(4)).adopt(model)
-        "adopted model 'small' for 4 towers: ..."
+        >>> strategy = TowerStrategy(split_cpu(4))
+        >>> history = strategy.adopt(model).fit(np.ones([6, 3]), np.ones([6, 1]), verbose=0)
         """
         arguments.check_outside("strategy.adopt makes a model train on all towers")
         return _keras.adopt(self, model)
@@ -350,7 +384,7 @@ class TowerStrategy(kind.Kind):
         arguments.check_stage(self, index)
         return self.extended.stages.within(int(index), asked=True)
 
-    def merge_rule(self, variable: Any, rule: str) -> None:
+    def merge_rule(self, variable: Any, rule: Literal["max", "min"]) -> None:
         """Says that of a variable's values the towers' largest, or smallest, counts.
 
         What towers write to a variable is merged by its ``aggregation``: a sum, a mean by share of

@@ -179,8 +179,16 @@ class AdviceTest(parameterized.TestCase):
         results = [result(speed.ONE_DEVICE, 10., 1), result("cpu", 10.),
                    result(speed.MIRRORED, 20.)]
         told = advice.sentence(results, one_physical=True, on_gpus=False)
-        self.assertIn("cannot pay here, they are parts of one CPU", told)
+        self.assertIn("nothing of several devices, as the towers are parts of one CPU", told)
         self.assertIn("MirroredStrategy 0.50 times", told)
+        self.assertNotIn("than once", told)
+
+    def test_the_verdict_is_what_was_measured(self):
+        """Else the last line says that towers cannot pay, and that they trained 1.30 times as
+        fast."""
+        told = advice.sentence([result(speed.ONE_DEVICE, 13., 1), result("cpu", 10.)], True, False)
+        self.assertRegex(told, "1.30 times the rows a second.*not a second one")
+        self.assertNotRegex(told, "cannot pay|do not pay")
 
     def test_what_failed_is_not_advised(self):
         """Else a merge device that does not work is advised."""

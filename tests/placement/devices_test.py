@@ -1,5 +1,7 @@
 """devices: what a user may ask for, and what every complaint says."""
 
+import os
+import warnings
 from unittest import mock
 
 import numpy as np
@@ -75,6 +77,24 @@ class PlaceTest(parameterized.TestCase):
                 device for device in logical if kind in (None, device.device_type)]):
             placement = devices_lib.place(asked, None, shares)
         self.assertEqual("balanced" if placement.balanced else short(placement)[1], merge)
+
+    @parameterized.product(traces=[[], ["there is /dev/nvidia0"]],
+                           hidden=["-1", "", "0"], asked=[None, ["CPU:0"]])
+    def test_one_cpu_tower_where_a_gpu_is_meant(self, traces, hidden, asked):
+        """Else a training on a machine with GPUs runs on a CPU for a night, without a word."""
+        with mock.patch.object(devices_lib, "_traces_of_gpus", lambda: iter(traces)), \
+                mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=hidden), \
+                warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            strategy = towerstrategy.TowerStrategy(asked)
+        self.assertEqual(strategy.devices, ["CPU:0"])
+        said = [str(each.message) for each in caught
+                if each.category is towerstrategy.TowerWarning]
+        if traces and hidden == "0" and asked is None:
+            self.assertRegex(said[0], "one CPU tower.*/dev/nvidia0.*list_physical_devices")
+            self.assertEqual(caught[0].filename, __file__)
+        else:
+            self.assertEmpty(said)
 
     def test_balanced(self):
         """Else one tower is balanced over nothing, or several are not."""

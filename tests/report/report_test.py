@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import dataclasses
 import os
 import pathlib
 import pickle
@@ -24,7 +25,14 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 import wide
 from towerstrategy import TowerStrategy
 from towerstrategy.batch import iterators
-from towerstrategy.report import description, quiet as quiet_lib, sample as sample_lib, tower_report
+from towerstrategy.report import (
+    description,
+    picture,
+    quiet as quiet_lib,
+    sample as sample_lib,
+    tower_report,
+    watch,
+)
 from towerstrategy.stages import profiled
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
@@ -276,7 +284,33 @@ class TrainingTest(parameterized.TestCase):
             self.assertBetween(part.seconds, 1e-9, epoch.sample.step)
             self.assertAlmostEqual(part.idle, 1 - part.seconds / epoch.sample.step)
         self.assertAlmostEqual(epoch.bubble, sum(part.idle for part in stages) / 4)
-        self.assertIn(f"; bubble {epoch.bubble:.0%}\n", str(epoch))
+        longer = dataclasses.replace(
+            epoch, sample=dataclasses.replace(epoch.sample, towers=(1., 1.)))
+        self.assertIn(f"; bubble {epoch.bubble:.0%}\n", str(longer))
+
+    @parameterized.parameters((0.0005, 0.02, True), (0.0005, 0.001, False), (0.002, 0.1, False))
+    def test_a_step_too_short_to_measure(self, busy, step, too_short):
+        """Else the first report that a user sees says that the towers are idle, of a toy."""
+        model = small_model(keras, TowerStrategy(TOWERS))
+        found = quiet()
+        model.fit(*data(20), batch_size=5, verbose=0, callbacks=[found])
+        epoch = dataclasses.replace(found.epochs[0], sample=dataclasses.replace(
+            found.epochs[0].sample, towers=(busy, 0., busy / 2), step=step))
+        self.assertEqual("too short to measure" in str(epoch), too_short)
+        self.assertEqual("%" in str(epoch), not too_short)
+        png = picture.draw([epoch])
+        with mock.patch.object(picture, "_style") as styled:
+            picture.draw([epoch])
+        self.assertEqual(png[:4], b"\x89PNG")
+        self.assertEqual(styled.call_count, 1 if too_short else 2)
+
+    def test_a_short_training_has_numbers(self):
+        """Else of a first try of two epochs the second has one line: nothing was looked at."""
+        model = small_model(keras, TowerStrategy(TOWERS))
+        found = tower_report.TowerReport(print_fn=None)
+        with mock.patch.object(watch, "_SHORT", 1000):  # however slow the machine is
+            model.fit(*data(20), batch_size=5, epochs=2, verbose=0, callbacks=[found])
+        self.assertEqual([epoch.sampled_in for epoch in found.epochs], [0, 1])
 
     @pytest.mark.wide
     def test_a_stage_with_more_work_is_busier(self):

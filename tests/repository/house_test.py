@@ -26,7 +26,7 @@ ORDER = ("_version", "_requirements", "warned", "refused", "_tensorflow", "place
 
 # What the core does not know: each extra with who puts it in; others call what is put in.
 EXTRAS = {"machines": {"strategy"}, "measured": {"strategy"}, "stages": {"extended"},
-          "xla": {"extended"}, "report": {"strategy", "measured", "check"},
+          "xla": {"extended"}, "report": {"", "strategy", "measured", "check"},
           "check": {"__main__"}}
 
 

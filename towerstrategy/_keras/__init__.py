@@ -130,7 +130,7 @@ def _naming_versions(package: str) -> Iterator[None]:
         ) from error
 
 
-def adopt(strategy: tf.distribute.Strategy, model: Any) -> str:
+def adopt(strategy: tf.distribute.Strategy, model: Any) -> Any:
     """Makes ``model`` the strategy's, see ``TowerStrategy.adopt``.
 
     Raises:

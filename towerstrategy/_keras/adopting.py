@@ -7,6 +7,7 @@ strategy's; or an error before anything has changed.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -18,12 +19,13 @@ from towerstrategy._keras import hooks, stages, twin
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib, kind
 from towerstrategy.variables import one_copy
 
+_log = logging.getLogger("towerstrategy")
 # Of steps, in tf_keras' models.
 _COUNTERS = ("_train_counter", "_test_counter", "_predict_counter")
 
 
 def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any,
-          compiling: bool = False) -> str:
+          compiling: bool = False) -> Any:
     """See ``TowerStrategy.adopt``; ``compiling`` says that ``compile`` does it.
 
     Keras does not remember whether ``"auto"`` or the user has chosen XLA, so that only in
@@ -40,7 +42,8 @@ def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any,
     strategy.extended.homes.spread(resident)
     # Functions traced before know nothing of towers.
     names.forget_functions(model)
-    return _sentence(strategy, model, resident, local, without_xla)
+    _log.info("%s", _sentence(strategy, model, resident, local, without_xla))
+    return model
 
 
 def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
@@ -137,15 +140,14 @@ def check_trains_on_towers(model: Any, scope: tf.distribute.Strategy) -> None:
 
 def _sentence(strategy: tf.distribute.Strategy, model: Any, resident: list[Any],
               local: list[Any], without_xla: bool) -> str:
-    """What ``adopt`` says."""
+    """What ``adopt`` logs."""
     homes: dict[str, int] = {}
     for variable in resident:
         home = homes_lib.home_of(variable)
         homes[home] = homes.get(home, 0) + homes_lib.size_of(variable)
     where = ", ".join(f"{size:,} bytes on {devices_lib.short_name(home) if home else 'no device'}"
                       for home, size in homes.items()) or "none built yet"
-    number = strategy.num_replicas_in_sync
-    return (f"adopted model {model.name!r} for {number} tower{'s' if number > 1 else ''}: "
+    return (f"adopted model {model.name!r} for {strategy.extended.placement.title}: "
             f"{len(resident)} variables with one copy ({where}), "
             f"{len(local)} tower-local ones."
             + (" jit_compile was turned off: XLA compiles for one device." if without_xla else ""))

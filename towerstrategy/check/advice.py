@@ -11,6 +11,8 @@ from towerstrategy.check import speed
 
 # Of merge devices this close the first is advised: those that take the least GPU memory come first.
 _AS_FAST = 0.97
+# Times the rows a second of one device from which on the towers are said to pay.
+_PAYS = 1.1
 
 
 def sentence(results: Sequence[speed.Result], one_physical: bool, on_gpus: bool) -> str:
@@ -31,10 +33,13 @@ def sentence(results: Sequence[speed.Result], one_physical: bool, on_gpus: bool)
                 "the rows a second of one device" + ("" if mirrored is None else ", "
                 f"MirroredStrategy {mirrored.rows_per_second / alone.rows_per_second:.2f} times"))
     if one_physical or best.devices == 1:
-        why = ("they are parts of one " + ("GPU" if on_gpus else "CPU") + ", whose time they share"
-               if best.devices > 1 else "there is one")
-        return f"{use}, but towers cannot pay here, {why}: {measured} with the same batch."
-    if times < 1.1:
+        why = (f"the towers are parts of one {'GPU' if on_gpus else 'CPU'}, whose time they share"
+               if best.devices > 1 else "there is one tower")
+        more = ("; what is more than once is how the operations use that device, not a second one"
+                if times > 1 else "")
+        return (f"{use}. This says nothing of several devices, as {why}: {measured} with the same "
+                f"batch{more}.")
+    if times < _PAYS:
         return (f"{use}, but the towers do not pay for a network of this kind: {measured}; give "
                 "each tower more rows, or see the rates between devices above.")
     return f"{use}: the towers pay, {measured} ({times / best.devices:.0%} of linear)."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,12 +19,11 @@ from towerstrategy.placement import names
 
 MEASURED = "measured"
 MEMORY = "memory"
-SharesArgument = Union[None, Sequence[float], str]
 
 _CHOICES = f'shares must be None, a list of a number for each device, "{MEASURED}" or "{MEMORY}"'
 
 
-def checked(shares: SharesArgument, towers: Sequence[str],
+def checked(shares: Any, towers: Sequence[str],
             micro_batches: int = 1) -> tuple[float, ...] | None:
     """The shares of the replicas of ``towers`` to begin with; None where none were asked for.
 

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
+import importlib.util
 import itertools
 import numbers
-from collections.abc import Sequence
-from typing import Any, Union
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy import warned
 from towerstrategy.placement import asked_shares, cuts, names
 from towerstrategy.placement.names import (
     BALANCED as BALANCED,
@@ -24,11 +28,6 @@ from towerstrategy.placement.names import (
     short_name as short_name,
     whole_number as whole_number,
 )
-
-ListedDevice = Union[tf.config.LogicalDevice, tf.config.PhysicalDevice]
-OneDevice = Union[str, ListedDevice]
-DevicesArgument = Union[None, int, OneDevice, Sequence[Union[int, OneDevice]],
-                        Sequence[Sequence[Union[int, OneDevice]]]]
 
 # TensorFlow makes as many as it is asked for, until memory ends.
 _MOST_LOGICAL_CPUS = 1024
@@ -93,12 +92,21 @@ class Placement:
             return "each stage's"
         return BALANCED if self.balanced else short_name(self.merge)
 
+    @property
+    def title(self) -> str:
+        """What the towers are: ``4 towers``, or ``1 tower of 4 stages and 2 micro-batches``."""
+        number, micro = len(self.devices), self.micro_batches
+        parts = ([f"{self.stages} stages"] if self.rows else []) + [f"{micro} micro-batches"] * (
+            micro > 1)
+        return f"{number} tower{'s' * (number > 1)}{' of ' * bool(parts)}{' and '.join(parts)}"
+
     def __str__(self) -> str:
-        rows = [names.short_names(self.row(replica))
-                for replica in range(0, len(self.towers), self.micro_batches)]
-        towers = ", ".join(f"[{row}]" if self.rows else row for row in rows)
-        parts = f" micro_batches={self.micro_batches}" * (self.micro_batches > 1)
-        return f"towers=[{towers}]{parts} merge_device={self.merge_name}"
+        rows = ([f"[{names.short_names(row)}]" for row in self.rows]
+                or list(map(short_name, self.devices)))
+        shares = self.shares_from or ", ".join(
+            f"{share:g}" for share in (self.shares or ())[::self.micro_batches])
+        return (f"{self.title} ({', '.join(rows)}), merge device {self.merge_name}"
+                + f", shares {shares}" * bool(shares))
 
     @property
     def compiles(self) -> bool:
@@ -180,8 +188,7 @@ def split_cpu(count: int) -> list[str]:
     return [f"CPU:{index}" for index in range(count)]
 
 
-def place(devices: DevicesArgument, merge_device: OneDevice | None,
-          shares: asked_shares.SharesArgument = None, micro_batches: int = 1,
+def place(devices: Any, merge_device: Any, shares: Any = None, micro_batches: int = 1,
           balance: str = cuts.BYTES) -> Placement:
     """Resolves the arguments of ``TowerStrategy`` that say where, and which parts.
 
@@ -205,7 +212,7 @@ def place(devices: DevicesArgument, merge_device: OneDevice | None,
         unequal numbers of stages, what does not go with stages, or only with them.
     """
     count = _micro_batches(micro_batches)
-    rows = _rows(devices, mixed=shares is not None)
+    rows = rows_of(devices, mixed=shares is not None)
     towers = tuple(row[0] for row in rows)
     cuts.check(balance, len(rows[0]))
     if len(rows[0]) > 1:
@@ -265,10 +272,17 @@ def _micro_batches(given: Any) -> int:
     return count
 
 
-def _rows(devices: DevicesArgument, mixed: bool = False) -> tuple[tuple[str, ...], ...]:
-    """The towers, each a row of the devices of its stages, one as a rule."""
+def rows_of(devices: Any, mixed: bool = False,
+            argument: str = "devices") -> tuple[tuple[str, ...], ...]:
+    """The towers, each a row of the devices of its stages, one as a rule.
+
+    Args:
+      devices: as :func:`place` takes them.
+      mixed: whether CPU and GPU may be in it.
+      argument: what the user calls ``devices``.
+    """
     if devices is None:
-        asked: list[Any] = [f"GPU:{index}" for index in range(gpu_count())] or ["CPU:0"]
+        asked: list[Any] = [f"GPU:{index}" for index in range(gpu_count())] or [_only_cpu()]
     elif isinstance(devices, str) or names.is_listed(devices):
         asked = [devices]
     elif isinstance(devices, (bool, numbers.Number)):
@@ -282,19 +296,42 @@ def _rows(devices: DevicesArgument, mixed: bool = False) -> tuple[tuple[str, ...
     if not asked:
         raise ValueError("devices is empty, but at least one tower is needed. "
                          f"{names.devices_here()}")
-    rows = tuple(tuple(map(names.tower_name, row)) for row in _of_stages(asked))
+    rows = tuple(tuple(names.tower_name(item, argument) for item in row)
+                 for row in _of_stages(asked))
     found = list(itertools.chain(*rows))
     for position, name in enumerate(found):
         if name in found[:position]:
             whose = "stage of each tower" if len(rows[0]) > 1 else "tower"
-            raise ValueError(f"devices names {short_name(name)} twice, but each {whose} needs a "
+            raise ValueError(f"{argument} names {short_name(name)} twice, but each {whose} needs a "
                              f"device of its own: got {devices!r}. {names.devices_here()}")
     kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in found})
     if len(kinds) > 1 and not mixed:
-        raise ValueError(f"devices mixes {' and '.join(kinds)}, but towers that get as many rows "
-                         f"must be of one kind: got {devices!r}. Say what each is to get, with "
-                         f'shares=[...] or shares="measured". {names.devices_here()}')
+        hint = ('Say what each is to get, with shares=[...] or shares="measured". '
+                if argument == "devices" else "")
+        raise ValueError(f"{argument} mixes {' and '.join(kinds)}, but towers that get as many "
+                         f"rows must be of one kind: got {devices!r}. {hint}{names.devices_here()}")
     return rows
+
+
+def _only_cpu() -> str:
+    """The CPU, where TensorFlow shows no GPU; a warning where this machine seems to have one."""
+    there = next(_traces_of_gpus(), None)
+    if there and not tf.config.list_physical_devices("GPU") and (
+            os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")):
+        warned.warn(
+            f"TowerStrategy() trains on one CPU tower: TensorFlow shows no GPU, though {there}. "
+            "What TensorFlow writes when `TF_CPP_MIN_LOG_LEVEL=0 python -c \"import tensorflow as "
+            "tf; print(tf.config.list_physical_devices())\"` runs says why; as a rule it was "
+            'installed without "tensorflow[and-cuda]", or the driver cannot be reached '
+            '(nvidia-smi). If the CPU is meant: TowerStrategy("CPU:0").')
+    return "CPU:0"
+
+
+def _traces_of_gpus() -> Iterator[str]:
+    """What shows that GPUs are meant to be used here, in words."""
+    yield from (f"there is {path}" for path in glob.glob("/dev/nvidia[0-9]*"))
+    if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn"):
+        yield "CUDA's libraries are installed (the package nvidia.cudnn)"
 
 
 def stages_asked(devices: Any) -> int:

@@ -73,18 +73,18 @@ def name_of_listed(device: Any, argument: str) -> str:
                      f"tf.config.set_visible_devices). {devices_here()}")
 
 
-def tower_name(item: Any) -> str:
+def tower_name(item: Any, argument: str = "devices") -> str:
     """The full name of a tower's device: a string, a GPU id or a listed device."""
     if isinstance(item, str):
-        return full_name(item, "devices")
+        return full_name(item, argument)
     if is_listed(item):
-        return full_name(name_of_listed(item, "devices"), "devices", given=item)
+        return full_name(name_of_listed(item, argument), argument, given=item)
     try:
-        index = whole_number("devices", item)
+        index = whole_number(argument, item)
     except TypeError:
-        raise TypeError(f"devices has an item {item!r} of type {type(item).__name__}. A list holds "
-                        f"GPU ids or device strings. {devices_here()}") from None
-    return full_name(f"GPU:{index}", "devices", given=item)
+        raise TypeError(f"{argument} has an item {item!r} of type {type(item).__name__}. A list "
+                        f"holds GPU ids or device strings. {devices_here()}") from None
+    return full_name(f"GPU:{index}", argument, given=item)
 
 
 def full_name(name: str, argument: str, given: Any = None) -> str:
@@ -124,7 +124,7 @@ def _choices(argument: str) -> str:
 
 def _hint(argument: str) -> str:
     """How to get towers where there is no GPU."""
-    if argument != "devices" or gpu_count():
+    if argument == "merge_device" or gpu_count():
         return ""
     return (" There is no GPU: split_cpu(n), called first of all, makes n logical CPU devices, "
             "which can be towers.")

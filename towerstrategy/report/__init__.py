@@ -2,6 +2,11 @@
 
 from towerstrategy.report.description import describe
 from towerstrategy.report.epochs import Epoch, Part
+from towerstrategy.report.sample import Sample
 from towerstrategy.report.tower_report import TowerReport
 
-__all__ = ["Epoch", "Part", "TowerReport", "describe"]
+__all__ = ["Epoch", "Part", "Sample", "TowerReport", "describe"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -76,11 +76,8 @@ def _described(strategy: tf.distribute.Strategy) -> tuple[str, str]:
     rows: list[tuple[str, ...]]
     rows = [(device, roles.get(device, "variables only"), shares.get(device, ""),
              f"{counts.get(device, 0):,}", f"{sizes.get(device, 0):,}") for device in devices]
-    number, parts = len(placement.devices), placement.micro_batches
-    title = (f"TowerStrategy: {number} tower{'s' if number > 1 else ''}"
-             + f" of {placement.stages} stages" * (placement.stages > 1)
-             + f"{' and' * bool(placement.rows) or ' of'} {parts} micro-batches" * (parts > 1)
-             + f", merge device {placement.merge_name}{_how_measured(strategy)}")
+    title = (f"TowerStrategy: {placement.title}, merge device {placement.merge_name}"
+             + _how_measured(strategy))
     header: tuple[str, ...] = ("device", "role", "share", "variables", "bytes")
     if not shares:
         header, *rows = ((*row[:2], *row[3:]) for row in (header, *rows))

@@ -88,13 +88,18 @@ class Epoch:
         else:
             when = "" if self.sampled else f" of epoch {(self.sampled_in or 0) + 1}"
             title += f"; a step{when} took {1e3 * self.sample.step:.3g} ms"
-            if self.bubble is not None:
+            if self.sample.too_short:
+                title += (", too short to measure idle shares: its operations kept no tower busy "
+                          "for a millisecond")
+            elif self.bubble is not None:
                 title += f"; bubble {self.bubble:.0%}"
         if self.shares is not None:
             title += f"; shares {', '.join(f'{share:g}' for share in self.shares)}"
+        too_short = self.sample is not None and self.sample.too_short
         cells = [(part.name, part.device, "" if part.rows is None else f"{part.rows:,}",
                   "" if part.seconds is None else f"{1e3 * part.seconds:.2f}",
-                  "" if part.idle is None else f"{part.idle:.0%}") for part in self.parts]
+                  "" if part.idle is None or too_short else f"{part.idle:.0%}")
+                 for part in self.parts]
         header = ("part", "device", "rows", "busy ms a step", "idle")
         return f"{title}\n{description.table(header, cells, numbers=(2, 3, 4))}"
 

@@ -80,7 +80,7 @@ def _bars(axes: Any, epoch: Epoch, sample: Sample) -> None:
             axes.barh(height, step, height=0.62, color=_IDLE)
         axes.barh(height, busy, height=0.62, color=_TOWER if can_idle else _OTHER)
         rows = f"{part.rows:,} rows, " if part.rows is not None else ""
-        idle = f", {part.idle:.0%} idle" if part.idle is not None else ""
+        idle = f", {part.idle:.0%} idle" if can_idle and not sample.too_short else ""
         axes.text(max(busy, step if can_idle else 0) + 0.015 * step, height,
                   f"{rows}{busy:.3g} ms{idle}", va="center", color=_INK, fontsize=9)
     axes.set_yticks(range(len(epoch.parts)),
@@ -89,11 +89,18 @@ def _bars(axes: Any, epoch: Epoch, sample: Sample) -> None:
     axes.set_xlim(0, 1.5 * step)
     axes.axvline(step, color=_MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
     axes.set_xlabel("ms in which at least one operation was running")
-    bubble = "" if epoch.bubble is None else f", bubble {epoch.bubble:.0%}"
-    _style(axes, f"A step of epoch {epoch.number + 1}: {step:.3g} ms{bubble}", "x")
+    more = "" if epoch.bubble is None else f", bubble {epoch.bubble:.0%}"
+    more = ", too short to measure" if sample.too_short else more
+    _style(axes, f"A step of epoch {epoch.number + 1}: {step:.3g} ms{more}", "x")
 
 
 def _lines(axes: Any, sampled: Sequence[tuple[Epoch, Sample]]) -> None:
+    if all(sample.too_short for _, sample in sampled):
+        axes.axis("off")
+        axes.text(0, 0.5, "No step kept a tower busy for a millisecond:\nhow idle the towers were "
+                  "says nothing here.\nA larger model or larger batches have\ntheir busy shares in "
+                  "this place.", va="center", color=_MUTED)
+        return
     numbers = [epoch.number + 1 for epoch, _ in sampled]
     lines: list[tuple[int, int | None]] = [
         (tower, stage) for tower, row in enumerate(sampled[-1][1].stages)

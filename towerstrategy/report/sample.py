@@ -29,6 +29,8 @@ from towerstrategy.placement import scopes
 from towerstrategy.report import quiet
 
 _WINDOW = "towerstrategy_sample"
+# Seconds: about what starting a step's operations, and looking at them, takes.
+_TOO_SHORT = 1e-3
 # A tower's part of a loop that turns for all towers is in the scope of the loop, done once.
 _SCOPE = re.compile(rf"(?:.*/)?tower_(?P<tower>\d+)_[A-Z]+_\d+(?=[/:]|$)|(?:^|.*?/)(?:"
                     rf"(?P<merge>merge)|(?P<split>{datasets_lib.SCOPE}(?:_\d+)?))(?=[/:]|$)")
@@ -68,6 +70,11 @@ class Sample:
     input: float
     steps: int = 1
     stages: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def too_short(self) -> bool:
+        """Whether what towers do takes so little time that idle shares say nothing of them."""
+        return max(self.towers, default=0.) < min(_TOO_SHORT, self.step / 10)
 
     def idle(self, tower: int, stage: int | None = None) -> float:
         """The share of the step in which no operation of ``tower``, or its stage, was running."""

@@ -44,17 +44,21 @@ class TowerReport(Callback):
     at least one operation was running on the stage's device, merge and update among them.  What
     the stages were idle on average is the *bubble* in the table's first line.
 
+    Where a step is so short that no tower is busy for a millisecond of it, idle shares are left
+    out, and the table says so.
+
     The sampled step runs under TensorFlow's profiler.  A step is sampled when that leaves the cost
-    of samples below ``most`` of the time trained; the first always is.  Of an epoch without a
-    sample one line is printed: its rows.  The picture is drawn when that costs no more than
-    ``most`` either, and when the training ends.  Without this callback nothing is measured and
+    of samples below ``most`` of the time trained, or of twenty seconds; the first always is.  Of
+    an epoch without a sample one line is printed: its rows.  The picture is drawn when that costs
+    no more than ``most`` either, and at the end.  Without this callback nothing is measured and
     nothing stays behind.  With several machines each shows its own towers.  What goes wrong in a
     report while a training runs is a warning, and the training goes on.
 
     Args:
       picture: a PNG file to draw, in a folder that is there, or None.  Needs matplotlib, which
         ``pip install "towerstrategy[demo]"`` brings.
-      most: the share of the training's time that samples may take, and pictures.
+      most: the share of the training's time that samples may take, and pictures; trainings of
+        fewer than twenty seconds count as twenty.
       print_fn: a function that gets each epoch's table; None prints nothing.
       log_dir: a folder for TensorBoard, or None: a run a tower with its rows, busy time and idle
         share, a run a stage, one with the step's other parts, and the picture where matplotlib is

@@ -21,6 +21,8 @@ from towerstrategy.report.sample import Busy, NotTaken, Recording, Sample
 
 # Calls of the training function in a training that are not typical: the first traces.
 _WARM_UP = 2
+# A training of fewer seconds may be looked at as much as one of these.
+_SHORT = 20
 
 _WRAPPED = "_towerstrategy_wrapped"
 
@@ -104,7 +106,7 @@ class Watch:
 
     def affords(self, cost: float) -> bool:
         """Whether ``cost`` seconds of all are within the share."""
-        return cost <= self._most * (time.perf_counter() - self._start)
+        return cost <= self._most * max(time.perf_counter() - self._start, _SHORT)
 
     def _wrapped(self, function: Any) -> Any:
         @functools.wraps(function)  # with what Keras' hooks have noted of it

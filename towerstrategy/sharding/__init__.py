@@ -6,17 +6,13 @@ each tensor its spec, :mod:`partition` makes the towers' operations, :mod:`value
 and :mod:`step` does all of it for a function.
 """
 
-from towerstrategy.sharding import rules as rules
-from towerstrategy.sharding.rules.registry import (
-    Op as Op,
-    Plan as Plan,
-    by_example as by_example,
-    register as register,
-)
-from towerstrategy.sharding.spec import (
-    ListOf as ListOf,
-    Partial as Partial,
-    Replicated as Replicated,
-    Sharded as Sharded,
-    Size as Size,
-)
+from towerstrategy.sharding import rules  # noqa: F401  (fills the table)
+from towerstrategy.sharding.rules.registry import Op, Plan, by_example, register
+from towerstrategy.sharding.spec import ListOf, Partial, Replicated, Sharded, Size
+
+__all__ = ["ListOf", "Op", "Partial", "Plan", "Replicated", "Sharded", "Size", "by_example",
+           "register"]
+
+
+def __dir__() -> list[str]:
+    return __all__
