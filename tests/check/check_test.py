@@ -25,6 +25,9 @@ command._LAST_START = float("inf")
 runpy.run_module("towerstrategy", run_name="__main__", alter_sys=True)
 """
 DEVICES = ["CPU:1", "CPU:2"]
+SCHEMA = json.loads((ROOT / "docs" / "static" / "check.schema.json").read_text())
+TYPES = {"string": [str], "integer": [int], "number": [int, float], "boolean": [bool],
+         "null": [type(None)], "object": [dict], "array": [list]}
 JOB = same.Job("keras", "convolutions", "cpu")
 
 
@@ -67,6 +70,7 @@ class CommandTest(parameterized.TestCase):
                 text=True, timeout=600)
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr[-2000:])
             document = json.loads(path.read_text(), parse_constant=self.fail)
+        self.assert_fits(document, SCHEMA, "document")
         self.assertEqual(document["schema"], command.SCHEMA)
         self.assertIs(document["passed"], True)
         self.assertEqual(document["towers"], DEVICES)
@@ -91,6 +95,23 @@ class CommandTest(parameterized.TestCase):
                          + len(document["left_out"]), 6 + 5)
         for said in (document["advice"], "largest difference", "merge device balanced"):
             self.assertIn(said, done.stdout)
+
+    def assert_fits(self, value, schema, path):
+        """Checks ``value`` against as much of JSON Schema as the file uses."""
+        if "const" in schema:
+            self.assertEqual(value, schema["const"], path)
+            return
+        kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        self.assertIn(type(value), [kind for name in kinds for kind in TYPES[name]], path)
+        for number, item in enumerate(value if isinstance(value, list) else ()):
+            self.assert_fits(item, schema["items"], f"{path}[{number}]")
+        if isinstance(value, dict):
+            known = schema.get("properties", {})
+            self.assertContainsSubset(schema.get("required", ()), value, path)
+            for name, item in value.items():
+                more = known[name] if name in known else schema["additionalProperties"]
+                self.assertTrue(more, f"{path} has {name}, which the schema does not know")
+                self.assert_fits(item, more, f"{path}.{name}")
 
     def _status(self, *arguments):
         """The exit status of a check of one small training, which measures nothing."""
@@ -117,7 +138,9 @@ class CommandTest(parameterized.TestCase):
                 tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "check.json"
             self.assertEqual(self._status("--json", str(path)), 1)
-            self.assertIn("no kernel", json.loads(path.read_text())["same"][0]["error"])
+            document = json.loads(path.read_text())
+        self.assert_fits(document, SCHEMA, "document")
+        self.assertIn("no kernel", document["same"][0]["error"])
 
     def test_nothing_compared_is_no_success(self):
         """Else a machine too slow to compare anything passes."""
