@@ -54,7 +54,7 @@ class ConstructorTest(parameterized.TestCase):
     def test_signatures(self):
         """Else an editor shows private types, or a type checker lets a misspelled choice pass."""
         for function in (towerstrategy.TowerStrategy.__init__, towerstrategy.multi_gpu_model,
-                         towerstrategy.split_cpu):
+                         towerstrategy.split_cpu, towerstrategy.estimate_memory):
             self.assertNotRegex(str(inspect.signature(function)), r"_lib\.|Argument|OneDevice")
         choices = typing.get_args(typing.get_type_hints(
             towerstrategy.TowerStrategy.__init__)["draws"])

@@ -180,6 +180,27 @@ def stages_of(strategy: tf.distribute.Strategy, model: Any) -> list[state.Line]:
     return stages.lines(strategy, model, names) if strategy.extended.placement.rows else []
 
 
+def slots_of(model: Any) -> list[Any]:
+    """What the optimizers of ``model`` keep, or, where they have seen no weights, will keep.
+
+    Raises:
+      TypeError: ``model`` is no Keras model.
+      ValueError: it is not compiled.
+    """
+    names, found = _names_of(model), []
+    optimizers = names.optimizers_of(model)
+    if not optimizers:
+        raise ValueError(f"model {model.name!r} has no optimizer: compile it first.")
+    for optimizer in optimizers:
+        built = getattr(optimizer, "built", getattr(optimizer, "_built", False))
+        if not built and hasattr(optimizer, "build"):  # tf_keras' old ones have none
+            optimizer = type(optimizer).from_config(optimizer.get_config())
+            with tf.device("CPU:0"):
+                optimizer.build(model.trainable_variables)
+        found += names.optimizer_variables(optimizer)
+    return found
+
+
 def forget_functions(model: Any) -> None:
     """Drops the functions that ``model`` has traced."""
     _names_of(model).forget_functions(model)

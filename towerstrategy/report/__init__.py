@@ -2,10 +2,11 @@
 
 from towerstrategy.report.description import describe
 from towerstrategy.report.epochs import Epoch, Part
+from towerstrategy.report.memory import Memory, estimate_memory
 from towerstrategy.report.sample import Sample
 from towerstrategy.report.tower_report import TowerReport
 
-__all__ = ["Epoch", "Part", "Sample", "TowerReport", "describe"]
+__all__ = ["Epoch", "Memory", "Part", "Sample", "TowerReport", "describe", "estimate_memory"]
 
 
 def __dir__() -> list[str]:
