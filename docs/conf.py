@@ -44,7 +44,7 @@ html_theme_options = {
 }
 
 # Files outside of this folder that have a page here.
-_PAGES = {"../BUILD.md": "build.md", "../README.md": "tour.md", "../CHANGELOG.md": "changelog.md",
+_PAGES = {"../BUILD.md": "build.md", "../README.md": "index.md", "../CHANGELOG.md": "changelog.md",
           "../CONTRIBUTING.md": "contributing.md", "../SECURITY.md": "security.md",
           "../benchmarks/RESULTS.md": "results.md",
           "../examples": "examples.md"}

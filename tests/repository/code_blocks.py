@@ -2,10 +2,10 @@
 
 Goes in: paths of Markdown files.  Comes out: exit status 0, or the traceback of the first block
 that failed, with the document's own line numbers.  The blocks of one document share their names, as
-someone reading from the top has typed them in.  Where the text after a block says what it prints
-("It prints:", then indented lines), that has to be the end of what it printed; "..." in it stands
-for anything.  Run by ``readme_test.py``, and by the wheel's test
-against the installed package.
+someone reading from the top has typed them in.  Indented lines behind a block, at once or after a
+paragraph that ends with a colon ("It prints:"), have to be the end of what it printed; "..." in
+them stands for anything.  Run by ``readme_test.py``, and by the wheel's test against the installed
+package.
 
     python tests/repository/code_blocks.py README.md docs/*.md
 """
@@ -19,8 +19,8 @@ import sys
 import textwrap
 
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# What follows a block: one paragraph that ends with a colon and speaks of printing, then its lines.
-SAID_TO_PRINT = re.compile(r"\n+(?=\S)((?:.+\n)*?.*:)\n\n((?: {4}.*\n|\n(?= {4}))+)")
+# What follows a block: a paragraph that ends with a colon, or none, then its lines.
+SAID_TO_PRINT = re.compile(r"\n+(?:(?=\S)(?:.+\n)*?.*:\n\n)?((?: {4}.*\n|\n(?= {4}))+)")
 
 
 def blocks(text: str) -> list[tuple[int, str]]:
@@ -32,7 +32,7 @@ def blocks(text: str) -> list[tuple[int, str]]:
 def outputs(text: str) -> list[str | None]:
     """What each block is said to print, None where nothing is said."""
     said = [SAID_TO_PRINT.match(text, found.end()) for found in PYTHON_BLOCK.finditer(text)]
-    return [textwrap.dedent(found[2]) if found and "print" in found[1] else None for found in said]
+    return [textwrap.dedent(found[1]) if found else None for found in said]
 
 
 def is_end_of(said: str, printed: str) -> bool:

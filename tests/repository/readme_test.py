@@ -61,13 +61,31 @@ class DocumentsTest(parameterized.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder, "page.md")
             for said, lines in (("It prints:", "    a table\n    3"), ("It prints, last:", "    3"),
-                                ("It\nprints:", "    a ...\n    3"), ("Not so:", "    4")):
+                                ("It\nprints:", "    a ...\n    3"), ("", "    3"),
+                                ("Not so.\n\nElsewhere:", "    4")):
                 path.write_text(block.format(said, lines))
                 self.assertEqual(code_blocks.run(path), 1)
             for lines in ("    4", "    a table\n\n    3", "    a table", "    table\n    3"):
                 path.write_text(block.format("It prints:", lines))
                 with self.assertRaisesRegex(AssertionError, r"(?s)md:1: .*but prints\na table"):
                     code_blocks.run(path)
+
+    @pytest.mark.wide
+    @parameterized.parameters(
+        ("examples/same_as_one_device.py", r"(\w+Strategy) +differs .* by (\S+)"),
+        ("examples/two_machines.py", r"(loss) (\S+), accuracy (\S+)"))
+    def test_scripts_print_what_the_readme_says(self, script, pattern):
+        """Else the first numbers that a reader compares with his own are those of last year."""
+        done = subprocess.run([sys.executable, str(ROOT / script)], capture_output=True, text=True,
+                              check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        said = dict((name, numbers) for name, *numbers in re.findall(
+            pattern, (ROOT / "README.md").read_text()))
+        found = dict((name, numbers) for name, *numbers in re.findall(pattern, done.stdout))
+        self.assertEqual(list(said), list(found))
+        for name in said:
+            for one, other in zip(said[name], found[name]):
+                # Rounding has no number of its own; all else is the same everywhere.
+                self.assertAlmostEqual(float(one), float(other), delta=1e-6 + 1e-2 * float(one))
 
     @parameterized.parameters("README.md", "docs/merge_device.md")
     def test_documents_say_what_is_printed(self, document):
