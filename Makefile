@@ -28,6 +28,7 @@ CORE := batch/split merge/merge replicas/run strategy variables/variables batch/
 	bench-jax docs test-site release-check clean
 
 $(VENV)/%.installed: setup.cfg setup.py
+	@echo "Installing [$*] into $(VENV), once: a minute or two, TensorFlow is large."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install -e ".[$*]"

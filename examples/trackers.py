@@ -12,6 +12,7 @@ Then ``tensorboard --logdir out/trackers/tensorboard`` shows the losses beside t
 ``mlflow ui --backend-store-uri sqlite:///out/trackers/mlflow.db`` serves MLflow's page.
 """
 
+import importlib.util
 import os
 import pathlib
 import sys
@@ -98,7 +99,11 @@ def main():
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     trackers = {"tensorboard": with_tensorboard, "wandb": with_wandb, "mlflow": with_mlflow}
     strategy = towerstrategy.TowerStrategy(towerstrategy.split_cpu(4))
-    for name in sys.argv[1:] or trackers:
+    asked = sys.argv[1:] or list(trackers)
+    missing = [name for name in asked if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f'not installed: {", ".join(missing)}. pip install ".[trackers]" brings them.')
+    for name in asked:
         losses, kept = trackers[name](strategy)
         np.testing.assert_allclose(kept, losses, rtol=1e-5)
         print(f"{name}: {len(kept)} loss(es) kept, as fit told them: {kept[-1]:.5f}")

@@ -78,9 +78,8 @@ class DocumentsTest(parameterized.TestCase):
         """Else the first numbers that a reader compares with his own are those of last year."""
         done = subprocess.run([sys.executable, str(ROOT / script)], capture_output=True, text=True,
                               check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        said = dict((name, numbers) for name, *numbers in re.findall(
-            pattern, (ROOT / "README.md").read_text()))
-        found = dict((name, numbers) for name, *numbers in re.findall(pattern, done.stdout))
+        said, found = ({name: numbers for name, *numbers in re.findall(pattern, text)}
+                       for text in ((ROOT / "README.md").read_text(), done.stdout))
         self.assertEqual(list(said), list(found))
         for name in said:
             for one, other in zip(said[name], found[name]):
