@@ -160,7 +160,8 @@ class DescribeModelTest(parameterized.TestCase):
         model.train_on_batch(tf.ones([4, 3]), tf.ones([4, 1]))
         strategy.merge_rule(norm.moving_mean, "max")
         table = strategy.describe(model).partition("\n\n")[2]
-        lines = dict(line.split("  ", 1) for line in table.splitlines()[2:])
+        self.assertStartsWith(table, "State of the model\n")
+        lines = dict(line.split("  ", 1) for line in table.splitlines()[3:])
         found = {name.rpartition("norm/")[2]: rest for name, rest in lines.items()}
         self.assertIn("gradients: sum of all rows'", found["4 trained weights"])
         self.assertRegex(found["moving_mean"], "one copy +largest")

@@ -44,7 +44,7 @@ def describe(strategy: tf.distribute.Strategy, state: Sequence[tuple[str, str, s
             ("Done once, with the rows of all towers", (
                 "operation", "bytes an example", "first one", "line"), done_once, (1,))):
         if lines:
-            text += f"\n\n{table(header, lines, numbers)}"
+            text += f"\n\n{title}\n{table(header, lines, numbers)}"
             page += _page(title, header, lines, numbers)
     shell = sys.modules.get("IPython")
     if shell is None or shell.get_ipython() is None:
