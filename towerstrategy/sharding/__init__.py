@@ -7,11 +7,11 @@ and :mod:`step` does all of it for a function.
 """
 
 from towerstrategy.sharding import rules  # noqa: F401  (fills the table)
-from towerstrategy.sharding.rules.registry import Op, Plan, by_example, register
-from towerstrategy.sharding.spec import ListOf, Partial, Replicated, Sharded, Size
+from towerstrategy.sharding.rules.registry import Op, Plan, Rule, by_example, register
+from towerstrategy.sharding.spec import ListOf, Partial, Replicated, Sharded, Size, Spec
 
-__all__ = ["ListOf", "Op", "Partial", "Plan", "Replicated", "Sharded", "Size", "by_example",
-           "register"]
+__all__ = ["ListOf", "Op", "Partial", "Plan", "Replicated", "Rule", "Sharded", "Size", "Spec",
+           "by_example", "register"]
 
 
 def __dir__() -> list[str]:
