@@ -296,7 +296,7 @@ class ArgumentsTest(parameterized.TestCase):
     @parameterized.parameters(2, 2.0, np.int64(2))
     def test_counts_are_of_gpus(self, gpus):
         """Lost otherwise: counts as R hands them over (it has no integers in this place)."""
-        with self.assertRaisesRegex(ValueError, "GPU:0"):
+        with self.assertRaisesRegex(ValueError, "at most the number of GPUs, 0.*split_cpu"):
             multi_gpu_model(small_models.make(keras, "functional"), gpus)
 
     def test_no_model(self):

@@ -100,6 +100,10 @@ def _counted(gpus: Any) -> list[int]:
         raise _wrong(gpus, _EXPECTED) from None
     if count < 2:
         raise _wrong(gpus, _EXPECTED)
+    there = devices_lib.gpu_count()
+    if count > there:
+        raise _wrong(gpus, f"gpus, a count, must be at most the number of GPUs, {there} (without "
+                     'GPUs name CPU devices, which split_cpu makes: gpus=["CPU:1", "CPU:2"])')
     return list(range(count))
 
 
