@@ -73,20 +73,22 @@ def draw(epochs: Sequence[Epoch]) -> bytes | None:
 
 def _bars(axes: Any, epoch: Epoch, sample: Sample) -> None:
     step = 1e3 * sample.step
+    most = max(1e3 * (part.seconds or 0) for part in epoch.parts)
+    shown = most if most and sample.too_short else step
     for height, part in enumerate(epoch.parts):
         busy = 1e3 * (part.seconds or 0)
-        can_idle = part.idle is not None
-        if can_idle:
+        tells_idle = part.idle is not None and not sample.too_short
+        if tells_idle:
             axes.barh(height, step, height=0.62, color=_IDLE)
-        axes.barh(height, busy, height=0.62, color=_TOWER if can_idle else _OTHER)
+        axes.barh(height, busy, height=0.62, color=_OTHER if part.idle is None else _TOWER)
         rows = f"{part.rows:,} rows, " if part.rows is not None else ""
-        idle = f", {part.idle:.0%} idle" if can_idle and not sample.too_short else ""
-        axes.text(max(busy, step if can_idle else 0) + 0.015 * step, height,
+        idle = f", {part.idle:.0%} idle" if tells_idle else ""
+        axes.text((step if tells_idle else busy) + 0.015 * shown, height,
                   f"{rows}{busy:.3g} ms{idle}", va="center", color=_INK, fontsize=9)
     axes.set_yticks(range(len(epoch.parts)),
                     [f"{part.name}, {part.device}" for part in epoch.parts], color=_INK)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.5 * step)
+    axes.set_xlim(0, 1.5 * shown)
     axes.axvline(step, color=_MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
     axes.set_xlabel("ms in which at least one operation was running")
     more = "" if epoch.bubble is None else f", bubble {epoch.bubble:.0%}"
