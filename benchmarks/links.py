@@ -14,10 +14,12 @@ import dataclasses
 # Per way. PCI Express by generation, x16: 15.75, 31.5 and 63 GB/s on the wire (PCI-SIG). That a
 # copy from pinned memory reaches 0.8 of it is our estimate.
 _PCIE = {3: 12.5, 4: 25.0, 5: 50.0}
-# From asking for a copy to its first byte, TensorFlow's Send and Recv around it included, and the
-# least that an operation takes: our estimates, not measured.
+# From a copy's end to when the host has seen it (TensorFlow polls), with what it takes to start;
+# the least that an operation takes on its device; what an executor needs to start one, or to send a
+# tensor: our estimates, not measured.
 LATENCY = 20e-6
-LAUNCH = {"GPU": 5e-6, "CPU": 2e-6}
+LAUNCH = {"GPU": 5e-6, "CPU": 3e-6}
+EXECUTOR = 3e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,13 @@ GPUS = {
     "H100": Gpu(494, 3350, 450, 5, 0, 256),
 }
 
+# How many of its six NVLinks, 25 GB/s a way each, a V100 of a DGX-1 has to each other one, as
+# ``nvidia-smi topo -m`` shows it; four of seven are reached, the others through the host.
+_DGX_1 = ({1: 1, 2: 1, 3: 2, 4: 2}, {0: 1, 2: 2, 3: 1, 5: 2}, {0: 1, 1: 2, 3: 2, 6: 1},
+          {0: 2, 1: 1, 2: 2, 7: 1}, {0: 2, 5: 1, 6: 1, 7: 2}, {1: 2, 4: 1, 6: 2, 7: 1},
+          {2: 1, 4: 1, 5: 2, 7: 2}, {3: 1, 4: 2, 5: 1, 6: 2})
+_DGX_1_NVLINK = 25.0
+
 # GB/s of the host's memory: 0.75 (what STREAM reaches) of two sockets' peak: Xeon E5-2698 v4
 # (DGX-1), EPYC 7742 (DGX A100), Xeon 8480C (DGX H100).
 _HOST = {"P100": 115, "V100": 115, "A100": 307, "H100": 460}
@@ -66,8 +75,8 @@ class Machine:
     Attributes:
       gpu: which, a name of :data:`GPUS`.
       between: how two GPUs reach each other: ``"nvlink"`` (all at the full rate, as through a
-        switch; in a DGX-1 with V100s, ring neighbours do), ``"peer"`` (over PCI Express) or
-        ``"host"`` (through the host's memory).
+        switch), ``"cube"`` (those of a DGX-1 that a NVLink joins; the others as with ``"host"``),
+        ``"peer"`` (over PCI Express) or ``"host"`` (through the host's memory).
       a_switch: how many GPUs share one PCI Express link to the host.
     """
 
@@ -86,13 +95,16 @@ class Machine:
         rate = _PCIE[gpu.pcie]
         if source[:3] == target[:3] == "GPU" and self.between == "nvlink":
             return {f"{source} nvlink out": gpu.nvlink, f"{target} nvlink in": gpu.nvlink}
+        joined = self._joined(source, target)
+        if joined:
+            return {f"{source} nvlink to {target}": _DGX_1_NVLINK * joined}
         switches = [self._switch(device) for device in (source, target)]
         links = {}
         if source != "CPU:0":
             links[f"{source} out"] = rate
         if target != "CPU:0":
             links[f"{target} in"] = rate
-        if switches[0] != switches[1] or self.between == "host":
+        if switches[0] != switches[1] or self.between != "peer":
             if source != "CPU:0":
                 links[f"{switches[0]} up"] = rate
             if target != "CPU:0":
@@ -109,10 +121,19 @@ class Machine:
         if devices == 1:
             return 0.0
         gpu = GPUS[self.gpu]
-        rate = gpu.nvlink if self.between == "nvlink" else _PCIE[gpu.pcie]
+        rate = gpu.nvlink or _PCIE[gpu.pcie]
+        if self.between in ("peer", "host"):
+            rate = _PCIE[gpu.pcie]
         if self.between == "host":
             rate /= min(self.a_switch, devices)  # each GPU's bytes go up and down the shared link
         return 2 * (devices - 1) / devices * size / (rate * 1e9)
+
+    def _joined(self, source: str, target: str) -> int:
+        """How many NVLinks of a DGX-1 join two GPUs."""
+        if self.between != "cube" or "CPU:0" in (source, target):
+            return 0
+        ends = [int(device.split(":")[1]) for device in (source, target)]
+        return _DGX_1[ends[0]].get(ends[1], 0)
 
     def _switch(self, device: str) -> str:
         if device == "CPU:0":
@@ -122,7 +143,7 @@ class Machine:
 
 MACHINES = {
     "P100 PCIe 3": Machine("P100", "peer"),
-    "V100 NVLink": Machine("V100", "nvlink"),
+    "V100 NVLink": Machine("V100", "cube"),
     "A100 PCIe 4, no peers": Machine("A100", "host"),
     "A100 PCIe 4, peers": Machine("A100", "peer"),
     "A100 NVLink": Machine("A100", "nvlink"),

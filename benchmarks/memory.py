@@ -3,9 +3,9 @@
 Goes in: operations and when each runs.  Comes out: bytes by device.
 
 A tensor is there from when the operation that makes it begins to when the last one that reads it
-ends; on another device from when it has come.  What hands a tensor on makes none; variables and the
-batch are there before the step and are not counted, but on devices that they are sent to.  That an
-operation may write over its input is left out, and so is what a kernel needs for itself.
+ends; on another device from when it is asked for.  What hands a tensor on makes none; variables
+and the batch are there before the step and are not counted, but on devices that they are sent to.
+That an operation may write over its input is left out, and so is what a kernel needs for itself.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _taken(operations: Sequence[flat.Operation], line: schedule.Timeline, source
     number, index = source
     if operations[number].device == device:
         return held[source]
-    there = line.arrivals.get((number, device), 0.0)
+    asked, there = line.copies[number, index, device]
     ends[held[source]] = max(ends[held[source]], there)
-    begins[number, index, device] = there
+    begins[number, index, device] = asked
     return number, index, device
 
 

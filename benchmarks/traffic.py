@@ -250,9 +250,9 @@ class _Walk:
 
 
 def in_order(graph: tf.Graph) -> list[tf.Operation]:
-    """The operations that run, each behind those that it waits for."""
+    """The operations that run, each behind those that it waits for; else as they were made."""
     wanted = [tensor.op for tensor in graph.outputs]
-    wanted += [op for op in graph.get_operations() if op.op_def.is_stateful]
+    wanted += [op for op in reversed(graph.get_operations()) if op.op_def.is_stateful]
     ordered: dict[str, tf.Operation] = {}
     entered: set[str] = set()
     while wanted:
@@ -265,7 +265,7 @@ def in_order(graph: tf.Graph) -> list[tf.Operation]:
             ordered[op.name] = op
             continue
         entered.add(op.name)
-        wanted += [op, *before]
+        wanted += [op, *reversed(before)]
     return list(ordered.values())
 
 

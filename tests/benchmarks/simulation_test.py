@@ -15,6 +15,8 @@ pytestmark = pytest.mark.wide
 
 MIB = 2**20
 NVLINK, HOST = links.MACHINES["A100 NVLink"], links.MACHINES["A100 PCIe 4, no peers"]
+CUBE = links.MACHINES["V100 NVLink"]
+GIGA = 10**9
 SMALL = gpus.Case("two layers", lambda: keras.Sequential([
     keras.Input([256]), keras.layers.Dense(512), keras.layers.Dense(10)]), (256,), "float32", 64)
 
@@ -31,16 +33,32 @@ class LinksTest(parameterized.TestCase):
         (NVLINK, "CPU:0", "GPU:3", {"GPU:3 in": 25, "switch 1 down": 25}),
         (HOST, "GPU:0", "GPU:1", {"GPU:0 out": 25, "GPU:1 in": 25, "switch 0 up": 25,
                                   "switch 0 down": 25}),
-        (links.MACHINES["A100 PCIe 4, peers"], "GPU:0", "GPU:1", {"GPU:0 out": 25, "GPU:1 in": 25}))
+        (links.MACHINES["A100 PCIe 4, peers"], "GPU:0", "GPU:1", {"GPU:0 out": 25, "GPU:1 in": 25}),
+        (CUBE, "GPU:0", "GPU:3", {"GPU:0 nvlink to GPU:3": 50}),
+        (CUBE, "GPU:5", "GPU:7", {"GPU:5 nvlink to GPU:7": 25}),
+        (CUBE, "GPU:1", "GPU:4", {"GPU:1 out": 12.5, "switch 0 up": 12.5, "switch 2 down": 12.5,
+                                  "GPU:4 in": 12.5}))
     def test_way(self, machine, source, target, wanted):
         """Else tensors cross links that they do not cross, and another merge device looks best."""
         self.assertEqual(machine.way(source, target), wanted)
+
+    def test_a_cube(self):
+        """Else V100s reach more peers by NVLink than a DGX-1 has wires for."""
+        for number in range(8):
+            ways = {other: CUBE.way(f"GPU:{number}", f"GPU:{other}") for other in range(8)
+                    if other != number}
+            joined = {other: sum(way.values()) for other, way in ways.items() if len(way) == 1}
+            self.assertLen(joined, 4)
+            self.assertEqual(sum(joined.values()), 6 * 25)
+            for other, rate in joined.items():
+                self.assertEqual(sum(CUBE.way(f"GPU:{other}", f"GPU:{number}").values()), rate)
 
     def test_ring(self):
         """Else MirroredStrategy is made slower, or faster, than it can be."""
         self.assertEqual(NVLINK.ring(1e9, 1), 0)
         self.assertAlmostEqual(NVLINK.ring(300e9, 4), 1.5)
         self.assertAlmostEqual(HOST.ring(25e9, 4), 1.5 * 2)
+        self.assertAlmostEqual(CUBE.ring(150e9, 4), 1.5)
 
 
 class ScheduleTest(parameterized.TestCase):
@@ -49,20 +67,57 @@ class ScheduleTest(parameterized.TestCase):
         """Else a GPU does everything at once."""
         line = schedule.run([operation("a", "GPU:0"), operation("b", "GPU:0")],
                             {"a": 1., "b": 2.}, NVLINK, factor=2.)
-        self.assertAlmostEqual(line.seconds, 6.)
+        self.assertAlmostEqual(line.seconds, 6., places=4)
+
+    def test_the_host_starts_one_after_another(self):
+        """Else a step of thousands of operations that take no time takes none."""
+        chain = [operation(str(number), "GPU:0", [number - 1] if number else [], size=4)
+                 for number in range(1000)]
+        line = schedule.run(chain, {}, NVLINK)
+        self.assertAlmostEqual(line.seconds, 1000 * links.EXECUTOR)
+        self.assertEqual(line.busy, {})
+
+    def test_the_host_runs_ahead(self):
+        """Else each operation of a GPU costs what the host needs to start it, too."""
+        chain = [operation(str(number), "GPU:0", [number - 1] if number else [])
+                 for number in range(1000)]
+        line = schedule.run(chain, dict.fromkeys(map(str, range(1000)), 1e-3), NVLINK)
+        self.assertAlmostEqual(line.seconds, 1. + links.EXECUTOR)
 
     def test_a_tensor_crosses_once_a_device(self):
         """Else each reader of a weight costs a transfer of its own."""
-        size = 300 * 10**9
+        size = 300 * GIGA
         steps = [operation("a", "GPU:0", size=size), operation("b", "GPU:1", [0]),
                  operation("c", "GPU:1", [0]), operation("d", "GPU:0", [0])]
         line = schedule.run(steps, dict.fromkeys("abcd", 1.), NVLINK)
         self.assertAlmostEqual(line.seconds, 1 + 1 + 2, places=3)
         self.assertEqual(line.link_bytes, {"GPU:0 nvlink out": size, "GPU:1 nvlink in": size})
 
+    @parameterized.parameters((300 * GIGA, 5 + 1 + 1), (0, 5 + 1))
+    def test_a_copy_waits_for_what_its_target_computes(self, size, wanted):
+        """Else gradients seem to cross under a backward pass that TensorFlow lets them wait for."""
+        steps = [operation("long", "GPU:1"), operation("a", "GPU:0", size=size),
+                 operation("b", "GPU:1", [1])]
+        line = schedule.run(steps, {"long": 5., "a": 1., "b": 1.}, NVLINK)
+        self.assertAlmostEqual(line.seconds, wanted, places=3)
+
+    def test_a_copy_waits_for_what_its_source_computes(self):
+        """Else a tensor leaves while the GPU that made it has other kernels before the copy."""
+        steps = [operation("a", "GPU:0", size=300 * GIGA), operation("long", "GPU:0"),
+                 operation("b", "GPU:1", [0])]
+        line = schedule.run(steps, {"a": 1., "long": 5., "b": 1.}, NVLINK)
+        self.assertAlmostEqual(line.seconds, 1 + 5 + 1 + 1, places=3)
+
+    def test_copies_of_a_gpu_queue(self):
+        """Else a copy that has to wait lets the next one go first, to a GPU that is idle."""
+        steps = [operation("a", "GPU:0", size=150 * GIGA), operation("long", "GPU:1"),
+                 operation("b", "GPU:1", [0]), operation("c", "GPU:2", [0])]
+        line = schedule.run(steps, {"a": 1., "long": 5., "b": .1, "c": 2.}, NVLINK)
+        self.assertAlmostEqual(line.seconds, 5 + .5 + .5 + 2, places=3)
+
     def test_a_link_is_shared(self):
         """Else two GPUs behind a switch both have its link to the host."""
-        size = 25 * 10**9
+        size = 25 * GIGA
         steps = [operation("a", "GPU:0", size=size), operation("b", "GPU:1", size=size),
                  operation("c", "CPU:0", [0, 1])]
         line = schedule.run(steps, dict.fromkeys("abc", 1.), NVLINK)
