@@ -34,6 +34,8 @@ _ADDS = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
 FREE = {"Placeholder", "Const", "Identity", "IdentityN", "NoOp", "Reshape", "ExpandDims", "Squeeze",
         "Shape", "ShapeN", "Size", "Rank", "StopGradient", "ReadVariableOp", "AssignVariableOp",
         "BroadcastGradientArgs", "ConcatOffset", "PreventGradient"}
+# Their first input says how the gradient that they make lies, which their output's shape does, too.
+_SIZED = {"Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput"}
 _WITH_INPUT = {"Shape", "ShapeN", "Size", "Rank"}
 
 UPDATES = "ResourceApply"
@@ -57,6 +59,7 @@ class Operation:
     moved: int = 0  # bytes that it goes over, where Grappler does not know it
     traced_as: str = ""  # its name in the traced graph
     link: str = ""  # what it occupies, where that is not its device
+    compiled: bool = False  # marked for XLA
 
 
 def flatten(function: Any, devices: Sequence[str]) -> list[Operation]:
@@ -135,7 +138,8 @@ class _Walk:
         number = len(self.operations)
         made = Operation(f"n{number}", kind, device, inputs, waits,
                          [_size(tensor) for tensor in outputs],
-                         traced_as="" if op is None else op.name)
+                         traced_as="" if op is None else op.name,
+                         compiled=op is not None and "_XlaCompile" in op.node_def.attr)
         if kind.startswith(UPDATES):
             variables = sum(tensor.dtype == tf.resource for tensor in op.inputs)
             made.moved = (2 * variables + 1) * max(map(_size, op.inputs))
@@ -155,7 +159,8 @@ def _asked(op: tf.Operation) -> tuple[bytes, ...]:
     if len(plain) == len(op.inputs) and not op.type.startswith("Variable"):
         node.CopyFrom(op.node_def)
         del node.input[:]
-        node.attr.pop("_class", None)
+        for attribute in [name for name in node.attr if name.startswith("_")]:
+            del node.attr[attribute]  # where it stands, and that XLA is to compile it
     elif op.type in _ADDS or op.type.startswith("ResourceScatter"):
         node.op = _ADDS.get(op.type, "AddV2")
         node.attr["T"].type = op.inputs[-1].dtype.as_datatype_enum
@@ -163,15 +168,17 @@ def _asked(op: tf.Operation) -> tuple[bytes, ...]:
     else:
         return ()
     node.name = node.device = ""
+    known = [_known(tensor) for tensor in plain]
+    if op.type in _SIZED and op.outputs[0].shape.is_fully_defined():
+        known[0] = op.outputs[0].shape.as_list()
     return tuple(each.SerializeToString(deterministic=True)
-                 for each in (node, *map(_stand_in, plain)))
+                 for each in (node, *map(_stand_in, plain, known)))
 
 
-def _stand_in(tensor: tf.Tensor) -> Any:
+def _stand_in(tensor: tf.Tensor, known: Any) -> Any:
     """A node with the shape of ``tensor``, or with its value where a cost may depend on that."""
     node = tf.compat.v1.NodeDef()
     node.attr["dtype"].type = tensor.dtype.as_datatype_enum
-    known = _known(tensor)
     if known is None:
         node.op = "ImmutableConst"  # a placeholder Grappler fills with zeros, of whatever size
         node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())

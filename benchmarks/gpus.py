@@ -11,17 +11,21 @@ The step is traced on logical CPU devices (:mod:`on_gpus`), costed by TensorFlow
 over links (:mod:`links`) and put in order (:mod:`schedule`).  TensorFlow's costs are those of a GPU
 that reaches its peaks; they are multiplied by what makes one GPU's ResNet-50 what was published.
 
-What the model leaves out: the input; the host's work for each operation (Python, TensorFlow's
-executor) but for a floor under each kernel; what concurrent kernels and copies take from each
-other; other contention for the host's memory; XLA and fusion; any variation between steps.  A CPU
-operation has all cores and the whole memory bandwidth to itself, and no two run at once.
-MirroredStrategy is the step of one GPU with a ring in it (:mod:`ring`): the best that it can do.
+Each step is there with XLA (:mod:`fusion`) and without.  What all is measured by is one GPU's with
+XLA, as Keras 3 runs it by itself.  Of towers XLA compiles what they mark for it
+(``jit_compile=True``).  MirroredStrategy is the step of one GPU with a ring in it (:mod:`ring`):
+the best that it can do, and with XLA better than that, as Keras 3 does not compile it.
+
+What the model leaves out: the input; Python; what concurrent kernels and copies take from each
+other; other contention for the host's memory; any variation between steps.  A CPU operation has all
+cores and the whole memory bandwidth to itself, and no two run at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import pathlib
 import time
@@ -32,7 +36,7 @@ import keras
 import tensorflow as tf
 
 import towerstrategy
-from benchmarks import flat, gpus_chart, links, memory, on_gpus, ring, schedule, table
+from benchmarks import flat, fusion, gpus_chart, links, memory, on_gpus, ring, schedule, table
 from towerstrategy.batch import sub_batches
 
 MERGES = ("cpu", "GPU:0", "balanced")
@@ -104,10 +108,11 @@ class Result:
 
     Attributes:
       case, machine, gpus, merge: what and where; ``merge`` may be :data:`MIRRORED` or :data:`ONE`.
+      xla: whether XLA compiles it.
       step_ms: how long.
-      efficiency: the step of one GPU over it.
+      efficiency: the step of one GPU with XLA over it.
       link: the link that is held longest, and ``link_share`` of the step.
-      gpu_peak, cpu_peak: bytes that the step makes on the fullest GPU and on the CPU.
+      gpu_peak, cpu_peak: bytes that the step makes on the fullest GPU and on the CPU; 0 with XLA.
       gpu_state, cpu_state: bytes of weights and optimizer there.
     """
 
@@ -115,6 +120,7 @@ class Result:
     machine: str
     gpus: int
     merge: str
+    xla: bool
     step_ms: float
     efficiency: float
     link: str = ""
@@ -175,7 +181,7 @@ def traced(case: Case, count: int, merge: str, rows: int | None = None) -> Step:
                     return model.train_step((x, y))
         else:
             def step(x: Any, y: Any) -> Any:
-                with strategy.extended.step():  # as Keras' own steps are run
+                with strategy.extended.step(compiles=True):  # as Keras' own steps are run
                     return strategy.run(model.train_step, args=((x, y),))
             x, y = (sub_batches.SubBatchesSpec(*[spec] * count) for spec in (x, y))
         function = tf.function(step, autograph=False).get_concrete_function(x, y)
@@ -209,15 +215,18 @@ class Simulation:
              rows: int | None = None, merges: Sequence[str] = MERGES) -> Iterator[Result]:
         """All merge devices of a case, on all machines, as they come."""
         alone = self._traced(name, case, 1, ONE, rows)
-        ones = {machine: self._run(name, machine, 1, ONE, alone, None) for machine in machines}
-        yield from ones.values()
+        ones: dict[str, Result] = {}
+        for machine in machines:
+            ones[machine] = self._run(name, machine, 1, ONE, alone, True, None)
+            yield ones[machine]
+            yield self._run(name, machine, 1, ONE, alone, False, ones[machine])
         for count in counts:
             if count == 1:
                 continue
             for merge in (*merges, MIRRORED):
                 step = self._traced(name, case, count, merge, rows)
-                for machine in machines:
-                    yield self._run(name, machine, count, merge, step, ones[machine])
+                for machine, xla in itertools.product(machines, (True, False)):
+                    yield self._run(name, machine, count, merge, step, xla, ones[machine])
 
     def _traced(self, name: str, case: Case, count: int, merge: str, rows: int | None) -> Step:
         start = time.process_time()
@@ -227,23 +236,30 @@ class Simulation:
                   f"[{time.process_time() - start:.0f} s of CPU]")
         return step
 
-    def _run(self, name: str, machine: str, count: int, merge: str, step: Step,
+    def _run(self, name: str, machine: str, count: int, merge: str, step: Step, xla: bool,
              one: Result | None) -> Result:
         where = links.MACHINES[machine]
-        seconds = self._seconds(step, where) | ring.seconds(step.operations, where, count)
-        line = schedule.run(step.operations, seconds, where, self.factor(where.gpu))
-        peak = memory.peaks(step.operations, line)
+        operations, line = self._line(step, where, count, xla, self.factor(where.gpu))
+        peak = {} if xla else memory.peaks(operations, line)
         gpus = [f"GPU:{number}" for number in range(count)]
         return Result(
-            name, machine, count, merge, 1e3 * line.seconds,
+            name, machine, count, merge, xla, 1e3 * line.seconds,
             1.0 if one is None else one.step_ms / (1e3 * line.seconds), line.busiest,
             line.link_seconds.get(line.busiest, 0.0) / line.seconds,
             max(peak.get(device, 0) for device in gpus), peak.get(on_gpus.HOST, 0),
             max(step.state.get(device, 0) for device in gpus), step.state.get(on_gpus.HOST, 0))
 
-    def _seconds(self, step: Step, machine: links.Machine) -> dict[str, float]:
+    def _line(self, step: Step, machine: links.Machine, count: int, xla: bool, factor: float
+              ) -> tuple[list[flat.Operation], schedule.Timeline]:
         costs = self._costs.setdefault(machine.gpu, flat.Costs(machine))
-        return costs.of(step.operations)
+        operations, seconds = step.operations, costs.of(step.operations)
+        if xla:
+            on_towers = any(each.compiled for each in operations)
+            operations, seconds = fusion.kernels(operations, seconds, machine, not on_towers)
+            if on_towers:
+                operations, seconds = fusion.clusters(operations, seconds, factor)
+        seconds = seconds | ring.seconds(operations, machine, count)
+        return operations, schedule.run(operations, seconds, machine, factor)
 
     def factor(self, gpu: str) -> float:
         """How many times TensorFlow's costs one GPU of that name takes."""
@@ -254,8 +270,8 @@ class Simulation:
             machine = next(each for each in links.MACHINES.values() if each.gpu == gpu)
             case = dataclasses.replace(CASES["resnet50"], optimizer="sgd")  # as published
             step = self._traced("resnet50", case, 1, f"to calibrate {gpu}", given.rows)
-            at_peak = schedule.run(step.operations, self._seconds(step, machine), machine).seconds
-            self._factors[gpu] = given.rows / given.rows_per_second / at_peak
+            _, line = self._line(step, machine, 1, given.compiled, 1.0)
+            self._factors[gpu] = given.rows / given.rows_per_second / line.seconds
             self._say(f"{gpu}: {self._factors[gpu]:.2f} times TensorFlow's costs")
         return self._factors[gpu]
 
@@ -275,23 +291,24 @@ def checks(simulation: Simulation) -> list[Check]:
     found = []
     for machine, merge, optimizer, published in _PUBLISHED:
         case = dataclasses.replace(CASES["resnet50"], optimizer=optimizer)
-        rows = links.GPUS[links.MACHINES[machine].gpu].rows
+        given = links.GPUS[links.MACHINES[machine].gpu]
         merges = [merge] if merge in MERGES else []
-        results = simulation.case("resnet50", case, [8], [machine], rows, merges)
-        efficiency = next(each.efficiency for each in results if each.merge == merge)
-        found.append(Check(f"ResNet-50, {rows} rows a GPU, 8 x {machine}, {merge}", published,
-                           8 * efficiency))
+        steps = {each.merge: each.step_ms for each in simulation.case(
+            "resnet50", case, [8], [machine], given.rows, merges) if each.xla == given.compiled}
+        found.append(Check(f"ResNet-50, {given.rows} rows a GPU, 8 x {machine}, {merge}", published,
+                           8 * steps[ONE] / steps[merge]))
     return found
 
 
 def shown(results: Sequence[Result], checked: Sequence[Check]) -> str:
     """Both as tables."""
-    rows = [[each.case, each.machine, str(each.gpus), each.merge, f"{each.step_ms:,.2f}",
-             f"{each.efficiency:.3f}", each.link or "-", f"{each.link_share:.2f}",
+    rows = [[each.case, each.machine, str(each.gpus), each.merge, "yes" if each.xla else "no",
+             f"{each.step_ms:,.2f}", f"{each.efficiency:.3f}", each.link or "-",
+             f"{each.link_share:.2f}",
              *(f"{size / 1e6:,.0f}" for size in (
                  each.gpu_peak, each.gpu_state, each.cpu_peak, each.cpu_state))]
             for each in results]
-    header = ("case", "machine", "R", "merge device", "step ms", "of linear", "busiest link",
+    header = ("case", "machine", "R", "merge device", "XLA", "step ms", "of linear", "busiest link",
               "its share", "GPU peak MB", "GPU state MB", "CPU peak MB", "CPU state MB")
     text = table.columns(header, rows)
     if checked:

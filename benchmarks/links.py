@@ -34,6 +34,7 @@ class Gpu:
       rows_per_second: images a second of ResNet-50 on one, as published; 0: as far from
         TensorFlow's costs as on an A100.
       rows: with so many rows.
+      compiled: by XLA.
     """
 
     tflops: float
@@ -42,14 +43,15 @@ class Gpu:
     pcie: int
     rows_per_second: float
     rows: int
+    compiled: bool = True
 
 
 # Peaks, memory and NVLink: NVIDIA's data sheets and white papers of P100, V100 (SXM2), A100 (SXM4
 # 40GB; TF32) and H100 (SXM5; TF32 without sparsity). Images a second: P100, tensorflow.org's
-# performance/benchmarks of 2017, batch 64; V100 (float32) and A100 (TF32),
+# performance/benchmarks of 2017, batch 64, without XLA; V100 (float32) and A100 (TF32),
 # NVIDIA/DeepLearningExamples, TensorFlow/Classification/ConvNets/resnet50v1.5, with XLA.
 GPUS = {
-    "P100": Gpu(10.6, 732, 0, 3, 219, 64),
+    "P100": Gpu(10.6, 732, 0, 3, 219, 64, compiled=False),
     "V100": Gpu(15.7, 900, 150, 3, 412, 128),
     "A100": Gpu(156, 1555, 300, 4, 909, 256),
     "H100": Gpu(494, 3350, 450, 5, 0, 256),

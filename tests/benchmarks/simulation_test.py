@@ -204,8 +204,8 @@ class StepTest(parameterized.TestCase):
 
     def test_shown(self):
         """Else figures are computed and lost."""
-        one = gpus.Result("mlp", "A100 NVLink", 1, gpus.ONE, 10., 1.)
-        slow = gpus.Result("mlp", "A100 NVLink", 4, gpus.MIRRORED, 80., 0.125)
+        one = gpus.Result("mlp", "A100 NVLink", 1, gpus.ONE, True, 10., 1.)
+        slow = gpus.Result("mlp", "A100 NVLink", 4, gpus.MIRRORED, False, 80., 0.125)
         text = gpus.shown([one, slow], [gpus.Check("ResNet-50", 8., 7.)])
         self.assertIn("MirroredStrategy", text)
         self.assertIn("0.125", text)
