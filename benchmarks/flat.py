@@ -19,6 +19,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import device_properties_pb2
 from tensorflow.python.grappler import cluster, item
@@ -34,8 +35,10 @@ _ADDS = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
 FREE = {"Placeholder", "Const", "Identity", "IdentityN", "NoOp", "Reshape", "ExpandDims", "Squeeze",
         "Shape", "ShapeN", "Size", "Rank", "StopGradient", "ReadVariableOp", "AssignVariableOp",
         "BroadcastGradientArgs", "ConcatOffset", "PreventGradient"}
-# Their first input says how the gradient that they make lies, which their output's shape does, too.
+# Where a graph does not say how a result lies: as the values of the first input say, or as that
+# input lies itself, but for the row that a tower without rows is given, and that is cut off again.
 _SIZED = {"Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput"}
+_CUT = {"Slice", "PadV2", "AddN"}
 _WITH_INPUT = {"Shape", "ShapeN", "Size", "Rank"}
 
 UPDATES = "ResourceApply"
@@ -59,7 +62,7 @@ class Operation:
     moved: int = 0  # bytes that it goes over, where Grappler does not know it
     traced_as: str = ""  # its name in the traced graph
     link: str = ""  # what it occupies, where that is not its device
-    compiled: bool = False  # marked for XLA
+    compiled: str = ""  # marked for XLA, and what is compiled with it is marked alike
 
 
 def flatten(function: Any, devices: Sequence[str]) -> list[Operation]:
@@ -139,7 +142,7 @@ class _Walk:
         made = Operation(f"n{number}", kind, device, inputs, waits,
                          [_size(tensor) for tensor in outputs],
                          traced_as="" if op is None else op.name,
-                         compiled=op is not None and "_XlaCompile" in op.node_def.attr)
+                         compiled="" if op is None else op.node_def.attr["_XlaScope"].s.decode())
         if kind.startswith(UPDATES):
             variables = sum(tensor.dtype == tf.resource for tensor in op.inputs)
             made.moved = (2 * variables + 1) * max(map(_size, op.inputs))
@@ -168,20 +171,18 @@ def _asked(op: tf.Operation) -> tuple[bytes, ...]:
     else:
         return ()
     node.name = node.device = ""
-    known = [_known(tensor) for tensor in plain]
-    if op.type in _SIZED and op.outputs[0].shape.is_fully_defined():
-        known[0] = op.outputs[0].shape.as_list()
     return tuple(each.SerializeToString(deterministic=True)
-                 for each in (node, *map(_stand_in, plain, known)))
+                 for each in (node, *map(_stand_in, plain)))
 
 
-def _stand_in(tensor: tf.Tensor, known: Any) -> Any:
+def _stand_in(tensor: tf.Tensor) -> Any:
     """A node with the shape of ``tensor``, or with its value where a cost may depend on that."""
     node = tf.compat.v1.NodeDef()
     node.attr["dtype"].type = tensor.dtype.as_datatype_enum
+    known = _known(tensor)
     if known is None:
         node.op = "ImmutableConst"  # a placeholder Grappler fills with zeros, of whatever size
-        node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+        node.attr["shape"].shape.CopyFrom(_shape(tensor).as_proto())
         node.attr["memory_region_name"].s = b"none"
     else:
         node.op = "Const"
@@ -196,13 +197,26 @@ def _known(tensor: tf.Tensor) -> Any:
     if tensor.op.type == "ShapeN":  # get_static_value knows Shape alone
         shape = tensor.op.inputs[tensor.value_index].shape
         return shape.as_list() if shape.is_fully_defined() else None
+    if tensor.op.type == "Maximum":
+        both = [_known(each) for each in tensor.op.inputs]
+        return None if any(each is None for each in both) else np.maximum(*both)
     return tf.get_static_value(tensor)
 
 
+def _shape(tensor: tf.Tensor) -> tf.TensorShape:
+    if not tensor.shape.is_fully_defined():
+        if tensor.op.type in _SIZED:
+            return tf.TensorShape(_known(tensor.op.inputs[0]))
+        if tensor.op.type in _CUT:
+            return _shape(tensor.op.inputs[0])
+    return tensor.shape
+
+
 def _size(tensor: tf.Tensor) -> int:
-    if tensor.dtype in _NO_BYTES or not tensor.shape.is_fully_defined():
+    shape = _shape(tensor)
+    if tensor.dtype in _NO_BYTES or not shape.is_fully_defined():
         return 0
-    return int(tensor.shape.num_elements()) * tensor.dtype.size
+    return int(shape.num_elements()) * tensor.dtype.size
 
 
 class Costs:

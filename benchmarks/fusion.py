@@ -48,7 +48,7 @@ def kernels(operations: Sequence[flat.Operation], seconds: dict[str, float],
     """
     def joins(each: flat.Operation) -> bool:
         return (each.device.startswith("GPU") and not each.link
-                and (everything or each.compiled) and not each.type.startswith(_WHOLE))
+                and (everything or bool(each.compiled)) and not each.type.startswith(_WHOLE))
 
     operations = _handed_on(operations) if everything else operations
     groups = _groups(operations, list(map(joins, operations)), of_kernels=True)
@@ -63,7 +63,7 @@ def clusters(operations: Sequence[flat.Operation], seconds: dict[str, float],
     """The same, where what is compiled starts and ends as one."""
     took = {each.name: max(seconds.get(each.name, 0.0), links.LAUNCH["GPU"] / factor)
             for each in operations if each.compiled and each.type not in flat.FREE}
-    groups = _groups(operations, [each.compiled for each in operations], of_kernels=False)
+    groups = _groups(operations, [bool(each.compiled) for each in operations], of_kernels=False)
     return _merged(operations, groups, seconds | took)
 
 
@@ -106,7 +106,8 @@ def _groups(operations: Sequence[flat.Operation], member: Sequence[bool], of_ker
         def goes_on(source: int, each: flat.Operation = each, number: int = number) -> bool:
             ends = of_kernels and operations[source].type.startswith(_REDUCTIONS)
             return (member[source] and member[number] and not ends
-                    and operations[source].device == each.device)
+                    and operations[source].device == each.device
+                    and operations[source].compiled == each.compiled)
 
         level[number] = max((level[source] + (member[source] and not goes_on(source))
                              for source, _ in before), default=0)

@@ -15,7 +15,7 @@ NVLINK = links.MACHINES["A100 NVLink"]
 BANDWIDTH = links.GPUS["A100"].memory * 1e9
 
 
-def operation(name, kind, inputs=(), size=MIB, device="GPU:0", compiled=True):
+def operation(name, kind, inputs=(), size=MIB, device="GPU:0", compiled="tower"):
     return flat.Operation(name, kind, device, [(number, 0) for number in inputs], [], [size],
                           compiled=compiled)
 
@@ -46,7 +46,7 @@ class KernelsTest(parameterized.TestCase):
 
     def test_only_what_is_marked(self):
         """Else towers are given kernels that nobody asked XLA for."""
-        steps = [operation("a", "Relu", compiled=False), operation("b", "Relu", [0]),
+        steps = [operation("a", "Relu", compiled=""), operation("b", "Relu", [0]),
                  operation("c", "Relu", [1], device="CPU:0")]
         made, seconds = fusion.kernels(steps, {"a": 1., "b": 2.}, NVLINK, False)
         self.assertEqual([each.name for each in made], ["a", "b", "c"])
@@ -66,21 +66,21 @@ class KernelsTest(parameterized.TestCase):
 
 class ClustersTest(parameterized.TestCase):
 
-    @parameterized.parameters((True, 3 + 2), (False, 3 + 1))
+    @parameterized.parameters(("tower", 3 + 2), ("", 3 + 1))
     def test_a_cluster_waits_for_all_that_it_takes(self, compiled, wanted):
         """Else compiled towers start on weights that have come while others are on their way."""
-        steps = [operation("remote", "MatMul", device="GPU:1", compiled=False),
+        steps = [operation("remote", "MatMul", device="GPU:1", compiled=""),
                  operation("a", "MatMul", compiled=compiled),
                  operation("b", "MatMul", [1, 0], compiled=compiled)]
         made, seconds = fusion.clusters(steps, {"remote": 3., "a": 1., "b": 1.}, 1.)
         self.assertAlmostEqual(schedule.run(made, seconds, NVLINK).seconds, wanted, places=3)
 
-    @parameterized.parameters((True, 2 + 4), (False, 1 + 4))
+    @parameterized.parameters(("tower", 2 + 4), ("", 1 + 4))
     def test_a_cluster_gives_all_at_its_end(self, compiled, wanted):
         """Else compiled towers seem to send gradients while they make others."""
         steps = [operation("a", "MatMul", compiled=compiled),
                  operation("b", "MatMul", [0], compiled=compiled),
-                 operation("c", "MatMul", [0], device="GPU:1", compiled=False)]
+                 operation("c", "MatMul", [0], device="GPU:1", compiled="")]
         made, seconds = fusion.clusters(steps, {"a": 1., "b": 1e-4, "c": 4.}, 1.)
         seconds["a"] = 2. if compiled else 1.  # as if b took a second, too
         self.assertAlmostEqual(schedule.run(made, seconds, NVLINK).seconds, wanted, places=3)

@@ -152,6 +152,20 @@ class StepTest(parameterized.TestCase):
         self.assertGreater(memory.peaks(step.operations, line)["GPU:0"],
                            4 * (256 * 512 + 64 * 256))
 
+    def test_convolutions_cost_the_same_on_towers(self):
+        """Else towers' backward pass is nearly free, and so is what their gradients take to cross.
+        """
+        case = gpus.Case("two convolutions", lambda: keras.Sequential([
+            keras.Input([8, 8, 3]), keras.layers.Conv2D(16, 3), keras.layers.Conv2D(32, 3),
+            keras.layers.Flatten(), keras.layers.Dense(10)]), (8, 8, 3), "float32", 64)
+        one, two = (gpus.traced(case, count, "balanced").operations for count in (1, 2))
+        costs = flat.Costs(NVLINK)
+        alone, towers = ([(each.type, each.sizes, value[each.name]) for each in found
+                           if each.type.startswith("Conv2D") and each.device == "GPU:0"]
+                          for found in (one, two) for value in [costs.of(found)])
+        self.assertCountEqual(alone, towers)
+        self.assertLen(alone, 5)
+
     def test_an_update_in_one_kernel_costs_its_passes(self):
         """Else an optimizer's update is free, and a merge device that is slow looks good."""
         step = gpus.traced(SMALL, 2, "GPU:0")
