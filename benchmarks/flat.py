@@ -134,7 +134,10 @@ class _Walk:
             if tensor.dtype == tf.resource or (op.type in _WITH_INPUT and len(inputs) == 1):
                 device = self.operations[number].device
                 break
-        return self._add(op.type, device or "GPU:0", inputs, waits, op.outputs, op)
+        # Padding by nothing, and cutting nothing off, hands on what it is given.
+        same = op.type in _CUT and len(inputs) == 3 and _size(op.outputs[0]) == _size(op.inputs[0])
+        return self._add("Identity" if same else op.type, device or "GPU:0", inputs, waits,
+                         op.outputs, op)
 
     def _add(self, kind: str, device: str, inputs: list[Source], waits: list[int],
              outputs: Sequence[tf.Tensor], op: tf.Operation | None = None) -> int:
