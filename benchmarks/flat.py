@@ -39,7 +39,7 @@ FREE = {"Placeholder", "Const", "Identity", "IdentityN", "NoOp", "Reshape", "Exp
 # input lies itself, but for the row that a tower without rows is given, and that is cut off again.
 _SIZED = {"Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput"}
 _CUT = {"Slice", "PadV2", "AddN"}
-_WITH_INPUT = {"Shape", "ShapeN", "Size", "Rank"}
+OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
 
 UPDATES = "ResourceApply"
 # Numbers that say how a tensor lies: what an operation costs depends on them.
@@ -131,7 +131,7 @@ class _Walk:
     def _plain(self, op: tf.Operation, inputs: list[Source], waits: list[int], caller: str) -> int:
         device = on_gpus.name(op.device) or caller
         for tensor, (number, _) in zip(op.inputs, inputs):
-            if tensor.dtype == tf.resource or (op.type in _WITH_INPUT and len(inputs) == 1):
+            if tensor.dtype == tf.resource or (op.type in OF_SHAPES and len(inputs) == 1):
                 device = self.operations[number].device
                 break
         # Padding by nothing, and cutting nothing off, hands on what it is given.

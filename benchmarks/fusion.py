@@ -50,7 +50,9 @@ def kernels(operations: Sequence[flat.Operation], seconds: dict[str, float],
         return (each.device.startswith("GPU") and not each.link
                 and (everything or bool(each.compiled)) and not each.type.startswith(_WHOLE))
 
-    operations = _handed_on(operations) if everything else operations
+    # When XLA compiles, shapes are known.
+    operations = [dataclasses.replace(each, inputs=[]) if each.type in flat.OF_SHAPES else each
+                  for each in (_handed_on(operations) if everything else operations)]
     groups = _groups(operations, list(map(joins, operations)), of_kernels=True)
     made, seconds = _merged(operations, groups, seconds)
     rate = 1e9 * links.GPUS[machine.gpu].memory
@@ -59,12 +61,26 @@ def kernels(operations: Sequence[flat.Operation], seconds: dict[str, float],
 
 
 def clusters(operations: Sequence[flat.Operation], seconds: dict[str, float],
-             factor: float) -> Step:
-    """The same, where what is compiled starts and ends as one."""
-    took = {each.name: max(seconds.get(each.name, 0.0), links.LAUNCH["GPU"] / factor)
-            for each in operations if each.compiled and each.type not in flat.FREE}
+             machine: links.Machine, factor: float) -> Step:
+    """The operations that run where what is marked starts and ends as one.
+
+    Args:
+      operations, seconds, machine: as for :func:`kernels`, which are these of a cluster.
+      factor: how much longer than ``seconds`` a GPU takes.
+    """
     groups = _groups(operations, [bool(each.compiled) for each in operations], of_kernels=False)
-    return _merged(operations, groups, seconds | took)
+    names: dict[int, str] = {}
+    for each, group in zip(operations, groups):
+        names.setdefault(group, each.name)
+    inside, costs = kernels(
+        [dataclasses.replace(each, compiled=each.compiled and names[group])
+         for each, group in zip(operations, groups)], seconds, machine, everything=False)
+    made, seconds = _merged(operations, groups, seconds)
+    seconds.update({each.compiled: 0.0 for each in inside if each.compiled})
+    for each in inside:
+        if each.compiled and each.type not in flat.FREE:
+            seconds[each.compiled] += max(costs[each.name], links.LAUNCH["GPU"] / factor)
+    return made, seconds
 
 
 def _handed_on(operations: Sequence[flat.Operation]) -> list[flat.Operation]:
@@ -163,11 +179,23 @@ def _one(operations: Sequence[flat.Operation], inside: Sequence[flat.Operation],
             adds = each.type != "AssignVariableOp" and each.inputs[0] not in had
             source, index = each.inputs[-1]
             written += (1 + adds) * _size(operations[source], index)
+    written += sum(_size(operations[number], index) for number, index in {
+        _origin(operations, source, groups, group) for source in given})
     read = sum(_size(operations[number], index) for number, index in taken)
     free = all(each.type in flat.FREE and each.type not in _WRITES for each in inside)
     return dataclasses.replace(inside[0], type="Identity" if free else "Fusion", asked=(),
                                inputs=list(taken), waits=list(waits), sizes=sizes,
-                               moved=read + written + sum(sizes))
+                               moved=read + written)
+
+
+def _origin(operations: Sequence[flat.Operation], source: flat.Source, groups: Sequence[int],
+            group: int) -> flat.Source:
+    """What is handed on under another name: one tensor in memory."""
+    while True:
+        each = operations[source[0]]
+        if each.type not in flat.FREE or not each.inputs or groups[each.inputs[0][0]] != group:
+            return source
+        source = each.inputs[0]
 
 
 def _renumbered(operations: Sequence[flat.Operation], made: dict[int, flat.Operation],

@@ -253,11 +253,10 @@ class Simulation:
               ) -> tuple[list[flat.Operation], schedule.Timeline]:
         costs = self._costs.setdefault(machine.gpu, flat.Costs(machine))
         operations, seconds = step.operations, costs.of(step.operations)
-        if xla:
-            on_towers = any(each.compiled for each in operations)
-            operations, seconds = fusion.kernels(operations, seconds, machine, not on_towers)
-            if on_towers:
-                operations, seconds = fusion.clusters(operations, seconds, factor)
+        if xla and any(each.compiled for each in operations):
+            operations, seconds = fusion.clusters(operations, seconds, machine, factor)
+        elif xla:
+            operations, seconds = fusion.kernels(operations, seconds, machine, everything=True)
         seconds = seconds | ring.seconds(operations, machine, count)
         return operations, schedule.run(operations, seconds, machine, factor)
 
