@@ -32,9 +32,10 @@ _PREFIX = "/job:localhost/replica:0/task:0/device:"
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _ADDS = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
 # No kernel runs, or one that looks at shapes only.
-FREE = {"Placeholder", "Const", "Identity", "IdentityN", "NoOp", "Reshape", "ExpandDims", "Squeeze",
-        "Shape", "ShapeN", "Size", "Rank", "StopGradient", "ReadVariableOp", "AssignVariableOp",
-        "BroadcastGradientArgs", "ConcatOffset", "PreventGradient"}
+FREE = {"Placeholder", "PlaceholderWithDefault", "Const", "Identity", "IdentityN", "NoOp",
+        "Reshape", "ExpandDims", "Squeeze", "Shape", "ShapeN", "Size", "Rank", "StopGradient",
+        "ReadVariableOp", "AssignVariableOp", "BroadcastGradientArgs", "ConcatOffset",
+        "PreventGradient"}
 # Where a graph does not say how a result lies: as the values of the first input say, or as that
 # input lies itself, but for the row that a tower without rows is given, and that is cut off again.
 _SIZED = {"Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput"}

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from benchmarks import flat, schedule
 
-_HANDS_ON = {"Identity", "IdentityN", "Reshape", "ExpandDims", "Squeeze", "StopGradient",
-             "PreventGradient"}
+_HANDS_ON = {"Identity", "IdentityN", "PlaceholderWithDefault", "Reshape", "ExpandDims", "Squeeze",
+             "StopGradient", "PreventGradient"}
 _THERE_BEFORE = {"Placeholder", "ReadVariableOp", "Const"}
 
 _Held = tuple[int, int, str]  # an operation's number, which of its outputs, and where

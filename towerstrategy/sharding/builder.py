@@ -239,6 +239,8 @@ def _attr(value: Any) -> Any:
         attr.f = value
     elif isinstance(value, tf.DType):
         attr.type = value.as_datatype_enum
+    elif isinstance(value, tf.TensorShape):
+        attr.shape.CopyFrom(value.as_proto())
     elif isinstance(value, (str, bytes)):
         attr.s = value if isinstance(value, bytes) else value.encode()
     else:

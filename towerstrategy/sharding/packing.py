@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from towerstrategy.sharding import homes
+from towerstrategy.sharding import homes, relays
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.values import Towers
 
@@ -44,6 +44,7 @@ def finish(towers: Towers) -> None:
     if (towers.across.workers is None and len(set(towers.devices)) == len(towers.rows)
             and max(map(len, towers.rows)) == 1):
         pack(towers.builder, homes.ONCE)
+    relays.hand_on(towers)
     towers.builder.finish()
 
 

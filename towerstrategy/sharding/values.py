@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy.sharding import relays
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.spec import ListOf, Partial, Replicated, Sharded, Size, Spec
@@ -171,6 +172,7 @@ class Towers:
     def add_up(self, parts: Sequence[Ref], device: str,
                shape: tf.TensorShape | None = None) -> Ref:
         """The sum over the towers of all workers, of the values of those that are here."""
+        parts = relays.summed(self, parts, device, shape)
         return self.across.cross("sum", self._added(parts, device), device, shape)
 
     def _added(self, parts: Sequence[Ref], device: str) -> Ref:
