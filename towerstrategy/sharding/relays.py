@@ -13,64 +13,58 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy.sharding.builder import Builder, Ref
 
-if TYPE_CHECKING:
-    from towerstrategy.sharding.values import Towers
-
 LEAST = 2**20  # bytes; what is smaller waits for links less than for one more meeting
 FEWEST = 4  # towers
 
+Halves = tuple[tuple[str, ...], ...]
 
-def halves(towers: Towers) -> list[list[str]]:
-    """The towers' devices by half; nothing where that does not pay, or a tower is several."""
-    devices = list(dict.fromkeys(towers.devices))
-    if (towers.on_cpu or len(devices) < FEWEST or len(devices) < len(towers.rows)
-            or max(map(len, towers.rows)) > 1):
-        return []
+
+def halves(rows: Sequence[Sequence[str]]) -> Halves:
+    """The towers' devices by half; none where they are few, or a tower is several or no device's.
+    """
+    devices = tuple(dict.fromkeys(row[0] for row in rows))
+    if len(devices) < max(FEWEST, len(rows)) or max(map(len, rows)) > 1:
+        return ()
     middle = (len(devices) + 1) // 2
-    return [devices[:middle], devices[middle:]]
+    return devices[:middle], devices[middle:]
 
 
-def summed(towers: Towers, parts: Sequence[Ref], device: str, shape: tf.TensorShape | None
-           ) -> list[Ref]:
-    """Parts to add up on ``device``: those of the other half as their sum, if they are large.
+def summed(builder: Builder, both: Halves, parts: Sequence[Ref], device: str,
+           shape: tf.TensorShape | None) -> Sequence[Ref]:
+    """The towers' parts to add up on ``device``: those of the other half as their sum, if large.
 
     Halves of floats cross as they are, as they are rounded once.
     """
-    other = _other_half(halves(towers), device)
-    if not other or len(parts) < len(towers.devices) or shape is None \
-            or parts[0].dtype not in (tf.float32, tf.float64) or not _is_large(parts[0], shape):
-        return list(parts)
-    by_device = dict(zip(towers.devices, parts))
-    leader = other[towers.devices.index(device) % len(other)]
-    there = towers.builder.make("AddN", [by_device.pop(name) for name in other], leader,
-                                "merge/half/AddN")
+    other, devices = _other_half(both, device), sum(both, ())
+    if not other or shape is None or not _is_large(parts[0], shape) \
+            or parts[0].dtype not in (tf.float32, tf.float64):
+        return parts
+    by_device = dict(zip(devices, parts, strict=True))
+    there = builder.make("AddN", [by_device.pop(name) for name in other],
+                         _leader(both, device, other), "merge/half/AddN")
     return [*by_device.values(), there]
 
 
-def hand_on(towers: Towers) -> None:
+def hand_on(builder: Builder, both: Halves) -> None:
     """Sends what is large once to the other half, among the nodes collected so far."""
-    both, builder = halves(towers), towers.builder
-    if not both:
-        return
-    devices = {node.name: node.device for node in builder.nodes}
+    devices = {node.name: node.device for node in builder.nodes} if both else {}
     large = {ref.input: ref for ref, shape in builder.shapes.items()
-             if _is_large(ref, shape) and devices[ref.node] in towers.devices}
+             if _other_half(both, devices.get(ref.node, "")) and _is_large(ref, shape)}
     takers: dict[Ref, dict[str, list[tuple[Any, int]]]] = {}
-    for node in builder.nodes:
+    for node in builder.nodes if large else ():
         for place, text in enumerate(node.input):
             ref = large.get(text)
             if ref is not None and node.device in _other_half(both, devices[ref.node]):
                 takers.setdefault(ref, {}).setdefault(node.device, []).append((node, place))
     for ref, found in takers.items():
         if len(found) > 1:
-            source = towers.devices.index(devices[ref.node])
-            _by_way_of(builder, ref, list(found)[source % len(found)],
+            _by_way_of(builder, ref, _leader(both, devices[ref.node], list(found)),
                        [taker for those in found.values() for taker in those])
 
 
@@ -83,11 +77,14 @@ def _by_way_of(builder: Builder, ref: Ref, leader: str, takers: Sequence[tuple[A
         node.input[place] = handed_on.input
 
 
-def _other_half(both: Sequence[Sequence[str]], device: str) -> Sequence[str]:
+def _other_half(both: Halves, device: str) -> Sequence[str]:
     """The half without ``device``; nothing where it is in none."""
-    if not any(device in half for half in both):
-        return []
-    return next(half for half in both if device not in half)
+    return next((both[1 - place] for place, half in enumerate(both) if device in half), ())
+
+
+def _leader(both: Halves, device: str, others: Sequence[str]) -> str:
+    """Who of the other half takes what ``device`` sends: by number, so that all have a share."""
+    return others[sum(both, ()).index(device) % len(others)]
 
 
 def _is_large(ref: Ref, shape: Sequence[int | None]) -> bool:
