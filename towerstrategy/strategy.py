@@ -77,7 +77,8 @@ class TowerStrategy(kind.Kind):
         variables live, gradients meet and the optimizer runs: ``"cpu"`` (the
         default with several CPU towers), a device string such as ``"GPU:0"``, or ``"balanced"``
         (the default with several GPUs): each variable has one of the towers as its home, chosen by
-        bytes, and lives, merges and updates there.
+        bytes, and lives, merges and updates there.  Where GPUs have no NVLink, steps with many
+        weights wait for these to cross, see docs/merge_device.md.
       shares: for towers that are not as fast as each other: a number for each device, to which its
         rows of every batch are in proportion; ``"measured"``: the towers' times decide, while it
         trains; ``"memory"``: by what each GPU may use; None: as many rows for each.  Only who
