@@ -29,6 +29,7 @@ from towerstrategy.sharding.rules.registry import Plan
 from towerstrategy.sharding.spec import (
     REPLICATED,
     Axes,
+    Blocks,
     ListOf,
     Partial,
     Replicated,
@@ -166,6 +167,7 @@ def _specs_of(array: np.ndarray) -> list[Spec]:
         if size and size % BATCH == 0:
             times = size // BATCH
             specs += [Sharded(dim, times), Sharded(dim, times, "chosen")]
+            specs += [Sharded(dim, times // 2, Blocks(2))] if times % 2 == 0 else []
             specs += [Sharded(dim, None)] if times > 1 else []
     if array.dtype == bool:
         specs += [Partial("and"), Partial("or")]
@@ -181,6 +183,8 @@ def _specs_of(array: np.ndarray) -> list[Spec]:
                     Size(at, int(entry) // BATCH, "chosen"),
                     Size(at, None),
                 ]
+                if entry % (2 * BATCH) == 0:
+                    specs.append(Size(at, int(entry) // BATCH // 2, Blocks(2)))
     return specs
 
 
@@ -395,14 +399,21 @@ def _with_all_parts(claim: Layout) -> Layout:
 
 def _counts(spec: Sharded | Size, rows: tuple[int, ...], size: int) -> list[int]:
     """How many positions each tower has of ``size``."""
-    return [count * (size // BATCH) for count in (CHOSEN[rows] if spec.group else rows)]
+    chosen = spec.group.of if isinstance(spec.group, Blocks) else spec.group
+    return [count * (size // BATCH) for count in (CHOSEN[rows] if chosen else rows)]
+
+
+def _blocks(spec: Sharded | Size) -> int:
+    return spec.group.count if isinstance(spec.group, Blocks) else 1
 
 
 def _pieces(array: np.ndarray, spec: Spec, rows: tuple[int, ...]) -> list[np.ndarray]:
     """What each tower has of an input."""
     if isinstance(spec, Sharded):
-        counts = _counts(spec, rows, array.shape[spec.dim])
-        return np.split(array, np.cumsum(counts)[:-1], axis=spec.dim)
+        blocks = np.split(array, spec.blocks, axis=spec.dim)
+        counts = _counts(spec, rows, array.shape[spec.dim] // spec.blocks)
+        cut = [np.split(block, np.cumsum(counts)[:-1], axis=spec.dim) for block in blocks]
+        return [np.concatenate(pieces, axis=spec.dim) for pieces in zip(*cut)]
     if isinstance(spec, Size):
         pieces = []
         for count in _counts(spec, rows, int(np.ravel(array)[spec.at])):
@@ -452,7 +463,7 @@ def _ill_formed(
     if isinstance(spec, Sharded):
         if wanted.shape[spec.dim] % BATCH and not spec.group:
             return f"{wanted.shape} along {spec.dim} is not the batch's"
-        if spec.times is not None and wanted.shape[spec.dim] != BATCH * spec.times:
+        if spec.times is not None and wanted.shape[spec.dim] != BATCH * spec.times * spec.blocks:
             return f"{wanted.shape} along {spec.dim} is not {spec.times} a row"
         counts = _counts(spec, rows, wanted.shape[spec.dim])
         have = [part.shape[spec.dim] for part in parts]
@@ -469,7 +480,8 @@ def _ill_formed(
             counts = _counts(spec, rows, int(entry)) if at == spec.at else [entry] * len(have)
             if have != counts and (entry != -1 or set(have) != {-1}):  # -1: open, in a shape
                 return f"towers have {have} in place of {counts} in entry {at}"
-        if spec.times is not None and np.ravel(wanted)[spec.at] not in (BATCH * spec.times, -1):
+        times = spec.times and spec.times * _blocks(spec)
+        if times is not None and np.ravel(wanted)[spec.at] not in (BATCH * times, -1):
             return f"{wanted} is not {spec.times} a row"
         return ""
     for tower, part in enumerate(parts):

@@ -15,6 +15,16 @@ from proof_samples import around, case, flags, real, whole
 raw = tf.raw_ops
 
 
+def _twice(x: Any, y: Any) -> Any:
+    """What training does with two views of a batch: forward, a wish for whole rows, and back."""
+    with tf.GradientTape() as tape:
+        tape.watch([x, y])
+        both = tf.concat([x, y], 0)
+        places = tf.range(tf.size(both[:, 0]), dtype=both.dtype)[:, None]
+        loss = tf.reduce_sum(tf.square(both) * places)
+    return tape.gradient(loss, [x, y])
+
+
 def _reshapes() -> None:
     for shape, target in (
         ((6, 4), (-1, 4)),
@@ -114,6 +124,12 @@ def _joints() -> None:
         case("Pack", [real(6, 4), real(6, 4)], axis=axis)
     case("ConcatV2", [real(3, 6, 2), real(3, 6, 6)], 2)
     case("ConcatV2", [real(6, 6), real(6, 6)], 1)
+    case("ConcatV2", [real(6, 4), real(6, 4), real(6, 4)], 0)
+    case("ConcatV2", [real(12, 4), real(12, 4)], 0)
+    around("ConcatV2", _twice, real(6, 4), real(6, 4))
+    for shapes in (([6, 4], [6, 4], [6, 4]), ([4, 6], [4, 6])):
+        axis = shapes[0].index(6)
+        case("ConcatOffset", axis, [np.asarray(shape, np.int32) for shape in shapes])
     around(
         "ConcatV2",
         lambda x, y: raw.ConcatV2(values=[tf.shape(x)[:1], [2], tf.shape(y)[1:]], axis=0),
@@ -134,6 +150,8 @@ def _joints() -> None:
     case("Unpack", np.asarray([4, 6, 3], np.int32), num=3)
     case("SplitV", real(6, 12), np.asarray([6, 6], np.int32), 1, num_split=2)
     case("Split", 0, np.asarray([4, 6], np.int32), num_split=2)
+    for parts in (2, 4):
+        case("Split", 0, real(12, 4), num_split=parts)
 
 
 def _slices() -> None:
@@ -196,6 +214,12 @@ def _slices() -> None:
         ([0, 0], [6, 12]),
     ):
         case("Slice", real(6, 12), begin, size)
+    for begin, size in ((0, 6), (6, 6), (0, 12), (6, -1)):
+        begin = np.asarray([begin, 0], np.int32) if begin else [0, 0]
+        case("Slice", real(12, 4), begin, np.asarray([size, 4], np.int32) if size > 0 else [-1, 4])
+    for between in (lambda x, n: x[n:], lambda x, n: x[:n], lambda x, n: x[n:2 * n],
+                    lambda x, n: x[n:, :2]):
+        around("StridedSlice", between, real(12, 4), np.asarray(6, np.int32))
     around(
         "Slice",
         lambda x: raw.Slice(input=x, begin=[0, 1], size=tf.stack([tf.shape(x)[0], 2])),
@@ -224,6 +248,11 @@ def _slice_gradients(
         title=f"{names} {given}",
     )
     case("StridedSliceGrad", np.asarray(array.shape, np.int32), *places, small, **given)
+    shape, rows = np.asarray([12, 4], np.int32), np.asarray([6], np.int32)
+    case("StridedSliceGrad", shape, rows, [0], [1], real(6, 4), end_mask=1)
+    case("StridedSliceGrad", shape, [0], rows, [1], real(6, 4), begin_mask=1)
+    case("StridedSliceGrad", shape, [0], rows, [1], real(6, 4))
+    case("FloorDiv", np.asarray(12, np.int32), 2)
 
 
 def _pads_and_fills() -> None:

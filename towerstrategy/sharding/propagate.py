@@ -23,6 +23,7 @@ from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     REPLICATED,
     SUM,
+    Blocks,
     ListOf,
     Partial,
     Replicated,
@@ -252,7 +253,8 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
     if isinstance(wanted, Sharded):
         if isinstance(spec, Sharded) and spec == dataclasses.replace(wanted, broadcast=False):
             return True
-        return not wanted.group and not isinstance(spec, ListOf)
+        group = wanted.group.of if isinstance(wanted.group, Blocks) else wanted.group
+        return not group and not isinstance(spec, ListOf)
     if isinstance(wanted, Partial):
         return wanted == Partial("sum") and not isinstance(spec, ListOf)
     if isinstance(wanted, ListOf):

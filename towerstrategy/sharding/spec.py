@@ -23,6 +23,22 @@ from typing import Union
 
 
 @dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Several tensors of a group behind each other, as of ``tf.concat([view, other_view], 0)``.
+
+    A tower has its slice of each block, block by block; so it is each block's slices, not the
+    tensor's, that are in the order of the towers.
+    """
+
+    count: int
+    of: str = ""
+
+    def some(self, count: int) -> str | Blocks:
+        """The group of so many of the blocks."""
+        return self.of if count == 1 else Blocks(count, self.of)
+
+
+@dataclasses.dataclass(frozen=True)
 class Replicated:
     """The same for all towers, made once."""
 
@@ -47,19 +63,24 @@ class Sharded:
       dim: the dimension, counted from the first.
       times: how many consecutive positions an example of the batch has there; None if unknown.
       group: which examples. Empty: those of the batch. Else the name of the operation that has
-        chosen among them, as ``tf.boolean_mask`` does: two tensors go together if their groups
-        are the same.
+        chosen among them, as ``tf.boolean_mask`` does, or :class:`Blocks` of such: two tensors go
+        together if their groups are the same.
       broadcast: in a wish for an input only: a dimension of size 1 is left as it is.
     """
 
     dim: int
     times: int | None = 1
-    group: str = ""
+    group: str | Blocks = ""
     broadcast: bool = False
 
     def at(self, dim: int) -> Sharded:
         """The same examples along another dimension."""
         return dataclasses.replace(self, dim=dim)
+
+    @property
+    def blocks(self) -> int:
+        """How many tensors of the group are behind each other along ``dim``."""
+        return self.group.count if isinstance(self.group, Blocks) else 1
 
     def goes_with(self, other: Sharded) -> bool:
         """Whether each tower has the same positions of both, where they are of one size."""
@@ -90,7 +111,7 @@ class Size:
 
     at: int = 0
     times: int | None = 1
-    group: str = ""
+    group: str | Blocks = ""
     known: tuple[int | None, ...] | None = None
 
     def moved(self, at: int) -> Size:

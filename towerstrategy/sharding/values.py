@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding import relays
+from towerstrategy.sharding import blocks, relays
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.spec import ListOf, Partial, Replicated, Sharded, Size, Spec
@@ -380,6 +380,8 @@ class Value:
             return self._total(parts, self.spec.at)
         whole = parts[0]
         if isinstance(self.spec, Sharded):
+            if self.spec.blocks > 1:
+                return blocks.gathered(self, self.spec, device)
             towers.note("gather")
             if len(parts) > 1:
                 axis = towers.builder.constant(self.spec.dim, tf.int32, device)
@@ -416,6 +418,9 @@ class Value:
         if wanted.broadcast and self.shape[wanted.dim] == 1:
             return Value(towers, wanted, self.shape, self.whole)
         towers.note("cut")
+        if wanted.blocks > 1:
+            return Value(towers, wanted, self.shape, self.whole,
+                         lambda tower: blocks.cut(self, wanted, tower))
 
         def part(tower: int) -> Ref:
             build, device = towers.builder, towers.devices[tower]
@@ -424,7 +429,7 @@ class Value:
                 return whole
             begin, size = towers.offset(tower), towers.count(tower)
             if wanted.times != 1 or wanted.broadcast and self.shape[wanted.dim] is None:
-                rows = self._rows_in(wanted.dim)
+                rows = self.rows_in(wanted.dim)
                 times = build.make("FloorDiv", [rows, towers.total()], towers.host)
                 begin = build.make("Mul", [begin, times], towers.host)
                 size = build.make("Mul", [size, times], towers.host)
@@ -440,7 +445,8 @@ class Value:
 
         return Value(towers, wanted, self.shape, self.whole, part)
 
-    def _rows_in(self, dim: int) -> Ref:
+    def rows_in(self, dim: int) -> Ref:
+        """How many positions it has along a dimension."""
         build, device = self.towers.builder, self.towers.host
         if self.shape[dim] is not None:
             return build.constant(self.shape[dim], tf.int64, device)

@@ -4,6 +4,7 @@ Goes in: nothing.  Comes out: :mod:`registry`, filled: each file registers its r
 """
 
 from towerstrategy.sharding.rules import (
+    blocks as blocks,
     contractions as contractions,
     draws as draws,
     elementwise as elementwise,

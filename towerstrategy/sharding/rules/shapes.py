@@ -15,7 +15,16 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import HOST, Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, Axes, ListOf, Partial, Sharded, Size, Spec
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    Axes,
+    Blocks,
+    ListOf,
+    Partial,
+    Sharded,
+    Size,
+    Spec,
+)
 
 
 def _size_of(spec: Sharded, shape: tf.TensorShape) -> Size:
@@ -274,6 +283,8 @@ def range_(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The numbers of the rows: each tower's start where the one before ends."""
     limit = specs[1]
     if not isinstance(limit, Size) or any(isinstance(specs[at], Size) for at in (0, 2)):
+        return None
+    if isinstance(limit.group, Blocks):
         return None
     if op.value(0) is None or int(op.value(0)) or op.value(2) is None or int(op.value(2)) != 1:
         return None

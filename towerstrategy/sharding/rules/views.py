@@ -12,11 +12,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy.sharding.rules import shapes
+from towerstrategy.sharding.rules import blocks, shapes
 from towerstrategy.sharding.rules.elementwise import is_plain
 from towerstrategy.sharding.rules.entries import entries_of, sizes_of
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Partial, Sharded, Size, Spec
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    SUM,
+    Blocks,
+    ListOf,
+    Partial,
+    Sharded,
+    Size,
+    Spec,
+)
 
 
 @rule("Reshape", light=True)
@@ -198,9 +207,12 @@ def concat(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return Plan([*specs[:-1], REPLICATED], [SUM])
     axes = op.axes(len(specs) - 1, op.out_rank())
     found = _side_by_side(op, specs, len(specs) - 1, op.out_rank())
-    if found is None or axes is None or axes[0] == found[1].dim:
+    if found is None or axes is None:
         return None
-    return Plan([*found[0], REPLICATED], [found[1]])
+    if axes[0] != found[1].dim:
+        return Plan([*found[0], REPLICATED], [found[1]])
+    several = blocks.behind_each_other(found[1], len(specs) - 1)
+    return Plan(specs, [several]) if several and set(specs[:-1]) == {found[1]} else None
 
 
 @rule("Pack")
@@ -240,10 +252,13 @@ def split(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, axes = specs[value], op.axes(axis, op.rank(value))
     if isinstance(spec, Size) and op.type == "SplitV":
         return shapes.split_of_size(op, specs)
-    if not isinstance(spec, Sharded) or axes is None or axes[0] == spec.dim:
+    if not isinstance(spec, Sharded) or axes is None:
         return None
     takes: list[Spec] = [REPLICATED] * len(specs)
     takes[value] = spec
+    if axes[0] == spec.dim:
+        part = blocks.part(spec, len(op.outputs)) if op.type == "Split" else None
+        return Plan(takes, [part] * len(op.outputs)) if part else None
     return Plan(takes, [spec] * len(op.outputs))
 
 
@@ -257,7 +272,8 @@ def strided_slice(op: Op, specs: Sequence[Spec]) -> Plan | None:
     place = sliced(op, spec.dim, op.rank(0))
     if place is not None:
         return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [spec.at(place)])
-    return _sliced_to_size(op, spec, specs[2]) or _first_rows(op, spec)
+    return (_sliced_to_size(op, spec, specs[2]) or blocks.strided_slice(op, spec, specs)
+            or _first_rows(op, spec))
 
 
 def _first_rows(op: Op, spec: Sharded) -> Plan | None:
@@ -265,6 +281,7 @@ def _first_rows(op: Op, spec: Sharded) -> Plan | None:
     begin, end, steps = (op.value(index) for index in (1, 2, 3))
     masks = any(op.attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis", "end"))
     if begin is None or end is None or steps is None or masks or len(begin) <= spec.dim \
+            or spec.blocks > 1 \
             or steps[spec.dim] != 1 or end[spec.dim] <= 0 \
             or not op.attr("begin_mask") >> spec.dim & 1 and begin[spec.dim] != 0:
         return None
@@ -285,11 +302,16 @@ def _first_rows(op: Op, spec: Sharded) -> Plan | None:
     return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [REPLICATED], make)
 
 
+def _counts(size: Size, spec: Sharded) -> bool:
+    """Whether a size, in the place of the rows, is how many positions there are along the rows."""
+    return size.times is not None and size.at == spec.dim and size.shards(spec.dim) == spec
+
+
 def _sliced_to_size(op: Op, spec: Sharded, end: Spec) -> Plan | None:
     """A strided slice from 0 to the number of rows: all of them."""
     begin, steps = entries_of(op.inputs[1]), entries_of(op.inputs[3])
     masks = any(op.attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis"))
-    if not isinstance(end, Size) or end.at != spec.dim or end.shards(spec.dim) != spec or masks \
+    if not isinstance(end, Size) or not _counts(end, spec) or masks \
             or begin is None or steps is None or begin[spec.dim] != 0 or steps[spec.dim] != 1:
         return None
     return Plan([spec, REPLICATED, end, REPLICATED], [spec])
@@ -329,6 +351,11 @@ def strided_slice_grad(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(size, Size) or not isinstance(gradient, Sharded) \
             or op.inputs[0].shape.rank != 1:
         return None
+    if isinstance(size.group, Blocks):
+        plan = blocks.strided_slice(op, size.shards(size.at), specs[:-1])
+        if plan is None or plan.gives != [gradient]:
+            return None
+        return Plan([size, *plan.takes[1:], gradient], [size.shards(size.at)])
     if (gradient.times, gradient.group) != (size.times, size.group):
         return None
     if isinstance(specs[2], Size):
@@ -347,10 +374,12 @@ def slice_(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return shapes.piece_of_size(op, specs)
     spec, begin = specs[0], entries_of(op.inputs[1])
     size = shapes.static_sizes(op, 2, specs[2])
+    if isinstance(spec, Sharded) and spec.blocks > 1:
+        return blocks.slice_(op, spec, specs)
     if not isinstance(spec, Sharded) or begin is None or begin[spec.dim] != 0:
         return None
     if isinstance(specs[2], Size):
-        whole = specs[2].at == spec.dim and specs[2].shards(spec.dim) == spec
+        whole = _counts(specs[2], spec)
         return Plan([spec, REPLICATED, specs[2]], [spec]) if whole else None
     if size is None or size[spec.dim] != -1:
         return None
@@ -405,7 +434,8 @@ def tile(op: Op, specs: Sequence[Spec]) -> Plan | None:
             if isinstance(times, Size) or sizes is None or sizes[value.dim] != 1:
                 return None
         elif int(known[value.dim]) != 1:
-            return None
+            several = blocks.behind_each_other(value, int(known[value.dim]))
+            return Plan([value, REPLICATED], [several]) if several else None
         return Plan([value, REPLICATED], [value])
     if isinstance(times, Size) and is_plain(value) and times.times is not None:
         own = op.inputs[0].shape[times.at] if op.rank(0) is not None else None
