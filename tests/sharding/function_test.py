@@ -149,6 +149,23 @@ class FunctionTest(parameterized.TestCase):
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "must be of one batch"):
             both(*datasets(4, 5))
 
+    def test_an_assertion_over_rows(self):
+        """Else a batch with a bad row is trained on, or gathered to be looked at."""
+        strategy = strategy_of(3)
+        with strategy.scope():
+            total = tf.Variable(0.0)
+
+        @strategy.function
+        def step(x):
+            tf.debugging.assert_less(x, 9.0, "too large a number")
+            total.assign_add(tf.reduce_sum(x))
+
+        step(strategy.split(X[:9]))
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "too large a number"):
+            step(strategy.split(X))
+        self.assertEqual(total, 36)
+        self.assertEmpty(strategy.extended.done_with_all_rows)
+
     @parameterized.parameters(1, 3)
     def test_input_signature(self, towers):
         """Else a signature written for one device is refused, or traced for each batch."""

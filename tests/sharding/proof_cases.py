@@ -50,6 +50,15 @@ def _quantized() -> None:
             type, real(3, 6), real(6, low=-1.0, high=0.0), real(6), *bits, range_given=True, axis=1
         )
 
+    def single(*shape: int) -> np.ndarray:
+        return real(*shape, low=-1.0, dtype=np.float32)
+
+    for channels, where in (([], "Vars"), ([6], "VarsPerChannel")):
+        low, high = np.full(channels, -0.5, np.float32), np.full(channels, 0.4, np.float32)
+        for shape in ((6, 6), (12, 2, 3, 6)):
+            case(f"FakeQuantWithMinMax{where}", single(*shape), low, high)
+            case(f"FakeQuantWithMinMax{where}Gradient", single(*shape), single(*shape), low, high)
+
 
 def _two(type: str, make: Callable[..., np.ndarray], second: Any = None) -> None:
     """Operands of one shape, and such as are broadcast."""
@@ -403,7 +412,13 @@ def _reductions() -> None:
         case(type, real(6, 12), 0)
     case("L2Loss", real(6, 4))
     case("L2Loss", real(3, 12))
+    around("Assert", _checked, real(6, 4))
     _along_axes()
+
+
+def _checked(x: tf.Tensor) -> tf.Tensor:
+    with tf.control_dependencies([raw.Assert(condition=tf.reduce_all(x > 0), data=[x, "all"])]):
+        return tf.identity(x)
 
 
 def _along_axes() -> None:
@@ -412,6 +427,9 @@ def _along_axes() -> None:
             case(type, real(6, 12), axis, exclusive=axis == 1, reverse=axis == -1)
     for axes in ([0], [1], [], [-1, 0]):
         case("ReverseV2", real(6, 12), axes)
+    for attrs in ({"seq_dim": 1}, {"seq_dim": 0, "batch_dim": 1}, {"seq_dim": 2}):
+        lengths = whole(12 if "batch_dim" in attrs else 6, low=1)
+        case("ReverseSequence", real(6, 12, 6), lengths, **attrs)
     case("Roll", real(6, 12), 2, 1)
     case("Roll", real(6, 12), [1, 2], [0, 1])
     case("Roll", real(6, 12), whole(), 1)

@@ -53,6 +53,9 @@ def _matrices() -> None:
     for type in ("MatrixSetDiagV2", "MatrixSetDiagV3"):
         case(type, real(6, 3, 6), real(6, 3), 0)
         case(type, real(6, 3, 6), real(6, 2, 3), [0, 1])
+    case("Cross", real(6, 2, 3), real(6, 2, 3))
+    for type in ("LowerBound", "UpperBound"):
+        case(type, np.sort(real(6, 12)), real(6, 12))
     for number in ("", "2D", "3D"):
         for shape in ((6, 4), (6, 12, 4), (6, 3, 6, 4)):
             if len(shape) < int(number[:1] or 1):

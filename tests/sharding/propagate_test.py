@@ -42,6 +42,17 @@ class PropagateTest(absltest.TestCase):
         """A value of some rows would pass for that of all."""
         self.assertEqual(_outputs(lambda x: tf.sort(x, axis=0), ROWS), [REPLICATED])
 
+    def test_gradients_of_matrices_keep_rows(self):
+        """A Gaussian's Cholesky factors would be gathered, as of the zeros that TensorFlow puts
+        in their diagonals' places the rank is unknown."""
+        def gradient(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                matrix = tf.linalg.set_diag(x, tf.ones_like(x[:, 0])) ** 2
+            return tape.gradient(matrix, x)
+
+        self.assertEqual(_outputs(gradient, ([None, 3, 3], Sharded(0))), [Sharded(0)])
+
     def test_a_loop_that_adds_rows_to_a_constant_shards_it(self):
         """A recurrent layer's state would be gathered at each of its steps."""
         def loop(x, w):

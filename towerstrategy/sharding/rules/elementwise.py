@@ -179,6 +179,22 @@ def quantize(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec])
 
 
+@rule("FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVarsPerChannel",
+      "FakeQuantWithMinMaxVarsGradient", "FakeQuantWithMinMaxVarsPerChannelGradient")
+def fake_quantize(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Within one range, or one for each place in the last dimension, whose gradient is a sum."""
+    *data, low, high = specs
+    found = {spec for spec in data if isinstance(spec, Sharded)}
+    ranks = op.rank(0), op.rank(-1)
+    if len(found) != 1 or not is_plain(low) or not is_plain(high) or None in ranks:
+        return None
+    (spec,) = found
+    if spec.dim == ranks[0] - ranks[1]:
+        return None
+    return Plan([*[spec] * len(data), REPLICATED, REPLICATED],
+                [spec, *[SUM] * (len(op.outputs) - 1)])
+
+
 @rule(*BINARY, light=True)
 def binary(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if any(isinstance(spec, ListOf) for spec in specs):
@@ -219,6 +235,14 @@ def ensure_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(spec, Sharded) or shape.rank is not None and shape[spec.dim] is not None:
         return None
     return Plan(specs, [spec])
+
+
+@rule("Assert")
+def check(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """All towers, and all machines, know whether it fails; each shows rows of its own."""
+    if not is_plain(specs[0]) or not any(isinstance(spec, Sharded) for spec in specs):
+        return None
+    return Plan([spec if isinstance(spec, Sharded) else REPLICATED for spec in specs], [])
 
 
 @rule("IdentityN")

@@ -1,4 +1,4 @@
-"""Operations on matrices, on the last dimension or the last two, and Fourier transforms.
+"""Operations on vectors and matrices, the last dimension or two, and Fourier transforms.
 
 Goes in: an operation.  Comes out: its plan.  Examples stay where they are in front of these
 dimensions; along them nothing is done in parts.
@@ -18,7 +18,8 @@ _LAST = {**dict.fromkeys(("FFT", "IFFT", "RFFT", "IRFFT"), 1),
          **dict.fromkeys(("FFT3D", "IFFT3D", "RFFT3D", "IRFFT3D"), 3)}
 
 
-def _in_front(op: Op, specs: Sequence[Spec], last: Sequence[int]) -> Plan | None:
+def _in_front(op: Op, specs: Sequence[Spec], last: Sequence[int],
+              broadcasts: bool = True) -> Plan | None:
     """Each example for itself.
 
     Args:
@@ -26,12 +27,14 @@ def _in_front(op: Op, specs: Sequence[Spec], last: Sequence[int]) -> Plan | None
       specs: the specs of its inputs.
       last: for each of the first inputs how many dimensions an example has; those all have the same
         dimensions in front. Further inputs are the same for all towers.
+      broadcasts: whether the operation takes other dimensions in front, too; where it does not all
+        have those of the first input, be they known or not.
     """
     found = {spec for spec in specs[:len(last)] if isinstance(spec, Sharded)}
     if len(found) != 1 or not all(map(is_plain, specs[len(last):])):
         return None
     (spec,) = found
-    for index, own in enumerate(last):
+    for index, own in enumerate(last if broadcasts else last[:1]):
         rank = op.rank(index)
         if rank is None or spec.dim >= rank - own:
             return None
@@ -70,13 +73,13 @@ def matrix_of_diagonals(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("MatrixSetDiag")
 def set_diagonal(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _in_front(op, specs, [2, 1])
+    return _in_front(op, specs, [2, 1], broadcasts=False)
 
 
 @rule("MatrixSetDiagV2", "MatrixSetDiagV3")
 def set_diagonals(op: Op, specs: Sequence[Spec]) -> Plan | None:
     last = _diagonal_dims(op, 2)
-    return None if last is None else _in_front(op, specs, [2, last])
+    return None if last is None else _in_front(op, specs, [2, last], broadcasts=False)
 
 
 def _diagonal_dims(op: Op, index: int) -> int | None:
@@ -95,6 +98,11 @@ def of_two_matrices(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("MatrixSolveLs", "TridiagonalSolve")
 def solved(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return _in_front(op, specs, [2, 2])
+
+
+@rule("Cross", "LowerBound", "UpperBound")
+def of_two_vectors(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return _in_front(op, specs, [1, 1], broadcasts=False)
 
 
 @rule(*_LAST)

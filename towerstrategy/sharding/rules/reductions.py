@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.sharding.rules import shapes
-from towerstrategy.sharding.rules.elementwise import aligned
+from towerstrategy.sharding.rules.elementwise import aligned, is_plain
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded, Size, Spec
 
@@ -118,6 +118,19 @@ def along_an_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(spec, Sharded) or axes is None or spec.dim in axes:
         return None
     return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec])
+
+
+@rule("ReverseSequence")
+def reverse_sequence(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Each sequence for itself, with its length."""
+    spec, lengths = specs
+    batch, along = op.attr("batch_dim"), op.attr("seq_dim")
+    if isinstance(lengths, Sharded):
+        rows = lengths.at(batch)
+        return None if isinstance(spec, Sharded) and spec != rows else Plan([rows, lengths], [rows])
+    if not isinstance(spec, Sharded) or spec.dim == along or not is_plain(lengths):
+        return None
+    return Plan([spec, spec.at(0) if spec.dim == batch else REPLICATED], [spec])
 
 
 @rule("Softmax", "LogSoftmax", "TopKV2", "InTopKV2", "NthElement")
