@@ -20,7 +20,7 @@ from towerstrategy.variables import one_copy
 
 TABLES = {"keras": {**keras3_hooks.HOOKS, **keras3_hooks.STAGES},
           "tf_keras": {**tf_keras_hooks.HOOKS, **tf_keras_hooks.STAGES}}
-
+ENTRIES = {"keras": keras3_names.ENTRIES, "tf_keras": tf_keras_names.ENTRIES}
 MARK = "_towerstrategy_original"
 
 
@@ -44,6 +44,7 @@ class HooksTest(parameterized.TestCase):
         hooked = owner.__dict__[name]
         if why.in_models:
             self.assertFalse(hasattr(hooked, MARK))
+            self.assertIn(name, ENTRIES[package])
             return
         original = getattr(hooked, MARK)
         self.assertEqual(original.__module__.split(".")[0], package)

@@ -24,8 +24,8 @@ class Hook(NamedTuple):
     """What is put in the place of a name of Keras: made of the original, and why.
 
     Attributes:
-      in_models: whether it is put into a strategy's models, as their entries are, and Keras' own
-        class left as it is.
+      in_models: whether it is put into a strategy's models, and Keras' own class left as it is. The
+        name is to stand in that Keras' ``names.ENTRIES``, too.
     """
 
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -48,7 +48,7 @@ def install(table: Mapping[tuple[Any, str], Hook]) -> None:
     """
     for owner, name in table:
         if name not in owner.__dict__:
-            raise MovedError(f"{getattr(owner, '__name__', owner)}.{name}")
+            raise MovedError(f"{_tf.owner_name(owner)}.{name}")
     for (owner, name), hook in table.items():
         if hook.in_models:
             _in_models[owner, name] = hook
