@@ -75,6 +75,14 @@ class DescribeTest(parameterized.TestCase):
         for copied in (copy.deepcopy(text), pickle.loads(pickle.dumps(text))):
             self.assertEqual((copied, copied._repr_html_()), (text, text._repr_html_()))
 
+    def test_what_is_done_with_all_rows(self):
+        """Else somebody whose step is slow cannot see which operation of which line gathers."""
+        strategy = TowerStrategy(TOWERS)
+        strategy.function(lambda x: tf.sort(x, axis=0))(strategy.split(np.ones([6, 2], "f4")))
+        *_, header, _, row = strategy.describe().splitlines()
+        self.assertStartsWith(header, "done with all rows  bytes an example")
+        self.assertRegex(row, r"^TopKV2 +8 .*report_test.py:\d+$")
+
     @parameterized.parameters(None, types.SimpleNamespace(get_ipython=lambda: None))
     def test_is_plain_text_elsewhere(self, shell):
         """Else R, which takes a str but nothing derived from it, gets an object it cannot print."""

@@ -42,7 +42,7 @@ def describe(strategy: tf.distribute.Strategy, state: Sequence[tuple[str, str, s
             ("Stages of the model", ("stage", "bytes", "layers"), stages, (1,)),
             ("State of the model", ("state", "kept", "merged"), state, ()),
             ("Done once, with the rows of all towers", (
-                "operation", "bytes an example", "first one", "line"), done_once, (1,))):
+                "done with all rows", "bytes an example", "first one", "line"), done_once, (1,))):
         if lines:
             text += f"\n\n{title}\n{table(header, lines, numbers)}"
             page += _page(title, header, lines, numbers)

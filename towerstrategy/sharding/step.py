@@ -278,6 +278,6 @@ def _report(strategy: Any, layout: propagate.Layout) -> None:
     for operation, gathered in layout.all_fallbacks():
         if operation.type not in known:
             known[operation.type] = operation.name, gathered, _tf.line_of(operation)
-            _log.info("%s (%s) is done once, with the rows of all towers, as it has no rule for "
-                      "them: %d bytes an example are gathered. %s", operation.type,
+            _log.info("%s (%s) is done once, with the rows of all towers, as no rule does it in "
+                      "parts: %d bytes an example are gathered. %s", operation.type,
                       *known[operation.type])
