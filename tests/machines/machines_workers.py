@@ -173,7 +173,7 @@ def looped(strategy, kit):
 
 
 def function(strategy, _):
-    """``strategy.function``: rows that are chosen, sorted, drawn, counted, doubled; one row alone."""
+    """``strategy.function``: rows that are chosen, sorted, drawn, counted, doubled; and one row."""
     def step(x):
         chosen = tf.boolean_mask(x, x[:, 0] > 0.5)
         views = tf.concat([x, x * x], 0)
