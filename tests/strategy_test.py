@@ -290,18 +290,6 @@ class ScopeTest(parameterized.TestCase):
 class JitCompileTest(parameterized.TestCase):
 
     @parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
-    def test_micro_batches_are_refused_before_training(self, library):
-        """Else the parts run side by side, and the memory that they were to save is taken."""
-        strategy = towerstrategy.TowerStrategy(["CPU:0"], micro_batches=2)
-        with strategy.scope():
-            model = library.Sequential([library.layers.Input([3]), library.layers.Dense(1)])
-        with strategy.scope(), self.assertRaisesRegex(
-                ValueError, "jit_compile=True does not go with micro_batches=2"):
-            model.compile("sgd", "mse", jit_compile=True)
-        with self.assertRaisesRegex(ValueError, "jit_compile=True does not go with"):
-            strategy.run(tf.function(lambda: tf.constant(1.), jit_compile=True))
-
-    @parameterized.named_parameters(("keras", keras), ("tf_keras", tf_keras))
     def test_one_tower_trains(self, library):
         """Else one tower loses XLA for nothing."""
         with towerstrategy.TowerStrategy(["CPU:0"]).scope():

@@ -3,7 +3,9 @@
 Models are tiny: each compilation takes seconds.
 """
 
+import collections
 import contextlib
+import re
 from unittest import mock
 
 import keras
@@ -93,6 +95,41 @@ class KerasTest(parameterized.TestCase):
         with marked() as operations:
             assert_same(results(model), wanted)
         self.assertContainsSubset({"MatMul", "TanhGrad"}, {one.type for one in operations})
+
+    @parameterized.parameters("CPU:1", "balanced")
+    def test_stretches_begin_when_their_tower_can(self, merge_device):
+        """Lost otherwise: towers at the same time. One that is compiled together with a sum of all
+        towers' gradients begins when the others have ended."""
+        strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2", "CPU:3"], merge_device)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input([3]), dense(keras, 4, "tanh"), dense(keras, 1)])
+            model.compile(keras.optimizers.Adam(clipnorm=1.), "mse", jit_compile=True)
+        with marked() as operations:
+            model.train_on_batch(ROWS, TARGETS)
+        owners = collections.defaultdict(set)
+        for one in operations:
+            owners[one.get_attr("_XlaScope")].add(
+                (re.search(r"tower_\d_CPU_\d|tower_update", one.name) or "nobody")[0])
+        self.assertTrue(all(len(names) == 1 for names in owners.values()), owners)
+        self.assertSetEqual(set().union(*owners.values()), {
+            "tower_0_CPU_1", "tower_1_CPU_2", "tower_2_CPU_3", "tower_update"})
+
+    @wide.product(kit=(keras, tf_keras), devices=(
+        (["CPU:1", "CPU:2"], 2), (["CPU:0"], 3), ([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]], 1),
+        ([["CPU:1", "CPU:2"]], 3)))
+    def test_micro_batches_and_stages(self, kit, devices):
+        """Lost otherwise: XLA for models that need less memory; or micro-batches as one stretch,
+        which take the memory that they were to save."""
+        def layers():
+            return [dense(kit, 4, "tanh"), kit.layers.Dropout(.2, seed=2), dense(kit, 3, "tanh"),
+                    dense(kit, 1)]
+
+        wanted = results(model_of(kit, layers, None, False))
+        strategy = towerstrategy.TowerStrategy(devices[0], micro_batches=devices[1])
+        with marked() as operations:
+            assert_same(results(model_of(kit, layers, strategy, True)), wanted)
+        towers = {one.get_attr("_XlaScope").decode().rpartition(" ")[0] for one in operations}
+        self.assertLen(towers - {"tower_update"}, len(strategy.extended.worker_devices))
 
     @pytest.mark.wide
     def test_rows_of_several_sizes(self):

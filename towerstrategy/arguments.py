@@ -125,8 +125,6 @@ def check_options(strategy: Any, input_signature: Any, autograph: Any, jit_compi
     for name, value in (("autograph", autograph), ("reduce_retracing", reduce_retracing)):
         refused.check_type(name, value, bool, "True or False")
     refused.check_type("jit_compile", jit_compile, (bool, type(None)), "True, False or None")
-    if jit_compile:
-        strategy.extended.placement.check_compiles()
 
 
 def check_sharded(strategy: tf.distribute.Strategy, bound: dict[str, Any]) -> None:

@@ -48,7 +48,8 @@ class TowerExtended(_tf.StrategyExtended):
         self._cluster_resolver = cluster_resolver  # what TensorFlow's Strategy gives for its own
         super().__init__(container_strategy)
         self.homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows)
-        self.stages, self.xla = Stages(placement), xla.Xla(placement.towers)
+        self.stages, self.xla = Stages(placement), xla.Xla(
+            {*placement.towers, *itertools.chain(*placement.rows)})
         # Living variables by their ids: all, and those that are written where towers cannot meet.
         self._tracked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._written_alone: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -79,6 +80,11 @@ class TowerExtended(_tf.StrategyExtended):
     def compiles(self) -> bool:
         """Whether XLA compiles what the towers do in the functions that are traced here."""
         return self._modes.compiles
+
+    @property
+    def compiles_whole(self) -> bool:
+        """Whether XLA can compile a step as a whole, as no device or machine has a part of it."""
+        return self.workers is None and self.placement.compiles
 
     @contextlib.contextmanager
     def step(self, compiles: bool = False) -> Iterator[None]:

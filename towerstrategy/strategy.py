@@ -187,7 +187,6 @@ class TowerStrategy(kind.Kind):
 
         Raises:
           TypeError: ``func`` is no function; options of a wrong type.
-          ValueError: ``jit_compile=True`` with ``micro_batches``.
           NotImplementedError: towers of several stages.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:3])

@@ -1,9 +1,12 @@
-"""XLA for what the towers do (``jit_compile=True``).
+"""XLA for what the towers do, and for the update (``jit_compile=True``).
 
 Goes in: the operations of a partitioned step, or of what ``strategy.run`` was given.  Comes out:
 the same, those marked that XLA is to compile.  TensorFlow makes a function of marked operations
 that hang together on a device, and compiles it for each shape that comes again; what comes once, a
 remainder say, runs as it is.
+
+Such a function begins when all its inputs are there.  So it is of one tower or micro-batch, or of
+the update: together with a sum, a tower's work would wait for all of another tower's.
 
 What stays outside: random numbers, which are those of one device without XLA; variables; lists of
 tensors; small numbers made of small numbers; and what XLA does not have, which is said once a type.
@@ -12,7 +15,7 @@ tensors; small numbers made of small numbers; and what XLA does not have, which 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -38,6 +41,14 @@ class Xla:
         self._devices = [tf.DeviceSpec.from_string(device).to_string() for device in devices]
         self._missing: set[str] = set()  # types of operations, which were said once
 
+    @staticmethod
+    def by_default(kinds: Collection[str]) -> bool:
+        """Whether XLA compiles where nobody says, on towers of these kinds of device.
+
+        It does on GPUs and does not on CPUs, as for a model of Keras 3 without a strategy.
+        """
+        return "CPU" not in kinds
+
     def mark(self, graph: tf.Graph, operations: Iterable[tf.Operation] | None = None
              ) -> None:
         """Marks those of ``operations``, where none are given of ``graph``, that XLA can compile.
@@ -48,9 +59,10 @@ class Xla:
             if here is None or _is_small(operation):
                 continue
             if here.compile(operation):
-                if tf.variant not in {tensor.dtype for tensor in (*operation.inputs,
-                                                                  *operation.outputs)}:
-                    _tf.compile_by_xla(operation, f"tower {operation.device}")
+                owner = scopes.owner_in(operation.name)
+                if owner and tf.variant not in {tensor.dtype for tensor in (*operation.inputs,
+                                                                            *operation.outputs)}:
+                    _tf.compile_by_xla(operation, f"{owner} {operation.device}")
                 continue
             kind = here.missing(operation.node_def)
             if kind and kind not in self._missing and not operation.op_def.is_stateful:

@@ -11,6 +11,7 @@ from absl.testing import parameterized
 import small_models
 import wide
 from towerstrategy import TowerStrategy
+from towerstrategy.placement import devices as devices_lib
 from towerstrategy.variables import one_copy, tower_local
 
 IN_TURN = wide.turns(*small_models.KERAS)
@@ -289,22 +290,29 @@ class RefusedTest(parameterized.TestCase):
         model.compile("sgd", "mse")
         fit(model)
 
-    def test_auto_jit_compile_is_off_under_a_strategy(self):
-        """Lost otherwise: compile("auto") of a model built outside, on a machine with a GPU."""
-        model = small_models.make(keras, "functional")
+    def test_auto_jit_compile(self):
+        """Else XLA is lost on GPU towers, which a GPU without a strategy has; or CPU towers, which
+        gain nothing by it, get it on a machine with a GPU."""
         gpu = mock.Mock(device_type="GPU")
-        with mock.patch.object(tf.config, "list_physical_devices", lambda *_: [gpu]):
-            model.compile("sgd", "mse")
-            self.assertTrue(model.jit_compile)
-            with self.assertLogs("towerstrategy", "INFO") as logged:
-                self.strategy.adopt(model)
-            self.assertIn("jit_compile was turned off", logged.output[-1])
-            self.assertFalse(model.jit_compile)
-            model = small_models.make(keras, "functional")
-            with self.strategy.scope():
+        for kind, wanted in ("GPU", True), ("CPU", False):
+            with mock.patch.object(tf.config, "list_physical_devices", lambda *_: [gpu]), \
+                    mock.patch.object(devices_lib.Placement, "kinds", frozenset({kind})):
+                strategy = TowerStrategy(["CPU:1", "CPU:2"], "CPU:0")
+                model = small_models.make(keras, "functional")
+                with strategy.scope():
+                    model.compile("sgd", "mse")
+                self.assertIs(model.jit_compile, wanted)
+                fit(model)
+                model = small_models.make(keras, "functional")
                 model.compile("sgd", "mse")
-            self.assertFalse(model.jit_compile)
-        fit(model)
+                strategy.adopt(model)
+                self.assertTrue(model.jit_compile)  # as it was compiled
+        with mock.patch.object(devices_lib.Placement, "kinds", frozenset({"GPU"})), \
+                TowerStrategy(["CPU:1", "CPU:2"], "CPU:0").scope():
+            model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+            model.layers[0].supports_jit = False
+            model.compile("sgd", "mse")
+        self.assertFalse(model.jit_compile)
 
     def test_no_model(self):
         """Lost otherwise: what was given in place of a model."""

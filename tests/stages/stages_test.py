@@ -567,15 +567,6 @@ class RefusedTest(parameterized.TestCase):
                             "machines, but the cluster .* 2 workers: one:1234, two:1234"):
             TowerStrategy([["CPU:1", "CPU:2"]], cluster_resolver=resolver)
 
-    @IN_TURN
-    def test_xla(self, kit):
-        """Else XLA is asked to compile for several devices, and fails in a way of its own."""
-        strategy = TowerStrategy([["CPU:1", "CPU:2"]])
-        with strategy.scope():
-            model = deep(kit)
-            with self.assertRaisesRegex(ValueError, "jit_compile=True does not go with a tower of"):
-                model.compile("sgd", "mse", jit_compile=True)
-
 
 if __name__ == "__main__":
     absltest.main()

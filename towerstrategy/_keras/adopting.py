@@ -24,25 +24,16 @@ _log = logging.getLogger("towerstrategy")
 _COUNTERS = ("_train_counter", "_test_counter", "_predict_counter")
 
 
-def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any,
-          compiling: bool = False) -> Any:
-    """See ``TowerStrategy.adopt``; ``compiling`` says that ``compile`` does it.
-
-    Keras does not remember whether ``"auto"`` or the user has chosen XLA, so that only in
-    ``compile``, where ``"auto"`` means none for a strategy's model, it is the user's choice.
-    """
+def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
+    """See ``TowerStrategy.adopt``."""
     check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
     resident, local = adopt_state(strategy, model, names)
     setattr(model, names.OWNER, strategy)
     hooks.enter_with(model, names.ENTRIES)
-    without_xla = (bool(model._jit_compile) and not compiling
-                   and not strategy.extended.placement.compiles)
-    if without_xla:
-        model._jit_compile = False
     strategy.extended.homes.spread(resident)
     # Functions traced before know nothing of towers.
     names.forget_functions(model)
-    _log.info("%s", _sentence(strategy, model, resident, local, without_xla))
+    _log.info("%s", _sentence(strategy, model, resident, local))
     return model
 
 
@@ -139,7 +130,7 @@ def check_trains_on_towers(model: Any, scope: tf.distribute.Strategy) -> None:
 
 
 def _sentence(strategy: tf.distribute.Strategy, model: Any, resident: list[Any],
-              local: list[Any], without_xla: bool) -> str:
+              local: list[Any]) -> str:
     """What ``adopt`` logs."""
     homes: dict[str, int] = {}
     for variable in resident:
@@ -149,5 +140,4 @@ def _sentence(strategy: tf.distribute.Strategy, model: Any, resident: list[Any],
                       for home, size in homes.items()) or "none built yet"
     return (f"adopted model {model.name!r} for {strategy.extended.placement.title}: "
             f"{len(resident)} variables with one copy ({where}), "
-            f"{len(local)} tower-local ones."
-            + (" jit_compile was turned off: XLA compiles for one device." if without_xla else ""))
+            f"{len(local)} tower-local ones.")

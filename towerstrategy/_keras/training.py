@@ -24,7 +24,7 @@ def compiles_towers(model: Any) -> bool:
     """Whether XLA compiles what the towers do in a model's steps, and not the steps as a whole."""
     strategy = model.distribute_strategy
     return (bool(model.jit_compile) and kind.is_tower_strategy(strategy)
-            and not strategy.extended.placement.compiles)
+            and not strategy.extended.compiles_whole)
 
 
 def check_dataset(x: Any, strategy: tf.distribute.Strategy | None) -> None:

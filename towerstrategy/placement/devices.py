@@ -119,18 +119,6 @@ class Placement:
         default = names.full_name("GPU:0" if gpu_count() else "CPU:0", "devices")
         return {*self.towers, self.merge} == {default}
 
-    def check_compiles(self) -> None:
-        """Raises ``ValueError`` where XLA cannot keep the order of what a tower does."""
-        if self.rows:
-            raise ValueError(
-                f"jit_compile=True does not go with a tower of {self.stages} stages: XLA compiles "
-                "what is on one device. Leave jit_compile out, or give each tower one device.")
-        if self.micro_batches > 1:
-            raise ValueError(
-                f"jit_compile=True does not go with micro_batches={self.micro_batches}: what XLA "
-                "compiles has an order of its own, in which the parts would run side by side. "
-                "Leave one of the two out.")
-
     @functools.cached_property
     def kinds(self) -> frozenset[str]:
         """The towers' kinds of device; several only where shares were asked for."""

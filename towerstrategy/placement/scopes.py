@@ -16,6 +16,7 @@ STAGE = "tower_stage_"
 GRADIENTS = "gradient_tape/"  # TensorFlow's, of all that a tape records
 TOWER = re.compile(r"\btower_(\d+)_[A-Z]+_\d+\b")
 _OWN = re.compile(rf"tower_\d+_[A-Z]+_\d+|{ONCE}|{UPDATE}(_\d+)?|{STAGE}\d+(_\d+)?")
+_OWNER = re.compile(rf"{TOWER.pattern}|\b{UPDATE}\b")
 _STAGE = re.compile(rf"\b{STAGE}(\d+)(?:_\d+)?/")
 
 
@@ -31,6 +32,16 @@ def plain_name(name: str) -> str:
     'dense/MatMul'
     """
     return "/".join(part for part in name.split("/") if part and not _OWN.fullmatch(part))
+
+
+def owner_in(name: str) -> str:
+    """Whose work an operation is: a tower's, by its scope; the optimizer's; or "", as that of both.
+
+    >>> owner_in("gradient_tape/tower_1_CPU_2/dense/MatMul"), owner_in("merge/AddN")
+    ('tower_1_CPU_2', '')
+    """
+    found = _OWNER.search(name)
+    return found[0] if found else ""
 
 
 def stage_in(name: str) -> int | None:

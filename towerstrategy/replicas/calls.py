@@ -47,15 +47,13 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
       Exception: whatever ``fn`` raised, with a note that names the tower and its device.
     """
     compiles = compiles or strategy.extended.compiles
-    if compiles:
-        strategy.extended.placement.check_compiles()
     if isinstance(fn, _tf.Function) and compiles and _tf.is_jit_compiled(fn):
         fn = fn.python_function  # of tf_keras, which makes it anew for each step that it traces
     if isinstance(fn, _tf.Function):
         with _told_rows(strategy, args, kwargs):
             return _inside_function(strategy, fn)(*args, **kwargs)
     finish = strategy.extended.xla.mark if compiles and not tf.executing_eagerly() else None
-    if _tf.is_compiled_here() and not strategy.extended.placement.compiles:
+    if _tf.is_compiled_here() and not strategy.extended.compiles_whole:
         raise ValueError(_WHOLE)
     if not tf.executing_eagerly():
         fn = _tf.autograph_convert(fn)
@@ -107,7 +105,7 @@ def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:
     if wrapped is None:
         # Whoever calls it holds fn; a reference from here would keep fn for good.
         reference: Callable[[], Any] = weakref.ref(fn)
-        compiles = _tf.is_jit_compiled(fn) and not strategy.extended.placement.compiles
+        compiles = _tf.is_jit_compiled(fn) and not strategy.extended.compiles_whole
 
         def run_towers(*args: Any, **kwargs: Any) -> Any:
             return call_each(strategy, reference().python_function, args, kwargs, compiles)

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf, losses
 from towerstrategy._keras import adopting, hooks, training as training_rules
@@ -42,18 +43,27 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
         owner = self._distribute_strategy
         adopting.check_owner(strategy, f"model {self.name!r}", owner)
         with strategy.scope():
-            # From here on "auto" means no XLA, as for any model of a strategy.
+            # From here on "auto" means what it means for the towers.
             self._distribute_strategy = strategy
             try:
                 original(self, *args, **kwargs)
             except Exception:
                 self._distribute_strategy = owner
                 raise
-            if self.jit_compile:
-                strategy.extended.placement.check_compiles()
-            adopting.adopt(strategy, self, names, compiling=True)
+            adopting.adopt(strategy, self, names)
 
     return compile
+
+
+def resolve_auto_jit_compile(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _resolve_auto_jit_compile(self: Any) -> bool:
+        strategy = names.strategy_of(self)
+        if strategy is None:
+            return bool(original(self))
+        return (strategy.extended.xla.by_default(strategy.extended.placement.kinds)
+                and bool(base_trainer.model_supports_jit(self)))
+
+    return _resolve_auto_jit_compile
 
 
 def is_tf_dataset(original: Callable[..., Any]) -> Callable[..., Any]:

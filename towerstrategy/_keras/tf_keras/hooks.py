@@ -54,7 +54,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "predicted rows are to come in the dataset's order"),
     (training.Model, "compile"): hooks.Hook(
         training_lib.compile,
-        "compiling in the scope adopts; jit_compile is refused early"),
+        "compiling in the scope adopts"),
     (training.Model, "__setattr__"): hooks.Hook(
         training_lib.set_attribute,
         "makes functions for steps of which TensorFlow optimizes the graph too long, and around "

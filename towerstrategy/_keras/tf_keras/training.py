@@ -37,8 +37,6 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
         args, kwargs = losses.inner_losses((args, kwargs))
         if not kind.is_tower_strategy(strategy):
             return original(self, *args, **kwargs)
-        if kwargs.get("jit_compile"):
-            strategy.extended.placement.check_compiles()
         with strategy.scope():
             # tf_keras checks in compile that all variables are the strategy's.
             adopting.adopt(strategy, self, names)
