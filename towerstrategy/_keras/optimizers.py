@@ -16,6 +16,7 @@ import tensorflow as tf
 from towerstrategy import contexts, losses
 from towerstrategy.merge import gradients as gradients_lib, merging
 from towerstrategy.placement import homes as homes_lib, scopes
+from towerstrategy.sharding import step
 
 
 def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,12 +113,25 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         for index, values in extremes.items():
             with tf.device(homes[index]):
                 summed[index] = values and merging.extreme("max", values, tower.shares)
-        with contexts.MergedContext(strategy), tf.device(strategy.extended.merge_device), \
-                tf.name_scope(scopes.UPDATE), \
-                tf.profiler.experimental.Trace(scopes.UPDATE):
-            return apply(summed)
+        return _updated(strategy, lambda: apply(summed))
 
     return tower.merge_call(merged, args=tuple(gradients))
+
+
+def _updated(strategy: tf.distribute.Strategy, update: Callable[[], Any]) -> Any:
+    """What ``update`` returns, done where its variables are, or on the merge device."""
+    placement = strategy.extended.placement
+
+    def merged() -> Any:
+        with contexts.MergedContext(strategy), tf.name_scope(scopes.UPDATE), \
+                tf.profiler.experimental.Trace(scopes.UPDATE):
+            result = update()
+        return None if isinstance(result, tf.Operation) else result
+
+    if placement.balanced and placement.micro_batches == 1 and not tf.executing_eagerly():
+        return step.call(strategy, merged, (), {})
+    with tf.device(strategy.extended.merge_device):
+        return merged()
 
 
 def _check_made_in_scope(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:

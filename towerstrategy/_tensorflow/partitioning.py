@@ -22,7 +22,7 @@ from tensorflow.python.ops import control_flow_util_v2
 from towerstrategy._tensorflow import compiling, functions, graphs
 
 __all__ = ("add_function", "body_of", "called_body", "constant_value", "hand_on_all_functions",
-    "new_function_graph", "op_def", "placeholder_like", "trace", "value_as_shape")
+    "is_compiled", "new_function_graph", "op_def", "placeholder_like", "trace", "value_as_shape")
 PRIVATE_NAMES = {
     "python.client.pywrap_tf_session:TF_TryEvaluateConstant_wrapper":
         "the value of axes that are computed from constants, which tf.get_static_value gives up on",
@@ -80,6 +80,12 @@ def _graph_of(definition: Any, graph: tf.Graph) -> Any:
     return body
 
 
+def is_compiled(call: tf.Operation) -> bool:
+    """Whether XLA is to compile the function that ``call`` calls."""
+    attributes = call.node_def.attr
+    return "_XlaMustCompile" in attributes and bool(attributes["_XlaMustCompile"].b)
+
+
 def called_body(call: tf.Operation) -> Any:
     """The graph of the function that ``call`` calls, with what is known of its inputs put in.
 
@@ -124,7 +130,9 @@ def placeholder_like(tensor: tf.Tensor) -> tf.Tensor:
 def add_function(graph: tf.Graph, body: Any) -> str:
     """Makes a function of ``body`` that ``graph`` can call; its name."""
     with graph.as_default():
-        return str(control_flow_util_v2.create_new_tf_function(body))
+        name = str(control_flow_util_v2.create_new_tf_function(body))
+    compiling.hand_on_functions(body.outer_graph, graph, [name])
+    return name
 
 
 def hand_on_all_functions(source: tf.Graph, target: tf.Graph) -> None:

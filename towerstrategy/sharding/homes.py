@@ -1,47 +1,81 @@
 """Where an operation that is done once is done, with the variable that it is for, and its name.
 
 Goes in: a layout, and the device of each variable that it reads or writes.  Comes out: a device for
-each operation that works for one variable alone, such as an optimizer's.  So a gradient's parts are
-summed where its variable is, and no weight or slot crosses to be updated.  And a name scope, by
+each operation that works for a variable, such as an optimizer's.  So a gradient's parts are summed
+where its variable is, and no weight or slot crosses to be updated.  And a name scope, by
 which the report and the profiler's timeline tell the update of variables from all else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import tensorflow as tf
 
 from towerstrategy.placement import scopes
 from towerstrategy.sharding import propagate
 from towerstrategy.sharding.propagate import Layout
+from towerstrategy.sharding.rules.registry import Plan
 from towerstrategy.sharding.spec import Sharded
 
 ONCE = f"{scopes.ONCE}/"  # the name scope of what is done once
 UPDATE = f"{ONCE}{scopes.UPDATE}/"
 
 
-def homes(layout: Layout, devices: Mapping[str, str]) -> dict[str, str]:
-    """The device of operations of ``layout``, by name; no entry where none is better than another.
+def homes(layout: Layout, devices: Mapping[str, str], merge: str, asked: Iterable[str] = ()
+          ) -> tuple[dict[str, str], dict[str, str]]:
+    """The devices of operations of ``layout``, and of sums of tensors, where it is not ``merge``.
 
     Args:
       layout: the operations.
       devices: the devices of variables, by the names of their handles in the layout's graph.
+      merge: where everything is done that has no better place.
+      asked: where the outputs of the layout are wanted; "" where nobody says.
+
+    Returns:
+      By the names of operations: the device of the variable that they are for, if it is one. By
+      those of tensors: of the first such variable, as a sum has to be sent to all but one.
     """
-    if len(set(devices.values())) < 2:
-        return {}
+    wanted = {tensor.name: {home: None} for tensor, home in zip(layout.graph.outputs, asked)
+              if home}  # sets in order
     found: dict[str, str] = {}
-    wanted: dict[str, set[str]] = {}  # where those who take its results are
+    first: dict[str, str] = {}  # of what is made of a tensor, where that is for several variables
+    if not wanted and not {*devices.values()} - {merge}:
+        return {}, {}
     for operation in reversed(layout.order):
-        home = _of_variable(operation, devices)
-        asked = wanted.get(operation.name, set())
-        if home is None and len(asked) == 1:
-            (home,) = asked
-        if home is not None:
-            found[operation.name] = home
-            for tensor in operation.inputs:
-                wanted.setdefault(tensor.op.name, set()).add(home)
-    return found
+        plan = layout.plans.get(operation.name)
+        if isinstance(plan, propagate.Nested):
+            if operation.type not in propagate.LOOPS:
+                for inner in plan.layouts:
+                    _look_into(inner, operation, devices, merge, wanted)
+            continue
+        here = _of_variable(operation, devices)
+        asking = [home for tensor in operation.outputs for home in wanted.get(tensor.name, ())]
+        if here is None and len(set(asking)) == 1:
+            here = asking[0]
+        if here is not None:
+            found[operation.name] = here
+        if isinstance(plan, Plan) and not plan.once:
+            continue  # the towers have what it is made of
+        asking += [first[tensor.name] for tensor in operation.outputs if tensor.name in first]
+        for tensor in operation.inputs:
+            if here is not None:
+                wanted.setdefault(tensor.name, {})[here] = None
+            elif asking:
+                first.setdefault(tensor.name, asking[0])
+    return found, {**first, **{name: next(iter(of)) for name, of in wanted.items()}}
+
+
+def _look_into(inner: Layout, operation: tf.Operation, devices: Mapping[str, str], merge: str,
+               wanted: dict[str, dict[str, None]]) -> None:
+    """Notes where a called function or a branch wants what it is given."""
+    given = list(operation.inputs)[len(operation.inputs) - len(inner.graph.inputs):]
+    own = {tensor.name: outer.name for tensor, outer in zip(inner.graph.inputs, given)}
+    inside = {name: devices[outer] for name, outer in own.items() if outer in devices}
+    asked = [next(iter(wanted.get(tensor.name, ())), "") for tensor in operation.outputs]
+    for name, home in homes(inner, inside, merge, asked)[1].items():
+        if name in own:
+            wanted.setdefault(own[name], {})[home] = None
 
 
 def updates(layout: Layout) -> set[str]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from towerstrategy.sharding import homes, relays
+from towerstrategy.sharding import homes, propagate, relays
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.values import Towers
 
@@ -74,6 +74,8 @@ def _crossings(builder: Builder, devices: Mapping[str, str]
     small = {ref.input: ref for ref, shape in builder.shapes.items() if _is_small(ref, shape)}
     found: dict[Ref, dict[str, list[tuple[Any, int]]]] = {}
     for node in builder.nodes:
+        if node.op in (*propagate.BRANCHES, *propagate.LOOPS):
+            continue  # TensorFlow takes these apart: what they are given goes to whoever takes it
         for place, text in enumerate(node.input):
             ref = small.get(text)
             if ref is not None and _crosses(devices[ref.node], node.device):

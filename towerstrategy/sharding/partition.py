@@ -53,18 +53,20 @@ class Partition:
         self._owners: dict[str, int] = {}  # a node -> the tower whose it is
         self.effects: list[str] = []  # nodes that must run
         self._outside: list[str] = []
-        self._homes: dict[str, str] = {}
+        self._homes: dict[str, str] = {}  # of operations
+        self._wanted: dict[str, str] = {}  # of what tensors are summed or gathered to
         self._updates: set[str] = set()
         self._checks: list[str] = []  # nodes that write no variable and may fail: assertions
         self._stages: dict[str, int] = {}
 
     def run(self, layout: Layout, inputs: Iterable[Value],
-            controls: Sequence[str] = ()) -> list[Value]:
-        """Makes the nodes; gives the graph's outputs."""
+            controls: Sequence[str] = (), asked: Iterable[str] = ()) -> list[Value]:
+        """Makes the nodes; gives the graph's outputs, which are ``asked`` for on these devices."""
         self._outside = list(controls)
         self._values.update(zip((tensor.name for tensor in layout.graph.inputs), inputs))
-        self._homes = homes.homes(layout, {
-            name: value.device for name, value in self._values.items() if value.device})
+        self._homes, self._wanted = homes.homes(layout, {
+            name: value.device for name, value in self._values.items() if value.device},
+            self._towers.merge, asked)
         self._updates = homes.updates(layout)
         self._stages = staging.stages_of(layout, self._values, self._towers)
         for operation in layout.order:
@@ -117,11 +119,11 @@ class Partition:
     def _once(self, operation: tf.Operation, plan: Plan | None, values: Sequence[Value],
               controls: list[str], towers: Towers) -> list[Value]:
         """The operation with all rows."""
-        device = self._home(operation, values)
         constant = _is_repeatable(operation) and all(value.constant for value in values)
+        device = towers.host if constant else self._home(operation, values)
         make = None if plan is None else plan.whole
         copy = _Lazily((lambda: self._copied(
-            operation, [value.whole() for value in values], device, None, controls))
+            operation, [value.on(device) for value in values], device, None, controls))
             if make is None else lambda: make(Maker(Op(operation), values, towers, device)))
         if not constant:
             copy.made()
@@ -160,7 +162,8 @@ class Partition:
         for tensor, value in zip(operation.inputs, values):
             if tensor.dtype == tf.resource and value.device:
                 return value.device
-        largest = max(values, key=lambda value: value.size, default=None)
+        largest = max((value for value in values if value.constant is None),
+                      key=lambda value: value.size, default=None)
         home = self._homes.get(operation.name) or operation.device
         if home and not (largest and largest.device and all(
                 tensor.shape.is_fully_defined() and tensor.shape.num_elements() < largest.size
@@ -174,7 +177,8 @@ class Partition:
         if plan.padded and towers.replicas > 1:
             rows = next(value for value in values if isinstance(value.spec, Sharded))
             values = [value.padded() for value in values]
-        maker = Maker(op, values, towers)
+        maker = Maker(op, values, towers, next(filter(None, self._asked(operation)), "")
+                      if self._wanted and plan.make is not None else "")
         made: dict[int, list[Ref]] = {}
         ordered = propagate.has_effect(operation)
         home = next((value.device for tensor, value in zip(operation.inputs, values)
@@ -228,8 +232,11 @@ class Partition:
             return Value(towers, spec, tensor.shape, whole.output(index))
         if isinstance(spec, Replicated):  # each tower's is the same
             return Value(towers, spec, tensor.shape, lambda: one(0), one)
-        return Value(towers, spec, tensor.shape, None, one,
-                     self._homes.get(tensor.op.name, ""))
+        return Value(towers, spec, tensor.shape, None, one, self._wanted.get(tensor.name, ""))
+
+    def _asked(self, operation: tf.Operation) -> list[str]:
+        """Where the outputs of an operation are wanted; "" where nobody says."""
+        return [self._wanted.get(tensor.name, "") for tensor in operation.outputs]
 
     # Calls, branches and loops.
 
@@ -237,7 +244,7 @@ class Partition:
                  controls: list[str], towers: Towers) -> list[Value]:
         inner = Partition(towers, f"{self._scope}{operation.name}/", self._once_in(operation))
         inner._checks = self._checks
-        results = inner.run(layout, values, controls)
+        results = inner.run(layout, values, controls, self._asked(operation))
         self._nodes.setdefault(operation.name, []).extend(inner.effects)
         self.effects.extend(inner.effects)
         return results
@@ -253,7 +260,8 @@ class Partition:
         bodies = [_Body(towers, layout, plan.takes[first:], values[first:], operation)
                   for layout in plan.layouts]
         for number, body in enumerate(bodies):
-            body.make(plan.gives if number or not loop else [REPLICATED])
+            body.make(plan.gives if number or not loop else [REPLICATED],
+                      () if loop else self._asked(operation))
         asked = {key: one for body in bodies for key, one in body.asked.items()}
         for number, body in enumerate(bodies):
             body.finish(asked, hand_on=loop and number == 1)
@@ -353,10 +361,10 @@ class _Body:
                 self._standing[key] = asked.stands()
         return self._builder.take(self._standing[key])
 
-    def make(self, gives: Sequence[Spec]) -> None:
-        """Makes its nodes; its results are to be of these specs."""
+    def make(self, gives: Sequence[Spec], asked: Iterable[str]) -> None:
+        """Makes its nodes; its results are to be of these specs, and on these devices."""
         partition = Partition(self._towers)
-        results = partition.run(self._layout, self._values)
+        results = partition.run(self._layout, self._values, asked=asked)
         for value, spec in zip(results, gives):
             self.results += _refs_of(value.as_spec(spec))
         self._identities = [self._builder.make("Identity", [ref], "") for ref in self.results]

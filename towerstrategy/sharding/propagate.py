@@ -140,13 +140,16 @@ class _Propagation:
             layout.specs.update(zip((tensor.name for tensor in operation.outputs), gives))
         if not self._depth:
             traffic_lib.gather_early(layout)
+            traffic_lib.add_up_early(layout)
         return layout
 
     def _operation(self, layout: Layout, operation: tf.Operation) -> Sequence[Spec]:
         specs = layout.inputs_of(operation)
         whole = [REPLICATED] * len(operation.outputs)
         plan: Plan | Nested | None
-        if all(isinstance(spec, Replicated) for spec in specs):
+        nests = operation.type in (*CALLS, *BRANCHES) and has_effect(operation) \
+            and not _tf.is_compiled(operation)  # each write is to be where its variable is
+        if all(isinstance(spec, Replicated) for spec in specs) and not nests:
             plan = registry.plan_of(Op(operation), specs) if any(
                 spec != REPLICATED for spec in specs) else None
         elif operation.type in CALLS:
@@ -187,6 +190,12 @@ class _Propagation:
 
     def _branch(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
         layouts = [self.layout(graph, specs[1:]) for graph in branches_of(operation)]
+        added_up = [isinstance(spec, Partial) and any(
+            _is_wanted_whole(layout, layout.graph.inputs[place]) for layout in layouts)
+            for place, spec in enumerate(specs[1:])]
+        if any(added_up):  # before, so that it crosses once with all that crosses as often
+            return self._branch(operation, [specs[0], *(
+                REPLICATED if whole else spec for whole, spec in zip(added_up, specs[1:]))])
         gives = [_joined(outputs) for outputs in zip(*(each.outputs for each in layouts))]
         for layout in layouts:
             for spec, wanted in zip(layout.outputs, gives):
@@ -235,6 +244,23 @@ def _adds_up(layout: Layout, tensor: tf.Tensor) -> bool:
         tensor = tensor.op.inputs[0]
     return layout.plans.get(tensor.op.name, True) is None and any(
         spec == SUM for spec in layout.inputs_of(tensor.op))
+
+
+def _is_wanted_whole(layout: Layout, given: tf.Tensor) -> bool:
+    """Whether an operation takes ``given``, an input of the layout, as one tensor."""
+    for operation in layout.order:
+        plan = layout.plans.get(operation.name)
+        for place, tensor in enumerate(operation.inputs):
+            if tensor.name != given.name:
+                continue
+            if isinstance(plan, Nested) and operation.type in CALLS:
+                inner = plan.layouts[0]
+                whole = _is_wanted_whole(inner, inner.graph.inputs[place])
+            else:
+                whole = plan is None or isinstance(plan.takes[place], Replicated)
+            if whole:
+                return True
+    return False
 
 
 def _bytes_an_example(tensor: tf.Tensor, spec: Sharded) -> int:

@@ -264,6 +264,12 @@ class Value:
                 self.towers.builder.note_shape(made, self.shape)
         return self._parts[tower]
 
+    def on(self, device: str) -> Ref:
+        """The whole tensor, for what is done on ``device``; a tower there has constants already."""
+        if self.constant is not None and device in self.towers.devices:
+            return self.constant(self.towers.devices.index(device), self.towers)
+        return self.whole()
+
     def at(self, towers: Towers) -> Value:
         """The same tensor where these towers use it, if it is of no stage of theirs."""
         if towers.stage == self.towers.stage or not isinstance(self.spec, Replicated):

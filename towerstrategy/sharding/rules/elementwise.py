@@ -149,8 +149,7 @@ def _is_linear(op: Op) -> bool:
     # Integers are cut off; a half has too few digits for parts, and may be infinite where they
     # are not.
     of, to = op.inputs[0].dtype, op.outputs[0].dtype
-    return all(dtype.is_complex or dtype.is_floating and dtype.size >= 4 for dtype in (of, to)) \
-        or of.is_integer and to.is_floating and to.size >= 4
+    return (to.is_complex or to.is_floating and to.size >= 4) and of != tf.bool
 
 
 @rule(*UNARY, light=True)

@@ -123,7 +123,7 @@ class _Sums:
     def mean_of(self, parts: Sequence[Any]) -> Any:
         """The mean over all rows, of each tower's sums."""
         m = self._m
-        total = m.towers.add_up(parts, m.towers.merge)
+        total = m.towers.add_up(parts, m.home)
         return m.make("RealDiv", [total, self._count], None)
 
     def variance(self, centered: Sequence[Any]) -> Any:

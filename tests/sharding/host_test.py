@@ -1,0 +1,149 @@
+"""What a step on GPUs sends by way of the host, with ``merge_device="balanced"``: small numbers.
+
+Steps are traced on logical CPU devices that stand for GPUs; ``CPU:0`` stands for the host.
+"""
+
+import collections
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from absl.testing import absltest, parameterized
+
+import dtypes
+import wide
+from benchmarks import on_gpus, traffic
+from tests.placement.placement_test import function_in
+from towerstrategy import TowerStrategy
+
+TOWERS = 3
+ROWS = np.random.default_rng(0).normal(size=[12, 16]).astype("float32")
+LABELS = np.arange(12) % 10
+LAYERS = 4
+SMALL = 24  # bytes: a shape of three dimensions
+
+
+def loss_scaled(kit, optimizer):
+    return (kit.optimizers if kit is keras else kit.mixed_precision).LossScaleOptimizer(optimizer)
+
+
+def optimizer_of(kit, kind):
+    adam = kit.optimizers.Adam
+    return {"plain": adam, "clip": lambda: adam(global_clipnorm=1.),
+            "clip each": lambda: adam(clipnorm=1.), "scale": lambda: loss_scaled(kit, adam()),
+            "average": lambda: adam(use_ema=True),
+            "accumulate": lambda: adam(gradient_accumulation_steps=2)}[kind]()
+
+
+def model_of(kit):
+    layers = kit.layers
+    return kit.Sequential([
+        kit.Input([16]), *(layers.Dense(16, "relu") for _ in range(LAYERS - 2)), layers.Dropout(.1),
+        layers.BatchNormalization(), layers.Dense(16, "relu"), layers.Dense(10)])
+
+
+def own_step(kit, model, optimizer):
+    """A step of both: a ``train_step``, or a loop's."""
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                y, tf.cast(model(x, training=True), tf.float32))
+            loss = tf.nn.compute_average_loss(losses)
+            scaled = loss
+            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                scaled = optimizer.scale_loss(loss)
+            elif hasattr(optimizer, "get_scaled_loss"):
+                scaled = optimizer.get_scaled_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        if hasattr(optimizer, "get_unscaled_gradients"):
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss
+
+    return step
+
+
+def traced(strategy, kit, kind, way):
+    """The concrete function of a step, or of a loop of steps, that has been run."""
+    data = tf.data.Dataset.from_tensor_slices((ROWS, LABELS)).batch(6)
+    with strategy.scope():
+        model, optimizer = model_of(kit), optimizer_of(kit, kind)
+        distributed = strategy.experimental_distribute_dataset(data)
+    if way in ("fit", "train_step"):
+        if way == "train_step":
+            step = own_step(kit, model, optimizer)
+            model.train_step = lambda batch: {"loss": step(*batch)}
+        with strategy.scope():
+            model.compile(optimizer, kit.losses.SparseCategoricalCrossentropy(from_logits=True),
+                          metrics=["accuracy"], jit_compile=False)
+        model.fit(data, verbose=0, shuffle=False)
+        with strategy.scope(), strategy.extended.step():
+            return function_in(model.train_function).get_concrete_function(iter(distributed))
+    with strategy.scope():
+        optimizer.build(model.trainable_variables)
+    own = own_step(kit, model, optimizer)
+    step = strategy.function(own) if way == "function" else lambda *batch: strategy.run(own, batch)
+
+    @tf.function
+    def loop(batches):
+        for _ in tf.range(2):
+            step(*next(batches))
+
+    with strategy.scope():
+        loop(iter(distributed))
+        return loop.get_concrete_function(iter(distributed))
+
+
+def to_and_from_the_host(function):
+    """What crosses between the host and a GPU, without the batch."""
+    return [each for each in traffic.count(function, TOWERS).crossings
+            if traffic.short(on_gpus.HOST) in (each.source, each.target) and not each.from_batch]
+
+
+CASES = wide.product(kit=(keras, tf_keras), way=("fit", "train_step", "function", "run"),
+                     kind=("plain", "clip", "clip each", "scale", "average", "accumulate"))
+
+
+class HostTest(parameterized.TestCase):
+
+    @CASES
+    def test_no_weight_or_gradient(self, kit, way, kind):
+        """Else weights go to the host and back in each step, over the slowest link there is."""
+        if kind == "accumulate" and kit is tf_keras:
+            self.skipTest("tf_keras accumulates no gradients")
+        with on_gpus.tracing():
+            strategy = TowerStrategy(on_gpus.towers(TOWERS), "balanced")
+            strategy.extended.keep_graphs = True
+            function = traced(strategy, kit, kind, way)
+        found = to_and_from_the_host(function)
+        self.assertEmpty([each for each in found if each.size > SMALL])
+        # Counts of rows, of the step; what it returns. Never one a variable, or a tower's numbers.
+        back = [each for each in found if each.target == on_gpus.HOST]
+        self.assertLess(len(back), 2 * LAYERS)
+        sent = sum(each.size for each in traffic.count(function, TOWERS).crossings)
+        self.assertGreater(sent, 2 * (TOWERS - 1) * LAYERS * 4 * 16 * 10)  # the rest was seen
+
+
+class HalvesTest(parameterized.TestCase):
+
+    @wide.product(kit=(keras, tf_keras), way=("fit", "function"),
+                  policy=("mixed_bfloat16", "mixed_float16"))
+    def test_halves_cross_as_halves(self, kit, way, policy):
+        """Else links, the scarce thing between GPUs, carry twice what a half policy is used for."""
+        with on_gpus.tracing(), dtypes.policy(kit, policy):
+            strategy = TowerStrategy(on_gpus.towers(TOWERS), "balanced")
+            strategy.extended.keep_graphs = True
+            function = traced(strategy, kit, "scale" if policy == "mixed_float16" else "plain", way)
+        kernel, half = 16 * 16, 2
+        sizes = collections.Counter(
+            each.size for each in traffic.count(function, TOWERS).crossings
+            if on_gpus.HOST not in (each.source, each.target) and not each.from_batch)
+        # Each kernel goes to the other towers, and its gradient comes from them.
+        halves = sum(count * (size // (half * kernel)) for size, count in sizes.items()
+                     if size % (half * kernel) == 0)
+        self.assertEqual(halves, 2 * (TOWERS - 1) * (LAYERS - 1))
+
+
+if __name__ == "__main__":
+    absltest.main()
