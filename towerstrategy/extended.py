@@ -47,7 +47,8 @@ class TowerExtended(_tf.StrategyExtended):
         self.dealer = dealing.Dealer(placement, workers, measuring)
         self._cluster_resolver = cluster_resolver  # what TensorFlow's Strategy gives for its own
         super().__init__(container_strategy)
-        self.homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows)
+        self.homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows,
+                                     placement.merge)
         self.stages, self.xla = Stages(placement), xla.Xla(
             {*placement.towers, *itertools.chain(*placement.rows)})
         # Living variables by their ids: all, and those that are written where towers cannot meet.

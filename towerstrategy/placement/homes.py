@@ -19,18 +19,22 @@ from towerstrategy import _tensorflow as _tf
 _KERAS_GRAPH = re.compile(r"(^|_)(scratch_graph|keras_graph|build_graph)(_\d+)?$")
 
 
+COUNTER = 16  # bytes: two numbers of a seed, of 8 bytes each
+
+
 class Homes:
     """Chooses the device on which each variable lives.
 
     With a fixed merge device that is the home of all.  ``balanced`` gives a new variable to the
-    tower that holds the fewest bytes.  Where towers have stages, given as ``rows`` of devices, it
-    goes to that device of its stage, of whichever tower, that holds the fewest.
+    tower that holds the fewest bytes, and a few integers (seeds and counters, which kernels take
+    from the host) to ``merge``.  Where towers have stages, given as ``rows`` of devices, it goes to
+    that device of its stage, of whichever tower, that holds the fewest.
     """
 
     def __init__(self, devices: Iterable[str], balanced: bool,
-                 rows: Sequence[Sequence[str]] = ()) -> None:
+                 rows: Sequence[Sequence[str]] = (), merge: str = "") -> None:
         self._bytes = dict.fromkeys(devices, 0)
-        self._balanced = balanced
+        self._balanced, self._merge = balanced, merge
         self._stages = list(zip(*rows))
 
     @property
@@ -43,8 +47,10 @@ class Homes:
         """Whether variables live with the stages that use them."""
         return bool(self._stages)
 
-    def choose(self, size: int, stage: int | None = None) -> str:
+    def choose(self, size: int, stage: int | None = None, dtype: Any = tf.float32) -> str:
         """The home of a new variable of ``size`` bytes, of a stage where that is known."""
+        if self._balanced and dtype.is_integer and size <= COUNTER:
+            return self._merge
         devices = self._bytes if stage is None or not self._stages else self._stages[stage]
         home = min(devices, key=self._bytes.__getitem__)
         self._bytes[home] += size
@@ -77,8 +83,8 @@ class Homes:
         A variable is moved once at the most, before it has slots, and not where a traced function
         may have it already.
         """
-        movable = [variable for variable in variables
-                   if self._balanced and getattr(variable, "_home_may_change", False)]
+        movable = [variable for variable in variables if self._balanced and getattr(
+            variable, "_home_may_change", False) and home_of(variable) in self._bytes]
         for variable in movable:
             self._bytes[home_of(variable)] -= size_of(variable)
             variable._home_may_change = False

@@ -156,7 +156,7 @@ def _outside_towers() -> contextlib.AbstractContextManager[str]:
 
 def _home_for(homes: homes_lib.Homes, colocate_with: Any, kwargs: dict[str, Any],
               stage: int | None) -> str:
-    size = _bytes_of(kwargs) if homes.by_bytes else 0
+    size, dtype = _bytes_of(kwargs) if homes.by_bytes else (0, tf.float32)
     if colocate_with is not None:
         colocate_with = _primary(colocate_with)
         home = homes_lib.home_of(colocate_with)
@@ -164,15 +164,16 @@ def _home_for(homes: homes_lib.Homes, colocate_with: Any, kwargs: dict[str, Any]
             colocate_with._home_may_change = False
         homes.add(home, size)
         return home
-    return homes.choose(size, stage)
+    return homes.choose(size, stage, dtype)
 
 
 def _primary(variable: Any) -> Any:
     return variable._primary if isinstance(variable, _tf.DistributedVariable) else variable
 
 
-def _bytes_of(kwargs: dict[str, Any]) -> int:
-    """Bytes of a variable to be made; an initializer whose result is not known is run for it."""
+def _bytes_of(kwargs: dict[str, Any]) -> tuple[int, tf.DType]:
+    """Bytes and type of a variable to be made; an initializer of an unknown result is run for it.
+    """
     shape, dtype = kwargs.get("shape"), kwargs.get("dtype")
     value = kwargs.get("initial_value")
     if shape is None or not tf.TensorShape(shape).is_fully_defined() or dtype is None:
@@ -187,4 +188,4 @@ def _bytes_of(kwargs: dict[str, Any]) -> int:
         dtype = value.dtype if value is not None else tf.float32
     dtype = tf.as_dtype(dtype)
     elements = tf.TensorShape(shape).num_elements() or 0
-    return 0 if dtype in (tf.string, tf.variant, tf.resource) else elements * dtype.size
+    return 0 if dtype in (tf.string, tf.variant, tf.resource) else elements * dtype.size, dtype
