@@ -1,5 +1,6 @@
 """``python -m towerstrategy check``: what it says of a machine is so, and its file says it all."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -212,6 +213,18 @@ class AdviceTest(parameterized.TestCase):
         told = advice.sentence([result(speed.ONE_DEVICE, 13., 1), result("cpu", 10.)], True, False)
         self.assertRegex(told, "1.30 times the rows a second.*not a second one")
         self.assertNotRegex(told, "cannot pay|do not pay")
+
+    def test_xla(self):
+        """Else towers are compared with a device that XLA helps and they are not, without a word;
+        or what was measured without XLA is taken for a merge device."""
+        self.assertEqual([way for way in speed.ways(["GPU:0", "GPU:1"]) if "XLA" in way],
+                         ["one device, no XLA", "balanced, no XLA"])
+        self.assertFalse([way for way in speed.ways(DEVICES) if "XLA" in way])
+        results = [dataclasses.replace(result(speed.ONE_DEVICE, 10., 1, 100), xla=True),
+                   result("balanced", 12.), result("balanced" + speed.NO_XLA, 11.)]
+        told = advice.sentence(results, one_physical=False, on_gpus=True)
+        self.assertIn('merge_device="balanced": the towers pay', told)
+        self.assertIn("of one device with XLA", told)
 
     def test_what_failed_is_not_advised(self):
         """Else a merge device that does not work is advised."""

@@ -17,7 +17,8 @@ _PAYS = 1.1
 
 def sentence(results: Sequence[speed.Result], one_physical: bool, on_gpus: bool) -> str:
     """The advice, for towers that share ``one_physical`` device or not, and are GPUs or not."""
-    good = {result.way: result for result in results if result.error is None}
+    good = {result.way: result for result in results
+            if result.error is None and not result.way.endswith(speed.NO_XLA)}
     alone = good.pop(speed.ONE_DEVICE, None)
     mirrored = good.pop(speed.MIRRORED, None)
     if not good:
@@ -30,7 +31,8 @@ def sentence(results: Sequence[speed.Result], one_physical: bool, on_gpus: bool)
         return f"{use}; one device was not measured, so whether towers pay is not known."
     times = best.rows_per_second / alone.rows_per_second
     measured = (f"{best.devices} tower{'s' if best.devices > 1 else ''} train {times:.2f} times "
-                "the rows a second of one device" + ("" if mirrored is None else ", "
+                f"the rows a second of one device{' with XLA' * alone.xla}"
+                + ("" if mirrored is None else ", "
                 f"MirroredStrategy {mirrored.rows_per_second / alone.rows_per_second:.2f} times"))
     if one_physical or best.devices == 1:
         why = (f"the towers are parts of one {'GPU' if on_gpus else 'CPU'}, whose time they share"

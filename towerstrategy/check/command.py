@@ -168,23 +168,24 @@ def _outcome(result: same.Result) -> str:
 
 def _way(way: str) -> str:
     """A way to train as people read it."""
-    return way if way in (speed.ONE_DEVICE, speed.MIRRORED) else f"merge device {way}"
+    return way if way.startswith((speed.ONE_DEVICE, speed.MIRRORED)) else f"merge device {way}"
 
 
 def _speed_table(results: Sequence[speed.Result]) -> str:
     rows = []
     for result in results:
         if result.error is not None:
-            rows.append([_way(result.way), result.devices, *["-"] * 4, f"failed: {result.error}"])
+            rows.append([_way(result.way), result.devices, *["-"] * 5, f"failed: {result.error}"])
             continue
         peak = f"{max(result.peak_bytes.values()) / 2**20:,.0f}" if result.peak_bytes else "-"
         held = ", ".join(f"{device} {size / 2**20:.1f}"
                          for device, size in result.state_bytes.items())
-        rows.append([_way(result.way), result.devices, f"{result.step_ms:,.1f}",
+        rows.append([_way(result.way), result.devices, "yes" if result.xla else "no",
+                     f"{result.step_ms:,.1f}",
                      f"{result.rows_per_second:,.0f}", f"{result.first_step_s:.1f}", peak, held])
     return description.table(
-        ("", "devices", "step ms", "rows/s", "first step s", "peak MiB of the fullest GPU",
-         "weights and slots, MiB"), rows, numbers=range(1, 6))
+        ("", "devices", "XLA", "step ms", "rows/s", "first step s", "peak MiB of the fullest GPU",
+         "weights and slots, MiB"), rows, numbers=(1, *range(3, 7)))
 
 
 def _verdict(results: Sequence[same.Result]) -> str:

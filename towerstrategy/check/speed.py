@@ -24,6 +24,7 @@ from towerstrategy.placement import devices as devices_lib
 from towerstrategy.strategy import TowerStrategy
 
 ONE_DEVICE, MIRRORED = "one device", "MirroredStrategy"
+NO_XLA = ", no XLA"  # behind a way's name; else as Keras does by itself: XLA on GPUs
 
 _WARM_UP = 3
 _LEAST, _MOST = 5, 500  # steps that are measured
@@ -53,13 +54,15 @@ class Result:
     """What was measured of one way to train, or the error that came instead.
 
     Attributes:
-      way: ``"one device"``, ``"MirroredStrategy"``, or TowerStrategy's merge device.
+      way: ``"one device"``, ``"MirroredStrategy"``, or TowerStrategy's merge device; and what of
+        XLA, where it is not Keras' default.
       devices: how many devices it trains on.
       rows: rows of its global batch.
       step_ms: the median step.
       first_step_s: from ``fit`` to the end of the first step: tracing, mostly.
       peak_bytes: the most that each GPU held at a time; empty on the CPU.
       state_bytes: weights and optimizer by device, every copy counted.
+      xla: whether XLA compiled the step, or what the towers do in it.
       error: why there is no figure.
     """
 
@@ -70,6 +73,7 @@ class Result:
     first_step_s: float = 0.0
     peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     state_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    xla: bool = False
     error: str | None = None
 
     @property
@@ -79,15 +83,15 @@ class Result:
 
 def ways(devices: Sequence[str]) -> list[str]:
     """What to measure, in order."""
-    if len(devices) == 1:
-        return [ONE_DEVICE, "cpu"]
-    return [ONE_DEVICE, "cpu", "balanced", devices[0], MIRRORED]
+    merges = ["cpu"] if len(devices) == 1 else ["cpu", "balanced", devices[0]]
+    without = [ONE_DEVICE + NO_XLA, merges[:2][-1] + NO_XLA] if "GPU" in devices[0] else []
+    return [ONE_DEVICE, *merges, *without, *[MIRRORED] * (len(devices) > 1)]
 
 
 def measure(way: str, devices: Sequence[str], one_physical: bool, seconds: float) -> Result:
     """Trains for ``seconds`` after the first steps; an error is a result."""
     size = SIZES[devices[0][:3]]
-    used = devices[:1] if way == ONE_DEVICE else devices
+    used = devices[:1] if way.startswith(ONE_DEVICE) else devices
     result = Result(way, len(used), size.rows * len(devices if one_physical else used))
     try:
         return _measured(result, used, size, seconds)
@@ -104,12 +108,16 @@ def _measured(result: Result, devices: Sequence[str], size: Size, seconds: float
         tf.config.experimental.reset_memory_stats(device)
     clock = _clock(keras, seconds)
     scope: Any = tf.device(devices[0])
-    if result.way == MIRRORED:
+    way = result.way.removesuffix(NO_XLA)
+    if way == MIRRORED:
         scope = tf.distribute.MirroredStrategy(list(devices)).scope()
-    elif result.way != ONE_DEVICE:
-        scope = TowerStrategy(list(devices), result.way).scope()
+    elif way != ONE_DEVICE:
+        scope = TowerStrategy(list(devices), way).scope()
     with scope:
         model = _network(keras, size)
+        if result.way != way:
+            model.jit_compile = False
+        result = dataclasses.replace(result, xla=bool(model.jit_compile))
         start = time.perf_counter()
         model.fit(_batches(size, result.rows), steps_per_epoch=_WARM_UP + _MOST, verbose=0,
                   callbacks=[clock], shuffle=False)
