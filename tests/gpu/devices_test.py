@@ -155,6 +155,15 @@ class CompiledTest(parameterized.TestCase):
             losses.append(model.fit(x, y, verbose=0).history["loss"])
         np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
+    @parameterized.parameters(1, 2)
+    def test_by_default(self, towers):
+        """Else Keras 3 compiles a step on a GPU, and none of the same model on GPU towers."""
+        with towerstrategy.TowerStrategy(TOWERS[:towers]).scope():
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+            model.compile("adam", "mse")
+        model.fit(np.ones([8, 4], "f"), np.ones([8, 1], "f"), batch_size=4, epochs=2, verbose=0)
+        self.assertTrue(model.jit_compile)
+
     @parameterized.parameters(keras, tf_keras)
     def test_models(self, library):
         """Else jit_compile=True on GPU towers trains differently than without, or not at all."""
