@@ -266,9 +266,8 @@ class Value:
 
     def on(self, device: str) -> Ref:
         """The whole tensor, for what is done on ``device``; a tower there has constants already."""
-        if self.constant is not None and device in self.towers.devices:
-            return self.constant(self.towers.devices.index(device), self.towers)
-        return self.whole()
+        here = self.constant is not None and device in self.towers.devices
+        return self.part(self.towers.devices.index(device)) if here else self.whole()
 
     def at(self, towers: Towers) -> Value:
         """The same tensor where these towers use it, if it is of no stage of theirs."""
