@@ -46,9 +46,6 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (base_trainer.Trainer, "compile"): hooks.Hook(
         training.compile,
         "compiling in the scope adopts"),
-    (base_trainer.Trainer, "_resolve_auto_jit_compile"): hooks.Hook(
-        training.resolve_auto_jit_compile,
-        "compiles no step of a strategy by default"),
     (data_adapters, "is_tf_dataset"): hooks.Hook(
         training.is_tf_dataset,
         "knows distributed datasets by the module of TensorFlow's own class"),

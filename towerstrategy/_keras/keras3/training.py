@@ -43,27 +43,25 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
         owner = self._distribute_strategy
         adopting.check_owner(strategy, f"model {self.name!r}", owner)
         with strategy.scope():
-            # From here on "auto" means what it means for the towers.
             self._distribute_strategy = strategy
+            # Keras itself compiles no step of a strategy by default.
+            vars(self)["_resolve_auto_jit_compile"] = lambda: _compiles_by_default(self)
             try:
                 original(self, *args, **kwargs)
             except Exception:
                 self._distribute_strategy = owner
                 raise
+            finally:
+                del vars(self)["_resolve_auto_jit_compile"]
             adopting.adopt(strategy, self, names)
 
     return compile
 
 
-def resolve_auto_jit_compile(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _resolve_auto_jit_compile(self: Any) -> bool:
-        strategy = names.strategy_of(self)
-        if strategy is None:
-            return bool(original(self))
-        return (strategy.extended.xla.by_default(strategy.extended.placement.kinds)
-                and bool(base_trainer.model_supports_jit(self)))
-
-    return _resolve_auto_jit_compile
+def _compiles_by_default(model: Any) -> bool:
+    extended = model._distribute_strategy.extended
+    return (extended.xla.by_default(extended.placement.kinds)
+            and bool(base_trainer.model_supports_jit(model)))
 
 
 def is_tf_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
