@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, xla
+from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, cpu, xla
 from towerstrategy.batch import datasets as datasets_lib, dealing, input_options, splitting
 from towerstrategy.merge import reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
@@ -49,6 +49,7 @@ class TowerExtended(_tf.StrategyExtended):
         super().__init__(container_strategy)
         self.homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows,
                                      placement.merge)
+        self.cpu = cpu.of(placement)
         self.stages, self.xla = Stages(placement), xla.Xla(
             {*placement.towers, *itertools.chain(*placement.rows)})
         # Living variables by their ids: all, and those that are written where towers cannot meet.
@@ -92,13 +93,8 @@ class TowerExtended(_tf.StrategyExtended):
         """Entered around a Keras step that the strategy's towers run.
 
         ``compiles`` says whether XLA compiles the towers' part of it.
-
-        On CPU towers the step's graph goes without most of TensorFlow's graph optimizer: its work
-        grows with the towers and gains nothing that was measured (benchmarks/RESULTS.md).  GPU
-        towers keep it, for the memory layouts that it chooses there.
         """
-        light = len(self.placement.towers) > 1 and self.placement.kinds == {"CPU"}
-        with _tf.light_graph_optimizer() if light else contextlib.nullcontext(), \
+        with contextlib.nullcontext() if self.cpu is None else self.cpu.step(), \
                 self._modes.within(keras_step=True, compiles=compiles):
             yield
 

@@ -19,14 +19,14 @@ def module_of(path):
 
 # Each imports those before it alone; BUILD.md says what they are for.
 ORDER = ("_version", "_requirements", "warned", "refused", "_tensorflow", "placement", "batch",
-         "merge", "contexts", "arguments", "variables", "stages", "xla", "sharding", "replicas",
-         "losses", "machines", "_keras", "report", "measured", "extended", "strategy", "multi_gpu",
-         "", "check", "__main__")
+         "merge", "contexts", "arguments", "variables", "stages", "xla", "cpu", "sharding",
+         "replicas", "losses", "machines", "_keras", "report", "measured", "extended", "strategy",
+         "multi_gpu", "", "check", "__main__")
 
 
 # What the core does not know: each extra with who puts it in; others call what is put in.
 EXTRAS = {"machines": {"strategy"}, "measured": {"strategy"}, "stages": {"extended"},
-          "xla": {"extended"}, "report": {"", "strategy", "measured", "check"},
+          "xla": {"extended"}, "cpu": {"extended"}, "report": {"", "strategy", "measured", "check"},
           "check": {"__main__"}}
 
 

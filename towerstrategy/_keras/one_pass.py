@@ -48,14 +48,14 @@ class Kernel(NamedTuple):
     sparse: Callable[..., Any] | None = None
 
 
-# An optimizer, the step's learning rate, and whether variables and towers are all on the CPU -> the
+# An optimizer, the step's learning rate, and what CPU devices do otherwise (None on others) -> the
 # kernel, whose numbers are tensors on the current device; or None.
-Rule = Callable[[Any, Any, bool], Kernel | None]
+Rule = Callable[[Any, Any, Any], Kernel | None]
 
 
-def sgd(optimizer: Any, learning_rate: Any, on_cpu: bool) -> Kernel:
+def sgd(optimizer: Any, learning_rate: Any, cpu: Any) -> Kernel:
     """How ``SGD`` updates."""
-    del on_cpu
+    del cpu
     rate = _number(learning_rate)
     if not optimizer.momentums:  # tf_keras makes them without momentum, too
         return Kernel({}, lambda variable, gradient: _raw.ResourceApplyGradientDescent(
@@ -71,7 +71,7 @@ def sgd(optimizer: Any, learning_rate: Any, on_cpu: bool) -> Kernel:
     return Kernel({"accum": "momentums"}, apply, apply if optimizer.momentum else None)
 
 
-def adam(optimizer: Any, learning_rate: Any, on_cpu: bool) -> Kernel | None:
+def adam(optimizer: Any, learning_rate: Any, cpu: Any) -> Kernel | None:
     """How ``Adam`` and ``AdamW`` (which decays weights by itself) update."""
     if not _is_exact(optimizer.beta_1) or getattr(optimizer, "adaptive_epsilon", False):
         return None
@@ -105,36 +105,8 @@ def adam(optimizer: Any, learning_rate: Any, on_cpu: bool) -> Kernel | None:
                                 updates=rate * tf.square(gradient.values))
         update(variable, gradient, kept, slots)
 
-    if on_cpu and not optimizer.amsgrad and all(
-            _is_exact_inverse(beta) for beta in (optimizer.beta_1, optimizer.beta_2)):
-        return Kernel(slots, _adam_on_cpu(optimizer, known), sparse)
-    return Kernel(slots, apply, sparse)
-
-
-def _adam_on_cpu(optimizer: Any, known: Mapping[str, tf.Tensor]) -> Callable[..., None]:
-    """The same by other kernels, which do a small variable on the core that they are on.
-
-    The CPU's kernel for Adam wakes the other cores for 1,000 numbers, and waits for them.
-    """
-    one = _number(1)
-    rate = known["lr"] * tf.sqrt(one - known["beta2_power"]) / (one - known["beta1_power"])
-    step = {name: _number(1 - 1 / getattr(optimizer, name)) for name in ("beta_1", "beta_2")}
-    none, back = _number(0), _number(-1)
-
-    def average(slot: Any, name: str, value: tf.Tensor) -> None:
-        # Takes (slot - alpha * value) / (1 + l2 * alpha), here beta * slot + (1 - beta) * value.
-        _raw.ResourceApplyProximalGradientDescent(
-            var=slot.handle, alpha=step[name], l1=none, l2=back, delta=value)
-
-    def apply(variable: Any, gradient: Any, m: Any, v: Any) -> None:
-        average(m, "beta_1", gradient)
-        average(v, "beta_2", tf.square(gradient))
-        # Takes rate * m / (sqrt(v) + epsilon) off.
-        _raw.ResourceApplyAdagradV2(
-            var=variable.handle, accum=v.handle, lr=rate, epsilon=known["epsilon"],
-            grad=tf.convert_to_tensor(m), update_slots=False)
-
-    return apply
+    on_cpu = cpu and cpu.adam(optimizer, known)
+    return Kernel(slots, on_cpu or apply, sparse)
 
 
 class Step:
@@ -157,8 +129,8 @@ class Step:
         home = homes_lib.home_of(variable)
         with tf.device(home):
             if home not in self._kernels:
-                on_cpu = variable.distribute_strategy.extended.placement.on_cpu
-                self._kernels[home] = self._rule(self._optimizer, self._learning_rate, on_cpu)
+                cpu = variable.distribute_strategy.extended.cpu
+                self._kernels[home] = self._rule(self._optimizer, self._learning_rate, cpu)
             kernel = self._kernels[home]
             if kernel is None:
                 return False
@@ -200,17 +172,6 @@ def _is_exact(rate: Any) -> bool:
     if not isinstance(rate, (int, float)) or rate == 1:
         return False
     return abs(float(np.float32(1) - np.float32(rate)) / (1 - rate) - 1) < _EXACT
-
-
-def _is_exact_inverse(rate: Any) -> bool:
-    """Whether dividing by ``1 / rate``, made in float32, decays as ``rate`` does.
-
-    Of an average that is divided so in each step, it is what it ends at that would be off.
-    """
-    if not isinstance(rate, (int, float)) or not 0 < rate < 1:
-        return False
-    inverse = float(np.float32(1) + np.float32(1 / rate - 1))
-    return abs((1 - 1 / inverse) / (1 - rate) - 1) < 2 * _EXACT
 
 
 def _number(value: Any) -> tf.Tensor:
