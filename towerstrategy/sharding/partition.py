@@ -212,8 +212,8 @@ class Partition:
                 operation, [value.whole() for value in values],
                 towers.host if of_shapes else home or self._home(operation, values), None,
                 controls))
-        if not plan.gives or any(isinstance(spec, (Sharded, Partial, ListOf))
-                                 for spec in plan.gives):
+        if ordered or not plan.gives or any(isinstance(spec, (Sharded, Partial, ListOf))
+                                            for spec in plan.gives):
             for tower in range(count):
                 part(tower)
         given = [self._given(towers, tensor, spec, index, part, whole)
