@@ -49,7 +49,6 @@ class TowerExtended(_tf.StrategyExtended):
         super().__init__(container_strategy)
         self.homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows,
                                      placement.merge)
-        self.cpu = cpu.of(placement)
         self.stages, self.xla = Stages(placement), xla.Xla(
             {*placement.towers, *itertools.chain(*placement.rows)})
         # Living variables by their ids: all, and those that are written where towers cannot meet.
@@ -82,6 +81,11 @@ class TowerExtended(_tf.StrategyExtended):
     def compiles(self) -> bool:
         """Whether XLA compiles what the towers do in the functions that are traced here."""
         return self._modes.compiles
+
+    @property
+    def cpu(self) -> cpu.Cpu | None:
+        """What is done otherwise where all devices are CPUs."""
+        return cpu.of(self.placement)
 
     @property
     def compiles_whole(self) -> bool:
