@@ -6,6 +6,7 @@ Python's own loops where they see no end.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,10 +14,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf, warned
+from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import sub_batches
 from towerstrategy.batch.rows import Nest
 
+_log = logging.getLogger("towerstrategy")
 _ENDLESS = (
     "Python's enumerate, zip, map and comprehensions do not see where a distributed dataset ends "
     "while a function is traced. Write a plain `for batch in dataset:` loop, which autograph "
@@ -91,7 +93,7 @@ def _check_ends() -> None:
     text = (f"{{}} {taken} batches were taken from distributed datasets while one tf.function was "
             f"traced. {_ENDLESS}")
     if taken == _MANY:
-        warned.warn(text.format("So far"))
+        _log.warning(text.format("So far"))
     if taken == _TOO_MANY:
         raise NotImplementedError(text.format("Already"))
 
