@@ -98,7 +98,8 @@ class TowerExtended(_tf.StrategyExtended):
 
         ``compiles`` says whether XLA compiles the towers' part of it.
         """
-        with contextlib.nullcontext() if self.cpu is None else self.cpu.step(), \
+        here = self.cpu
+        with contextlib.nullcontext() if here is None else here.step(), \
                 self._modes.within(keras_step=True, compiles=compiles):
             yield
 

@@ -18,8 +18,7 @@ class TowerWarning(UserWarning):
     """What a TowerStrategy warns of.
 
     In a function given to ``strategy.run``: gradients whose sum over the towers is not one
-    device's.  It points to the user's line and names the operation.  In any traced function: a
-    hundred batches taken by a loop of Python's.  To have it as an error:
+    device's.  It points to the user's line and names the operation.  To have it as an error:
 
     >>> import warnings
     >>> warnings.simplefilter("error", TowerWarning)

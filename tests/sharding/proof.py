@@ -399,12 +399,7 @@ def _with_all_parts(claim: Layout) -> Layout:
 
 def _counts(spec: Sharded | Size, rows: tuple[int, ...], size: int) -> list[int]:
     """How many positions each tower has of ``size``."""
-    chosen = spec.group.of if isinstance(spec.group, Blocks) else spec.group
-    return [count * (size // BATCH) for count in (CHOSEN[rows] if chosen else rows)]
-
-
-def _blocks(spec: Sharded | Size) -> int:
-    return spec.group.count if isinstance(spec.group, Blocks) else 1
+    return [count * (size // BATCH) for count in (CHOSEN[rows] if spec.one_block else rows)]
 
 
 def _pieces(array: np.ndarray, spec: Spec, rows: tuple[int, ...]) -> list[np.ndarray]:
@@ -480,7 +475,7 @@ def _ill_formed(
             counts = _counts(spec, rows, int(entry)) if at == spec.at else [entry] * len(have)
             if have != counts and (entry != -1 or set(have) != {-1}):  # -1: open, in a shape
                 return f"towers have {have} in place of {counts} in entry {at}"
-        times = spec.times and spec.times * _blocks(spec)
+        times = spec.times and spec.times * spec.blocks
         if times is not None and np.ravel(wanted)[spec.at] not in (BATCH * times, -1):
             return f"{wanted} is not {spec.times} a row"
         return ""

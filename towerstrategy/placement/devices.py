@@ -133,7 +133,11 @@ class Placement:
     @property
     def on_cpu(self) -> bool:
         """Whether towers and merge device are all CPU devices, which share the same cores."""
-        return self.kinds == {tf.DeviceSpec.from_string(self.merge).device_type} == {"CPU"}
+        return self.kinds == self._merge_kind == {"CPU"}
+
+    @functools.cached_property
+    def _merge_kind(self) -> frozenset[str]:
+        return frozenset([str(tf.DeviceSpec.from_string(self.merge).device_type)])
 
 
 def split_cpu(count: int) -> list[str]:

@@ -7,12 +7,13 @@ one device and ``MirroredStrategy``.  Activations, which the rows of a tower dec
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from towerstrategy import _keras
-from towerstrategy.placement import names
+from towerstrategy.placement import homes as homes_lib, names
 from towerstrategy.report import description
 
 
@@ -108,10 +109,10 @@ def estimate_memory(model: Any, towers: int = 2) -> Estimate:
 
 def _fullest(sizes: list[int], count: int) -> int:
     """What the fullest of ``count`` homes has, as variables are dealt to them by bytes."""
-    held = [0] * count
+    homes, held = homes_lib.Homes(map(str, range(count)), balanced=True), Counter[str]()
     for size in sizes:
-        held[held.index(min(held))] += size
-    return max(held)
+        held[homes.choose(size)] += size
+    return max(held.values())
 
 
 def _size(variable: Any) -> int:

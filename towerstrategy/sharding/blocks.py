@@ -12,19 +12,22 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.sharding.builder import Ref
-from towerstrategy.sharding.spec import Blocks, Sharded
+from towerstrategy.sharding.spec import Sharded
+
+
+def opened(shape: tf.TensorShape, along: int) -> tf.TensorShape:
+    """A static shape, but for one dimension, which is open."""
+    return shape if shape.rank is None else tf.TensorShape(
+        [None if dim == along else size for dim, size in enumerate(shape)])
 
 
 def gathered(value: Any, spec: Sharded, device: str) -> Ref:
     """The whole tensor, on ``device``, from the towers' parts."""
     towers, build = value.towers, value.towers.builder
-    assert isinstance(spec.group, Blocks)
-    shape = value.shape if value.shape.rank is None else tf.TensorShape(
-        [None if dim == spec.dim else size for dim, size in enumerate(value.shape)])
     split = [build.make("Split", [build.constant(spec.dim, tf.int32, at), part], at,
                         f"{towers.scopes[tower]}Split", num_split=spec.blocks)
              for tower, (part, at) in enumerate(zip(value.parts(), towers.devices))]
-    one = dataclasses.replace(spec, group=spec.group.of)
+    one, shape = dataclasses.replace(spec, group=spec.one_block), opened(value.shape, spec.dim)
 
     def whole(block: int) -> Ref:
         made: Ref = type(value)(towers, one, shape, None,

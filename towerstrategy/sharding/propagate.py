@@ -23,7 +23,6 @@ from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     REPLICATED,
     SUM,
-    Blocks,
     ListOf,
     Partial,
     Replicated,
@@ -279,8 +278,7 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
     if isinstance(wanted, Sharded):
         if isinstance(spec, Sharded) and spec == dataclasses.replace(wanted, broadcast=False):
             return True
-        group = wanted.group.of if isinstance(wanted.group, Blocks) else wanted.group
-        return not group and not isinstance(spec, ListOf)
+        return not wanted.one_block and not isinstance(spec, ListOf)
     if isinstance(wanted, Partial):
         return wanted == Partial("sum") and not isinstance(spec, ListOf)
     if isinstance(wanted, ListOf):

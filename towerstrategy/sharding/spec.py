@@ -33,9 +33,25 @@ class Blocks:
     count: int
     of: str = ""
 
+
+class _Grouped:
+    """What counts, or is, positions of the examples of a group."""
+
+    group: str | Blocks
+
+    @property
+    def blocks(self) -> int:
+        """How many tensors of the group are behind each other."""
+        return self.group.count if isinstance(self.group, Blocks) else 1
+
+    @property
+    def one_block(self) -> str:
+        """The group of each of them."""
+        return self.group.of if isinstance(self.group, Blocks) else self.group
+
     def some(self, count: int) -> str | Blocks:
-        """The group of so many of the blocks."""
-        return self.of if count == 1 else Blocks(count, self.of)
+        """The group of so many of them."""
+        return self.one_block if count == 1 else Blocks(count, self.one_block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +72,7 @@ class Axes(Replicated):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharded:
+class Sharded(_Grouped):
     """Each tower has its slice along ``dim``; all slices in the towers' order are the tensor.
 
     Attributes:
@@ -77,11 +93,6 @@ class Sharded:
         """The same examples along another dimension."""
         return dataclasses.replace(self, dim=dim)
 
-    @property
-    def blocks(self) -> int:
-        """How many tensors of the group are behind each other along ``dim``."""
-        return self.group.count if isinstance(self.group, Blocks) else 1
-
     def goes_with(self, other: Sharded) -> bool:
         """Whether each tower has the same positions of both, where they are of one size."""
         return self.group == other.group
@@ -99,7 +110,7 @@ class Partial:
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
+class Size(_Grouped):
     """Integers that say shapes, known for the whole batch and for each tower.
 
     Attributes:

@@ -392,8 +392,7 @@ class Value:
                 axis = towers.builder.constant(self.spec.dim, tf.int32, device)
                 whole = towers.builder.make("ConcatV2", [*parts, axis], device, "merge/ConcatV2",
                                             N=len(parts))
-            shape = self.shape if self.shape.rank is None else tf.TensorShape(
-                [None if dim == self.spec.dim else size for dim, size in enumerate(self.shape)])
+            shape = blocks.opened(self.shape, self.spec.dim)
             return towers.across.cross("gather", whole, device, shape, self.spec.dim)
         assert isinstance(self.spec, Partial), self.spec
         towers.note("reduce")

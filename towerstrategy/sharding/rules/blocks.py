@@ -1,7 +1,8 @@
 """Rules for rows behind rows: two views of a batch, or what is real and what is made, as one batch.
 
 Goes in: operations that put sharded tensors behind each other along the rows, and that take them
-apart again.  Comes out: plans of :class:`spec.Blocks`; each tower does the same with its own rows.
+apart again, at a number of rows.  Comes out: plans of :class:`spec.Blocks`, or of the one block
+that a batch is; each tower does the same with its own rows.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ from collections.abc import Sequence
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, Blocks, Sharded, Size, Spec
+from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec
 
 
 def behind_each_other(spec: Sharded, count: int) -> Sharded | None:
     """So many tensors of ``spec`` along the rows; None where that has no spec."""
-    if count < 2 or not spec.times or isinstance(spec.group, Blocks):
-        return None
-    return dataclasses.replace(spec, group=Blocks(count, spec.group))
+    return None if count < 2 or not spec.times or spec.blocks > 1 else _some(spec, count)
 
 
 def part(spec: Sharded, parts: int) -> Sharded | None:
@@ -28,15 +27,14 @@ def part(spec: Sharded, parts: int) -> Sharded | None:
 
 
 def _some(spec: Sharded, count: int) -> Sharded:
-    group = spec.group.some(count) if isinstance(spec.group, Blocks) else spec.group
-    return dataclasses.replace(spec, group=group)
+    return dataclasses.replace(spec, group=spec.some(count))
 
 
 def strided_slice(op: Op, spec: Sharded, specs: Sequence[Spec]) -> Plan | None:
     """A strided slice from where one block begins to where one ends."""
     steps, dim = entries_of(op.inputs[3]), spec.dim
     masks = any(op.attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis"))
-    if spec.blocks == 1 or steps is None or masks or len(steps) <= dim or steps[dim] != 1:
+    if steps is None or masks or len(steps) <= dim or steps[dim] != 1:
         return None
     begin = 0 if op.attr("begin_mask") >> dim & 1 else _block_at(op, spec, 1, specs[1])
     end = spec.blocks if op.attr("end_mask") >> dim & 1 else _block_at(op, spec, 2, specs[2])
@@ -70,8 +68,7 @@ def _block_at(op: Op, spec: Sharded, index: int, limit: Spec) -> int | None:
     if limit.at != spec.dim or not limit.times or not spec.times or limit.times % spec.times:
         return None
     number = limit.times // spec.times
-    return number * limit.shards(spec.dim).blocks if limit.group in (
-        spec.group, getattr(spec.group, "of", None)) else None
+    return number * limit.blocks if limit.one_block == spec.one_block else None
 
 
 @rule("ConcatOffset")
@@ -80,7 +77,7 @@ def concat_offset(op: Op, specs: Sequence[Spec]) -> Plan | None:
     sizes, axis = specs[1:], op.value(0)
     size = sizes[0]
     if not isinstance(size, Size) or axis is None or size.at != int(axis) or not size.times \
-            or isinstance(size.group, Blocks) or any(
+            or size.blocks > 1 or any(
                 not isinstance(other, Size) or other.shards(0) != size.shards(0)
                 or other.at != size.at for other in sizes):
         return None

@@ -18,7 +18,7 @@ import tensorflow as tf
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.elementwise import is_plain
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, Blocks, Size, Spec
+from towerstrategy.sharding.spec import REPLICATED, Size, Spec
 
 _PHILOX = (tf.random.Algorithm.PHILOX.value, tf.random.Algorithm.AUTO_SELECT.value)
 # Counters for each number, of distributions that take a varying number of random bits
@@ -31,7 +31,7 @@ _RESERVED = {"StatelessTruncatedNormalV2": 256 // 4}
 def draw(op: Op, specs: Sequence[Spec]) -> Plan | None:
     size, algorithm = specs[0], op.value(3)
     if not isinstance(size, Size) or not all(map(is_plain, specs[1:])) or algorithm is None \
-            or int(algorithm) not in _PHILOX or isinstance(size.group, Blocks):
+            or int(algorithm) not in _PHILOX or size.blocks > 1:
         return None
     sizes = shapes.static_sizes(op, 0, size)
     if sizes is None or any(before != 1 for before in sizes[:size.at]):

@@ -13,16 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
-from towerstrategy.sharding.spec import (
-    REPLICATED,
-    SUM,
-    Blocks,
-    ListOf,
-    Partial,
-    Sharded,
-    Size,
-    Spec,
-)
+from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Partial, Sharded, Size, Spec
 
 LINEAR = ("Identity", "Cast", "Neg", "StopGradient", "PreventGradient", "Snapshot", "Real", "Imag",
           "Conj")
@@ -135,10 +126,9 @@ def _of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return Plan([spec if spec is size else REPLICATED for spec in specs],
                     [Size(0, times, size.group)])
     over = op.value(1) if op.type == "FloorDiv" and op.out_rank() == 0 else None
-    if over is not None and specs[0] is size and isinstance(size.group, Blocks) \
-            and int(over) > 0 and size.group.count % int(over) == 0:  # so many rows a view
-        return Plan([size, REPLICATED],
-                    [Size(0, size.times, size.group.some(size.group.count // int(over)))])
+    if over is not None and specs[0] is size and int(over) > 0 \
+            and size.blocks % int(over) == 0:  # so many rows a view
+        return Plan([size, REPLICATED], [Size(0, size.times, size.some(size.blocks // int(over)))])
     return None
 
 

@@ -15,16 +15,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import HOST, Op, Plan, rule
-from towerstrategy.sharding.spec import (
-    REPLICATED,
-    Axes,
-    Blocks,
-    ListOf,
-    Partial,
-    Sharded,
-    Size,
-    Spec,
-)
+from towerstrategy.sharding.spec import REPLICATED, Axes, ListOf, Partial, Sharded, Size, Spec
 
 
 def _size_of(spec: Sharded, shape: tf.TensorShape) -> Size:
@@ -284,7 +275,7 @@ def range_(op: Op, specs: Sequence[Spec]) -> Plan | None:
     limit = specs[1]
     if not isinstance(limit, Size) or any(isinstance(specs[at], Size) for at in (0, 2)):
         return None
-    if isinstance(limit.group, Blocks):
+    if limit.blocks > 1:  # whose numbers are not those of the towers one after another
         return None
     if op.value(0) is None or int(op.value(0)) or op.value(2) is None or int(op.value(2)) != 1:
         return None

@@ -14,18 +14,9 @@ import tensorflow as tf
 
 from towerstrategy.sharding.rules import blocks, shapes
 from towerstrategy.sharding.rules.elementwise import is_plain
-from towerstrategy.sharding.rules.entries import entries_of, sizes_of
+from towerstrategy.sharding.rules.entries import sizes_of
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
-from towerstrategy.sharding.spec import (
-    REPLICATED,
-    SUM,
-    Blocks,
-    ListOf,
-    Partial,
-    Sharded,
-    Size,
-    Spec,
-)
+from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Partial, Sharded, Size, Spec
 
 
 @rule("Reshape", light=True)
@@ -272,8 +263,7 @@ def strided_slice(op: Op, specs: Sequence[Spec]) -> Plan | None:
     place = sliced(op, spec.dim, op.rank(0))
     if place is not None:
         return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [spec.at(place)])
-    return (_sliced_to_size(op, spec, specs[2]) or blocks.strided_slice(op, spec, specs)
-            or _first_rows(op, spec))
+    return blocks.strided_slice(op, spec, specs) or _first_rows(op, spec)
 
 
 def _first_rows(op: Op, spec: Sharded) -> Plan | None:
@@ -300,21 +290,6 @@ def _first_rows(op: Op, spec: Sharded) -> Plan | None:
         return [[rows] * len(first)]
 
     return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [REPLICATED], make)
-
-
-def _counts(size: Size, spec: Sharded) -> bool:
-    """Whether a size, in the place of the rows, is how many positions there are along the rows."""
-    return size.times is not None and size.at == spec.dim and size.shards(spec.dim) == spec
-
-
-def _sliced_to_size(op: Op, spec: Sharded, end: Spec) -> Plan | None:
-    """A strided slice from 0 to the number of rows: all of them."""
-    begin, steps = entries_of(op.inputs[1]), entries_of(op.inputs[3])
-    masks = any(op.attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis"))
-    if not isinstance(end, Size) or not _counts(end, spec) or masks \
-            or begin is None or steps is None or begin[spec.dim] != 0 or steps[spec.dim] != 1:
-        return None
-    return Plan([spec, REPLICATED, end, REPLICATED], [spec])
 
 
 def sliced(op: Op, dim: int, rank: int | None, begin: int = 1) -> int | None:
@@ -351,39 +326,21 @@ def strided_slice_grad(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(size, Size) or not isinstance(gradient, Sharded) \
             or op.inputs[0].shape.rank != 1:
         return None
-    if isinstance(size.group, Blocks):
-        plan = blocks.strided_slice(op, size.shards(size.at), specs[:-1])
-        if plan is None or plan.gives != [gradient]:
+    if sliced(op, size.at, op.inputs[0].shape[0]) == gradient.dim:
+        if (gradient.times, gradient.group) != (size.times, size.group):
             return None
-        return Plan([size, *plan.takes[1:], gradient], [size.shards(size.at)])
-    if (gradient.times, gradient.group) != (size.times, size.group):
+        return Plan([size, REPLICATED, REPLICATED, REPLICATED, gradient], [size.shards(size.at)])
+    plan = blocks.strided_slice(op, size.shards(size.at), specs[:-1])
+    if plan is None or plan.gives != [gradient]:
         return None
-    if isinstance(specs[2], Size):
-        plan = _sliced_to_size(op, size.shards(size.at), specs[2])
-        if plan is None or gradient.dim != size.at:
-            return None
-        return Plan([size, REPLICATED, specs[2], REPLICATED, gradient], plan.gives)
-    if sliced(op, size.at, op.inputs[0].shape[0]) != gradient.dim:
-        return None
-    return Plan([size, REPLICATED, REPLICATED, REPLICATED, gradient], [size.shards(size.at)])
+    return Plan([size, *plan.takes[1:], gradient], [size.shards(size.at)])
 
 
 @rule("Slice")
 def slice_(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(specs[0], Size):
         return shapes.piece_of_size(op, specs)
-    spec, begin = specs[0], entries_of(op.inputs[1])
-    size = shapes.static_sizes(op, 2, specs[2])
-    if isinstance(spec, Sharded) and spec.blocks > 1:
-        return blocks.slice_(op, spec, specs)
-    if not isinstance(spec, Sharded) or begin is None or begin[spec.dim] != 0:
-        return None
-    if isinstance(specs[2], Size):
-        whole = _counts(specs[2], spec)
-        return Plan([spec, REPLICATED, specs[2]], [spec]) if whole else None
-    if size is None or size[spec.dim] != -1:
-        return None
-    return Plan([spec, REPLICATED, REPLICATED], [spec])
+    return blocks.slice_(op, specs[0], specs) if isinstance(specs[0], Sharded) else None
 
 
 @rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
