@@ -36,13 +36,14 @@ class TowerExtended(_tf.StrategyExtended):
       cluster_resolver: what said which machines there are; None where nothing did.
       draws_rows: whether what is drawn for rows is what one device would draw.
       measuring: what measures the towers; None where nothing does.
+      synchronizes_batch_norm: whether batch norm in models is of the whole batch.
     """
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
                  placement: devices_lib.Placement, workers: Workers | None = None,
                  cluster_resolver: Any = None, draws_rows: bool = True,
-                 measuring: Any = None) -> None:
-        self.draws_rows = draws_rows
+                 measuring: Any = None, synchronizes_batch_norm: bool = True) -> None:
+        self.draws_rows, self.synchronizes_batch_norm = draws_rows, synchronizes_batch_norm
         self.placement, self.workers = placement, workers  # TensorFlow's constructor asks for them
         self.dealer = dealing.Dealer(placement, workers, measuring)
         self._cluster_resolver = cluster_resolver  # what TensorFlow's Strategy gives for its own
@@ -74,7 +75,8 @@ class TowerExtended(_tf.StrategyExtended):
         measuring = self.dealer.measuring and self.dealer.measuring.anew()
         memo[id(self)] = copied = TowerExtended(self._container_strategy(), self.placement,
                                                 self.workers, self._cluster_resolver,
-                                                self.draws_rows, measuring)
+                                                self.draws_rows, measuring,
+                                                self.synchronizes_batch_norm)
         return copied
 
     @property

@@ -91,9 +91,11 @@ class TowerStrategy(kind.Kind):
         worker with towers and one copy of its own, see docs/several_machines.md.
       communication_options: for what crosses machines: the implementation (RING or NCCL), the
         timeout.
-      synchronize_batch_norm: without effect: in a step of Keras and in ``strategy.function`` batch
-        norm takes the statistics of the whole batch, as on one device; in ``strategy.run`` those of
-        the tower's rows, unless the layer says ``synchronized=True``.
+      synchronize_batch_norm: whether batch norm layers of the strategy's models take the statistics
+        of the whole batch in a step of Keras and in ``strategy.function``, as on one device. False:
+        those of the tower's rows, with which no tower waits for another, but for layers that say
+        ``synchronized=True``; moving statistics move by the towers' mean. In ``strategy.run`` they
+        are the tower's in any case, unless the layer says so.
       micro_batches: into how many parts a tower's rows are cut, to run through the model one after
         another, for batches whose activations do not fit.  Each part is a replica
         (``num_replicas_in_sync`` counts them), see docs/micro_batches.md.
@@ -124,7 +126,7 @@ class TowerStrategy(kind.Kind):
                  cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
                  communication_options: tf.distribute.experimental.CommunicationOptions
                  | None = None,
-                 synchronize_batch_norm: bool = False, micro_batches: int = 1,
+                 synchronize_batch_norm: bool = True, micro_batches: int = 1,
                  draws: Literal["per row", "per_row", "per tower", "per_tower"] = "per row",
                  balance: Literal["bytes", "time"] = "bytes") -> None:
         arguments.check_made(cross_device_ops, communication_options, synchronize_batch_norm, draws)
@@ -137,7 +139,8 @@ class TowerStrategy(kind.Kind):
             placement.shares, placement.shares_from)
         super().__init__(extended.TowerExtended(self, placement, workers, resolver,
                                                 draws in arguments.DRAWS[:2],
-                                                measuring.of(placement, workers)))
+                                                measuring.of(placement, workers),
+                                                synchronize_batch_norm))
         losses.install()
         _tf.wrap_generators(contexts.has_all_rows)
         _keras.install_hooks()

@@ -6,7 +6,7 @@ from absl.testing import absltest
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import rules  # noqa: F401  fills the table
 from towerstrategy.sharding.propagate import propagate
-from towerstrategy.sharding.spec import REPLICATED, SUM, Partial, Sharded
+from towerstrategy.sharding.spec import MEAN, REPLICATED, SUM, Partial, Sharded
 
 
 def _outputs(function, *inputs):
@@ -37,6 +37,17 @@ class PropagateTest(absltest.TestCase):
     def test_what_has_no_rows_is_made_once(self):
         """Each tower would keep an optimizer of its own."""
         self.assertEqual(_outputs(lambda x, w: w * 2, ROWS, WHOLE), [REPLICATED])
+
+    def test_a_call_by_each_tower_gives_what_it_says(self):
+        """Batch norm of each tower's rows would be of all rows, or of one tower's for all."""
+        def normalized(x, w):
+            rows, mean = _tf.call_by_each_tower(
+                lambda x, w: (x - tf.reduce_mean(x, 0) * w, tf.reduce_mean(x, 0)),
+                ("rows", "once"), ("rows", "own"), (x, w))
+            return [rows, mean, mean * 2]
+
+        self.assertEqual(_outputs(normalized, ROWS, WHOLE), [Sharded(0), MEAN, REPLICATED])
+        self.assertEqual(_outputs(normalized, WHOLE, WHOLE), [REPLICATED] * 3)
 
     def test_what_has_no_rule_is_made_with_all_rows(self):
         """A value of some rows would pass for that of all."""

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import hooks, stages, twin
+from towerstrategy._keras import batch_norm, hooks, stages, twin
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib, kind
 from towerstrategy.variables import one_copy
 
@@ -67,6 +67,7 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
         set_owner(optimizer, strategy)
     local = [variable for metric in metrics for variable in names.adopt_metric(strategy, metric)]
     resident = adopt_variables(strategy, [*held, *slots])
+    batch_norm.normalize_by_tower(strategy, model, names)
     stages.check_all_used(strategy, model, names)
     stages.settle(strategy, model, names)
     adopt_variables(strategy, [vars(model).get(name) for name in _COUNTERS])

@@ -21,8 +21,9 @@ from tensorflow.python.ops import control_flow_util_v2
 
 from towerstrategy._tensorflow import compiling, functions, graphs
 
-__all__ = ("add_function", "body_of", "called_body", "constant_value", "hand_on_all_functions",
-    "is_compiled", "new_function_graph", "op_def", "placeholder_like", "trace", "value_as_shape")
+__all__ = ("add_function", "body_of", "call_by_each_tower", "called_body", "called_by_each_tower",
+    "constant_value", "hand_on_all_functions", "is_compiled", "new_function_graph", "op_def",
+    "placeholder_like", "trace", "value_as_shape")
 PRIVATE_NAMES = {
     "python.client.pywrap_tf_session:TF_TryEvaluateConstant_wrapper":
         "the value of axes that are computed from constants, which tf.get_static_value gives up on",
@@ -31,6 +32,7 @@ PRIVATE_NAMES = {
         "traces a Python function in the function that is being traced",
     "python.framework.function_def_to_graph:function_def_to_graph":
         "the graph of a function of which TensorFlow has kept the definition alone",
+    "python.framework.ops:Operation._set_attr": "says of a call who calls",
     "python.framework.op_def_registry:get": "the definition of a type of operations",
     "python.framework.tensor_util:constant_value_as_shape": "the known entries of a shape",
     "python.ops.control_flow_util_v2:create_new_tf_function": "makes a function of a graph",
@@ -84,6 +86,41 @@ def is_compiled(call: tf.Operation) -> bool:
     """Whether XLA is to compile the function that ``call`` calls."""
     attributes = call.node_def.attr
     return "_XlaMustCompile" in attributes and bool(attributes["_XlaMustCompile"].b)
+
+
+_BY_EACH = "_towers"
+
+
+def call_by_each_tower(fn: Callable[..., Any], takes: Sequence[str], gives: Sequence[str],
+                       tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Calls ``fn``, which each tower of a step that has all rows calls with what it has.
+
+    Args:
+      fn: a function of tensors, without variables.
+      takes: what its arguments are: "rows", in the first dimension; a tower's "own", which such a
+        call has given; or the same for all, made "once".
+      gives: what it returns: "rows"; a tower's "own", whose mean is taken wherever it is asked for
+        outside of such calls; or parts of a "sum".
+      tensors: its arguments, of rows the first.
+    """
+    function = tf.function(fn, autograph=False).get_concrete_function(
+        *(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors))
+    function.add_to_graph(tf.compat.v1.get_default_graph())
+    outputs = function.outputs
+    made = tf.raw_ops.PartitionedCall(args=list(tensors), f=function,
+                                      Tout=[output.dtype for output in outputs])
+    made[0].op._set_attr(_BY_EACH, tf.compat.v1.AttrValue(
+        s=f"{' '.join(takes)},{' '.join(gives)}".encode()))
+    for one, output in zip(made, outputs):
+        one.set_shape(output.shape)
+    return list(made)
+
+
+def called_by_each_tower(call: tf.Operation) -> list[list[str]]:
+    """What such a call takes and gives; nothing for any other."""
+    attributes = call.node_def.attr
+    return [words.split() for words in attributes[_BY_EACH].s.decode().split(",")] \
+        if _BY_EACH in attributes else []
 
 
 def called_body(call: tf.Operation) -> Any:

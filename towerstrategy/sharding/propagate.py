@@ -21,6 +21,7 @@ from towerstrategy.sharding import traffic as traffic_lib
 from towerstrategy.sharding.rules import lists, registry
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
+    MEAN,
     REPLICATED,
     SUM,
     ListOf,
@@ -176,7 +177,12 @@ class _Propagation:
             return False
         return all(can_become(spec, wanted) for spec, wanted in zip(specs, plan.takes))
 
-    def _call(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested:
+    def _call(self, operation: tf.Operation, specs: Sequence[Spec]) -> Plan | Nested:
+        own = _tf.called_by_each_tower(operation)
+        if own and isinstance(specs[0], Sharded) and specs[0].dim == 0:
+            meant: dict[str, Spec] = {"rows": specs[0], "own": MEAN, "once": REPLICATED, "sum": SUM}
+            takes, gives = ([meant[word] for word in words] for words in own)
+            return Plan(takes, gives)
         layout = self.layout(_tf.called_body(operation), specs)
         return Nested([layout], list(specs), layout.outputs, local=False)
 

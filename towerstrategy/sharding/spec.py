@@ -9,7 +9,7 @@ A step is traced once, with all rows of the global batch.  Each of its tensors i
 * :class:`Sharded`: each tower has its own slice along one dimension, and the slices in the order of
   the towers are the whole tensor;
 * :class:`Partial`: each tower has a tensor of the whole shape, and the whole tensor is their sum
-  (maximum, minimum, conjunction, disjunction);
+  (maximum, minimum, conjunction, disjunction; a mean in which a tower counts by its rows);
 * :class:`Size`: an integer, or a vector of integers, some of whose entries count rows.  It is known
   twice: for the whole batch, and for each tower.  Arithmetic takes the whole batch's, a tensor that
   is sharded is shaped by the tower's;
@@ -103,7 +103,7 @@ class Partial:
     """Each tower has a part of the whole shape; ``reduction`` of the parts is the tensor.
 
     Attributes:
-      reduction: "sum", "max", "min", "and" (all) or "or" (any).
+      reduction: "sum", "max", "min", "and" (all), "or" (any) or "mean".
     """
 
     reduction: str = "sum"
@@ -144,3 +144,4 @@ class ListOf:
 Spec = Union[Replicated, Sharded, Partial, Size, ListOf]
 REPLICATED = Replicated()
 SUM = Partial("sum")
+MEAN = Partial("mean")

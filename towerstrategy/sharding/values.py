@@ -13,10 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding import blocks, relays
+from towerstrategy.sharding import blocks, means, relays
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
-from towerstrategy.sharding.spec import ListOf, Partial, Replicated, Sharded, Size, Spec
+from towerstrategy.sharding.spec import MEAN, SUM, ListOf, Partial, Replicated, Sharded, Size, Spec
 
 _REDUCTIONS = {"max": "Maximum", "min": "Minimum", "and": "LogicalAnd", "or": "LogicalOr"}
 
@@ -242,7 +242,7 @@ class Value:
     @property
     def size(self) -> int:
         """How many entries it has, so far as that is known."""
-        return self.shape.num_elements() or 0 if self.shape.rank is not None else 0
+        return self.shape.num_elements() or 0
 
     def whole(self) -> Ref:
         """The whole tensor."""
@@ -380,10 +380,9 @@ class Value:
         towers, parts = self.towers, self.parts()
         if towers.replicas == 1:
             return parts[0]
-        device = self.device or towers.merge
+        device, whole = self.device or towers.merge, parts[0]
         if isinstance(self.spec, Size):
             return self._total(parts, self.spec.at)
-        whole = parts[0]
         if isinstance(self.spec, Sharded):
             if self.spec.blocks > 1:
                 return blocks.gathered(self, self.spec, device)
@@ -396,7 +395,9 @@ class Value:
             return towers.across.cross("gather", whole, device, shape, self.spec.dim)
         assert isinstance(self.spec, Partial), self.spec
         towers.note("reduce")
-        if self.spec.reduction == "sum":
+        if self.spec == MEAN:
+            parts = means.parts(towers, parts)
+        if self.spec in (MEAN, SUM):
             return towers.add_up(parts, device, self.shape)
         for part in parts[1:]:
             whole = towers.builder.make(_REDUCTIONS[self.spec.reduction], [whole, part], device,
