@@ -77,6 +77,7 @@ class _Once(contexts.Call):
         super().__init__(strategy)
         self._shares, self._made = shares, made
         self._opened = False
+        self._warning: Warning | None = None  # that the user has made an error
         self.contract = contract.Contract()
         self._devices = strategy.extended.worker_devices
         self._host = strategy.extended.host_device
@@ -100,9 +101,11 @@ class _Once(contexts.Call):
             self._copier.skip()
             try:
                 result = fn(*args, **kwargs)
-            except (NeedsOwnTrace, Warning):  # whoever makes errors of warnings wants to see them
+            except NeedsOwnTrace:
                 raise
             except Exception as error:
+                if self._warning:  # AutoGraph has made another error of it
+                    raise self._warning from error
                 if self._opened:  # it may be why; where it is not, the towers' own traces fail, too
                     raise NeedsOwnTrace("it fails where the number of rows, which differs between "
                                         f"the towers, is open: {error}") from error
@@ -196,15 +199,22 @@ class _Once(contexts.Call):
         for gradient, variable in zip(gradients, variables):
             problem = self.contract.problem(gradient, asked and evenly)
             if problem and problem not in said:
+                self._warn(problem, variable)
                 said.add(problem)
-                warned.warn(
-                    f"in the function given to strategy.run, {problem}. Each tower sees its own "
-                    "rows there, and the towers' gradients are summed, so the gradient of "
-                    f"{variable.name!r} comes out otherwise than on one device. Decorate the step "
-                    "with strategy.function in place of tf.function and strategy.run, and it means "
-                    "what it means on one device; or scale a mean over the tower's rows by "
-                    "strategy.scale_loss, or gather rows by towerstrategy.whole_batch.")
                 return
+
+    def _warn(self, problem: str, variable: Any) -> None:
+        try:
+            warned.warn(
+                f"in the function given to strategy.run, {problem}. Each tower sees its own rows "
+                "there, and the towers' gradients are summed, so the gradient of "
+                f"{variable.name!r} comes out otherwise than on one device. Decorate the step with "
+                "strategy.function in place of tf.function and strategy.run, and it means what it "
+                "means on one device; or scale a mean over the tower's rows by strategy.scale_loss, "
+                "or gather rows by towerstrategy.whole_batch.")
+        except Warning as error:
+            self._warning = error
+            raise
 
     def _note_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         variable = next_creator(**kwargs)
