@@ -125,6 +125,29 @@ class ContractTest(parameterized.TestCase):
         for one, other in zip(got, wanted):
             np.testing.assert_allclose(one, other, rtol=1e-6)
 
+    def test_a_warning_that_is_an_error_ends_the_step(self):
+        """Else who asks for an error trains on, and is not even warned, as AutoGraph changes it."""
+        strategy = towerstrategy.TowerStrategy(DEVICES[:3])
+        with strategy.scope():
+            weights = [tf.Variable(value) for value in WEIGHTS]
+            optimizer = keras.optimizers.SGD(.1)
+
+        @tf.function
+        def train_step(batch):
+            def step(x, y):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(squares(weights, x, y))
+                optimizer.apply(tape.gradient(loss, weights), weights)
+
+            strategy.run(step, batch)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", warned.TowerWarning)
+            for _ in range(2):  # nor does the second try train on
+                with self.assertRaisesRegex(Exception, "mean over the tower's rows"):
+                    train_step(strategy.split((X, Y)))
+        np.testing.assert_array_equal(weights[0], WEIGHTS[0])
+
     def test_gradients_kept_by_each_tower(self):
         """Else accumulation by hand, in variables of each tower's own, is warned of."""
         strategy = towerstrategy.TowerStrategy(DEVICES[:3])

@@ -11,14 +11,15 @@ from tensorflow.python.autograph.operators import control_flow, py_builtins
 from tensorflow.python.data.ops import iterator_ops, map_op, multi_device_iterator_ops
 from tensorflow.python.trackable import base as trackable
 
-__all__ = ("OwnedIterator", "Trackable", "loop_over", "map_in_place", "over_devices",
-    "python_loops_with", "read_profile")
+__all__ = ("OwnedIterator", "Trackable", "inputs_of_dataset", "loop_over", "map_in_place",
+    "over_devices", "python_loops_with", "read_profile")
 PRIVATE_NAMES = {
     "python.autograph.operators.control_flow:for_loop_registry _tf_iterator_for_stmt":
         "what `for` in a tf.function goes over, by type, and how; no public registry",
     "python.autograph.operators.py_builtins:enumerate_registry filter_registry map_registry "
     "zip_registry":
         "what `enumerate` and the like in a tf.function do, by type; no public registries",
+    "python.data.ops.dataset_ops:DatasetV2._inputs": "what a dataset is made of",
     "python.data.ops.iterator_ops:OwnedIterator": "what iter(dataset) makes",
     "python.data.ops.map_op:_MapDataset":
         "Dataset.map that runs its function in the caller's thread: 10 us an element and not 100",
@@ -71,6 +72,11 @@ def over_devices(dataset: tf.data.Dataset, devices: Sequence[str], ready: int) -
     return multi_device_iterator_ops.OwnedMultiDeviceIterator(
         devices=devices, source_device=host, components=[resource, *parts],
         element_spec=dataset.element_spec)
+
+
+def inputs_of_dataset(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The datasets that ``dataset`` is made of."""
+    return list(dataset._inputs())
 
 
 def map_in_place(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:

@@ -40,13 +40,48 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
       TypeError: ``dataset`` is no ``tf.data.Dataset``.
       ValueError: its elements are not batched.
     """
-    check_batched(dataset)
+    batches = _batches_in(dataset)
+    check_batched(dataset, batches)
     split = dataset
     if towers > 1:
         split = dataset.map(on_elements(dataset.element_spec, _in_scope(
-            lambda element: splitting.split_batch(element, towers, cuts)))).prefetch(ready)
+            lambda element: splitting.split_batch(element, towers, cuts, batches)))).prefetch(ready)
     return TowerDataset(split, lambda fn: split_dataset(dataset.map(fn), towers, ready, cuts),
                         open_rows=cuts is not None)
+
+
+def _batches_in(dataset: Any) -> list[int] | None:
+    """For each component of an element the number of the batch it is of; None: all are of one.
+
+    Datasets of batches of different sizes may have been zipped.  Only their elements tell.
+    """
+    if not isinstance(dataset, tf.data.Dataset) or not _zips_different(
+            dataset, len(tf.nest.flatten(dataset.element_spec))):
+        return None
+    rows = _rows_of_first(dataset)
+    sizes = list(dict.fromkeys(count for count in rows if count is not None))
+    return [0 if count is None else sizes.index(count) for count in rows] \
+        if len(sizes) > 1 else None
+
+
+def _zips_different(dataset: tf.data.Dataset, most: int) -> bool:
+    """Whether it is made of datasets, side by side, of which components differ in length.
+
+    ``most`` is how many components these may have: of more some are indices, as Keras zips them
+    with arrays, and no batch.
+    """
+    inputs = _tf.inputs_of_dataset(dataset)
+    if len(inputs) > 1 and all(_is_batched(each.element_spec) for each in inputs):
+        return len(tf.nest.flatten(dataset.element_spec)) <= most and len(
+            {*_rows_of_first(dataset)} - {None}) > 1
+    return any(_zips_different(each, most) for each in inputs)
+
+
+def _rows_of_first(dataset: tf.data.Dataset) -> list[int | None]:
+    """How many rows each component of the first element has; nothing where there is none."""
+    with tf.init_scope():
+        return [int(rows_lib.rows_in(leaf)) if rows_lib.has_rows(leaf) and leaf.shape.rank else None
+                for element in dataset.take(1) for leaf in tf.nest.flatten(element)]
 
 
 def group_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY) -> TowerDataset:
@@ -301,8 +336,8 @@ def _is_batched(spec: Nest) -> bool:
     return all(shape.rank != 0 for shape in shapes)
 
 
-def check_batched(dataset: Any) -> None:
-    """Raises where ``dataset`` is no dataset of batches."""
+def check_batched(dataset: Any, batches: Sequence[int] | None = None) -> None:
+    """Raises where ``dataset`` is no dataset of batches, see :func:`splitting.split_batch`."""
     refused.check_type("dataset", dataset, tf.data.Dataset, "a tf.data.Dataset")
     named = [(path, leaf) for path, leaf in zip(*splitting.named_leaves(dataset.element_spec))
              if hasattr(leaf, "shape")]
@@ -315,7 +350,7 @@ def check_batched(dataset: Any) -> None:
                 "over the towers. Call dataset.batch(global_batch_size) first.")
     splitting.check_known(
         {path: leaf.shape[0] for path, leaf in named
-         if leaf.shape and leaf.shape[0] is not None},
+         if leaf.shape and leaf.shape[0] is not None and batches is None},
         " If these are single examples, the dataset is not batched: call "
         "dataset.batch(global_batch_size) first.")
 

@@ -21,7 +21,8 @@ _SAME_ROWS = "the components of a batch must have the same number of rows, but"
 _LIST_HINT = " (A list or tuple is a nest of components: make an array of a list of rows.)"
 
 
-def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None) -> Nest:
+def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None,
+                batches: Sequence[int] | None = None) -> Nest:
     """Splits the rows of ``batch`` over the towers.
 
     Args:
@@ -31,6 +32,7 @@ def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None) 
       towers: how many sub-batches.
       cuts: where rows are cut if some go to other machines, or towers have unequal shares; None
         where all stay here, and towers get as many.
+      batches: for each leaf the number of the batch it is of; None where all are of one.
 
     Returns:
       The same nest with a :class:`SubBatches` for each leaf; with one tower the batch itself, its
@@ -48,21 +50,34 @@ def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None) 
             return batch
         raise ValueError("batch has no component with rows to split: got "
                          f"{tf.nest.map_structure(type, batch)!r}.")
-    rows = _rows_of_all(counted)
+    numbers = [0] * len(leaves) if batches is None else batches
+    placed = list(zip(paths, tensors, numbers))
+    split = {batch_: _splitter([
+        (path, tensor) for path, tensor, number in placed
+        if number == batch_ and rows_lib.has_rows(tensor)], towers, cuts, batch_)
+        for batch_ in dict.fromkeys(numbers)}
     if towers == 1 and cuts is None:
         return tf.nest.pack_sequence_as(batch, tensors)
+    packed = tf.nest.pack_sequence_as(batch, [
+        split[number](tensor) if rows_lib.has_rows(tensor) else tensor
+        for _, tensor, number in placed])
+    return packed if cuts is None else sub_batches.with_open_rows(packed)
+
+
+def _splitter(counted: Sequence[tuple[str, Any]], towers: int, cuts: rows_lib.CutRows | None,
+              batch: int) -> Callable[[Any], sub_batches.SubBatches]:
+    """What splits the components of one batch, pairs of a path and a tensor."""
+    rows = _rows_of_all(counted)
     starts, sizes, counts = (
         (*rows_lib.split_rows(rows, towers), None) if cuts is None else cuts(rows))
-    pack: Callable[[list[Any]], sub_batches.SubBatches] = sub_batches.SubBatches
+    pack: Callable[..., sub_batches.SubBatches] = sub_batches.SubBatches
     if counts is not None:
         pack = functools.partial(sub_batches.CountedSubBatches, rows=rows_lib.vector(counts))
     known = all(isinstance(size, int) for size in sizes) and not tf.executing_eagerly()
     if cuts is not None and known and len(set(sizes)) > 1:
         starts, sizes = rows_lib.opened(starts, sizes)
     parts = rows_lib.Cuts(rows, starts, sizes)
-    split = tf.nest.pack_sequence_as(batch, [
-        pack(parts.of(tensor)) if rows_lib.has_rows(tensor) else tensor for tensor in tensors])
-    return split if cuts is None else sub_batches.with_open_rows(split)
+    return lambda tensor: pack(parts.of(tensor), batch=batch)
 
 
 def as_batch(grouped: Nest) -> Nest:

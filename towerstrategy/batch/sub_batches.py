@@ -50,12 +50,23 @@ class HashedOnce:
 
 
 class SubBatchesSpec(HashedOnce, _tf.PerReplicaSpec):
-    """The type spec of :class:`SubBatches`."""
+    """The type spec of :class:`SubBatches`: one spec a tower, and the number of the batch."""
 
     value_type = property(lambda _: SubBatches)
 
+    def __init__(self, *specs: tf.TypeSpec, batch: int = 0) -> None:
+        super().__init__(*specs)
+        self.batch = batch
+
+    def _serialize(self) -> tuple[Any, ...]:
+        return (*super()._serialize(), self.batch)
+
+    @classmethod
+    def _deserialize(cls, serialized: tuple[Any, ...]) -> SubBatchesSpec:
+        return cls(*serialized[:-1], batch=serialized[-1])
+
     def _from_components(self, components: Sequence[Any]) -> SubBatches:
-        return SubBatches(components)
+        return SubBatches(components, self.batch)
 
 
 class SubBatches(_tf.PerReplica):
@@ -65,14 +76,19 @@ class SubBatches(_tf.PerReplica):
     knows that the first dimension counts rows, so that each tower's share of the batch is known.
 
     Attributes:
+      batch: of which of an element's batches, where these have different numbers of rows.
       open_rows: whether functions are traced for any number of rows.
     """
 
     open_rows = False
 
+    def __init__(self, values: Sequence[Any], batch: int = 0) -> None:
+        super().__init__(values)
+        self.batch = batch
+
     @property
     def _type_spec(self) -> SubBatchesSpec:
-        return SubBatchesSpec(*self._part_specs())
+        return SubBatchesSpec(*self._part_specs(), batch=self.batch)
 
     def _part_specs(self) -> list[tf.TypeSpec]:
         specs = [tf.type_spec_from_value(value) for value in self._values]
@@ -88,7 +104,7 @@ class CountedSpec(SubBatchesSpec):
         return (*super()._to_components(value), value.rows)
 
     def _from_components(self, components: Sequence[Any]) -> CountedSubBatches:
-        return CountedSubBatches(components[:-1], components[-1])
+        return CountedSubBatches(components[:-1], components[-1], self.batch)
 
 
 class CountedSubBatches(SubBatches):
@@ -98,13 +114,14 @@ class CountedSubBatches(SubBatches):
       rows: those, an int64 vector; in a worker's own pipeline the counts of its own towers.
     """
 
-    def __init__(self, values: Sequence[Any], rows: tf.Tensor) -> None:
-        super().__init__(values)
+    def __init__(self, values: Sequence[Any], rows: tf.Tensor, batch: int = 0) -> None:
+        super().__init__(values, batch)
         self.rows = rows
 
     @property
     def _type_spec(self) -> CountedSpec:
-        return CountedSpec(*self._part_specs(), tf.TensorSpec(self.rows.shape, tf.int64))
+        return CountedSpec(*self._part_specs(), tf.TensorSpec(self.rows.shape, tf.int64),
+                           batch=self.batch)
 
 
 def row_counts(batches: SubBatches) -> list[rows_lib.Rows]:

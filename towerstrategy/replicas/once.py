@@ -210,8 +210,8 @@ class _Once(contexts.Call):
                 "there, and the towers' gradients are summed, so the gradient of "
                 f"{variable.name!r} comes out otherwise than on one device. Decorate the step with "
                 "strategy.function in place of tf.function and strategy.run, and it means what it "
-                "means on one device; or scale a mean over the tower's rows by strategy.scale_loss, "
-                "or gather rows by towerstrategy.whole_batch.")
+                "means on one device; or scale a mean over the tower's rows by "
+                "strategy.scale_loss, or gather rows by towerstrategy.whole_batch.")
         except Warning as error:
             self._warning = error
             raise

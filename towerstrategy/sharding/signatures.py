@@ -34,13 +34,14 @@ def opened(bound: Mapping[str, Any]) -> dict[str, Any]:
 def _opened(first: sub_batches.SubBatches, leaf: Any) -> Any:
     if not isinstance(leaf, sub_batches.SubBatches):
         return leaf
-    if not _has_rows_of(leaf, first):
+    if leaf.batch == first.batch and not _has_rows_of(leaf, first):
         return merging.concat(leaf.values, 0)
     if leaf.open_rows:
         return leaf
     if isinstance(leaf, sub_batches.CountedSubBatches):
-        return sub_batches.with_open_rows(sub_batches.CountedSubBatches(leaf.values, leaf.rows))
-    return sub_batches.with_open_rows(sub_batches.SubBatches(leaf.values))
+        return sub_batches.with_open_rows(sub_batches.CountedSubBatches(
+            leaf.values, leaf.rows, leaf.batch))
+    return sub_batches.with_open_rows(sub_batches.SubBatches(leaf.values, leaf.batch))
 
 
 def _has_rows_of(leaf: sub_batches.SubBatches, first: sub_batches.SubBatches) -> bool:
@@ -96,5 +97,8 @@ def _of_leaf(name: str, spec: Any, value: Any) -> Any:
                          f"{spec!r}, but the towers have {rows}.")
     count = [wanted] * len(parts)
     if isinstance(value, sub_batches.CountedSubBatches):
-        return sub_batches.CountedSpec(*count, tf.TensorSpec(value.rows.shape, tf.int64))
-    return sub_batches.SubBatchesSpec(*count)
+        return sub_batches.CountedSpec(*count, tf.TensorSpec(value.rows.shape, tf.int64),
+                                       batch=value.batch)
+    if isinstance(value, sub_batches.SubBatches):
+        return sub_batches.SubBatchesSpec(*count, batch=value.batch)
+    return _tf.PerReplicaSpec(*count)

@@ -124,9 +124,11 @@ class _Inputs:
         self._structure = tf.nest.map_structure(self._as_argument, arguments)
         leaves = tf.nest.flatten(self._structure)
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, _Rows))]
-        self.specs: list[Spec] = [Sharded(0) if isinstance(leaf, _Rows) else REPLICATED
-                                  for leaf in self.tensors]
-        self.rows = next((leaf for leaf in leaves if isinstance(leaf, _Rows)), None)
+        self.specs: list[Spec] = [
+            Sharded(0, group=f"batch {leaf.batch}" if leaf.batch else "")
+            if isinstance(leaf, _Rows) else REPLICATED for leaf in self.tensors]
+        self.rows = next((leaf for leaf in leaves if isinstance(leaf, _Rows) and not leaf.batch),
+                         None)
 
     def _as_argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, _tf.PerReplica):
@@ -134,12 +136,13 @@ class _Inputs:
         parts = list(leaf.values)
         if all(isinstance(part, tf.Tensor) and part.shape.rank for part in parts):
             counts = (leaf.rows if isinstance(leaf, sub_batches.CountedSubBatches) else None)
-            return _Rows(parts, counts, self._strategy.extended.workers)
+            return _Rows(parts, counts, self._strategy.extended.workers,
+                         getattr(leaf, "batch", 0))
         return whole(self._strategy, leaf)
 
     def check_rows(self) -> None:
         """Raises where components of the batch have different numbers of rows on a tower."""
-        rows = [leaf for leaf in self.tensors if isinstance(leaf, _Rows)]
+        rows = [leaf for leaf in self.tensors if isinstance(leaf, _Rows) and not leaf.batch]
         for other in rows[1:]:
             for tower, (first, part) in enumerate(zip(rows[0].parts, other.parts)):
                 sizes = first.shape[0], part.shape[0]
@@ -202,8 +205,8 @@ class _Rows:
     """The towers' rows of one component of the batch."""
 
     def __init__(self, parts: Sequence[tf.Tensor], counts: tf.Tensor | None,
-                 workers: Any) -> None:
-        self.parts, self.counts = list(parts), counts
+                 workers: Any, batch: int = 0) -> None:
+        self.parts, self.counts, self.batch = list(parts), counts, batch
         shape = parts[0].shape
         for part in parts[1:]:
             shape = shape.most_specific_compatible_shape(part.shape)
