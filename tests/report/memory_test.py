@@ -39,6 +39,15 @@ def model_of(kit, optimizer="adam"):
 
 class EstimateTest(parameterized.TestCase):
 
+    @parameterized.parameters(keras, tf_keras)
+    def test_tables_send_the_rows_that_are_looked_up(self, kit):
+        """Else who has large embeddings is told that towers need twice what they do."""
+        model = kit.Sequential([kit.Input([1]), kit.layers.Embedding(1000, 256),
+                                kit.layers.Flatten(), kit.layers.Dense(1)])
+        model.compile("adam", "mse")
+        for line in towerstrategy.estimate_memory(model, 4):
+            self.assertLess(line.step, 10_000, line)
+
     @wide.product(3, kit=[keras, tf_keras], merge_device=["cpu", "CPU:1", "balanced"],
                   optimizer=["adam", "sgd"])
     def test_weights_and_slots_are_where_it_says(self, kit, merge_device, optimizer):

@@ -1,6 +1,7 @@
 """``strategy.function`` as users of ``tf.function`` meet it: options, datasets, methods, errors."""
 
 import gc
+import logging
 import weakref
 
 import numpy as np
@@ -35,6 +36,26 @@ class FunctionTest(parameterized.TestCase):
             np.testing.assert_allclose(given["scaled"], X / 3, rtol=1e-6)
         self.assertEqual(normalize.experimental_get_tracing_count(), 1)
         self.assertIn("scale", normalize.pretty_printed_concrete_signatures())
+
+    def test_a_batch_that_is_not_split_is_told_of(self):
+        """Else who changes the decorator alone trains on one device and never knows."""
+        strategy = strategy_of(3)
+        with self.assertLogs("towerstrategy", "WARNING") as said:
+            strategy.function(lambda x: x * 2)(tf.constant(X))
+        self.assertIn("strategy.split(batch)", said.output[0])
+        with self.assertNoLogs("towerstrategy", "WARNING"):
+            strategy.function(lambda x: x * 2)(strategy.split(X))
+            strategy.function(lambda rate: rate * 2)(tf.constant(.1))
+            strategy.function(lambda: tf.zeros([3]))()
+            strategy_of(1).function(lambda x: x * 2)(tf.constant(X))
+
+    def test_a_lambda(self):
+        """Else AutoGraph warns that it finds none in our own code."""
+        with self.assertLogs(level="WARNING") as said:
+            strategy = strategy_of(3)
+            strategy.function(lambda x: x * 2)(strategy.split(X))
+            logging.warning("Something has to be.")
+        self.assertNotIn("AutoGraph", str(said.output))
 
     @parameterized.parameters(1, 3)
     def test_eagerly(self, towers):

@@ -180,6 +180,17 @@ def stages_of(strategy: tf.distribute.Strategy, model: Any) -> list[state.Line]:
     return stages.lines(strategy, model, names) if strategy.extended.placement.rows else []
 
 
+def tables_of(model: Any) -> list[Any]:
+    """The weights of ``model`` in which rows are looked up: gradients have these rows alone.
+
+    Raises:
+      TypeError: ``model`` is no Keras model.
+    """
+    names = _names_of(model)
+    return [weight for layer in model._flatten_layers() if isinstance(layer, names.LOOK_UP)
+            for weight in layer.trainable_weights]
+
+
 def slots_of(model: Any) -> list[Any]:
     """What the optimizers of ``model`` keep, or, where they have seen no weights, will keep.
 

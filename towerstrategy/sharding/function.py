@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from towerstrategy import _tensorflow as _tf, arguments, contexts
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results
 from towerstrategy.sharding import propagate, run, signatures
+
+_log = logging.getLogger("towerstrategy")
 
 
 class Function:
@@ -129,16 +132,29 @@ class Function:
         strategy, python_function = self._strategy, self.python_function
 
         def on_towers(*args: Any, **kwargs: Any) -> Any:
+            _note_whole_batches(strategy, self.__name__, (args, kwargs))
             with strategy.scope(), strategy.extended.compiling(self._compiles):
                 result = run.run(strategy, python_function, args, kwargs)
             self._has_loops = self._has_loops or _loops_here(strategy)
             return result
 
         on_towers.__signature__ = self._parameters  # type: ignore[attr-defined]
-        on_towers.__name__, on_towers.__doc__ = self.__name__, self.__doc__
+        # AutoGraph looks for a lambda where it is called one.
+        on_towers.__name__, on_towers.__doc__ = self.__name__.strip("<>"), self.__doc__
         return on_towers
 
     __name__: str = "function"
+
+
+def _note_whole_batches(strategy: Any, name: str, given: Any) -> None:
+    """Says of tensors, none of which is split, that one device does what is made of them."""
+    leaves = tf.nest.flatten(given)
+    split = any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves)
+    if not split and strategy.num_replicas_in_sync > 1 and any(
+            isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0 for leaf in leaves):
+        _log.warning("%s, made by strategy.function, was given no batch that is split, so one "
+                     "device does all of it. For the towers to do it give it strategy.split(batch), "
+                     "or the elements of strategy.experimental_distribute_dataset(dataset).", name)
 
 
 def _loops_here(strategy: Any) -> bool:

@@ -167,8 +167,8 @@ class _Propagation:
             return plan.gives
         if any(isinstance(spec, ListOf) for spec in specs):
             raise CannotGather(operation.type)
-        if any(isinstance(spec, Sharded) for spec in specs):
-            layout.fallbacks.append(operation)
+        if any(isinstance(spec, Sharded) for spec in specs) and not writes_variables(operation):
+            layout.fallbacks.append(operation)  # a sparse update takes all rows by its nature
         return whole
 
     def _possible(self, specs: Sequence[Spec], plan: Plan | Nested) -> bool:

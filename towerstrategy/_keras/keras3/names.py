@@ -15,6 +15,7 @@ from keras.src import backend, tree
 from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.layers import layer as layer_module
+from keras.src.layers.core import embedding
 from keras.src.layers.normalization import batch_normalization
 from keras.src.metrics import metric as metric_module
 from keras.src.models import functional, sequential
@@ -34,8 +35,8 @@ OWNER = "_distribute_strategy"
 ENTRIES = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch",
            "predict_on_batch", "make_train_function", "make_test_function", "make_predict_function",
            "_make_function")
-# The layers of batch norm.
-BATCH_NORM = batch_normalization.BatchNormalization
+# The layers of batch norm, and those that look rows up in a table.
+BATCH_NORM, LOOK_UP = batch_normalization.BatchNormalization, embedding.Embedding
 # The attributes that Keras' Trainer sets in __init__ and compile: a model's training state.
 TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), *ENTRIES, "optimizer", "history",
                              "stop_training", "stop_evaluating", "stop_predicting",

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 from tf_keras.src.engine import compile_utils, functional, keras_tensor, sequential, training
+from tf_keras.src.layers.core import embedding
 from tf_keras.src.layers.normalization import batch_normalization
 from tf_keras.src.metrics import base_metric
 from tf_keras.src.mixed_precision import loss_scale_optimizer
@@ -29,8 +30,8 @@ OWNER = "_distribution_strategy"
 ENTRIES = ("compile",)
 OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
               loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
-# The layers of batch norm.
-BATCH_NORM = batch_normalization.BatchNormalizationBase
+# The layers of batch norm, and those that look rows up in a table.
+BATCH_NORM, LOOK_UP = batch_normalization.BatchNormalizationBase, embedding.Embedding
 # The attributes that Model sets in __init__ and compile for training.
 TRAINING_STATE = frozenset({
     *ENTRIES,
