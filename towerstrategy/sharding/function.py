@@ -153,8 +153,8 @@ def _note_whole_batches(strategy: Any, name: str, given: Any) -> None:
     if not split and strategy.num_replicas_in_sync > 1 and any(
             isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0 for leaf in leaves):
         _log.warning("%s, made by strategy.function, was given no batch that is split, so one "
-                     "device does all of it. For the towers to do it give it strategy.split(batch), "
-                     "or the elements of strategy.experimental_distribute_dataset(dataset).", name)
+                     "device does all of it. For the towers to do it give it strategy.split(batch) "
+                     "or elements of strategy.experimental_distribute_dataset(dataset).", name)
 
 
 def _loops_here(strategy: Any) -> bool:
