@@ -42,11 +42,22 @@ def on_gpu(node: Any) -> bool:
                for constraints in _gpu_kernels(node.op))
 
 
+def taken_from_host(node: Any) -> set[str]:
+    """The inputs and outputs that the GPU kernel for ``node`` has in the host's memory."""
+    types = _types(node)
+    return {name for kernel in kernels.get_registered_kernels_for_op(node.op).kernel
+            if kernel.device_type == "GPU" and all(
+                set(types.get(each.name, ())) <= _names(each) for each in kernel.constraint)
+            for name in kernel.host_memory_arg}
+
+
+def _names(constraint: Any) -> set[str]:
+    return {tf.as_dtype(number).name for number in constraint.allowed_values.list.type}
+
+
 @functools.cache
 def _gpu_kernels(op: str) -> list[dict[str, set[str]]]:
-    return [{constraint.name: {tf.as_dtype(number).name
-                               for number in constraint.allowed_values.list.type}
-             for constraint in kernel.constraint}
+    return [{constraint.name: _names(constraint) for constraint in kernel.constraint}
             for kernel in kernels.get_registered_kernels_for_op(op).kernel
             if kernel.device_type in ("GPU", "DEFAULT") and not kernel.label]
 

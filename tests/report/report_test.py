@@ -34,6 +34,7 @@ from towerstrategy.report import (
     watch,
 )
 from towerstrategy.stages import profiled
+from towerstrategy.variables import creation
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
 KITS = (("keras", keras), ("tf_keras", tf_keras))
@@ -56,6 +57,19 @@ class DescribeTest(parameterized.TestCase):
         self.assertStartsWith(text, "TowerStrategy: 3 towers, merge device CPU:0\n")
         self.assertEqual(rows(text), {"CPU:1": ("tower 0", 0, 0), "CPU:2": ("tower 1", 0, 0),
                                       "CPU:3": ("tower 2", 0, 0), "CPU:0": ("merge", 0, 0)})
+
+    def test_integers(self):
+        """Else integers that TensorFlow keeps on the host are counted on a GPU."""
+        strategy = TowerStrategy(TOWERS, "CPU:2")
+
+        def on_the_host(**kwargs):  # as TensorFlow does where a device has no kernel
+            with tf.device("CPU:0"):
+                return tf.Variable(**kwargs)
+
+        made = creation.create(strategy, strategy.extended.homes, on_the_host,
+                               initial_value=tf.zeros([9], tf.int32))
+        found = rows(strategy.describe())
+        self.assertEqual((found["CPU:0"][2], found["CPU:2"][2]), (made.shape[0] * 4, 0))
 
     def test_a_notebook_shows_a_table(self):
         """Else a notebook shows a line of text with every line break written out."""

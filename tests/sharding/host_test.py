@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 
 import dtypes
 import wide
-from benchmarks import on_gpus, traffic
+from benchmarks import kernels, on_gpus, traffic
 from tests.placement.placement_test import function_in
 from towerstrategy import TowerStrategy
 
@@ -121,8 +121,79 @@ class HostTest(parameterized.TestCase):
         # Counts of rows, of the step; what it returns. Never one a variable, or a tower's numbers.
         back = [each for each in found if each.target == on_gpus.HOST]
         self.assertLess(len(back), 2 * LAYERS)
+        if way != "run":  # what is given back stays where it is: nothing waits for it on the host
+            self.assertEmpty([each for each in back if each.shape.rank == 0])
         sent = sum(each.size for each in traffic.count(function, TOWERS).crossings)
         self.assertGreater(sent, 2 * (TOWERS - 1) * LAYERS * 4 * 16 * 10)  # the rest was seen
+
+
+class RowsTest(parameterized.TestCase):
+
+    def _crossings(self, function, model):
+        with on_gpus.tracing():
+            strategy = TowerStrategy(on_gpus.towers(TOWERS), "balanced")
+            strategy.extended.keep_graphs = True
+            with strategy.scope():
+                model = model()
+            function = strategy.function(function(model))
+            concrete = function.get_concrete_function(*strategy.split((tf.ones([96, 64]),)))
+            return traffic.count(concrete, TOWERS).crossings
+
+    def test_in_batch_loss(self):
+        """Else the embeddings of a contrastive batch, and their gradients, go by way of the host.
+        """
+        def step(model):
+            def contrast(x):
+                with tf.GradientTape() as tape:
+                    z = tf.math.l2_normalize(model(x), 1)
+                    loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
+                        tf.range(tf.shape(x)[0]), z @ tf.transpose(z)))
+                return loss, tape.gradient(loss, model.trainable_variables)[0][0, 0]
+
+            return contrast
+
+        crossings = self._crossings(step, lambda: keras.Sequential([
+            keras.Input([64]), keras.layers.Dense(32)]))
+        rows = [each for each in crossings if 32 in each.shape and not each.from_batch]
+        self.assertNotEmpty(rows)
+        self.assertEmpty([each for each in rows
+                          if traffic.short(on_gpus.HOST) in (each.source, each.target)])
+
+    def test_predictions(self):
+        """Else one GPU has to hold the predictions of all, and sends them on."""
+        crossings = self._crossings(lambda model: model, lambda: keras.Sequential([
+            keras.Input([64]), keras.layers.Dense(5)]))
+        rows = [each for each in crossings if each.shape[1:] == [5] and each.shape[0] is None]
+        self.assertEqual([each.target for each in rows], [on_gpus.HOST] * TOWERS)
+
+
+class IntegersTest(absltest.TestCase):
+
+    def test_words_of_tower_0(self):
+        """Else the words of tower 0, which lie on its GPU, go to the host and back in a loop."""
+        with on_gpus.tracing():
+            strategy = TowerStrategy(on_gpus.towers(2), "balanced")
+            strategy.extended.keep_graphs = True
+            with strategy.scope():
+                table = tf.Variable(tf.ones([20, 4]))
+            words = strategy.split((tf.ones([7, 5], tf.int32),))  # 4 and 3 rows
+
+            @tf.function
+            def step(words):
+                return strategy.run(lambda words: tf.gather(table, words), (words,))
+
+            graph = step.get_concrete_function(*words).graph
+            found = [np.asarray(part) for part in strategy.experimental_local_results(
+                step(*words))]
+        self.assertEqual([part.shape for part in found], [(4, 5, 4), (3, 5, 4)])
+        functions = {each.signature.name: each for each in graph.as_graph_def().library.function}
+        nodes = [node for each in functions.values() for node in each.node_def
+                 if "CPU:1" in node.device]
+        self.assertIn("ResourceGather", [node.op for node in nodes])
+        kept = [node for node in nodes if tf.int32 in (node.attr["dtype"].type, node.attr["T"].type)
+                and node.op != "Const" and len(node.attr["shape"].shape.dim) != 1
+                and kernels.taken_from_host(node) - {"perm"}]
+        self.assertEmpty([(node.op, node.name) for node in kept])
 
 
 class HalvesTest(parameterized.TestCase):

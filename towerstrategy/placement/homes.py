@@ -47,12 +47,17 @@ class Homes:
         """Whether variables live with the stages that use them."""
         return bool(self._stages)
 
+    @property
+    def least(self) -> str:
+        """The home that holds the fewest bytes."""
+        return min(self._bytes, key=self._bytes.__getitem__)
+
     def choose(self, size: int, stage: int | None = None, dtype: Any = tf.float32) -> str:
         """The home of a new variable of ``size`` bytes, of a stage where that is known."""
         if self._balanced and dtype.is_integer and size <= COUNTER:
             return self._merge
-        devices = self._bytes if stage is None or not self._stages else self._stages[stage]
-        home = min(devices, key=self._bytes.__getitem__)
+        home = self.least if stage is None or not self._stages else min(
+            self._stages[stage], key=self._bytes.__getitem__)
         self._bytes[home] += size
         return home
 

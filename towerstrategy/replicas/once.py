@@ -265,7 +265,12 @@ class _Once(contexts.Call):
         if has_rows or any(value.shape != shape for value in values):
             self._opened = True
             shape = tf.TensorShape([None]).concatenate(shape[1:])
-        first = tf.compat.v1.placeholder_with_default(values[0], shape)
+        hide = tf.compat.v1.placeholder_with_default
+        if values[0].dtype == tf.int32 and shape.rank:  # which hide would have go by the host
+            first = tf.transpose(values[0], hide(list(range(shape.rank)), [shape.rank]))
+            first.set_shape(shape)
+        else:
+            first = hide(values[0], shape)
         _tf.copy_handle_data(values[0], first)
         self._copier.table.put(first, [self._graph.capture(value) for value in values[1:]])
         return first

@@ -77,7 +77,9 @@ def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     towers = _towers(strategy, builder, inputs)
     values = inputs.values(towers, builder, traced)
     partition = Partition(towers)
-    outputs = [value.whole() for value in partition.run(layout, values)]
+    asked = [strategy.extended.merge_device if isinstance(layout.specs[tensor.name], Sharded)
+             else "" for tensor in traced.outputs]  # rows that are given back, such as predictions
+    outputs = [value.whole() for value in partition.run(layout, values, asked=asked)]
     towers.across.finish()
     packing.finish(towers)
     if strategy.extended.compiles:
@@ -88,15 +90,16 @@ def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             [builder.tensor(ref) for ref in outputs])
     strategy.extended.crossings = dict(towers.crossings)
     effects = [builder.operation(name) for name in dict.fromkeys(partition.effects)]
-    with tf.control_dependencies(effects), tf.device(strategy.extended.merge_device):
-        tensors = [tf.identity(_shaped(builder.tensor(ref), traced_output))
-                   for ref, traced_output in zip(outputs, traced.outputs)]
-    return result(tensors)
+    with tf.control_dependencies(effects):
+        return result([_given(builder.tensor(ref), tensor, strategy.extended.merge_device)
+                       for ref, tensor in zip(outputs, traced.outputs)])
 
 
-def _shaped(tensor: tf.Tensor, traced: tf.Tensor) -> tf.Tensor:
+def _given(tensor: tf.Tensor, traced: tf.Tensor, elsewhere: str) -> tf.Tensor:
+    """What is given back, where it is: who wants a number of a step waits for it, nobody else."""
     tensor.set_shape(traced.shape)
-    return tensor
+    with tf.device(tensor.device or elsewhere):
+        return tf.identity(tensor)
 
 
 def whole(strategy: Any, leaf: Any) -> Any:
@@ -225,7 +228,9 @@ def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
             for tower in range(len(placement.towers))]
     scopes = [f"{scopes_lib.of_tower(tower, device)}/"
               for tower, device in enumerate(strategy.extended.worker_devices)]
-    merge = tf.DeviceSpec.from_string(strategy.extended.merge_device).to_string()
+    merge = tf.DeviceSpec.from_string(
+        strategy.extended.homes.least if placement.balanced and not placement.on_cpu
+        else strategy.extended.merge_device).to_string()
 
     def count(tower: int | None) -> Ref | None:
         assert inputs.rows is not None

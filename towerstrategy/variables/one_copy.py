@@ -288,6 +288,6 @@ def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,
     """Turns a resource variable into ``strategy``'s own, in place: same object, value and place."""
     variable.__class__ = TowerVariable
     variable._distribute_strategy = strategy
-    variable._home = home or variable.device
+    variable._home = variable.device or home  # TensorFlow keeps int32 on the host, say
     strategy.extended.track(variable)
     return variable
