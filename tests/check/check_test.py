@@ -83,7 +83,7 @@ class CommandTest(parameterized.TestCase):
              "driver", "topology", "peer_access"], facts)
         compared = [(each["job"]["keras"], each["job"]["network"]) for each in document["same"]]
         self.assertContainsSubset([("keras", "convolutions"), ("keras", "sequences"),
-                                   ("tf_keras", "sequences")], compared)
+                                   ("keras", "halves"), ("tf_keras", "sequences")], compared)
         for each in document["same"]:
             self.assertCountEqual(
                 each["differences"], ["weights", "optimizer", "losses", "predictions"])
@@ -93,7 +93,7 @@ class CommandTest(parameterized.TestCase):
             self.assertGreater(each["step_ms"], 0)
             self.assertGreater(sum(each["state_bytes"].values()), 0)
         self.assertEqual(len(document["speed"]) + len(document["same"])
-                         + len(document["left_out"]), 6 + 5)
+                         + len(document["left_out"]), 8 + 5)
         for said in (document["advice"], "largest difference", "merge device balanced"):
             self.assertIn(said, done.stdout)
 
@@ -167,6 +167,16 @@ class CommandTest(parameterized.TestCase):
 
 
 class SameTest(parameterized.TestCase):
+
+    @parameterized.parameters(*same.NETWORKS)
+    def test_networks(self, network):
+        """Else a fault of one kind of layer, or of halves, is not seen on the machine that has it.
+        """
+        job = same.Job("keras", network, "balanced")
+        comparison = same.Comparison(DEVICES)
+        self.assertTrue(comparison.run(job).holds)
+        with mock.patch.object(values.Towers, "add_up", lambda towers, parts, *_: parts[0]):
+            self.assertGreater(comparison.run(job).largest, 5 * same.HALF_BOUND)
 
     def test_differences(self):
         """Else a NaN, or an array that is missing, counts as the same."""

@@ -98,7 +98,7 @@ class TrainingStepTest(parameterized.TestCase):
             unplaced |= node.op == "NoOp" and owner == "other"  # the end waits for each device
             unplaced |= node.op == "Const" and owner == "other"
             unplaced |= device == devices["other"] and node.op in SHAPES
-            unplaced |= owner == "merge" and device in of_metrics
+            unplaced |= owner in ("merge", "other") and device in of_metrics
             if device != devices[owner] and not unplaced:
                 wrong.append((node.name, node.op, device, owner))
         self.assertEmpty(wrong)

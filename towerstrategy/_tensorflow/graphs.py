@@ -10,7 +10,7 @@ from tensorflow.python.framework import auto_control_deps, auto_control_deps_uti
 from tensorflow.python.ops import handle_data_util
 
 __all__ = ("add_control_input", "control_dependencies_of", "copy_handle_data", "crosses_machines",
-    "set_device", "set_input", "touched_resources", "written_resources")
+    "half_of", "makes_half", "set_device", "set_input", "touched_resources", "written_resources")
 PRIVATE_NAMES = {
     "python.framework.auto_control_deps:op_is_stateful":
         "which operations TensorFlow keeps in the order that they were made in",
@@ -46,6 +46,23 @@ def set_device(operation: tf.Operation, device: str) -> None:
 def set_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     """Gives ``operation`` another input."""
     operation._update_input(index, tensor)
+
+
+_HALVES = (tf.float16, tf.bfloat16)
+
+
+def makes_half(operation: tf.Operation) -> bool:
+    """Whether ``operation`` makes a half of a wider float."""
+    return bool(operation.type == "Cast" and operation.inputs[0].dtype.is_floating
+                and operation.outputs[0].dtype in _HALVES)
+
+
+def half_of(value: Any) -> tf.Tensor | None:
+    """The half that a tensor of a graph is a wider copy of; None where it is none."""
+    cast = value.op if tf.is_symbolic_tensor(value) else None
+    is_copy = cast is not None and cast.type == "Cast" and value.dtype.is_floating \
+        and cast.inputs[0].dtype in _HALVES
+    return cast.inputs[0] if is_copy else None
 
 
 def written_resources(operation: tf.Operation) -> Collection[tf.Tensor]:

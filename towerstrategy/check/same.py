@@ -1,6 +1,6 @@
 """Is training on the towers the same as on one device?
 
-Goes in: the towers' devices.  Comes out: for two small networks, in each Keras that is installed,
+Goes in: the towers' devices.  Comes out: for three small networks, in each Keras that is installed,
 the largest difference between what one device and what the towers got.
 
 Difference: ``max|a - b| / max(max|b|, floor)`` of each array, where b is the single device's; the
@@ -27,6 +27,8 @@ KERASES = ("keras", "tf_keras")
 # algorithms for other numbers of rows, each with its own rounding.  A wrong share of one row of
 # these batches makes more than 1e-2.
 BOUNDS = {"CPU": 1e-5, "GPU": 1e-4}
+# Float16 has eleven bits; a CPU gets 3e-3.
+HALVES, HALF_BOUND = "halves", 1e-2
 _FLOORS = {"weights": 1e-3}
 _FLOOR = 1e-6
 # Batches of 10 rows, the last of 2: fewer than most machines have towers.
@@ -83,10 +85,27 @@ def _convolutions(keras: Any) -> Any:
 
 def _sequences(keras: Any) -> Any:
     layers = keras.layers
-    model = keras.Sequential([
-        keras.Input([7], dtype="int32"), layers.Embedding(20, 8, mask_zero=True), layers.LSTM(8),
-        layers.Dense(10)])
+    words = keras.Input([7], dtype="int32")
+    x = layers.Embedding(20, 8, mask_zero=True)(words)
+    x = layers.LayerNormalization()(layers.Add()([x, layers.MultiHeadAttention(
+        2, 4, use_bias=False)(x, x)]))  # Adam would make weights of a gradient that is rounding
+    model = keras.Model(words, layers.Dense(10)(layers.LSTM(8)(x)))
     model.compile(keras.optimizers.Adam(0.02),
+                  keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def _halves(keras: Any) -> Any:
+    layers, half = keras.layers, "mixed_float16"
+    model = keras.Sequential([
+        keras.Input([8, 8, 3]), layers.Conv2D(6, 3, activation="tanh", dtype=half),
+        layers.Flatten(dtype=half), layers.Dense(10, dtype=half),
+        layers.Activation("linear", dtype="float32")])
+    scaling = keras.optimizers if hasattr(keras.optimizers, "LossScaleOptimizer") \
+        else keras.mixed_precision
+    # No more than 128 times: what overflows on one device need not on towers, which add up in float32.
+    model.compile(scaling.LossScaleOptimizer(keras.optimizers.SGD(0.05, momentum=0.9),
+                                             initial_scale=128),
                   keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
@@ -103,7 +122,8 @@ def _words(random: np.random.Generator) -> np.ndarray:
 
 # What is trained: makes a compiled model of a Keras, and inputs of a generator.
 NETWORKS: dict[str, tuple[Callable[[Any], Any], Callable[[np.random.Generator], np.ndarray]]] = {
-    "convolutions": (_convolutions, _images), "sequences": (_sequences, _words)}
+    "convolutions": (_convolutions, _images), "sequences": (_sequences, _words),
+    HALVES: (_halves, _images)}
 
 
 def jobs(devices: Sequence[str]) -> list[Job]:
@@ -112,7 +132,7 @@ def jobs(devices: Sequence[str]) -> list[Job]:
     for keras in KERASES:
         if importlib.util.find_spec(keras) is None:
             continue
-        merges = {"convolutions": ["balanced"], "sequences": ["cpu"]}
+        merges = {"convolutions": ["balanced"], "sequences": ["cpu"], HALVES: ["balanced"]}
         if not found:
             merges["convolutions"] = ["cpu", devices[0], "balanced"]
         found += [Job(keras, network, merge) for network in NETWORKS for merge in merges[network]]
@@ -129,6 +149,7 @@ class Comparison:
     def run(self, job: Job) -> Result:
         """Compares; an error is a result."""
         bound, network = BOUNDS[self._devices[0][:3]], (job.keras, job.network)
+        bound = HALF_BOUND if job.network == HALVES else bound
         try:
             with _exact_products():
                 if network not in self._alone:

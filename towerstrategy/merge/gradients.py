@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import merging, shares as shares_lib
 from towerstrategy.merge.shares import Value
 
@@ -34,7 +35,7 @@ def gradients(per_variable: Sequence[Sequence[Value] | None], devices: Sequence[
     merged: list[Value | None] = []
     for values, device in zip(per_variable, devices):
         with tf.device(device):
-            kept = [merging.without_empty(value, tower, shares)
+            kept = [merging.without_empty(_crossed(value), tower, shares)
                     for tower, value in enumerate(values or ())]
             if micro_batches > 1 and kept and _are_dense(kept):
                 kept = _running(kept, towers, micro_batches)
@@ -58,6 +59,12 @@ def agreed_gradients(per_variable: Sequence[Sequence[Value] | None], devices: Se
         with tf.device(device):
             result.append(None if values is None else merging.agreed(values, shares))
     return result
+
+
+def _crossed(value: Value) -> Value:
+    """``value`` on the current device, cast there if it is a wider copy of a half."""
+    half = _tf.half_of(value)
+    return value if half is None else tf.cast(half, value.dtype)
 
 
 def _are_dense(values: Sequence[Value]) -> bool:

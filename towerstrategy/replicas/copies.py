@@ -57,6 +57,7 @@ class Copier:
         self._kept: set[str] = set()
         self._stages: dict[str, int | None] = {}  # device as written -> its stage in tower 0
         self._safe_functions: set[str] = set()
+        self._shared: set[str] = set()  # one of which serves all towers
         self._firsts: dict[bytes, str] = {}  # what an operation computes -> the first that does
         self._same_as: dict[str, str] = {}  # a later one -> the first
 
@@ -79,8 +80,9 @@ class Copier:
         stretch = [operation for operation in stretch if operation.name in needed]
         if stretch:
             self._check(stretch)
-            shared = set(_shared_reads(stretch, self.table))
-            stretch = [operation for operation in stretch if operation.name not in shared]
+            self._shared.update(_shared_reads(stretch, self.table))
+            self._shared.update(list(self._shared_casts(stretch)))
+            stretch = [operation for operation in stretch if operation.name not in self._shared]
             self._import(stretch)
         self.skip()
 
@@ -122,6 +124,19 @@ class Copier:
             if first is not None and first.name not in self.table:
                 self.table.put(first, [self._graph.capture(part.handle) for part in parts[1:]])
                 yield first
+
+    def _shared_casts(self, stretch: Sequence[tf.Operation]) -> Iterator[str]:
+        """The names of casts of weights to halves, which are now with the weight.
+
+        Not where somebody takes the weight itself, which crosses in any case.
+        """
+        homes = {inner.name: getattr(outer, "device", "") for outer, inner in self._graph.captures}
+        for operation in filter(_tf.makes_half, stretch):
+            read = operation.inputs[0].op
+            home = homes.get(read.inputs[0].name) if read.name in self._shared else None
+            if home and all(map(_tf.makes_half, read.outputs[0].consumers())):
+                _tf.set_device(operation, home)
+                yield operation.name
 
     def _import(self, stretch: Sequence[tf.Operation]) -> None:
         graph_def = tf.compat.v1.GraphDef()
