@@ -46,7 +46,7 @@ def taken_from_host(node: Any) -> set[str]:
     """The inputs and outputs that the GPU kernel for ``node`` has in the host's memory."""
     types = _types(node)
     return {name for kernel in kernels.get_registered_kernels_for_op(node.op).kernel
-            if kernel.device_type == "GPU" and all(
+            if kernel.device_type in ("GPU", "DEFAULT") and all(
                 set(types.get(each.name, ())) <= _names(each) for each in kernel.constraint)
             for name in kernel.host_memory_arg}
 

@@ -169,7 +169,10 @@ class Partition:
                 tensor.shape.is_fully_defined() and tensor.shape.num_elements() < largest.size
                 for tensor in operation.outputs)):  # what is made of it costs less to send
             return home
-        return largest.device if largest and largest.device else self._towers.merge
+        if largest and largest.device:
+            return largest.device
+        small = all(map(_is_small, operation.outputs))
+        return self._towers.merge if small else self._towers.spare
 
     def _on_towers(self, operation: tf.Operation, plan: Plan, values: Sequence[Value],
                    controls: list[str], towers: Towers) -> list[Value]:
@@ -232,7 +235,9 @@ class Partition:
             return Value(towers, spec, tensor.shape, whole.output(index))
         if isinstance(spec, Replicated):  # each tower's is the same
             return Value(towers, spec, tensor.shape, lambda: one(0), one)
-        return Value(towers, spec, tensor.shape, None, one, self._wanted.get(tensor.name, ""))
+        rows = tensor.dtype.is_floating or not _is_small(tensor)
+        return Value(towers, spec, tensor.shape, None, one, self._wanted.get(tensor.name)
+                     or (towers.spare if rows else ""))
 
     def _asked(self, operation: tf.Operation) -> list[str]:
         """Where the outputs of an operation are wanted; "" where nobody says."""
@@ -330,7 +335,8 @@ class _Body:
                         self._outside)
         towers = self._towers = Towers(
             builder, self._outer.rows, self._outer.merge, self._outer.host, self._outer.scopes,
-            self._count, self._outer.on_cpu, self._outer.draws_rows, across).at(self._outer.stage)
+            self._count, self._outer.on_cpu, self._outer.draws_rows, across,
+            self._outer.spare).at(self._outer.stage)
         placeholders: list[tf.Tensor] = []
         entered = []
         for spec, value, inner in zip(self._specs, values, self._layout.graph.inputs):
@@ -426,6 +432,14 @@ def _types_of(dtypes: Iterable[tf.DType]) -> Any:
 
 def _types(refs: Iterable[Ref]) -> Any:
     return _types_of(ref.dtype for ref in refs)
+
+
+def _is_small(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is numbers or a shape, or nothing that a GPU has in its memory."""
+    known, plain = tensor.shape, tensor.dtype not in (tf.string, tf.variant, tf.resource)
+    return not plain or known.rank is None or bool(
+        known.is_fully_defined()
+        and known.num_elements() * tensor.dtype.size <= LARGEST_REPEATED)
 
 
 def _is_repeatable(operation: tf.Operation) -> bool:

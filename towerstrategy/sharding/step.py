@@ -228,9 +228,8 @@ def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
             for tower in range(len(placement.towers))]
     scopes = [f"{scopes_lib.of_tower(tower, device)}/"
               for tower, device in enumerate(strategy.extended.worker_devices)]
-    merge = tf.DeviceSpec.from_string(
-        strategy.extended.homes.least if placement.balanced and not placement.on_cpu
-        else strategy.extended.merge_device).to_string()
+    merge = tf.DeviceSpec.from_string(strategy.extended.merge_device).to_string()
+    spare = strategy.extended.homes.least if placement.balanced and not placement.on_cpu else merge
 
     def count(tower: int | None) -> Ref | None:
         assert inputs.rows is not None
@@ -243,7 +242,7 @@ def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
     host = tf.DeviceSpec.from_string(strategy.extended.host_device).to_string()
     across = Across(strategy.extended.workers, builder.graph, builder, builder.take)
     return Towers(builder, rows, merge, host, scopes, count, placement.on_cpu,
-                  strategy.extended.draws_rows, across)
+                  strategy.extended.draws_rows, across, spare)
 
 
 def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs

@@ -35,6 +35,7 @@ class Towers:
       on_cpu: whether the towers are CPUs, which make their shapes themselves.
       draws_rows: whether a tower draws its rows of what one device draws, not numbers of its own.
       across: what crosses the workers, of whom each has towers of its own; None: all are here.
+      spare: where floats meet that are for no variable; "" for ``merge``.
 
     Attributes:
       stage: the stage in which all is done that is made here; None where it is not known.
@@ -46,7 +47,8 @@ class Towers:
     def __init__(self, builder: Builder, rows: Sequence[Sequence[str]], merge: str, host: str,
                  scopes: Sequence[str], counts: Callable[[int | None], Ref | None],
                  on_cpu: bool = False, draws_rows: bool = True,
-                 across: Across | None = None) -> None:
+                 across: Across | None = None, spare: str = "") -> None:
+        self.spare = spare or merge
         self.across = across or Across(None, builder.graph, builder, builder.take)
         workers = self.across.workers
         self.first = 0 if workers is None else workers.first
