@@ -59,10 +59,10 @@ def makes_half(operation: tf.Operation) -> bool:
 
 def half_of(value: Any) -> tf.Tensor | None:
     """The half that a tensor of a graph is a wider copy of; None where it is none."""
-    cast = value.op if tf.is_symbolic_tensor(value) else None
-    is_copy = cast is not None and cast.type == "Cast" and value.dtype.is_floating \
-        and cast.inputs[0].dtype in _HALVES
-    return cast.inputs[0] if is_copy else None
+    if not tf.is_symbolic_tensor(value) or not value.dtype.is_floating or value.op.type != "Cast":
+        return None
+    half = value.op.inputs[0]
+    return half if half.dtype in _HALVES else None
 
 
 def written_resources(operation: tf.Operation) -> Collection[tf.Tensor]:

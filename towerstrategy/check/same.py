@@ -103,7 +103,7 @@ def _halves(keras: Any) -> Any:
         layers.Activation("linear", dtype="float32")])
     scaling = keras.optimizers if hasattr(keras.optimizers, "LossScaleOptimizer") \
         else keras.mixed_precision
-    # No more than 128 times: what overflows on one device need not on towers, which add up in float32.
+    # 128 times: what overflows on one device need not on towers, which add up in float32.
     model.compile(scaling.LossScaleOptimizer(keras.optimizers.SGD(0.05, momentum=0.9),
                                              initial_scale=128),
                   keras.losses.SparseCategoricalCrossentropy(from_logits=True))

@@ -457,6 +457,6 @@ class Value:
         build, device = self.towers.builder, self.towers.host
         if self.shape[dim] is not None:
             return build.constant(self.shape[dim], tf.int64, device)
-        shape = build.make("Shape", [self.whole()], device, out_type=tf.int64)
+        shape = build.make("Shape", [self.whole()], self.device or device, out_type=tf.int64)
         return build.make("GatherV2", [shape, build.constant(dim, tf.int64, device),
                                        build.constant(0, tf.int32, device)], device)
