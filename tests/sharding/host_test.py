@@ -118,9 +118,9 @@ class HostTest(parameterized.TestCase):
             function = traced(strategy, kit, kind, way)
         found = to_and_from_the_host(function)
         self.assertEmpty([each for each in found if each.size > SMALL])
-        # Counts of rows, of the step; what it returns. Never one a variable, or a tower's numbers.
+        # Counts of rows, of the step; shapes. Never one a variable, or a tower's numbers.
         back = [each for each in found if each.target == on_gpus.HOST]
-        self.assertLess(len(back), 2 * LAYERS)
+        self.assertLess(len(back), 2 * LAYERS + 2)
         if way != "run":  # what is given back stays where it is: nothing waits for it on the host
             self.assertEmpty([each for each in back if each.shape.rank == 0])
         sent = sum(each.size for each in traffic.count(function, TOWERS).crossings)

@@ -27,7 +27,7 @@ class Towers:
     Args:
       builder: where nodes are collected.
       rows: for each tower the devices of its stages, one as a rule.
-      merge: the device for what is made once.
+      merge: the device for what is made once; for what is large, and for no variable, ``spare``.
       host: the CPU that numbers of rows are kept on; kernels take shapes from there.
       scopes: the name scope of each tower's nodes, with a "/" behind it.
       counts: gives each tower's number of rows, int64 scalars; asked for None those of the towers
@@ -35,7 +35,6 @@ class Towers:
       on_cpu: whether the towers are CPUs, which make their shapes themselves.
       draws_rows: whether a tower draws its rows of what one device draws, not numbers of its own.
       across: what crosses the workers, of whom each has towers of its own; None: all are here.
-      spare: where floats meet that are for no variable; "" for ``merge``.
 
     Attributes:
       stage: the stage in which all is done that is made here; None where it is not known.
@@ -200,9 +199,8 @@ class Towers:
         return total
 
     def _as(self, ref: Ref, dtype: tf.DType) -> Ref:
-        if ref.dtype == dtype:
-            return ref
-        return self.builder.make("Cast", [ref], self.host, DstT=dtype)
+        same = ref.dtype == dtype
+        return ref if same else self.builder.make("Cast", [ref], self.host, DstT=dtype)
 
     def once(self, key: Any, make: Callable[[], Ref]) -> Ref:
         """What ``make`` makes when ``key`` is asked for first."""
