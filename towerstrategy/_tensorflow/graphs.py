@@ -59,10 +59,10 @@ def makes_half(operation: tf.Operation) -> bool:
 
 def half_of(value: Any) -> tf.Tensor | None:
     """The half that a tensor of a graph is a wider copy of; None where it is none."""
-    if not tf.is_symbolic_tensor(value) or not value.dtype.is_floating or value.op.type != "Cast":
+    if not isinstance(value, tf.Tensor) or not tf.is_symbolic_tensor(value):
         return None
-    half = value.op.inputs[0]
-    return half if half.dtype in _HALVES else None
+    half = value.op.inputs[0] if value.op.type == "Cast" and value.dtype.is_floating else None
+    return None if half is None or half.dtype not in _HALVES else half
 
 
 def written_resources(operation: tf.Operation) -> Collection[tf.Tensor]:

@@ -171,8 +171,8 @@ class Partition:
             return home
         if largest and largest.device:
             return largest.device
-        small = all(map(_is_small, operation.outputs))
-        return self._towers.merge if small else self._towers.spare
+        large = not all(map(_is_small, operation.outputs))
+        return self._towers.spare if large and self._towers.spare else self._towers.merge
 
     def _on_towers(self, operation: tf.Operation, plan: Plan, values: Sequence[Value],
                    controls: list[str], towers: Towers) -> list[Value]:

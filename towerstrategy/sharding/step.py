@@ -229,7 +229,7 @@ def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
     scopes = [f"{scopes_lib.of_tower(tower, device)}/"
               for tower, device in enumerate(strategy.extended.worker_devices)]
     merge = tf.DeviceSpec.from_string(strategy.extended.merge_device).to_string()
-    spare = strategy.extended.homes.least if placement.balanced and not placement.on_cpu else merge
+    spare = strategy.extended.homes.least if placement.balanced and not placement.on_cpu else ""
 
     def count(tower: int | None) -> Ref | None:
         assert inputs.rows is not None

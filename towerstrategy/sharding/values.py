@@ -27,7 +27,7 @@ class Towers:
     Args:
       builder: where nodes are collected.
       rows: for each tower the devices of its stages, one as a rule.
-      merge: the device for what is made once; for what is large, and for no variable, ``spare``.
+      merge: the device for what is made once; if not "", ``spare`` for what is large.
       host: the CPU that numbers of rows are kept on; kernels take shapes from there.
       scopes: the name scope of each tower's nodes, with a "/" behind it.
       counts: gives each tower's number of rows, int64 scalars; asked for None those of the towers
@@ -47,7 +47,7 @@ class Towers:
                  scopes: Sequence[str], counts: Callable[[int | None], Ref | None],
                  on_cpu: bool = False, draws_rows: bool = True,
                  across: Across | None = None, spare: str = "") -> None:
-        self.spare = spare or merge
+        self.spare = spare
         self.across = across or Across(None, builder.graph, builder, builder.take)
         workers = self.across.workers
         self.first = 0 if workers is None else workers.first
