@@ -1,7 +1,6 @@
 """extended: tf.distribute's extension points, as libraries call them."""
 
 import collections
-import functools
 import tempfile
 
 import keras
@@ -70,58 +69,7 @@ def update_non_slot(strategy):
     return first(strategy, updated)
 
 
-def run_steps(strategy, body, initial=None, graph=False, iterations=2):
-    """What several steps leave behind: a variable, and what the last has put down."""
-    total = made(strategy, aggregation=Aggregation.SUM)
-    batches = tf.data.Dataset.range(12).map(lambda x: tf.cast(x, tf.float32)).batch(4)
-    iterator = iter(strategy.experimental_distribute_dataset(batches))
-
-    def run():
-        context = strategy.extended.experimental_run_steps_on_iterator(
-            functools.partial(body, strategy, total), iterator, iterations=iterations,
-            initial_loop_values=initial)
-        return [strategy.experimental_local_results(context.last_step_outputs[name])
-                for name in sorted(context.last_step_outputs)], (
-            {} if graph else context.non_tensor_outputs)
-
-    return plain((tf.function(run) if graph else run)()), plain(total.read_value())
-
-
-def plain_step(strategy, total, context, x):
-    return strategy.run(lambda x: total.assign_add(tf.reduce_sum(x)), (x,))
-
-
-def outputs_step(strategy, total, context, x):
-    def replica(x):
-        total.assign_add(tf.reduce_sum(x))
-        context.set_last_step_output("replica_sum", tf.reduce_sum(x), "SUM")
-        context.set_last_step_output("replica_mean", tf.reduce_sum(x), tf.distribute.ReduceOp.MEAN)
-        context.set_non_tensor_output("name", "a")
-        return tf.reduce_sum(x)
-
-    sums = strategy.extended.call_for_each_replica(replica, args=(x,))
-    context.set_last_step_output("cross_sum", sums, tf.distribute.ReduceOp.SUM)
-    context.set_last_step_output("cross", sums)
-    context.set_non_tensor_output("names", ["b"])
-    return sums
-
-
-def unreduced_step(strategy, total, context, x):
-    strategy.run(lambda: context.set_last_step_output("sum", tf.constant(1.)))
-
-
-STEPS = {
-    "alone": (plain_step, None),
-    "with_outputs": (outputs_step, {"replica_sum": 0., "replica_mean": 0., "cross_sum": 0.,
-                                    "cross": (0., 0.)}),
-    "without_initial_values": (outputs_step, None),
-}
-
 CALLS = {
-    **{f"run_steps{how}_{name}": functools.partial(
-        run_steps, body=body, initial=initial, graph=bool(how))
-       for name, (body, initial) in STEPS.items() for how in ("", "_in_graph")},
-    "run_steps_until_data_ends": lambda strategy: run_steps(strategy, plain_step, iterations=4),
     "update": update,
     "update_ungrouped": lambda strategy: update(strategy, group=False),
     "update_in_merge_call": update_in_merge_call,
@@ -183,22 +131,6 @@ class AsMirroredTest(parameterized.TestCase):
         """Else a library that uses this extension point does something else."""
         self.assertEqual(*(outcome(CALLS[name], strategy)
                            for strategy in (two_towers(), mirrored())))
-
-
-class StepsTest(parameterized.TestCase):
-
-    def test_an_output_without_a_reduction(self):
-        """Else a tower's output passes for all towers', or an assertion says nothing."""
-        with self.assertRaisesRegex(ValueError, r"\('sum'\) in a replica needs a reduce_op"):
-            run_steps(two_towers(), unreduced_step, {"sum": 0.})
-
-    @parameterized.parameters(False, True)
-    def test_one_tower(self, graph):
-        """Else a program for several devices fails on a machine with one."""
-        body, initial = STEPS["with_outputs"]
-        (outputs, _), total = run_steps(towerstrategy.TowerStrategy(["CPU:1"]), body,
-                                        {**initial, "cross": (0.,)}, graph)
-        self.assertEqual((outputs, total), ([(22.,)] * 4, 29.))
 
 
 class DevicesTest(parameterized.TestCase):

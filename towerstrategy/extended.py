@@ -20,7 +20,7 @@ from towerstrategy.batch import datasets as datasets_lib, dealing, input_options
 from towerstrategy.merge import reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.placement.workers import Workers
-from towerstrategy.replicas import calls, modes, steps
+from towerstrategy.replicas import calls, modes
 from towerstrategy.sharding import run as whole_batch
 from towerstrategy.stages.within import Stages
 from towerstrategy.variables import creation, tower_local
@@ -284,19 +284,7 @@ class TowerExtended(_tf.StrategyExtended):
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._modes.keras_step:
             return whole_batch.run(self._container_strategy(), fn, args, kwargs)
-
-        def call(fn: Callable[..., Any]) -> Any:
-            return calls.call_each(self._container_strategy(), fn, args, kwargs)
-
-        return call(fn) if self._modes.steps is None else self._modes.steps.run_towers(call, fn)
-
-    def _experimental_run_steps_on_iterator(self, fn: Callable[..., Any], iterator: Any,
-                                            iterations: Any, initial_loop_values: Any) -> Any:
-        arguments.check_function("fn", fn)
-        context = steps.StepsContext()
-        with self._modes.within(steps=context):
-            return steps.run(self._container_strategy(), context, fn, iterator, iterations,
-                             initial_loop_values)
+        return calls.call_each(self._container_strategy(), fn, args, kwargs)
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset,
                                          options: Any) -> tf.distribute.DistributedDataset:

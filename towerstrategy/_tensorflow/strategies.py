@@ -10,14 +10,11 @@ import tensorflow as tf
 from tensorflow.python.distribute import (
     collective_util,
     distribute_lib,
-    input_lib,
 )
 
-__all__ = ("MultiStepContext", "Options", "StrategyExtended", "UpdateContext",
+__all__ = ("Options", "StrategyExtended", "UpdateContext",
     "cross_replica_context", "no_strategy")
 PRIVATE_NAMES = {
-    "python.distribute.input_lib:MultiStepContext":
-        "what extended.experimental_run_steps_on_iterator gives its function",
     "python.distribute.collective_util:Options":
         "tf.distribute.experimental.CommunicationOptions, whose public name is an alias",
     "python.distribute.distribute_lib:UpdateContext":
@@ -33,7 +30,6 @@ PRIVATE_NAMES = {
 StrategyExtended = distribute_lib.StrategyExtendedV1
 UpdateContext = distribute_lib.UpdateContext
 Options = collective_util.Options
-MultiStepContext = input_lib.MultiStepContext
 
 
 def cross_replica_context(

@@ -1,4 +1,4 @@
-"""What holds for a while in one thread: a step of Keras, several steps in one loop.
+"""What holds for a while in one thread: a step of Keras, a model that predicts.
 
 Goes in: values for the length of a ``with`` block.  Comes out: the same, for whoever asks within.
 """
@@ -10,8 +10,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from towerstrategy.replicas import steps
-
 
 class Modes(threading.local):
     """What holds for a while, in one thread."""
@@ -19,7 +17,6 @@ class Modes(threading.local):
     in_order = False  # whether rows are to come in the dataset's order: a model predicts
     keras_step = False  # whether a step of Keras is being traced
     compiles = False  # whether XLA compiles what the towers do
-    steps: steps.StepsContext | None = None
 
     @contextlib.contextmanager
     def within(self, **modes: Any) -> Iterator[None]:
