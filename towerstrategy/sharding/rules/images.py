@@ -1,17 +1,106 @@
-"""Operations on images that are not in :mod:`contractions`: warps, crops, boxes, pooling by argmax.
+"""Operations on images, which have the rows first: convolutions, pooling, sizes, warps, boxes.
 
-Goes in: an operation.  Comes out: its plan.
+Goes in: an operation.  Comes out: its plan.  A filter's gradient is a part of a sum on each tower.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from towerstrategy.sharding.rules.contractions import rows_first
+import tensorflow as tf
+
 from towerstrategy.sharding.rules.elementwise import is_plain
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec
+from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Size, Spec
+
+# An operation's type -> which of its inputs have rows.
+_ROWS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys((
+        "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D",
+        "MaxPoolV2", "MaxPoolWithArgmax", "Dilation2D", "LRN", "ResizeBilinear",
+        "ResizeNearestNeighbor", "ResizeNearestNeighborGrad", "ResizeBicubic", "ResizeArea",
+        "ScaleAndTranslate", "AdjustContrastv2", "AdjustHue", "AdjustSaturation", "HSVToRGB",
+        "RGBToHSV", "SpaceToDepth", "DepthToSpace", "ExtractImagePatches",
+        "ExtractVolumePatches"), (0,)),
+    **dict.fromkeys(("ResizeBilinearGrad", "ResizeBicubicGrad", "ScaleAndTranslateGrad",
+                     "DrawBoundingBoxes", "DrawBoundingBoxesV2", "CombinedNonMaxSuppression"),
+                    (0, 1)),
+    **dict.fromkeys(("ExtractGlimpseV2", "Dilation2DBackpropInput"), (0, 2)),
+    **dict.fromkeys(("MaxPoolGrad", "MaxPool3DGrad", "MaxPoolGradGrad", "MaxPool3DGradGrad",
+                     "MaxPoolGradV2", "MaxPoolGradWithArgmax", "LRNGrad"), (0, 1, 2)),
+}
+
+
+@rule(*_ROWS)
+def image(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    if op.type == "ExtractVolumePatches" and op.out_rank() != op.rank(0):
+        return None  # of volumes of unknown sizes TensorFlow says a wrong rank
+    if op.type.endswith("WithArgmax") and op.attr("include_batch_in_index"):
+        return None  # places are counted through all images
+    return _rows_first(op, specs, _ROWS[op.type], lambda spec: spec)
+
+
+@rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter",
+      "Dilation2DBackpropFilter")
+def filter_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return _rows_first(op, specs, (0, 2), lambda _: SUM)
+
+
+def _rows_first(op: Op, specs: Sequence[Spec], data: Sequence[int],
+                given: Callable[[Sharded], Spec]) -> Plan | None:
+    """The inputs ``data`` have the rows first, all else is the same for all.
+
+    Args:
+      op: the operation.
+      specs: the specs of its inputs.
+      data: the inputs that have rows.
+      given: what the outputs are, of the spec that these inputs have.
+    """
+    found = {specs[index] for index in data if isinstance(specs[index], Sharded)}
+    if len(found) != 1:
+        return None
+    (spec,) = found
+    if not isinstance(spec, Sharded) or spec.dim or not all(
+            is_plain(each) or index in data for index, each in enumerate(specs)):
+        return None
+    if op.rank(data[0]) is None or any(op.out_rank(at) is None for at in range(len(op.outputs))):
+        return None  # a row of padding needs them
+    takes: list[Spec] = [spec if index in data else REPLICATED for index in range(len(specs))]
+    return Plan(takes, [given(spec)] * len(op.outputs), padded=True)
+
+
+@rule("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput",
+      "AvgPoolGrad", "AvgPool3DGrad")
+def input_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The first input is the shape of the result: the tower's, or with the tower's rows put in."""
+    gradient = specs[-1]
+    if not isinstance(gradient, Sharded) or gradient.dim or op.rank(-1) is None \
+            or op.out_rank() != op.rank(-1):
+        return None
+    middle: list[Spec] = [REPLICATED] * (len(specs) - 2)
+    if isinstance(specs[0], Size) and specs[0].at == 0 and specs[0].shards(0) == gradient \
+            and op.inputs[0].shape.is_fully_defined():
+        return Plan([specs[0], *middle, gradient], [gradient], padded=True)
+    return Plan([REPLICATED, *middle, gradient], [gradient], make=_with_own_rows, alone=0,
+                padded=True)
+
+
+def _with_own_rows(m: Any) -> list[list[Any]]:
+    last = len(m.op.inputs) - 1
+    dtype = m.op.inputs[0].dtype
+
+    def one(tower: int) -> Any:
+        own = m.make("Shape", [m.part(last, tower)], tower, out_type=dtype)
+        first, rest = (m.constant([place], dtype, tower) for place in (0, 1))
+        rows = m.make("Slice", [own, first, rest], tower)
+        size = m.make("Slice", [m.part(0, tower), rest, m.constant([-1], dtype, tower)], tower)
+        shape = m.make("ConcatV2", [rows, size, m.constant(0, tf.int32, tower)], tower)
+        middle = [m.part(index, tower) for index in range(1, last)]
+        return m.copy([shape, *middle, m.part(last, tower)], tower)[0]
+
+    return [m.each(one)]
 
 
 @rule("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")
@@ -35,46 +124,3 @@ def crop(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     (spec,) = found
     return None if spec.dim else Plan([REPLICATED, spec, spec, REPLICATED], [spec])
-
-
-@rule("DrawBoundingBoxes", "DrawBoundingBoxesV2", "CombinedNonMaxSuppression")
-def boxes(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return rows_first(op, specs, [0, 1], [True] * len(op.outputs))
-
-
-@rule("ScaleAndTranslate", "ExtractGlimpseV2")
-def placed(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return rows_first(op, specs, [0] if op.type == "ScaleAndTranslate" else [0, 2])
-
-
-@rule("ScaleAndTranslateGrad")
-def placed_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return rows_first(op, specs, [0, 1])
-
-
-@rule("MaxPoolWithArgmax")
-def pool_with_places(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Places are counted within an image."""
-    return None if op.attr("include_batch_in_index") else rows_first(op, specs, [0])
-
-
-@rule("MaxPoolGradWithArgmax")
-def pool_with_places_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    if op.attr("include_batch_in_index"):
-        return None
-    return rows_first(op, specs, [0, 1, 2])
-
-
-@rule("MaxPoolGradV2")
-def pool_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return rows_first(op, specs, [0, 1, 2])
-
-
-@rule("Dilation2DBackpropInput")
-def dilation_input_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return rows_first(op, specs, [0, 2])
-
-
-@rule("Dilation2DBackpropFilter")
-def dilation_filter_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return rows_first(op, specs, [0, 2], [False])

@@ -13,9 +13,41 @@ from towerstrategy.sharding.rules.elementwise import is_plain
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec
 
-_LAST = {**dict.fromkeys(("FFT", "IFFT", "RFFT", "IRFFT"), 1),
-         **dict.fromkeys(("FFT2D", "IFFT2D", "RFFT2D", "IRFFT2D"), 2),
-         **dict.fromkeys(("FFT3D", "IFFT3D", "RFFT3D", "IRFFT3D"), 3)}
+# An operation's type -> for each of its first inputs how many dimensions an example has.
+_LAST: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("FFT", "IFFT", "RFFT", "IRFFT", "MatrixDiag"), (1,)),
+    **dict.fromkeys(("FFT2D", "IFFT2D", "RFFT2D", "IRFFT2D", "Cholesky", "MatrixInverse",
+                     "MatrixDeterminant", "LogMatrixDeterminant", "MatrixSquareRoot",
+                     "MatrixLogarithm", "Qr", "Svd", "SelfAdjointEigV2", "Eig", "Lu",
+                     "MatrixBandPart", "MatrixDiagPart", "MatrixDiagPartV2", "MatrixDiagPartV3"),
+                    (2,)),
+    **dict.fromkeys(("FFT3D", "IFFT3D", "RFFT3D", "IRFFT3D"), (3,)),
+    **dict.fromkeys(("CholeskyGrad", "MatrixTriangularSolve", "BatchMatrixTriangularSolve",
+                     "MatrixSolve", "MatrixSolveLs", "TridiagonalSolve"), (2, 2)),
+}
+# Likewise where all inputs have the first one's dimensions in front, be they known or not.
+_ALIKE = {"MatrixSetDiag": (2, 1), "Cross": (1, 1), "LowerBound": (1, 1), "UpperBound": (1, 1)}
+
+
+@rule(*_LAST)
+def in_front(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return _in_front(op, specs, _LAST[op.type])
+
+
+@rule(*_ALIKE)
+def in_front_alike(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return _in_front(op, specs, _ALIKE[op.type], broadcasts=False)
+
+
+@rule("MatrixDiagV2", "MatrixDiagV3", "MatrixSetDiagV2", "MatrixSetDiagV3")
+def of_diagonals(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Of one diagonal, or of several, which have a dimension of their own."""
+    sets = op.type.startswith("MatrixSet")
+    named = op.value(2 if sets else 1)
+    if named is None:
+        return None
+    dims = 1 if named.size == 1 or named.ravel()[0] == named.ravel()[1] else 2
+    return _in_front(op, specs, (2, dims) if sets else (dims,), broadcasts=False)
 
 
 def _in_front(op: Op, specs: Sequence[Spec], last: Sequence[int],
@@ -45,66 +77,3 @@ def _in_front(op: Op, specs: Sequence[Spec], last: Sequence[int],
     takes: list[Spec] = [REPLICATED if index >= len(last) else spec if given == spec else beside
                          for index, given in enumerate(specs)]
     return Plan(takes, [spec] * len(op.outputs))
-
-
-@rule("Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant",
-      "MatrixSquareRoot", "MatrixLogarithm", "Qr", "Svd", "SelfAdjointEigV2", "Eig", "Lu",
-      "MatrixBandPart", "MatrixDiagPart")
-def of_one_matrix(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _in_front(op, specs, [2])
-
-
-@rule("MatrixDiagPartV2", "MatrixDiagPartV3")
-def diagonals(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _in_front(op, specs, [2])
-
-
-@rule("MatrixDiag")
-def matrix_of_diagonal(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _in_front(op, specs, [1])
-
-
-@rule("MatrixDiagV2", "MatrixDiagV3")
-def matrix_of_diagonals(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Of one diagonal, or of several, which have a dimension of their own."""
-    last = _diagonal_dims(op, 1)
-    return None if last is None else _in_front(op, specs, [last])
-
-
-@rule("MatrixSetDiag")
-def set_diagonal(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _in_front(op, specs, [2, 1], broadcasts=False)
-
-
-@rule("MatrixSetDiagV2", "MatrixSetDiagV3")
-def set_diagonals(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    last = _diagonal_dims(op, 2)
-    return None if last is None else _in_front(op, specs, [2, last], broadcasts=False)
-
-
-def _diagonal_dims(op: Op, index: int) -> int | None:
-    """How many dimensions the diagonals have that an input names; None if unknown."""
-    named = op.value(index)
-    if named is None:
-        return None
-    return 1 if named.size == 1 or named.ravel()[0] == named.ravel()[1] else 2
-
-
-@rule("CholeskyGrad", "MatrixTriangularSolve", "BatchMatrixTriangularSolve", "MatrixSolve")
-def of_two_matrices(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _in_front(op, specs, [2, 2])
-
-
-@rule("MatrixSolveLs", "TridiagonalSolve")
-def solved(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _in_front(op, specs, [2, 2])
-
-
-@rule("Cross", "LowerBound", "UpperBound")
-def of_two_vectors(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _in_front(op, specs, [1, 1], broadcasts=False)
-
-
-@rule(*_LAST)
-def fourier(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _in_front(op, specs, [_LAST[op.type]])
