@@ -1,14 +1,16 @@
 """Shapes and the entries of shapes, so far as they are known without running anything.
 
 Goes in: a tensor.  Comes out: :func:`entries_of`, what is in a small tensor of integers, None for
-entries that are known when the step runs only; :func:`sizes_of`, a tensor's static shape.
+entries that are known when the step runs only; :func:`sizes_of`, a tensor's static shape.  Of an
+operation on shapes: :func:`outputs_of`, where entries are behind it, whatever these are.
 TensorFlow knows some of that (``tf.get_static_value(..., partial=True)``), but not through slices,
 products and gathers, and forgets static shapes where one is computed from another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,10 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.elementwise import BINARY, UNARY
 
+Entries = np.ndarray  # of objects: ints, None, or what else stands for a number
+
 _DEPTH, _LARGEST = 12, 64
+_INTEGER = (int, np.integer)
 # Whose first output is shaped as the input with this number.
 _FIRST_AS = {"FusedBatchNormV3": 0, "FusedBatchNormGradV3": 1, "Softmax": 0, "LogSoftmax": 0}
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
@@ -26,9 +31,21 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "FloorDiv": lambda x, y: x // y if y else None, "FloorMod": lambda x, y: x % y if y else None}
 
 
-def entries_of(tensor: tf.Tensor) -> np.ndarray | None:
+def entries_of(tensor: tf.Tensor) -> Entries | None:
     """An array of ints and None of the tensor's shape; None where that is not known or is large."""
     return _entries(tensor, _DEPTH)
+
+
+def outputs_of(operation: tf.Operation, inputs: Sequence[Entries | None]) -> list[Entries | None]:
+    """The entries of an operation's outputs, its inputs having these; None where not known.
+
+    Of an output of unknown length the first ones, so far as they are known.
+    """
+    make = _MADE.get(operation.type)
+    found = None if make is None else make(operation, *inputs)
+    made = found if isinstance(found, list) else [found] * len(operation.outputs)
+    return [each if each is not None and tensor.shape.is_compatible_with(each.shape) else None
+            for each, tensor in zip(made, operation.outputs)]
 
 
 def sizes_of(tensor: tf.Tensor) -> list[int | None] | None:
@@ -40,7 +57,7 @@ def _sizes(tensor: tf.Tensor, depth: int) -> list[int | None] | None:
     if tensor.shape.rank is None:
         return None
     own: list[int | None] = list(tensor.shape.as_list())
-    found: Sequence[Any] | np.ndarray | None = None
+    found: Sequence[Any] | Entries | None = None
     if own.count(None) < 2 or not depth:  # rows are open, all else is known
         return own
     if tensor.op.type == "Reshape":
@@ -69,166 +86,158 @@ def _broadcast(shapes: Sequence[Sequence[int | None] | None]) -> list[int | None
                  None if None in sizes else min(sizes)) for sizes in map(list, together)]
 
 
-def _entries(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
+def _entries(tensor: tf.Tensor, depth: int) -> Entries | None:
     if not tensor.dtype.is_integer or not tensor.shape.is_fully_defined() \
             or tensor.shape.num_elements() > _LARGEST:
         return None
     known = _tf.constant_value(tensor)
     if known is not None:
         return np.asarray(known).astype(object)
-    found = _FOUND.get(tensor.op.type) if depth else None
-    entries = None if found is None else found(tensor, depth - 1)
-    if entries is None or entries.shape != tuple(tensor.shape.as_list()):
-        return np.full(tensor.shape.as_list(), None, object)
-    return entries
+    operation, found = tensor.op, None
+    if depth and operation.type in ("Shape", "ShapeN"):
+        sizes = _sizes(operation.inputs[tensor.value_index], depth - 1)
+        found = None if sizes is None else _array(sizes, [len(sizes)])
+    elif depth and operation.type in _MADE:
+        inputs = [_entries(each, depth - 1) for each in operation.inputs]
+        found = outputs_of(operation, inputs)[tensor.value_index]
+    unknown = np.full(tensor.shape.as_list(), None, object)
+    return unknown if found is None or found.shape != unknown.shape else found
 
 
-def _of(tensor: tf.Tensor, index: int, depth: int) -> Any:
-    return _entries(tensor.op.inputs[index], depth)
-
-
-def _value(tensor: tf.Tensor, index: int, depth: int) -> np.ndarray | None:
-    """An input of which all entries are known."""
-    found = _of(tensor, index, depth)
-    if found is None or any(entry is None for entry in found.ravel()):
-        return None
-    return found.astype(np.int64)
-
-
-def _shape(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    sizes = _sizes(tensor.op.inputs[tensor.value_index], depth)
-    return None if sizes is None else _array(sizes)
-
-
-def _array(entries: Any) -> np.ndarray:
-    made = np.empty(len(entries), object)
+def _array(entries: Iterable[Any], shape: Any) -> Entries:
+    made = np.empty(shape, object)
     for at, entry in enumerate(entries):
-        made[at] = entry
+        made.flat[at] = entry
     return made
 
 
-def _same(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    return _of(tensor, tensor.value_index, depth)
-
-
-def _reshaped(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    found = _of(tensor, 0, depth)
-    return None if found is None else found.reshape(tensor.shape.as_list())
-
-
-def _pack(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    parts = [_entries(part, depth) for part in tensor.op.inputs]
-    if any(part is None for part in parts):
+def _known(*inputs: Entries | None) -> Any:
+    """Inputs as integers; None unless all their entries are known."""
+    if any(each is None or not all(isinstance(entry, _INTEGER) for entry in each.flat)
+           for each in inputs):
         return None
-    return np.stack(parts, tensor.op.get_attr("axis"))  # type: ignore[arg-type]
+    return [np.asarray(each).astype(np.int64) for each in inputs]
 
 
-def _concat(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    *parts, axis = [_entries(part, depth) for part in tensor.op.inputs]
-    if any(part is None for part in parts) or axis is None or axis[()] is None:
+def _same(operation: tf.Operation, *inputs: Entries | None) -> list[Entries | None]:
+    return list(inputs)
+
+
+def _reshaped(operation: tf.Operation, entries: Entries | None, *_: Any) -> Entries | None:
+    shape = operation.outputs[0].shape
+    return None if entries is None or not shape.is_fully_defined() else entries.reshape(shape)
+
+
+def _pack(operation: tf.Operation, *parts: Any) -> Entries | None:
+    return None if _any_none(parts) else np.stack(parts, operation.get_attr("axis"))
+
+
+def _concat(operation: tf.Operation, *inputs: Any) -> Entries | None:
+    *parts, axis = inputs
+    where, first = _known(axis), list(itertools.takewhile(lambda part: part is not None, parts))
+    return None if not first or where is None else np.concatenate(first, int(where[0]))
+
+
+def _any_none(parts: Sequence[Any]) -> bool:
+    return any(part is None for part in parts)
+
+
+def _slice(operation: tf.Operation, entries: Entries | None, *limits: Any) -> Entries | None:
+    known = _known(*limits)
+    if entries is None or known is None:
         return None
-    return np.concatenate(parts, int(axis[()]))  # type: ignore[arg-type]
+    return entries[tuple(slice(start, None if count < 0 else start + count)
+                         for start, count in zip(*known))]
 
 
-def _slice(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    found, begin, size = _of(tensor, 0, depth), _value(tensor, 1, depth), _value(tensor, 2, depth)
-    if found is None or begin is None or size is None:
-        return None
-    return found[tuple(slice(start, None if count < 0 else start + count)
-                       for start, count in zip(begin, size))]
-
-
-def _strided_slice(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    found, operation = _of(tensor, 0, depth), tensor.op
-    limits = [_value(tensor, index, depth) for index in (1, 2, 3)]
+def _strided_slice(operation: tf.Operation, entries: Entries | None, *limits: Any) -> Any:
+    known = _known(*limits)
     masks = {name: operation.get_attr(f"{name}_mask") for name in
              ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
-    if found is None or found.ndim != 1 or any(
-            value is None or len(value) != 1 for value in limits):
+    if entries is None or entries.ndim != 1 or known is None or len(known[0]) != 1 \
+            or masks["ellipsis"] or masks["new_axis"]:
         return None
-    if masks["ellipsis"] or masks["new_axis"]:
-        return None
-    begin, end, step = (int(value[0]) for value in limits)  # type: ignore[index]
+    begin, end, step = (int(limit[0]) for limit in known)
     if masks["shrink_axis"]:
-        return np.array(found[begin], object)
-    return found[slice(None if masks["begin"] else begin, None if masks["end"] else end, step)]
+        return _array([entries[begin]], [])
+    return entries[slice(None if masks["begin"] else begin, None if masks["end"] else end, step)]
 
 
-def _gather(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    found, indices = _of(tensor, 0, depth), _value(tensor, 1, depth)
-    if found is None or indices is None or found.ndim != 1 or tensor.op.get_attr("batch_dims"):
+def _gather(operation: tf.Operation, entries: Entries | None, indices: Any, _: Any) -> Any:
+    known = _known(indices)
+    if entries is None or known is None or entries.ndim != 1 or operation.get_attr("batch_dims"):
         return None
-    return np.asarray(found[indices], object)
+    return _array(entries[known[0].ravel()], known[0].shape)
 
 
-def _split(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    found, sizes = _of(tensor, 0, depth), _value(tensor, 1, depth)
-    if found is None or sizes is None or found.ndim != 1 or (sizes < 0).any():
+def _split(operation: tf.Operation, entries: Entries | None, sizes: Any, _: Any) -> Any:
+    known = _known(sizes)
+    if entries is None or known is None or entries.ndim != 1 or (known[0] < 0).any():
         return None
-    start = int(np.sum(sizes[:tensor.value_index]))
-    return found[start:start + int(sizes[tensor.value_index])]
+    return np.split(entries, np.cumsum(known[0])[:-1])
 
 
-def _unpack(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    found = _of(tensor, 0, depth)
-    return None if found is None or found.ndim != 1 else np.array(found[tensor.value_index], object)
+def _unpack(operation: tf.Operation, entries: Entries | None) -> Any:
+    if entries is None or entries.ndim != 1:
+        return None
+    return [_array([entry], []) for entry in entries]
 
 
-def _transposed(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    found, order = _of(tensor, 0, depth), _value(tensor, 1, depth)
-    return None if found is None or order is None else found.transpose([int(at) for at in order])
+def _transposed(operation: tf.Operation, entries: Entries | None, order: Any) -> Entries | None:
+    known = _known(order)
+    return None if entries is None or known is None else entries.transpose(known[0])
 
 
-def _arithmetic(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    first, second = _of(tensor, 0, depth), _of(tensor, 1, depth)
+def _arithmetic(operation: tf.Operation, first: Any, second: Any) -> Entries | None:
     if first is None or second is None:
         return None
-    do = _ARITHMETIC[tensor.op.type]
-    flat = [None if x is None or y is None else do(x, y)
-            for x, y in np.broadcast(first, second)]
-    return _array(flat).reshape(np.broadcast(first, second).shape)
+    pairs = np.broadcast(first, second)
+    return _array([_ARITHMETIC[operation.type](*pair) if all(
+        isinstance(each, _INTEGER) for each in pair) else None for pair in pairs],
+        pairs.shape)
 
 
-def _product(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    found = _value(tensor, 0, depth)
-    if found is None or tensor.shape.rank != 0:
+def _product(operation: tf.Operation, entries: Entries | None, _: Any) -> Entries | None:
+    known = _known(entries)
+    return None if known is None else np.array(int(known[0].prod()), object)
+
+
+def _filled(operation: tf.Operation, _: Any, entry: Entries | None) -> Entries | None:
+    shape = operation.outputs[0].shape
+    return None if entry is None or not shape.is_fully_defined() else _array(
+        [entry[()]] * shape.num_elements(), shape)
+
+
+def _offsets(operation: tf.Operation, axis: Any, *shapes: Any) -> Any:
+    """Where each input of a concatenation begins: at zero but along the axis."""
+    known = _known(axis)
+    if known is None:
         return None
-    return np.array(int(np.prod(found, dtype=np.int64)), object)
+    made, rank = [], operation.outputs[0].shape[0]
+    start: int | None = 0
+    for shape in shapes:
+        made.append(_array([0] * rank, [rank]))
+        made[-1][int(known[0]) % rank] = start
+        size = None if shape is None else shape[int(known[0]) % rank]
+        start = start + size if isinstance(size, _INTEGER) and start is not None else None
+    return made
 
 
-def _filled(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    found = _of(tensor, 1, depth)
-    return None if found is None else np.full(tensor.shape.as_list(), found[()], object)
-
-
-def _offsets(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    """Where an input of a concatenation begins: at zero but along the axis."""
-    axis = _value(tensor, 0, depth)
-    if axis is None:
+def _stitched(operation: tf.Operation, *inputs: Any) -> Entries | None:
+    count = len(inputs) // 2
+    places, entries = _known(*inputs[:count]), inputs[count:]
+    if places is None or _any_none(entries) or any(
+            at.shape != each.shape for at, each in zip(places, entries)):
         return None
-    sizes = [_entries(shape, depth) for shape in tensor.op.inputs[1:tensor.value_index + 1]]
-    rank = tensor.shape[0]
-    begin = [0 if size is None else size[int(axis) % rank] for size in sizes]
-    known = all(size is not None and size[int(axis) % rank] is not None for size in sizes)
-    found = _array([0] * rank)
-    found[int(axis) % rank] = sum(begin) if known else None
+    found = np.full(operation.outputs[0].shape.as_list(), None, object)
+    for at, each in zip(places, entries):
+        found[at.ravel()] = each.ravel()
     return found
 
 
-def _stitched(tensor: tf.Tensor, depth: int) -> np.ndarray | None:
-    count = len(tensor.op.inputs) // 2
-    found = np.full(tensor.shape.as_list(), None, object)
-    for index in range(count):
-        places, entries = _value(tensor, index, depth), _of(tensor, count + index, depth)
-        if places is None or entries is None or entries.shape != places.shape or found.ndim != 1:
-            return None
-        found[places.ravel()] = entries.ravel()
-    return found
-
-
-_FOUND: dict[str, Callable[[tf.Tensor, int], np.ndarray | None]] = {
-    "Shape": _shape, "ShapeN": _shape, "Identity": _same, "IdentityN": _same, "Cast": _same,
-    "StopGradient": _same, "Reshape": _reshaped, "ExpandDims": _reshaped, "Squeeze": _reshaped,
+_MADE: dict[str, Callable[..., Any]] = {
+    "Identity": _same, "IdentityN": _same, "Cast": _same, "StopGradient": _same,
+    "Reshape": _reshaped, "ExpandDims": _reshaped, "Squeeze": _reshaped,
     "Pack": _pack, "ConcatV2": _concat, "Slice": _slice, "StridedSlice": _strided_slice,
     "GatherV2": _gather, "SplitV": _split, "Unpack": _unpack, "Transpose": _transposed,
     "Prod": _product, "Fill": _filled, "ConcatOffset": _offsets, "DynamicStitch": _stitched,

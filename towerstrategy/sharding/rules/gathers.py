@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.elementwise import is_plain
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Partial, Sharded, Size, Spec
@@ -31,7 +32,7 @@ def gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
     ranks, batch = (op.rank(0), op.rank(1)), op.attr("batch_dims")
     axes = op.axes(2, ranks[0])
     if isinstance(values, Size):
-        return _entry(op, values) if isinstance(op.rank(1), int) and is_plain(indices) else None
+        return shapes.moved(op, specs)
     if axes is None or None in ranks or batch < 0:
         return None
     axis = axes[0]
@@ -51,21 +52,6 @@ def gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
         moved = values.dim if values.dim < axis else values.dim + ranks[1] - batch - 1
         return Plan([values, REPLICATED, REPLICATED], [values.at(moved)])
     return None
-
-
-def _entry(op: Op, size: Size) -> Plan | None:
-    """Entries of a shape."""
-    indices = op.value(1)
-    if indices is None or op.inputs[0].shape.rank != 1:
-        return None
-    chosen = [int(index) for index in indices.ravel()]
-    takes: list[Spec] = [size, REPLICATED, REPLICATED]
-    if size.at not in chosen:
-        return Plan(takes, [REPLICATED])
-    if chosen.count(size.at) > 1 or indices.ndim > 1:
-        return None
-    known = None if size.known is None else tuple(size.known[index] for index in chosen)
-    return Plan(takes, [Size(chosen.index(size.at), size.times, size.group, known)])
 
 
 @rule("GatherNd", "ResourceGatherNd")

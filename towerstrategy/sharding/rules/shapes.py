@@ -12,10 +12,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding.rules.entries import entries_of
+from towerstrategy.sharding.rules.entries import entries_of, outputs_of
 from towerstrategy.sharding.rules.registry import HOST, Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, Axes, ListOf, Partial, Sharded, Size, Spec
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    Axes,
+    ListOf,
+    Replicated,
+    Sharded,
+    Size,
+    Spec,
+)
 
 
 def _size_of(spec: Sharded, shape: tf.TensorShape) -> Size:
@@ -68,29 +75,15 @@ def rank(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 def static_sizes(op: Op, index: int, spec: Spec) -> list[Any] | None:
     """The numbers of a shape: ints, None where unknown, the :class:`Sharded` where rows are."""
-    known = _partial_value(op.inputs[index])
+    entries: Any = entries_of(op.inputs[index])
     if isinstance(spec, Size) and spec.known is not None:
-        known = list(spec.known)
-    if known is None:
+        entries = np.array(spec.known, object)
+    if entries is None or entries.ndim != 1:
         return None
+    known = list(entries)
     if isinstance(spec, Size) and spec.at < len(known):
         known[spec.at] = spec.shards(0)
     return known
-
-
-def _partial_value(tensor: tf.Tensor) -> list[Any] | None:
-    """The entries of a vector so far as they are known."""
-    if tensor.shape.rank != 1 or tensor.shape[0] is None:
-        return None
-    known = entries_of(tensor)
-    if known is not None and any(entry is not None for entry in known):
-        return list(known)
-    shape = _as_shape(tensor)
-    return None if shape.rank is None else shape.as_list()
-
-
-def _as_shape(tensor: tf.Tensor) -> tf.TensorShape:
-    return _tf.value_as_shape(tensor)
 
 
 @rule("BroadcastGradientArgs")
@@ -147,94 +140,29 @@ def _known_axes(axes: Axes) -> list[int] | None:
     return [dim for dim, reduced in enumerate(axes.reduced) if reduced]
 
 
-def position_in_slice(op: Op, at: int) -> int | None:
-    """Where entry ``at`` of a vector is in a strided slice of it; -1: nowhere, None: unknown."""
-    values = [op.value(index) for index in (1, 2, 3)]
-    length = op.inputs[0].shape[0]
-    if op.rank(0) != 1 or length is None or any(
-            value is None or len(value) != 1 for value in values):
-        return None
-    if op.attr("ellipsis_mask") or op.attr("new_axis_mask"):
-        return None
-    begin, end, step = (int(value[0]) for value in values)
-    if op.attr("shrink_axis_mask"):
-        return 0 if begin % length == at else -1
-    taken = list(range(length))[slice(None if op.attr("begin_mask") else begin,
-                                      None if op.attr("end_mask") else end, step)]
-    return taken.index(at) if at in taken else -1
+def moved(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Entries of shapes, moved about: sliced, packed, put together, taken apart, transposed.
 
-
-def slice_of_size(op: Op, spec: Size) -> Plan | None:
-    """A strided slice of a shape."""
-    at = position_in_slice(op, spec.at)
-    if at is None:
-        return None
-    takes: list[Spec] = [spec, REPLICATED, REPLICATED, REPLICATED]
-    if at < 0:  # the towers' numbers are the batch's
-        return Plan(takes, [REPLICATED])
-    return Plan(takes, [spec.moved(at)])
-
-
-def pack_of_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Numbers put together to a shape, one of which counts rows."""
-    sizes = [(index, spec) for index, spec in enumerate(specs) if isinstance(spec, Size)]
-    shape = op.outputs[0].shape
-    if len(sizes) != 1 or op.rank(0) not in (0, 1) or not shape.is_fully_defined():
-        return None
-    index, spec = sizes[0]
-    place = (index,) if op.rank(0) == 0 else tuple(
-        np.insert([spec.at], op.attr("axis") % 2, index))
-    return Plan(_sizes_and_wholes(specs), [spec.moved(int(np.ravel_multi_index(place, shape)))])
-
-
-def _sizes_and_wholes(specs: Sequence[Spec]) -> list[Spec]:
-    return [spec if isinstance(spec, Size) else REPLICATED for spec in specs]
-
-
-def transpose_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Shapes, one beside the other; entries are counted in the order of memory."""
-    spec, order, shape = specs[0], op.value(1), op.inputs[0].shape
-    if not isinstance(spec, Size) or order is None or not shape.is_fully_defined():
-        return None
-    places = np.arange(shape.num_elements()).reshape(shape).transpose([int(at) for at in order])
-    return Plan([spec, REPLICATED], [spec.moved(places.ravel().tolist().index(spec.at))])
-
-
-def split_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """A shape in pieces."""
-    spec, sizes = specs[0], op.value(1)
-    if not isinstance(spec, Size) or sizes is None or op.rank(0) != 1 or (sizes < 0).any():
-        return None
+    What counts rows is marked, and looked for in what comes out. Where it is not, the towers'
+    numbers are the batch's.
+    """
+    inputs = []
+    for tensor, spec in zip(op.inputs, specs):
+        entries = entries_of(tensor)
+        if isinstance(spec, Size) and entries is not None:
+            if spec.known is not None:
+                entries = np.array(spec.known, object)
+            entries.flat[spec.at] = spec
+        inputs.append(entries)
     gives: list[Spec] = []
-    start = 0
-    for size in sizes:
-        inside = start <= spec.at < start + int(size)
-        gives.append(spec.moved(spec.at - start) if inside else REPLICATED)
-        start += int(size)
-    return Plan([spec, REPLICATED, REPLICATED], gives)
-
-
-def piece_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """A slice of a shape."""
-    spec, begin, size = specs[0], op.value(1), op.value(2)
-    if not isinstance(spec, Size) or begin is None or size is None or len(begin) != 1:
-        return None
-    at = spec.at - int(begin[0])
-    takes: list[Spec] = [spec, REPLICATED, REPLICATED]
-    inside = at >= 0 and (int(size[0]) < 0 or at < int(size[0]))
-    return Plan(takes, [spec.moved(at) if inside else REPLICATED])
-
-
-def concat_of_sizes(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Pieces of shapes put together, one of which counts rows."""
-    sizes = [(index, spec) for index, spec in enumerate(specs[:-1]) if isinstance(spec, Size)]
-    if len(sizes) != 1 or op.rank(0) != 1:
-        return None
-    index, spec = sizes[0]
-    before = [op.inputs[number].shape[0] for number in range(index)]
-    if None in before:
-        return None
-    return Plan(_sizes_and_wholes(specs), [spec.moved(sum(before) + spec.at)])
+    for entries in outputs_of(op.operation, inputs):
+        places = [] if entries is None else [
+            at for at, entry in enumerate(entries.flat) if isinstance(entry, Size)]
+        if entries is None or len(places) > 1 or not places and any(
+                each is None for each in inputs):
+            return None
+        gives.append(entries.flat[places[0]].moved(places[0]) if places else REPLICATED)
+    return Plan([spec if isinstance(spec, Size) else REPLICATED for spec in specs], gives)
 
 
 def product_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -253,20 +181,7 @@ def product_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("DynamicStitch")
 def dynamic_stitch(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The shape that a gradient takes with summed dimensions of size 1."""
-    count = len(specs) // 2
-    indices = [op.value(index) for index in range(count)]
-    sizes = [(index, spec) for index, spec in enumerate(specs) if isinstance(spec, Size)]
-    if any(value is None for value in indices) or len(sizes) != 1 or any(
-            isinstance(spec, (Sharded, Partial, ListOf)) for spec in specs):
-        return None
-    index, spec = sizes[0]
-    if index < count:
-        return None
-    place = int(np.ravel(indices[index - count])[spec.at])
-    for later in range(index - count + 1, count):
-        if place in np.ravel(indices[later]):  # written over
-            return None
-    return Plan(specs, [spec.moved(place)])
+    return moved(op, specs) if all(isinstance(spec, (Size, Replicated)) for spec in specs) else None
 
 
 @rule("Range")

@@ -25,9 +25,7 @@ def reshape(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(spec, Partial):
         return Plan([spec, REPLICATED], [spec])
     if isinstance(spec, Size):
-        if op.out_rank() in (0, 1):  # entries are counted in the order of memory
-            return Plan([spec, REPLICATED], [spec])
-        return None
+        return shapes.moved(op, specs)
     if not isinstance(spec, Sharded):
         return None
     found = _reshaped(op, spec, target)
@@ -140,8 +138,8 @@ def expand_dims(op: Op, specs: Sequence[Spec]) -> Plan | None:
     axes = op.axes(1, None if rank is None else rank + 1)
     if isinstance(spec, Partial):
         return Plan([spec, REPLICATED], [spec])
-    if isinstance(spec, Size) and rank == 0:
-        return Plan([spec, REPLICATED], [spec.moved(0)])
+    if isinstance(spec, Size):
+        return shapes.moved(op, specs)
     if not isinstance(spec, Sharded) or axes is None:
         return None
     return Plan([spec, REPLICATED], [spec.at(spec.dim + (axes[0] <= spec.dim))])
@@ -153,7 +151,7 @@ def squeeze(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(spec, Partial):
         return Plan([spec], [spec])
     if isinstance(spec, Size):
-        return Plan([spec], [spec]) if op.out_rank() == 0 else None
+        return shapes.moved(op, specs)
     if not isinstance(spec, Sharded) or rank is None:
         return None
     axes = [axis % rank for axis in op.attr("squeeze_dims")]
@@ -172,8 +170,8 @@ def transpose(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, order = specs[0], op.value(1)
     if isinstance(spec, Partial):
         return Plan([spec, REPLICATED], [spec])
-    if isinstance(spec, Size) and op.type == "Transpose":
-        return shapes.transpose_of_size(op, specs)
+    if isinstance(spec, Size):
+        return shapes.moved(op, specs)
     if not isinstance(spec, Sharded) or order is None:
         return None
     return Plan([spec, REPLICATED], [spec.at([int(axis) for axis in order].index(spec.dim))])
@@ -193,7 +191,7 @@ def _side_by_side(op: Op, specs: Sequence[Spec], inputs: int, rank: int | None
 @rule("ConcatV2")
 def concat(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if any(isinstance(spec, Size) for spec in specs) and all(map(is_plain, specs)):
-        return shapes.concat_of_sizes(op, specs)
+        return shapes.moved(op, specs)
     if all(spec == SUM for spec in specs[:-1]):
         return Plan([*specs[:-1], REPLICATED], [SUM])
     axes = op.axes(len(specs) - 1, op.out_rank())
@@ -209,7 +207,7 @@ def concat(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("Pack")
 def pack(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if any(isinstance(spec, Size) for spec in specs) and all(map(is_plain, specs)):
-        return shapes.pack_of_sizes(op, specs)
+        return shapes.moved(op, specs)
     if all(spec == SUM for spec in specs):
         return Plan(specs, [SUM])
     found, rank = _side_by_side(op, specs, len(specs), op.out_rank()), op.out_rank()
@@ -223,10 +221,7 @@ def pack(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def unpack(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, rank = specs[0], op.rank(0)
     if isinstance(spec, Size):
-        if rank != 1:
-            return None
-        return Plan([spec], [Size(0, spec.times, spec.group) if number == spec.at else REPLICATED
-                             for number in range(len(op.outputs))])
+        return shapes.moved(op, specs)
     if spec == SUM:
         return Plan(specs, [SUM] * len(op.outputs))
     if not isinstance(spec, Sharded) or rank is None:
@@ -241,8 +236,8 @@ def unpack(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def split(op: Op, specs: Sequence[Spec]) -> Plan | None:
     value, axis = (1, 0) if op.type == "Split" else (0, 2)
     spec, axes = specs[value], op.axes(axis, op.rank(value))
-    if isinstance(spec, Size) and op.type == "SplitV":
-        return shapes.split_of_size(op, specs)
+    if isinstance(spec, Size):
+        return shapes.moved(op, specs)
     if not isinstance(spec, Sharded) or axes is None:
         return None
     takes: list[Spec] = [REPLICATED] * len(specs)
@@ -257,7 +252,7 @@ def split(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def strided_slice(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec = specs[0]
     if isinstance(spec, Size):
-        return shapes.slice_of_size(op, spec)
+        return shapes.moved(op, specs)
     if not isinstance(spec, Sharded):
         return None
     place = sliced(op, spec.dim, op.rank(0))
@@ -339,7 +334,7 @@ def strided_slice_grad(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("Slice")
 def slice_(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(specs[0], Size):
-        return shapes.piece_of_size(op, specs)
+        return shapes.moved(op, specs)
     return blocks.slice_(op, specs[0], specs) if isinstance(specs[0], Sharded) else None
 
 
