@@ -96,8 +96,8 @@ class TowerVariable(_tf.ResourceVariable):
                              name: Any = None) -> Any:
         if not self._merges(sparse_delta):
             return super().batch_scatter_update(sparse_delta, use_locking, name)
-        return self._scatter_pieces("batch_scatter_update", (sparse_delta,), lambda delta: (
-            pieces.batch_indices(delta.indices), delta.values))
+        return self._scatter_nd("batch_scatter_update", lambda delta: (
+            pieces.batch_indices(delta.indices), delta.values), sparse_delta)
 
     @property
     def distribute_strategy(self) -> tf.distribute.Strategy:
@@ -134,10 +134,7 @@ class TowerVariable(_tf.ResourceVariable):
         return _merged(tower, value, lambda values: plain(
             written.value(self, values, tower.shares)))
 
-    def _scatter(self, method_name: str, slices: tf.IndexedSlices, use_locking: bool,
-                 name: Any) -> Any:
-        plain = functools.partial(getattr(_tf.ResourceVariable, method_name), self,
-                                  use_locking=use_locking, name=name)
+    def _scatter(self, method_name: str, slices: Any, plain: Callable[[Any], Any]) -> Any:
         tower = contexts.writer_of(self)
         if tower is None:
             return plain(written.slices_from_outside(self, method_name, slices))
@@ -157,38 +154,28 @@ class TowerVariable(_tf.ResourceVariable):
         return any(isinstance(leaf, tf.distribute.DistributedValues) and not _tf.is_variable(leaf)
                    for leaf in tf.nest.flatten(arguments))
 
-    def _scatter_pieces(self, method_name: str, arguments: Any,
-                        located: Callable[..., tuple[Any, Any]]) -> Any:
+    def _scatter_nd(self, method_name: str, located: Callable[..., tuple[Any, Any]],
+                    *arguments: Any) -> Any:
         """``scatter_nd_*`` of what ``located`` (indices, updates) makes of a tower's arguments."""
-        name = "scatter_nd_update" if method_name == "batch_scatter_update" else method_name
-        plain = functools.partial(getattr(_tf.ResourceVariable, name), self)
-
-        def found(own: Any) -> tuple[Any, tf.Tensor]:
+        def slices(own: Any) -> tf.IndexedSlices:
             indices, updates = located(*own)
-            return indices, tf.convert_to_tensor(updates, dtype=self.dtype)
-
-        def sliced(indices: Any, updates: tf.Tensor) -> tf.IndexedSlices:
-            return pieces.flat_slices(written.sizes_of(self), indices, updates)
-
-        def write(slices: tf.IndexedSlices) -> Any:
-            with tf.device(homes_lib.home_of(self)):
-                depth = tf.size(written.sizes_of(self)) + 1 - tf.rank(slices.values)
-                indices = pieces.nd_indices(written.sizes_of(self), depth, slices.indices)
-            return plain(indices, slices.values)
+            return pieces.nd_slices(written.sizes_of(self), indices,
+                                    tf.convert_to_tensor(updates, dtype=self.dtype))
 
         tower = contexts.writer_of(self)
         if tower is None:
             values = [leaf for leaf in tf.nest.flatten(arguments)
                       if isinstance(leaf, tf.distribute.DistributedValues)]
-            parts = [sliced(*found(_tf.select_replica(number, arguments)))
-                     for number in range(len(values[0].values))]
-            shares = written.shares_of(self, values[0])
-            return write(written.slices_from_outside(self, method_name,
-                                                     results.TowerResults(parts, shares)))
-        if not tower.can_merge:
+            given = results.TowerResults([slices(_tf.select_replica(number, arguments)) for number
+                                          in range(len(values[0].values))],
+                                         written.shares_of(self, values[0]))
+        elif not tower.can_merge:
             raise RuntimeError(contexts.NESTED_MERGE)
-        return _merged(tower, sliced(*found(arguments)), lambda parts: write(
-            written.slices(self, method_name, parts, tower.shares)))
+        else:
+            given = slices(arguments)
+        name = method_name.replace("batch_scatter", "scatter_nd")
+        return self._scatter(method_name, given, lambda merged: getattr(
+            _tf.ResourceVariable, name)(self, merged.indices, merged.values))
 
     def _strided_slice_assign(self, begin: Any, end: Any, strides: Any, value: Any, name: Any,
                               **masks: Any) -> Any:
@@ -211,10 +198,7 @@ class TowerVariable(_tf.ResourceVariable):
             if self.shape.rank == 0 or tower.shares.workers is None and pieces.are_alike(places):
                 return plain(value=written.value(self, values, tower.shares), **places[0])
             found = written.elements(self, places, values, tower.shares)
-            with tf.device(homes_lib.home_of(self)):
-                sizes = written.sizes_of(self)
-                indices = pieces.nd_indices(sizes, tf.size(sizes), found.indices)
-            return _tf.ResourceVariable.scatter_nd_update(self, indices, found.values)
+            return _tf.ResourceVariable.scatter_nd_update(self, found.indices, found.values)
 
         return tower.merge_call(merged, args=(where, value))
 
@@ -262,7 +246,9 @@ def _scattering(method_name: str) -> Callable[..., Any]:
     """``scatter_add`` and the like."""
     def scatter(variable: TowerVariable, sparse_delta: Any, use_locking: bool = False,
                 name: Any = None) -> Any:
-        return variable._scatter(method_name, sparse_delta, use_locking, name)
+        return variable._scatter(method_name, sparse_delta, functools.partial(
+            getattr(_tf.ResourceVariable, method_name), variable, use_locking=use_locking,
+            name=name))
 
     return scatter
 
@@ -272,7 +258,7 @@ def _scattering_nd(method_name: str) -> Callable[..., Any]:
     def scatter_nd(variable: TowerVariable, indices: Any, updates: Any, name: Any = None) -> Any:
         if not variable._merges(indices, updates):
             return getattr(_tf.ResourceVariable, method_name)(variable, indices, updates, name)
-        return variable._scatter_pieces(method_name, (indices, updates), lambda *pair: pair)
+        return variable._scatter_nd(method_name, lambda *pair: pair, indices, updates)
 
     return scatter_nd
 

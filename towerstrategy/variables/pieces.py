@@ -1,8 +1,8 @@
 """Writes to pieces of a variable: slices (``v[a:b].assign``) and elements (``scatter_nd_*``).
 
-Goes in: the indices or slices that towers write to, and their values.  Comes out: one set of
-indices and values.  Elements are counted through the variable (flat positions), so that several
-machines exchange them as ``tf.IndexedSlices``, like the rows of other scatters.
+Goes in: the indices or slices that towers write to, and their values.  Comes out: the same as
+``tf.IndexedSlices`` whose indices are those of ``scatter_nd_*``, a row for each value, so that they
+are merged like the rows of other scatters.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import tensorflow as tf
 from towerstrategy.merge import merging, shares as shares_lib
 
 
-def flat_slices(shape: tf.Tensor, indices: Any, updates: Any) -> tf.IndexedSlices:
-    """``scatter_nd`` indices and updates as slices of the variable with its first dimensions flat.
+def nd_slices(shape: tf.Tensor, indices: Any, updates: tf.Tensor) -> tf.IndexedSlices:
+    """``scatter_nd`` indices and updates with one dimension in place of all but the last.
 
     Args:
       shape: the variable's, an int64 vector.
@@ -26,26 +26,8 @@ def flat_slices(shape: tf.Tensor, indices: Any, updates: Any) -> tf.IndexedSlice
     """
     indices = tf.cast(indices, tf.int64)
     depth = tf.shape(indices)[-1]
-    sizes = shape[:depth]
-    inside = tf.reduce_all((indices >= 0) & (indices < sizes), -1)
-    # One outside must not become another element: below zero it stays outside.
-    flat = tf.where(inside, tf.reduce_sum(indices * _steps(sizes), -1), -tf.ones([], tf.int64))
-    values = tf.reshape(updates, tf.concat([[-1], shape[depth:]], 0))
-    return tf.IndexedSlices(values, tf.reshape(flat, [-1]))
-
-
-def nd_indices(shape: tf.Tensor, depth: Any, flat: tf.Tensor) -> tf.Tensor:
-    """The inverse for indices: ``[number, depth]``."""
-    sizes = shape[:depth]
-    steps = _steps(sizes)
-    indices = flat[:, None] // steps
-    # Not modulo in the first dimension, where -1 must stay what it is.
-    return tf.concat([indices[:, :1], indices[:, 1:] % sizes[1:]], 1)
-
-
-def _steps(sizes: tf.Tensor) -> tf.Tensor:
-    """How many elements one step along each dimension is."""
-    return tf.math.cumprod(sizes, exclusive=True, reverse=True)
+    return tf.IndexedSlices(tf.reshape(updates, tf.concat([[-1], shape[depth:]], 0)),
+                            tf.reshape(indices, [-1, depth]))
 
 
 def batch_indices(indices: tf.Tensor) -> tf.Tensor:
@@ -67,48 +49,40 @@ def are_alike(slices: Sequence[dict[str, Any]]) -> bool:
 
 
 def elements(shape: tf.Tensor, where: dict[str, Any], value: tf.Tensor) -> tf.IndexedSlices:
-    """The elements that a strided slice names: their flat positions, and ``value`` for each."""
+    """The elements that a strided slice names, by their flat positions, and ``value`` for each."""
     numbers = tf.reshape(tf.range(tf.reduce_prod(shape)), shape)
     positions = tf.strided_slice(numbers, **where)
     values = tf.broadcast_to(value, tf.shape(positions))
     return tf.IndexedSlices(tf.reshape(values, [-1]), tf.reshape(positions, [-1]))
 
 
-def total(parts: Sequence[tf.IndexedSlices], shares: shares_lib.Shares) -> tf.IndexedSlices:
-    """Of each element the sum over the towers that have rows and wrote it."""
-    written = shares.across(merging.total(merging.filled_slices(parts, shares)))
-    positions, place = tf.unique(written.indices)
-    return tf.IndexedSlices(
-        tf.math.unsorted_segment_sum(written.values, place, tf.size(positions)), positions)
+def merged(rule: str, parts: Sequence[tf.IndexedSlices],
+           shares: shares_lib.Shares) -> tf.IndexedSlices:
+    """Of each element one value of those of the towers that have rows and wrote it.
 
-
-def first(parts: Sequence[tf.IndexedSlices], shares: shares_lib.Shares) -> tf.IndexedSlices:
-    """Of each element the value of the first tower that has rows and wrote it."""
-    written = shares.across(merging.total(merging.filled_slices(parts, shares)))
-    positions, place = tf.unique(written.indices)
-    return tf.IndexedSlices(_firsts(written.values, place, tf.size(positions)), positions)
-
-
-def mean(parts: Sequence[tf.IndexedSlices], shares: shares_lib.Shares) -> tf.IndexedSlices:
-    """Of each element the mean, by share of rows, over the towers that have rows and wrote it.
-
-    What they agree on stays exactly what it is.
+    Args:
+      rule: ``"sum"``; ``"first"``, of the towers in order; or ``"mean"``, by share of rows, of
+        which what they agree on stays exactly what it is.
+      parts: :func:`elements` of each tower.
+      shares: those of the towers' batch.
     """
-    def weighed(tower: int, part: tf.IndexedSlices) -> tf.IndexedSlices:
-        share = tf.fill(tf.shape(part.values), tf.cast(shares.of(tower), part.values.dtype))
-        return tf.IndexedSlices(tf.stack([part.values, share], 1), part.indices)
-
-    written = shares.across(merging.total(
-        [weighed(tower, part) for tower, part in enumerate(merging.filled_slices(parts, shares))]))
-    values, share = tf.unstack(written.values, axis=1)
+    filled = merging.filled_slices(parts, shares)
+    if rule == "mean":
+        filled = [tf.IndexedSlices(tf.stack([part.values, tf.fill(tf.shape(part.values), tf.cast(
+            shares.of(tower), part.values.dtype))], 1), part.indices)
+            for tower, part in enumerate(filled)]
+    written = shares.across(merging.total(filled))
     positions, place = tf.unique(written.indices)
     count = tf.size(positions)
-    base = _firsts(values, place, count)
+    if rule == "sum":
+        return tf.IndexedSlices(tf.math.unsorted_segment_sum(written.values, place, count),
+                                positions)
+    firsts = tf.gather(written.values, tf.math.unsorted_segment_min(
+        tf.range(tf.size(place)), place, count))
+    if rule == "first":
+        return tf.IndexedSlices(firsts, positions)
+    values, share = tf.unstack(written.values, axis=1)
+    base = firsts[:, 0]
     beside = tf.math.unsorted_segment_sum((values - tf.gather(base, place)) * share, place, count)
     whole = tf.math.unsorted_segment_sum(share, place, count)
     return tf.IndexedSlices(base + tf.math.divide_no_nan(beside, whole), positions)
-
-
-def _firsts(values: tf.Tensor, place: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-    """Of the values with the same ``place`` the first."""
-    return tf.gather(values, tf.math.unsorted_segment_min(tf.range(tf.size(place)), place, count))

@@ -65,15 +65,17 @@ def slices(variable: Any, method_name: str, parts: list[tf.IndexedSlices],
 
 def elements(variable: Any, places: list[Any], values: list[tf.Tensor],
              shares: shares_lib.Shares) -> tf.IndexedSlices:
-    """Of slices at ``places``, which differ, each element that is written and its flat index."""
+    """Of slices at ``places``, which differ, each element that is written, and its indices."""
     with tf.device(homes_lib.home_of(variable)):
         sizes = sizes_of(variable)
         parts = [pieces.elements(sizes, place, part) for place, part in zip(places, values)]
         if variable.aggregation is Aggregation.ONLY_FIRST_REPLICA:
-            return shares.firsts(parts[0])
-        if variable.aggregation is Aggregation.SUM:
-            return pieces.total(parts, shares)
-        return (pieces.mean if _is_floating(variable) else pieces.first)(parts, shares)
+            found = shares.firsts(parts[0])
+        else:
+            rule = "sum" if variable.aggregation is Aggregation.SUM else (
+                "mean" if _is_floating(variable) else "first")
+            found = pieces.merged(rule, parts, shares)
+        return tf.IndexedSlices(found.values, tf.transpose(tf.unravel_index(found.indices, sizes)))
 
 
 def value_from_outside(variable: Any, given: Any) -> Any:
