@@ -38,7 +38,7 @@ class Known:
     _tower: int
     _call: call_lib.Call
     graph: tf.Graph | None
-    _counts: dict[str, Any]
+    _found: dict[str, Any]
 
     @property
     def count(self) -> int:
@@ -86,52 +86,43 @@ class Known:
         """One of :data:`OUTSIDE`, as this tower has it in this call."""
         nested = _tf.nested_function(self.graph)
         if nested is None:
-            value = getattr(self, f"_{name}_here")()
+            value = self._here(name)
             self._call.note_known(name, value)
             return value
         return _tf.capture_at_call(nested, f"towerstrategy/{name}",
                                    functools.partial(_known_of_caller, name),
                                    tf.TensorSpec([], OUTSIDE[name][0]))
 
-    def _own(self, values: list[Any]) -> Any:
-        """What this tower has of one value a tower."""
-        return self._call.own(self._tower, values)
+    def _here(self, name: str) -> Any:
+        """The same, in the replica function itself."""
+        if name not in self._found:
+            values = self._call.for_all(self._tower, name, lambda: _OF_ALL[name](self))
+            self._found[name] = values[0] if self._are_alike(name, values) else self._call.own(
+                self._tower, [np.int64(value) if self._call.copies and type(value) is int
+                              else value for value in values])
+        return self._found[name]
 
-    def _share_here(self) -> Any:
-        shares = [self.shares.of(tower) for tower in range(self.count)]
-        if isinstance(shares[0], float) and len(set(shares)) == 1 and not self._call.copies:
-            return shares[0]
-        return self._own(shares)
+    def _are_alike(self, name: str, values: list[Any]) -> bool:
+        """Whether one plain value serves all towers; a share is to be known as one."""
+        plain = isinstance(values[0], (bool, int, float)) and len(set(values)) == 1
+        return plain and not (name == "share" and self._call.copies) or all(
+            value is values[0] for value in values)
 
-    def _filled_here(self) -> Any:
-        filled = [self.shares.filled(tower) for tower in range(self.count)]
-        return filled[self._tower] if not self.shares.may_be_empty else self._own(filled)
 
-    def _number_here(self) -> Any:
-        first = self._strategy.extended.first_replica
-        return self._own([np.int32(first + tower) for tower in range(self.count)])
+def _numbers(tower: Known) -> list[Any]:
+    first = tower._strategy.extended.first_replica
+    return [np.int32(first + number) for number in range(tower.count)]
 
-    def _seed_step_here(self) -> Any:
-        first = self._strategy.extended.first_replica
-        return self._own([np.int64((first + tower) * _tf.SEED_STEP % 2**31)
-                          for tower in range(self.count)])
 
-    def _rows_here(self) -> Any:
-        return self._counted("rows", lambda: self.shares.here)
-
-    def _first_row_here(self) -> Any:
-        return self._counted("first_row", self.shares.starts)
-
-    def _counted(self, name: str, make: Callable[[], list[Any]]) -> Any:
-        """This tower's of a count for each, which are made once a call."""
-        if name not in self._counts:
-            counts = self._call.for_all(self._tower, name, make)
-            same = all(count is counts[0] for count in counts) or (
-                isinstance(counts[0], int) and len(set(counts)) == 1)
-            self._counts[name] = counts[0] if same else self._own(
-                [np.int64(count) if self._call.copies and isinstance(count, int) else count
-                 for count in counts])
-        return self._counts[name]
+# What all towers of this machine know.
+_OF_ALL: dict[str, Callable[[Known], list[Any]]] = {
+    "share": lambda tower: [tower.shares.of(number) for number in range(tower.count)],
+    "filled": lambda tower: [tower.shares.filled(number) for number in range(tower.count)],
+    "number": _numbers,
+    "seed_step": lambda tower: [np.int64(number * _tf.SEED_STEP % 2**31)
+                                for number in map(int, _numbers(tower))],
+    "rows": lambda tower: tower.shares.here,
+    "first_row": lambda tower: tower.shares.starts()}
 
 
 def _known_of_caller(name: str) -> Any:

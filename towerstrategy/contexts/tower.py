@@ -34,7 +34,7 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
         self._call = call_lib.Call(strategy) if call is None else call
         self.graph: tf.Graph | None = None
         self._reducing = False
-        self._counts: dict[str, Any] = {}
+        self._found: dict[str, Any] = {}
         self.asked = False
         self._scaled: dict[int, Any] = {}  # losses that are parts of the batch's, by their ids
         self.stage_run: Any = None

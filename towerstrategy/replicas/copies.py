@@ -22,7 +22,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.replicas import tables
 from towerstrategy.replicas.tables import NeedsOwnTrace
-from towerstrategy.sharding import builder
+from towerstrategy.sharding.builder import Builder, Ref
 
 
 class Copier:
@@ -58,8 +58,6 @@ class Copier:
         self._stages: dict[str, int | None] = {}  # device as written -> its stage in tower 0
         self._safe_functions: set[str] = set()
         self._shared: set[str] = set()  # one of which serves all towers
-        self._firsts: dict[bytes, str] = {}  # what an operation computes -> the first that does
-        self._same_as: dict[str, str] = {}  # a later one -> the first
 
     def skip(self) -> None:
         """Leaves out of the copies what has been added to the graph up to here."""
@@ -139,70 +137,31 @@ class Copier:
                 yield operation.name
 
     def _import(self, stretch: Sequence[tf.Operation]) -> None:
-        graph_def = tf.compat.v1.GraphDef()
-        graph_def.versions.producer = self._graph.graph_def_versions.producer
-        inputs: dict[tuple[str, int], tf.Tensor] = {}
-        controls: list[tuple[int, tf.Operation]] = []  # by the numbers of nodes
-        stretch = _in_order(stretch)
-        nodes = [(operation, node) for operation in stretch
-                 if not self._repeats(operation, node := operation.node_def)]
-        self._put_repeats(stretch)
+        nodes = [(operation, operation.node_def) for operation in _in_order(stretch)]
+        builder = Builder(self._graph)
+        copies: dict[int, dict[str, str]] = {}  # by tower: an operation -> its node
+        outside: list[tuple[str, tf.Operation]] = []  # what nodes wait for besides
         for tower in self._turns:
-            renamed = {operation.name: self._name(operation.name, tower)
-                       for operation, _ in nodes}
+            own, refs = copies.setdefault(tower, {}), dict[str, Ref]()
             for operation, node in nodes:
-                copied = graph_def.node.add()
-                copied.CopyFrom(node)
-                copied.name = renamed[operation.name]
-                copied.device = self._device(node.device, tower)
-                _set_seed(copied, tower)
-                _set_colocation(copied, renamed)
-                del copied.input[:]
-                for tensor in operation.inputs:
-                    copied.input.append(self._input(tensor, tower, renamed, inputs))
-                for control in operation.control_inputs:
-                    name = self._same_as.get(control.name, control.name)
-                    if name in renamed:
-                        copied.input.append(f"^{renamed[name]}")
-                    else:
-                        number = len(graph_def.node) - 1
-                        controls.append((number, self.table.operation(control, tower)))
+                inputs = [refs[tensor.name] if tensor.name in refs
+                          else builder.take(self.table.tensor(tensor, tower))
+                          for tensor in operation.inputs]
+                controls = [own[each.name] for each in operation.control_inputs if each.name in own]
+                made, name = builder.copy(
+                    operation, inputs, self._device(node.device, tower), self._scopes[tower],
+                    controls, self._name(operation.name, tower), _with_seed_of(node, tower))
+                own[operation.name] = name
+                refs.update(zip((tensor.name for tensor in operation.outputs), made))
+                outside += [(name, self.table.operation(each, tower))
+                            for each in operation.control_inputs if each.name not in own]
         with tf.control_dependencies(None):
-            made = _tf.import_nodes(self._graph, graph_def, inputs)
-        for number, control in controls:
-            _tf.add_control_input(made[number], control)
-        for position, (operation, _) in enumerate(nodes):
-            in_turn = dict(zip(self._turns, made[position::len(nodes)]))
-            self.table.put_operation(operation, [in_turn[tower] for tower in sorted(in_turn)])
-        self._put_repeats(stretch)
-
-    def _repeats(self, operation: tf.Operation, node: Any) -> bool:
-        """Whether an earlier operation computes the same, so that its copies serve for this one."""
-        inputs = [f"{self._same_as.get(tensor.op.name, tensor.op.name)}:{tensor.value_index}"
-                  for tensor in operation.inputs]
-        key = builder.content_of(operation, node, inputs)
-        if key is None:
-            return False
-        first = self._firsts.setdefault(key, operation.name)
-        if first != operation.name:
-            self._same_as[operation.name] = first
-        return first != operation.name
-
-    def _put_repeats(self, stretch: Sequence[tf.Operation]) -> None:
-        for operation in stretch:
-            first = self._same_as.get(operation.name)
-            if first is not None:
-                self.table.put_same(operation, first)
-
-    def _input(self, tensor: tf.Tensor, tower: int, renamed: dict[str, str],
-               inputs: dict[tuple[str, int], tf.Tensor]) -> str:
-        """How a copy names its input; one from outside of the stretch is put into ``inputs``."""
-        name, index = self._same_as.get(tensor.op.name, tensor.op.name), tensor.value_index
-        if name in renamed:
-            return f"{renamed[name]}:{index}"
-        key = f"outside_{tower}_{index}/{name}"
-        inputs[key, 0] = self.table.tensor(tensor, tower)
-        return f"{key}:0"
+            builder.finish()
+        for name, before in outside:
+            _tf.add_control_input(builder.operation(name), before)
+        for operation, _ in nodes:
+            self.table.put_operation(operation, [
+                builder.operation(copies[tower][operation.name]) for tower in sorted(copies)])
 
     def _name(self, name: str, tower: int) -> str:
         if self._scopes[0] in name:
@@ -235,10 +194,14 @@ def _shared_reads(stretch: Sequence[tf.Operation], differing: Container[str]) ->
             yield operation.name
 
 
-def _set_seed(node: Any, tower: int) -> None:
-    """Gives a stateful random operation other numbers than tower 0's."""
+def _with_seed_of(node: Any, tower: int) -> Any:
+    """``node``; of a stateful random operation with other numbers than tower 0's."""
     if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
-        node.attr["seed2"].i = (node.attr["seed2"].i + tower * _tf.SEED_STEP) % 2**31
+        seed, changed = node.attr["seed2"].i, type(node)()
+        changed.CopyFrom(node)
+        changed.attr["seed2"].i = (seed + tower * _tf.SEED_STEP) % 2**31
+        return changed
+    return node
 
 
 def _needed(operations: Sequence[tf.Operation], handed: Any) -> set[str]:
@@ -280,17 +243,3 @@ def _in_order(stretch: Sequence[tf.Operation]) -> list[tf.Operation]:
                 if left.pop(done.name, None) is not None:
                     ordered.append(done)
     return ordered
-
-
-def _set_colocation(node: Any, renamed: dict[str, str]) -> None:
-    """Keeps a colocation within the stretch; one with outside is TensorFlow's placer's to find."""
-    if "_class" not in node.attr:
-        return
-    kept = []
-    for value in node.attr["_class"].list.s:
-        name = value.decode().removeprefix("loc:@")
-        if name in renamed:
-            kept.append(f"loc:@{renamed[name]}".encode())
-    del node.attr["_class"]
-    if kept:
-        node.attr["_class"].list.s.extend(kept)

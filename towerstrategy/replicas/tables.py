@@ -46,11 +46,6 @@ class Table:
         for index, output in enumerate(first.outputs):
             self.put(output, [other.outputs[index] for other in others])
 
-    def put_same(self, first: tf.Operation, other: str) -> None:
-        """``first`` has what has been put for the operation of the name ``other``, if anything."""
-        if other in self._operations:
-            self.put_operation(first, self._operations[other])
-
     def tensor(self, first: tf.Tensor, tower: int) -> tf.Tensor:
         """``tower``'s counterpart of tower 0's ``first``."""
         others = self._tensors.get(first.name)

@@ -57,18 +57,28 @@ class Builder:
         return Ref(*key, tensor.dtype)
 
     def copy(self, operation: tf.Operation, inputs: Sequence[Ref], device: str, scope: str = "",
-             controls: Iterable[str] = ()) -> tuple[list[Ref], str]:
-        """An operation of another graph, with other inputs, on ``device``; and its node.
+             controls: Iterable[str] = (), name: str = "", definition: Any = None
+             ) -> tuple[list[Ref], str]:
+        """An operation, with other inputs, on ``device``; and its node.
 
         Equal constants of a scope are one node.
+
+        Args:
+          operation: of this graph or another one.
+          inputs: in place of its own.
+          device: where it is to be.
+          scope: of its name, with a "/" behind it.
+          controls: nodes that it waits for.
+          name: in place of its own in ``scope``.
+          definition: in place of its own node's.
         """
-        definition = operation.node_def
-        key = None if inputs or controls else content_of(operation, definition, device=device)
+        definition = operation.node_def if definition is None else definition
+        key = None if inputs or controls else _content_of(operation, definition, device)
         if key is not None and (scope, key) in self._copies:
             return self._copies[scope, key]
         node = self._def.node.add()
         node.CopyFrom(definition)
-        node.name = self._name(f"{scope}{operation.name}")
+        node.name = self._name(name or f"{scope}{operation.name}")
         for name in [name for name in node.attr if name in ("_class", "_output_shapes")]:
             del node.attr[name]
         refs = self._complete(node, inputs, device, controls,
@@ -200,25 +210,13 @@ class Builder:
         return self._name(f"{wanted}_{number + 1}")
 
 
-def content_of(operation: tf.Operation, node: Any, inputs: Iterable[str] = (),
-               device: str | None = None) -> bytes | None:
-    """What is the same of two nodes that compute the same; None of what is not compared.
-
-    Args:
-      operation: what the node is of.
-      node: its ``NodeDef``.
-      inputs: what it takes, in whatever names are the same for the same tensors.
-      device: where it is to be; None for where the node says.
-    """
-    if operation.op_def.is_stateful or operation.control_inputs \
-            or node.ByteSize() > LARGEST_COMPARED:
+def _content_of(operation: tf.Operation, definition: Any, device: str) -> bytes | None:
+    """What is the same of two nodes on ``device`` that are equal; None of what is not compared."""
+    if operation.op_def.is_stateful or definition.ByteSize() > LARGEST_COMPARED:
         return None
-    key = type(node)()
-    key.CopyFrom(node)
-    key.name = ""
-    key.device = node.device if device is None else device
-    del key.input[:]
-    key.input.extend(inputs)
+    key = type(definition)()
+    key.CopyFrom(definition)
+    key.name, key.device = "", device
     return bytes(key.SerializeToString(deterministic=True))
 
 
