@@ -37,7 +37,8 @@ from towerstrategy.sharding.spec import (
     Size,
     Spec,
 )
-from towerstrategy.sharding.values import Towers, Value
+from towerstrategy.sharding.towers import Towers
+from towerstrategy.sharding.values import Value
 
 BATCH = 6
 ROWS = (3, 0, 2, 1)  # of each tower

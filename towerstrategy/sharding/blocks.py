@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.spec import Sharded
+from towerstrategy.sharding.towers import Towers
 
 
 def opened(shape: tf.TensorShape, along: int) -> tf.TensorShape:
@@ -23,10 +24,10 @@ def opened(shape: tf.TensorShape, along: int) -> tf.TensorShape:
 
 def gathered(value: Any, spec: Sharded, device: str) -> Ref:
     """The whole tensor, on ``device``, from the towers' parts."""
-    towers, build = value.towers, value.towers.builder
-    split = [build.make("Split", [build.constant(spec.dim, tf.int32, at), part], at,
-                        f"{towers.scopes[tower]}Split", num_split=spec.blocks)
-             for tower, (part, at) in enumerate(zip(value.parts(), towers.devices))]
+    towers: Towers = value.towers
+    build = towers.builder
+    split = [towers.on(tower, "Split", build.constant(spec.dim, tf.int32, towers.devices[tower]),
+                       part, num_split=spec.blocks) for tower, part in enumerate(value.parts())]
     one, shape = dataclasses.replace(spec, group=spec.one_block), opened(value.shape, spec.dim)
 
     def whole(block: int) -> Ref:
@@ -42,38 +43,25 @@ def gathered(value: Any, spec: Sharded, device: str) -> Ref:
 
 def cut(value: Any, wanted: Sharded, tower: int) -> Ref:
     """A tower's slice of each block of a whole tensor; of one entry for all rows, that."""
-    towers, build, host = value.towers, value.towers.builder, value.towers.host
+    towers: Towers = value.towers
     whole: Ref = value.whole()
     if towers.replicas == 1:
         return whole
-    at: Ref = towers.once(("blocks", wanted.blocks, wanted.times, tower),
-                          lambda: _places(towers, wanted, tower))
+    at = towers.once(("blocks", wanted.blocks, wanted.times, tower),
+                     lambda: _places(towers, wanted, tower))
     if wanted.broadcast and value.shape[wanted.dim] is None:
-        one = build.constant(1, tf.int64, host)
-        last = build.make("Sub", [value.rows_in(wanted.dim), one], host)
-        at = build.make("Minimum", [at, last], host)
-    axis = build.constant(wanted.dim, tf.int32, host)
-    made: Ref = build.make("GatherV2", [whole, at, axis], towers.devices[tower],
-                           f"{towers.scopes[tower]}cut")
-    return made
+        last = towers.on_host("Sub", value.rows_in(wanted.dim), towers.number(1))
+        at = towers.on_host("Minimum", at, last)
+    return towers.on(tower, "GatherV2", whole, at, towers.number(wanted.dim, tf.int32))
 
 
-def _places(towers: Any, spec: Sharded, tower: int) -> Ref:
+def _places(towers: Towers, spec: Sharded, tower: int) -> Ref:
     """The positions of a tower's rows in all blocks."""
-    build, host = towers.builder, towers.host
-
-    def make(type: str, *inputs: Ref, **attrs: Any) -> Ref:
-        made: Ref = build.make(type, inputs, host, **attrs)
-        return made
-
-    def number(value: int) -> Ref:
-        made: Ref = build.constant(value, tf.int64, host)
-        return made
-
+    make, number = towers.on_host, towers.number
     ranges = []
     for block in range(spec.blocks):
         begin = make("AddV2", make("Mul", towers.total(), number(block)), towers.offset(tower))
         limits = [make("Mul", end, number(spec.times or 1))
                   for end in (begin, make("AddV2", begin, towers.count(tower)))]
         ranges.append(make("Range", *limits, number(1)))
-    return make("ConcatV2", *ranges, build.constant(0, tf.int32, host), N=len(ranges))
+    return make("ConcatV2", *ranges, number(0, tf.int32), N=len(ranges))

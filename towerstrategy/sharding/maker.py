@@ -15,7 +15,8 @@ from towerstrategy.sharding import homes
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.rules.registry import HOST, Op
 from towerstrategy.sharding.spec import Sharded, Size
-from towerstrategy.sharding.values import Towers, Value
+from towerstrategy.sharding.towers import Towers
+from towerstrategy.sharding.values import Value
 
 
 class Maker:

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from towerstrategy.sharding import homes, propagate, relays
 from towerstrategy.sharding.builder import Builder, Ref
-from towerstrategy.sharding.values import Towers
+from towerstrategy.sharding.towers import Towers
 
 LARGEST = 2**16  # bytes; copying what is larger costs more than its crossing alone
 FEWEST = 3

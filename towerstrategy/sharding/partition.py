@@ -32,7 +32,8 @@ from towerstrategy.sharding.spec import (
     Size,
     Spec,
 )
-from towerstrategy.sharding.values import Towers, Value
+from towerstrategy.sharding.towers import Towers
+from towerstrategy.sharding.values import Value
 
 LARGEST_REPEATED = 4096  # bytes of a constant that each tower has in its own part of the graph
 

@@ -19,7 +19,8 @@ import tensorflow as tf
 from towerstrategy.placement import scopes
 from towerstrategy.sharding.propagate import CALLS, Layout
 from towerstrategy.sharding.spec import Replicated
-from towerstrategy.sharding.values import Towers, Value
+from towerstrategy.sharding.towers import Towers
+from towerstrategy.sharding.values import Value
 
 
 def stages_of(layout: Layout, values: Mapping[str, Value], towers: Towers) -> dict[str, int]:

@@ -25,7 +25,8 @@ from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.partition import Partition
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec
-from towerstrategy.sharding.values import Towers, Value
+from towerstrategy.sharding.towers import Towers
+from towerstrategy.sharding.values import Value
 
 _log = logging.getLogger("towerstrategy")
 

@@ -7,206 +7,17 @@ made once and only if something asks for it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding import blocks, means, relays
-from towerstrategy.sharding.across import Across
-from towerstrategy.sharding.builder import Builder, Ref
+from towerstrategy.sharding import blocks
+from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.spec import MEAN, SUM, ListOf, Partial, Replicated, Sharded, Size, Spec
+from towerstrategy.sharding.towers import Towers
 
 _REDUCTIONS = {"max": "Maximum", "min": "Minimum", "and": "LogicalAnd", "or": "LogicalOr"}
-
-
-class Towers:
-    """The towers that a step is partitioned over, and their rows of the batch.
-
-    Args:
-      builder: where nodes are collected.
-      rows: for each tower the devices of its stages, one as a rule.
-      merge: the device for what is made once; if not "", ``spare`` for what is large.
-      host: the CPU that numbers of rows are kept on; kernels take shapes from there.
-      scopes: the name scope of each tower's nodes, with a "/" behind it.
-      counts: gives each tower's number of rows, int64 scalars; asked for None those of the towers
-        of all workers, a vector, or None where they are not known.
-      on_cpu: whether the towers are CPUs, which make their shapes themselves.
-      draws_rows: whether a tower draws its rows of what one device draws, not numbers of its own.
-      across: what crosses the workers, of whom each has towers of its own; None: all are here.
-
-    Attributes:
-      stage: the stage in which all is done that is made here; None where it is not known.
-      devices: the towers' devices for it; those of the first stage where it is not known.
-    """
-
-    stage: int | None = None
-
-    def __init__(self, builder: Builder, rows: Sequence[Sequence[str]], merge: str, host: str,
-                 scopes: Sequence[str], counts: Callable[[int | None], Ref | None],
-                 on_cpu: bool = False, draws_rows: bool = True,
-                 across: Across | None = None, spare: str = "") -> None:
-        self.spare = spare
-        self.across = across or Across(None, builder.graph, builder, builder.take)
-        workers = self.across.workers
-        self.first = 0 if workers is None else workers.first
-        self.replicas = len(rows) if workers is None else workers.replicas
-        self.builder, self.rows, self.merge, self.host = builder, rows, merge, host
-        self.devices = [row[0] for row in rows]
-        self.scopes, self.on_cpu, self.draws_rows = scopes, on_cpu, draws_rows
-        self.halves = () if on_cpu else relays.halves(rows)
-        self._counts = counts
-        self._known: dict[Any, Ref] = {}
-        self.crossings: dict[str, int] = {}
-        self._stages: dict[int | None, Towers] = {}
-
-    def __len__(self) -> int:
-        return len(self.devices)
-
-    def at(self, stage: int | None) -> Towers:
-        """The same towers, where they do what is of that stage."""
-        if stage not in self._stages:
-            there = self._stages[stage] = copy.copy(self)
-            there.stage = stage
-            there.devices = [row[stage or 0] for row in self.rows]
-        return self._stages[stage]
-
-    def stage_on(self, device: str) -> int | None:
-        """The stage, of whichever tower, that is on ``device``; None where there are no stages."""
-        return next((stage for row in self.rows if len(row) > 1
-                     for stage, name in enumerate(row) if name == device), None)
-
-    def note(self, kind: str) -> None:
-        """Counts a redistribution."""
-        self.crossings[kind] = self.crossings.get(kind, 0) + 1
-
-    def count(self, tower: int, dtype: tf.DType = tf.int64) -> Ref:
-        """How many rows a tower has."""
-        def make() -> Ref:
-            count = self._counts(tower)
-            assert count is not None
-            return self._as(count, dtype)
-
-        return self.once(("count", tower, dtype), make)
-
-    def counts(self) -> Ref:
-        """How many rows each tower of all workers has."""
-        def make() -> Ref:
-            known = self._counts(None)
-            if known is not None:
-                return known
-            own = self.builder.make("Pack", [self.count(tower) for tower in range(len(self))],
-                                    self.host, axis=0)
-            after = self.replicas - self.first - len(self)
-            around = self.builder.constant([[self.first, after]], tf.int32, self.host)
-            zero = self.builder.constant(0, tf.int64, self.host)
-            placed = self.builder.make("PadV2", [own, around, zero], self.host)
-            return self.across.cross("sum", placed, self.host, tf.TensorShape([self.replicas]))
-
-        return self.once("counts", make)
-
-    def total(self, dtype: tf.DType = tf.int64) -> Ref:
-        """How many rows the batch has."""
-        def make() -> Ref:
-            if self.across.workers is not None:
-                return self._as(self._first_of(self.counts(), self.replicas), dtype)
-            return self.add_up([self.count(tower, dtype) for tower in range(len(self))], self.host)
-
-        return self.once(("total", dtype), make)
-
-    def earlier(self, dtype: tf.DType = tf.int64) -> Ref:
-        """How many rows the workers before this one have."""
-        if self.across.workers is None:
-            return self.builder.constant(0, dtype, self.host)
-        counts = self.counts()  # asked for on all workers, as this may cross
-        return self.once(("earlier", dtype), lambda: self._as(
-            self._first_of(counts, self.first), dtype))
-
-    def of_earlier(self, number: Ref) -> Ref:
-        """The sum of such a number of each worker before this one."""
-        workers, build = self.across.workers, self.builder
-        if workers is None:
-            return build.constant(0, number.dtype, self.host)
-        alone = build.make("Pack", [number], self.host, axis=0)
-        around = build.constant([[workers.index, workers.count - 1 - workers.index]], tf.int32,
-                                self.host)
-        zero = build.constant(0, number.dtype, self.host)
-        placed = build.make("PadV2", [alone, around, zero], self.host)
-        numbers = self.across.cross("sum", placed, self.host, tf.TensorShape([workers.count]))
-        return self._first_of(numbers, workers.index)
-
-    def _first_of(self, vector: Ref, number: int) -> Ref:
-        """The sum of the first entries of a vector."""
-        build = self.builder
-        begin, size = (build.constant([place], tf.int32, self.host) for place in (0, number))
-        return build.make("Sum", [build.make("Slice", [vector, begin, size], self.host),
-                                  build.constant([0], tf.int32, self.host)], self.host)
-
-    def offset(self, tower: int, dtype: tf.DType = tf.int64) -> Ref:
-        """How many rows the towers before this one have."""
-        if tower == 0:
-            return self.earlier(dtype)
-        return self.once(("offset", tower, dtype), lambda: self.builder.make(
-            "AddV2", [self.offset(tower - 1, dtype), self.count(tower - 1, dtype)], self.host))
-
-    def missing(self, tower: int) -> Ref:
-        """1 for a tower without rows, else 0; an int32 scalar."""
-        return self.once(("missing", tower), lambda: self.builder.make("Cast", [
-            self.builder.make("Equal", [self.count(tower), self.builder.constant(
-                0, tf.int64, self.host)], self.host)], self.host, DstT=tf.int32))
-
-    def shapes_on(self, tower: int) -> str:
-        """Where a tower's shapes are made: on the tower if it is a CPU, else on the host."""
-        return self.devices[tower] if self.on_cpu else self.host
-
-    def vector(self, tower: int, number: Ref, at: int, length: int, other: int) -> Ref:
-        """A vector with ``number`` in one place and ``other`` in all others, for a tower."""
-        def make() -> Ref:
-            device = self.shapes_on(tower)
-            rest = self.builder.constant(other, number.dtype, device)
-            return self.builder.make("Pack", [number if place == at else rest
-                                              for place in range(length)], device,
-                                     f"{self.scopes[tower]}Pack", axis=0)
-
-        return self.once(("vector", tower, number, at, length, other), make)
-
-    def add_up(self, parts: Sequence[Ref], device: str,
-               shape: tf.TensorShape | None = None) -> Ref:
-        """The sum over the towers of all workers, of the values of those that are here."""
-        parts = relays.summed(self.builder, self.halves, parts, device, shape)
-        return self.across.cross("sum", self._added(parts, device), device, shape)
-
-    def _added(self, parts: Sequence[Ref], device: str) -> Ref:
-        here = dict.fromkeys(self.devices)
-        if len(parts) == len(self.devices) > len(here):  # micro-batches: first those of a device
-            parts = [self._one_by_one([part for part, at in zip(parts, self.devices)
-                                       if at == own], own) for own in here]
-        if len(parts) == 1:
-            return parts[0]
-        dtype = parts[0].dtype
-        if dtype in (tf.float16, tf.bfloat16):  # cross as such, and are rounded once
-            wide = [self.builder.make("Cast", [part], device, DstT=tf.float32) for part in parts]
-            total = self.builder.make("AddN", wide, device, "merge/AddN")
-            return self.builder.make("Cast", [total], device, DstT=dtype)
-        return self.builder.make("AddN", parts, device, "merge/AddN")
-
-    def _one_by_one(self, parts: Sequence[Ref], device: str) -> Ref:
-        """A sum that holds no two of its parts for long."""
-        total = parts[0]
-        for part in parts[1:]:
-            total = self.builder.make("AddV2", [total, part], device, "merge/AddV2")
-        return total
-
-    def _as(self, ref: Ref, dtype: tf.DType) -> Ref:
-        same = ref.dtype == dtype
-        return ref if same else self.builder.make("Cast", [ref], self.host, DstT=dtype)
-
-    def once(self, key: Any, make: Callable[[], Ref]) -> Ref:
-        """What ``make`` makes when ``key`` is asked for first."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
 
 
 class Value:
@@ -315,26 +126,24 @@ class Value:
         if isinstance(spec, Sharded) and self.shape.rank is not None:
             return Value(towers, spec, self.shape, self.whole, self._padded_part)
         if isinstance(spec, Size):
-            length, at = self.shape.num_elements(), spec.at
-            return Value(towers, spec, self.shape, self.whole, lambda tower: towers.builder.make(
-                "Maximum", [self.part(tower), towers.builder.constant(
-                    [int(place == at) for place in range(length)], self.part(tower).dtype,
-                    towers.devices[tower])], towers.devices[tower],
-                f"{towers.scopes[tower]}Maximum"))
+            least = [int(place == spec.at) for place in range(self.shape.num_elements())]
+            return Value(towers, spec, self.shape, self.whole, lambda tower: towers.on(
+                tower, "Maximum", self.part(tower), towers.builder.constant(
+                    least, self.part(tower).dtype, towers.devices[tower])))
         return self
 
     def _padded_part(self, tower: int) -> Ref:
         assert isinstance(self.spec, Sharded)
         towers, dim, rank, part = self.towers, self.spec.dim, self.shape.rank, self.part(tower)
-        build, device = towers.builder, towers.devices[tower]
+        build = towers.builder
         after = towers.vector(tower, self._missing(tower), dim, rank, 0)
         host = towers.shapes_on(tower)
         paddings = towers.once(("paddings", after), lambda: build.make(
             "Pack", [build.constant([0] * rank, tf.int32, host), after], host,
             f"{towers.scopes[tower]}Pack", axis=1))
         # Not Pad, which oneDNN fuses with a convolution that gives no rows a wrong shape.
-        zero = build.constant(0, part.dtype, device)
-        return build.make("PadV2", [part, paddings, zero], device, f"{towers.scopes[tower]}Pad")
+        return towers.on(tower, "PadV2", part, paddings, build.constant(
+            0, part.dtype, towers.devices[tower]))
 
     def without_padding(self, like: Value) -> Value:
         """The inverse of :meth:`padded`, where ``like`` tells which towers have no rows."""
@@ -343,13 +152,12 @@ class Value:
             return self
 
         def part(tower: int) -> Ref:
-            build, device = towers.builder, towers.devices[tower]
             missing = like._missing(tower)
-            rows = towers.once(("kept", missing), lambda: build.make(
-                "Sub", [missing, build.constant(1, tf.int32, towers.host)], towers.host))
-            begin = build.constant([0] * rank, tf.int32, device)
-            return build.make("Slice", [self.part(tower), begin, towers.vector(
-                tower, rows, spec.dim, rank, -1)], device, f"{towers.scopes[tower]}Slice")
+            rows = towers.once(("kept", missing), lambda: towers.on_host(
+                "Sub", missing, towers.number(1, tf.int32)))
+            begin = towers.builder.constant([0] * rank, tf.int32, towers.devices[tower])
+            return towers.on(tower, "Slice", self.part(tower), begin,
+                             towers.vector(tower, rows, spec.dim, rank, -1))
 
         return Value(towers, spec, self.shape, None, part)
 
@@ -358,22 +166,15 @@ class Value:
         towers = self.towers
         if not self.spec.group:
             return towers.missing(tower)
-        device = towers.devices[tower]
-
-        def make(type: str, *inputs: Ref, **attrs: Any) -> Ref:
-            return towers.builder.make(type, inputs, device, f"{towers.scopes[tower]}{type}",
-                                       **attrs)
-
-        none = towers.builder.constant(0, tf.int32, device)
-        dim = towers.builder.constant(self.spec.dim, tf.int32, device)
-        rows = make("GatherV2", make("Shape", self.part(tower)), dim, none)
-        return make("Cast", make("Equal", rows, none), DstT=tf.int32)
+        none, dim = (towers.builder.constant(number, tf.int32, towers.devices[tower])
+                     for number in (0, self.spec.dim))
+        rows = towers.on(tower, "GatherV2", towers.on(tower, "Shape", self.part(tower)), dim, none)
+        return towers.on(tower, "Cast", towers.on(tower, "Equal", rows, none), DstT=tf.int32)
 
     def _first_or_zeros(self, tower: int) -> Ref:
         if self.towers.first + tower == 0:
             return self.whole()
-        return self.towers.builder.make("ZerosLike", [self.whole()], self.towers.devices[tower],
-                                        f"{self.towers.scopes[tower]}ZerosLike")
+        return self.towers.on(tower, "ZerosLike", self.whole())
 
     def _gathered(self) -> Ref:
         """The whole tensor, from the towers' parts."""
@@ -396,7 +197,8 @@ class Value:
         assert isinstance(self.spec, Partial), self.spec
         towers.note("reduce")
         if self.spec == MEAN:
-            parts = means.parts(towers, parts)
+            parts = [towers.on(tower, "MulNoNan", part, towers.share(tower, part.dtype))
+                     for tower, part in enumerate(parts)]
         if self.spec in (MEAN, SUM):
             return towers.add_up(parts, device, self.shape)
         for part in parts[1:]:
@@ -406,15 +208,13 @@ class Value:
 
     def _total(self, parts: Sequence[Ref], at: int) -> Ref:
         """A size of the whole batch: the towers' rows add up, all else is alike."""
-        build, device = self.towers.builder, self.towers.host
-        total = self.towers.add_up(parts, device, self.shape)
+        towers = self.towers
+        total = towers.add_up(parts, towers.host, self.shape)
         if self.shape.rank == 0:
             return total
-        index = build.make("Range", [build.constant(0, tf.int32, device),
-                                     build.make("Size", [parts[0]], device),
-                                     build.constant(1, tf.int32, device)], device)
-        here = build.make("Equal", [index, build.constant(at, tf.int32, device)], device)
-        return build.make("SelectV2", [here, total, parts[0]], device)
+        none, one, place = (towers.number(number, tf.int32) for number in (0, 1, at))
+        index = towers.on_host("Range", none, towers.on_host("Size", parts[0]), one)
+        return towers.on_host("SelectV2", towers.on_host("Equal", index, place), total, parts[0])
 
     def _cut(self, wanted: Sharded) -> Value:
         """Each tower's slice of the whole tensor."""
@@ -428,33 +228,29 @@ class Value:
                          lambda tower: blocks.cut(self, wanted, tower))
 
         def part(tower: int) -> Ref:
-            build, device = towers.builder, towers.devices[tower]
             whole = self.whole()
             if towers.replicas == 1:
                 return whole
             begin, size = towers.offset(tower), towers.count(tower)
-            if wanted.times != 1 or wanted.broadcast and self.shape[wanted.dim] is None:
-                rows = self.rows_in(wanted.dim)
-                times = build.make("FloorDiv", [rows, towers.total()], towers.host)
-                begin = build.make("Mul", [begin, times], towers.host)
-                size = build.make("Mul", [size, times], towers.host)
-                if wanted.broadcast and self.shape[wanted.dim] is None:
-                    none = build.constant(0, tf.int64, towers.host)
-                    fewer = build.make("Equal", [times, none], towers.host)  # one, for all rows
-                    one = build.constant(1, tf.int64, towers.host)
-                    size = build.make("SelectV2", [fewer, one, size], towers.host)
-            return build.make("Slice", [
-                whole, towers.vector(tower, begin, wanted.dim, rank, 0),
-                towers.vector(tower, size, wanted.dim, rank, -1)], device,
-                f"{towers.scopes[tower]}cut", Index=tf.int64)
+            open_broadcast = wanted.broadcast and self.shape[wanted.dim] is None
+            if wanted.times != 1 or open_broadcast:
+                times = towers.on_host("FloorDiv", self.rows_in(wanted.dim), towers.total())
+                begin = towers.on_host("Mul", begin, times)
+                size = towers.on_host("Mul", size, times)
+                if open_broadcast:
+                    fewer = towers.on_host("Equal", times, towers.number(0))  # one, for all rows
+                    size = towers.on_host("SelectV2", fewer, towers.number(1), size)
+            return towers.on(tower, "Slice", whole,
+                             towers.vector(tower, begin, wanted.dim, rank, 0),
+                             towers.vector(tower, size, wanted.dim, rank, -1), Index=tf.int64)
 
         return Value(towers, wanted, self.shape, self.whole, part)
 
     def rows_in(self, dim: int) -> Ref:
         """How many positions it has along a dimension."""
-        build, device = self.towers.builder, self.towers.host
+        towers = self.towers
         if self.shape[dim] is not None:
-            return build.constant(self.shape[dim], tf.int64, device)
-        shape = build.make("Shape", [self.whole()], self.device or device, out_type=tf.int64)
-        return build.make("GatherV2", [shape, build.constant(dim, tf.int64, device),
-                                       build.constant(0, tf.int32, device)], device)
+            return towers.number(self.shape[dim])
+        shape = towers.builder.make("Shape", [self.whole()], self.device or towers.host,
+                                    out_type=tf.int64)
+        return towers.on_host("GatherV2", shape, towers.number(dim), towers.number(0, tf.int32))

@@ -126,8 +126,10 @@ class TowerVariable(_tf.ResourceVariable):
             return plain(written.value_from_outside(self, value))
         value = tf.convert_to_tensor(value, dtype=self.dtype)
         if not tower.can_merge:
-            tower.refuse_compiled_write(self)
-            return self._write_alone(tower, plain, value)
+            with_others = _has_workers(tower) and not written.takes_firsts(self)
+            # Of a sum it could not be told later whether it was of values or of steps.
+            self._alone(tower, with_others or self.aggregation is Aggregation.SUM)
+            return plain(value)
 
         # A given name may hold the tower's name scope, and the write is on the merge device.
         plain.keywords["name"] = None
@@ -141,8 +143,11 @@ class TowerVariable(_tf.ResourceVariable):
         slices = tf.IndexedSlices(tf.convert_to_tensor(slices.values, dtype=self.dtype),
                                   tf.convert_to_tensor(slices.indices))
         if not tower.can_merge:
-            tower.refuse_compiled_write(self)
-            return self._scatter_alone(tower, method_name, plain, slices)
+            replaces = method_name in written.REPLACING and self.aggregation is Aggregation.NONE
+            self._alone(tower, _has_workers(tower) or self.aggregation not in (
+                Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA), merges=not replaces)
+            return plain(shares_lib.slices_if(tower.filled, slices)
+                         if replaces and tower.several else slices)
         return _merged(tower, slices, lambda parts: plain(
             written.slices(self, method_name, parts, tower.shares)))
 
@@ -202,38 +207,21 @@ class TowerVariable(_tf.ResourceVariable):
 
         return tower.merge_call(merged, args=(where, value))
 
-    def _scatter_alone(self, tower: contexts.TowerContext, method_name: str,
-                       plain: Callable[..., Any], slices: tf.IndexedSlices) -> Any:
-        """A scatter inside control flow, where the towers cannot meet: each writes its part."""
-        if not tower.several:
-            return plain(slices)
-        self._check_alone(tower)
-        if self.aggregation not in (Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA):
-            raise RuntimeError(contexts.NESTED_MERGE)
-        if method_name in written.REPLACING and self.aggregation is Aggregation.NONE:
-            return plain(shares_lib.slices_if(tower.filled, slices))
-        tower.writes_alone(self)
-        return plain(slices)
-
-    def _check_alone(self, tower: contexts.TowerContext, first: bool = False) -> None:
-        """Machines cannot meet in control flow either; a first tower's write is each machine's."""
-        if tower.strategy.extended.workers is not None and not first:
-            raise RuntimeError(contexts.NESTED_MERGE)
-
-    def _write_alone(self, tower: contexts.TowerContext, plain: Callable[..., Any],
-                     value: tf.Tensor) -> Any:
-        """A write inside control flow, where the towers cannot meet.
+    def _alone(self, tower: contexts.TowerContext, refused: bool, merges: bool = True) -> None:
+        """A write is being made inside control flow, where the towers cannot meet.
 
         Each tower writes for itself, and they merge where they meet next, see :mod:`alone`.
         """
-        if not tower.several:
-            return plain(value)
-        first = written.takes_firsts(self)
-        self._check_alone(tower, first)
-        if self.aggregation is Aggregation.SUM:  # of values or of steps: that cannot be told later
+        tower.refuse_compiled_write(self)
+        if tower.several and refused:
             raise RuntimeError(contexts.NESTED_MERGE)
-        tower.writes_alone(self)
-        return plain(value)
+        if tower.several and merges:
+            tower.writes_alone(self)
+
+
+def _has_workers(tower: contexts.TowerContext) -> bool:
+    """Whether there are other machines, which cannot meet in control flow either."""
+    return tower.strategy.extended.workers is not None
 
 
 def _merged(tower: contexts.TowerContext, value: Any, write: Callable[[list[Any]], Any]) -> Any:

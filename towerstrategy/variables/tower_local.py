@@ -90,21 +90,26 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def assign_add(self, value: Any, use_locking: bool = False, name: Any = None,
                    read_value: bool = True) -> Any:
-        if contexts.has_all_rows() and not self._is_total:
-            return self._assign_for_all(self._values[0] + tf.cast(value, self.dtype), read_value)
-        if self._assigned_from_outside():
-            return self._first(_tf.ResourceVariable.assign_add, value, read_value)
-        kept = self._kept_if_empty(value, lambda: tf.zeros([], self.dtype))
-        return super().assign_add(kept, use_locking, name, read_value)
+        return self._step("assign_add", value, use_locking, name, read_value)
 
     def assign_sub(self, value: Any, use_locking: bool = False, name: Any = None,
                    read_value: bool = True) -> Any:
+        return self._step("assign_sub", value, use_locking, name, read_value)
+
+    def _step(self, method: str, value: Any, use_locking: bool, name: Any, read_value: bool) -> Any:
         if contexts.has_all_rows() and not self._is_total:
-            return self._assign_for_all(self._values[0] - tf.cast(value, self.dtype), read_value)
-        if self._assigned_from_outside():
-            return self._first(_tf.ResourceVariable.assign_sub, value, read_value)
-        kept = self._kept_if_empty(value, lambda: tf.zeros([], self.dtype))
-        return super().assign_sub(kept, use_locking, name, read_value)
+            step = tf.add if method == "assign_add" else tf.subtract
+            return self._assign_for_all(step(self._values[0], tf.cast(value, self.dtype)),
+                                        read_value)
+        if not self._assigned_from_outside():
+            kept = self._kept_if_empty(value, lambda: tf.zeros([], self.dtype))
+            return getattr(super(), method)(kept, use_locking, name, read_value)
+        if not self._distribute_strategy.extended.first_replica:  # the first tower's part takes it
+            part = self._values[0]
+            with tf.device(part.device):
+                getattr(_tf.ResourceVariable, method)(part, tf.cast(value, self.dtype),
+                                                      read_value=False)
+        return self if read_value else None
 
     @property
     def _is_total(self) -> bool:
@@ -115,15 +120,6 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         """In a step that has all rows: all parts are to read as ``value`` together."""
         contexts.writer_of(self)
         self.spread(tf.cast(tf.convert_to_tensor(value), self.dtype))
-        return self if read_value else None
-
-    def _first(self, method: Callable[..., Any], value: Any, read_value: bool) -> Any:
-        """A step of a sum from outside the towers: the first tower's part takes it."""
-        if self._distribute_strategy.extended.first_replica > 0:
-            return self if read_value else None
-        part = self._values[0]
-        with tf.device(part.device):
-            method(part, tf.cast(value, self.dtype), read_value=False)
         return self if read_value else None
 
     def _kept_if_empty(self, value: Any, neutral: Callable[[], tf.Tensor]) -> Any:

@@ -52,6 +52,12 @@ def is_plain(spec: Spec) -> bool:
     return not isinstance(spec, (Sharded, ListOf))
 
 
+def one_sharded(specs: Sequence[Spec]) -> Sharded | None:
+    """The spec of all those that are sharded; None where there are none, or several."""
+    found = {spec for spec in specs if isinstance(spec, Sharded)}
+    return found.pop() if len(found) == 1 else None
+
+
 def aligned(op: Op, specs: Sequence[Spec], out: int | None) -> tuple[list[Spec], Sharded] | None:
     """What inputs that are broadcast against each other take, and what comes out of rank ``out``.
 
@@ -173,11 +179,10 @@ def quantize(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def fake_quantize(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Within one range, or one for each place in the last dimension, whose gradient is a sum."""
     *data, low, high = specs
-    found = {spec for spec in data if isinstance(spec, Sharded)}
+    spec = one_sharded(data)
     ranks = op.rank(0), op.rank(-1)
-    if len(found) != 1 or not is_plain(low) or not is_plain(high) or None in ranks:
+    if spec is None or not is_plain(low) or not is_plain(high) or None in ranks:
         return None
-    (spec,) = found
     if spec.dim == ranks[0] - ranks[1]:
         return None
     return Plan([*[spec] * len(data), REPLICATED, REPLICATED],

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towerstrategy.sharding.rules import shapes
-from towerstrategy.sharding.rules.elementwise import is_plain
+from towerstrategy.sharding.rules.elementwise import is_plain, one_sharded
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Partial, Sharded, Size, Spec
 
@@ -95,10 +95,9 @@ def sorted_segments(op: Op, specs: Sequence[Spec]) -> Plan | None:
       "UnsortedSegmentProd")
 def unsorted_segment(op: Op, specs: Sequence[Spec]) -> Plan | None:
     data, segments = specs[0], specs[1]
-    found = {spec for spec in (data, segments) if isinstance(spec, Sharded)}
-    if len(found) != 1 or not is_plain(specs[2]) or op.rank(1) is None:
+    spec = one_sharded((data, segments))
+    if spec is None or not is_plain(specs[2]) or op.rank(1) is None:
         return None
-    (spec,) = found
     rank = op.rank(1)
     if spec.dim >= rank:  # behind the segments, each row for itself
         return Plan([spec, REPLICATED, REPLICATED], [spec.at(spec.dim - rank + 1)])
@@ -109,10 +108,9 @@ def unsorted_segment(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("ScatterNd")
 def scatter_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
     indices, updates = specs[0], specs[1]
-    found = {spec for spec in (indices, updates) if isinstance(spec, Sharded)}
-    if len(found) != 1 or not is_plain(specs[2]) or op.rank(0) is None:
+    spec = one_sharded((indices, updates))
+    if spec is None or not is_plain(specs[2]) or op.rank(0) is None:
         return None
-    (spec,) = found
     if spec.dim >= op.rank(0) - 1:
         return None
     truth = op.inputs[1].dtype.is_bool  # of entries with the same indices: whether any is true

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding.rules.elementwise import is_plain
+from towerstrategy.sharding.rules.elementwise import is_plain, one_sharded
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Size, Spec
 
@@ -58,11 +58,8 @@ def _rows_first(op: Op, specs: Sequence[Spec], data: Sequence[int],
       data: the inputs that have rows.
       given: what the outputs are, of the spec that these inputs have.
     """
-    found = {specs[index] for index in data if isinstance(specs[index], Sharded)}
-    if len(found) != 1:
-        return None
-    (spec,) = found
-    if not isinstance(spec, Sharded) or spec.dim or not all(
+    spec = one_sharded([specs[index] for index in data])
+    if spec is None or spec.dim or not all(
             is_plain(each) or index in data for index, each in enumerate(specs)):
         return None
     if op.rank(data[0]) is None or any(op.out_rank(at) is None for at in range(len(op.outputs))):
@@ -106,10 +103,9 @@ def _with_own_rows(m: Any) -> list[list[Any]]:
 @rule("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")
 def warp(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """A transform for each image, or one for all."""
-    found = {spec for spec in specs[:2] if isinstance(spec, Sharded)}
-    if len(found) != 1 or not all(map(is_plain, specs[2:])) or op.rank(1) != 2:
+    spec = one_sharded(specs[:2])
+    if spec is None or not all(map(is_plain, specs[2:])) or op.rank(1) != 2:
         return None
-    (spec,) = found
     if spec.dim or not isinstance(specs[0], Sharded):
         return None
     transforms: Spec = spec if specs[1] == spec else dataclasses.replace(spec, broadcast=True)
@@ -119,8 +115,7 @@ def warp(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("CropAndResize")
 def crop(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """A tower crops its boxes; of which image, is counted in the whole batch."""
-    found = {spec for spec in specs[1:3] if isinstance(spec, Sharded)}
-    if len(found) != 1 or not is_plain(specs[0]) or not is_plain(specs[3]):
+    spec = one_sharded(specs[1:3])
+    if spec is None or not is_plain(specs[0]) or not is_plain(specs[3]):
         return None
-    (spec,) = found
     return None if spec.dim else Plan([REPLICATED, spec, spec, REPLICATED], [spec])

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from towerstrategy.sharding.rules.elementwise import is_plain
+from towerstrategy.sharding.rules.elementwise import is_plain, one_sharded
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec
+from towerstrategy.sharding.spec import REPLICATED, Spec
 
 # An operation's type -> for each of its first inputs how many dimensions an example has.
 _LAST: dict[str, tuple[int, ...]] = {
@@ -62,10 +62,9 @@ def _in_front(op: Op, specs: Sequence[Spec], last: Sequence[int],
       broadcasts: whether the operation takes other dimensions in front, too; where it does not all
         have those of the first input, be they known or not.
     """
-    found = {spec for spec in specs[:len(last)] if isinstance(spec, Sharded)}
-    if len(found) != 1 or not all(map(is_plain, specs[len(last):])):
+    spec = one_sharded(specs[:len(last)])
+    if spec is None or not all(map(is_plain, specs[len(last):])):
         return None
-    (spec,) = found
     for index, own in enumerate(last if broadcasts else last[:1]):
         rank = op.rank(index)
         if rank is None or spec.dim >= rank - own:

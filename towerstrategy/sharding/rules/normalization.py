@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding.rules.elementwise import is_plain
+from towerstrategy.sharding.rules.elementwise import is_plain, one_sharded
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Spec
 
@@ -157,10 +157,9 @@ class _Sums:
 @rule("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3")
 def fused_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     axes = _axes(op)
-    images = {spec for spec in specs[:2] if isinstance(spec, Sharded)}
-    if axes is None or len(images) != 1:
+    spec = one_sharded(specs[:2])
+    if axes is None or spec is None:
         return None
-    (spec,) = images
     if spec.dim == axes[0]:
         if spec != specs[0] or spec != specs[1]:
             return None

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.sharding.rules import shapes
-from towerstrategy.sharding.rules.elementwise import aligned, is_plain
+from towerstrategy.sharding.rules.elementwise import aligned, is_plain, one_sharded
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded, Size, Spec
 
@@ -154,8 +154,7 @@ def cross_entropy(op: Op, specs: Sequence[Spec]) -> Plan | None:
         if found is None or found[1].dim:
             return None
         return Plan(found[0], [found[1], found[1]])
-    sharded = {spec for spec in specs if isinstance(spec, Sharded)}
-    if len(sharded) != 1:
+    spec = one_sharded(specs)
+    if spec is None:
         return None
-    (spec,) = sharded
     return None if spec.dim else Plan([spec, spec], [spec, spec])

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy.sharding.rules import blocks, shapes
-from towerstrategy.sharding.rules.elementwise import is_plain
+from towerstrategy.sharding.rules.elementwise import is_plain, one_sharded
 from towerstrategy.sharding.rules.entries import sizes_of
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Partial, Sharded, Size, Spec
@@ -180,11 +180,10 @@ def transpose(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def _side_by_side(op: Op, specs: Sequence[Spec], inputs: int, rank: int | None
                   ) -> tuple[list[Spec], Sharded] | None:
     """Inputs of one shape: what each is to be, and where the rows are."""
-    sharded = {spec for spec in specs[:inputs] if isinstance(spec, Sharded)}
-    if len(sharded) != 1 or rank is None or any(
+    spec = one_sharded(specs[:inputs])
+    if spec is None or rank is None or any(
             isinstance(spec, ListOf) for spec in specs[:inputs]):
         return None
-    (spec,) = sharded
     return [spec] * inputs, spec
 
 

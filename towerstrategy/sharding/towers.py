@@ -1,0 +1,215 @@
+"""The towers that a step is partitioned over, and how many rows of the batch each of them has.
+
+Goes in: devices, and the numbers of rows.  Comes out: :class:`Towers`: nodes on a tower or on the
+host; numbers of rows of a tower, of those before it, of the batch; sums over the towers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.sharding import relays
+from towerstrategy.sharding.across import Across
+from towerstrategy.sharding.builder import Builder, Ref
+
+
+class Towers:
+    """The towers that a step is partitioned over, and their rows of the batch.
+
+    Args:
+      builder: where nodes are collected.
+      rows: for each tower the devices of its stages, one as a rule.
+      merge: the device for what is made once; if not "", ``spare`` for what is large.
+      host: the CPU that numbers of rows are kept on; kernels take shapes from there.
+      scopes: the name scope of each tower's nodes, with a "/" behind it.
+      counts: gives each tower's number of rows, int64 scalars; asked for None those of the towers
+        of all workers, a vector, or None where they are not known.
+      on_cpu: whether the towers are CPUs, which make their shapes themselves.
+      draws_rows: whether a tower draws its rows of what one device draws, not numbers of its own.
+      across: what crosses the workers, of whom each has towers of its own; None: all are here.
+
+    Attributes:
+      stage: the stage in which all is done that is made here; None where it is not known.
+      devices: the towers' devices for it; those of the first stage where it is not known.
+    """
+
+    stage: int | None = None
+
+    def __init__(self, builder: Builder, rows: Sequence[Sequence[str]], merge: str, host: str,
+                 scopes: Sequence[str], counts: Callable[[int | None], Ref | None],
+                 on_cpu: bool = False, draws_rows: bool = True,
+                 across: Across | None = None, spare: str = "") -> None:
+        self.spare = spare
+        self.across = across or Across(None, builder.graph, builder, builder.take)
+        workers = self.across.workers
+        self.first = 0 if workers is None else workers.first
+        self.replicas = len(rows) if workers is None else workers.replicas
+        self.builder, self.rows, self.merge, self.host = builder, rows, merge, host
+        self.devices = [row[0] for row in rows]
+        self.scopes, self.on_cpu, self.draws_rows = scopes, on_cpu, draws_rows
+        self.halves = () if on_cpu else relays.halves(rows)
+        self._counts = counts
+        self._known: dict[Any, Ref] = {}
+        self.crossings: dict[str, int] = {}
+        self._stages: dict[int | None, Towers] = {}
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def at(self, stage: int | None) -> Towers:
+        """The same towers, where they do what is of that stage."""
+        if stage not in self._stages:
+            there = self._stages[stage] = copy.copy(self)
+            there.stage = stage
+            there.devices = [row[stage or 0] for row in self.rows]
+        return self._stages[stage]
+
+    def stage_on(self, device: str) -> int | None:
+        """The stage, of whichever tower, that is on ``device``; None where there are no stages."""
+        return next((stage for row in self.rows if len(row) > 1
+                     for stage, name in enumerate(row) if name == device), None)
+
+    def on(self, tower: int, type: str, *inputs: Ref, **attrs: Any) -> Ref:
+        """The first output of a new operation on a tower, named in its scope."""
+        return self.builder.make(type, inputs, self.devices[tower], f"{self.scopes[tower]}{type}",
+                                 **attrs)
+
+    def on_host(self, type: str, *inputs: Ref, **attrs: Any) -> Ref:
+        """The first output of a new operation on the host."""
+        return self.builder.make(type, inputs, self.host, **attrs)
+
+    def number(self, value: Any, dtype: tf.DType = tf.int64) -> Ref:
+        """A constant on the host."""
+        return self.builder.constant(value, dtype, self.host)
+
+    def note(self, kind: str) -> None:
+        """Counts a redistribution."""
+        self.crossings[kind] = self.crossings.get(kind, 0) + 1
+
+    def count(self, tower: int, dtype: tf.DType = tf.int64) -> Ref:
+        """How many rows a tower has."""
+        def make() -> Ref:
+            count = self._counts(tower)
+            assert count is not None
+            return self._as(count, dtype)
+
+        return self.once(("count", tower, dtype), make)
+
+    def counts(self) -> Ref:
+        """How many rows each tower of all workers has."""
+        def make() -> Ref:
+            known = self._counts(None)
+            return known if known is not None else self._of_all(
+                [self.count(tower) for tower in range(len(self))], self.first, self.replicas)
+
+        return self.once("counts", make)
+
+    def _of_all(self, own: Sequence[Ref], first: int, count: int) -> Ref:
+        """A vector of so many numbers of all workers, in which this one's begin at ``first``."""
+        around = self.number([[first, count - first - len(own)]], tf.int32)
+        placed = self.on_host("PadV2", self.on_host("Pack", *own, axis=0), around,
+                              self.number(0, own[0].dtype))
+        return self.across.cross("sum", placed, self.host, tf.TensorShape([count]))
+
+    def total(self, dtype: tf.DType = tf.int64) -> Ref:
+        """How many rows the batch has."""
+        def make() -> Ref:
+            if self.across.workers is not None:
+                return self._as(self._first_of(self.counts(), self.replicas), dtype)
+            return self.add_up([self.count(tower, dtype) for tower in range(len(self))], self.host)
+
+        return self.once(("total", dtype), make)
+
+    def share(self, tower: int, dtype: tf.DType) -> Ref:
+        """A tower's rows over those of the batch; 0 of no rows at all."""
+        return self.once(("share", tower, dtype), lambda: self.on_host(
+            "DivNoNan", self.count(tower, dtype), self.total(dtype)))
+
+    def earlier(self, dtype: tf.DType = tf.int64) -> Ref:
+        """How many rows the workers before this one have."""
+        if self.across.workers is None:
+            return self.number(0, dtype)
+        counts = self.counts()  # asked for on all workers, as this may cross
+        return self.once(("earlier", dtype), lambda: self._as(
+            self._first_of(counts, self.first), dtype))
+
+    def of_earlier(self, number: Ref) -> Ref:
+        """The sum of such a number of each worker before this one."""
+        workers = self.across.workers
+        if workers is None:
+            return self.number(0, number.dtype)
+        return self._first_of(self._of_all([number], workers.index, workers.count), workers.index)
+
+    def _first_of(self, vector: Ref, number: int) -> Ref:
+        """The sum of the first entries of a vector."""
+        begin, size = self.number([0], tf.int32), self.number([number], tf.int32)
+        return self.on_host("Sum", self.on_host("Slice", vector, begin, size), begin)
+
+    def offset(self, tower: int, dtype: tf.DType = tf.int64) -> Ref:
+        """How many rows the towers before this one have."""
+        if tower == 0:
+            return self.earlier(dtype)
+        return self.once(("offset", tower, dtype), lambda: self.on_host(
+            "AddV2", self.offset(tower - 1, dtype), self.count(tower - 1, dtype)))
+
+    def missing(self, tower: int) -> Ref:
+        """1 for a tower without rows, else 0; an int32 scalar."""
+        return self.once(("missing", tower), lambda: self.on_host("Cast", self.on_host(
+            "Equal", self.count(tower), self.number(0)), DstT=tf.int32))
+
+    def shapes_on(self, tower: int) -> str:
+        """Where a tower's shapes are made: on the tower if it is a CPU, else on the host."""
+        return self.devices[tower] if self.on_cpu else self.host
+
+    def vector(self, tower: int, number: Ref, at: int, length: int, other: int) -> Ref:
+        """A vector with ``number`` in one place and ``other`` in all others, for a tower."""
+        def make() -> Ref:
+            device = self.shapes_on(tower)
+            rest = self.builder.constant(other, number.dtype, device)
+            return self.builder.make("Pack", [number if place == at else rest
+                                              for place in range(length)], device,
+                                     f"{self.scopes[tower]}Pack", axis=0)
+
+        return self.once(("vector", tower, number, at, length, other), make)
+
+    def add_up(self, parts: Sequence[Ref], device: str,
+               shape: tf.TensorShape | None = None) -> Ref:
+        """The sum over the towers of all workers, of the values of those that are here."""
+        parts = relays.summed(self.builder, self.halves, parts, device, shape)
+        return self.across.cross("sum", self._added(parts, device), device, shape)
+
+    def _added(self, parts: Sequence[Ref], device: str) -> Ref:
+        here = dict.fromkeys(self.devices)
+        if len(parts) == len(self.devices) > len(here):  # micro-batches: first those of a device
+            parts = [self._one_by_one([part for part, at in zip(parts, self.devices)
+                                       if at == own], own) for own in here]
+        if len(parts) == 1:
+            return parts[0]
+        dtype = parts[0].dtype
+        if dtype in (tf.float16, tf.bfloat16):  # cross as such, and are rounded once
+            wide = [self.builder.make("Cast", [part], device, DstT=tf.float32) for part in parts]
+            total = self.builder.make("AddN", wide, device, "merge/AddN")
+            return self.builder.make("Cast", [total], device, DstT=dtype)
+        return self.builder.make("AddN", parts, device, "merge/AddN")
+
+    def _one_by_one(self, parts: Sequence[Ref], device: str) -> Ref:
+        """A sum that holds no two of its parts for long."""
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.builder.make("AddV2", [total, part], device, "merge/AddV2")
+        return total
+
+    def _as(self, ref: Ref, dtype: tf.DType) -> Ref:
+        if ref.dtype == dtype:
+            return ref
+        return self.on_host("Cast", ref, DstT=dtype)
+
+    def once(self, key: Any, make: Callable[[], Ref]) -> Ref:
+        """What ``make`` makes when ``key`` is asked for first."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
