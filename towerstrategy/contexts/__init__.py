@@ -1,4 +1,4 @@
-"""Replica contexts: what a tower is, what it knows of its rows, where the towers meet."""
+"""Replica contexts: what a tower is, what it knows of its rows, at the sync point."""
 
 from towerstrategy.contexts.call import (
     NESTED_MERGE as NESTED_MERGE,

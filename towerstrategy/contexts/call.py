@@ -19,7 +19,7 @@ NESTED_MERGE = (
     "passed to `strategy.run()` contains a nested `@tf.function` or a control flow statement "
     "(tf.cond, tf.while_loop, a converted `if` or `for`) with a synchronization point inside, such "
     "as apply_gradients, all_reduce or a write to a variable with aggregation. The towers cannot "
-    "meet there. Move the synchronization point out of the nested function, or put the whole "
+    "sync there. Move the synchronization point out of the nested function, or put the whole "
     "`strategy.run` inside the tf.function or the control flow.")
 
 
@@ -35,7 +35,7 @@ class Call:
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy = strategy
 
-    def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call``: runs ``merge_fn`` once, with what all towers have brought."""
         with _tf.cross_replica_context(self._strategy), \
                 tf.device(self._strategy.extended.merge_device):
@@ -57,7 +57,7 @@ class Call:
         """``value`` is what a tower knows of itself, one of :data:`known.OUTSIDE`."""
 
     def note_written(self, variable: Any) -> None:
-        """A tower writes ``variable`` where the towers cannot meet."""
+        """A tower writes ``variable`` where the towers cannot sync."""
 
     def check_gradients(self, gradients: Sequence[Any], variables: Sequence[Any],
                         asked: bool) -> None:

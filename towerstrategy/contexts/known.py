@@ -30,7 +30,7 @@ class Known:
     """The part of a tower's context that tells what it knows of itself.
 
     Attributes:
-      shares: the shares of all towers, for where they meet.
+      shares: the shares of all towers, for at sync points.
     """
 
     shares: shares_lib.Shares

@@ -1,7 +1,7 @@
-"""The replica context of a tower: what it is, and where it meets the others.
+"""The replica context of a tower: what it is, and its sync points.
 
 Goes in: a tower's number, the shares of the batch, and the call it belongs to (:mod:`call`).  Comes
-out: what ``tf.distribute.get_replica_context()`` gives there.  Where the towers meet
+out: what ``tf.distribute.get_replica_context()`` gives there.  At their sync points
 (``merge_call``) the function given there runs once, in cross-replica context, on the merge device.
 """
 
@@ -107,7 +107,7 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
         self._call.check_gradients(gradients, variables, self.asked)
 
     def writes_alone(self, variable: Any) -> None:
-        """A write to ``variable`` is being traced where the towers cannot meet."""
+        """A write to ``variable`` is being traced where the towers cannot sync."""
         self._strategy.extended.note_written_alone(variable)
         self._call.note_written(variable)
 
@@ -119,11 +119,11 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
                 "that XLA is to compile (jit_compile=True). It is given the variable's value and "
                 "cannot write it. Write it outside of that function, or leave jit_compile out.")
 
-    # Where it meets the others.
+    # Its sync points.
 
     @property
     def can_merge(self) -> bool:
-        """Whether the towers can meet here: not inside a nested function or control flow."""
+        """Whether the towers can sync here: not inside a nested function or control flow."""
         if self.graph is None:
             return tf.executing_eagerly()
         return tf.executing_eagerly() or tf.compat.v1.get_default_graph() is self.graph
@@ -133,7 +133,7 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
         with self._walks_ended():
             return super().all_reduce(reduce_op, value, options)
 
-    def meet(self, merge_fn: Callable[..., Any], *args: Any) -> Any:
+    def sync(self, merge_fn: Callable[..., Any], *args: Any) -> Any:
         """``merge_call`` for whoever gives its result a gradient of his own."""
         with self._walks_ended():
             return self.merge_call(merge_fn, args=args)
@@ -151,4 +151,4 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
             raise RuntimeError(call_lib.NESTED_MERGE)
         if self._reducing and not tf.executing_eagerly():
             merge_fn = call_lib.ending_walks(merge_fn)
-        return self._call.meet(merge_fn, args, kwargs)
+        return self._call.sync(merge_fn, args, kwargs)

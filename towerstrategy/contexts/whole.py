@@ -76,6 +76,6 @@ def _together(tower: TowerContext, tensor: tf.Tensor) -> tf.Tensor:
 
     @tf.custom_gradient
     def together(tensor: tf.Tensor) -> Any:
-        return tower.meet(gather, tensor), functools.partial(tower.meet, apart)
+        return tower.sync(gather, tensor), functools.partial(tower.sync, apart)
 
-    return together(tensor) if tensor.dtype.is_floating else tower.meet(gather, tensor)
+    return together(tensor) if tensor.dtype.is_floating else tower.sync(gather, tensor)

@@ -2,7 +2,7 @@
 
 Goes in: what the towers computed, one tensor or ``tf.IndexedSlices`` a tower, and the towers'
 :class:`shares.Shares`.  Comes out: one tensor or ``tf.IndexedSlices`` on the device asked for.
-Sparse gradients stay sparse: rows of the towers are put behind one another in the towers' order,
+Sparse gradients stay sparse: rows of the towers are concatenated in the towers' order,
 which is the order a single device would have produced.
 """
 
@@ -28,7 +28,7 @@ def total(values: Sequence[Value]) -> Value:
     if len(values) == 1:
         return values[0]
     if any(isinstance(value, tf.IndexedSlices) for value in values):
-        return _behind_one_another(values)
+        return _concatenated(values)
     if values[0].dtype == tf.bool:
         raise TypeError("a sum of bool values is not defined: cast them to an integer first.")
     if values[0].dtype == tf.string:
@@ -132,7 +132,7 @@ def filled_slices(values: Sequence[tf.IndexedSlices],
 
 
 def concat(values: Sequence[Value], axis: int) -> Any:
-    """The towers' values put behind one another along ``axis``, on the current device.
+    """The towers' values concatenated along ``axis``, on the current device.
 
     Raises:
       ValueError: ``axis`` is out of range, or the values are scalars.
@@ -180,7 +180,7 @@ def kept(filled: Any, value: Value) -> Value:
     return tf.where(filled, value, tf.zeros_like(value))
 
 
-def _behind_one_another(values: Sequence[Value]) -> tf.IndexedSlices:
+def _concatenated(values: Sequence[Value]) -> tf.IndexedSlices:
     dtype = next(value.indices.dtype for value in values if isinstance(value, tf.IndexedSlices))
     sparse = [value if isinstance(value, tf.IndexedSlices) else _as_slices(value, dtype)
               for value in values]

@@ -30,7 +30,7 @@ class Shares:
 
     Args:
       rows: the rows of each tower.
-      workers: where the workers meet, or None for a single machine.
+      workers: what synchronizes the workers, or None for a single machine.
 
     Attributes:
       counted: whether these are the rows of a batch; else they only say that all count the same.

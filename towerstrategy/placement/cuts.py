@@ -29,8 +29,8 @@ def check(balance: Any, stages: int) -> None:
         raise ValueError(f"balance must be {BYTES!r} or {TIME!r}, but got {balance!r}.")
     if stages == 1 and balance != BYTES:
         raise ValueError(
-            f"balance={balance!r} says how layers are dealt to the stages of a tower, but devices "
-            'gives each tower one device. For stages give it lists: [["GPU:0", "GPU:1"]].')
+            f"balance={balance!r} says how layers are divided among the stages of a tower, but "
+            'devices gives each tower one device. For stages give it lists: [["GPU:0", "GPU:1"]].')
 
 
 class Cost(NamedTuple):

@@ -41,8 +41,8 @@ class Placement:
     Attributes:
       towers: full device names, one a replica, in order: a tower's device once for each of its
         micro-batches.
-      merge: the device where results meet that belong to no variable, and, unless ``balanced``,
-        where every variable lives.
+      merge: the device where results are merged that belong to no variable, and, unless
+        ``balanced``, where every variable lives.
       balanced: whether each variable has a tower of its own choosing as home.
       shares: a number a replica, to which its rows are in proportion; None where all get as many.
       shares_from: what they were taken from: ``"measured"``, ``"memory"``, or nothing of these.

@@ -48,7 +48,7 @@ class Workers(Protocol):
         """Worker 0's ``values``."""
 
     def gather(self, value: Any, axis: int = 0) -> Any:
-        """The workers' values put behind one another along ``axis``, in the workers' order."""
+        """The workers' values concatenated along ``axis``, in the workers' order."""
 
     def gather_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Each of ``values`` gathered along its first dimension; rows may differ in number."""

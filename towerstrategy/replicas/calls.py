@@ -36,21 +36,21 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
       fn: the replica function; a ``tf.function`` is entered first and the towers run inside it.
       args: positional arguments; each tower gets its own part of per-replica values.
       kwargs: keyword arguments, likewise.
-      compiles: whether XLA compiles what the towers do between their meetings, as it does for a
+      compiles: whether XLA compiles what the towers do between their sync points, as it does for a
         ``fn`` made with ``jit_compile=True`` and in Keras steps of models compiled so.
 
     Returns:
       ``fn``'s result: values that differ between towers as ``PerReplica``, the same object once.
 
     Raises:
-      ValueError: XLA is to compile what is done where the towers meet.
+      ValueError: XLA is to compile what is done at the sync point.
       Exception: whatever ``fn`` raised, with a note that names the tower and its device.
     """
     compiles = compiles or strategy.extended.compiles
     if isinstance(fn, _tf.Function) and compiles and _tf.is_jit_compiled(fn):
         fn = fn.python_function  # of tf_keras, which makes it anew for each step that it traces
     if isinstance(fn, _tf.Function):
-        with _told_rows(strategy, args, kwargs):
+        with _with_rows_said(strategy, args, kwargs):
             return _inside_function(strategy, fn)(*args, **kwargs)
     finish = strategy.extended.xla.mark if compiles and not tf.executing_eagerly() else None
     if _tf.is_compiled_here() and not strategy.extended.compiles_whole:
@@ -77,11 +77,11 @@ _WHOLE = (
     "strategy.run was called inside of a function made with tf.function(jit_compile=True). XLA "
     "compiles a function for one device, and this strategy's towers and merge device are several, "
     "or not TensorFlow's default device. Give jit_compile=True to the function that strategy.run "
-    "is given: what each tower does between two meetings is compiled then.")
+    "is given: what each tower does between two sync points is compiled then.")
 
 
 @contextlib.contextmanager
-def _told_rows(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Iterator[None]:
+def _with_rows_said(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) -> Iterator[None]:
     """Within, an error of a running function says how many rows the tower had that it names.
 
     Its trace did not know them.  A function of the user's own that calls ``strategy.run`` inside
@@ -160,15 +160,16 @@ class _Lone(contexts.Call):
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
-        self._met: dict[int, Any] = {}
+        self._synced: dict[int, Any] = {}
 
-    def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        answer = super().meet(merge_fn, args, kwargs)
-        self._met.update((id(leaf), leaf) for leaf in tf.nest.flatten(answer))
+    def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        answer = super().sync(merge_fn, args, kwargs)
+        self._synced.update((id(leaf), leaf) for leaf in tf.nest.flatten(answer))
         return answer
 
     def result(self, shares: shares_lib.Shares, values: tuple[Any]) -> Any:
         """What the tower returned: its own, unless all machines have met on it."""
         value, = values
-        differs = isinstance(value, (tf.Tensor, _tf.CompositeTensor)) and id(value) not in self._met
-        return results.TowerResults(values, shares) if differs else value
+        is_tensor = isinstance(value, (tf.Tensor, _tf.CompositeTensor))
+        is_own = is_tensor and id(value) not in self._synced
+        return results.TowerResults(values, shares) if is_own else value

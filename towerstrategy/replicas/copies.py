@@ -3,8 +3,8 @@
 Goes in: the replica function and its arguments, inside a ``tf.function`` that is being traced.
 Comes out: what :mod:`threads` would have made by tracing every tower, for the price of one trace.
 
-Between two meetings (``merge_call``) of the towers, tower 0's operations form a stretch of the
-graph. At the next meeting the stretch is copied for each other tower: the same operations, on that
+Between two sync points (``merge_call``) of the towers, tower 0's operations form a stretch of the
+graph. At the next one the stretch is copied for each other tower: the same operations, on that
 tower's device, with that tower's inputs, tower-local variables, share and random seeds put in.  The
 tensor that another tower has in place of one of tower 0's is looked up in a table; a tensor that
 stands in no table is the same for all.

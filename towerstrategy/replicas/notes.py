@@ -21,5 +21,5 @@ def of_tower(tower: int, placement: devices_lib.Placement, shares: shares_lib.Sh
 
 def of_merge(device: str) -> str:
     """What an error says that was raised in the function given to ``merge_call``."""
-    return ("This happened where the towers meet (merge_call), on the merge device "
+    return ("This happened at the sync point (merge_call), on the merge device "
             f"{devices_lib.short_name(device)}.")

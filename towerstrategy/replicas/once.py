@@ -1,16 +1,16 @@
 """Trace tower 0 once, and have the other towers copied.
 
 Goes in: the replica function and its arguments, while a ``tf.function`` is traced.  Comes out: its
-results, grouped.  Tower 0 runs in the calling thread; where it meets the others, :mod:`copies`
+results, grouped.  Tower 0 runs in the calling thread; at its sync points, :mod:`copies`
 makes their operations and the function given to ``merge_call`` runs at once.
 
 All of it happens in a function of its own, so that nothing is left behind when the function turns
 out to need a trace for each tower (:class:`NeedsOwnTrace`): its towers' inputs differ in more of
 their static shapes than the number of rows, which is left open, or are no tensors; it needs that
-number to be known; it looks at its replica id as a Python number; it meets the others in
+number to be known; it looks at its replica id as a Python number; it syncs with the others in
 ``tf.init_scope``; it draws random numbers in a nested function; it takes the gradient of a loop
-or branch from before a meeting; it hands on something that holds tensors and cannot be looked up;
-it has an assertion, which would name tower 0 whichever tower fails.
+or branch from before a sync point; it hands on something that holds tensors and cannot be looked
+up; it has an assertion, which would name tower 0 whichever tower fails.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ class _Once(contexts.Call):
             self._graph, [self._copier.firsts, *others], grouped)
         return _tf.regroup(grouped, functools.partial(results.TowerResults, shares=self._shares))
 
-    def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call`` of tower 0: the others get there at once."""
         if tf.executing_eagerly():
-            raise NeedsOwnTrace("it meets the other towers in tf.init_scope")
+            raise NeedsOwnTrace("it syncs with the other towers in tf.init_scope")
         controls = _tf.control_dependencies_of(self._graph)
         written = self._copy((args, kwargs, controls))
         args, kwargs = _tf.regroup(self._group(args)), _tf.regroup(self._group(kwargs))
@@ -163,7 +163,7 @@ class _Once(contexts.Call):
                    for tower in range(len(self._devices))]
         with _tf.not_recorded(), tf.control_dependencies(None), tf.name_scope("merge/"), \
                 _tf.cross_replica_context(self._strategy), tf.device(None):
-            alone.merge_written(self._shares, towers_, alone.read_stand_in)
+            alone.merge_written(self._shares, towers_, alone.read_temporary)
         self._copier.skip()
 
     def own(self, tower: int, values: Sequence[Any]) -> tf.Tensor:

@@ -118,12 +118,12 @@ class _Call(contexts.Call):
             stages.put_in_order(self._state.graph, self._operations, values)
         return _tf.regroup(values, functools.partial(results.TowerResults, shares=self._shares))
 
-    def meet(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call`` from the thread of a tower."""
         thread = threading.current_thread()
         if not isinstance(thread, _TowerThread):
             raise RuntimeError("`merge_call` was called in a thread other than its tower's.")
-        return thread.pause(_Meeting(merge_fn, args, kwargs))
+        return thread.pause(_SyncPoint(merge_fn, args, kwargs))
 
     def for_all(self, tower: int, key: str, make: Callable[[], Any]) -> Any:
         """What ``make`` gives when the first tower asks; a tower asks once for a ``key``."""
@@ -137,12 +137,12 @@ class _Call(contexts.Call):
         return self._made_for_all[key]
 
     def note_written(self, variable: Any) -> None:
-        """A tower writes ``variable`` where the towers cannot meet, or will when it is called."""
+        """A tower writes ``variable`` where the towers cannot sync, or will when it is called."""
         if self._state.eager:
             self._turns.note(variable)
 
     def _advance(self) -> bool:
-        """Runs each tower to its next meeting or its end; True when all have ended."""
+        """Runs each tower to its next sync point or its end; True when all have ended."""
         self._written = []
         if self._state.eager:
             self._turns.begin()
@@ -165,7 +165,7 @@ class _Call(contexts.Call):
         return all(ended)
 
     def _end_turn(self, number: int, before: int) -> None:
-        """A tower has come to a meeting or its end; its operations begin at number ``before``."""
+        """A tower is at a sync point or its end; its operations begin at number ``before``."""
         if self._state.eager:
             self._turns.end_turn()
             return
@@ -181,14 +181,14 @@ class _Call(contexts.Call):
             if self._state.eager:
                 self._turns.merge(self._shares)
             elif any(self._written):
-                alone.merge_written(self._shares, self._written, alone.read_stand_in)
+                alone.merge_written(self._shares, self._written, alone.read_temporary)
 
     def _merge(self) -> None:
-        meetings = [tower.meeting for tower in self._towers if tower.meeting is not None]
-        first = meetings[0]
-        args = _tf.regroup(tuple(meeting.args for meeting in meetings))
-        kwargs = _tf.regroup(tuple(meeting.kwargs for meeting in meetings))
-        controls = {id(op): op for meeting in meetings for op in meeting.controls}
+        points = [tower.point for tower in self._towers if tower.point is not None]
+        first = points[0]
+        args = _tf.regroup(tuple(point.args for point in points))
+        kwargs = _tf.regroup(tuple(point.kwargs for point in points))
+        controls = {id(op): op for point in points for op in point.controls}
         with _tf.eager_if(first.eager), tf.name_scope(self._merge_scope), \
                 tf.control_dependencies(list(controls.values())), \
                 tf.device(self._strategy.extended.merge_device), \
@@ -198,7 +198,7 @@ class _Call(contexts.Call):
             tower.answer = _tf.select_replica(tower.number, result)
 
 
-class _Meeting:
+class _SyncPoint:
     """What a tower brings to a ``merge_call``."""
 
     def __init__(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -226,14 +226,14 @@ class _TowerThread(threading.Thread):
         self._running = False
         self._stopping = False
         self.number = context.tower
-        self.meeting: _Meeting | None = None
+        self.point: _SyncPoint | None = None
         self.answer: Any = None
         self.result: Any = None
         self.error: BaseException | None = None
         self.ended = False
 
     def proceed(self) -> None:
-        """Lets the tower run until it meets the others or ends (called by the caller's thread)."""
+        """Lets the tower run to a sync point or its end (called by the caller's thread)."""
         if self.ident is None:
             self.start()
         self._running = True
@@ -242,9 +242,9 @@ class _TowerThread(threading.Thread):
         while not self._paused.acquire(timeout=.5):
             pass
 
-    def pause(self, meeting: _Meeting) -> Any:
+    def pause(self, point: _SyncPoint) -> Any:
         """Waits for the others (called by the tower's thread)."""
-        self.meeting = meeting
+        self.point = point
         self._running = False
         self._paused.release()
         self._go.acquire()

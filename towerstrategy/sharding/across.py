@@ -4,7 +4,7 @@ Goes in: one value a worker, and how all workers' make one: their sum, their row
 another, their extreme.  Comes out: that one, on each of them.
 
 Nothing crosses by itself.  When all nodes of a graph are there, what crosses is sorted by how often
-something has crossed before it; what crosses as often goes together, as :mod:`meeting` packs it.
+something has crossed before it; what crosses as often goes together, as ``Workers`` pack it.
 All collective operations of a graph wait for one another, and all workers have made the same ones,
 so they come in one order everywhere: also those within branches and loops.
 """
@@ -36,7 +36,7 @@ class Across:
     """What crosses the workers of the nodes that a builder collects.
 
     Args:
-      workers: where they meet; None with a single machine, where nothing crosses.
+      workers: what synchronizes them; None with a single machine, where nothing crosses.
       graph: the graph of the step, from which this one may be a branch or a loop.
       builder: collects the nodes.
       outside: what stands among the nodes for a tensor of ``graph``.

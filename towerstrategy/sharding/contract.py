@@ -156,9 +156,9 @@ def _each(operation: tf.Operation, states: Sequence[State]) -> list[State]:
     plan = plan_of(Op(operation), specs)
     if plan is None or not all(_goes_in(spec, wanted, operation.inputs[index])
                                for index, (spec, wanted) in enumerate(zip(specs, plan.takes))):
-        meets = any(isinstance(spec, (Sharded, Partial)) for spec in specs) and not any(
+        crosses = any(isinstance(spec, (Sharded, Partial)) for spec in specs) and not any(
             isinstance(spec, ListOf) for spec in specs)
-        return [State(None, 0, _cause(operation, specs)) if meets else UNKNOWN] * count
+        return [State(None, 0, _cause(operation, specs)) if crosses else UNKNOWN] * count
     power = _power(operation, states)
     if power is None:
         return [UNKNOWN] * count

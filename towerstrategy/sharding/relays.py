@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from towerstrategy.sharding.builder import Builder, Ref
 
-LEAST = 2**20  # bytes; what is smaller waits for links less than for one more meeting
+LEAST = 2**20  # bytes; what is smaller waits for links less than for one more sync point
 FEWEST = 4  # towers
 
 Halves = tuple[tuple[str, ...], ...]

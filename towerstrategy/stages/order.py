@@ -8,10 +8,10 @@ hold their activations at the same time.  Here the first operations of a micro-b
 need nothing else of it, wait for the last ones of the micro-batch before, its gradients as a rule.
 So a device holds the activations of one micro-batch.
 
-Where replicas meet and go on with what all of them have brought (a mean over the whole batch), no
+Where replicas synchronize and go on with what all of them have brought (a mean over all rows), no
 micro-batch can come to its end before all have come to that point.  Their work is in *rounds* then:
-round 0 is what needs nothing of a meeting, round 1 what needs something that was made of round 0's
-results, and so on; in each round micro-batches follow one another.  A meeting whose result no
+round 0 is what needs nothing of a sync point, round 1 what needs something made of round 0's
+results, and so on; in each round micro-batches follow one another.  A sync point whose result no
 replica reads, such as the update of a moving mean, makes no round.  Nor does one of what is made of
 the inputs alone, such as how many steps of all rows a mask leaves: that is in no order, and done
 when the inputs are there.
@@ -198,18 +198,18 @@ class _Traced:
 
 
 def _brought_of_inputs(traced: _Traced, owners: Mapping[str, int]) -> set[str]:
-    """The names of what replicas bring to meetings, where these need no variable and no state."""
+    """The names of what replicas bring to sync points that need no variable and no state."""
     of_inputs: set[str] = set()
-    meeting: set[str] = set()  # what is no replica's and needs something of one
+    shared: set[str] = set()  # what is no replica's and needs something of one
     for name in traced.in_order():
         operation, waits = traced.operations[name], traced.waits[name]
         if not operation.op_def.is_stateful and waits <= of_inputs \
                 and not any(tensor.dtype == tf.resource for tensor in operation.inputs):
             of_inputs.add(name)
-        if name not in owners and any(other in owners or other in meeting for other in waits):
-            meeting.add(name)
+        if name not in owners and any(other in owners or other in shared for other in waits):
+            shared.add(name)
     reached = [other for name in owners for other in traced.waits[name]
-               if other in meeting and other in of_inputs]
+               if other in shared and other in of_inputs]
     found: set[str] = set()
     while reached:
         name = reached.pop()

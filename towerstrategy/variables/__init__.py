@@ -1,1 +1,1 @@
-"""The one copy, tower-local variables, and writes where towers cannot meet."""
+"""The one copy, tower-local variables, and writes where towers cannot sync."""

@@ -1,8 +1,8 @@
-"""Writes to the one copy from where the towers cannot meet: branches, loops and nested functions.
+"""Writes to the one copy from where the towers cannot sync: branches, loops and nested functions.
 
 Goes in: what one tower has run, or traced, since it last met the others.  Comes out: the variables
 that it has written there, each with the value that this tower has made of it; and, where the towers
-meet next, one value for all.
+sync next, one value for all.
 
 Each tower writes to a temporary copy of its own, which starts with the variable's value.  What the
 tower does from there on until the next sync point reads and writes that copy, so that no tower sees
@@ -34,7 +34,7 @@ Written = dict[int, tuple[Any, Any]]
 
 
 def divert(graph: tf.Graph, operations: Sequence[tf.Operation], owned: Iterable[Any]) -> Written:
-    """Gives a tower's operations temporary copies for what they write where towers cannot meet.
+    """Gives a tower's operations temporary copies for what they write where towers cannot sync.
 
     Args:
       graph: the graph that is being traced.
@@ -57,7 +57,7 @@ def divert(graph: tf.Graph, operations: Sequence[tf.Operation], owned: Iterable[
             if id(variable) not in written and operation in called \
                     and _tf.writers_of(graph, operation, index) - _REPLACING:
                 _check_raw(variable, operation)
-                written[id(variable)] = variable, _stand_in(graph, variable, tensor)
+                written[id(variable)] = variable, _temporary(graph, variable, tensor)
             if id(variable) in written:
                 _tf.set_input(operation, index, written[id(variable)][1])
     return written
@@ -76,14 +76,14 @@ def merge_written(shares: shares_lib.Shares, towers: Sequence[Written],
     for key, variable in every.items():
         with tf.device(homes_lib.home_of(variable)):
             # Not read_value, which would tell TensorFlow that a tower's code uses the variable.
-            before = read_stand_in(variable, variable.handle)
+            before = read_temporary(variable, variable.handle)
             values = [read(variable, written[key][1]) if key in written else before
                       for written in towers]
             value = written_lib.value_alone(variable, values, shares, before)
             _tf.ResourceVariable.assign(variable, value, read_value=False)
 
 
-def read_stand_in(variable: Any, handle: tf.Tensor) -> tf.Tensor:
+def read_temporary(variable: Any, handle: tf.Tensor) -> tf.Tensor:
     """The value behind the handle of a temporary copy for ``variable``."""
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
 
@@ -113,7 +113,7 @@ class Turns:
                 self._before[id(variable)] = variable, variable.read_value()
 
     def end_turn(self) -> None:
-        """A tower has come to where it meets the others."""
+        """A tower has come to a sync point."""
         self._towers.append({key: (variable, variable.read_value())
                              for key, (variable, _) in self._before.items()})
         for variable, value in self._before.values():
@@ -162,7 +162,7 @@ def by_handle(graph: tf.Graph, owned: Iterable[Any]) -> dict[str, Any]:
             if id(outer) in by_id}
 
 
-def _stand_in(graph: tf.Graph, variable: Any, handle: tf.Tensor) -> tf.Tensor:
+def _temporary(graph: tf.Graph, variable: Any, handle: tf.Tensor) -> tf.Tensor:
     """The handle of a new variable with the value that ``handle`` has."""
     with graph.as_default(), tf.control_dependencies(None), _tf.not_recorded(), \
             tf.device(None), tf.device(homes_lib.home_of(variable)):
@@ -180,11 +180,11 @@ def _started(dtype: tf.DType, shape: tf.TensorShape) -> Callable[[tf.Tensor], tf
     """
 
     @tf.function(autograph=False)
-    def stand_in(handle: tf.Tensor) -> tf.Tensor:
+    def temporary(handle: tf.Tensor) -> tf.Tensor:
         made = _tf.anonymous_variable(dtype, shape)
         value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
         start = tf.raw_ops.AssignVariableOp(resource=made, value=value)
         with tf.control_dependencies([start]):
             return tf.identity(made)
 
-    return stand_in
+    return temporary

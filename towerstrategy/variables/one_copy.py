@@ -208,9 +208,9 @@ class TowerVariable(_tf.ResourceVariable):
         return tower.merge_call(merged, args=(where, value))
 
     def _alone(self, tower: contexts.TowerContext, refused: bool, merges: bool = True) -> None:
-        """A write is being made inside control flow, where the towers cannot meet.
+        """A write is being made inside control flow, where the towers cannot sync.
 
-        Each tower writes for itself, and they merge where they meet next, see :mod:`alone`.
+        Each tower writes for itself, and they merge at the next sync point, see :mod:`alone`.
         """
         tower.refuse_compiled_write(self)
         if tower.several and refused:
@@ -220,12 +220,12 @@ class TowerVariable(_tf.ResourceVariable):
 
 
 def _has_workers(tower: contexts.TowerContext) -> bool:
-    """Whether there are other machines, which cannot meet in control flow either."""
+    """Whether there are other machines, which cannot sync in control flow either."""
     return tower.strategy.extended.workers is not None
 
 
 def _merged(tower: contexts.TowerContext, value: Any, write: Callable[[list[Any]], Any]) -> Any:
-    """What ``write`` makes, where the towers meet, of the value that each of them brings."""
+    """What ``write`` makes, at the sync point, of the value that each of them brings."""
     return tower.merge_call(lambda _, values: write(contexts.all_values(values, tower.count)),
                             args=(value,))
 
