@@ -15,7 +15,6 @@ from tensorflow.python.framework import (
     func_graph as func_graph_lib,
     function_def_to_graph,
     op_def_registry,
-    tensor_util,
 )
 from tensorflow.python.ops import control_flow_util_v2
 
@@ -23,7 +22,7 @@ from towerstrategy._tensorflow import compiling, functions, graphs
 
 __all__ = ("add_function", "body_of", "call_by_each_tower", "called_body", "called_by_each_tower",
     "constant_value", "hand_on_all_functions", "is_compiled", "new_function_graph", "op_def",
-    "placeholder_like", "trace", "value_as_shape")
+    "placeholder_like", "trace")
 PRIVATE_NAMES = {
     "python.client.pywrap_tf_session:TF_TryEvaluateConstant_wrapper":
         "the value of axes that are computed from constants, which tf.get_static_value gives up on",
@@ -34,12 +33,10 @@ PRIVATE_NAMES = {
         "the graph of a function of which TensorFlow has kept the definition alone",
     "python.framework.ops:Operation._set_attr": "says of a call who calls",
     "python.framework.op_def_registry:get": "the definition of a type of operations",
-    "python.framework.tensor_util:constant_value_as_shape": "the known entries of a shape",
     "python.ops.control_flow_util_v2:create_new_tf_function": "makes a function of a graph",
 }
 
 op_def = op_def_registry.get
-value_as_shape = tensor_util.constant_value_as_shape
 _numbers = itertools.count()  # functions of one name must be one function, in a whole process
 
 

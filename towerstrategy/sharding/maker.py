@@ -96,29 +96,15 @@ class Maker:
         """The shape of a sharded input with all rows."""
         value, spec = self.inputs[index], self.inputs[index].spec
         assert isinstance(spec, Sharded)
-        rank = value.shape.rank
-        first = None
-        if rank is None or None in [size for dim, size in enumerate(value.shape)
-                                    if dim != spec.dim]:
-            first = self.make("Shape", [value.part(0)], 0, out_type=dtype)
-        if rank is None:
-            assert first is not None
-            index_ref = self.constant([[spec.dim]], tf.int32, HOST)
-            rows = self.make("Reshape", [self.rows(index, dtype),
-                                         self.constant([1], tf.int32, HOST)], HOST)
-            return self.make("TensorScatterUpdate", [first, index_ref, rows], HOST)
-        if rank == 0:
-            return self.constant([], dtype, HOST)
-        numbers = []
-        for dim, size in enumerate(value.shape):
-            if dim == spec.dim:
-                numbers.append(self.rows(index, dtype))
-            elif size is not None:
-                numbers.append(self.constant(size, dtype, HOST))
-            else:
-                assert first is not None
-                numbers.append(self._entry(first, dim, HOST))
-        return self.make("Pack", numbers, HOST, axis=0)
+        rows, static = self.rows(index, dtype), value.shape
+        if static.rank is not None and None not in [
+                size for dim, size in enumerate(static) if dim != spec.dim]:
+            return self.make("Pack", [rows if dim == spec.dim else self.constant(size, dtype, HOST)
+                                      for dim, size in enumerate(static)], HOST, axis=0)
+        first = self.make("Shape", [value.part(0)], 0, out_type=dtype)
+        rows = self.make("Reshape", [rows, self.constant([1], tf.int32, HOST)], HOST)
+        return self.make("TensorScatterUpdate", [
+            first, self.constant([[spec.dim]], tf.int32, HOST), rows], HOST)
 
     def _entry(self, vector: Ref, index: int, tower: int | None) -> Ref:
         return self.make("GatherV2", [vector, self.constant(index, tf.int32, tower),

@@ -28,6 +28,10 @@ def _can_be_held(spec: Spec) -> bool:
     return isinstance(spec, (Sharded, Partial, Size, ListOf))
 
 
+def _size_or_whole(spec: Spec) -> Spec:
+    return spec if isinstance(spec, Size) else REPLICATED
+
+
 def is_empty(held: tf.Tensor) -> bool:
     """Whether a list made once has no entries, so that it may serve as each tower's.
 
@@ -85,7 +89,7 @@ def pop_back(op: Op, specs: Sequence[Spec]) -> Plan | None:
     held = specs[0]
     if not isinstance(held, ListOf):
         return None
-    takes = [held, *[spec if isinstance(spec, Size) else REPLICATED for spec in specs[1:]]]
+    takes = [held, *map(_size_or_whole, specs[1:])]
     element = held.element or _zeros(specs[1])
     return Plan(takes, [held, element]) if _shaped_as(op, 1, specs[1], element) else None
 
@@ -95,7 +99,7 @@ def get_item(op: Op, specs: Sequence[Spec]) -> Plan | None:
     held = specs[0]
     if not isinstance(held, ListOf) or not is_plain(specs[1]):
         return None
-    takes = [held, REPLICATED, *[s if isinstance(s, Size) else REPLICATED for s in specs[2:]]]
+    takes = [held, REPLICATED, *map(_size_or_whole, specs[2:])]
     element = held.element or _zeros(specs[2])
     return Plan(takes, [element]) if _shaped_as(op, 2, specs[2], element) else None
 
@@ -110,7 +114,7 @@ def from_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec = specs[0]
     if not isinstance(spec, Sharded) or spec.dim == 0:
         return None
-    return Plan([spec, *[s if isinstance(s, Size) else REPLICATED for s in specs[1:]]],
+    return Plan([spec, *map(_size_or_whole, specs[1:])],
                 [ListOf(spec.at(spec.dim - 1))])
 
 
@@ -119,7 +123,7 @@ def stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
     held = specs[0]
     if not isinstance(held, ListOf):
         return None
-    takes = [held, *[s if isinstance(s, Size) else REPLICATED for s in specs[1:]]]
+    takes = [held, *map(_size_or_whole, specs[1:])]
     element = held.element
     if not _shaped_as(op, 1, specs[1], element or REPLICATED):
         return None

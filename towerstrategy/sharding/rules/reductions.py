@@ -19,9 +19,8 @@ from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded,
 _PARTS = {"Sum": "sum", "Max": "max", "Min": "min", "All": "and", "Any": "or"}
 
 
-def remaining(op: Op, spec: Sharded, axes: Sequence[int], keep: bool) -> Sharded:
+def _remaining(spec: Sharded, axes: Sequence[int], keep: bool) -> Sharded:
     """Where the rows are when these axes, not among them the rows', are reduced."""
-    del op
     return spec if keep else spec.at(spec.dim - sum(axis < spec.dim for axis in axes))
 
 
@@ -56,7 +55,7 @@ def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if axes is None:
         return None
     if spec.dim not in axes:
-        return Plan(takes, [remaining(op, spec, axes, keep)])
+        return Plan(takes, [_remaining(spec, axes, keep)])
     if op.type in _PARTS:
         return Plan(takes, [Partial(_PARTS[op.type])])
     if op.type == "Mean" and op.inputs[0].dtype.is_floating:
@@ -92,7 +91,7 @@ def arg_reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, axes = specs[0], op.axes(1, op.rank(0))
     if not isinstance(spec, Sharded) or axes is None or spec.dim in axes:
         return None
-    return Plan([spec, REPLICATED], [remaining(op, spec, axes, False)])
+    return Plan([spec, REPLICATED], [_remaining(spec, axes, False)])
 
 
 @rule("L2Loss")

@@ -46,7 +46,7 @@ def _reshaped(op: Op, spec: Sharded, target: Spec) -> Sharded | None:
     A dimension of rows stays one where what is in front of it is the same before and after, and
     where what it is put together with, or taken from, comes behind it.
     """
-    before, after = _before(op), _after(op, target)
+    before, after = sizes_of(op.inputs[0]), _after(op)
     if after is None:
         return None
     if isinstance(target, Size):
@@ -74,18 +74,13 @@ def _reshaped(op: Op, spec: Sharded, target: Spec) -> Sharded | None:
     return dataclasses.replace(spec, dim=place, times=times)
 
 
-def _before(op: Op) -> list[int | None] | None:
-    return sizes_of(op.inputs[0])
-
-
-def _after(op: Op, target: Spec) -> list[Any] | None:
+def _after(op: Op) -> list[Any] | None:
     """The sizes that are asked for; None where they are known when the step runs only."""
     known = shapes.static_sizes(op, 1, REPLICATED)
     rank = op.outputs[0].shape.rank
     if rank is None:
         return None
     static = op.outputs[0].shape.as_list()
-    del target
     if known is None or len(known) != rank:
         return static
     return [size if size is not None else own if own is None or own >= 0 else None
