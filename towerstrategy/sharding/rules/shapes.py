@@ -6,6 +6,7 @@ long as the towers' add up to the batch's; else the batch's is meant.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,10 +54,7 @@ def size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, static = specs[0], op.inputs[0].shape
     if not isinstance(spec, Sharded):
         return None if isinstance(spec, ListOf) else Plan(specs, [REPLICATED])
-    times = None
-    if static.rank is not None and spec.times is not None:
-        others = [number for dim, number in enumerate(static) if dim != spec.dim]
-        times = None if None in others else spec.times * int(np.prod(others, dtype=np.int64))
+    times = None if static.rank is None else _times(static.as_list(), spec.dim, spec)
 
     def whole(m: Any) -> list[Any]:
         dtype = op.outputs[0].dtype
@@ -171,11 +169,15 @@ def product_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not isinstance(spec, Size) or op.out_rank() != 0 or op.rank(0) != 1:
         return None
     known = static_sizes(op, 0, spec)
-    times = None
-    if known is not None and spec.times is not None:
-        others = [number for at, number in enumerate(known) if at != spec.at]
-        times = None if None in others else spec.times * int(np.prod(others, dtype=np.int64))
+    times = None if known is None else _times(known, spec.at, spec)
     return Plan([spec, REPLICATED], [Size(0, times, spec.group)])
+
+
+def _times(sizes: Sequence[Any], rows: int, spec: Sharded | Size) -> int | None:
+    """Entries an example has in a tensor of these sizes; None if unknown."""
+    others = [size for at, size in enumerate(sizes) if at != rows]
+    known = spec.times is not None and None not in others
+    return math.prod(map(int, [spec.times, *others])) if known else None
 
 
 @rule("DynamicStitch")
