@@ -1,1 +1,1 @@
-"""R results -> one: shares, sums, gradients, factors, reductions."""
+"""R results -> one: shares, sums, gradients, reductions, results."""

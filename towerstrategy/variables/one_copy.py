@@ -1,12 +1,8 @@
-"""The one copy, and tower-local variables.
+"""The one copy of a variable, at its home, whatever the number of towers.
 
-Goes in: what TensorFlow's variable creators pass on, and the strategy's placement.  Comes out: for
-a variable that is not tower-local a :class:`TowerVariable`, one real resource variable at its home;
-for a tower-local one (``synchronization=ON_READ``, metrics) a :class:`TowerLocalVariable` with a
-part on every tower.
-
-A write to a :class:`TowerVariable` inside a tower is merged with the other towers' and done once,
-see :mod:`written`.
+Goes in: a resource variable and its strategy.  Comes out: the same object as a
+:class:`TowerVariable`.  A write inside a tower is merged with the other towers' and done once, see
+:mod:`written`.
 """
 
 from __future__ import annotations
