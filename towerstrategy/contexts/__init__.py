@@ -1,4 +1,4 @@
-"""Replica contexts: what a tower is, what it knows of its rows, at the sync point."""
+"""Replica contexts: what a tower is, what it knows of its rows, and its sync points."""
 
 from towerstrategy.contexts.call import (
     NESTED_MERGE as NESTED_MERGE,
