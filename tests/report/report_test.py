@@ -782,12 +782,33 @@ class SampleTest(parameterized.TestCase):
             ("tower_0_CPU_1x/MatMul:MatMul", 45, 1),
             ("f/tower_1_CPU_2/Read/_3:_Send", 46, 0.5),
             ("f/merge/while/body/_3/merge/while/tower_1_CPU_2/Mul:Mul", 47, 0.125),
+            ("f/tower_1_CPU_2/while/body/_9/tower_0_CPU_1/while/Mul:Mul", 48, 0.25),
             ("StatefulPartitionedCall:StatefulPartitionedCall", 0, 50)],
             "tf_data_private": [("tower_split/strided_slice:StridedSlice", 30, 0.25)],
             "tf_data_next": [("IteratorGetNextOp::DoCompute", 0, 0.125)]}))
-        self.assert_ms([found.step, *found.towers], 50, 2, 4.625)
+        self.assert_ms([found.step, *found.towers], 50, 2, 4.875)
         self.assert_ms([found.merge, found.update, found.split, found.input], 8, 17, 0.25, 0.125)
         self.assertAlmostEqual(found.idle(0), 0.96)
+
+    def test_a_loop_in_a_replica_function(self):
+        """Else all towers' loops are tower 0's time, and measured shares leave it no rows."""
+        strategy = TowerStrategy(TOWERS[:2])
+        value = tf.ones([200, 200]) / 200
+
+        def step(x):
+            return tf.while_loop(lambda turn, _: turn < tf.shape(x)[0],
+                                 lambda turn, kept: (turn + 1, value @ kept), (0, value))[1]
+
+        run = tf.function(lambda x: strategy.run(step, (x,)))
+        parts = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.ones([1 + 300 * context.replica_id_in_sync_group, 1]))
+        run(parts)
+        samples = []
+        for _ in range(3):
+            recording = sample_lib.Recording()
+            run(parts)
+            samples.append(recording.end(("CPU", "CPU"), "CPU").towers)
+        self.assertGreater(*reversed(np.min(samples, 0)))
 
     def test_operations_at_the_same_time_count_once(self):
         """Else a tower is busy for longer than the step takes."""

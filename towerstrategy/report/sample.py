@@ -31,8 +31,9 @@ from towerstrategy.report import quiet
 _WINDOW = "towerstrategy_sample"
 # Seconds: about what starting a step's operations, and looking at them, takes.
 _TOO_SHORT = 1e-3
-# A tower's part of a loop that turns for all towers is in the scope of the loop, done once.
-_SCOPE = re.compile(rf"(?:.*/)?tower_(?P<tower>\d+)_[A-Z]+_\d+(?=[/:]|$)|(?:^|.*?/)(?:"
+# A tower's part of a loop that turns for all towers is in the scope of the loop, done once; the
+# body of a tower's own loop is named after tower 0, whose trace it is, within the tower's scope.
+_SCOPE = re.compile(rf"(?:.*?/)?tower_(?P<tower>\d+)_[A-Z]+_\d+(?=[/:]|$)|(?:^|.*?/)(?:"
                     rf"(?P<merge>merge)|(?P<split>{datasets_lib.SCOPE}(?:_\d+)?))(?=[/:]|$)")
 _UPDATE = re.compile(rf"(?:^|/){scopes.UPDATE}(?:_\d+)?(?=[/:]|$)")
 _OPERATION = re.compile(r"(?<!:):_?[A-Z]\w*$")
