@@ -171,6 +171,27 @@ class ContractTest(parameterized.TestCase):
         for one, other in zip(weights, one_device(RIGHT["loss_object"])):
             np.testing.assert_allclose(one, other, rtol=1e-6)
 
+    def test_each_model_is_told_of_once(self):
+        """Else a second model with the same mistake trains in silence, or each retrace nags."""
+        strategy = towerstrategy.TowerStrategy(DEVICES[:3])
+        for _ in range(2):
+            self.assertLen(trained(strategy, WRONG["mean"])[1], 1)
+        with strategy.scope():
+            weights = [tf.Variable(value) for value in WEIGHTS]
+            optimizer = keras.optimizers.SGD(.1)
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(squares(weights, x, y))
+            optimizer.apply(tape.gradient(loss, weights), weights)
+
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for rows in (8, 5):
+                tf.function(lambda *batch: strategy.run(step, batch))(
+                    *strategy.split((X[:rows], Y[:rows])))
+        self.assertLen(said, 1)
+
     def test_a_gradient_that_no_optimizer_gets(self):
         """Else a norm that is only looked at is warned of."""
         def looked_at(strategy, w, x, y):

@@ -198,9 +198,10 @@ class _Once(contexts.Call):
         evenly = self._shares.are_equal or not self._shares.are_known
         for gradient, variable in zip(gradients, variables):
             problem = self.contract.problem(gradient, asked and evenly)
-            if problem and problem not in said:
-                self._warn(problem, variable)
-                said.add(problem)
+            if problem:
+                if (problem, id(variable)) not in said:
+                    self._warn(problem, variable)
+                    said[problem, id(variable)] = variable
                 return
 
     def _warn(self, problem: str, variable: Any) -> None:
