@@ -18,6 +18,7 @@ from peers import mirrored, per_replica, plain, two_towers
 from towerstrategy.report import description
 
 InputOptions = tf.distribute.InputOptions
+X = np.ones([5, 8], "float32")
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -273,6 +274,12 @@ class BatchTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "dataset is not batched: call dataset.batch"):
             towerstrategy.TowerStrategy(towers).experimental_distribute_dataset(examples)
 
+    def test_arrays_for_a_dataset(self):
+        """Else who forgets from_tensor_slices gets pages of numbers for an error."""
+        with self.assertRaisesRegex(TypeError, r"dataset must be a tf.data.Dataset, but got \["
+                                    r"<ndarray of float32, shape \(5, 8\)>, 1\] of type list"):
+            two_towers().experimental_distribute_dataset([X, 1])
+
     def test_dataset_functions(self):
         """Else a wrong function ends in a message that does not say which one."""
         strategy = two_towers()
@@ -311,6 +318,7 @@ class CallsTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("fn", (None,), {}, TypeError, "fn must be a function, but got None"),
         ("args", (len, 1), {}, ValueError, "args must be a list or tuple.*got 1 of type int"),
+        ("array", (len, X), {}, ValueError, r"got <ndarray of float32, shape \(5, 8\)> of type nd"),
         ("kwargs", (len, (), [1]), {}, TypeError, "kwargs must be None or a dictionary"),
         ("options", (len,), {"options": "x"}, TypeError, "options must be None or a tf.distribute"))
     def test_run(self, args, kwargs, error, message):

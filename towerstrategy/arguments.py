@@ -45,7 +45,7 @@ def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
     check_function("fn", fn)
     if not isinstance(args, (list, tuple)):
         raise ValueError("args must be a list or tuple of positional arguments, but got "
-                         f"{args!r} of type {type(args).__name__}.")
+                         f"{refused.shown(args)} of type {type(args).__name__}.")
     refused.check_type("kwargs", kwargs, (type(None), dict),
                        "None or a dictionary of keyword arguments")
     refused.check_type("options", options, (type(None), tf.distribute.RunOptions),
@@ -121,7 +121,8 @@ def check_options(strategy: Any, input_signature: Any, autograph: Any, jit_compi
     for leaf in tf.nest.flatten(input_signature or ()):
         if not isinstance(leaf, tf.TypeSpec):
             raise TypeError("input_signature must have a tf.TensorSpec, or another tf.TypeSpec, "
-                            f"for each argument, but has {leaf!r} of type {type(leaf).__name__}.")
+                            f"for each argument, but has {refused.shown(leaf)} of type "
+                            f"{type(leaf).__name__}.")
     for name, value in (("autograph", autograph), ("reduce_retracing", reduce_retracing)):
         refused.check_type(name, value, bool, "True or False")
     refused.check_type("jit_compile", jit_compile, (bool, type(None)), "True, False or None")
@@ -160,7 +161,8 @@ def check_structures(argument: str, values: list[Any]) -> None:
         except (TypeError, ValueError):
             raise ValueError(
                 f"{argument} must return the same structure for every tower, but for tower {tower} "
-                f"it returned {value!r}, and for tower 0 {values[0]!r}.") from None
+                f"it returned {refused.shown(value)}, and for tower 0 "
+                f"{refused.shown(values[0])}.") from None
 
 
 def _check_op(reduce_op: Any) -> None:
@@ -194,8 +196,8 @@ def _check_numbers(strategy: tf.distribute.Strategy, path: str, parts: Any) -> N
         array = isinstance(part, np.ndarray) and np.issubdtype(part.dtype, np.number)
         if not (isinstance(part, (_tf.CompositeTensor, numbers.Number)) or tf.is_tensor(part)
                 or array):
-            raise TypeError(f"{path} must hold tensors, but {_name(strategy, tower)} has {part!r} "
-                            f"of type {type(part).__name__}.")
+            raise TypeError(f"{path} must hold tensors, but {_name(strategy, tower)} has "
+                            f"{refused.shown(part)} of type {type(part).__name__}.")
 
 
 def _check_has_sum(strategy: tf.distribute.Strategy, path: str, parts: Any) -> None:

@@ -48,8 +48,8 @@ def _as_loss(loss: Any) -> tf.Tensor:
     except (TypeError, ValueError) as error:
         raise refused.wrong_type("loss", loss, "a floating point tensor") from error
     if not value.dtype.is_floating:
-        raise TypeError(f"loss must be a floating point tensor, but got {loss!r} of dtype "
-                        f"{value.dtype.name}.")
+        raise TypeError(f"loss must be a floating point tensor, but got "
+                        f"{refused.shown(value)}.")
     return value
 
 

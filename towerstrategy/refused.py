@@ -5,13 +5,31 @@ Goes in: an argument.  Comes out: nothing, or an error.
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
+
+
+class _Shown(reprlib.Repr):
+    """Of arrays and tensors, in lists and dictionaries too, their dtypes and shapes alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxdict = 16
+        self.maxstring = self.maxother = self.maxlong = 300
+
+    def repr1(self, x: Any, level: int) -> str:
+        if not isinstance(x, type) and hasattr(x, "dtype") and hasattr(x, "shape"):
+            return f"<{type(x).__name__} of {getattr(x.dtype, 'name', x.dtype)}, shape {x.shape}>"
+        return super().repr1(x, level)
+
+
+shown = _Shown().repr
 
 
 def wrong_type(argument: str, given: Any, expected: str) -> TypeError:
     """The error for an argument of a wrong type."""
     return TypeError(
-        f"{argument} must be {expected}, but got {given!r} of type {type(given).__name__}.")
+        f"{argument} must be {expected}, but got {shown(given)} of type {type(given).__name__}.")
 
 
 def check_type(argument: str, given: Any, types: Any, expected: str) -> None:

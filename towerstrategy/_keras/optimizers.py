@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import contexts, losses
+from towerstrategy import contexts, losses, refused
 from towerstrategy.merge import gradients as gradients_lib, merging
 from towerstrategy.placement import homes as homes_lib, scopes
 from towerstrategy.sharding import step
@@ -58,10 +58,10 @@ def _check_one_copy(strategy: tf.distribute.Strategy, gradients: Sequence[Any]) 
     for gradient in gradients:
         if isinstance(gradient, tf.distribute.DistributedValues):
             raise ValueError(
-                f"an optimizer was given a gradient that differs between the towers, {gradient!r}, "
-                "outside of them. Call it inside of the function given to strategy.run, where "
-                "gradients are merged, or reduce them first: strategy.reduce(\"SUM\", ..., "
-                "axis=None).")
+                "an optimizer was given a gradient that differs between the towers, "
+                f"{refused.shown(gradient)}, outside of them. Call it inside of the function given "
+                "to strategy.run, where gradients are merged, or reduce them first: "
+                "strategy.reduce(\"SUM\", ..., axis=None).")
     if strategy.extended.workers is not None:
         raise ValueError(
             "an optimizer was called in the strategy's scope, outside of strategy.run, on one of "

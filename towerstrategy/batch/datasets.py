@@ -358,7 +358,7 @@ def check_batched(dataset: Any, batches: Sequence[int] | None = None) -> None:
 def _check_made(dataset: Any) -> None:
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError("dataset_fn must return a tf.data.Dataset, but got "
-                        f"{dataset!r} of type {type(dataset).__name__}.")
+                        f"{refused.shown(dataset)} of type {type(dataset).__name__}.")
 
 
 def _check_like_first(tower: int, spec: Nest, first: Nest) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, refused
 from towerstrategy.placement import names
 
 MEASURED = "measured"
@@ -53,10 +53,11 @@ def _of_towers(shares: Any, towers: Sequence[str]) -> tuple[float, ...]:
     if isinstance(shares, (np.ndarray, tf.Tensor)):
         shares = np.asarray(shares).tolist()
     if not isinstance(shares, (list, tuple)):
-        raise TypeError(f"{_CHOICES}, but got {shares!r} of type {type(shares).__name__}.")
+        raise TypeError(f"{_CHOICES}, but got {refused.shown(shares)} of type "
+                        f"{type(shares).__name__}.")
     if len(shares) != len(towers):
         raise ValueError(f"shares must have a number for each of the {len(towers)} devices, but "
-                         f"got {len(shares)}: {shares!r}. The devices: "
+                         f"got {len(shares)}: {refused.shown(shares)}. The devices: "
                          f"{names.short_names(towers)}.")
     return tuple(_number(shares, tower, towers) for tower in range(len(towers)))
 
@@ -70,7 +71,8 @@ def _chosen(shares: str, towers: Sequence[str]) -> tuple[float, ...]:
 
 
 def _number(shares: Sequence[Any], tower: int, towers: Sequence[str]) -> float:
-    share, where = shares[tower], f"for {names.short_names(towers[tower:tower + 1])} in {shares!r}"
+    share, where = shares[tower], (
+        f"for {names.short_names(towers[tower:tower + 1])} in {refused.shown(shares)}")
     if isinstance(share, bool) or not isinstance(share, numbers.Real):
         raise TypeError(f"shares must be numbers, but got {share!r} of type "
                         f"{type(share).__name__} {where}.")

@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import warned
+from towerstrategy import refused, warned
 from towerstrategy.placement import asked_shares, cuts, names
 from towerstrategy.placement.names import (
     BALANCED as BALANCED,
@@ -219,7 +219,8 @@ def place(devices: Any, merge_device: Any, shares: Any = None, micro_batches: in
     if not isinstance(merge_device, str):
         raise TypeError(
             f'merge_device must be None, "cpu", "{BALANCED}" or a device string, but got '
-            f"{merge_device!r} of type {type(merge_device).__name__}. {names.devices_here()}")
+            f"{refused.shown(merge_device)} of type {type(merge_device).__name__}. "
+            f"{names.devices_here()}")
     if merge_device.lower() == BALANCED:
         return Placement(replicas, names.full_name("CPU:0", "merge_device"), len(towers) > 1, share,
                          taken_from, count)
@@ -284,7 +285,7 @@ def rows_of(devices: Any, mixed: bool = False,
     else:
         raise TypeError(
             f"devices must be None, a count, or a list of GPU ids or device strings, but got "
-            f"{devices!r} of type {type(devices).__name__}. {names.devices_here()}")
+            f"{refused.shown(devices)} of type {type(devices).__name__}. {names.devices_here()}")
     if not asked:
         raise ValueError("devices is empty, but at least one tower is needed. "
                          f"{names.devices_here()}")

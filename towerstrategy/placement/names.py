@@ -82,8 +82,9 @@ def tower_name(item: Any, argument: str = "devices") -> str:
     try:
         index = whole_number(argument, item)
     except TypeError:
-        raise TypeError(f"{argument} has an item {item!r} of type {type(item).__name__}. A list "
-                        f"holds GPU ids or device strings. {devices_here()}") from None
+        raise TypeError(f"{argument} has an item {refused.shown(item)} of type "
+                        f"{type(item).__name__}. A list holds GPU ids or device strings. "
+                        f"{devices_here()}") from None
     return full_name(f"GPU:{index}", argument, given=item)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, refused
 from towerstrategy.batch import rows as rows_lib, sub_batches
 from towerstrategy.merge import merging
 
@@ -78,7 +78,7 @@ def _signed(name: str, spec: Any, value: Any) -> Any:
         tf.nest.assert_same_structure(spec, value)
     except (TypeError, ValueError):
         raise ValueError(f"{name} must have the structure that input_signature says, {spec!r}, but "
-                         f"got {value!r}.") from None
+                         f"got {refused.shown(value)}.") from None
     return tf.nest.map_structure(lambda leaf, one: _of_leaf(name, leaf, one), spec, value)
 
 
