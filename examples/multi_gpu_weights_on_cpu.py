@@ -1,6 +1,7 @@
 """Keras' first example of ``multi_gpu_model``: weights on the CPU, merged there.
 
-Goes in: random images.  Comes out: Xception trained on several GPUs, and saved as a model of one.
+Goes in: random images.  Comes out: Xception trained on several GPUs, and saved as a model of one in
+``out/my_model.keras``.
 
     pip install .     # after `make demo`: .venv/bin/python has it
     python examples/multi_gpu_weights_on_cpu.py
@@ -9,6 +10,7 @@ Goes in: random images.  Comes out: Xception trained on several GPUs, and saved 
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Sequence
 
 import multi_gpu_setting
@@ -33,9 +35,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parallel_model.fit(setting.x, setting.y, epochs=1, batch_size=setting.batch_size)
 
     # Either of the two can be saved: they share the same weights.
-    model.save("my_model.keras")
-    print("saved my_model.keras:", tf.keras.models.load_model("my_model.keras").count_params(),
-          "parameters")
+    file = pathlib.Path("out/my_model.keras")
+    file.parent.mkdir(exist_ok=True)
+    model.save(file)
+    print(f"saved {file}:", tf.keras.models.load_model(file).count_params(), "parameters")
 
 
 if __name__ == "__main__":

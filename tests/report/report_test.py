@@ -327,6 +327,18 @@ class TrainingTest(parameterized.TestCase):
         self.assertEqual(png[:4], b"\x89PNG")
         self.assertEqual(styled.call_count, 1 if too_short else 2)
 
+    def test_the_picture_says_what_rows_are_of(self):
+        """Else an epoch's rows are read as those of the step whose time stands beside them."""
+        model = small_model(keras, TowerStrategy(TOWERS))
+        found = quiet()
+        model.fit(*data(20), batch_size=5, verbose=0, callbacks=[found])
+        with mock.patch.object(picture, "_style") as styled:
+            picture.draw(found.epochs)
+        axes = styled.call_args_list[0].args[0]
+        first = axes.get_yticklabels()[0].get_text()
+        self.assertEqual(first, "tower 0, CPU:1\n8 rows in the epoch")
+        self.assertNotIn("rows", "".join(text.get_text() for text in axes.texts))
+
     def test_a_short_training_has_numbers(self):
         """Else of a first try of two epochs the second has one line: nothing was looked at."""
         model = small_model(keras, TowerStrategy(TOWERS))

@@ -81,14 +81,15 @@ def _bars(axes: Any, epoch: Epoch, sample: Sample) -> None:
         if tells_idle:
             axes.barh(height, step, height=0.62, color=_IDLE)
         axes.barh(height, busy, height=0.62, color=_OTHER if part.idle is None else _TOWER)
-        rows = f"{part.rows:,} rows, " if part.rows is not None else ""
         idle = f", {part.idle:.0%} idle" if tells_idle else ""
         axes.text((step if tells_idle else busy) + 0.015 * shown, height,
-                  f"{rows}{busy:.3g} ms{idle}", va="center", color=_INK, fontsize=9)
+                  f"{busy:.3g} ms{idle}", va="center", color=_INK, fontsize=9)
     axes.set_yticks(range(len(epoch.parts)),
-                    [f"{part.name}, {part.device}" for part in epoch.parts], color=_INK)
+                    [f"{part.name}, {part.device}" if part.rows is None else
+                     f"{part.name}, {part.device}\n{part.rows:,} rows in the epoch"
+                     for part in epoch.parts], color=_INK)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.5 * shown)
+    axes.set_xlim(0, 1.4 * shown)
     axes.axvline(step, color=_MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
     axes.set_xlabel("ms in which at least one operation was running")
     more = "" if epoch.bubble is None else f", bubble {epoch.bubble:.0%}"
