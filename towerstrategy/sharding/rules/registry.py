@@ -135,7 +135,7 @@ def register(type: str, rule: Rule) -> None:
       TypeError: ``rule`` cannot be called.
 
     >>> import towerstrategy.sharding
-    >>> towerstrategy.sharding.register("Betainc", towerstrategy.sharding.by_example)
+    >>> towerstrategy.sharding.register("Mfcc", towerstrategy.sharding.by_example)
     """
     if not isinstance(type, str) or not hasattr(tf.raw_ops, type) and not _is_operation(type):
         raise ValueError("type must be the type of a TensorFlow operation that is loaded, such as "
