@@ -17,7 +17,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, extended, losses
-from towerstrategy.machines import clusters, workers as workers_lib
+from towerstrategy.machines import clusters, shards
 from towerstrategy.measured import measuring
 from towerstrategy.placement import devices as devices_lib, kind
 from towerstrategy.report import description
@@ -134,7 +134,7 @@ class TowerStrategy(kind.Kind):
                     else cluster_resolver)
         cluster = clusters.join(resolver, devices_lib.stages_asked(devices))
         placement = devices_lib.place(devices, merge_device, shares, micro_batches, balance)
-        workers = None if cluster is None else workers_lib.DealingMachines(
+        workers = None if cluster is None else shards.ShardingMachines(
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.shares, placement.shares_from)
         super().__init__(extended.TowerExtended(self, placement, workers, resolver,

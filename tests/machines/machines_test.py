@@ -13,7 +13,7 @@ from absl.testing import parameterized
 import towerstrategy
 from tests.machines import machines_workers
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.machines import clusters, meeting
+from towerstrategy.machines import clusters, collectives
 from towerstrategy.merge import gradients, shares as shares_lib
 
 WORKERS, TOWERS = 2, 2
@@ -118,7 +118,7 @@ class LeavesEarlyTest(parameterized.TestCase):
 
     def machines(self):
         """Two workers as a graph needs them, which is never run."""
-        machines = meeting.Machines.__new__(meeting.Machines)
+        machines = collectives.Machines.__new__(collectives.Machines)
         machines.__dict__.update(
             count=2, index=0, first=0, towers=1, replicas=2,
             _device="/device:CPU:0", _order=[0, 1],
@@ -146,7 +146,7 @@ class LeavesEarlyTest(parameterized.TestCase):
             return gradients.gradients([[value] for value in found],
                                        ["/device:CPU:0"] * len(found), shares, silenced)
 
-        with mock.patch.object(meeting, "LARGE", 2 * 4 * width * (width + 1)):
+        with mock.patch.object(collectives, "LARGE", 2 * 4 * width * (width + 1)):
             graph = step.get_concrete_function(
                 tf.TensorSpec([None, width]), tf.TensorSpec([2], tf.int64)).graph
         reduced = [operation for operation in graph.get_operations()

@@ -1,30 +1,12 @@
 """Every private TensorFlow name that the package uses, by subject.
 
-Goes in: the installed TensorFlow.  Comes out: what the modules below export, for the rest of the
+Goes in: the installed TensorFlow.  Comes out: what the modules below define, for the rest of the
 package, which imports nothing of ``tensorflow.python`` itself.  Their :data:`PRIVATE_NAMES` say
 where names stand upstream (``module:names``) and what for no public name does;
 ``tests/_tensorflow/tensorflow_names_test.py`` looks each up, so that a TensorFlow release that
 moves one fails loudly and here.
 """
 
-from towerstrategy._tensorflow import (
-    compiling,
-    data,
-    devices,
-    ends,
-    errors,
-    functions,
-    graphs,
-    importing,
-    losses,
-    machines,
-    partitioning,
-    seeds,
-    strategies,
-    threads,
-    values,
-    variables,
-)
 from towerstrategy._tensorflow.compiling import *
 from towerstrategy._tensorflow.data import *
 from towerstrategy._tensorflow.devices import *
@@ -44,10 +26,8 @@ from towerstrategy._tensorflow.variables import *
 from towerstrategy._tensorflow.wrapping import *
 
 # The functions of TensorFlow that the package replaces.
-PLACES = (losses.AVERAGE, losses.REGULARIZATION, seeds.KEYS, functions.RECORD, machines.CAPTURE)
+PLACES = (AVERAGE, REGULARIZATION, KEYS, RECORD, CAPTURE)
 PRIVATE_NAMES = {
-    f"tensorflow.{place}:{name}": why for module in (
-        compiling, data, devices, ends, errors, functions, graphs, importing, losses, machines,
-        partitioning, seeds, strategies, threads, values, variables)
-    for entry, why in module.PRIVATE_NAMES.items()
+    f"tensorflow.{place}:{name}": why for module in list(globals().values())
+    for entry, why in getattr(module, "PRIVATE_NAMES", {}).items()
     for place, _, names in [entry.partition(":")] for name in names.split()}

@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import kernels as kernels_lib
 
-__all__ = ("compile_by_xla", "has_xla_kernel", "line_of")
 PRIVATE_NAMES = {
     "python.framework.kernels:get_registered_kernels_for_op":
         "which operations XLA has, by dtype; publicly only trying tells",

@@ -11,8 +11,6 @@ from tensorflow.python.autograph.operators import control_flow, py_builtins
 from tensorflow.python.data.ops import iterator_ops, map_op, multi_device_iterator_ops
 from tensorflow.python.trackable import base as trackable
 
-__all__ = ("OwnedIterator", "Trackable", "inputs_of_dataset", "loop_over", "map_in_place",
-    "over_devices", "python_loops_with", "read_profile")
 PRIVATE_NAMES = {
     "python.autograph.operators.control_flow:for_loop_registry _tf_iterator_for_stmt":
         "what `for` in a tf.function goes over, by type, and how; no public registry",

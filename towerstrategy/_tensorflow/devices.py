@@ -5,7 +5,6 @@ from __future__ import annotations
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context as eager_context
 
-__all__ = ("current_device", "memory_limits")
 PRIVATE_NAMES = {
     "python.client.device_lib:list_local_devices":
         "the memory limit of each GPU; tf.config tells of memory in use alone",

@@ -17,7 +17,6 @@ import tensorflow as tf
 from towerstrategy._tensorflow.compiling import set_control_inputs
 from towerstrategy._tensorflow.values import is_eager
 
-__all__ = ("wait_by_device",)
 PRIVATE_NAMES = {
     "python.framework.func_graph:FuncGraph":
         "its control_outputs, what a function's end waits for, filled when all is traced",

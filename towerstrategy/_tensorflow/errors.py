@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-__all__ = ("add_note", "noting", "with_short_tracebacks")
 PRIVATE_NAMES = {
     "python.autograph.pyct.error_utils:ErrorMetadataBase":
         "an error's ag_error_metadata, from which autograph makes the error that users see",

@@ -25,11 +25,6 @@ from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow import wrapping
 
-__all__ = ("Function", "asserts", "autograph_convert", "capture_at_call", "clone_function",
-    "forget_trace", "function_definition", "functions_in_attributes", "functions_of",
-    "is_compiled_here", "is_in_control_flow", "is_jit_compiled", "light_graph_optimizer",
-    "may_be_recorded", "nested_function", "not_recorded", "variables_of_caller", "without_xla",
-    "wrap_gradient_functions", "writers_of")
 PRIVATE_NAMES = {
     "python.ops.control_flow_util:GraphOrParentsInXlaContext":
         "whether the function that is being traced will be compiled",

@@ -9,8 +9,6 @@ import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps, auto_control_deps_utils
 from tensorflow.python.ops import handle_data_util
 
-__all__ = ("add_control_input", "control_dependencies_of", "copy_handle_data", "crosses_machines",
-    "half_of", "makes_half", "set_device", "set_input", "touched_resources", "written_resources")
 PRIVATE_NAMES = {
     "python.framework.auto_control_deps:op_is_stateful":
         "which operations TensorFlow keeps in the order that they were made in",

@@ -15,7 +15,6 @@ import tensorflow as tf
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.framework import c_api_util
 
-__all__ = ("import_nodes",)
 PRIVATE_NAMES = {
     "python.client.pywrap_tf_session:TF_NewBufferFromString TF_DeleteBuffer "
     "TF_GraphImportGraphDefWithResults TF_ImportGraphDefOptionsAddInputMapping "

@@ -10,7 +10,6 @@ from tensorflow.python.ops import nn_impl_distribute
 
 from towerstrategy._tensorflow import wrapping
 
-__all__ = ("wrap_losses",)
 PRIVATE_NAMES = {
     "python.ops.nn_impl_distribute:compute_average_loss scale_regularization_loss":
         "those of tf.nn, which take all replicas to have as many rows, and to have some",

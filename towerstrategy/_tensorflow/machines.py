@@ -19,8 +19,6 @@ from tensorflow.python.ops import control_flow_util_v2
 from towerstrategy._tensorflow import wrapping
 from towerstrategy._tensorflow.strategies import Options
 
-__all__ = ("all_gather", "ask_worker", "call_once", "collective_launcher", "end_collectives",
-    "hand_keys_to_branches", "start_worker")
 PRIVATE_NAMES = {
     "python.distribute.cross_device_utils:CollectiveKeys CollectiveReplicaLauncher "
     "CollectiveReplicaLauncher._next_instance_key":

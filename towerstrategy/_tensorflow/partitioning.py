@@ -20,9 +20,6 @@ from tensorflow.python.ops import control_flow_util_v2
 
 from towerstrategy._tensorflow import compiling, functions, graphs
 
-__all__ = ("add_function", "body_of", "call_by_each_tower", "called_body", "called_by_each_tower",
-    "constant_value", "hand_on_all_functions", "is_compiled", "new_function_graph", "op_def",
-    "placeholder_like", "trace")
 PRIVATE_NAMES = {
     "python.client.pywrap_tf_session:TF_TryEvaluateConstant_wrapper":
         "the value of axes that are computed from constants, which tf.get_static_value gives up on",

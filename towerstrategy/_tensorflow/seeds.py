@@ -12,8 +12,6 @@ from tensorflow.python.framework import random_seed
 
 from towerstrategy._tensorflow import wrapping
 
-__all__ = ("OperationSeeds", "SEED_STEP", "global_seed", "graph_seed", "graph_seeded",
-    "operation_seeds_of_caller", "wrap_generators")
 PRIVATE_NAMES = {
     "python.eager.context:global_seed": "what tf.random.set_seed set, if anything",
     "python.ops.stateful_random_ops:Generator._preprocess_key":

@@ -12,8 +12,6 @@ from tensorflow.python.distribute import (
     distribute_lib,
 )
 
-__all__ = ("Options", "StrategyExtended", "UpdateContext",
-    "cross_replica_context", "no_strategy")
 PRIVATE_NAMES = {
     "python.distribute.collective_util:Options":
         "tf.distribute.experimental.CommunicationOptions, whose public name is an alias",

@@ -12,7 +12,6 @@ from tensorflow.python.ops import (
     variable_scope,
 )
 
-__all__ = ("ThreadState", "eager_if")
 PRIVATE_NAMES = {
     "python.ops.summary_ops_v2:_summary_state": "per-thread summary state",
     "python.ops.variable_scope:get_variable_scope variable_scope": "per-thread v1 variable scope",

@@ -15,9 +15,6 @@ from tensorflow.python.framework import (
 )
 from tensorflow.python.util import nest as private_nest
 
-__all__ = ("CompositeTensor", "Mirrored", "NoneTensorSpec", "PerReplica", "PerReplicaSpec",
-    "ReduceOp", "flatten_with_paths", "is_eager", "regroup", "select_replica", "update_regroup",
-    "value_container")
 PRIVATE_NAMES = {
     "python.distribute.distribute_utils:regroup select_replica update_regroup value_container":
         "groups per-tower results exactly as TensorFlow groups them",

@@ -18,10 +18,6 @@ from tensorflow.python.ops import (
 )
 from tensorflow.python.trackable import base as trackable_base
 
-__all__ = ("BaseResourceVariable", "CheckpointInitialValue", "DistributedVariable",
-    "ResourceVariable", "SyncOnReadSaveable", "SyncOnReadVariable", "anonymous_variable",
-    "is_saving_one_copy", "is_unread_variable", "is_variable", "replace_resource",
-    "share_dependencies", "shared_variable_creator_for", "tell_read", "variable_creator_scope")
 PRIVATE_NAMES = {
     "python.ops.resource_variable_ops:variable_accessed":
         "tells gradient tapes and functions that a variable is read; they watch its handle",

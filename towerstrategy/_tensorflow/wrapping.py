@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ("Place", "at_work", "enter_work", "keep_wrapped", "leave_work", "owner_name")
 MARK = "_towerstrategy_original"
 
 

@@ -1,7 +1,8 @@
 """A dataset -> this machine's part of each global batch.
 
 Goes in: the dataset that every worker of a cluster has made, and its auto-shard policy.  Comes out:
-a :class:`workers_data.WorkersDataset`.
+a :class:`workers_data.WorkersDataset`.  With it, the collectives (:mod:`collectives`) are what the
+core asks of several machines.
 """
 
 from __future__ import annotations
@@ -15,74 +16,75 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib, rows as rows_lib, splitting, sub_batches
 from towerstrategy.batch.rows import Nest
-from towerstrategy.machines import meeting, workers_data
+from towerstrategy.machines import collectives, workers_data
 
 Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
 
 
-def cuts_of(workers: meeting.Machines, units: rows_lib.Units, counted: slice = slice(None),
-            note: Callable[[Any, list[Any]], None] | None = None) -> rows_lib.CutRows:
-    """Cuts a batch that every worker has, by ``units``: each takes its own towers' rows."""
-    here = slice(workers.first, workers.first + workers.towers)
+class ShardingMachines(collectives.Machines):
+    """The workers of one strategy, as the core knows them: a :class:`placement.workers.Workers`."""
 
-    def cut(rows: rows_lib.Rows) -> tuple[list[Any], list[Any], list[Any]]:
-        starts, sizes = rows_lib.split_rows(rows, workers.replicas, units)
-        if note is not None:
-            note(rows, sizes[here])
-        return starts[here], sizes[here], sizes[counted]
+    @property
+    def _here(self) -> slice:
+        """This worker's towers among those of all."""
+        return slice(self.first, self.first + self.towers)
 
-    return cut
+    def cuts_of(self, units: rows_lib.Units, counted: slice = slice(None),
+                note: Callable[[Any, list[Any]], None] | None = None) -> rows_lib.CutRows:
+        """Cuts a batch that every worker has, by ``units``: each takes its own towers' rows."""
+        def cut(rows: rows_lib.Rows) -> tuple[list[Any], list[Any], list[Any]]:
+            starts, sizes = rows_lib.split_rows(rows, self.replicas, units)
+            if note is not None:
+                note(rows, sizes[self._here])
+            return starts[self._here], sizes[self._here], sizes[counted]
+
+        return cut
+
+    def shard_dataset(self, dataset: tf.data.Dataset, ready: int = datasets_lib.READY,
+                      in_order: bool = False, measured: Any = None) -> workers_data.WorkersDataset:
+        """This worker's part of a dataset of global batches.
+
+        The policy is the dataset's ``options().experimental_distribute.auto_shard_policy``:
+
+        * ``DATA``: every worker reads all batches and takes its towers' rows of each.
+        * ``FILE``, ``HINT``: every worker reads files of its own (TensorFlow's sharding), and takes
+          one of as many parts as there are workers of each batch that it reads.  Its towers' shares
+          divide that part; between workers the files do.
+        * ``OFF``: the same from all files: every worker reads everything.
+        * ``AUTO``: ``FILE`` where TensorFlow can shard the dataset's files, else ``DATA``.
+
+        Args:
+          dataset: elements are batches, see :func:`splitting.split_batch`.
+          ready: how many elements the pipeline holds ready.
+          in_order: whether ``AUTO`` is to keep the rows' order, which ``DATA`` does.
+          measured: the shares, where they change (see :mod:`measured.shares`); the workers' else.
+        """
+        datasets_lib.check_batched(dataset)
+        own = _own_batches(dataset, self, in_order)
+        if own is None:
+            note = None if measured is None else measured.note
+            made = _map_by_units(
+                dataset, self, measured, lambda element, units: splitting.split_batch(
+                    element, self.towers, self.cuts_of(units, self._here, note)))
+            length = dataset.cardinality()
+        else:
+            made = _in_steps(own, self, measured, self._here)
+            length = _length_for_all(own, self)
+        return workers_data.WorkersDataset(
+            made, self, ready, length,
+            lambda fn: self.shard_dataset(dataset.map(fn), ready, in_order, measured))
+
+    def shard_grouped(self, grouped: datasets_lib.TowerDataset,
+                      ready: int) -> workers_data.WorkersDataset:
+        """A dataset of this worker's own per-tower batches, as :mod:`datasets` groups them."""
+        dataset = grouped.dataset
+        made = dataset.map(datasets_lib.on_elements(dataset.element_spec, _counted))
+        return workers_data.WorkersDataset(
+            made, self, ready, _length_for_all(dataset, self),
+            lambda fn: self.shard_grouped(grouped.map(fn), ready))
 
 
-def shard_dataset(dataset: tf.data.Dataset, workers: meeting.Machines,
-                  ready: int = datasets_lib.READY, in_order: bool = False,
-                  measured: Any = None) -> workers_data.WorkersDataset:
-    """This worker's part of a dataset of global batches.
-
-    The policy is the dataset's ``options().experimental_distribute.auto_shard_policy``:
-
-    * ``DATA``: every worker reads all batches and takes its towers' rows of each.
-    * ``FILE``, ``HINT``: every worker reads files of its own (TensorFlow's sharding), and takes one
-      of as many parts as there are workers of each batch that it reads.  Its towers' shares divide
-      that part; between workers the files do.
-    * ``OFF``: the same from all files: every worker reads everything.
-    * ``AUTO``: ``FILE`` where TensorFlow can shard the dataset's files, else ``DATA``.
-
-    Args:
-      dataset: elements are batches, see :func:`splitting.split_batch`.
-      workers: their collectives.
-      ready: how many elements the pipeline holds ready.
-      in_order: whether ``AUTO`` is to keep the rows' order, which ``DATA`` does.
-      measured: the shares, where they change (see :mod:`measured.shares`); the workers' else.
-    """
-    datasets_lib.check_batched(dataset)
-    own = _own_batches(dataset, workers, in_order)
-    if own is None:
-        here = slice(workers.first, workers.first + workers.towers)
-        note = None if measured is None else measured.note
-        made = _map_by_units(dataset, workers, measured, lambda element, units:
-                             splitting.split_batch(element, workers.towers,
-                                                   cuts_of(workers, units, here, note)))
-        length = dataset.cardinality()
-    else:
-        made = _in_steps(own, workers, measured)
-        length = _length_for_all(own, workers)
-    return workers_data.WorkersDataset(made, workers, ready, length, lambda fn: shard_dataset(
-        dataset.map(fn), workers, ready, in_order, measured))
-
-
-def shard_grouped(grouped: datasets_lib.TowerDataset, workers: meeting.Machines, ready: int
-                  ) -> workers_data.WorkersDataset:
-    """A dataset of this worker's own per-tower batches, as :mod:`split` groups them."""
-    dataset = grouped.dataset
-    made = dataset.map(datasets_lib.on_elements(dataset.element_spec, _counted))
-    length = _length_for_all(dataset, workers)
-    return workers_data.WorkersDataset(made, workers, ready, length, lambda fn: shard_grouped(
-        grouped.map(fn), workers, ready))
-
-
-def _map_by_units(dataset: tf.data.Dataset, workers: meeting.Machines,
-                  measured: Any,
+def _map_by_units(dataset: tf.data.Dataset, workers: collectives.Machines, measured: Any,
                   fn: Callable[[Nest, rows_lib.Units], Nest]) -> tf.data.Dataset:
     """``fn`` of each element of ``dataset`` and the shares of all towers.
 
@@ -94,7 +96,7 @@ def _map_by_units(dataset: tf.data.Dataset, workers: meeting.Machines,
     return tf.data.Dataset.zip((dataset, measured.of_iterator())).map(fn)
 
 
-def _length_for_all(own: tf.data.Dataset, workers: meeting.Machines) -> Any:
+def _length_for_all(own: tf.data.Dataset, workers: collectives.Machines) -> Any:
     """The length of this worker's ``own`` dataset where it is all workers'.
 
     Others may have more or fewer batches, and Keras ends an epoch after as many as it is given.
@@ -104,7 +106,7 @@ def _length_for_all(own: tf.data.Dataset, workers: meeting.Machines) -> Any:
     return tf.constant(tf.data.UNKNOWN_CARDINALITY, tf.int64) if finite else length
 
 
-def _own_batches(dataset: tf.data.Dataset, workers: meeting.Machines,
+def _own_batches(dataset: tf.data.Dataset, workers: collectives.Machines,
                  in_order: bool) -> tf.data.Dataset | None:
     """The batches of which this worker has all rows; None where it shares them with all others."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
@@ -120,7 +122,7 @@ def _own_batches(dataset: tf.data.Dataset, workers: meeting.Machines,
         return None
 
 
-def _by_file(dataset: tf.data.Dataset, workers: meeting.Machines,
+def _by_file(dataset: tf.data.Dataset, workers: collectives.Machines,
              policy: Policy) -> tf.data.Dataset:
     """``dataset`` from this worker's files alone, as TensorFlow shards it."""
     spec = dataset.element_spec
@@ -134,12 +136,12 @@ def _by_file(dataset: tf.data.Dataset, workers: meeting.Machines,
     return tf.data.experimental.from_variant(sharded, spec)
 
 
-def _in_steps(own: tf.data.Dataset, workers: meeting.Machines, measured: Any) -> tf.data.Dataset:
+def _in_steps(own: tf.data.Dataset, workers: collectives.Machines, measured: Any,
+              here: slice) -> tf.data.Dataset:
     """Each of this worker's batches as several steps, so that all workers' make one batch."""
     spec = own.element_spec
     # Workers begin at different parts, so that each step has a part of every size.
     turn = np.roll(np.arange(workers.count), -workers.index)
-    here = slice(workers.first, workers.first + workers.towers)
 
     def parts(element: Nest) -> tf.data.Dataset:
         leaves = tf.nest.flatten(element)

@@ -23,7 +23,7 @@ from towerstrategy.batch import (
     sub_batches,
 )
 from towerstrategy.batch.rows import Nest
-from towerstrategy.machines import meeting
+from towerstrategy.machines import collectives
 
 
 class WorkersIteratorSpec(tf.data.IteratorSpec):
@@ -32,7 +32,7 @@ class WorkersIteratorSpec(tf.data.IteratorSpec):
     Args:
       flat: the specs of what the pipeline gives: ``(there, rows, leaves)``.
       packed: the nest of specs of an element as the pipeline's end knew it.
-      number: of the :class:`meeting.Machines`.
+      number: of the :class:`collectives.Machines`.
     """
 
     __slots__ = ["_packed", "_number"]
@@ -47,7 +47,7 @@ class WorkersIteratorSpec(tf.data.IteratorSpec):
 
     def _from_components(self, components: Any) -> WorkersIterator:
         return _become(super()._from_components(components), WorkersIterator, self._packed,
-                       meeting.numbered(self._number))
+                       collectives.numbered(self._number))
 
 
 def _agreeing(base: Any) -> Any:
@@ -61,7 +61,7 @@ def _agreeing(base: Any) -> Any:
         """
 
         _packed: Nest
-        _workers: meeting.Machines
+        _workers: collectives.Machines
 
         def _batch(self) -> Nest:
             there, rows, leaves = self._agreed()
@@ -140,7 +140,7 @@ class PrefetchedWorkersSpec(prefetching.PrefetchedSpec):
 
     def _from_components(self, components: Sequence[Any]) -> PrefetchedWorkersIterator:
         return _become(super()._from_components(components), PrefetchedWorkersIterator,
-                       self._packed, meeting.numbered(self._number))
+                       self._packed, collectives.numbered(self._number))
 
 
 class PrefetchedWorkersIterator(
@@ -232,7 +232,7 @@ class AgreedOptional(tf.experimental.Optional):
         return AgreedOptionalSpec(self._spec, held, prefetching.number_of(self._later))
 
 
-def _become(iterator: Any, kind: Any, packed: Nest, workers: meeting.Machines) -> Any:
+def _become(iterator: Any, kind: Any, packed: Nest, workers: collectives.Machines) -> Any:
     """``iterator``, from now on of that ``kind``."""
     iterator.__class__ = kind
     iterator._packed, iterator._workers = packed, workers
@@ -260,7 +260,7 @@ def _pack(packed: Nest, leaves: Sequence[Any], towers: int, batched: Callable[[l
     return tf.nest.map_structure(of, packed)
 
 
-def _packed_spec(packed: Nest, flat: Any, workers: meeting.Machines) -> Nest:
+def _packed_spec(packed: Nest, flat: Any, workers: collectives.Machines) -> Nest:
     """The spec of an element with the row counts of all machines."""
     counts = tf.TensorSpec([workers.replicas], tf.int64)
     return _pack(packed, flat[2], workers.towers,
@@ -280,7 +280,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
       mapped: see :class:`datasets.TowerDataset`.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, workers: meeting.Machines, ready: int,
+    def __init__(self, dataset: tf.data.Dataset, workers: collectives.Machines, ready: int,
                  length: Any, mapped: Callable[[Any], WorkersDataset]) -> None:
         self._spec, self._workers, self._length = dataset.element_spec, workers, length
         super().__init__(self._endless(dataset).prefetch(ready), mapped)
