@@ -190,6 +190,8 @@ class TowerDataset(tf.distribute.DistributedDataset):
       open_rows: whether functions are traced for any number of rows.
     """
 
+    _agreement: Any = None  # see :class:`iterators.Steps`
+
     def __init__(self, dataset: tf.data.Dataset, mapped: Callable[[Any], TowerDataset],
                  open_rows: bool = False) -> None:
         self.dataset, self._mapped, self._open_rows = dataset, mapped, open_rows
@@ -225,7 +227,8 @@ class TowerDataset(tf.distribute.DistributedDataset):
 
     @property
     def element_spec(self) -> Nest:
-        return self.dataset.element_spec
+        spec = self.dataset.element_spec
+        return spec if self._agreement is None else self._agreement.element_spec(spec)
 
     @property
     def cardinality(self) -> int:
@@ -241,20 +244,20 @@ class TowerDataset(tf.distribute.DistributedDataset):
 
     def __iter__(self) -> iterators.TowerIterator | prefetching.PrefetchedIterator:
         iterator = self._iterator(iterators.counting.follow)
-        iterator._open_rows = self._open_rows
+        iterator._open_rows, iterator.agreement = self._open_rows, self._agreement
         if self._watcher is not None:
             iterator._between = self._watcher.between
             weakref.finalize(iterator, self._watcher.end_of_loop)
         return iterator
 
-    def _iterator(self, follow: Any) -> Any:
+    def _iterator(self, follow: iterators.Follow | None) -> Any:
         dataset, row_count = self.dataset, None
         if self._fetch.devices and self._fetch.is_safe:
             layout = self._layout(dataset.element_spec)
             if layout.moves:
                 return prefetching.iterate(dataset, layout, self._fetch, follow, self._rows_of)
         if follow is not None:
-            dataset, row_count = self._followed(dataset, follow)
+            dataset, row_count = follow(dataset, self._rows_of)
         iterator = iter(dataset)
         iterator.__class__ = iterators.TowerIterator
         iterator.row_count = row_count
@@ -266,12 +269,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
 
     def _rows_of(self, element: Nest) -> Any:
         """The rows of each tower in an element, a vector; None where none are known."""
-        return sub_batches.rows_of(element, len(self._fetch.devices))
-
-    def _followed(self, dataset: tf.data.Dataset, follow: Any) -> tuple[tf.data.Dataset, Any]:
-        """``dataset``, of which ``follow`` counts the rows, and the count."""
-        counted: tuple[tf.data.Dataset, Any] = follow(dataset)
-        return counted
+        return sub_batches.rows_of(element)
 
     def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
         """Folds ``reduce_func(state, element)`` over the elements (autograph's ``for``).

@@ -1,7 +1,7 @@
 """Iterators over datasets of sub-batches; ``tf.data`` iterators, so they can be checkpointed.
 
 Goes in: the iterator that ``tf.data`` makes.  Comes out: a :class:`TowerIterator`, which stops
-Python's own loops where they see no end.
+Python's own loops where they see no end; :class:`HeldOptional`, an element that may not be there.
 """
 
 from __future__ import annotations
@@ -28,41 +28,35 @@ _ENDLESS = (
 _MANY, _TOO_MANY = 100, 1000
 _taken_in: weakref.WeakKeyDictionary[tf.Graph, int] = weakref.WeakKeyDictionary()
 
+# A dataset, and what gives the rows of each tower in an element, a vector, or None -> the dataset,
+# counted as elements are taken, and the count.
+Follow = Callable[[tf.data.Dataset, Callable[[tuple[Any, ...]], Any]], tuple[tf.data.Dataset, Any]]
+
 
 class _Counting(threading.local):
-    follow: Callable[[tf.data.Dataset], tuple[tf.data.Dataset, Any]] | None = None
+    follow: Follow | None = None
 
 
 counting = _Counting()
 
 
-def count_rows(follow: Callable[[tf.data.Dataset], tuple[tf.data.Dataset, Any]] | None) -> None:
+def count_rows(follow: Follow | None) -> None:
     """From now on this thread's new iterators over a :class:`TowerDataset` are counted.
 
-    ``follow`` turns a dataset into one that counts, and its count, which becomes the iterator's
-    ``row_count``; None ends it.
+    What ``follow`` counts with becomes the iterator's ``row_count``; None ends it.
     """
     counting.follow = follow
 
 
-def followed(dataset: tf.data.Dataset, rows_of: Callable[..., tf.Tensor],
-             follow: Callable[..., Any]) -> tuple[tf.data.Dataset, Any]:
-    """``dataset``, whose elements are tuples, as ``follow`` counts them, and its count.
+class Steps:
+    """What an iterator over a :class:`TowerDataset` does with each batch.
 
-    ``rows_of`` takes what is in such a tuple, and gives the rows of each tower, a vector.
+    Attributes:
+      agreement: what several machines agree on at each element, see
+        :class:`machines.workers_data.Agreement`; None with one.
     """
 
-    def with_rows(*element: Any) -> Any:
-        rows = rows_of(*element)
-        return element, sub_batches.CountedSubBatches([rows], rows)
-
-    counted, count = follow(_tf.map_in_place(dataset, with_rows))
-    return _tf.map_in_place(counted, lambda element, _: element), count
-
-
-class Steps:
-    """What an iterator over a :class:`TowerDataset` does with each batch."""
-
+    agreement: Any = None
     _open_rows = False
     _between: Callable[[], None] | None = None
 
@@ -78,12 +72,30 @@ class Steps:
         """The next batch; ``tf.errors.OutOfRangeError`` at the end."""
         if not tf.executing_eagerly():
             _check_ends()
-        batch = self._batch()
+        batch = self.take() if self.agreement is None else self.agreement.batch(self)
         return sub_batches.with_open_rows(batch) if self._open_rows else batch
 
-    def _batch(self) -> Nest:
-        """The next batch as the pipeline gives it."""
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        return self._optional() if self.agreement is None else self.agreement.optional(self)
+
+    @property
+    def element_spec(self) -> Nest:
+        return self.spec if self.agreement is None else self.agreement.element_spec(self.spec)
+
+    # Of the pipeline's own elements, which several machines have not agreed on yet.
+
+    spec: Nest
+
+    def take(self) -> Nest:
+        """The next one."""
         raise NotImplementedError
+
+    def _optional(self) -> tf.experimental.Optional:
+        raise NotImplementedError
+
+    def copied(self, values: Any) -> Any:
+        """A copy of what is in one, each tensor where it is."""
+        return tf.nest.map_structure(tf.identity, values, expand_composites=True)
 
 
 def _check_ends() -> None:
@@ -101,20 +113,20 @@ def _check_ends() -> None:
 class TowerIteratorSpec(sub_batches.HashedOnce, tf.data.IteratorSpec):
     """The type spec of :class:`TowerIterator`: as a function's argument it is one, too."""
 
-    __slots__ = ["_open_rows"]
+    __slots__ = ["_open_rows", "_agreement"]
     value_type = property(lambda _: TowerIterator)
 
-    def __init__(self, element_spec: Nest, open_rows: bool) -> None:
+    def __init__(self, element_spec: Nest, open_rows: bool, agreement: Any) -> None:
         super().__init__(element_spec)
-        self._open_rows = open_rows
+        self._open_rows, self._agreement = open_rows, agreement
 
     def _serialize(self) -> tuple[Any, ...]:
-        return self._element_spec, self._open_rows
+        return self._element_spec, self._open_rows, self._agreement
 
     def _from_components(self, components: Any) -> TowerIterator:
         iterator = super()._from_components(components)
         iterator.__class__ = TowerIterator
-        iterator._open_rows = self._open_rows
+        iterator._open_rows, iterator.agreement = self._open_rows, self._agreement
         return iterator
 
 
@@ -128,13 +140,75 @@ class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator, Steps)
 
     row_count: Any = None
     __next__, get_next = Steps.__next__, Steps.get_next
-
-    def _batch(self) -> Nest:
-        return _tf.OwnedIterator.get_next(self)
+    get_next_as_optional = Steps.get_next_as_optional
+    element_spec = Steps.element_spec
+    spec = property(lambda self: self._element_spec)
+    take, _optional = _tf.OwnedIterator.get_next, _tf.OwnedIterator.get_next_as_optional
 
     @property
     def _type_spec(self) -> TowerIteratorSpec:
-        return TowerIteratorSpec(self.element_spec, self._open_rows)
+        return TowerIteratorSpec(self._element_spec, self._open_rows, self.agreement)
+
+
+# Iterators that are to open what an optional holds, by id: a spec holds plain values alone.
+_later: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+class HeldOptionalSpec(tf.TypeSpec):
+    """The type spec of :class:`HeldOptional`."""
+
+    __slots__ = ["_spec", "_held", "_number"]
+    value_type = property(lambda _: HeldOptional)
+    _component_specs = property(lambda self: (tf.TensorSpec([], tf.bool), self._held))
+
+    def __init__(self, spec: Nest, held: Nest, number: int) -> None:
+        self._spec, self._held, self._number = spec, held, number
+
+    def _serialize(self) -> tuple[Any, ...]:
+        return self._spec, self._held, self._number
+
+    def _to_components(self, value: HeldOptional) -> tuple[Any, ...]:
+        return value._there, value._held
+
+    def _from_components(self, components: Any) -> HeldOptional:
+        there, held = components
+        return HeldOptional(self._spec, there, held, _later.get(self._number))
+
+
+class HeldOptional(tf.experimental.Optional):
+    """An element that is there or not, its parts where they are, on several devices.
+
+    TensorFlow's optionals hold all tensors of a value on one device.
+
+    Args:
+      spec: the element's.
+      there: whether it is, a bool.
+      held: the element, without rows where it is not there; or what the iterator ``later`` makes
+        one of, once.
+    """
+
+    def __init__(self, spec: Nest, there: tf.Tensor, held: Nest, later: Any = None) -> None:
+        self._spec, self._there, self._held, self._later = spec, there, held, later
+        if later is not None:
+            _later[id(later)] = later
+
+    element_spec = property(lambda self: self._spec)
+
+    def has_value(self, name: str | None = None) -> tf.Tensor:
+        return tf.identity(self._there, name)
+
+    def get_value(self, name: str | None = None) -> Nest:
+        del name
+        if self._later is not None:
+            return self._later.opened(self._held)
+        tf.debugging.Assert(self._there, ["the optional has no value: all data has ended"])
+        return self._held
+
+    @property
+    def _type_spec(self) -> HeldOptionalSpec:
+        held = self._spec if self._later is None else tf.nest.map_structure(
+            tf.type_spec_from_value, self._held)
+        return HeldOptionalSpec(self._spec, held, 0 if self._later is None else id(self._later))
 
 
 def refuse_endless(builtin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

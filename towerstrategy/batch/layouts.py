@@ -86,12 +86,13 @@ class Layout:
         wrapped_parts = _tf.map_in_place(dataset, wrapped).unbatch()
         return _tf.map_in_place(wrapped_parts, opened)
 
-    def counted(self, dataset: tf.data.Dataset, follow: Callable[..., Any]) -> tuple[Any, Any]:
+    def counted(self, dataset: tf.data.Dataset,
+                follow: iterators.Follow) -> tuple[tf.data.Dataset, Any]:
         """The host's elements, followed by ``follow`` when they are taken; and its count."""
         own = len(self._places[0])
         if len(dataset.element_spec[0]) == own:
             return dataset, None
-        return iterators.followed(dataset, lambda host, _: host[own], follow)
+        return follow(dataset, lambda element: element[0][own])
 
     def element(self, parts: Sequence[tuple[Any, Any]]) -> Nest:
         """The element again, from what the host and each tower took."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -56,12 +55,14 @@ class PrefetchedSpec(sub_batches.HashedOnce, tf.TypeSpec):
 
     value_type = property(lambda _: PrefetchedIterator)
 
-    def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any,
-                 once: bool = False) -> None:
-        self._layout, self._streams, self._once = layouts.Layout(spec, owners), streams, once
+    def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any, once: bool,
+                 agreement: Any) -> None:
+        self._layout, self._streams = layouts.Layout(spec, owners), streams
+        self._once, self._agreement = once, agreement
 
     def _serialize(self) -> tuple[Any, ...]:
-        return self._layout.spec, self._layout.owners, self._streams, self._once
+        return (self._layout.spec, self._layout.owners, self._streams, self._once,
+                self._agreement)
 
     _component_specs = property(lambda self: [self._streams, tf.TensorSpec([], tf.resource)])
 
@@ -72,7 +73,8 @@ class PrefetchedSpec(sub_batches.HashedOnce, tf.TypeSpec):
         streams, handle = components
         under_way = taking.Taking(handle, streams._devices[0])
         iterator = PrefetchedIterator(self._layout, streams, under_way)
-        return iterator.read_once() if self._once else iterator
+        iterator.agreement, iterator._once = self._agreement, self._once
+        return iterator
 
 
 class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
@@ -89,7 +91,7 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
     _streams = property(lambda self: self._begun()[0])
     _taking = property(lambda self: self._begun()[1])
     row_count = property(lambda self: self._begun()[2])
-    element_spec = property(lambda self: self._layout.spec)
+    spec = property(lambda self: self._layout.spec)
 
     def __init__(self, layout: layouts.Layout, streams: Any = None,
                  under_way: taking.Taking | None = None,
@@ -104,13 +106,13 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
     def __iter__(self) -> PrefetchedIterator:
         return self
 
-    def _batch(self) -> Nest:
-        return self._layout.element(self._parts())
-
-    def _parts(self) -> list[Any]:
-        """What each stream has next."""
+    def take(self) -> Nest:
         eager = tf.executing_eagerly()
-        return self._taking.all_of(self._streams.get_next if eager else self._host_first)
+        return self._layout.element(
+            self._taking.all_of(self._streams.get_next if eager else self._host_first))
+
+    def copied(self, values: Any) -> Any:
+        return self._layout.copied(values, self._streams._devices)
 
     def _host_first(self) -> list[Any]:
         """The same in a graph, where only the host's stream is to say that the data has ended."""
@@ -146,13 +148,6 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
         with tf.control_dependencies(tf.nest.flatten(ends, expand_composites=True)):
             return tf.identity(True)
 
-    def others(self, host: Any) -> list[Any]:
-        """What they have next, which ends what an optional of :meth:`read_once` has begun."""
-        taken = self._from_others(host)
-        with tf.control_dependencies(tf.nest.flatten(taken)):
-            self._taking.say(False)
-        return taken
-
     def read_once(self) -> PrefetchedIterator:
         """This iterator, for a loop that reads each optional's value once if it has one.
 
@@ -167,26 +162,54 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
         return copy.copy(self).read_once()
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
-        devices = self._streams._devices
         if not self._once:
-            return PartsOptional(self._layout, devices,
-                                 self._taking.all_of(self._streams.get_next_as_optional))
-        there = self._from_first(self._streams._device_iterators[0].get_next_as_optional,
-                                 lambda optional: optional.has_value())
-        return PartsOptional(self._layout, devices, [there], self)
+            return super().get_next_as_optional()
+        first = self._streams._device_iterators[0]
 
-    def _from_first(self, take: Callable[[], Any], goes_on: Callable[[Any], tf.Tensor]) -> Any:
-        """What ``take`` takes from the host's stream; the others end where it does not go on."""
+        def take() -> tuple[Any, ...]:
+            if self.agreement is not None:
+                return self.agreement.of_host(first.get_next()[0])
+            optional = first.get_next_as_optional()
+            return optional.has_value(), optional
+
         with tf.device(self._streams._devices[0]):
-            taken = self._taking.first_of(take, goes_on)
-            tf.cond(goes_on(taken), lambda: True, self._others_ended)
-        return taken
+            there, *held = self._taking.first_of(take)
+            tf.cond(there, lambda: True, self._others_ended)
+        return iterators.HeldOptional(self.element_spec, there, held, self)
+
+    def _optional(self) -> tf.experimental.Optional:
+        parts = self._taking.all_of(self._streams.get_next_as_optional)
+        with tf.device(self._streams._devices[0]):
+            there = parts[0].has_value()
+        return iterators.HeldOptional(self.spec, there, parts, self)
+
+    def opened(self, held: Any) -> Nest:
+        """The element of which an optional has held these parts."""
+        if not self._once:
+            parts = []
+            for optional, device in zip(held, self._streams._devices):
+                with tf.device(device):
+                    parts.append(optional.get_value())
+            return self._layout.element(parts)
+        if self.agreement is None:
+            optional, = held
+            return self._layout.element(self._with_others(optional.get_value()))
+        rows, host = held
+        return self.agreement.element(self._layout.element(self._with_others((host, ()))), rows)
+
+    def _with_others(self, host: Any) -> list[Any]:
+        """``host``, what that stream had, and what the towers' have: ends what has been begun."""
+        taken = self._from_others(host)
+        with tf.control_dependencies(tf.nest.flatten(taken)):
+            self._taking.say(False)
+        return [host, *taken]
 
     @property
     def _type_spec(self) -> PrefetchedSpec:
         if self._kept_spec is None:
-            self._kept_spec = PrefetchedSpec(self._layout.spec, self._layout.owners,
-                                             self._streams._type_spec, self._once)
+            self._kept_spec = PrefetchedSpec(
+                self._layout.spec, self._layout.owners, self._streams._type_spec, self._once,
+                self.agreement)
         return self._kept_spec
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
@@ -203,83 +226,8 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
 # Autograph reads each optional's value once, where there is one.
 _tf.loop_over(PrefetchedIterator, PrefetchedIterator.copy_read_once)
 
-# Iterators whose towers' parts are read later, by id: a spec holds plain values alone.
-_later: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-numbered = _later.get
-
-
-def number_of(iterator: Any) -> int:
-    """By what number a spec names an iterator, see :func:`numbered`; 0 for None."""
-    if iterator is None:
-        return 0
-    _later[id(iterator)] = iterator
-    return id(iterator)
-
-
-class PartsOptionalSpec(tf.TypeSpec):
-    """The type spec of :class:`PartsOptional`."""
-
-    __slots__ = ["_layout", "_devices", "_parts", "_later"]
-    value_type = property(lambda _: PartsOptional)
-    _component_specs = property(lambda self: list(self._parts))
-
-    def __init__(self, spec: Nest, owners: tuple[int, ...], devices: tuple[str, ...],
-                 parts: tuple[Any, ...], later: int) -> None:
-        self._layout, self._devices = layouts.Layout(spec, owners), devices
-        self._parts, self._later = parts, later
-
-    def _serialize(self) -> tuple[Any, ...]:
-        return self._layout.spec, self._layout.owners, self._devices, self._parts, self._later
-
-    def _to_components(self, value: PartsOptional) -> list[Any]:
-        return value._parts
-
-    def _from_components(self, components: Sequence[Any]) -> PartsOptional:
-        return PartsOptional(self._layout, self._devices, list(components),
-                             numbered(self._later))
-
-
-class PartsOptional(tf.experimental.Optional):
-    """An element that is there or not, its parts where they were prefetched to.
-
-    TensorFlow's optionals hold all tensors of a value on one device.
-
-    Args:
-      layout: of the element.
-      devices: the host, then each tower's.
-      parts: for each of them, or for the host alone, what its iterator gave.
-      later: the iterator whose other streams are read when the value is, which is once then.
-    """
-
-    def __init__(self, layout: layouts.Layout, devices: Sequence[str],
-                 parts: list[tf.experimental.Optional], later: Any = None) -> None:
-        self._layout, self._devices, self._parts = layout, tuple(devices), parts
-        self._later = later
-
-    element_spec = property(lambda self: self._layout.spec)
-
-    def has_value(self, name: str | None = None) -> tf.Tensor:
-        with tf.device(self._devices[0]):
-            return self._parts[0].has_value(name)
-
-    def get_value(self, name: str | None = None) -> Nest:
-        found = []
-        for part, device in zip(self._parts, self._devices):
-            with tf.device(device):
-                found.append(part.get_value(name))
-        if self._later is not None:
-            found += self._later.others(found[0])
-        return self._layout.element(found)
-
-    @property
-    def _type_spec(self) -> PartsOptionalSpec:
-        return PartsOptionalSpec(self._layout.spec, self._layout.owners, self._devices,
-                                 tuple(part._type_spec for part in self._parts),
-                                 number_of(self._later))
-
-
 def iterate(dataset: tf.data.Dataset, layout: layouts.Layout, fetch: Fetch,
-            follow: Callable[..., Any] | None = None,
+            follow: iterators.Follow | None = None,
             rows_of: Callable[[Nest], Any] | None = None) -> PrefetchedIterator:
     """An iterator over ``dataset`` whose parts are on ``fetch.devices``.
 

@@ -133,7 +133,7 @@ def row_counts(batches: SubBatches) -> list[rows_lib.Rows]:
     return tf.unstack(batches.rows)
 
 
-def rows_of(element: Any, towers: int) -> Any:
+def rows_of(element: Any) -> Any:
     """The rows of each tower in an element, a vector; None where none are known."""
     leaves = tf.nest.flatten(element)
     for leaf in leaves:
@@ -142,6 +142,6 @@ def rows_of(element: Any, towers: int) -> Any:
         if isinstance(leaf, SubBatches):
             return tf.stack([tf.cast(count, tf.int64) for count in row_counts(leaf)])
     whole = [leaf for leaf in leaves if getattr(getattr(leaf, "shape", None), "rank", 0) != 0]
-    if towers > 1 or not whole:
+    if not whole:  # of the only tower
         return None
     return tf.reshape(tf.cast(rows_lib.rows_in(whole[0]), tf.int64), [1])

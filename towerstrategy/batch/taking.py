@@ -57,14 +57,14 @@ class Taking:
             self.say(False)
         return taken
 
-    def first_of(self, take: Callable[[], Any], goes_on: Callable[[Any], tf.Tensor]) -> Any:
-        """What ``take`` takes from the first stream, in a graph.
+    def first_of(self, take: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """What ``take`` takes from the first stream, in a graph: whether it goes on, and more.
 
-        Where it ``goes_on``, whoever takes from the others says then that the taking has ended.
+        Where it does, whoever takes from the others says then that the taking has ended.
         """
         taken = self._begun(take)
         with tf.control_dependencies(tf.nest.flatten(taken, expand_composites=True)):
-            self.say(goes_on(taken))
+            self.say(taken[0])
         return taken
 
     def _begun(self, take: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import sub_batches
+from towerstrategy.batch import iterators
 from towerstrategy.report import quiet
 
 
@@ -27,36 +27,37 @@ class RowCount:
             # Neither tf.Variable nor traced: it must not become a variable of the strategy.
             self._counts = _tf.ResourceVariable(tf.zeros([towers], tf.int64), trainable=False)
 
-    def follow(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """``dataset``, counted when an element is taken from it."""
+    def follow(self, dataset: tf.data.Dataset, rows_of: Callable[[Any], Any]) -> tf.data.Dataset:
+        """``dataset``, counted when an element is taken from it; see :data:`iterators.Follow`."""
+        towers = self._counts.shape[0]
+
+        def add(*element: Any) -> Any:
+            rows = rows_of(element)
+            if rows is None:
+                self._counted = False
+            else:
+                here = rows if rows.shape[0] == towers else rows[self._first:self._first + towers]
+                self._counts.assign_add(here, read_value=False)
+            return element if len(element) > 1 else element[0]
+
         options = tf.data.Options()
         # A buffer put behind this would count what nobody has taken.
         options.experimental_optimization.inject_prefetch = False
-        return _tf.map_in_place(dataset, self._add).with_options(options)
+        return _tf.map_in_place(dataset, add).with_options(options)
 
     def read(self) -> list[int] | None:
         """The rows so far, by tower; None where the elements have no rows to be counted."""
         return self._counts.numpy().tolist() if self._counted else None
 
-    def _add(self, *element: Any) -> Any:
-        towers = self._counts.shape[0]
-        rows = sub_batches.rows_of(element, towers)
-        if rows is None:
-            self._counted = False
-        else:
-            here = rows if rows.shape[0] == towers else rows[self._first:self._first + towers]
-            self._counts.assign_add(here, read_value=False)
-        return element if len(element) > 1 else element[0]
 
-
-def counting(towers: int,
-             first: int) -> Callable[[tf.data.Dataset], tuple[tf.data.Dataset, RowCount | None]]:
+def counting(towers: int, first: int) -> iterators.Follow:
     """What ``iterators.count_rows`` takes: counts each dataset that is iterated over."""
 
-    def follow(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, RowCount | None]:
+    def follow(dataset: tf.data.Dataset, rows_of: Callable[[Any], Any]) -> tuple[
+            tf.data.Dataset, RowCount | None]:
         with quiet.harmless("count the towers' rows"):
             count = RowCount(towers, first)
-            return count.follow(dataset), count
+            return count.follow(dataset, rows_of), count
         return dataset, None
 
     return follow
