@@ -15,7 +15,7 @@ tensors; small numbers made of small numbers; and what XLA does not have, which 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -38,7 +38,8 @@ class Xla:
     """
 
     def __init__(self, devices: Iterable[str]) -> None:
-        self._devices = [tf.DeviceSpec.from_string(device).to_string() for device in devices]
+        specs = map(tf.DeviceSpec.from_string, devices)
+        self._devices = {spec.to_string(): spec.device_type for spec in specs}
         self._missing: set[str] = set()  # types of operations, which were said once
 
     @staticmethod
@@ -49,26 +50,33 @@ class Xla:
         """
         return "CPU" not in kinds
 
-    def mark(self, graph: tf.Graph, operations: Iterable[tf.Operation] | None = None
-             ) -> None:
+    def mark(self, graph: tf.Graph, operations: Iterable[tf.Operation] | None = None) -> None:
         """Marks those of ``operations``, where none are given of ``graph``, that XLA can compile.
         """
-        can = {device: _Compilable(graph, device) for device in self._devices}
         for operation in graph.get_operations() if operations is None else operations:
-            here = can.get(operation.device)
-            if here is None or _is_small(operation):
+            kind = self._devices.get(operation.device)
+            if kind is None or _is_small(operation):
                 continue
-            if here.compile(operation):
+            nodes = list(_nodes_in(graph, operation.node_def))
+            missing = next((node.op for node in nodes if node.op != "Const"
+                            and not _tf.has_xla_kernel(node, kind)), None)
+            if missing is None and _is_pure(operation) and not any(map(_draws, nodes)):
                 owner = scopes.owner_in(operation.name)
-                if owner and tf.variant not in {tensor.dtype for tensor in (*operation.inputs,
-                                                                            *operation.outputs)}:
+                if owner and tf.variant not in _dtypes(operation):
                     _tf.compile_by_xla(operation, f"{owner} {operation.device}")
-                continue
-            kind = here.missing(operation.node_def)
-            if kind and kind not in self._missing and not operation.op_def.is_stateful:
-                self._missing.add(kind)
+            elif missing and missing not in self._missing and not operation.op_def.is_stateful:
+                self._missing.add(missing)
                 _log.info("%s (%s) is not compiled though jit_compile=True: XLA does not have it.",
-                          kind, scopes.plain_name(operation.name))
+                          missing, scopes.plain_name(operation.name))
+
+
+def _nodes_in(graph: tf.Graph, node: Any) -> Iterator[Any]:
+    """``node``, and all those of the functions that it calls."""
+    yield node
+    for name in _tf.functions_in_attributes(node):
+        definition = _tf.function_definition(graph, name)
+        for inner in () if definition is None else definition.node_def:
+            yield from _nodes_in(graph, inner)
 
 
 def _is_small(operation: tf.Operation) -> bool:
@@ -76,58 +84,18 @@ def _is_small(operation: tf.Operation) -> bool:
                for tensor in (*operation.inputs, *operation.outputs))
 
 
-class _Compilable:
-    """Looks at the operations of one graph.
+def _is_pure(operation: tf.Operation) -> bool:
+    """Whether an operation makes values of values."""
+    return (bool(operation.outputs) and not operation.op_def.is_stateful
+            and operation.type not in _FED and tf.resource not in _dtypes(operation))
 
-    Args:
-      graph: the graph, which knows its functions.
-      device: the full name of the device of the tower whose operations are looked at.
-    """
 
-    def __init__(self, graph: tf.Graph, device: str) -> None:
-        self._graph = graph
-        self._device = device
-        self._kind = tf.DeviceSpec.from_string(device).device_type
-        self._missing_of: dict[str, str | None] = {}  # a function's name -> what XLA has not
+def _dtypes(operation: tf.Operation) -> set[tf.DType]:
+    return {tensor.dtype for tensor in (*operation.inputs, *operation.outputs)}
 
-    def compile(self, operation: tf.Operation) -> bool:
-        """Whether an operation can go into a function that XLA compiles."""
-        return self._is_pure(operation) and self.missing(operation.node_def) is None
 
-    def _is_pure(self, operation: tf.Operation) -> bool:
-        """Whether an operation makes values of values, on its tower's device."""
-        return (bool(operation.outputs) and not operation.op_def.is_stateful
-                and operation.type not in _FED
-                and operation.device == self._device
-                and all(tensor.dtype != tf.resource
-                        for tensor in (*operation.inputs, *operation.outputs))
-                and not self._draws(operation.node_def))
-
-    def _draws(self, node: Any) -> bool:
-        """Whether ``node`` draws random numbers, which XLA would draw others of."""
-        definition = _tf.op_def(node.op)
-        by_seed = definition is not None and any(
-            arg.name in ("alg", "key", "seed") for arg in definition.input_arg)
-        return by_seed or any(
-            map(self._draws_in, _tf.functions_in_attributes(node)))
-
-    def _draws_in(self, function: str) -> bool:
-        definition = _tf.function_definition(self._graph, function)
-        return any(map(self._draws, definition.node_def if definition is not None else ()))
-
-    def missing(self, node: Any) -> str | None:
-        """The type of the first operation in ``node`` that XLA does not have, or None."""
-        if node.op == "Const":
-            return None
-        if not _tf.has_xla_kernel(node, self._kind):
-            return str(node.op)
-        found = (self._missing_in(name) for name in _tf.functions_in_attributes(node))
-        return next(filter(None, found), None)
-
-    def _missing_in(self, function: str) -> str | None:
-        if function not in self._missing_of:
-            self._missing_of[function] = None
-            definition = _tf.function_definition(self._graph, function)
-            nodes = definition.node_def if definition is not None else ()
-            self._missing_of[function] = next(filter(None, map(self.missing, nodes)), None)
-        return self._missing_of[function]
+def _draws(node: Any) -> bool:
+    """Whether ``node`` draws random numbers, which XLA would draw others of."""
+    definition = _tf.op_def(node.op)
+    return definition is not None and any(
+        arg.name in ("alg", "key", "seed") for arg in definition.input_arg)
