@@ -450,7 +450,7 @@ class TowerStrategy(kind.Kind):
                                     _keras.stages_of(self, model))
 
     def _repr_html_(self) -> str:
-        return description.describe_html(self)
+        return description.Shown(self.describe())._repr_html_()
 
     def __repr__(self) -> str:
         return f"<TowerStrategy {self.extended.placement}>"

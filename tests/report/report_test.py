@@ -80,12 +80,8 @@ class DescribeTest(parameterized.TestCase):
         with mock.patch.dict(sys.modules, {"IPython": shell}):
             text = strategy.describe()
         root = ElementTree.fromstring(text._repr_html_())
+        self.assertEqual((root.tag, root.text), ("pre", text))
         self.assertEqual(text._repr_html_(), strategy._repr_html_())
-        self.assertEqual(root.find("caption").text, text.splitlines()[0])
-        shown = [[cell.text for cell in row] for row in root.iter("tr")]
-        self.assertEqual(shown[0], text.splitlines()[1].split())
-        self.assertEqual([" ".join(row).split() for row in shown[1:]],
-                         [line.split() for line in text.splitlines()[3:]])
         for copied in (copy.deepcopy(text), pickle.loads(pickle.dumps(text))):
             self.assertEqual((copied, copied._repr_html_()), (text, text._repr_html_()))
 
@@ -253,8 +249,7 @@ class TrainingTest(parameterized.TestCase):
         self.assertEqual(epoch.rows, (0, 0, 0))
         self.assertEqual({part.name: part.rows for part in epoch.parts}["merge"], 16)
         self.assertStartsWith(str(epoch), "epoch 2: 16 rows in")
-        self.assertEqual(epoch.sample.towers, (0, 0, 0))
-        self.assertBetween(epoch.sample.merge, 1e-9, epoch.sample.step)
+        self.assertIsNone(epoch.sample)
 
     @wide.turns(*KITS)
     @pytest.mark.wide
@@ -854,16 +849,6 @@ class SampleTest(parameterized.TestCase):
         found = read(host, device, kinds=("GPU", "GPU"))
         self.assert_ms([*found.towers, found.merge], 5, 0, 2)
         self.assert_ms([read(host, device, kinds=("GPU", "GPU"), merge_kind="GPU").merge], 1)
-
-    def test_eager_operations_belong_to_the_span_they_are_in(self):
-        """Else run_eagerly shows towers that never work."""
-        found = read(profile({
-            "python": [("towerstrategy_sample", 0, 100), ("merge", 40, 30),
-                       ("tower_update", 50, 10), ("EagerKernelExecute", 41, 2),
-                       ("EagerKernelExecute", 51, 4), ("EagerKernelExecute", 90, 8)],
-            "one": [("tower_0_CPU_1/", 1, 20), ("EagerKernelExecute", 2, 6)],
-            "two": [("tower_1_CPU_2/", 22, 10), ("EagerKernelExecute", 23, 1)]}))
-        self.assert_ms([*found.towers, found.merge, found.update], 6, 1, 2, 4)
 
     def test_operations_belong_to_the_stage_they_are_in(self):
         """Else one stage's time, or its update's, is told as another's, or as nobody's."""

@@ -124,8 +124,7 @@ def _updated(strategy: tf.distribute.Strategy, update: Callable[[], Any]) -> Any
     operations: list[tf.Operation] = []
 
     def merged() -> Any:
-        with contexts.MergedContext(strategy), tf.name_scope(scopes.UPDATE), \
-                tf.profiler.experimental.Trace(scopes.UPDATE):
+        with contexts.MergedContext(strategy), tf.name_scope(scopes.UPDATE):
             return update()
 
     def partitioned() -> Any:  # hands on no operation of its own graph

@@ -205,7 +205,9 @@ class Measuring:
     def _add(self, sample: Sample) -> None:
         rows = self.shares.rows()
         if not min(sample.towers) > 0 or not min(rows) > 0:
-            return  # such as a last batch, with fewer rows than towers
+            # A last batch with fewer rows than towers; or eager steps, which are not measured.
+            self._next = self._steps + self._steps // 8
+            return
         self._rows = rows
         self._rates.append([count / busy for count, busy in zip(rows, sample.towers)])
         self._left -= 1

@@ -191,8 +191,7 @@ class _Call(contexts.Call):
         controls = {id(op): op for point in points for op in point.controls}
         with _tf.eager_if(first.eager), tf.name_scope(self._merge_scope), \
                 tf.control_dependencies(list(controls.values())), \
-                tf.device(self._strategy.extended.merge_device), \
-                tf.profiler.experimental.Trace("merge"):
+                tf.device(self._strategy.extended.merge_device):
             result = first.merge_fn(self._strategy, *args, **kwargs)
         for tower in self._towers:
             tower.answer = _tf.select_replica(tower.number, result)
@@ -283,10 +282,8 @@ class _TowerThread(threading.Thread):
 
     def _call(self) -> None:
         scope = self._scope()
-        # Eager operations have no name scopes: a profile knows them by the span they are in.
         with self._state.entered(reuse=self.number > 0), self._context, \
                 tf.device(self._context.device), tf.name_scope(scope), \
-                tf.profiler.experimental.Trace(scope), \
                 _tf.variable_creator_scope(self._creator):
             self.result = self._fn(*self._args, **self._kwargs)
 

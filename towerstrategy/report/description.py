@@ -1,7 +1,6 @@
 """Where everything sits, for people to read.
 
-Goes in: a strategy.  Comes out: a table of its devices, their roles, variables and bytes, as text
-or HTML.
+Goes in: a strategy.  Comes out: a table of its devices, their roles, variables and bytes.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from towerstrategy import refused
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 
 
-class _Shown(str):
-    """Text that a notebook shows as a table."""
-
-    page = ""
+class Shown(str):
+    """Text that a notebook shows line by line."""
 
     def _repr_html_(self) -> str:
-        return self.page
+        return f"<pre>{html.escape(self)}</pre>"
 
 
 def describe(strategy: tf.distribute.Strategy, state: Sequence[tuple[str, str, str]] = (),
@@ -35,7 +32,7 @@ def describe(strategy: tf.distribute.Strategy, state: Sequence[tuple[str, str, s
       state: lines of a second table: what is kept where, and how it is merged.
       stages: lines of another table: the layers and the bytes of each stage.
     """
-    text, page = _described(strategy)
+    text = _described(strategy)
     done_once = [(kind, f"{gathered:,}", name, line) for kind, (name, gathered, line)
                  in strategy.extended.done_with_all_rows.items()]
     for title, header, lines, numbers in (
@@ -45,21 +42,13 @@ def describe(strategy: tf.distribute.Strategy, state: Sequence[tuple[str, str, s
                 "done with all rows", "bytes an example", "first one", "line"), done_once, (1,))):
         if lines:
             text += f"\n\n{title}\n{table(header, lines, numbers)}"
-            page += _page(title, header, lines, numbers)
     shell = sys.modules.get("IPython")
     if shell is None or shell.get_ipython() is None:
         return text  # plain: R's reticulate takes no kind of str but str
-    shown = _Shown(text)
-    shown.page = page
-    return shown
+    return Shown(text)
 
 
-def describe_html(strategy: tf.distribute.Strategy) -> str:
-    """The same as HTML, for notebooks."""
-    return _described(strategy)[1]
-
-
-def _described(strategy: tf.distribute.Strategy) -> tuple[str, str]:
+def _described(strategy: tf.distribute.Strategy) -> str:
     placement = getattr(getattr(strategy, "extended", None), "placement", None)
     if placement is None:
         raise refused.wrong_type("strategy", strategy, "a TowerStrategy")
@@ -81,8 +70,7 @@ def _described(strategy: tf.distribute.Strategy) -> tuple[str, str]:
     header: tuple[str, ...] = ("device", "role", "share", "variables", "bytes")
     if not shares:
         header, *rows = ((*row[:2], *row[3:]) for row in (header, *rows))
-    numbers = range(2, len(header))
-    return f"{title}\n{table(header, rows, numbers)}", _page(title, header, rows, numbers)
+    return f"{title}\n{table(header, rows, numbers=range(2, len(header)))}"
 
 
 def _how_measured(strategy: tf.distribute.Strategy) -> str:
@@ -104,18 +92,6 @@ def _shares(strategy: tf.distribute.Strategy) -> dict[str, str]:
     here = units[extended.first_replica::parts]
     return {devices_lib.short_name(tower): f"{unit * parts / sum(units):.1%}"
             for tower, unit in zip(placement.devices, here)}
-
-
-def _page(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]],
-          numbers: Sequence[int]) -> str:
-    """The table as HTML, in the colors of the page that it is in."""
-    def line(row: Sequence[Any], kind: str) -> str:
-        cells = (f'<{kind} style="text-align: {"right" if column in numbers else "left"}">'
-                 f"{html.escape(str(cell))}</{kind}>" for column, cell in enumerate(row))
-        return f"<tr>{''.join(cells)}</tr>"
-
-    return (f"<table><caption>{html.escape(title)}</caption><thead>{line(header, 'th')}</thead>"
-            f"<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[int] = ()) -> str:

@@ -4,10 +4,10 @@ Goes in: a step that runs during a :class:`Recording`.  Comes out: a :class:`Sam
 each of its stages, and of split, merge and update, how long at least one operation was running.
 
 TensorFlow's profiler notes the start and the end of every operation.  An operation belongs to the
-part of the step in whose name scope it is; operations of eager code have none and belong to the
-span that they run in.  Times of operations that run at once are not added up: a part's time is that
-of the union of their intervals, so it is at most the step's.  A stage is busy with whatever is on
-its device: the tower's work, and the merge and the update of its weights.
+part of the step in whose name scope it is; those of eager code have none, and are not measured.
+Times of operations that run at once are not added up: a part's time is that of the union of their
+intervals, so it is at most the step's.  A stage is busy with whatever is on its device: the tower's
+work, and the merge and the update of its weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ _UPDATE = re.compile(rf"(?:^|/){scopes.UPDATE}(?:_\d+)?(?=[/:]|$)")
 _OPERATION = re.compile(r"(?<!:):_?[A-Z]\w*$")
 _CROSSING = re.compile(r":(?:Collective\w*|_(?:Host)?(?:Send|Recv))$")
 _GET_NEXT = re.compile(r"IteratorGetNext\w*Op::DoCompute$")
-_EAGER = "EagerKernelExecute"
 
 # A part of the step: a tower's number, the numbers of a tower and its stage, or one of "merge",
 # "update", "split", "input".
@@ -174,8 +173,7 @@ def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind
     steps = max(steps, 1)
 
     def time_of(part: Part, kind: str) -> float:
-        on_device = kind != "CPU" and not host.eager
-        return (device if on_device else host).total(part, window) / steps
+        return (host if kind == "CPU" else device).total(part, window) / steps
 
     step = seconds if window is None else (window[1] - window[0]) / 1e12
     stages = () if places is None else places.kinds
@@ -208,7 +206,6 @@ class _Times:
         self._intervals: dict[Part, list[Interval]] = {}
         self.window: Interval | None = None
         self.steps = 0
-        self.eager = False
 
     def total(self, part: Part, window: Interval | None) -> float:
         """The seconds in which ``part`` ran, within ``window``."""
@@ -224,18 +221,13 @@ class _Times:
     def add_operations(self, plane: Any) -> None:
         """Adds what ran on the host."""
         names = {key: metadata.name for key, metadata in plane.event_metadata.items()}
-        spans = {key: found for key, name in names.items()
-                 if ":" not in name and (found := self._span(name))}
         waits = {key for key, name in names.items() if _GET_NEXT.search(name)}
         windows = {key for key, name in names.items() if name == _WINDOW}
-        eager = {key for key, name in names.items() if name == _EAGER} if spans else set()
         parts = {key: found for key, name in names.items()
                  if ":" in name and (found := self._parts(name))}
         for line in plane.lines:
             # All operations are the only tower's, but for those of the input pipeline.
             mine = {} if self._alone and line.name.startswith("tf_data") else parts
-            if spans:
-                self._add_eager(line, spans, eager)
             for event in line.events:
                 key = event.metadata_id
                 if key in mine:
@@ -258,38 +250,9 @@ class _Times:
                         name = stat.str_value or plane.stat_metadata[stat.ref_value].name
                         self._add(self._parts(name), line, event)
 
-    def _add_eager(self, line: Any, spans: dict[int, list[Part]], eager: set[int]) -> None:
-        """Adds a thread's eager operations to the innermost span that each is in."""
-        inside = [(*_interval(line, event), spans[event.metadata_id])
-                  for event in line.events if event.metadata_id in spans]
-        if not inside:
-            return
-        self.eager = True
-        for event in line.events:
-            if event.metadata_id in eager:
-                first, last = _interval(line, event)
-                around = [span for span in inside if span[0] <= first and last <= span[1]]
-                if around:
-                    self._add(max(around, key=lambda span: span[:2])[2], line, event)
-
     def _add(self, parts: Iterable[Part], line: Any, event: Any) -> None:
         for part in parts:
             self._intervals.setdefault(part, []).append(_interval(line, event))
-
-    def _span(self, name: str) -> list[Part]:
-        """The parts whose eager operations run within a span of this name."""
-        name = name.rstrip("/")
-        if name == scopes.UPDATE:
-            return ["update"]
-        scope, _, stage = name.partition(f"/{scopes.STAGE}")
-        found = _SCOPE.fullmatch(scope)
-        if found is None or found["split"]:
-            return []
-        if found["merge"]:
-            return ["merge"]
-        tower = int(found["tower"]) // self._micro_batches
-        # What eager code does outside of all stages is done on the first one's device.
-        return [tower] if self._places is None else [tower, (tower, int(stage or 0))]
 
     def _parts(self, name: str) -> list[Part]:
         """The parts that the operation ``name:Type`` counts for."""

@@ -36,7 +36,7 @@ class TowerReport(Callback):
       once for all towers, sums of what they have found above all, ``update`` what of that nothing
       but writes of variables needs, such as the optimizer, ``split`` the splitting of rows in the
       input pipeline (beside the step), ``input`` the step's waiting for its batch.  Eager steps
-      (``run_eagerly=True``) are done once, with all rows, and the towers are idle.
+      (``run_eagerly=True``) are done once, with all rows, and are not timed.
     - **idle**: the share of the step in which no operation of that tower was running.  CPU towers
       share the machine's cores: one of them can be busy and still wait for a core.
 

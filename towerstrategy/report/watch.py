@@ -40,7 +40,7 @@ class Watch:
     Attributes:
       placement: where the towers are.
       rows: the towers' rows of the last epoch; None where its batches could not be counted.
-      once: whether one device does eager steps for all towers, with their rows.
+      once: whether one device does eager steps, which are not timed, with all rows.
       seconds: how long the last epoch took.
       sample: the latest sample, or None.
       sampled_in: the epoch it is of.
@@ -61,8 +61,8 @@ class Watch:
     def __init__(self, model: Any, most: float) -> None:
         extended = model.distribute_strategy.extended
         self.placement: devices_lib.Placement = extended.placement
-        self.once = len(self.placement.towers) > 1 and bool(
-            model.run_eagerly or tf.config.functions_run_eagerly())
+        self._eager = bool(model.run_eagerly or tf.config.functions_run_eagerly())
+        self.once = len(self.placement.towers) > 1 and self._eager
         self._model, self._most = model, most
         self._start = self._epoch_start = time.perf_counter()
         self._kinds = [str(tf.DeviceSpec.from_string(device).device_type)
@@ -115,7 +115,8 @@ class Watch:
             if count not in self._before:
                 self._before[count] = [0] * len(self.placement.towers)
             number, self._calls = self._calls, self._calls + 1
-            wanted = number >= self._from_call and self.tried_in != self._epoch
+            wanted = (number >= self._from_call and self.tried_in != self._epoch
+                      and not self._eager)
             try:
                 if wanted and self.affords(self.spent + self._sample_cost):
                     return self._sampled(iterator)

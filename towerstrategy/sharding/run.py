@@ -15,8 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy.placement import scopes
-from towerstrategy.sharding import homes, step
+from towerstrategy.sharding import step
 
 
 def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -31,8 +30,6 @@ def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 lambda leaf: step.whole(strategy, leaf), (args, kwargs))
         if not tf.executing_eagerly():
             fn = _tf.autograph_convert(fn)
-        scope = f"{scopes.of_tower(0, device)}/" if len(devices) == 1 else homes.ONCE
-        with contexts.OneReplicaContext(strategy), tf.device(device), \
-                tf.profiler.experimental.Trace(scope):
+        with contexts.OneReplicaContext(strategy), tf.device(device):
             return fn(*args, **kwargs)
     return step.call(strategy, fn, args, kwargs)

@@ -95,20 +95,8 @@ def _placed(placement: devices_lib.Placement, index: int | None) -> Iterator[Non
     row = placement.row(0) if alone else tower.row
     named_alone = alone and not tf.executing_eagerly()
     with contextlib.nullcontext() if named_alone else tf.device(row[index]), \
-            _named(tower, row, index):
+            tf.name_scope(f"{scopes.STAGE}{index}"):
         yield
-
-
-def _named(tower: contexts.AnyContext, row: Sequence[str], index: int
-           ) -> contextlib.AbstractContextManager[Any]:
-    """The stage in the names of what is done within; in a profile, where that is done eagerly."""
-    scope = f"{scopes.STAGE}{index}"
-    if not tf.executing_eagerly():
-        return tf.name_scope(scope)
-    number = 0
-    if isinstance(tower, contexts.TowerContext):
-        number = tower.part_of(range(tower.count))  # not asked for, which would end a single trace
-    return tf.profiler.experimental.Trace(f"{scopes.of_tower(number, row[0])}/{scope}")
 
 
 def _in_its_stage(gradient: Callable[..., Any]) -> Callable[..., Any]:
