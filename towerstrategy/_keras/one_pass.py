@@ -9,7 +9,7 @@ and Adam have one here, whose formulas are the same, the place of epsilon includ
 optimizers, and those that override what is replaced, do as Keras does.
 
 Kernels take a decay rate and make its complement themselves, in float32: of 0.9 that is exact to
-2e-7, of Adam's 0.999 it is off by 1e-5.  Such a rate's average is therefore moved outside.
+2e-7, of Adam's 0.999 it is off by 1e-5.  The average of squares is therefore moved outside.
 
 Slices of a sparse gradient are summed into a dense one for the kernel, as Keras does for its
 operations, of which each goes over the whole table.  An average of squares is one of each slice's
@@ -84,26 +84,23 @@ def adam(optimizer: Any, learning_rate: Any, cpu: Any) -> Kernel | None:
     step = _number(optimizer.iterations + 1)
     known = {"lr": _number(learning_rate), "beta1": beta1, "epsilon": _number(optimizer.epsilon),
              "beta1_power": tf.pow(beta1, step), "beta2_power": tf.pow(beta2, step)}
-    moves = _is_exact(optimizer.beta_2)
     kept, rate = _number(1), _number(1 - optimizer.beta_2)
 
-    def update(variable: Any, gradient: Any, decay: tf.Tensor, slots: Mapping[str, Any]) -> None:
-        operation(var=variable.handle, grad=tf.convert_to_tensor(gradient), beta2=decay,
+    def update(variable: Any, gradient: Any, slots: Mapping[str, Any]) -> None:
+        operation(var=variable.handle, grad=tf.convert_to_tensor(gradient), beta2=kept,
                   **{name: slot.handle for name, slot in slots.items()}, **known)
 
     def apply(variable: Any, gradient: Any, **slots: Any) -> None:
-        if not moves:
-            v = slots["v"]
-            _raw.ResourceApplyGradientDescent(
-                var=v.handle, alpha=rate, delta=v - tf.square(gradient))
-        update(variable, gradient, beta2 if moves else kept, slots)
+        v = slots["v"]
+        _raw.ResourceApplyGradientDescent(var=v.handle, alpha=rate, delta=v - tf.square(gradient))
+        update(variable, gradient, slots)
 
     def sparse(variable: Any, gradient: tf.IndexedSlices, **slots: Any) -> None:
         v = slots["v"]
         _raw.AssignSubVariableOp(resource=v.handle, value=rate * v)
         _raw.ResourceScatterAdd(resource=v.handle, indices=gradient.indices,
                                 updates=rate * tf.square(gradient.values))
-        update(variable, gradient, kept, slots)
+        update(variable, gradient, slots)
 
     on_cpu = cpu and cpu.adam(optimizer, known)
     return Kernel(slots, on_cpu or apply, sparse)

@@ -61,25 +61,16 @@ def add_note(error: Any, note: str, traced: bool) -> None:
     without its notes.
     """
     metadata = getattr(error, "ag_error_metadata", None)
+    has_notes = hasattr(error, "add_note")  # not in Python 3.10
     if metadata is not None:
         metadata.cause_message += f"\n{note}"
-    elif traced and type(error) in _PLAIN_ERRORS and len(error.args) == 1:
+    elif (traced or not has_notes) and type(error) in _PLAIN_ERRORS and len(error.args) == 1:
         error.args = (f"{error.args[0]}\n{note}",)
         return
-    if hasattr(error, "add_note"):
+    if has_notes:
         error.add_note(note)
-    else:
-        _tell(error, note)
-
-
-def _tell(error: Any, note: str) -> None:
-    """``add_note`` for Python 3.10, which shows no notes: where it can be, in the message."""
-    if isinstance(error, tf.errors.OpError):
+    elif isinstance(error, tf.errors.OpError):
         error._message = f"{error.message}\n{note}"  # what its property ``message`` reads
-    elif error.__class__.__str__ is Exception.__str__ and len(error.args) == 1:
-        error.args = (f"{error.args[0]}\n{note}",)
-    else:
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
 
 @contextlib.contextmanager

@@ -188,15 +188,20 @@ class TowerDataset(tf.distribute.DistributedDataset):
       dataset: its elements hold :class:`SubBatches`.
       mapped: the like of it, of batches that a function has changed before they were split.
       open_rows: whether functions are traced for any number of rows.
+
+    Attributes:
+      fetch: the devices on which each tower's part of an element is put ahead of the step.
+      watcher: what is notified of steps in Python's own loops, or None: by ``between`` where a step
+        ends and another begins, by ``end_of_loop`` when an iterator is no more.
     """
 
+    fetch = prefetching.Fetch()
+    watcher: Any = None
     _agreement: Any = None  # see :class:`iterators.Steps`
 
     def __init__(self, dataset: tf.data.Dataset, mapped: Callable[[Any], TowerDataset],
                  open_rows: bool = False) -> None:
         self.dataset, self._mapped, self._open_rows = dataset, mapped, open_rows
-        self._watcher: Any = None
-        self._fetch = prefetching.Fetch()
 
     def __repr__(self) -> str:  # which Keras 3 shows, where it does not know what this is
         return ("<a TowerStrategy's dataset, for a model that is on its towers: compiled inside of "
@@ -204,25 +209,13 @@ class TowerDataset(tf.distribute.DistributedDataset):
 
     def map(self, map_func: Callable[..., Nest]) -> TowerDataset:
         """The same of batches that ``map_func`` has changed, as Keras does for class weights."""
-        return self._mapped(map_func).fetched_to(self._fetch).watched_by(self._watcher)
+        mapped = self._mapped(map_func)
+        mapped.fetch, mapped.watcher = self.fetch, self.watcher
+        return mapped
 
     def prefetch(self, buffer_size: Any) -> TowerDataset:
         """This dataset: its pipeline holds elements ready as it is, see ``tf.distribute``."""
         del buffer_size
-        return self
-
-    def fetched_to(self, fetch: prefetching.Fetch) -> TowerDataset:
-        """This dataset, each tower's part of an element put on its device ahead of the step."""
-        self._fetch = fetch
-        return self
-
-    def watched_by(self, watcher: Any) -> TowerDataset:
-        """This dataset, of whose steps in Python's own loops ``watcher``, if any, is notified.
-
-        Its ``between`` is called where a step ends and another begins, ``end_of_loop`` when an
-        iterator is no more.
-        """
-        self._watcher = watcher
         return self
 
     @property
@@ -245,17 +238,17 @@ class TowerDataset(tf.distribute.DistributedDataset):
     def __iter__(self) -> iterators.TowerIterator | prefetching.PrefetchedIterator:
         iterator = self._iterator(iterators.counting.follow)
         iterator._open_rows, iterator.agreement = self._open_rows, self._agreement
-        if self._watcher is not None:
-            iterator._between = self._watcher.between
-            weakref.finalize(iterator, self._watcher.end_of_loop)
+        if self.watcher is not None:
+            iterator._between = self.watcher.between
+            weakref.finalize(iterator, self.watcher.end_of_loop)
         return iterator
 
     def _iterator(self, follow: iterators.Follow | None) -> Any:
         dataset, row_count = self.dataset, None
-        if self._fetch.devices and self._fetch.is_safe:
+        if self.fetch.devices and self.fetch.is_safe:
             layout = self._layout(dataset.element_spec)
             if layout.moves:
-                return prefetching.iterate(dataset, layout, self._fetch, follow, self._rows_of)
+                return prefetching.iterate(dataset, layout, self.fetch, follow, self._rows_of)
         if follow is not None:
             dataset, row_count = follow(dataset, self._rows_of)
         iterator = iter(dataset)
@@ -265,7 +258,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
 
     def _layout(self, spec: Nest) -> layouts.Layout:
         """Where an element's tensors are to be fetched to."""
-        return layouts.Layout.of(spec, len(self._fetch.devices))
+        return layouts.Layout.of(spec, len(self.fetch.devices))
 
     def _rows_of(self, element: Nest) -> Any:
         """The rows of each tower in an element, a vector; None where none are known."""

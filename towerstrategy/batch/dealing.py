@@ -68,7 +68,8 @@ class Dealer:
             made = self._workers.shard_dataset(dataset, ready, in_order, self._measured)
         else:
             made = datasets_lib.split_dataset(dataset, self._towers, ready, self._cuts())
-        return made.fetched_to(fetch).watched_by(self.measuring)
+        made.fetch, made.watcher = fetch, self.measuring
+        return made
 
     def from_function(self, dataset_fn: Callable[..., Any], options: Any,
                       extended: Any) -> datasets_lib.TowerDataset:
@@ -92,7 +93,8 @@ class Dealer:
                 else datasets_lib.group_dataset(datasets[0], self._towers, ready=ready))
         if self._workers is not None:
             made = self._workers.shard_grouped(made, ready)
-        return made.fetched_to(fetch)
+        made.fetch = fetch
+        return made
 
     def _cuts(self) -> rows_lib.CutRows | None:
         """None where all towers are here and get as many rows."""

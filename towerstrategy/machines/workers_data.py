@@ -146,8 +146,8 @@ class WorkersDataset(datasets_lib.TowerDataset):
         return int(self._length)
 
     def __iter__(self) -> Any:
-        if self._watcher is not None and tf.executing_eagerly():
-            self._watcher.agree()
+        if self.watcher is not None and tf.executing_eagerly():
+            self.watcher.agree()
         return super().__iter__()
 
     def _layout(self, spec: Nest) -> layouts.Layout:
