@@ -102,7 +102,7 @@ class Job:
     def settle(self, steps: int) -> None:
         """Trains until measured shares stay as they are, or :data:`_MOST_TURNS` turns."""
         self.turn(steps, counts=False)
-        measuring = self.strategy.extended.dealer.measuring
+        measuring = self.strategy.extended.inputs.measuring
         seen = (0, -1)
         for _ in range(_MOST_TURNS if measuring is not None else 0):
             self.turn(steps, counts=False)

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, cpu, xla
-from towerstrategy.batch import datasets as datasets_lib, dealing, input_options, splitting
+from towerstrategy.batch import datasets as datasets_lib, input_options, inputs, splitting
 from towerstrategy.merge import reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.placement.workers import Workers
@@ -32,7 +32,7 @@ class TowerExtended(_tf.StrategyExtended):
     Args:
       container_strategy: the strategy.
       placement: where it runs.
-      workers: where the machines meet; None with a single one.
+      workers: the collectives of the machines; None with a single one.
       cluster_resolver: what said which machines there are; None where nothing did.
       draws_rows: whether what is drawn for rows is what one device would draw.
       measuring: what measures the towers; None where nothing does.
@@ -45,14 +45,14 @@ class TowerExtended(_tf.StrategyExtended):
                  measuring: Any = None, synchronizes_batch_norm: bool = True) -> None:
         self.draws_rows, self.synchronizes_batch_norm = draws_rows, synchronizes_batch_norm
         self.placement, self.workers = placement, workers  # TensorFlow's constructor asks for them
-        self.dealer = dealing.Dealer(placement, workers, measuring)
+        self.inputs = inputs.Inputs(placement, workers, measuring)
         self._cluster_resolver = cluster_resolver  # what TensorFlow's Strategy gives for its own
         super().__init__(container_strategy)
         self.homes = homes_lib.Homes(self.parameter_devices, placement.balanced, placement.rows,
                                      placement.merge)
         self.stages, self.xla = Stages(placement), xla.Xla(
             {*placement.towers, *itertools.chain(*placement.rows)})
-        # Living variables by their ids: all, and those that are written where towers cannot meet.
+        # Living variables by their ids: all, and those that are written where no sync point can be.
         self._tracked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._written_alone: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Whether functions are traced for tower 0 alone, and why some were not.
@@ -74,7 +74,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerExtended:
         """A strategy of the same towers with no variables yet; the caller puts its owner in."""
-        measuring = self.dealer.measuring and self.dealer.measuring.anew()
+        measuring = self.inputs.measuring and self.inputs.measuring.anew()
         memo[id(self)] = copied = TowerExtended(self._container_strategy(), self.placement,
                                                 self.workers, self._cluster_resolver,
                                                 self.draws_rows, measuring,
@@ -114,14 +114,14 @@ class TowerExtended(_tf.StrategyExtended):
     def train_step(self, call: Callable[[], Any], compiles: bool = False) -> Any:
         """Calls a Keras training step that the strategy's towers run, see :meth:`step`."""
         with self.step(compiles):
-            measuring = self.dealer.measuring
+            measuring = self.inputs.measuring
             return call() if measuring is None else measuring.step(call)
 
     # Where things are.
 
     @property
     def merge_device(self) -> str:
-        """The device where results meet that belong to no variable."""
+        """The device where results are merged that belong to no variable."""
         return self.placement.merge
 
     @property
@@ -168,7 +168,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def split(self, batch: Any) -> Any:
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
-        return self.dealer.split(batch)
+        return self.inputs.split(batch)
 
     def in_order(self, in_order: bool) -> contextlib.AbstractContextManager[None]:
         """Within, rows that are gathered are to come in the dataset's order: a model predicts."""
@@ -241,7 +241,7 @@ class TowerExtended(_tf.StrategyExtended):
         return list(self._tracked.values())
 
     def note_written_alone(self, variable: Any) -> None:
-        """Remembers a variable that a tower writes where the towers cannot meet."""
+        """Remembers a variable that a tower writes where no sync point can be."""
         self._written_alone[id(variable)] = variable
 
     def written_alone(self) -> list[Any]:
@@ -297,7 +297,7 @@ class TowerExtended(_tf.StrategyExtended):
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
-        made = self.dealer.distribute(dataset, self._modes.in_order, ready, fetch)
+        made = self.inputs.distribute(dataset, self._modes.in_order, ready, fetch)
         _keras.keep_for(made)
         return made
 
@@ -305,7 +305,7 @@ class TowerExtended(_tf.StrategyExtended):
                                            options: Any) -> tf.distribute.DistributedDataset:
         arguments.check_outside("a dataset is distributed to all towers")
         arguments.check_function("dataset_fn", dataset_fn)
-        made = self.dealer.from_function(dataset_fn, options, self)
+        made = self.inputs.from_function(dataset_fn, options, self)
         _keras.keep_for(made)
         return made
 

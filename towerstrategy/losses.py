@@ -101,8 +101,8 @@ def whole_batch(value: Any) -> Any:
     Raises:
       ValueError: a component without rows.
       TypeError: a ``tf.SparseTensor``.
-      RuntimeError: called in a branch, a loop or a ``tf.function`` that a tower calls, where the
-        towers cannot meet; or outside of towers, with per-replica values.
+      RuntimeError: called in a branch, a loop or a ``tf.function`` that a tower calls, where no
+        sync point can be; or outside of towers, with per-replica values.
 
     >>> strategy = TowerStrategy(split_cpu(4)[:2])
     >>> @tf.function

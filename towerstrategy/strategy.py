@@ -39,7 +39,7 @@ class TowerStrategy(kind.Kind):
     >>> strategy.num_replicas_in_sync
     4
 
-    A batch is dealt in order, as evenly as it goes, and the towers know their shares of it:
+    A batch is split in order, as evenly as it goes, and the towers know their shares of it:
 
     >>> batch = tf.range(10.)
     >>> parts = strategy.split(batch)
@@ -74,7 +74,7 @@ class TowerStrategy(kind.Kind):
         ``tf.config.list_logical_devices`` lists.  A list of lists makes each tower a row of
         devices, its *stages*, over which one model is laid, see docs/one_large_model.md.
       merge_device: not with stages, whose weights live, merge and update with them; else where
-        variables live, gradients meet and the optimizer runs: ``"cpu"`` (the
+        variables live, gradients are summed and the optimizer runs: ``"cpu"`` (the
         default with several CPU towers), a device string such as ``"GPU:0"``, or ``"balanced"``
         (the default with several GPUs): each variable has one of the towers as its home, chosen by
         bytes, and lives, merges and updates there.  Where GPUs have no NVLink, steps with many
@@ -244,7 +244,7 @@ class TowerStrategy(kind.Kind):
         return super().gather(value, axis)
 
     def split(self, batch: Any) -> Any:
-        """Deals the rows of ``batch`` to the towers: the per-replica values that ``run`` takes.
+        """Splits the rows of ``batch`` over the towers: the per-replica values that ``run`` takes.
 
         Args:
           batch: any nest of tensors or arrays with one row an example in the first dimension:
@@ -263,7 +263,7 @@ class TowerStrategy(kind.Kind):
         >>> [part.shape.as_list() for part in strategy.experimental_local_results(x)]
         [[2, 2], [1, 2], [1, 2]]
         """
-        arguments.check_outside("strategy.split deals a global batch to the towers")
+        arguments.check_outside("strategy.split splits a global batch over the towers")
         return self.extended.split(batch)
 
     @property
@@ -302,7 +302,7 @@ class TowerStrategy(kind.Kind):
         >>> TowerStrategy(split_cpu(4)[:2], shares=[3, 1]).shares
         [3.0, 1.0]
         """
-        return self.extended.dealer.shares
+        return self.extended.inputs.shares
 
     def adopt(self, model: Any) -> Any:
         """Makes ``model``, built outside this strategy's scope, train on its towers.

@@ -525,7 +525,7 @@ class Clock:
     of = sample.Recording.of
 
     def __init__(self, strategy):
-        self._shares = strategy.extended.dealer.measuring.shares
+        self._shares = strategy.extended.inputs.measuring.shares
         self._first = strategy.extended.first_replica
 
     def __call__(self):
@@ -541,40 +541,40 @@ class Clock:
         return sample.Sample(1., tuple(times), 0., 0., 0., 0.)
 
 
-def trained(model, history, x, dealer):
+def trained(model, history, x, inputs):
     """What a training with shares that may have changed led to, and these shares."""
     seen = {"loss": history.history["loss"], "predict": model.predict(x, verbose=0)}
-    if dealer is not None:
-        seen["units"] = dealer.units
+    if inputs is not None:
+        seen["units"] = inputs.units
     return {**seen, **{f"weight_{number}": value
                        for number, value in enumerate(model.get_weights())}}
 
 
 def measured(strategy, kit):
     """Another strategy of the same workers, whose shares change after the first epoch."""
-    dealer = None
+    inputs = None
     with contextlib.ExitStack() as stack:
         if hasattr(strategy, "split"):
             strategy = towerstrategy.TowerStrategy(
                 [f"CPU:{tower + 1}" for tower in range(len(strategy.extended.worker_devices))],
                 "CPU:0", shares="measured")
-            dealer = strategy.extended.dealer
+            inputs = strategy.extended.inputs
             stack.enter_context(mock.patch.object(measuring, "Recording", Clock(strategy)))
         x, y, _ = data(100)
         with strategy.scope():
             model = model_of(kit)
             model.compile(kit.optimizers.Adam(0.01), "mse")
         history = model.fit(x, y, batch_size=12, epochs=3, verbose=0, shuffle=False)
-        return trained(model, history, x, dealer)
+        return trained(model, history, x, inputs)
 
 
 def slowed(strategy, kit):
     """Shares by the profiler's times, on workers of which the first works more for each row."""
-    turns, dealer = 1, None
+    turns, inputs = 1, None
     if hasattr(strategy, "split"):
         turns = 200 if strategy.extended.workers.index == 0 else 10
         strategy = towerstrategy.TowerStrategy(["CPU:1"], "CPU:0", shares="measured")
-        dealer = strategy.extended.dealer
+        inputs = strategy.extended.inputs
 
     class Repeating(kit.layers.Layer):
         """Works on each row, and changes nothing: what is added rounds off."""
@@ -591,7 +591,7 @@ def slowed(strategy, kit):
         model = model_of(kit, Repeating())
         model.compile(kit.optimizers.Adam(0.01), "mse")
     history = model.fit(x, y, batch_size=10, epochs=4, verbose=0, shuffle=False)
-    return trained(model, history, x, dealer)
+    return trained(model, history, x, inputs)
 
 
 KITS = {"keras": keras, "tf_keras": tf_keras}

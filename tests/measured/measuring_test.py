@@ -52,7 +52,7 @@ class Clock:
         with mock.patch.object(measuring, "Recording", self):
             towers = [f"CPU:{tower}" for tower in range(len(self.seconds))]
             strategy = towerstrategy.TowerStrategy(towers, shares="measured")
-            self.shares = strategy.extended.dealer.measuring.shares
+            self.shares = strategy.extended.inputs.measuring.shares
             yield strategy
 
 
@@ -127,7 +127,7 @@ class MeasuringTest(parameterized.TestCase):
         with clock.running() as strategy:
             fit(keras, strategy, epochs=3)
         self.assertEqual(strategy.shares[0], strategy.shares[1])
-        self.assertGreater(strategy.extended.dealer.measuring.rounds, 5)
+        self.assertGreater(strategy.extended.inputs.measuring.rounds, 5)
 
     @pytest.mark.wide
     def test_small_steps_stay_equal(self):
@@ -136,14 +136,14 @@ class MeasuringTest(parameterized.TestCase):
         with clock.running() as strategy:
             fit(keras, strategy, epochs=20)
         self.assertEqual(strategy.shares[0], strategy.shares[1])
-        self.assertGreater(strategy.extended.dealer.measuring.rounds, 50)
+        self.assertGreater(strategy.extended.inputs.measuring.rounds, 50)
 
     @pytest.mark.wide
     def test_what_brought_nothing_is_taken_back(self):
         """Else a moment's load deals rows for ever."""
         clock = Clock(0., 0., launch=np.array([1., 4.]))
         with clock.running() as strategy:
-            measure = strategy.extended.dealer.measuring
+            measure = strategy.extended.inputs.measuring
             shares = mock.Mock(wraps=measure.shares.choose)
             with mock.patch.object(measure.shares, "choose", shares):
                 fit(keras, strategy)
@@ -191,7 +191,7 @@ class MeasuringTest(parameterized.TestCase):
             self.assertEqual(sum(int(step(batch)) for batch in dataset), 5 * 4950)
             self.assertEqual(strategy.shares, [6., 2.])
             self.assertLen(traces, 1)
-            measure = strategy.extended.dealer.measuring
+            measure = strategy.extended.inputs.measuring
             measure._next, measure._left = 0, 1  # as if the next step were to be sampled
             iterator = iter(dataset)
             step(next(iterator))
@@ -217,7 +217,7 @@ class MeasuringTest(parameterized.TestCase):
         strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2"], shares="measured")
         with tempfile.TemporaryDirectory() as folder:
             fit(keras, strategy, rows=32 * 8)
-            self.assertGreaterEqual(strategy.extended.dealer.measuring.rounds, 1)
+            self.assertGreaterEqual(strategy.extended.inputs.measuring.rounds, 1)
             dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.range(40).batch(8))
             iterator = iter(dataset)
             next(iterator)
@@ -230,7 +230,7 @@ class MeasuringTest(parameterized.TestCase):
     def test_one_tower(self):
         """Else a single device is measured for nothing."""
         strategy = towerstrategy.TowerStrategy(["CPU:0"], shares="measured")
-        self.assertIsNone(strategy.extended.dealer.measuring)
+        self.assertIsNone(strategy.extended.inputs.measuring)
         self.assertEqual(strategy.shares, [1.])
 
 

@@ -23,7 +23,7 @@ from towerstrategy import _tensorflow as _tf, refused
 from towerstrategy._keras import adopting, hooks, stages, state
 from towerstrategy.placement import kind
 
-# The oldest and the newest release of each that was tested; docs/versions.md tells what was run.
+# The oldest and the newest release of each that was tested; docs/versions.md says what was run.
 TESTED = {"keras": ("3.8", "3.15"), "tf_keras": ("2.16", "2.21")}
 
 # The last module of each that is imported.

@@ -56,7 +56,7 @@ def seconds(calls: Sequence[tuple[Any, Any]], rows: int, device: str, names: Any
 
 
 def _seconds(layer: Any, args: Any, kwargs: Any, names: Any) -> float:
-    if names.tells_training(layer):
+    if names.takes_training(layer):
         kwargs = {**kwargs, "training": True}
     given = [leaf for leaf in tf.nest.flatten((args, kwargs))
              if isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating]

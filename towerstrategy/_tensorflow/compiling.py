@@ -11,7 +11,7 @@ from tensorflow.python.framework import kernels as kernels_lib
 
 PRIVATE_NAMES = {
     "python.framework.kernels:get_registered_kernels_for_op":
-        "which operations XLA has, by dtype; publicly only trying tells",
+        "which operations XLA has, by dtype; publicly only by trying",
     "python.framework.ops:Graph._add_function_recursive Graph._get_function":
         "makes a function of one graph callable in another",
     "python.framework.ops:Operation._set_attr":
@@ -21,7 +21,7 @@ PRIVATE_NAMES = {
 
 
 def has_xla_kernel(node: Any, device_type: str) -> bool:
-    """Whether XLA compiles an operation (its NodeDef), as far as types tell."""
+    """Whether XLA compiles an operation (its NodeDef), as far as types say."""
     _prepare()
     return any(_fits(node, kernel) for kernel in _xla_kernels(node.op, device_type))
 

@@ -1,4 +1,4 @@
-"""What TensorFlow knows of a device and does not tell by a public name."""
+"""What TensorFlow knows of a device and has no public name for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tensorflow.python.eager import context as eager_context
 
 PRIVATE_NAMES = {
     "python.client.device_lib:list_local_devices":
-        "the memory limit of each GPU; tf.config tells of memory in use alone",
+        "the memory limit of each GPU; tf.config has memory in use alone",
     "python.eager.context:Context.config": "which GPUs are visible, and how they are divided",
     "python.eager.context:Context.device_name":
         "the tf.device around eager code, without making a tensor",

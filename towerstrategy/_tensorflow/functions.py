@@ -38,7 +38,7 @@ PRIVATE_NAMES = {
         "a capture whose value is asked for at each call; FuncGraph.capture_call_time_value asks "
         "in eager code only, and a tower's function calls others while it is traced",
     "python.ops.control_flow_v2_func_graphs:ControlFlowFuncGraph":
-        "tells a branch or a loop's body, traced anew each time, from a function, which is kept",
+        "a branch or a loop's body, traced anew each time, and not a function, which is kept",
     "python.framework.auto_control_deps_utils:RESOURCE_READ_OPS": "operations that write none",
     "python.eager.record:record_operation could_possibly_record stop_recording":
         "what gradient tapes see, and whether there are any",

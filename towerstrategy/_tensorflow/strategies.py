@@ -16,7 +16,7 @@ PRIVATE_NAMES = {
     "python.distribute.collective_util:Options":
         "tf.distribute.experimental.CommunicationOptions, whose public name is an alias",
     "python.distribute.distribute_lib:UpdateContext":
-        "tells TensorFlow's variables that StrategyExtended.update runs",
+        "how TensorFlow's variables know that StrategyExtended.update runs",
     "python.distribute.distribute_lib:_CrossReplicaThreadMode _get_default_replica_mode "
     "_push_per_thread_mode _pop_per_thread_mode":
         "the cross-replica context that merge_call enters, and none; only scope() is public",

@@ -20,7 +20,7 @@ from tensorflow.python.trackable import base as trackable_base
 
 PRIVATE_NAMES = {
     "python.ops.resource_variable_ops:variable_accessed":
-        "tells gradient tapes and functions that a variable is read; they watch its handle",
+        "notes for gradient tapes and functions that a variable is read; they watch its handle",
     "python.distribute.shared_variable_creator:make_fn":
         "lets towers 1.. find the variables that tower 0 made",
     "python.distribute.values:DistributedVariable SyncOnReadVariable _SyncOnReadSaveable":

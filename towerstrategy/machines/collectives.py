@@ -78,7 +78,7 @@ class Machines:
         self._device = device
         _tf.hand_keys_to_branches()
         self._launcher = _tf.collective_launcher(device, cluster.count, options)
-        # TensorFlow gathers in an order of its own; this tells where each worker's part is.
+        # TensorFlow gathers in an order of its own; this is where each worker's part is.
         self._order = list(range(self.count))
         found = self._start(options, shares_from)
         self._order = sorted(self._order, key=lambda position: found[position][0])

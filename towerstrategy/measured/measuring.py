@@ -39,7 +39,7 @@ NEAR = 0.05
 _KEPT_ROUNDS = 3
 # The share of a training's time that may be spent, once shares are settled.
 MOST = 0.005
-# Steps that trace, or are fed with batches that were dealt before shares changed.
+# Steps that trace, or are fed with batches that were split before shares changed.
 _WARM_UP = 3
 _IN_FLIGHT = 8
 # So many changes are made as soon as can be.

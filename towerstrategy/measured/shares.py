@@ -32,13 +32,13 @@ class MeasuredShares:
             # Not tf.Variable: they must not become variables of a strategy.
             self._variable = _tf.ResourceVariable(tf.ones([towers], tf.int64), trainable=False)
             # The rows of a batch, then those of each tower here.
-            self._dealt = _tf.ResourceVariable(tf.zeros([1 + here], tf.int64), trainable=False)
+            self._split = _tf.ResourceVariable(tf.zeros([1 + here], tf.int64), trainable=False)
 
     def choose(self, units: Sequence[int]) -> None:
         """From now on rows are split by ``units``."""
         self.units = tuple(units)
         self._variable.assign(tf.constant(self.units, tf.int64))
-        self._dealt.assign(tf.zeros_like(self._dealt))
+        self._split.assign(tf.zeros_like(self._split))
 
     def now(self) -> rows_lib.Units:
         """The units: numbers in eager code, in a function a tensor that is read when it runs."""
@@ -55,12 +55,12 @@ class MeasuredShares:
         Pipelines run ahead, and the last batch of many has fewer rows: the largest one counts.
         """
         now = tf.stack([tf.cast(count, tf.int64) for count in (rows, *sizes)])
-        before = self._dealt.read_value()
-        self._dealt.assign(tf.where(now[0] >= before[0], now, before), read_value=False)
+        before = self._split.read_value()
+        self._split.assign(tf.where(now[0] >= before[0], now, before), read_value=False)
 
     def rows(self) -> list[int]:
         """The rows of this machine's towers, of the largest batch since shares have changed."""
-        return self._dealt.numpy().tolist()[1:]
+        return self._split.numpy().tolist()[1:]
 
     def cut(self, rows: rows_lib.Rows) -> tuple[list[Any], list[Any], None]:
         """Cuts a batch that stays on this machine, see :data:`rows.CutRows`."""

@@ -74,7 +74,7 @@ def _described(strategy: tf.distribute.Strategy) -> str:
 
 
 def _how_measured(strategy: tf.distribute.Strategy) -> str:
-    measuring = strategy.extended.dealer.measuring
+    measuring = strategy.extended.inputs.measuring
     if measuring is None:
         return ""
     if not measuring.rounds:
@@ -88,7 +88,7 @@ def _shares(strategy: tf.distribute.Strategy) -> dict[str, str]:
     if placement.shares is None:
         return {}
     parts, number = placement.micro_batches, strategy.num_replicas_in_sync
-    units = extended.dealer.units or (1,) * number
+    units = extended.inputs.units or (1,) * number
     here = units[extended.first_replica::parts]
     return {devices_lib.short_name(tower): f"{unit * parts / sum(units):.1%}"
             for tower, unit in zip(placement.devices, here)}

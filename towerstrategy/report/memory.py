@@ -111,7 +111,7 @@ def estimate_memory(model: Any, towers: int = 2) -> Estimate:
 
 
 def _fullest(sizes: list[int], count: int) -> int:
-    """What the fullest of ``count`` homes has, as variables are dealt to them by bytes."""
+    """What the fullest of ``count`` homes has, as variables are spread over them by bytes."""
     homes, held = homes_lib.Homes(map(str, range(count)), balanced=True), Counter[str]()
     for size in sizes:
         held[homes.choose(size)] += size

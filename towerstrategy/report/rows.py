@@ -41,7 +41,7 @@ class RowCount:
             return element if len(element) > 1 else element[0]
 
         options = tf.data.Options()
-        # A buffer put behind this would count what nobody has taken.
+        # A buffer after this one would count what nobody has taken.
         options.experimental_optimization.inject_prefetch = False
         return _tf.map_in_place(dataset, add).with_options(options)
 

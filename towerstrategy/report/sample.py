@@ -53,7 +53,7 @@ class Sample:
     Attributes:
       step: from the call of the step to its end.
       towers: by tower, the time in which at least one of its operations was running.
-      merge: the same for what runs where the towers meet, the update left out.
+      merge: the same for what is done once for all towers, the update left out.
       update: the same for the optimizer.
       split: the same for the split, in the input pipeline, beside the step.
       input: how long the step waited for its batch.
@@ -155,7 +155,7 @@ def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind
 
     Args:
       spaces: TensorFlow's ``XSpace`` messages.
-      seconds: how long the call took, where the profile does not tell.
+      seconds: how long the call took, where the profile does not say.
       kinds: the towers' kinds of device, ``"CPU"`` or ``"GPU"``.
       merge_kind: the merge device's.
       micro_batches: how many parts each tower's rows are cut into.

@@ -174,7 +174,7 @@ def call_of(node: Any, instead: Callable[[Any], Any]) -> tuple[Any, Any]:
     return node.arguments.convert(known)
 
 
-def tells_training(layer: Any) -> bool:
+def takes_training(layer: Any) -> bool:
     """Whether a layer's ``call`` takes ``training``."""
     return bool(layer._call_has_training_arg)
 

@@ -167,7 +167,7 @@ def call_of(node: Any, instead: Callable[[Any], Any]) -> tuple[Any, Any]:
     return tf.nest.map_structure(known, (node.call_args, node.call_kwargs))
 
 
-def tells_training(layer: Any) -> bool:
+def takes_training(layer: Any) -> bool:
     """Whether a layer's ``call`` takes ``training``."""
     return bool(layer._expects_training_arg)
 

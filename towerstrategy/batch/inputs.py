@@ -1,7 +1,7 @@
-"""Who gets which rows: what one strategy deals to its towers, and how.
+"""What feeds the towers of one strategy: its batches and datasets, split by the towers' shares.
 
-Goes in: where a strategy runs, the other machines, and what measures the towers.  Comes out: a
-:class:`Dealer`, which splits its batches and datasets.
+Goes in: where a strategy runs, the other machines, and what measures the towers.  Comes out:
+:class:`Inputs`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement.workers import Workers
 
 
-class Dealer:
-    """Deals batches to the towers of one strategy, by their shares.
+class Inputs:
+    """Splits the batches and datasets of one strategy, by the shares of its towers.
 
     Args:
       placement: where it runs.
@@ -61,7 +61,7 @@ class Dealer:
 
     def distribute(self, dataset: tf.data.Dataset, in_order: bool, ready: int,
                    fetch: prefetching.Fetch) -> datasets_lib.TowerDataset:
-        """A dataset of global batches, dealt; see :func:`datasets.split_dataset`."""
+        """A dataset of global batches, split; see :func:`datasets.split_dataset`."""
         if self._measured is not None:
             dataset = self._measured.left_out_of_checkpoints(dataset)
         if self._workers is not None:
