@@ -195,38 +195,21 @@ def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
             # The optimizer is built here, around weights that may have been built outside.
             adopting.adopt_state(strategy, self, names)
         if iterator is not None:
-            data_batch = _batch_spec(iterator._distributed_dataset.element_spec,
-                                     _has_fixed_rows(self))
+            data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
         with contextlib.suppress(Exception), strategy.scope():
             self._symbolic_build(data_batch=data_batch)
 
     return _maybe_symbolic_build
 
 
-def _has_fixed_rows(model: Any) -> bool:
-    """Whether the model was made for batches of one size, as by ``Input(batch_size=...)``."""
-    inputs = getattr(getattr(model, "_functional", model), "inputs", None)
-    return any(tensor.shape and tensor.shape[0] is not None
-               for tensor in tree.flatten(inputs or []))
-
-
-def _batch_spec(element_spec: Any, fixed_rows: bool) -> Any:
-    """Shapes and dtypes of a batch, from the spec of its sub-batches, with open or fixed rows."""
+def _batch_spec(element_spec: Any) -> Any:
+    """Shapes and dtypes of a batch of any number of rows, from the spec of its sub-batches."""
 
     def whole(spec: Any) -> Any:
         if isinstance(spec, (_tf.NoneTensorSpec, tf.OptionalSpec)):
             return None
-        parts = spec._component_specs if isinstance(spec, _tf.PerReplicaSpec) else [spec]
-        spec, shapes = parts[0], [part.shape for part in parts]
-        if spec.shape.rank == 0:
-            return _symbol(spec.shape, spec.dtype)
-        rows = sum(shape[0] for shape in shapes) if fixed_rows and all(
-            shape[0] for shape in shapes) else None
-        return _symbol(tf.TensorShape([rows]).concatenate(spec.shape[1:]), spec.dtype)
+        spec = spec._component_specs[0] if isinstance(spec, _tf.PerReplicaSpec) else spec
+        shape = spec.shape.as_list()
+        return types.SimpleNamespace(shape=(None, *shape[1:]) if shape else (), dtype=spec.dtype)
 
     return tree.map_structure(whole, element_spec)
-
-
-def _symbol(shape: tf.TensorShape, dtype: tf.DType) -> Any:
-    """Shape and dtype, as Keras' symbolic build asks for them."""
-    return types.SimpleNamespace(shape=tuple(shape.as_list()), dtype=dtype)
