@@ -207,14 +207,14 @@ def slots_of(model: Any) -> list[Any]:
 
 def forget_functions(model: Any) -> None:
     """Drops the functions that ``model`` has traced."""
-    _names_of(model).forget_functions(model)
+    adopting.forget_functions(model)
 
 
 def _names_of(model: Any) -> Any:
     """How the Keras that ``model`` is of names things: ``keras3.names`` or ``tf_keras.names``."""
     install_hooks()
     for tables in _installed.values():
-        if tables.names.is_model(model):
+        if isinstance(model, tables.names.TRAINER):
             return tables.names
     raise refused.wrong_type("model", model, "a Keras or tf_keras model")
 

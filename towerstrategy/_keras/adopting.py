@@ -32,9 +32,16 @@ def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
     hooks.enter_with(model, names.ENTRIES)
     strategy.extended.homes.spread(resident)
     # Functions traced before know nothing of towers.
-    names.forget_functions(model)
+    forget_functions(model)
     _log.info("%s", _sentence(strategy, model, resident, local))
     return model
+
+
+def forget_functions(model: Any) -> None:
+    """Drops the functions that ``model`` has traced."""
+    for name in ("train_function", "test_function", "predict_function", "train_tf_function"):
+        if name in vars(model):
+            setattr(model, name, None)
 
 
 def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:

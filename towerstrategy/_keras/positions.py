@@ -51,7 +51,7 @@ def positions_of(model: Any, names: Any, said: int | None = None,
 def models_in(model: Any, names: Any, seen: set[int]) -> Iterator[Any]:
     """The models that ``model`` holds, at any depth; ``seen`` are left out."""
     for layer in model.layers:
-        if names.is_model(layer) and id(layer) not in seen:
+        if isinstance(layer, names.TRAINER) and id(layer) not in seen:
             seen.add(id(layer))
             yield layer
             yield from models_in(layer, names, seen)
@@ -59,5 +59,5 @@ def models_in(model: Any, names: Any, seen: set[int]) -> Iterator[Any]:
 
 def opens(layer: Any, names: Any) -> bool:
     """Whether the layers in ``layer`` go to stages one by one."""
-    return names.is_model(layer) and (names.has_graph(layer) or any(
+    return isinstance(layer, names.TRAINER) and (names.has_graph(layer) or any(
         map(names.has_graph, models_in(layer, names, {id(layer)}))))

@@ -157,7 +157,7 @@ def _stage_in_tower(strategy: tf.distribute.Strategy,
         else:
             with strategy.extended.stages.within(stage):
                 yield
-        if outermost and names.is_model(layer):
+        if outermost and isinstance(layer, names.TRAINER):
             _check_entered(strategy, layer, run, names)
     finally:
         if outermost:
@@ -167,7 +167,7 @@ def _stage_in_tower(strategy: tf.distribute.Strategy,
 def _note_asked(strategy: tf.distribute.Strategy, layer: Any, stage: int, names: Any) -> None:
     """Remembers the first stage that a tower has called a layer in, and moves its variables there.
     """
-    if names.is_model(layer) or vars(layer).setdefault(CALLED, [stage]) != [stage]:
+    if isinstance(layer, names.TRAINER) or vars(layer).setdefault(CALLED, [stage]) != [stage]:
         return  # what is in a model is called itself
     strategy.extended.homes.settle(
         (variable, stage) for variable, _ in names.variables_of_layer(layer)
@@ -338,7 +338,7 @@ def settle(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
     """
     if not strategy.extended.placement.rows:
         return
-    for inner in () if names.is_opened(model) or not names.is_model(model) \
+    for inner in () if names.is_opened(model) or not isinstance(model, names.TRAINER) \
             else models_in(model, names, {id(model)}):
         vars(inner)[_WHOLE] = weakref.ref(model)
     used: dict[int, tuple[Any, int]] = {}

@@ -9,6 +9,7 @@ they write (statistics, the states of generators) is put back.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ def seconds(calls: Sequence[tuple[Any, Any]], rows: int, device: str, names: Any
 
 
 def _seconds(layer: Any, args: Any, kwargs: Any, names: Any) -> float:
-    if names.takes_training(layer):
+    if "training" in inspect.signature(layer.call).parameters:
         kwargs = {**kwargs, "training": True}
     given = [leaf for leaf in tf.nest.flatten((args, kwargs))
              if isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating]

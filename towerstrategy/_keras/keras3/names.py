@@ -44,20 +44,10 @@ TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), *ENTRIES, "op
                              "_eval_epoch_iterator"} - {"_lock"})
 
 
-def is_model(model: Any) -> bool:
-    """Whether ``model`` is a Keras 3 model."""
-    return isinstance(model, TRAINER)
-
-
 def held_variables(model: Any) -> list[Any]:
     """The TensorFlow variables of ``model``, those of its metrics and optimizers left out."""
     own = {id(variable) for metric in metrics_of(model) for variable in metric.variables}
     return [held(variable) for variable in model.variables if id(variable) not in own]
-
-
-def forget_functions(model: Any) -> None:
-    """Drops the functions that ``model`` has traced."""
-    model.train_function = model.test_function = model.predict_function = None
 
 
 def held(variable: Any) -> Any:
@@ -172,11 +162,6 @@ def call_of(node: Any, instead: Callable[[Any], Any]) -> tuple[Any, Any]:
         return instead(value) if isinstance(value, backend.KerasTensor) else value
 
     return node.arguments.convert(known)
-
-
-def takes_training(layer: Any) -> bool:
-    """Whether a layer's ``call`` takes ``training``."""
-    return bool(layer._call_has_training_arg)
 
 
 @contextlib.contextmanager

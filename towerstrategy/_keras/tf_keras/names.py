@@ -43,22 +43,11 @@ TRAINING_STATE = frozenset({
     "predict_function", "stop_training", "test_function", "train_function", "train_tf_function"})
 
 
-def is_model(model: Any) -> bool:
-    """Whether ``model`` is a tf_keras model."""
-    return isinstance(model, MODEL)
-
-
 def held_variables(model: Any) -> list[Any]:
     """The TensorFlow variables of ``model``, those of its metrics and optimizers left out."""
     own = {id(variable) for metric in _listed_metrics(model) for variable in variables_of(metric)}
     return [getattr(variable, "_variable", variable)  # AutoCastVariable holds one
             for variable in variables_of(model) if id(variable) not in own]
-
-
-def forget_functions(model: Any) -> None:
-    """Drops the functions that ``model`` has traced."""
-    model.train_function = model.test_function = model.predict_function = None
-    model.train_tf_function = None
 
 
 def _listed_metrics(model: Any) -> list[Any]:
@@ -165,11 +154,6 @@ def call_of(node: Any, instead: Callable[[Any], Any]) -> tuple[Any, Any]:
         return instead(value) if isinstance(value, keras_tensor.KerasTensor) else value
 
     return tf.nest.map_structure(known, (node.call_args, node.call_kwargs))
-
-
-def takes_training(layer: Any) -> bool:
-    """Whether a layer's ``call`` takes ``training``."""
-    return bool(layer._expects_training_arg)
 
 
 @contextlib.contextmanager
