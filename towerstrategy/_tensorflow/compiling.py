@@ -16,7 +16,6 @@ PRIVATE_NAMES = {
         "makes a function of one graph callable in another",
     "python.framework.ops:Operation._set_attr":
         "marks an operation for XLA that is there; jit_scope marks those that are made within",
-    "python.framework.ops:Operation._remove_all_control_inputs": "frees an operation from waiting",
 }
 
 
@@ -56,13 +55,6 @@ def hand_on_functions(source: tf.Graph, target: tf.Graph, names: Iterable[str]) 
     """Makes functions of ``source`` callable in ``target``."""
     for name in names:
         target._add_function_recursive(source._get_function(name))
-
-
-def set_control_inputs(operation: tf.Operation, controls: Iterable[tf.Operation]) -> None:
-    """Makes ``operation`` wait for ``controls`` alone."""
-    operation._remove_all_control_inputs()
-    for control in controls:
-        operation._add_control_input(control)
 
 
 def line_of(operation: tf.Operation) -> str:

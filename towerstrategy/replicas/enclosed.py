@@ -32,7 +32,6 @@ def run(make: Callable[[], Any],
 
     @tf.function(autograph=False)
     def run_towers() -> list[tf.Tensor]:
-        _tf.wait_by_device()
         _tf.call_once()
         with _tf.variables_of_caller(), _tf.operation_seeds_of_caller():
             result = make()
