@@ -95,6 +95,7 @@ class BatchNormTest(parameterized.TestCase):
         for kit in KITS.values():
             kit.backend.set_floatx("float64")
             self.addCleanup(kit.backend.set_floatx, "float32")
+            self.addCleanup(kit.backend.clear_session)  # Keras 3 keeps a dtype policy of it
 
     def assert_of_slices(self, kit, x, strategy, **options):
         kit = KITS[kit]
