@@ -64,6 +64,8 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "BackupAndRestore lists the strategies that it works with, and deletes a backup file by "
         "file"),
 }
+# Which says what to do where a model of nobody's is given our dataset.
+FOR_DATASETS = data_adapter.DataHandler, "__init__"
 # Those that only a strategy whose towers have stages needs.
 STAGES: dict[tuple[Any, str], hooks.Hook] = {
     (base_layer.Layer, "__init__"): hooks.Hook(
