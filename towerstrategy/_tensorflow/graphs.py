@@ -19,6 +19,8 @@ PRIVATE_NAMES = {
     "python.ops.handle_data_util:copy_handle_data": "copies a resource's shape and dtype",
 }
 
+_stateful: dict[str, bool] = {}  # by type; TensorFlow makes a definition anew whenever it is asked
+
 
 def control_dependencies_of(graph: tf.Graph) -> list[Any]:
     """The control inputs that an operation made now in ``graph`` would get."""
@@ -72,6 +74,13 @@ def written_resources(operation: tf.Operation) -> Collection[tf.Tensor]:
 def crosses_machines(operation: tf.Operation) -> bool:
     """Whether ``operation`` is a collective one, which waits for those of other machines."""
     return bool(operation.type.startswith("Collective"))
+
+
+def is_stateful(operation: tf.Operation) -> bool:
+    """Whether the operation's type says that it keeps or touches a state."""
+    if operation.type not in _stateful:
+        _stateful[operation.type] = bool(operation.op_def.is_stateful)
+    return _stateful[operation.type]
 
 
 def touched_resources(operation: tf.Operation) -> tuple[set[str], set[str]]:

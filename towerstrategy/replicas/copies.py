@@ -23,6 +23,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.replicas import tables
 from towerstrategy.replicas.tables import NeedsOwnTrace
 from towerstrategy.sharding.builder import Builder, Ref
+from towerstrategy.sharding.rules.registry import Op
 
 
 class Copier:
@@ -137,30 +138,32 @@ class Copier:
                 yield operation.name
 
     def _import(self, stretch: Sequence[tf.Operation]) -> None:
-        nodes = [(operation, operation.node_def) for operation in _in_order(stretch)]
+        nodes = [Op(operation) for operation in _in_order(stretch)]
         builder = Builder(self._graph)
         copies: dict[int, dict[str, str]] = {}  # by tower: an operation -> its node
         outside: list[tuple[str, tf.Operation]] = []  # what nodes wait for besides
         for tower in self._turns:
             own, refs = copies.setdefault(tower, {}), dict[str, Ref]()
-            for operation, node in nodes:
+            for operation in nodes:
                 inputs = [refs[tensor.name] if tensor.name in refs
                           else builder.take(self.table.tensor(tensor, tower))
                           for tensor in operation.inputs]
-                controls = [own[each.name] for each in operation.control_inputs if each.name in own]
+                before = operation.operation.control_inputs
+                controls = [own[each.name] for each in before if each.name in own]
                 made, name = builder.copy(
-                    operation, inputs, self._device(node.device, tower), self._scopes[tower],
-                    controls, self._name(operation.name, tower), _with_seed_of(node, tower))
+                    operation, inputs, self._device(operation.operation.device, tower),
+                    self._scopes[tower], controls, self._name(operation.name, tower),
+                    _with_seed_of(operation, tower))
                 own[operation.name] = name
-                refs.update(zip((tensor.name for tensor in operation.outputs), made))
+                refs.update(zip(operation.output_names, made))
                 outside += [(name, self.table.operation(each, tower))
-                            for each in operation.control_inputs if each.name not in own]
+                            for each in before if each.name not in own]
         with tf.control_dependencies(None):
             builder.finish()
         for name, before in outside:
             _tf.add_control_input(builder.operation(name), before)
-        for operation, _ in nodes:
-            self.table.put_operation(operation, [
+        for operation in nodes:
+            self.table.put_operation(operation.operation, [
                 builder.operation(copies[tower][operation.name]) for tower in sorted(copies)])
 
     def _name(self, name: str, tower: int) -> str:
@@ -194,14 +197,12 @@ def _shared_reads(stretch: Sequence[tf.Operation], differing: Container[str]) ->
             yield operation.name
 
 
-def _with_seed_of(node: Any, tower: int) -> Any:
-    """``node``; of a stateful random operation with other numbers than tower 0's."""
+def _with_seed_of(operation: Op, tower: int) -> bytes:
+    """Its attributes; of a stateful random operation with other numbers than tower 0's."""
+    node = tf.compat.v1.NodeDef.FromString(operation.attributes)
     if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
-        seed, changed = node.attr["seed2"].i, type(node)()
-        changed.CopyFrom(node)
-        changed.attr["seed2"].i = (seed + tower * _tf.SEED_STEP) % 2**31
-        return changed
-    return node
+        node.attr["seed2"].i = (node.attr["seed2"].i + tower * _tf.SEED_STEP) % 2**31
+    return node.SerializeToString(deterministic=True)
 
 
 def _needed(operations: Sequence[tf.Operation], handed: Any) -> set[str]:

@@ -19,6 +19,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import homes
 from towerstrategy.sharding.builder import Builder, Ref
+from towerstrategy.sharding.rules.registry import Op
 
 _SCOPE = f"{homes.ONCE}across/"
 SUM, GATHER = "sum", "gather"  # other kinds are those of Machines.extremes
@@ -147,19 +148,18 @@ class Across:
         """Copies the operations of a graph; gives the nodes that must run."""
         nodes: dict[str, str] = {}
         must_run = []
-        for operation in traced.get_operations():
-            if any(tensor.name in refs for tensor in operation.outputs):
+        for operation in map(Op, traced.get_operations()):
+            if any(name in refs for name in operation.output_names):
                 continue
-            controls = [nodes[before.name] for before in operation.control_inputs
-                        if before.name in nodes]
-            crosses = _tf.crosses_machines(operation)
+            controls = [nodes[before] for before in operation.controls if before in nodes]
+            crosses = _tf.crosses_machines(operation.operation)
             if crosses and self._last:
                 controls.append(self._last)
             made, node = self._builder.copy(
-                operation, [refs[tensor.name] for tensor in operation.inputs], operation.device,
-                _SCOPE, controls)
+                operation, [refs[name] for name in operation.input_names],
+                operation.operation.device, _SCOPE, controls)
             nodes[operation.name] = node
-            refs.update(zip((tensor.name for tensor in operation.outputs), made))
+            refs.update(zip(operation.output_names, made))
             if crosses:
                 self._last = node
                 must_run.append(node)

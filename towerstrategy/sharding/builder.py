@@ -1,4 +1,4 @@
-"""Nodes of a graph, collected as a ``GraphDef`` and imported at once.
+"""Nodes of a graph, collected and imported at once.
 
 Goes in: operations to copy, and types of operations to make.  Comes out: :class:`Ref`, what stands
 for a tensor until the import, and then tensors.  Making operations one by one in Python takes
@@ -14,8 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding.rules.registry import Op
 
-# Bytes of a node.  An operation is compared with others by all that it holds, constants too.
+# Bytes of an operation's attributes, by which it is compared with others, constants by their value.
 LARGEST_COMPARED = 4096
 
 
@@ -31,24 +32,35 @@ class Ref(NamedTuple):
         return f"{self.node}:{self.place}" if self.place else self.node
 
 
+class Node:
+    """A node that has been collected; until the import it may be given other inputs."""
+
+    __slots__ = ("name", "op", "input", "device", "attributes")
+
+    def __init__(self, name: str, op: str, input: list[str], device: str,
+                 attributes: bytes) -> None:
+        self.name, self.op, self.input, self.device = name, op, input, device
+        self.attributes = attributes  # a serialized NodeDef of these alone
+
+
 class Builder:
     """Collects nodes for ``graph``.
 
     Attributes:
+      nodes: what has been collected, each node behind those that it needs.
       shapes: the static shapes of outputs, as far as they were noted (:meth:`note_shape`).
     """
 
     def __init__(self, graph: tf.Graph) -> None:
         self.graph = graph
-        self._def = tf.compat.v1.GraphDef()
-        self._def.versions.CopyFrom(graph.graph_def_versions)
+        self.nodes: list[Node] = []
         self._taken: dict[tuple[str, int], tf.Tensor] = {}
         self._names: dict[str, int] = {}
         self._constants: dict[tuple[Any, ...], Ref] = {}
-        self._copies: dict[tuple[str, bytes], tuple[list[Ref], str]] = {}
+        self._copies: dict[tuple[Any, ...], tuple[list[Ref], str]] = {}
+        self._types: dict[tuple[Any, ...], tuple[bytes, list[tf.DType]]] = {}
         self._made: dict[str, tf.Operation] = {}
         self.shapes: dict[Ref, tuple[int, ...]] = {}
-        self.count = 0
 
     def take(self, tensor: tf.Tensor) -> Ref:
         """What stands for a tensor of ``graph``."""
@@ -56,8 +68,8 @@ class Builder:
         self._taken[key] = tensor
         return Ref(*key, tensor.dtype)
 
-    def copy(self, operation: tf.Operation, inputs: Sequence[Ref], device: str, scope: str = "",
-             controls: Iterable[str] = (), name: str = "", definition: Any = None
+    def copy(self, operation: Op, inputs: Sequence[Ref], device: str, scope: str = "",
+             controls: Iterable[str] = (), name: str = "", attributes: bytes = b""
              ) -> tuple[list[Ref], str]:
         """An operation, with other inputs, on ``device``; and its node.
 
@@ -70,67 +82,46 @@ class Builder:
           scope: of its name, with a "/" behind it.
           controls: nodes that it waits for.
           name: in place of its own in ``scope``.
-          definition: in place of its own node's.
+          attributes: in place of its own.
         """
-        definition = operation.node_def if definition is None else definition
-        key = None if inputs or controls else _content_of(operation, definition, device)
-        if key is not None and (scope, key) in self._copies:
-            return self._copies[scope, key]
-        node = self._def.node.add()
-        node.CopyFrom(definition)
-        node.name = self._name(name or f"{scope}{operation.name}")
-        for name in [name for name in node.attr if name in ("_class", "_output_shapes")]:
-            del node.attr[name]
-        refs = self._complete(node, inputs, device, controls,
-                              [tensor.dtype for tensor in operation.outputs])
+        attributes, key = attributes or operation.attributes, None
+        if not (inputs or controls or operation.controls or operation.is_stateful) \
+                and len(attributes) <= LARGEST_COMPARED:
+            key = scope, device, operation.type, attributes
+            if key in self._copies:
+                return self._copies[key]
+        made = self._add(name or f"{scope}{operation.name}", operation.type, inputs, device,
+                         attributes, [tensor.dtype for tensor in operation.outputs], controls)
         if key is not None:
-            self._copies[scope, key] = refs, node.name
-        return refs, node.name
+            self._copies[key] = made
+        return made
 
     def make(self, type: str, inputs: Sequence[Ref], device: str, name: str = "",
              **attrs: Any) -> Ref:
         """The first output of a new operation; attributes that say types follow the inputs."""
-        definition = _tf.op_def(type)
-        node = self._def.node.add()
-        node.op, node.name = type, self._name(name or type)
-        left = list(inputs)
-        for arg in definition.input_arg:
-            number = 1
-            if arg.number_attr:
-                others = len(definition.input_arg) - 1
-                number = len(inputs) - others
-                node.attr[arg.number_attr].i = number
-            if arg.type_attr and left:
-                node.attr[arg.type_attr].type = left[0].dtype.as_datatype_enum
-            left = left[number:]
-        for key, value in attrs.items():
-            node.attr[key].CopyFrom(_attr(value))
-        dtypes = [tf.as_dtype(arg.type or (
-            node.attr[arg.type_attr].type if arg.type_attr in node.attr
-            else _default(definition, arg.type_attr))) for arg in definition.output_arg]
-        return self._complete(node, inputs, device, (), dtypes)[0]
+        key = type, tuple([ref.dtype for ref in inputs]), repr(attrs)
+        if key not in self._types:
+            self._types[key] = _typed(type, inputs, attrs)
+        return self._add(name or type, type, inputs, device, *self._types[key])[0][0]
 
     def constant(self, value: Any, dtype: tf.DType, device: str) -> Ref:
         """A constant; the same one once a device."""
         array = np.asarray(value, dtype.as_numpy_dtype)
         key = (array.tobytes(), array.shape, dtype, device)
         if key not in self._constants:
-            node = self._def.node.add()
-            node.op, node.name = "Const", self._name("Const")
+            node = tf.compat.v1.NodeDef()
             node.attr["dtype"].type = dtype.as_datatype_enum
             node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(array, dtype, array.shape))
-            self._constants[key] = self._complete(node, (), device, (), [dtype])[0]
+            self._constants[key] = self._add("Const", "Const", (), device,
+                                             node.SerializeToString(), [dtype])[0][0]
         return self._constants[key]
 
-    def call(self, like: tf.Operation, type: str, inputs: Sequence[Ref], device: str, scope: str,
+    def call(self, like: Op, type: str, inputs: Sequence[Ref], device: str, scope: str,
              controls: Iterable[str], dtypes: Sequence[tf.DType], functions: dict[str, Any],
              attrs: dict[str, Any]) -> tuple[list[Ref], str]:
         """A control flow operation such as ``like`` with other functions and inputs."""
-        node = self._def.node.add()
-        node.op, node.name = type, self._name(f"{scope}{like.name}")
-        for key, value in like.node_def.attr.items():
-            if key not in ("_class", "output_shapes", "_output_shapes") and key not in attrs:
-                node.attr[key].CopyFrom(value)
+        node = tf.compat.v1.NodeDef.FromString(like.attributes)
+        node.attr.pop("output_shapes", None)
         for key, value in attrs.items():
             node.attr[key].CopyFrom(value)
         for key, function in functions.items():
@@ -140,17 +131,13 @@ class Builder:
             else:
                 for name in function:
                     node.attr[key].list.func.add().name = name
-        return self._complete(node, inputs, device, controls, dtypes), node.name
+        return self._add(f"{scope}{like.name}", type, inputs, device, node.SerializeToString(),
+                         dtypes, controls)
 
     def note_shape(self, ref: Ref, shape: tf.TensorShape) -> None:
         """Notes the shape of a node's output, if it is known."""
         if shape.is_fully_defined() and (ref.node, ref.place) not in self._taken:
             self.shapes[ref] = tuple(shape)
-
-    @property
-    def nodes(self) -> Any:
-        """What has been collected, each node behind those that it needs."""
-        return self._def.node
 
     def reserve(self, wanted: str) -> str:
         """A name for a node that :meth:`define` makes."""
@@ -158,20 +145,22 @@ class Builder:
 
     def define(self, name: str, ref: Ref, device: str) -> None:
         """Makes a node of a name that was reserved, which is ``ref``."""
-        node = self._def.node.add()
-        node.op, node.name = "Identity", name
-        node.attr["T"].type = ref.dtype.as_datatype_enum
-        self._complete(node, [ref], device, (), [ref.dtype])
+        attributes, _ = _typed("Identity", [ref], {})
+        self.nodes.append(Node(name, "Identity", [ref.input], device, attributes))
 
     def wait(self, name: str, before: str) -> None:
         """Makes a node wait for another."""
         if before:
-            next(node for node in self._def.node if node.name == name).input.append(f"^{before}")
+            next(node for node in self.nodes if node.name == name).input.append(f"^{before}")
 
     def finish(self) -> None:
         """Imports what has been collected into ``graph``."""
-        made = _tf.import_nodes(self.graph, self._def, self._taken)
-        self._made = {node.name: operation for node, operation in zip(self._def.node, made)}
+        graph_def = tf.compat.v1.GraphDef(versions=self.graph.graph_def_versions)
+        for node in self.nodes:
+            graph_def.node.add(name=node.name, op=node.op, input=node.input,
+                               device=node.device).MergeFromString(node.attributes)
+        made = _tf.import_nodes(self.graph, graph_def, self._taken)
+        self._made = {node.name: operation for node, operation in zip(self.nodes, made)}
 
     def tensor(self, ref: Ref) -> tf.Tensor:
         """The tensor that ``ref`` has become; after :meth:`finish`."""
@@ -192,15 +181,15 @@ class Builder:
         """The operation that a node has become; after :meth:`finish`."""
         return self._made[name]
 
-    def _complete(self, node: Any, inputs: Sequence[Ref], device: str, controls: Iterable[str],
-                  dtypes: Sequence[tf.DType]) -> list[Ref]:
-        del node.input[:]
-        node.input.extend(ref.input if (ref.node, ref.place) not in self._taken
-                          else f"{ref.node}:{ref.place}" for ref in inputs)
-        node.input.extend(f"^{name}" for name in dict.fromkeys(controls))
-        node.device = device
-        self.count += 1
-        return [Ref(node.name, index, dtype) for index, dtype in enumerate(dtypes)]
+    def _add(self, name: str, type: str, inputs: Sequence[Ref], device: str, attributes: bytes,
+             dtypes: Sequence[tf.DType], controls: Iterable[str] = ()) -> tuple[list[Ref], str]:
+        """Collects a node; what stands for its outputs, and its name."""
+        name = self._name(name)
+        texts = [ref.input for ref in inputs]
+        if controls:
+            texts += [f"^{control}" for control in dict.fromkeys(controls)]
+        self.nodes.append(Node(name, type, texts, device, attributes))
+        return [Ref(name, index, dtype) for index, dtype in enumerate(dtypes)], name
 
     def _name(self, wanted: str) -> str:
         number = self._names.get(wanted)
@@ -210,14 +199,25 @@ class Builder:
         return self._name(f"{wanted}_{number + 1}")
 
 
-def _content_of(operation: tf.Operation, definition: Any, device: str) -> bytes | None:
-    """What is the same of two nodes on ``device`` that are equal; None of what is not compared."""
-    if operation.op_def.is_stateful or definition.ByteSize() > LARGEST_COMPARED:
-        return None
-    key = type(definition)()
-    key.CopyFrom(definition)
-    key.name, key.device = "", device
-    return bytes(key.SerializeToString(deterministic=True))
+
+
+def _typed(type: str, inputs: Sequence[Ref], attrs: dict[str, Any]) -> tuple[bytes, list[Any]]:
+    """The attributes of a new node that takes such inputs, and the dtypes of its outputs."""
+    definition, node = _tf.op_def(type), tf.compat.v1.NodeDef()
+    left = list(inputs)
+    for arg in definition.input_arg:
+        number = 1
+        if arg.number_attr:
+            number = len(inputs) - len(definition.input_arg) + 1
+            node.attr[arg.number_attr].i = number
+        if arg.type_attr and left:
+            node.attr[arg.type_attr].type = left[0].dtype.as_datatype_enum
+        left = left[number:]
+    for key, value in attrs.items():
+        node.attr[key].CopyFrom(_attr(value))
+    return node.SerializeToString(), [tf.as_dtype(arg.type or (
+        node.attr[arg.type_attr].type if arg.type_attr in node.attr
+        else _default(definition, arg.type_attr))) for arg in definition.output_arg]
 
 
 def _default(definition: Any, name: str) -> int:

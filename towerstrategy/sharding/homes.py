@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import tensorflow as tf
-
 from towerstrategy.placement import scopes
 from towerstrategy.sharding import propagate
 from towerstrategy.sharding.propagate import Layout
-from towerstrategy.sharding.rules.registry import Plan
+from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import Sharded
 
 ONCE = f"{scopes.ONCE}/"  # the name scope of what is done once
@@ -50,29 +48,29 @@ def homes(layout: Layout, devices: Mapping[str, str], merge: str, asked: Iterabl
                     _look_into(inner, operation, devices, merge, wanted)
             continue
         here = _of_variable(operation, devices)
-        asking = [home for tensor in operation.outputs for home in wanted.get(tensor.name, ())]
+        asking = [home for name in operation.output_names for home in wanted.get(name, ())]
         if here is None and len(set(asking)) == 1:
             here = asking[0]
         if here is not None:
             found[operation.name] = here
         if isinstance(plan, Plan) and not plan.once:
             continue  # the towers have what it is made of
-        asking += [first[tensor.name] for tensor in operation.outputs if tensor.name in first]
-        for tensor in operation.inputs:
+        asking += [first[name] for name in operation.output_names if name in first]
+        for name in operation.input_names:
             if here is not None:
-                wanted.setdefault(tensor.name, {})[here] = None
+                wanted.setdefault(name, {})[here] = None
             elif asking:
-                first.setdefault(tensor.name, asking[0])
+                first.setdefault(name, asking[0])
     return found, {**first, **{name: next(iter(of)) for name, of in wanted.items()}}
 
 
-def _look_into(inner: Layout, operation: tf.Operation, devices: Mapping[str, str], merge: str,
+def _look_into(inner: Layout, operation: Op, devices: Mapping[str, str], merge: str,
                wanted: dict[str, dict[str, None]]) -> None:
     """Notes where a called function or a branch wants what it is given."""
-    given = list(operation.inputs)[len(operation.inputs) - len(inner.graph.inputs):]
-    own = {tensor.name: outer.name for tensor, outer in zip(inner.graph.inputs, given)}
+    given = operation.input_names[len(operation.inputs) - len(inner.graph.inputs):]
+    own = {tensor.name: outer for tensor, outer in zip(inner.graph.inputs, given)}
     inside = {name: devices[outer] for name, outer in own.items() if outer in devices}
-    asked = [next(iter(wanted.get(tensor.name, ())), "") for tensor in operation.outputs]
+    asked = [next(iter(wanted.get(name, ())), "") for name in operation.output_names]
     for name, home in homes(inner, inside, merge, asked)[1].items():
         if name in own:
             wanted.setdefault(own[name], {})[home] = None
@@ -87,7 +85,7 @@ def updates(layout: Layout) -> set[str]:
         once = layout.plans.get(operation.name) is None or operation.type in (
             *propagate.CALLS, *propagate.BRANCHES, *propagate.LOOPS)
         gathers = any(isinstance(spec, Sharded) for spec in layout.inputs_of(operation))
-        is_asked = operation.name in needed or propagate.has_effect(operation)
+        is_asked = operation.name in needed or operation.has_effect
         if once and not gathers and is_asked and operation.name not in elsewhere:
             found.add(operation.name)
             needed.update(tensor.op.name for tensor in operation.inputs)
@@ -96,8 +94,6 @@ def updates(layout: Layout) -> set[str]:
     return found
 
 
-def _of_variable(operation: tf.Operation, devices: Mapping[str, str]) -> str | None:
-    for tensor in operation.inputs:
-        if tensor.dtype == tf.resource and devices.get(tensor.name):
-            return devices[tensor.name]
-    return None
+def _of_variable(operation: Op, devices: Mapping[str, str]) -> str | None:
+    names = [operation.input_names[place] for place in operation.handles]
+    return next((devices[name] for name in names if devices.get(name)), None)

@@ -44,7 +44,7 @@ class Maker:
 
     def copy(self, inputs: Sequence[Ref], tower: int | None) -> list[Ref]:
         """The operation itself, of other inputs, on a tower (None: the merge device)."""
-        return self.towers.builder.copy(self.op.operation, inputs, self._device(tower),
+        return self.towers.builder.copy(self.op, inputs, self._device(tower),
                                         self._scope(tower))[0]
 
     def make(self, type: str, inputs: Sequence[Ref], tower: int | None, **attrs: Any) -> Ref:

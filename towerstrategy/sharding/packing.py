@@ -12,13 +12,13 @@ level, and whoever takes it has a higher one: no cycle can close.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from towerstrategy.sharding import homes, propagate, relays
-from towerstrategy.sharding.builder import Builder, Ref
+from towerstrategy.sharding.builder import Builder, Node, Ref
 from towerstrategy.sharding.towers import Towers
 
 LARGEST = 2**16  # bytes; copying what is larger costs more than its crossing alone
@@ -69,10 +69,10 @@ def pack(builder: Builder, scope: str) -> None:
 
 
 def _crossings(builder: Builder, devices: Mapping[str, str]
-               ) -> dict[Ref, dict[str, list[tuple[Any, int]]]]:
+               ) -> dict[Ref, dict[str, list[tuple[Node, int]]]]:
     """Small tensors -> by device, the nodes elsewhere that take them, and as which input."""
     small = {ref.input: ref for ref, shape in builder.shapes.items() if _is_small(ref, shape)}
-    found: dict[Ref, dict[str, list[tuple[Any, int]]]] = {}
+    found: dict[Ref, dict[str, list[tuple[Node, int]]]] = {}
     for node in builder.nodes:
         if node.op in (*propagate.BRANCHES, *propagate.LOOPS):
             continue  # TensorFlow takes these apart: what they are given goes to whoever takes it
@@ -95,7 +95,7 @@ def _is_small(ref: Ref, shape: Sequence[int]) -> bool:
     return bool(ref.dtype.is_floating and 0 < size <= LARGEST)
 
 
-def _levels(nodes: Iterator[Any], devices: Mapping[str, str]) -> dict[str, int]:
+def _levels(nodes: Iterable[Node], devices: Mapping[str, str]) -> dict[str, int]:
     """How many tensors cross, one after another, before each node."""
     levels: dict[str, int] = {}
     for node in nodes:
@@ -109,7 +109,7 @@ def _levels(nodes: Iterator[Any], devices: Mapping[str, str]) -> dict[str, int]:
 
 
 def _pack(builder: Builder, group: _Group, refs: Sequence[Ref],
-          crossings: Mapping[Ref, Mapping[str, Sequence[tuple[Any, int]]]], scope: str) -> None:
+          crossings: Mapping[Ref, Mapping[str, Sequence[tuple[Node, int]]]], scope: str) -> None:
     packed = builder.make("Pack", refs, group.source, f"{scope}Pack", axis=0)
     for device in group.targets:
         first = builder.make("Unpack", [packed], device, f"{scope}Unpack", num=len(refs), axis=0)

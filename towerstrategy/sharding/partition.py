@@ -77,9 +77,9 @@ class Partition:
 
     # One operation.
 
-    def _operation(self, layout: Layout, operation: tf.Operation) -> None:
+    def _operation(self, layout: Layout, operation: Op) -> None:
         plan = layout.plans[operation.name]
-        values = [self._values[tensor.name] for tensor in operation.inputs]
+        values = [self._values[name] for name in operation.input_names]
         controls = self._controls(operation)
         takes: Sequence[Spec] = [REPLICATED] * len(values) if plan is None else plan.takes
         towers = self._towers.at(self._stages.get(operation.name, self._towers.stage))
@@ -97,27 +97,27 @@ class Partition:
                 if isinstance(plan, Nested):
                     plan = Plan(plan.takes, plan.gives)
                 made = self._on_towers(operation, plan, values, controls, towers)
-        self._values.update(zip((tensor.name for tensor in operation.outputs), made))
+        self._values.update(zip(operation.output_names, made))
 
-    def _controls(self, operation: tf.Operation) -> list[str]:
-        outside = self._outside if operation.op_def.is_stateful else []
+    def _controls(self, operation: Op) -> list[str]:
+        outside = self._outside if operation.is_stateful else []
         # Weights are not to be half updated where an assertion ends the step.
-        checks = self._checks if propagate.writes_variables(operation) else []
-        return outside + checks + [node for before in operation.control_inputs
-                                   for node in self._nodes.get(before.name, ())]
+        checks = self._checks if operation.writes_variables else []
+        return outside + checks + [node for before in operation.controls
+                                   for node in self._nodes.get(before, ())]
 
     def _own(self, controls: Iterable[str], tower: int) -> list[str]:
         """Those of what is waited for that are not another tower's."""
         return [node for node in controls if self._owners.get(node, tower) == tower]
 
-    def _done(self, operation: tf.Operation, nodes: Iterable[str]) -> None:
+    def _done(self, operation: Op, nodes: Iterable[str]) -> None:
         self._nodes.setdefault(operation.name, []).extend(nodes)
-        if propagate.has_effect(operation):
+        if operation.has_effect:
             self.effects.extend(nodes)
-            if not propagate.writes_variables(operation):
+            if not operation.writes_variables:
                 self._checks.extend(nodes)
 
-    def _once(self, operation: tf.Operation, plan: Plan | None, values: Sequence[Value],
+    def _once(self, operation: Op, plan: Plan | None, values: Sequence[Value],
               controls: list[str], towers: Towers) -> list[Value]:
         """The operation with all rows."""
         constant = _is_repeatable(operation) and all(value.constant for value in values)
@@ -125,7 +125,7 @@ class Partition:
         make = None if plan is None else plan.whole
         copy = _Lazily((lambda: self._copied(
             operation, [value.on(device) for value in values], device, None, controls))
-            if make is None else lambda: make(Maker(Op(operation), values, towers, device)))
+            if make is None else lambda: make(Maker(operation, values, towers, device)))
         if not constant:
             copy.made()
         elif controls:  # so that what waits for it, which may not be made, waits for these
@@ -144,7 +144,7 @@ class Partition:
                       _nth(made, index) if constant else None)
                 for index, tensor in enumerate(operation.outputs)]
 
-    def _copied(self, operation: tf.Operation, inputs: Sequence[Ref], device: str,
+    def _copied(self, operation: Op, inputs: Sequence[Ref], device: str,
                 tower: int | None, controls: Iterable[str]) -> list[Ref]:
         scope = self._once_in(operation) if tower is None else self._towers.scopes[tower]
         refs, name = self._towers.builder.copy(
@@ -154,18 +154,18 @@ class Partition:
         self._done(operation, [name])
         return refs
 
-    def _once_in(self, operation: tf.Operation) -> str:
+    def _once_in(self, operation: Op) -> str:
         """The name scope of an operation that is done once."""
         return homes.UPDATE if operation.name in self._updates else self._default
 
-    def _home(self, operation: tf.Operation, values: Sequence[Value]) -> str:
+    def _home(self, operation: Op, values: Sequence[Value]) -> str:
         """Where an operation is done once: with its variable, or where the user says."""
-        for tensor, value in zip(operation.inputs, values):
-            if tensor.dtype == tf.resource and value.device:
-                return value.device
+        for place in operation.handles:
+            if values[place].device:
+                return values[place].device
         largest = max((value for value in values if value.constant is None),
                       key=lambda value: value.size, default=None)
-        home = self._homes.get(operation.name) or operation.device
+        home = self._homes.get(operation.name) or operation.operation.device
         if home and not (largest and largest.device and all(
                 tensor.shape.is_fully_defined() and tensor.shape.num_elements() < largest.size
                 for tensor in operation.outputs)):  # what is made of it costs less to send
@@ -175,18 +175,18 @@ class Partition:
         large = not all(map(_is_small, operation.outputs))
         return self._towers.spare if large and self._towers.spare else self._towers.merge
 
-    def _on_towers(self, operation: tf.Operation, plan: Plan, values: Sequence[Value],
+    def _on_towers(self, operation: Op, plan: Plan, values: Sequence[Value],
                    controls: list[str], towers: Towers) -> list[Value]:
-        op, count, rows = Op(operation), len(towers), None
+        count, rows = len(towers), None
         if plan.padded and towers.replicas > 1:
             rows = next(value for value in values if isinstance(value.spec, Sharded))
             values = [value.padded() for value in values]
-        maker = Maker(op, values, towers, next(filter(None, self._asked(operation)), "")
+        maker = Maker(operation, values, towers, next(filter(None, self._asked(operation)), "")
                       if self._wanted and plan.make is not None else "")
         made: dict[int, list[Ref]] = {}
-        ordered = propagate.has_effect(operation)
-        home = next((value.device for tensor, value in zip(operation.inputs, values)
-                     if tensor.dtype == tf.resource and value.device), "")
+        ordered = operation.has_effect
+        home = next((values[place].device for place in operation.handles
+                     if values[place].device), "")
         if plan.near is not None and values[plan.near].constant is None:
             home = values[plan.near].device
         of_shapes = all(isinstance(spec, (Size, Replicated))
@@ -240,13 +240,13 @@ class Partition:
         return Value(towers, spec, tensor.shape, None, one, self._wanted.get(tensor.name)
                      or (towers.spare if rows else ""))
 
-    def _asked(self, operation: tf.Operation) -> list[str]:
+    def _asked(self, operation: Op) -> list[str]:
         """Where the outputs of an operation are wanted; "" where nobody says."""
-        return [self._wanted.get(tensor.name, "") for tensor in operation.outputs]
+        return [self._wanted.get(name, "") for name in operation.output_names]
 
     # Calls, branches and loops.
 
-    def _inlined(self, operation: tf.Operation, layout: Layout, values: Sequence[Value],
+    def _inlined(self, operation: Op, layout: Layout, values: Sequence[Value],
                  controls: list[str], towers: Towers) -> list[Value]:
         inner = Partition(towers, f"{self._scope}{operation.name}/", self._once_in(operation))
         inner._checks = self._checks
@@ -255,7 +255,7 @@ class Partition:
         self.effects.extend(inner.effects)
         return results
 
-    def _for_all(self, operation: tf.Operation, plan: Nested, values: Sequence[Value],
+    def _for_all(self, operation: Op, plan: Nested, values: Sequence[Value],
                  controls: list[str], towers: Towers) -> list[Value]:
         """One branch or loop for all towers, with what each of them has of its inputs."""
         loop = operation.type in propagate.LOOPS
@@ -321,7 +321,7 @@ class _Body:
     """A branch or the body of a loop, as a function of what all towers have."""
 
     def __init__(self, outer: Towers, layout: Layout, specs: Sequence[Spec],
-                 values: Sequence[Value], operation: tf.Operation) -> None:
+                 values: Sequence[Value], operation: Op) -> None:
         self._outer, self._layout, self._specs = outer, layout, specs
         self.graph = _tf.new_function_graph(layout.graph, operation.name)
         self.asked: dict[Any, _Asked] = {}
@@ -416,7 +416,7 @@ def _value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Any) -> V
     return Value(towers, spec, shape, None if parted else lambda: whole, parts.__getitem__)
 
 
-def _attributes(operation: tf.Operation, names: Sequence[str]) -> Any:
+def _attributes(operation: Op, names: Sequence[str]) -> Any:
     if operation.type in propagate.LOOPS:
         return dict(zip(("cond", "body"), names))
     if operation.type.endswith("Case"):
@@ -443,9 +443,9 @@ def _is_small(tensor: tf.Tensor) -> bool:
         and known.num_elements() * tensor.dtype.size <= LARGEST_REPEATED)
 
 
-def _is_repeatable(operation: tf.Operation) -> bool:
+def _is_repeatable(operation: Op) -> bool:
     """Whether each tower may make it for itself rather than be sent it."""
-    if operation.op_def.is_stateful or operation.type in (
+    if operation.is_stateful or operation.type in (
             *propagate.CALLS, *propagate.BRANCHES, *propagate.LOOPS):
         return False
     size = sum(tensor.shape.num_elements() * tensor.dtype.size

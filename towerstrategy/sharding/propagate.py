@@ -11,7 +11,7 @@ is said by graphs of their own.  The specs of a loop's variables are a fixpoint 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -71,13 +71,13 @@ class Layout:
     """
 
     graph: Any
-    order: list[tf.Operation]
+    order: list[Op]
     specs: dict[str, Spec]
     plans: dict[str, Plan | Nested | None]
-    fallbacks: list[tf.Operation]
+    fallbacks: list[Op]
 
-    def inputs_of(self, operation: tf.Operation) -> list[Spec]:
-        return [self.specs[tensor.name] for tensor in operation.inputs]
+    def inputs_of(self, operation: Op) -> list[Spec]:
+        return [self.specs[name] for name in operation.input_names]
 
     @property
     def outputs(self) -> list[Spec]:
@@ -86,16 +86,16 @@ class Layout:
     @property
     def has_state(self) -> bool:
         """Whether an operation counts how often it is done, those of called functions included."""
-        nested = [layout for plan in self.plans.values() if isinstance(plan, Nested)
-                  for layout in plan.layouts]
-        return any(map(has_state, self.order)) or any(layout.has_state for layout in nested)
+        return any(operation.has_state for operation in self.order) or any(
+            layout.has_state for plan in self.plans.values() if isinstance(plan, Nested)
+            for layout in plan.layouts)
 
-    def gathered(self, operation: tf.Operation) -> int:
+    def gathered(self, operation: Op) -> int:
         """Bytes an example that are gathered for an operation, so far as shapes are known."""
         return sum(_bytes_an_example(tensor, spec) for tensor, spec
                    in zip(operation.inputs, self.inputs_of(operation)) if isinstance(spec, Sharded))
 
-    def all_fallbacks(self) -> Iterator[tuple[tf.Operation, int]]:
+    def all_fallbacks(self) -> Iterator[tuple[Op, int]]:
         """Those of the functions that are called, too, with the bytes an example they gather."""
         for operation in self.fallbacks:
             yield operation, self.gathered(operation)
@@ -134,30 +134,30 @@ class _Propagation:
         layout = Layout(graph, _needed_in_order(graph), {}, {}, [])
         layout.specs.update(zip((tensor.name for tensor in graph.inputs), inputs))
         for operation in layout.order:
-            if operation.outputs and all(out.name in layout.specs for out in operation.outputs):
+            names = operation.output_names
+            if names and all(name in layout.specs for name in names):
                 continue
-            gives = self._operation(layout, operation)
-            layout.specs.update(zip((tensor.name for tensor in operation.outputs), gives))
+            layout.specs.update(zip(names, self._operation(layout, operation)))
         if not self._depth:
             traffic_lib.gather_early(layout)
             traffic_lib.add_up_early(layout)
         return layout
 
-    def _operation(self, layout: Layout, operation: tf.Operation) -> Sequence[Spec]:
+    def _operation(self, layout: Layout, operation: Op) -> Sequence[Spec]:
         specs = layout.inputs_of(operation)
         whole = [REPLICATED] * len(operation.outputs)
         plan: Plan | Nested | None
-        nests = operation.type in (*CALLS, *BRANCHES) and has_effect(operation) \
-            and not _tf.is_compiled(operation)  # each write is to be where its variable is
+        nests = operation.type in (*CALLS, *BRANCHES) and operation.has_effect \
+            and not _tf.is_compiled(operation.operation)  # each write is where its variable is
         if all(isinstance(spec, Replicated) for spec in specs) and not nests:
-            plan = registry.plan_of(Op(operation), specs) if any(
+            plan = registry.plan_of(operation, specs) if any(
                 spec != REPLICATED for spec in specs) else None
         elif operation.type in CALLS:
             plan = self._call(operation, specs)
         elif operation.type in (*BRANCHES, *LOOPS):
             plan = self._inside(operation, specs)
         else:
-            plan = registry.plan_of(Op(operation), specs)
+            plan = registry.plan_of(operation, specs)
         if plan is not None and not self._possible(specs, plan):
             plan = None
         if isinstance(plan, Plan) and not self._depth:
@@ -167,7 +167,7 @@ class _Propagation:
             return plan.gives
         if any(isinstance(spec, ListOf) for spec in specs):
             raise CannotGather(operation.type)
-        if any(isinstance(spec, Sharded) for spec in specs) and not writes_variables(operation):
+        if any(isinstance(spec, Sharded) for spec in specs) and not operation.writes_variables:
             layout.fallbacks.append(operation)  # a sparse update takes all rows by its nature
         return whole
 
@@ -177,23 +177,23 @@ class _Propagation:
             return False
         return all(can_become(spec, wanted) for spec, wanted in zip(specs, plan.takes))
 
-    def _call(self, operation: tf.Operation, specs: Sequence[Spec]) -> Plan | Nested:
-        own = _tf.called_by_each_tower(operation)
+    def _call(self, operation: Op, specs: Sequence[Spec]) -> Plan | Nested:
+        own = _tf.called_by_each_tower(operation.operation)
         if own and isinstance(specs[0], Sharded) and specs[0].dim == 0:
             meant: dict[str, Spec] = {"rows": specs[0], "own": MEAN, "once": REPLICATED, "sum": SUM}
             takes, gives = ([meant[word] for word in words] for words in own)
             return Plan(takes, gives)
-        layout = self.layout(_tf.called_body(operation), specs)
+        layout = self.layout(_tf.called_body(operation.operation), specs)
         return Nested([layout], list(specs), layout.outputs, local=False)
 
-    def _inside(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
+    def _inside(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         self._depth += 1
         try:
             return (self._branch if operation.type in BRANCHES else self._loop)(operation, specs)
         finally:
             self._depth -= 1
 
-    def _branch(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
+    def _branch(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         layouts = [self.layout(graph, specs[1:]) for graph in branches_of(operation)]
         added_up = [isinstance(spec, Partial) and any(
             _is_wanted_whole(layout, layout.graph.inputs[place]) for layout in layouts)
@@ -209,7 +209,7 @@ class _Propagation:
         local = all(is_local(layout, gives) for layout in layouts)
         return Nested(layouts, [REPLICATED, *specs[1:]], gives, local)
 
-    def _loop(self, operation: tf.Operation, specs: Sequence[Spec]) -> Nested | None:
+    def _loop(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         condition, body = function_of(operation, "cond"), function_of(operation, "body")
         found = self._settled(body, operation, specs)
         if found is None:
@@ -229,7 +229,7 @@ class _Propagation:
         local = is_local(layout, wanted) and is_local(asked, [REPLICATED])
         return Nested([asked, layout], wanted, wanted, local)
 
-    def _settled(self, body: Any, operation: tf.Operation, specs: Sequence[Spec]
+    def _settled(self, body: Any, operation: Op, specs: Sequence[Spec]
                  ) -> tuple[list[Spec], Layout] | None:
         """What the variables of a loop are that begin as ``specs``; the layout of its body."""
         wanted = list(specs)
@@ -248,15 +248,15 @@ def _adds_up(layout: Layout, tensor: tf.Tensor) -> bool:
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     return layout.plans.get(tensor.op.name, True) is None and any(
-        spec == SUM for spec in layout.inputs_of(tensor.op))
+        layout.specs[given.name] == SUM for given in tensor.op.inputs)
 
 
 def _is_wanted_whole(layout: Layout, given: tf.Tensor) -> bool:
     """Whether an operation takes ``given``, an input of the layout, as one tensor."""
     for operation in layout.order:
         plan = layout.plans.get(operation.name)
-        for place, tensor in enumerate(operation.inputs):
-            if tensor.name != given.name:
+        for place, name in enumerate(operation.input_names):
+            if name != given.name:
                 continue
             if isinstance(plan, Nested) and operation.type in CALLS:
                 inner = plan.layouts[0]
@@ -334,13 +334,13 @@ def is_local(layout: Layout, outputs: Sequence[Spec]) -> bool:
                if operation.name in layout.plans)
 
 
-def _is_local(layout: Layout, operation: tf.Operation) -> bool:
+def _is_local(layout: Layout, operation: Op) -> bool:
     plan, specs = layout.plans[operation.name], layout.inputs_of(operation)
     if isinstance(plan, Nested):
         return (plan.local or operation.type in CALLS and is_local(
             plan.layouts[0], plan.gives)) and _as_taken(specs, plan.takes)
     if plan is None:
-        return all(isinstance(spec, Replicated) for spec in specs) and not has_state(operation)
+        return all(isinstance(spec, Replicated) for spec in specs) and not operation.has_state
     return plan.make is None and not plan.padded and _as_taken(specs, plan.takes)
 
 
@@ -351,83 +351,49 @@ def _as_taken(specs: Sequence[Spec], takes: Sequence[Spec]) -> bool:
                for spec, wanted in zip(specs, takes))
 
 
-def has_state(operation: tf.Operation) -> bool:
-    """Whether it counts how often it is done: it has an effect, or its kernel keeps a state.
-
-    The kernels of some random operations do; nothing waits for these, and they run if their draw is
-    used.
-    """
-    kernel = operation.op_def.is_stateful and not any(
-        tensor.dtype == tf.resource for tensor in operation.inputs)
-    return kernel or has_effect(operation)
-
-
-def has_effect(operation: tf.Operation) -> bool:
-    """Whether it writes to a variable or to the world outside."""
-    if not operation.op_def.is_stateful and not any(
-            tensor.dtype == tf.resource for tensor in operation.inputs):
-        return False
-    read, written = _tf.touched_resources(operation)
-    return bool(written)
-
-
-def writes_variables(operation: tf.Operation) -> bool:
-    """Whether it has an effect on variables that it is given."""
-    return has_effect(operation) and any(
-        tensor.dtype == tf.resource for tensor in operation.inputs)
-
-
-def function_of(operation: tf.Operation, attribute: str) -> Any:
+def function_of(operation: Op, attribute: str) -> Any:
     """The graph of the function that an operation calls."""
-    return _tf.body_of(operation.graph, operation.get_attr(attribute).name)
+    of = operation.operation
+    return _tf.body_of(of.graph, of.get_attr(attribute).name)
 
 
-def branches_of(operation: tf.Operation) -> list[Any]:
+def branches_of(operation: Op) -> list[Any]:
     """The graphs of an operation's branches."""
     if operation.type.endswith("Case"):
-        return [_tf.body_of(operation.graph, branch.name)
-                for branch in operation.get_attr("branches")]
+        of = operation.operation
+        return [_tf.body_of(of.graph, branch.name) for branch in of.get_attr("branches")]
     return [function_of(operation, "then_branch"), function_of(operation, "else_branch")]
 
 
-def _needed_in_order(graph: Any) -> list[tf.Operation]:
+def _needed_in_order(graph: Any) -> list[Op]:
     """The operations that results or effects need, each behind those that it needs.
 
     The order in which they were made is not that: a loop gets its accumulators when its gradient
     is asked for.  Assertions come before writes that they do not need.
     """
-    effects = [operation for operation in graph.get_operations() if _is_root(operation)]
-    roots = [operation for operation in effects if not writes_variables(operation)] + [
-        tensor.op for tensor in graph.outputs] + effects
+    known = {operation.name: Op(operation) for operation in graph.get_operations()}
+    effects = [operation for operation in known.values()
+               if operation.type != "Placeholder" and operation.has_effect]
+    roots = [operation for operation in effects if not operation.writes_variables] + [
+        known[tensor.op.name] for tensor in graph.outputs] + effects
     done: set[str] = set()
-    order: list[tf.Operation] = []
+    order: list[Op] = []
     for root in roots:
-        _visit(root, done, order)
+        _visit(root, known, done, order)
     return order
 
 
-def _is_root(operation: tf.Operation) -> bool:
-    return operation.type != "Placeholder" and has_effect(operation)
-
-
-def _visit(root: tf.Operation, done: set[str], order: list[tf.Operation]) -> None:
-    stack: list[tuple[tf.Operation, Iterator[tf.Operation]]] = []
-
-    def enter(operation: tf.Operation) -> None:
-        if operation.name not in done:
-            done.add(operation.name)
-            # TensorFlow adds control inputs in an order that differs between processes, and all
-            # workers are to have one order.
-            needs = [tensor.op for tensor in operation.inputs] + sorted(
-                operation.control_inputs, key=lambda control: str(control.name))
-            stack.append((operation, iter(needs)))
-
-    enter(root)
-    while stack:
-        operation, needs = stack[-1]
-        following = next(needs, None)
-        if following is None:
-            stack.pop()
-            order.append(operation)
-        else:
-            enter(following)
+def _visit(root: Op, known: Mapping[str, Op], done: set[str], order: list[Op]) -> None:
+    stack: list[tuple[Op, Iterator[str]]] = []
+    name: str | None = root.name
+    while True:
+        if name is not None and name not in done:
+            done.add(name)
+            entered = known[name]
+            stack.append((entered, iter([*(tensor.op.name for tensor in entered.inputs),
+                                         *entered.controls])))
+        if not stack:
+            return
+        name = next(stack[-1][1], None)
+        if name is None:
+            order.append(stack.pop()[0])

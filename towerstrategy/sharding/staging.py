@@ -14,10 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import tensorflow as tf
-
 from towerstrategy.placement import scopes
 from towerstrategy.sharding.propagate import CALLS, Layout
+from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import Replicated
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.values import Value
@@ -56,14 +55,14 @@ def stages_of(layout: Layout, values: Mapping[str, Value], towers: Towers) -> di
     return found
 
 
-def _said(operation: tf.Operation, towers: Towers) -> int | None:
+def _said(operation: Op, towers: Towers) -> int | None:
     stage = scopes.stage_in(operation.name)
-    if stage is None and operation.device:
-        stage = towers.stage_on(operation.device)
+    if stage is None and operation.operation.device:
+        stage = towers.stage_on(operation.operation.device)
     return towers.stage if stage is None else stage
 
 
-def _weight(layout: Layout, name: str, operation: tf.Operation) -> tuple[bool, int]:
+def _weight(layout: Layout, name: str, operation: Op) -> tuple[bool, int]:
     """How much an input has: rows before all else, then entries, one for a size not known."""
     shape = next(tensor.shape for tensor in operation.inputs if tensor.name == name)
     rows = not isinstance(layout.specs[name], Replicated)

@@ -285,7 +285,8 @@ def _report(strategy: Any, layout: propagate.Layout) -> None:
     known = strategy.extended.done_with_all_rows
     for operation, gathered in layout.all_fallbacks():
         if operation.type not in known:
-            known[operation.type] = operation.name, gathered, _tf.line_of(operation)
+            known[operation.type] = operation.name, gathered, _tf.line_of(
+                operation.operation)
             _log.info("%s (%s) is done once, with the rows of all towers, as no rule does it in "
                       "parts: %d bytes an example are gathered. %s", operation.type,
                       *known[operation.type])

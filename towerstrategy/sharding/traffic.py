@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.sharding.rules import registry
-from towerstrategy.sharding.rules.registry import Plan
+from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
     REPLICATED,
     SUM,
@@ -47,7 +47,7 @@ class Traffic:
     rows: int = 0
     shared: bool = False
 
-    def cheaper(self, operation: tf.Operation, plan: Plan, specs: list[Spec]) -> Plan:
+    def cheaper(self, operation: Op, plan: Plan, specs: list[Spec]) -> Plan:
         """``plan``, or the way by which fewer bytes cross."""
         if not self.towers or plan.make is not None or not plan.gives \
                 or any(isinstance(spec, ListOf) for spec in specs):
@@ -98,25 +98,25 @@ def gather_early(layout: Any) -> None:
     for operation in layout.order:
         plan = layout.plans.get(operation.name)
         takes = [REPLICATED] * len(operation.inputs) if plan is None else plan.takes
-        for name, whole in {(tensor.name, spec == REPLICATED)
-                            for tensor, spec in zip(operation.inputs, takes)}:
+        for name, whole in {(name, spec == REPLICATED)
+                            for name, spec in zip(operation.input_names, takes)}:
             if whole:
                 least[name] = 0
             else:
                 in_parts[name] += 1
 
-    def before(operation: tf.Operation) -> int:
+    def before(operation: Op) -> int:
         rows = _rows_before(layout, operation)
         return sum(least.get(name, bytes) for name, bytes in rows.items())
 
-    def after(operation: tf.Operation) -> int:
+    def after(operation: Op) -> int:
         return _bytes(operation.outputs[0], layout.plans[operation.name].gives[0])
 
     light = [operation for operation in layout.order if _may_be_done_once(layout, operation)]
     for operation in light:
-        least.setdefault(operation.outputs[0].name, min(after(operation), before(operation)))
+        least.setdefault(operation.output_names[0], min(after(operation), before(operation)))
     for operation in reversed(light):
-        out = operation.outputs[0].name
+        out = operation.output_names[0]
         if before(operation) < after(operation) and not in_parts[out]:
             for name in _rows_before(layout, operation):
                 in_parts[name] -= 1
@@ -142,16 +142,16 @@ def add_up_early(layout: Any) -> None:
     for operation in reversed(layout.order):
         plan = layout.plans.get(operation.name)
         if plan is None:
-            whole.update([tensor.name for tensor in operation.inputs])
+            whole.update(operation.input_names)
             continue
-        for tensor, spec in zip(operation.inputs, plan.takes):
+        for name, spec in zip(operation.input_names, plan.takes):
             if spec == REPLICATED:
-                whole.add(tensor.name)
-            elif operation.name not in linear or operation.outputs[0].name in parts:
-                parts.add(tensor.name)
+                whole.add(name)
+            elif operation.name not in linear or operation.output_names[0] in parts:
+                parts.add(name)
             else:
-                bytes, out = _bytes(operation.outputs[0], REPLICATED), operation.outputs[0].name
-                below[tensor.name] += bytes if out in whole else min(bytes, below[out])
+                bytes, out = _bytes(operation.outputs[0], REPLICATED), operation.output_names[0]
+                below[name] += bytes if out in whole else min(bytes, below[out])
     for operation in layout.order:
         if operation.name not in linear:
             continue
@@ -171,14 +171,14 @@ def _is_of_one_sum(plan: Any) -> bool:
         and all(spec == SUM or isinstance(spec, Replicated) for spec in plan.takes)
 
 
-def _may_be_done_once(layout: Any, operation: tf.Operation) -> bool:
+def _may_be_done_once(layout: Any, operation: Op) -> bool:
     plan = layout.plans.get(operation.name)
     return isinstance(plan, Plan) and registry.is_light(operation.type) \
         and len(operation.outputs) == 1 and isinstance(plan.gives[0], Sharded) and all(
             isinstance(spec, (Replicated, Sharded, Size)) for spec in plan.takes)
 
 
-def _rows_before(layout: Any, operation: tf.Operation) -> dict[str, int]:
+def _rows_before(layout: Any, operation: Op) -> dict[str, int]:
     """The sharded inputs of an operation, with the bytes of an example."""
     return {tensor.name: _bytes(tensor, spec) for tensor, spec
             in zip(operation.inputs, layout.inputs_of(operation)) if isinstance(spec, Sharded)}

@@ -11,6 +11,7 @@ only ever claims; that what it claims is so is proved by running each operation 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,10 @@ from towerstrategy.sharding.spec import (
 HOST = -1  # in place of a tower: the CPU that numbers of rows are kept on
 
 class Op:
-    """An operation as a rule sees it: its type, attributes, static shapes and static values."""
+    """An operation of a traced graph: its type, attributes, static shapes and static values.
+
+    TensorFlow makes most of it anew whenever it is asked, so each operation has one of these.
+    """
 
     def __init__(self, operation: tf.Operation) -> None:
         self.operation = operation
@@ -39,6 +43,53 @@ class Op:
         self.name: str = operation.name
         self.inputs: list[tf.Tensor] = list(operation.inputs)
         self.outputs: list[tf.Tensor] = list(operation.outputs)
+        self.input_names: list[str] = [tensor.name for tensor in self.inputs]
+        self.output_names: list[str] = [tensor.name for tensor in self.outputs]
+
+    @functools.cached_property
+    def controls(self) -> list[str]:
+        """The operations that it waits for, sorted: TensorFlow's order differs by process."""
+        return sorted(control.name for control in self.operation.control_inputs)
+
+    @functools.cached_property
+    def handles(self) -> list[int]:
+        """Which inputs are resources."""
+        return [place for place, tensor in enumerate(self.inputs) if tensor.dtype == tf.resource]
+
+    @functools.cached_property
+    def is_stateful(self) -> bool:
+        """Whether its type says so."""
+        return _tf.is_stateful(self.operation)
+
+    @functools.cached_property
+    def has_effect(self) -> bool:
+        """Whether it writes to a variable or to the world outside."""
+        return (self.is_stateful or bool(self.handles)) and bool(
+            _tf.touched_resources(self.operation)[1])
+
+    @property
+    def writes_variables(self) -> bool:
+        """Whether it has an effect on variables that it is given."""
+        return self.has_effect and bool(self.handles)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it counts how often it is done: it has an effect, or its kernel keeps a state.
+
+        The kernels of some random operations do; nothing waits for these, and they run if their
+        draw is used.
+        """
+        return self.is_stateful and not self.handles or self.has_effect
+
+    @functools.cached_property
+    def attributes(self) -> bytes:
+        """All that its copies have of its node: a serialized ``NodeDef`` of attributes alone."""
+        node = self.operation.node_def
+        for field in ("name", "op", "input", "device", "experimental_debug_info"):
+            node.ClearField(field)
+        for name in [name for name in node.attr if name in ("_class", "_output_shapes")]:
+            del node.attr[name]
+        return bytes(node.SerializeToString(deterministic=True))
 
     def attr(self, name: str) -> Any:
         """An attribute; strings as ``str``."""
