@@ -35,6 +35,12 @@ class Op:
     """An operation of a traced graph: its type, attributes, static shapes and static values.
 
     TensorFlow makes most of it anew whenever it is asked, so each operation has one of these.
+
+    Attributes:
+      controls: the operations that it waits for, sorted, as TensorFlow's order differs by process.
+      handles: which inputs are resources.
+      is_stateful: whether its type says so.
+      has_effect: whether it writes to a variable or to the world outside.
     """
 
     def __init__(self, operation: tf.Operation) -> None:
@@ -45,27 +51,12 @@ class Op:
         self.outputs: list[tf.Tensor] = list(operation.outputs)
         self.input_names: list[str] = [tensor.name for tensor in self.inputs]
         self.output_names: list[str] = [tensor.name for tensor in self.outputs]
-
-    @functools.cached_property
-    def controls(self) -> list[str]:
-        """The operations that it waits for, sorted: TensorFlow's order differs by process."""
-        return sorted(control.name for control in self.operation.control_inputs)
-
-    @functools.cached_property
-    def handles(self) -> list[int]:
-        """Which inputs are resources."""
-        return [place for place, tensor in enumerate(self.inputs) if tensor.dtype == tf.resource]
-
-    @functools.cached_property
-    def is_stateful(self) -> bool:
-        """Whether its type says so."""
-        return _tf.is_stateful(self.operation)
-
-    @functools.cached_property
-    def has_effect(self) -> bool:
-        """Whether it writes to a variable or to the world outside."""
-        return (self.is_stateful or bool(self.handles)) and bool(
-            _tf.touched_resources(self.operation)[1])
+        self.controls = sorted([control.name for control in operation.control_inputs])
+        self.handles = [place for place, tensor in enumerate(self.inputs)
+                        if tensor.dtype == tf.resource]
+        self.is_stateful = _tf.is_stateful(operation)
+        self.has_effect = bool((self.is_stateful or self.handles)
+                               and _tf.touched_resources(operation)[1])
 
     @property
     def writes_variables(self) -> bool:
