@@ -243,6 +243,30 @@ class MergedWriteTest(parameterized.TestCase):
         self.assertEqual(count.numpy(), 5)
         self.assertEqual(plain(strategy.run(count.read_value)), ("per replica", [5, 0]))
 
+    def test_a_step_of_all_rows_writes_a_sum_in_one_place(self):
+        """Else each step writes a zero on every other tower for each metric, and waits for it."""
+        strategy = two_towers()
+        modes = dict(synchronization=Sync.ON_READ, aggregation=Aggregation.SUM)
+        total, one, handles = made(strategy, 0., **modes), made(strategy, 1., **modes), []
+
+        def counted(x):
+            total.assign(total + tf.reduce_sum(x))
+            one.assign(one + tf.reduce_sum(x))
+            handles.append(sorted(outer.device[-5:] for outer, _ in tf.compat.v1.get_default_graph(
+                ).captures if outer.dtype == tf.resource))
+
+        rows = tf.constant([2., 3., 4.])
+        strategy.function(counted)(rows)
+        self.assertEqual([total.numpy(), one.numpy()], [9., 10.])
+        strategy.run(lambda: total.assign_add(2.))  # now each tower has a part
+
+        def started_anew(x):
+            total.assign(tf.reduce_sum(x))
+
+        strategy.function(started_anew)(rows)
+        self.assertEqual(total.numpy(), 9.)
+        self.assertEqual(handles, [["CPU:0", "CPU:0", "CPU:1"]])
+
     def test_sum_in_cond_explains(self):
         """Else a write that needs all towers does something else inside control flow."""
         strategy = two_towers()

@@ -237,8 +237,11 @@ def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
         if tower is None:
             counts = inputs.rows.counts
             return None if counts is None else builder.take(counts)
+        part = inputs.rows.parts[tower]
+        if part.shape[0] is not None:
+            return builder.constant(part.shape[0], tf.int64, host)
         with builder.graph.as_default(), tf.device(strategy.extended.host_device):
-            return builder.take(tf.shape(inputs.rows.parts[tower], tf.int64)[0])
+            return builder.take(tf.shape(part, tf.int64)[0])
 
     host = tf.DeviceSpec.from_string(strategy.extended.host_device).to_string()
     across = Across(strategy.extended.workers, builder.graph, builder, builder.take)

@@ -38,6 +38,8 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     _extreme: str | None = None  # "max" or "min", see rules
     # Of a sum on several machines: what steps that have all rows add to it, alike on all machines.
     _alike: Any = None
+    # Whether parts other than the first may be no zero: a tower writes its own in `strategy.run`.
+    _has_parts = True
 
     def _get(self) -> Any:
         part = self._part_here()
@@ -67,16 +69,21 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         if contexts.has_all_rows():
             return self._assign_for_all(value, read_value)
         if not self._assigned_from_outside():
+            self._has_parts = True
             kept = self._kept_if_empty(value, lambda: self._get().value())
             return super().assign(kept, use_locking, name, read_value)
         self.spread(tf.cast(tf.convert_to_tensor(value), self.dtype))
         return self if read_value else None
 
-    def spread(self, value: tf.Tensor) -> list[Any]:
-        """Writes the parts so that reading them together gives ``value``; returns the writes."""
+    def spread(self, value: tf.Tensor, known_zero: bool = False) -> list[Any]:
+        """Writes the parts so that reading them together gives ``value``; returns the writes.
+
+        ``known_zero`` says that of a sum all but one is zero, and no tower has to be waited for.
+        """
         writes = []
         whole = self._values[0] if self._alike is None else self._alike
-        for part in [*self._values, *([] if self._alike is None else [whole])]:
+        rest = [] if known_zero else [part for part in self._values if part is not whole]
+        for part in [whole, *rest]:
             with tf.device(part.device):
                 kept = value if part is whole or not self._is_total else tf.zeros_like(value)
                 writes.append(part.assign(kept, read_value=False))
@@ -102,6 +109,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
             return self._assign_for_all(step(self._values[0], tf.cast(value, self.dtype)),
                                         read_value)
         if not self._assigned_from_outside():
+            self._has_parts = True
             kept = self._kept_if_empty(value, lambda: tf.zeros([], self.dtype))
             return getattr(super(), method)(kept, use_locking, name, read_value)
         if not self._distribute_strategy.extended.first_replica:  # the first tower's part takes it
@@ -119,7 +127,8 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     def _assign_for_all(self, value: Any, read_value: bool) -> Any:
         """In a step that has all rows: all parts are to read as ``value`` together."""
         contexts.writer_of(self)
-        self.spread(tf.cast(tf.convert_to_tensor(value), self.dtype))
+        self.spread(tf.cast(tf.convert_to_tensor(value), self.dtype),
+                    known_zero=self._is_total and not self._has_parts)
         return self if read_value else None
 
     def _kept_if_empty(self, value: Any, neutral: Callable[[], tf.Tensor]) -> Any:
@@ -168,6 +177,8 @@ def make_tower_local(strategy: tf.distribute.Strategy,
 def tower_local(strategy: tf.distribute.Strategy, parts: list[tf.Variable],
                  aggregation: tf.VariableAggregation) -> TowerLocalVariable:
     variable = TowerLocalVariable(strategy, parts, aggregation)
+    if tf.executing_eagerly():
+        variable._has_parts = any(part.numpy().any() for part in parts[1:])
     if variable._is_total and strategy.extended.workers is not None:
         with tf.device(strategy.extended.merge_device), tf.init_scope():
             variable._alike = _tf.ResourceVariable(tf.zeros(parts[0].shape, parts[0].dtype),
