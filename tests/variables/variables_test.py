@@ -246,7 +246,7 @@ class MergedWriteTest(parameterized.TestCase):
     def test_a_step_of_all_rows_writes_a_sum_in_one_place(self):
         """Else each step writes a zero on every other tower for each metric, and waits for it."""
         strategy = two_towers()
-        modes = dict(synchronization=Sync.ON_READ, aggregation=Aggregation.SUM)
+        modes = {"synchronization": Sync.ON_READ, "aggregation": Aggregation.SUM}
         total, one, handles = made(strategy, 0., **modes), made(strategy, 1., **modes), []
 
         def counted(x):
@@ -265,7 +265,7 @@ class MergedWriteTest(parameterized.TestCase):
 
         strategy.function(started_anew)(rows)
         self.assertEqual(total.numpy(), 9.)
-        self.assertEqual(handles, [["CPU:0", "CPU:0", "CPU:1"]])
+        self.assertEqual(handles, [["CPU:1", "CPU:1", "CPU:2"]])
 
     def test_sum_in_cond_explains(self):
         """Else a write that needs all towers does something else inside control flow."""

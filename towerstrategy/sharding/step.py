@@ -52,7 +52,8 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _no_garbage() -> Iterator[None]:
     """Within, Python looks for no cycles among the objects that a trace makes, which stay in use.
 
-    Each search goes over all of them: a tenth of a first step.
+    Each search goes over all of them: a tenth of a first step.  Behind it they are with what is
+    searched last, as if that had been done.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -60,6 +61,9 @@ def _no_garbage() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
