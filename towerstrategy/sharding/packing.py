@@ -101,7 +101,7 @@ def _levels(nodes: Iterable[Node], devices: Mapping[str, str]) -> dict[str, int]
     for node in nodes:
         level = 0
         for text in node.input:
-            before = text.lstrip("^").split(":")[0]
+            before = text if text in levels else text.lstrip("^").split(":")[0]
             level = max(level, levels.get(before, 0)
                         + _crosses(devices.get(before, ""), node.device))
         levels[node.name] = level
