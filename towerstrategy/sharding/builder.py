@@ -199,8 +199,6 @@ class Builder:
         return self._name(f"{wanted}_{number + 1}")
 
 
-
-
 def _typed(type: str, inputs: Sequence[Ref], attrs: dict[str, Any]) -> tuple[bytes, list[Any]]:
     """The attributes of a new node that takes such inputs, and the dtypes of its outputs."""
     definition, node = _tf.op_def(type), tf.compat.v1.NodeDef()
