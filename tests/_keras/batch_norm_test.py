@@ -11,6 +11,7 @@ import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
 
+import dtypes
 import towerstrategy
 import wide
 
@@ -63,7 +64,6 @@ def model_of(kit, norm, image=False):
 
 
 def trained(kit, make, strategy, x):
-    kit.backend.clear_session()
     kit.utils.set_random_seed(1)
     if strategy is None:
         model = make()
@@ -93,9 +93,7 @@ class BatchNormTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         for kit in KITS.values():
-            kit.backend.set_floatx("float64")
-            self.addCleanup(kit.backend.set_floatx, "float32")
-            self.addCleanup(kit.backend.clear_session)  # Keras 3 keeps a dtype policy of it
+            self.enter_context(dtypes.policy(kit, "float64"))
 
     def assert_of_slices(self, kit, x, strategy, **options):
         kit = KITS[kit]

@@ -9,6 +9,7 @@ import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
 
+import dtypes
 import towerstrategy
 import wide
 
@@ -54,7 +55,6 @@ def model_of(kit):
 
 
 def trained(kit, strategy, dataset):
-    kit.backend.clear_session()
     kit.utils.set_random_seed(1)
     if strategy is None:
         model = model_of(kit)
@@ -70,8 +70,7 @@ class SeveralBatchesTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         for kit in KITS.values():
-            kit.backend.set_floatx("float64")
-            self.addCleanup(kit.backend.set_floatx, "float32")
+            self.enter_context(dtypes.policy(kit, "float64"))
 
     def assert_as_one_device(self, kit, dataset, strategy):
         wanted, got = (trained(KITS[kit], where, dataset()) for where in (None, strategy))
