@@ -3,6 +3,7 @@
 Beside one device with a layer that normalizes slices of the batch, each by itself.
 """
 
+import contextlib
 import functools
 
 import keras
@@ -65,11 +66,8 @@ def model_of(kit, norm, image=False):
 
 def trained(kit, make, strategy, x):
     kit.utils.set_random_seed(1)
-    if strategy is None:
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = make()
-    else:
-        with strategy.scope():
-            model = make()
     y = np.random.RandomState(5).rand(len(x), 2)
     history = model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
     return [history.history, model.get_weights(), model.predict(x, verbose=0)]
@@ -142,6 +140,20 @@ class BatchNormTest(parameterized.TestCase):
         kit, x = KITS[kit], DRAW.rand(18, 4)
         norm = functools.partial(kit.layers.BatchNormalization, synchronized=True)
         wanted, got = (trained(kit, lambda: model_of(kit, norm), strategy, x) for strategy in (
+            None, towerstrategy.TowerStrategy(DEVICES[:TOWERS], synchronize_batch_norm=False)))
+        tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-8),
+                              got, wanted)
+
+    @IN_TURN
+    def test_a_call_of_its_own(self, kit):
+        """Else what a user's layer does besides is left out in training."""
+        kit, x = KITS[kit], DRAW.rand(18, 4)
+
+        class Doubled(kit.layers.BatchNormalization):
+            def call(self, inputs, training=None):
+                return 2 * super().call(inputs, training=training)
+
+        wanted, got = (trained(kit, lambda: model_of(kit, Doubled), strategy, x) for strategy in (
             None, towerstrategy.TowerStrategy(DEVICES[:TOWERS], synchronize_batch_norm=False)))
         tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-8),
                               got, wanted)

@@ -3,7 +3,8 @@
 Goes in: a strategy, a model and how its Keras names things.  Comes out: the model, whose batch norm
 layers normalize each tower's rows by themselves in a step that has all rows.  Moving statistics
 move by the mean of the towers' statistics, in which a tower counts by its rows.  With a mask, or
-renormalization, and where a layer says ``synchronized=True``, statistics are of the whole batch.
+renormalization, and where a layer says ``synchronized=True`` or has a ``call`` of its own,
+statistics are of the whole batch.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ def normalize_by_tower(strategy: tf.distribute.Strategy, model: Any, names: Any)
     """Has the batch norm layers of ``model`` do so, if the strategy was asked to."""
     if strategy.extended.synchronizes_batch_norm or strategy.num_replicas_in_sync == 1:
         return
+    original: Any = names.BATCH_NORM.call
     for layer in model._flatten_layers():
-        if isinstance(layer, names.BATCH_NORM):
-            vars(layer).setdefault("call", types.MethodType(_call(type(layer).call), layer))
+        if getattr(type(layer), "call", None) is original:
+            vars(layer).setdefault("call", types.MethodType(_call(original), layer))
 
 
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
