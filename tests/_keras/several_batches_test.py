@@ -3,6 +3,8 @@
 Beside one device, in Keras 3 and in tf_keras: data as semi-supervised training zips it.
 """
 
+import contextlib
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -56,11 +58,8 @@ def model_of(kit):
 
 def trained(kit, strategy, dataset):
     kit.utils.set_random_seed(1)
-    if strategy is None:
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = model_of(kit)
-    else:
-        with strategy.scope():
-            model = model_of(kit)
     history = model.fit(dataset, epochs=2, verbose=0)
     return [history.history, model.get_weights()]
 

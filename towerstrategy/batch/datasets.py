@@ -339,11 +339,12 @@ def check_batched(dataset: Any, batches: Sequence[int] | None = None) -> None:
             raise ValueError(
                 f"the dataset is not batched: {what} ({leaf!r}), so there are no rows to split "
                 "over the towers. Call dataset.batch(global_batch_size) first.")
-    splitting.check_known(
-        {path: leaf.shape[0] for path, leaf in named
-         if leaf.shape and leaf.shape[0] is not None and batches is None},
-        " If these are single examples, the dataset is not batched: call "
-        "dataset.batch(global_batch_size) first.")
+    if batches is None:
+        splitting.check_known(
+            {path: leaf.shape[0] for path, leaf in named
+             if leaf.shape and leaf.shape[0] is not None},
+            " If these are single examples, the dataset is not batched: call "
+            "dataset.batch(global_batch_size) first.")
 
 
 def _check_made(dataset: Any) -> None:

@@ -92,10 +92,10 @@ def estimate_memory(model: Any, towers: int = 2) -> Estimate:
         raise ValueError(f"model {model.name!r} has no weights yet, so nothing is known of it: "
                          "build it, or call it with a batch, first.")
     weights = sum(map(_size, model.weights))
-    trained = sum(map(_size, model.trainable_weights)) - sum(map(_size, _keras.tables_of(model)))
+    tables = sum(map(_size, _keras.tables_of(model)))  # of which rows are looked up where they are
+    trained = sum(map(_size, model.trainable_weights)) - tables
     home = _fullest(sorted(map(_size, model.weights), reverse=True), count) / weights
-    read = weights - sum(map(_size, _keras.tables_of(model)))  # rows are looked up where they are
-    merged, tower = (count + 1) * trained, read + trained
+    merged, tower = (count + 1) * trained, weights - tables + trained
     found: list[tuple[str, str, float, float, float]]
     found = [("one device", "the device", weights, slots, trained),
              ("MirroredStrategy", "each device", weights, slots, 2 * trained)]
@@ -105,7 +105,7 @@ def estimate_memory(model: Any, towers: int = 2) -> Estimate:
                   ("GPU:0", "each other tower", 0, 0, tower),
                   # All gradients of its rows, and all towers' gradients of what lives there.
                   ("balanced", "the fullest tower", home * weights, home * slots,
-                   (1 - home) * read + trained + home * count * trained),
+                   (1 - home) * (weights - tables) + trained + home * count * trained),
                   ("one memory", "the CPU", weights, slots, merged)]
     return Estimate(Memory(way, device, *map(round, sizes)) for way, device, *sizes in found)
 

@@ -437,10 +437,14 @@ def _types(refs: Iterable[Ref]) -> Any:
 
 def _is_small(tensor: tf.Tensor) -> bool:
     """Whether a tensor is numbers or a shape, or nothing that a GPU has in its memory."""
-    known, plain = tensor.shape, tensor.dtype not in (tf.string, tf.variant, tf.resource)
-    return not plain or known.rank is None or bool(
-        known.is_fully_defined()
-        and known.num_elements() * tensor.dtype.size <= LARGEST_REPEATED)
+    return tensor.dtype in (tf.string, tf.variant, tf.resource) or tensor.shape.rank is None \
+        or _bytes(tensor) <= LARGEST_REPEATED
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    """How large a tensor is; too large to be repeated where that is not known."""
+    known = tensor.shape.is_fully_defined()
+    return tensor.shape.num_elements() * tensor.dtype.size if known else LARGEST_REPEATED + 1
 
 
 def _is_repeatable(operation: Op) -> bool:
@@ -448,7 +452,4 @@ def _is_repeatable(operation: Op) -> bool:
     if operation.is_stateful or operation.type in (
             *propagate.CALLS, *propagate.BRANCHES, *propagate.LOOPS):
         return False
-    size = sum(tensor.shape.num_elements() * tensor.dtype.size
-               if tensor.shape.is_fully_defined() else LARGEST_REPEATED + 1
-               for tensor in operation.outputs if not operation.inputs)
-    return size <= LARGEST_REPEATED
+    return bool(operation.inputs) or sum(map(_bytes, operation.outputs)) <= LARGEST_REPEATED

@@ -7,6 +7,7 @@ towers.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,12 +37,7 @@ def _opened(first: sub_batches.SubBatches, leaf: Any) -> Any:
         return leaf
     if leaf.batch == first.batch and not _has_rows_of(leaf, first):
         return merging.concat(leaf.values, 0)
-    if leaf.open_rows:
-        return leaf
-    if isinstance(leaf, sub_batches.CountedSubBatches):
-        return sub_batches.with_open_rows(sub_batches.CountedSubBatches(
-            leaf.values, leaf.rows, leaf.batch))
-    return sub_batches.with_open_rows(sub_batches.SubBatches(leaf.values, leaf.batch))
+    return leaf if leaf.open_rows else sub_batches.with_open_rows(copy.copy(leaf))
 
 
 def _has_rows_of(leaf: sub_batches.SubBatches, first: sub_batches.SubBatches) -> bool:

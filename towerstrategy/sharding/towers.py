@@ -23,7 +23,7 @@ class Towers:
     Args:
       builder: where nodes are collected.
       rows: for each tower the devices of its stages, one as a rule.
-      merge: the device for what is made once; if not "", ``spare`` for what is large.
+      merge: the device for what is made once.
       host: the CPU that numbers of rows are kept on; kernels take shapes from there.
       scopes: the name scope of each tower's nodes, with a "/" behind it.
       counts: gives each tower's number of rows, int64 scalars; asked for None those of the towers
@@ -31,6 +31,7 @@ class Towers:
       on_cpu: whether the towers are CPUs, which make their shapes themselves.
       draws_rows: whether a tower draws its rows of what one device draws, not numbers of its own.
       across: what crosses the workers, of whom each has towers of its own; None: all are here.
+      spare: the device for what is made once, large and for no variable; "" for ``merge``.
 
     Attributes:
       stage: the stage in which all is done that is made here; None where it is not known.
