@@ -23,9 +23,9 @@ def normalize_by_tower(strategy: tf.distribute.Strategy, model: Any, names: Any)
     """Has the batch norm layers of ``model`` do so, if the strategy was asked to."""
     if strategy.extended.synchronizes_batch_norm or strategy.num_replicas_in_sync == 1:
         return
-    original: Any = names.BATCH_NORM.call
+    original = names.BATCH_NORM.call
     for layer in model._flatten_layers():
-        if getattr(type(layer), "call", None) is original:
+        if isinstance(layer, names.BATCH_NORM) and type(layer).call is original:
             vars(layer).setdefault("call", types.MethodType(_call(original), layer))
 
 
