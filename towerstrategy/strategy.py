@@ -103,9 +103,6 @@ class TowerStrategy(kind.Kind):
         Keras and in ``strategy.function``: with ``"per row"`` what one device draws, with
         ``"per tower"`` other numbers (``"per_row"`` and ``"per_tower"`` are the same).  In
         ``strategy.run`` each tower draws numbers of its own in any case.
-      balance: what of the stages of a tower is to be as equal as can be: ``"bytes"`` of weights,
-        slots and activations; or ``"time"``, for which each layer of a functional or sequential
-        model is tried once when the model is compiled.
 
     Raises:
       TypeError: an argument of the wrong type.
@@ -127,13 +124,13 @@ class TowerStrategy(kind.Kind):
                  communication_options: tf.distribute.experimental.CommunicationOptions
                  | None = None,
                  synchronize_batch_norm: bool = True, micro_batches: int = 1,
-                 draws: Literal["per row", "per_row", "per tower", "per_tower"] = "per row",
-                 balance: Literal["bytes", "time"] = "bytes") -> None:
+                 draws: Literal["per row", "per_row", "per tower", "per_tower"] = "per row"
+                 ) -> None:
         arguments.check_made(cross_device_ops, communication_options, synchronize_batch_norm, draws)
         resolver = (clusters.resolver_of_environment() if cluster_resolver is None
                     else cluster_resolver)
         cluster = clusters.join(resolver, devices_lib.stages_asked(devices))
-        placement = devices_lib.place(devices, merge_device, shares, micro_batches, balance)
+        placement = devices_lib.place(devices, merge_device, shares, micro_batches)
         workers = None if cluster is None else shards.ShardingMachines(
             cluster, placement.merge, len(placement.towers), communication_options,
             placement.shares, placement.shares_from)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 # Attributes of layers, MADE of the nodes of functional models, too: stages that were said by hand.
 MADE, CALLED = "_tower_stage", "_tower_stages_called"
+# Rows of a micro-batch, where a model does not say how many its batches have.
+ROWS = 32
 
 
 class Position(NamedTuple):
@@ -18,17 +20,13 @@ class Position(NamedTuple):
 
     Attributes:
       layer: the layer.
-      node: the call's in the graph of a functional model, or None.
       said: the stage that was said by hand, or None.
-      row_bytes: bytes of its results for a row.
-      rows: of a batch, where the model says how many; else None.
+      result_bytes: of its results for a micro-batch; 0 where they are not known.
     """
 
     layer: Any
-    node: Any
     said: int | None
-    row_bytes: int
-    rows: int | None
+    result_bytes: int
 
 
 def positions_of(model: Any, names: Any, said: int | None = None,
@@ -44,8 +42,7 @@ def positions_of(model: Any, names: Any, said: int | None = None,
         if opens(layer, names):
             yield from positions_of(layer, names, here, inside)
         else:
-            yield Position(layer, node, here,
-                           *(0, None) if node is None else names.result_bytes(node))
+            yield Position(layer, here, 0 if node is None else names.result_bytes(node, ROWS))
 
 
 def models_in(model: Any, names: Any, seen: set[int]) -> Iterator[Any]:

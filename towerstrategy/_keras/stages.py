@@ -20,7 +20,6 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy._keras import trials
 from towerstrategy._keras.positions import CALLED, MADE, Position, models_in, opens, positions_of
 from towerstrategy.placement import cuts, homes as homes_lib, kind
 from towerstrategy.variables import one_copy
@@ -28,8 +27,6 @@ from towerstrategy.variables import one_copy
 # Attributes of models: the plan; of one with a call of its own, that it has a plan; of models that
 # it holds, a reference to it.
 _PLAN, _PLANNED, _WHOLE = "_tower_plan", "_tower_planned", "_tower_whole"
-# Rows of a micro-batch, where a model does not say how many its batches have.
-ROWS = 32
 
 
 class Plan:
@@ -222,8 +219,7 @@ def plan_of(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Plan | 
     if not names.is_opened(model) and _PLANNED not in vars(model):
         return None
     positions = list(positions_of(model, names))
-    by_bytes = strategy.extended.placement.balance == cuts.BYTES
-    slots = max(map(_slots, names.optimizers_of(model)), default=0) if by_bytes else 0
+    slots = max(map(_slots, names.optimizers_of(model)), default=0)
     trained = [trained for position in positions
                for _, trained in names.variables_of_layer(position.layer)]
     key = strategy, slots, trained, [(id(position.layer), position.said) for position in positions]
@@ -252,13 +248,7 @@ def _planned(strategy: tf.distribute.Strategy, model: Any, positions: Sequence[P
             f"only {len(positions)} layer(s) for them: "
             f"{', '.join(position.layer.name for position in positions)}. Give each tower as many "
             "devices at the most, or say by strategy.stage where these layers run.")
-    if placement.balance == cuts.TIME and all(position.node for position in positions):
-        times = trials.seconds([(position.layer, position.node) for position in positions], ROWS,
-                               placement.rows[0][0], names)
-        costs = [cuts.Cost(seconds) for seconds in times]
-    else:
-        slots = max(map(_slots, optimizers), default=0)
-        costs = list(_costs(positions, slots, names))
+    costs = list(_costs(positions, max(map(_slots, optimizers), default=0), names))
     return Plan(positions, cuts.cut(costs, placement.stages, placement.micro_batches))
 
 
@@ -315,7 +305,7 @@ def _costs(positions: Sequence[Position], slots: int, names: Any) -> Iterator[cu
                 seen.add(id(variable))
                 times = 2 + slots if trained else 1  # the weight, its gradient, its slots
                 held += times * homes_lib.size_of(variable)
-        yield cuts.Cost(held, position.row_bytes * (position.rows or ROWS))
+        yield cuts.Cost(held, position.result_bytes)
 
 
 def _slots(optimizer: Any) -> int:

@@ -7,38 +7,17 @@ that the costliest stage costs least.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from towerstrategy import refused
-
-# What stages may be balanced by.
-BYTES, TIME = "bytes", "time"
-
-
-def check(balance: Any, stages: int) -> None:
-    """Refuses what stages cannot be balanced by.
-
-    Raises:
-      TypeError: it is no string.
-      ValueError: it is no choice, or there are no stages to balance.
-    """
-    refused.check_type("balance", balance, str, f"{BYTES!r} or {TIME!r}")
-    if balance not in (BYTES, TIME):
-        raise ValueError(f"balance must be {BYTES!r} or {TIME!r}, but got {balance!r}.")
-    if stages == 1 and balance != BYTES:
-        raise ValueError(
-            f"balance={balance!r} says how layers are divided among the stages of a tower, but "
-            'devices gives each tower one device. For stages give it lists: [["GPU:0", "GPU:1"]].')
-
 
 class Cost(NamedTuple):
-    """What a layer costs its stage.
+    """The bytes that a layer costs its stage.
 
     Attributes:
-      held: what is there once, such as bytes of weights, gradients and slots, or seconds.
-      in_flight: what is there for each micro-batch that the stage holds: bytes of activations.
+      held: what is there once: weights, gradients and slots.
+      in_flight: what is there for each micro-batch that the stage holds: activations.
     """
 
     held: float

@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import refused, warned
-from towerstrategy.placement import asked_shares, cuts, names
+from towerstrategy.placement import asked_shares, names
 from towerstrategy.placement.names import (
     BALANCED as BALANCED,
     gpu_count as gpu_count,
@@ -49,7 +49,6 @@ class Placement:
       micro_batches: into how many parts, one after another, a tower's rows are cut.
       rows: where a tower is several *stages*, the devices of each tower, stage by stage, of which
         ``towers`` has the first; empty where a tower is one device.
-      balance: what of the stages is to be as equal as can be, ``"bytes"`` or ``"time"``.
     """
 
     towers: tuple[str, ...]
@@ -59,7 +58,6 @@ class Placement:
     shares_from: str = ""
     micro_batches: int = 1
     rows: tuple[tuple[str, ...], ...] = ()
-    balance: str = cuts.BYTES
 
     @property
     def stages(self) -> int:
@@ -180,8 +178,8 @@ def split_cpu(count: int) -> list[str]:
     return [f"CPU:{index}" for index in range(count)]
 
 
-def place(devices: Any, merge_device: Any, shares: Any = None, micro_batches: int = 1,
-          balance: str = cuts.BYTES) -> Placement:
+def place(devices: Any, merge_device: Any, shares: Any = None,
+          micro_batches: int = 1) -> Placement:
     """Resolves the arguments of ``TowerStrategy`` that say where, and which parts.
 
     Args:
@@ -191,7 +189,6 @@ def place(devices: Any, merge_device: Any, shares: Any = None, micro_batches: in
       merge_device: None, ``"cpu"``, ``"balanced"``, a device string or a device of ``tf.config``.
       shares: None, a number for each device, ``"measured"`` or ``"memory"``.
       micro_batches: into how many parts each tower's rows are cut.
-      balance: what the stages of a tower are balanced by, ``"bytes"`` or ``"time"``.
 
     Returns:
       The placement, with full device names such as
@@ -201,14 +198,13 @@ def place(devices: Any, merge_device: Any, shares: Any = None, micro_batches: in
       TypeError: an argument of the wrong type.
       ValueError: a device that is not there, a duplicate, an empty list, CPU and GPU mixed
         without ``shares``, shares that cannot be, no micro-batch or far too many, towers of
-        unequal numbers of stages, what does not go with stages, or only with them.
+        unequal numbers of stages, what does not go with stages.
     """
     count = _micro_batches(micro_batches)
     rows = rows_of(devices, mixed=shares is not None)
     towers = tuple(row[0] for row in rows)
-    cuts.check(balance, len(rows[0]))
     if len(rows[0]) > 1:
-        return _staged(rows, merge_device, shares, count, balance)
+        return _staged(rows, merge_device, shares, count)
     share = asked_shares.checked(shares, towers, count)
     taken_from = shares if isinstance(shares, str) else ""
     replicas = tuple(device for device in towers for _ in range(count))
@@ -238,7 +234,7 @@ def _best_merge_device(towers: Sequence[str]) -> str:
 
 
 def _staged(rows: tuple[tuple[str, ...], ...], merge_device: Any, shares: Any,
-            count: int, balance: str) -> Placement:
+            count: int) -> Placement:
     """The placement of towers of several stages."""
     if merge_device is not None:
         raise ValueError(
@@ -251,7 +247,7 @@ def _staged(rows: tuple[tuple[str, ...], ...], merge_device: Any, shares: Any,
     towers = tuple(row[0] for row in rows)
     merge = towers[0] if len(rows) == 1 else names.full_name("CPU:0", "merge_device")
     return Placement(tuple(tower for tower in towers for _ in range(count)), merge, False,
-                     asked_shares.checked(shares, towers, count), "", count, rows, balance)
+                     asked_shares.checked(shares, towers, count), "", count, rows)
 
 
 def _micro_batches(given: Any) -> int:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from keras.src import backend, tree
+from keras.src import tree
 from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.layers import layer as layer_module
@@ -148,29 +148,10 @@ def calls_of(model: Any) -> Iterator[tuple[Any, Any]]:
                 yield node.operation, node
 
 
-def result_bytes(node: Any) -> tuple[int, int | None]:
-    """Bytes of a call's results for a row, and how many rows they are made for."""
-    outputs = node.outputs
-    sizes = [math.prod(size or 1 for size in output.shape[1:]) * tf.as_dtype(output.dtype).size
-             for output in outputs]
-    return sum(sizes), next((output.shape[0] for output in outputs if output.shape), None)
-
-
-def call_of(node: Any, instead: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """The args and kwargs of a node's call, with ``instead(tensor)`` for tensors not known yet."""
-    def known(value: Any) -> Any:
-        return instead(value) if isinstance(value, backend.KerasTensor) else value
-
-    return node.arguments.convert(known)
-
-
-@contextlib.contextmanager
-def trying(layer: Any) -> Iterator[None]:
-    """Within, a layer is called for a trial, which leaves nothing in it but what variables hold."""
-    try:
-        yield
-    finally:
-        layer._clear_losses()
+def result_bytes(node: Any, rows: int) -> int:
+    """Bytes of a call's results, of ``rows`` where it does not say how many it is made for."""
+    return sum(math.prod([output.shape[0] or rows, *(size or 1 for size in output.shape[1:])])
+               * tf.as_dtype(output.dtype).size for output in node.outputs if output.shape)
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:

@@ -5,13 +5,12 @@ Goes in: a tf_keras model, optimizer, metric or variable.  Comes out: what it ho
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tf_keras.src.engine import compile_utils, functional, keras_tensor, sequential, training
+from tf_keras.src.engine import compile_utils, functional, sequential, training
 from tf_keras.src.layers.core import embedding
 from tf_keras.src.layers.normalization import batch_normalization
 from tf_keras.src.metrics import base_metric
@@ -140,34 +139,10 @@ def calls_of(model: Any) -> Iterator[tuple[Any, Any]]:
         yield from ((node.layer, node) for node in nodes if not node.is_input)
 
 
-def result_bytes(node: Any) -> tuple[int, int | None]:
-    """Bytes of a call's results for a row, and how many rows they are made for."""
-    outputs = tf.nest.flatten(node.outputs)
-    sizes = [math.prod(size or 1 for size in output.shape[1:]) * output.dtype.size
-             for output in outputs]
-    return sum(sizes), next((output.shape[0] for output in outputs if output.shape.rank), None)
-
-
-def call_of(node: Any, instead: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """The args and kwargs of a node's call, with ``instead(tensor)`` for tensors not known yet."""
-    def known(value: Any) -> Any:
-        return instead(value) if isinstance(value, keras_tensor.KerasTensor) else value
-
-    return tf.nest.map_structure(known, (node.call_args, node.call_kwargs))
-
-
-@contextlib.contextmanager
-def trying(layer: Any) -> Iterator[None]:
-    """Within, a layer is called for a trial, which leaves nothing in it but what variables hold."""
-    drawing = [generator for part in layer._flatten_layers()
-               if (generator := getattr(part, "_random_generator", None)) is not None]
-    before = [generator._seed for generator in drawing]
-    try:
-        yield
-    finally:
-        layer._clear_losses()
-        for generator, seed in zip(drawing, before):
-            generator._seed = seed
+def result_bytes(node: Any, rows: int) -> int:
+    """Bytes of a call's results, of ``rows`` where it does not say how many it is made for."""
+    return sum(math.prod([output.shape[0] or rows, *(size or 1 for size in output.shape[1:])])
+               * output.dtype.size for output in tf.nest.flatten(node.outputs) if output.shape.rank)
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
