@@ -39,22 +39,7 @@ def positions_of(model: Any, names: Any, said: int | None = None,
         here = vars(node).get(MADE) if node is not None else None
         here = vars(layer).get(MADE) if here is None else here
         here = said if here is None else here
-        if opens(layer, names):
+        if names.is_opened(layer):
             yield from positions_of(layer, names, here, inside)
         else:
             yield Position(layer, here, 0 if node is None else names.result_bytes(node, ROWS))
-
-
-def models_in(model: Any, names: Any, seen: set[int]) -> Iterator[Any]:
-    """The models that ``model`` holds, at any depth; ``seen`` are left out."""
-    for layer in model.layers:
-        if isinstance(layer, names.TRAINER) and id(layer) not in seen:
-            seen.add(id(layer))
-            yield layer
-            yield from models_in(layer, names, seen)
-
-
-def opens(layer: Any, names: Any) -> bool:
-    """Whether the layers in ``layer`` go to stages one by one."""
-    return isinstance(layer, names.TRAINER) and (names.has_graph(layer) or any(
-        map(names.has_graph, models_in(layer, names, {id(layer)}))))

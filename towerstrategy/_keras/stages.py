@@ -5,28 +5,24 @@ calling layers.  Comes out: a stage for each call of a layer in a tower, and for
 
 A functional or sequential model, nested ones opened, whose order of calls is known, has a
 :class:`Plan`: as said by hand where anything was said, else cut by cost.  Of other models what is
-said by hand holds.  One that holds functional or sequential models has a plan, too, once its call
-has come to one of them and nothing was said: all its layers, in the order in which it holds them.
+said by hand holds.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy._keras.positions import CALLED, MADE, Position, models_in, opens, positions_of
+from towerstrategy._keras.positions import CALLED, MADE, Position, positions_of
 from towerstrategy.placement import cuts, homes as homes_lib, kind
 from towerstrategy.variables import one_copy
 
-# Attributes of models: the plan; of one with a call of its own, that it has a plan; of models that
-# it holds, a reference to it.
-_PLAN, _PLANNED, _WHOLE = "_tower_plan", "_tower_planned", "_tower_whole"
+_PLAN = "_tower_plan"  # the attribute of models that holds it
 
 
 class Plan:
@@ -34,7 +30,6 @@ class Plan:
 
     def __init__(self, positions: Sequence[Position], stages: Sequence[int]) -> None:
         self.positions, self.stages = positions, stages
-        self.by_hand = any(position.said is not None for position in positions)
         self.calls: dict[int, list[int]] = {}  # the stages of each layer's calls
         for position, stage in zip(positions, stages):
             self.calls.setdefault(id(position.layer), []).append(stage)
@@ -44,17 +39,14 @@ class Run:
     """A model's run in a tower: counts how often each layer has been called.
 
     Attributes:
-      model: the model, or what holds it.
       plan: the model's, or None.
       entered: the stages in which something has run.
-      in_graph: whether a functional or sequential model has been called, of which nothing is known.
     """
 
-    def __init__(self, model: Any, plan: Plan | None) -> None:
-        self.model, self.plan = model, plan
+    def __init__(self, plan: Plan | None) -> None:
+        self.plan = plan
         self._counts: collections.Counter[int] = collections.Counter()
         self.entered: set[int] = set()
-        self.in_graph = False
 
     def stage_of(self, layer: Any) -> int | None:
         """The stage of the call of ``layer`` that begins; None where none is known of it."""
@@ -141,14 +133,11 @@ def _stage_in_tower(strategy: tf.distribute.Strategy,
         return
     outermost = tower.stage_run is None
     if outermost:
-        whole = _whole_of(layer, names)
-        tower.stage_run = Run(whole, plan_of(strategy, whole, names))
-        settle(strategy, whole, names)
+        tower.stage_run = Run(plan_of(strategy, layer, names))
+        settle(strategy, layer, names)
     try:
         run = tower.stage_run
         stage = run.stage_of(layer)
-        if stage is None and run.plan is None and strategy.extended.stages.index is None:
-            stage = _planned_meanwhile(strategy, run, layer, names)
         if stage is None:
             yield
         else:
@@ -181,42 +170,18 @@ def _check_entered(strategy: tf.distribute.Strategy, model: Any, run: Run, names
             "its call method, not in a graph of layers as in a functional or sequential model. "
             "Say by hand where they run: `with strategy.stage(0):`, `with strategy.stage(1):` "
             "around calling them in `call`, or around making them.")
-    said_by_hand = run.plan is None or run.plan.by_hand and not names.is_opened(model)
     # What is not compiled may be one part of several; what is not trained, a part of itself.
-    if said_by_hand and names.optimizers_of(model) and _tf.may_be_recorded():
+    if run.plan is None and names.optimizers_of(model) and _tf.may_be_recorded():
         _check_used(strategy, model, run.entered)
 
 
-def _planned_meanwhile(strategy: tf.distribute.Strategy, run: Run, layer: Any,
-                       names: Any) -> int | None:
-    """The stage of a call of ``layer``, for which a plan is made where it needs one."""
-    if run.in_graph and not (run.entered and all(
-            position.said is None for position in positions_of(run.model, names))):
-        vars(run.model)[_PLANNED] = True
-        run.plan = plan_of(strategy, run.model, names)
-        settle(strategy, run.model, names)
-        return run.stage_of(layer)
-    run.in_graph = names.has_graph(layer) and opens(run.model, names)
-    return None
-
-
-def _whole_of(model: Any, names: Any) -> Any:
-    """The compiled model that holds ``model``, which a step of its own calls; else ``model``."""
-    reference = vars(model).get(_WHOLE)
-    whole = None if reference is None else reference()
-    if whole is None or names.optimizers_of(model) or not names.optimizers_of(whole):
-        return model
-    vars(whole)[_PLANNED] = True
-    return whole
-
-
 def plan_of(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Plan | None:
-    """The plan of a model whose calls are known, or that has been given one; else None.
+    """The plan of a model whose calls are known; else None.
 
     Raises:
       ValueError: more stages than layers, of which nothing was said by hand.
     """
-    if not names.is_opened(model) and _PLANNED not in vars(model):
+    if not names.is_opened(model):
         return None
     positions = list(positions_of(model, names))
     slots = max(map(_slots, names.optimizers_of(model)), default=0)
@@ -282,7 +247,7 @@ def check_all_used(strategy: tf.distribute.Strategy, model: Any, names: Any) -> 
     if strategy.extended.placement.stages == 1:
         return
     plan = plan_of(strategy, model, names)
-    if plan is not None and names.is_opened(model):
+    if plan is not None:
         _check_used(strategy, model, (stage for _, stage in _uses(model, plan)))
 
 
@@ -328,9 +293,6 @@ def settle(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
     """
     if not strategy.extended.placement.rows:
         return
-    for inner in () if names.is_opened(model) or not isinstance(model, names.TRAINER) \
-            else models_in(model, names, {id(model)}):
-        vars(inner)[_WHOLE] = weakref.ref(model)
     used: dict[int, tuple[Any, int]] = {}
     for layer, stage in _uses(model, plan_of(strategy, model, names)):
         for variable, _ in names.variables_of_layer(layer):
@@ -352,8 +314,7 @@ def _uses(model: Any, plan: Plan | None) -> Iterator[tuple[Any, int]]:
             made = vars(layer).get(MADE)
             if made is not None and layer is not position.layer:
                 yield layer, made
-        asked = vars(position.layer).get(CALLED, ()) if _PLANNED in vars(model) else ()
-        yield position.layer, next(iter(asked), stage)
+        yield position.layer, stage
 
 
 def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[tuple[str, str, str]]:

@@ -125,15 +125,9 @@ def strategy_of(model: Any) -> Any:
     return strategy if kind.is_tower_strategy(strategy) else None
 
 
-def has_graph(layer: Any) -> bool:
-    """Whether ``layer`` is a functional or sequential model, be it with a call of its own."""
-    return isinstance(layer, (functional.Functional, sequential.Sequential))
-
-
 def is_opened(layer: Any) -> bool:
     """Whether the order in which ``layer`` calls its layers is known beforehand."""
-    return has_graph(layer) and type(layer).call in (
-        functional.Functional.call, sequential.Sequential.call)
+    return type(layer).call in (functional.Functional.call, sequential.Sequential.call)
 
 
 def calls_of(model: Any) -> Iterator[tuple[Any, Any]]:

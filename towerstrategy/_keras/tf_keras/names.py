@@ -119,15 +119,9 @@ def builders(model: Any) -> dict[str, Any]:
         if hasattr(model, name)}
 
 
-def has_graph(layer: Any) -> bool:
-    """Whether ``layer`` is a functional or sequential model, be it with a call of its own."""
-    return isinstance(layer, functional.Functional)
-
-
 def is_opened(layer: Any) -> bool:
     """Whether the order in which ``layer`` calls its layers is known beforehand."""
-    return has_graph(layer) and type(layer).call in (
-        functional.Functional.call, sequential.Sequential.call)
+    return type(layer).call in (functional.Functional.call, sequential.Sequential.call)
 
 
 def calls_of(model: Any) -> Iterator[tuple[Any, Any]]:
