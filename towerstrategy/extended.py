@@ -290,24 +290,19 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset,
                                          options: Any) -> tf.distribute.DistributedDataset:
-        _keras.install_hooks()
         arguments.check_outside("a dataset is distributed to all towers")
         per_replica, fetch, ready = input_options.read(options, self)
         if per_replica:
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
-        made = self.inputs.distribute(dataset, self._modes.in_order, ready, fetch)
-        _keras.keep_for(made)
-        return made
+        return self.inputs.distribute(dataset, self._modes.in_order, ready, fetch)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> tf.distribute.DistributedDataset:
         arguments.check_outside("a dataset is distributed to all towers")
         arguments.check_function("dataset_fn", dataset_fn)
-        made = self.inputs.from_function(dataset_fn, options, self)
-        _keras.keep_for(made)
-        return made
+        return self.inputs.from_function(dataset_fn, options, self)
 
     def _make_dataset_iterator(self, dataset: tf.data.Dataset) -> Any:
         return datasets_lib.RestartableIterator(

@@ -82,13 +82,6 @@ def install_hooks() -> None:
             _staged.add(package)
 
 
-def keep_for(dataset: Any) -> None:
-    """As long as ``dataset``, a distributed one, lives, tf_keras says what to do with it."""
-    if "tf_keras" in _installed:
-        owner, name = _installed["tf_keras"].FOR_DATASETS
-        _tf.keep_wrapped(owner, name, dataset)
-
-
 def _made_before(names: Any) -> list[Any]:
     """The strategies' models that a Keras has made since it was imported within a scope."""
     return [found for found in gc.get_objects() if issubclass(type(found), names.MODEL)

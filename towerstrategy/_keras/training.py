@@ -1,6 +1,6 @@
 """The steps of a training, as both Kerases have them: their data, and whether XLA compiles them.
 
-Goes in: a model or a step's data.  Comes out: sub-batches, or an error.
+Goes in: a model or a step's data.  Comes out: sub-batches, or yes or no.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.batch import datasets as datasets_lib
 from towerstrategy.placement import kind
 
 
@@ -25,13 +24,3 @@ def compiles_towers(model: Any) -> bool:
     strategy = model.distribute_strategy
     return (bool(model.jit_compile) and kind.is_tower_strategy(strategy)
             and not strategy.extended.compiles_whole)
-
-
-def check_dataset(x: Any, strategy: tf.distribute.Strategy | None) -> None:
-    """Raises ``ValueError`` where a model that is on no towers is given their dataset."""
-    if isinstance(x, datasets_lib.TowerDataset) and not kind.is_tower_strategy(strategy):
-        raise ValueError(
-            "the dataset was made by experimental_distribute_dataset or "
-            "distribute_datasets_from_function of a TowerStrategy, but the model is not on its "
-            "towers. Compile the model inside of the scope (with strategy.scope():), or call "
-            "strategy.adopt(model), or give the model a tf.data.Dataset.")

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -46,8 +45,6 @@ class Place(NamedTuple):
 class _Wrapped:
     """A function and what is called in its place."""
 
-    kept = 0  # by how many objects, see keep_wrapped
-
     def __init__(self, place: Place,
                  make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._place, self._make = place, make
@@ -64,8 +61,6 @@ class _Wrapped:
             setattr(owner, self._place.name, self._hooked)
 
     def take_back(self) -> None:
-        if self.kept or _entered:
-            return
         for owner in self._place.owners:
             if getattr(owner, self._place.name, None) is self._hooked:
                 setattr(owner, self._place.name, self._original)
@@ -102,21 +97,6 @@ def leave_work() -> None:
         _entered -= 1
         for wrapped in () if _entered else _wrapped.values():
             wrapped.take_back()
-
-
-def keep_wrapped(owner: Any, name: str, holder: Any) -> None:
-    """Has a function replaced that is to be so as long as ``holder`` lives."""
-    wrapped = _wrapped[owner, name]
-    with _lock:
-        wrapped.kept += 1
-        wrapped.put()
-    weakref.finalize(holder, _let_go, wrapped)
-
-
-def _let_go(wrapped: _Wrapped) -> None:
-    with _lock:
-        wrapped.kept -= 1
-        wrapped.take_back()
 
 
 @contextlib.contextmanager

@@ -51,8 +51,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "knows distributed datasets by the module of TensorFlow's own class"),
     (tf_trainer.TFEpochIterator, "__init__"): hooks.Hook(
         training.epoch_iterator_init,
-        "trains a model that is on no towers with their dataset; predicted rows are to come in the "
-        "dataset's order"),
+        "predicted rows are to come in the dataset's order"),
     (tf_trainer.TensorFlowTrainer, "_make_function"): hooks.Hook(
         training.make_function,
         "train_on_batch and test_on_batch hand over unsplit data; what was built after compile "

@@ -73,7 +73,6 @@ def is_tf_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def epoch_iterator_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
-        training_rules.check_dataset(kwargs.get("x"), distribute_strategy)
         if not kind.is_tower_strategy(distribute_strategy):
             return original(self, distribute_strategy, *args, **kwargs)
         predicting = "y" not in kwargs  # Model.predict alone hands over no labels, not even None

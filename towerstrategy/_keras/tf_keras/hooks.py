@@ -50,7 +50,6 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "keeps a copy of the moving statistics a replica"),
     (data_adapter.DataHandler, "__init__"): hooks.Hook(
         training_lib.data_handler_init,
-        "asks for a number of steps where the model was not compiled in the dataset's scope; "
         "predicted rows are to come in the dataset's order"),
     (training.Model, "compile"): hooks.Hook(
         training_lib.compile,
@@ -64,8 +63,6 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "BackupAndRestore lists the strategies that it works with, and deletes a backup file by "
         "file"),
 }
-# Which says what to do where a model of nobody's is given our dataset.
-FOR_DATASETS = data_adapter.DataHandler, "__init__"
 # Those that only a strategy whose towers have stages needs.
 STAGES: dict[tuple[Any, str], hooks.Hook] = {
     (base_layer.Layer, "__init__"): hooks.Hook(
