@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 
-def save(callback: Any, original: Callable[[Any], None]) -> None:
+def save(callback: Any, original: Callable[[], None]) -> None:
     """``original``, which writes the callback's two files, as one step."""
     weights, metadata = callback._weights_path, callback._training_metadata_path
     if getattr(callback, "double_checkpoint", False):
@@ -29,7 +29,7 @@ def save(callback: Any, original: Callable[[Any], None]) -> None:
             if tf.io.gfile.exists(path):
                 tf.io.gfile.copy(path, f"{path}.bkp", overwrite=True)
     with _beside(callback) as (new_weights, new_metadata):
-        original(callback)
+        original()
     tf.io.gfile.rename(new_weights, weights, overwrite=True)
     tf.io.gfile.rename(new_metadata, metadata, overwrite=True)
 

@@ -1,11 +1,12 @@
 """What Keras 3 and tf_keras call on a callback.
 
 Goes in: nothing; neither Keras is imported.  Comes out: a base class whose instances both take in
-``callbacks=``, and whose methods do nothing.
+``callbacks=``, and whose methods do nothing; and callbacks of theirs with other methods.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 _EVENTS = ("batch", "train_batch", "test_batch", "predict_batch", "epoch", "train", "test",
@@ -45,3 +46,10 @@ class Callback:
 for _event in _EVENTS:
     for _when in ("begin", "end"):
         setattr(Callback, f"on_{_event}_{_when}", Callback._nothing)
+
+
+def with_methods(callback: Any, methods: type) -> Any:
+    """A copy of a Keras callback, whose methods are these, then those of its own class."""
+    made = copy.copy(callback)
+    made.__class__ = type(type(callback).__name__, (methods, type(callback)), {})
+    return made

@@ -1,23 +1,21 @@
 """Only the chief's files are kept: what Keras 3's callbacks write on the other machines.
 
-Goes in: a callback whose model's strategy spans several machines.  Comes out: the same callback,
-which on the first of them writes where it is to, and on the others to a folder that is
-thrown away, as TensorFlow's and tf_keras' own habit is.  What a backup holds is read by the chief
+Goes in: a callback whose model's strategy spans several machines.  Comes out: on the
+first of them the same callback, on the others one that writes to a folder which is thrown away, as
+TensorFlow's and tf_keras' own habit is.  What a backup holds is read by the chief
 and handed to the others, so that no file system need be shared.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import os
 import tempfile
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy._keras import held
 from towerstrategy.placement.workers import Workers
 
 
@@ -33,37 +31,16 @@ def writes(callback: Any) -> bool:
     return workers is None or workers.is_chief
 
 
-class Elsewhere(held.Held):
-    """Writes to a folder that is thrown away what the callback writes.
+def elsewhere(callback: Any, attribute: str) -> Any:
+    """A copy of ``callback`` that writes to a folder which is thrown away with it.
 
-    Args:
-      callback: the callback.
-      attribute: where it has the path that it writes to.
-      emptied: whether the folder is emptied after each call: the callback keeps no file open.
+    ``attribute`` is where the callback has the path that it writes to.
     """
-
-    # Live as long as the callback, which may have files open in them.
-    _folders: weakref.WeakKeyDictionary[Any, tempfile.TemporaryDirectory[str]] = (
-        weakref.WeakKeyDictionary())
-
-    def __init__(self, callback: Any, attribute: str, emptied: bool) -> None:
-        super().__init__(callback)
-        self._attribute, self._emptied = attribute, emptied
-        if callback not in self._folders:
-            self._folders[callback] = tempfile.TemporaryDirectory()
-        self._folder = self._folders[callback].name
-
-    @contextlib.contextmanager
-    def _around(self) -> Iterator[None]:
-        path = getattr(self._callback, self._attribute)
-        setattr(self._callback, self._attribute,
-                os.path.join(self._folder, os.path.basename(path)))
-        try:
-            yield
-        finally:
-            setattr(self._callback, self._attribute, path)
-            for name in os.listdir(self._folder) if self._emptied else ():
-                os.remove(os.path.join(self._folder, name))
+    made = copy.copy(callback)
+    made._folder = tempfile.TemporaryDirectory()
+    setattr(made, attribute, os.path.join(made._folder.name,
+                                          os.path.basename(getattr(callback, attribute))))
+    return made
 
 
 def restore(callback: Any, load: Callable[[], None], held: Callable[[], list[tf.Variable]]) -> None:

@@ -5,81 +5,78 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import os
+from collections.abc import Callable
 from typing import Any
 
 from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import backup, chief, held
+from towerstrategy._keras import backup, callback as callback_lib, chief
 from towerstrategy._keras.keras3 import names
 
-# What writes the same files on every machine -> where it has their path, and whether it closes
-# them before a call of it ends.
-_PATHS = {
-    model_checkpoint.ModelCheckpoint: ("filepath", True),
-    csv_logger.CSVLogger: ("filename", False),
-    tensorboard.TensorBoard: ("log_dir", False),
-}
+# What writes the same files on every machine -> where it has their path.
+_PATHS = {model_checkpoint.ModelCheckpoint: "filepath", csv_logger.CSVLogger: "filename",
+          tensorboard.TensorBoard: "log_dir"}
 
 
 def set_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def set_model(self: Any, model: Any) -> None:
-        if names.strategy_of(model) is not None:
-            workers = names.strategy_of(model).extended.workers
+        strategy = names.strategy_of(model)
+        if strategy is not None:
+            workers = strategy.extended.workers
             is_chief = workers is None or workers.is_chief
-            self.callbacks = [_wrapped(callback, is_chief) for callback in self.callbacks]
+            self.callbacks = [_on_towers(callback, is_chief) for callback in self.callbacks]
         original(self, model)
 
     return set_model
 
 
-def _wrapped(callback: Any, is_chief: bool) -> Any:
-    if held.is_held(callback):
+def _on_towers(callback: Any, is_chief: bool) -> Any:
+    """What is called in the place of a user's callback, which stays as it is."""
+    if isinstance(callback, (_WholeBackup, _Emptied)):
         return callback
     if isinstance(callback, backup_and_restore.BackupAndRestore):
-        return _WholeBackup(callback)
-    for kind, (attribute, closes) in () if is_chief else _PATHS.items():
+        return callback_lib.with_methods(callback, _WholeBackup)
+    for kind, attribute in () if is_chief else _PATHS.items():
         if isinstance(callback, kind):
-            return chief.Elsewhere(callback, attribute, closes)
+            callback = chief.elsewhere(callback, attribute)
+    if not is_chief and isinstance(callback, model_checkpoint.ModelCheckpoint):
+        return callback_lib.with_methods(callback, _Emptied)
     return callback
 
 
-class _WholeBackup(held.Held):
+class _Emptied(model_checkpoint.ModelCheckpoint):
+    """A ``ModelCheckpoint`` whose files, which nobody keeps, do not fill the disk."""
+
+    def _save_model(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_model(*args, **kwargs)
+        for name in os.listdir(self._folder.name):
+            os.remove(os.path.join(self._folder.name, name))
+
+
+class _WholeBackup(backup_and_restore.BackupAndRestore):
     """A ``BackupAndRestore`` whose backups are whole, and the chief's alone, see :mod:`backup`."""
 
-    @contextlib.contextmanager
-    def _around(self) -> Iterator[None]:
-        callback = self._callback
-        save = type(callback)._save_model
-
-        def save_whole() -> None:
-            if chief.writes(callback):
-                backup.save(callback, save)
-
-        callback._save_model = save_whole
-        try:
-            yield
-        finally:
-            del callback._save_model
+    def _save_model(self) -> None:
+        if chief.writes(self):
+            backup.save(self, super()._save_model)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        callback = self._callback
-        if chief.writes(callback):
-            backup.clean(callback)
-        if chief.workers_of(callback) is None:
-            callback.on_train_begin(logs)
+        if chief.writes(self):
+            backup.clean(self)
+        load = functools.partial(super().on_train_begin, logs)
+        if chief.workers_of(self) is None:
+            load()
         else:
-            chief.restore(callback, lambda: callback.on_train_begin(logs),
-                          lambda: _saved_of(callback.model))
+            chief.restore(self, load, lambda: _saved_of(self.model))
 
     def on_train_end(self, logs: Any = None) -> None:
-        callback = self._callback
-        if chief.writes(callback):
-            if callback.delete_checkpoint:
-                backup.delete(callback.backup_dir)
-            callback.on_train_end(logs)
+        if chief.writes(self):
+            if self.delete_checkpoint:
+                backup.delete(self.backup_dir)
+            super().on_train_end(logs)
 
 
 def _saved_of(model: Any) -> list[Any]:

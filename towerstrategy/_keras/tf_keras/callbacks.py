@@ -10,7 +10,7 @@ from typing import Any
 
 from tf_keras.src import callbacks
 
-from towerstrategy._keras import backup, held
+from towerstrategy._keras import backup, callback as callback_lib
 from towerstrategy.placement import kind
 
 
@@ -18,28 +18,26 @@ def set_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def set_model(self: Any, model: Any) -> None:
         if kind.is_tower_strategy(model.distribute_strategy):
             self.callbacks = [
-                _WholeBackup(callback) if isinstance(callback, callbacks.BackupAndRestore)
-                and not held.is_held(callback) else callback for callback in self.callbacks]
+                callback_lib.with_methods(callback, _WholeBackup)
+                if isinstance(callback, callbacks.BackupAndRestore)
+                and not isinstance(callback, _WholeBackup) else callback
+                for callback in self.callbacks]
         original(self, model)
 
     return set_model
 
 
-class _WholeBackup(held.Held):
+class _WholeBackup(callbacks.BackupAndRestore):
     """A ``BackupAndRestore`` that knows our strategies, and deletes a backup at once."""
 
     def on_train_begin(self, logs: Any = None) -> None:
-        callback = self._callback
-        supported = callback._supported_strategies
-        callback._supported_strategies = (*supported, kind.Kind)
-        try:
-            callback.on_train_begin(logs)
-        finally:
-            callback._supported_strategies = supported
+        supported = self._supported_strategies  # type: ignore[has-type]
+        self._supported_strategies = (*supported, kind.Kind)
+        super().on_train_begin(logs)
 
     def on_train_end(self, logs: Any = None) -> None:
-        state = self._callback._training_state
-        if (self._callback.delete_checkpoint
+        state = self._training_state
+        if (self.delete_checkpoint
                 and state.write_checkpoint_manager is state.read_checkpoint_manager):
             backup.delete(state.write_checkpoint_manager.directory)
-        self._callback.on_train_end(logs)
+        super().on_train_end(logs)
