@@ -534,8 +534,8 @@ class Clock:
     def drop(self):
         pass
 
-    def end(self, kinds, merge_kind):
-        del kinds, merge_kind
+    def end(self, placement):
+        del placement
         times = [float(rows * (self._first + tower + 1))
                  for tower, rows in enumerate(self._shares.rows())]
         return sample.Sample(1., tuple(times), 0., 0., 0., 0.)

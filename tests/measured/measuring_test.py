@@ -40,8 +40,8 @@ class Clock:
     def drop(self):
         self.ended += 1
 
-    def end(self, kinds, merge_kind):
-        del kinds, merge_kind
+    def end(self, placement):
+        del placement
         self.ended += 1
         noise = 1 + self._most * self.noise.uniform(-1, 1, len(self.seconds))
         times = (self.launch + np.array(self.shares.rows()) * self.seconds) * noise

@@ -25,6 +25,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 import wide
 from towerstrategy import TowerStrategy
 from towerstrategy.batch import iterators
+from towerstrategy.placement import devices
 from towerstrategy.report import (
     description,
     picture,
@@ -33,7 +34,6 @@ from towerstrategy.report import (
     tower_report,
     watch,
 )
-from towerstrategy.stages import profiled
 from towerstrategy.variables import creation
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
@@ -767,8 +767,10 @@ def profile(lines, names=(), plane="/host:CPU"):
     return space
 
 
-def read(*spaces, kinds=("CPU", "CPU"), merge_kind="CPU", seconds=1., **options):
-    return sample_lib.read(spaces, seconds, kinds, merge_kind, **options)
+def read(*spaces, kinds=("CPU", "CPU"), merge_kind="CPU", seconds=1.):
+    towers = tuple(f"/device:{kind}:{number}" for number, kind in enumerate(kinds))
+    placement = devices.Placement(towers, f"/device:{merge_kind}:0", balanced=False)
+    return sample_lib.read(spaces, seconds, placement)
 
 
 class SampleTest(parameterized.TestCase):
@@ -814,7 +816,7 @@ class SampleTest(parameterized.TestCase):
         for _ in range(3):
             recording = sample_lib.Recording()
             run(parts)
-            samples.append(recording.end(("CPU", "CPU"), "CPU").towers)
+            samples.append(recording.end(strategy.extended.placement).towers)
         self.assertGreater(*reversed(np.min(samples, 0)))
 
     def test_operations_at_the_same_time_count_once(self):
@@ -851,18 +853,10 @@ class SampleTest(parameterized.TestCase):
         self.assert_ms([read(host, device, kinds=("GPU", "GPU"), merge_kind="GPU").merge], 1)
 
     def test_operations_belong_to_the_stage_they_are_in(self):
-        """Else one stage's time, or its update's, is told as another's, or as nobody's."""
+        """Else one stage's time is told as another's."""
         placement = TowerStrategy([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]],
                                   micro_batches=2).extended.placement
-        places = profiled.Places(placement)
-        with tf.Graph().as_default() as graph:
-            for device, name in (("CPU:2", "tower_1_CPU_1/loss/Mean"), ("CPU:3", "merge/AddN"),
-                                 ("CPU:1", "tower_0_CPU_1/gradient_tape/tower_stage_1/x/Mul"),
-                                 ("CPU:4", "merge/tower_update/If"), ("CPU:0", "merge/other")):
-                with tf.device(f"/job:localhost/replica:0/task:0/device:{device}"):
-                    tf.no_op(name)
-        places.note(graph)
-        found = read(profile({"tf_Compute": [
+        found = sample_lib.read([profile({"tf_Compute": [
             ("towerstrategy_sample", 0, 100),
             ("f/tower_0_CPU_1/tower_stage_0/dense/MatMul:MatMul", 0, 1),
             ("f/tower_0_CPU_1/gradient_tape/tower_stage_1/x/Mul:Mul", 2, 2),
@@ -870,9 +864,8 @@ class SampleTest(parameterized.TestCase):
             ("f/tower_2_CPU_3/tower_stage_0_1/x/tower_stage_1/MatMul:MatMul", 10, 8),
             ("merge/AddN:AddN", 20, 16),
             ("merge/tower_update/If/then/Mul:Mul", 40, 32),
-            ("merge/other:Mul", 80, 1), ("f/tower_3_CPU_3/unknown:Mul", 90, 1)]}),
-            micro_batches=2, places=places)
-        self.assert_ms([*found.stages[0], *found.stages[1]], 1, 6, 16, 40)
+            ("merge/other:Mul", 80, 1), ("f/tower_3_CPU_3/unknown:Mul", 90, 1)]})], 1., placement)
+        self.assert_ms([*found.stages[0], *found.stages[1]], 1, 2, 0, 8)
         self.assert_ms([*found.towers, found.merge, found.update], 7, 9, 17, 32)
 
     def test_one_tower_has_all_operations(self):

@@ -86,8 +86,6 @@ class Measuring:
         self._placement, self._workers = placement, workers
         here = len(placement.towers)
         self.shares = shares_lib.MeasuredShares(workers.replicas if workers else here, here)
-        self._kinds = [str(tf.DeviceSpec.from_string(device).device_type)
-                       for device in (*placement.towers, placement.merge)]
         self._steps, self._next = 0, _WARM_UP
         self._rates: list[list[float]] = []
         self._left = ROUND  # samples of this round
@@ -198,8 +196,7 @@ class Measuring:
 
     def _end(self, recording: Recording) -> None:
         with quiet.harmless('measure the towers of shares="measured"'):
-            *towers, merge = self._kinds
-            self._add(recording.end(towers, merge))
+            self._add(recording.end(self._placement))
         self._spent += recording.cost
 
     def _add(self, sample: Sample) -> None:

@@ -88,7 +88,7 @@ def _number(shares: Sequence[Any], tower: int, towers: Sequence[str]) -> float:
 
 def _memory(towers: Sequence[str]) -> tuple[float, ...]:
     limits = {}
-    if all(tf.DeviceSpec.from_string(tower).device_type == "GPU" for tower in towers):
+    if set(map(names.kind_of, towers)) == {"GPU"}:
         limits = _tf.memory_limits()
     known = [limits.get(tf.DeviceSpec.from_string(tower).device_index) for tower in towers]
     if not all(known):

@@ -120,8 +120,7 @@ class Placement:
     @functools.cached_property
     def kinds(self) -> frozenset[str]:
         """The towers' kinds of device; several only where shares were asked for."""
-        return frozenset(str(tf.DeviceSpec.from_string(device).device_type)
-                         for device in (*self.towers, *itertools.chain(*self.rows)))
+        return frozenset(map(names.kind_of, (*self.towers, *itertools.chain(*self.rows))))
 
     @property
     def towers_on_host(self) -> bool:
@@ -131,11 +130,7 @@ class Placement:
     @property
     def on_cpu(self) -> bool:
         """Whether towers and merge device are all CPU devices, which share the same cores."""
-        return self.kinds == self._merge_kind == {"CPU"}
-
-    @functools.cached_property
-    def _merge_kind(self) -> frozenset[str]:
-        return frozenset([str(tf.DeviceSpec.from_string(self.merge).device_type)])
+        return self.kinds == {names.kind_of(self.merge)} == {"CPU"}
 
 
 def split_cpu(count: int) -> list[str]:
@@ -229,8 +224,7 @@ def _best_merge_device(towers: Sequence[str]) -> str:
     """Where to merge by default: for GPUs what a simulation shows to be best over any links."""
     if len(towers) == 1:
         return towers[0]
-    gpus = all(tf.DeviceSpec.from_string(tower).device_type == "GPU" for tower in towers)
-    return BALANCED if gpus else "cpu"
+    return BALANCED if set(map(names.kind_of, towers)) == {"GPU"} else "cpu"
 
 
 def _staged(rows: tuple[tuple[str, ...], ...], merge_device: Any, shares: Any,
@@ -293,7 +287,7 @@ def rows_of(devices: Any, mixed: bool = False,
             whose = "stage of each tower" if len(rows[0]) > 1 else "tower"
             raise ValueError(f"{argument} names {short_name(name)} twice, but each {whose} needs a "
                              f"device of its own: got {devices!r}. {names.devices_here()}")
-    kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in found})
+    kinds = sorted(set(map(names.kind_of, found)))
     if len(kinds) > 1 and not mixed:
         hint = ('Say what each is to get, with shares=[...] or shares="measured". '
                 if argument == "devices" else "")

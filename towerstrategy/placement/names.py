@@ -38,6 +38,11 @@ def short_name(device: str) -> str:
     return f"{spec.device_type}:{spec.device_index}"
 
 
+def kind_of(device: str) -> str:
+    """``CPU`` or ``GPU``."""
+    return str(tf.DeviceSpec.from_string(device).device_type)
+
+
 def short_names(devices: Iterable[str]) -> str:
     """``CPU:1, CPU:2``."""
     return ", ".join(map(short_name, devices))

@@ -23,7 +23,7 @@ class Part:
       rows: a tower's rows in this epoch, or those of "merge" in eager steps, which it does for all
         towers; None where they were not counted, and for other parts.
       seconds: in a step, the time in which at least one operation of it was running; of a stage,
-        on its device.
+        of its layers.
       idle: a tower's or stage's share of the step in which none was; None for other parts.
     """
 

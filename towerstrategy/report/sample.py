@@ -6,8 +6,8 @@ each of its stages, and of split, merge and update, how long at least one operat
 TensorFlow's profiler notes the start and the end of every operation.  An operation belongs to the
 part of the step in whose name scope it is; those of eager code have none, and are not measured.
 Times of operations that run at once are not added up: a part's time is that of the union of their
-intervals, so it is at most the step's.  A stage is busy with whatever is on its device: the tower's
-work, and the merge and the update of its weights.
+intervals, so it is at most the step's.  A stage's operations are those of its layers, forwards and
+backwards.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import datasets as datasets_lib
-from towerstrategy.placement import scopes
+from towerstrategy.placement import devices as devices_lib, names, scopes
 from towerstrategy.report import quiet
 
 _WINDOW = "towerstrategy_sample"
@@ -58,8 +58,8 @@ class Sample:
       split: the same for the split, in the input pipeline, beside the step.
       input: how long the step waited for its batch.
       steps: how many steps ran in the sampled call; the times above are of one of them.
-      stages: by tower and stage, the time in which at least one operation was running on the
-        stage's device; empty where a tower is one device.
+      stages: by tower and stage, the time in which at least one operation of the stage's layers was
+        running; empty where a tower is one device.
     """
 
     step: float
@@ -132,10 +132,9 @@ class Recording:
             self._window.__exit__(None, None, None)
             _stop(save=False)
 
-    def end(self, kinds: Sequence[str], merge_kind: str, micro_batches: int = 1,
-            places: Any = None) -> Sample:
+    def end(self, placement: devices_lib.Placement) -> Sample:
         """Ends it; the sample of it, see :func:`read`."""
-        if "GPU" in (*kinds, merge_kind):
+        if not placement.on_cpu:
             self.of(tf.test.experimental.sync_devices)
         self._window.__exit__(None, None, None)
         ended = time.perf_counter()
@@ -144,24 +143,20 @@ class Recording:
                 _stop(save=True)
                 spaces = [_tf.read_profile(path.read_bytes())
                           for path in pathlib.Path(self._folder).rglob("*.xplane.pb")]
-            return read(spaces, ended - self._start, kinds, merge_kind, micro_batches, places)
+            return read(spaces, ended - self._start, placement)
         finally:
             self.cost += time.perf_counter() - ended
 
 
-def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind: str,
-         micro_batches: int = 1, places: Any = None) -> Sample:
+def read(spaces: Iterable[Any], seconds: float, placement: devices_lib.Placement) -> Sample:
     """The sample in a profile.
 
     Args:
       spaces: TensorFlow's ``XSpace`` messages.
       seconds: how long the call took, where the profile does not say.
-      kinds: the towers' kinds of device, ``"CPU"`` or ``"GPU"``.
-      merge_kind: the merge device's.
-      micro_batches: how many parts each tower's rows are cut into.
-      places: where towers have stages, which operation is in which.
+      placement: where the strategy ran.
     """
-    host, device = (_Times(len(kinds), micro_batches, places) for _ in range(2))
+    host, device = _Times(placement), _Times(placement)
     window, steps = None, 0
     for space in spaces:
         for plane in space.planes:
@@ -172,16 +167,17 @@ def read(spaces: Iterable[Any], seconds: float, kinds: Sequence[str], merge_kind
                 window, steps = host.window, host.steps
     steps = max(steps, 1)
 
-    def time_of(part: Part, kind: str) -> float:
-        return (host if kind == "CPU" else device).total(part, window) / steps
+    def time_of(part: Part, where: str) -> float:
+        times = host if names.kind_of(where) == "CPU" else device
+        return times.total(part, window) / steps
 
     step = seconds if window is None else (window[1] - window[0]) / 1e12
-    stages = () if places is None else places.kinds
-    return Sample(step / steps, tuple(time_of(tower, kind) for tower, kind in enumerate(kinds)),
-                  time_of("merge", merge_kind), time_of("update", merge_kind),
-                  time_of("split", "CPU"), time_of("input", "CPU"), steps,
-                  tuple(tuple(time_of((tower, stage), kind) for stage, kind in enumerate(row))
-                        for tower, row in enumerate(stages)))
+    return Sample(step / steps, tuple(map(time_of, range(len(placement.devices)),
+                                          placement.devices)),
+                  time_of("merge", placement.merge), time_of("update", placement.merge),
+                  host.total("split", window) / steps, host.total("input", window) / steps, steps,
+                  tuple(tuple(time_of((tower, stage), where) for stage, where in enumerate(row))
+                        for tower, row in enumerate(placement.rows)))
 
 
 def _start(folder: str) -> None:
@@ -198,11 +194,9 @@ def _stop(save: bool) -> None:
 class _Times:
     """The intervals in which each part of the step ran, on the host or on accelerators."""
 
-    def __init__(self, towers: int, micro_batches: int,
-                 places: Any) -> None:
-        self._micro_batches = micro_batches
-        self._places = places
-        self._alone = towers * micro_batches == 1 and places is None
+    def __init__(self, placement: devices_lib.Placement) -> None:
+        self._micro_batches = placement.micro_batches
+        self._alone = len(placement.towers) == 1 and not placement.rows
         self._intervals: dict[Part, list[Interval]] = {}
         self.window: Interval | None = None
         self.steps = 0
@@ -256,10 +250,10 @@ class _Times:
 
     def _parts(self, name: str) -> list[Part]:
         """The parts that the operation ``name:Type`` counts for."""
-        part = self._part(name)
-        stage = None if part is None or self._places is None else self._places.of(
-            name.rpartition(":")[0])
-        return [found for found in (part, stage) if found is not None]
+        part, stage = self._part(name), scopes.stage_in(name)
+        if part is None:
+            return []
+        return [part] if stage is None else [part, (part, stage)]
 
     def _part(self, name: str) -> Part:
         """The part that the operation ``name:Type`` belongs to, or None."""

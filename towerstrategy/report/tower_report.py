@@ -41,8 +41,8 @@ class TowerReport(Callback):
       share the machine's cores: one of them can be busy and still wait for a core.
 
     Where a tower is a row of devices, each of its *stages* has a line of its own: the time in which
-    at least one operation was running on the stage's device, merge and update among them.  What
-    the stages were idle on average is the *bubble* in the table's first line.
+    at least one operation of its layers was running, forwards or backwards.  What the stages were
+    idle on average is the *bubble* in the table's first line.
 
     Where a step is so short that no tower is busy for a millisecond of it, idle shares are left
     out, and the table says so.

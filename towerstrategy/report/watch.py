@@ -65,9 +65,6 @@ class Watch:
         self.once = len(self.placement.towers) > 1 and self._eager
         self._model, self._most = model, most
         self._start = self._epoch_start = time.perf_counter()
-        self._kinds = [str(tf.DeviceSpec.from_string(device).device_type)
-                       for device in (*self.placement.devices, self.placement.merge)]
-        self._places = extended.stages.places if self.placement.rows else None
         self._before: dict[rows_lib.RowCount | None, list[int] | None] = {}
         iterators.count_rows(rows_lib.counting(len(self.placement.towers), extended.first_replica))
 
@@ -139,8 +136,7 @@ class Watch:
             return self._function(iterator)
         result = recording.of(lambda: self._function(iterator))
         with quiet.harmless("sample a step"):
-            *towers, merge = self._kinds
-            self.sample = recording.end(towers, merge, self.placement.micro_batches, self._places)
+            self.sample = recording.end(self.placement)
             self.sampled_in = self._epoch
         self._sample_cost = recording.cost
         self.spent += self._sample_cost

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.placement import devices as devices_lib, kind, scopes
-from towerstrategy.stages import order, placing, profiled
+from towerstrategy.stages import order, placing
 
 
 class _Here(threading.local):
@@ -32,14 +32,10 @@ class Stages:
 
     Args:
       placement: where the strategy runs.
-
-    Attributes:
-      places: where operations ran, for who reads profiles.
     """
 
     def __init__(self, placement: devices_lib.Placement) -> None:
         self._placement, self._here = placement, _Here()
-        self.places = profiled.Places(placement)
         if placement.rows:
             kind.staged = True
             _tf.wrap_gradient_functions(_in_its_stage)
@@ -78,7 +74,6 @@ class Stages:
                      results: Any) -> None:
         """All of a step is in ``graph``: puts its micro-batches in order, see :mod:`order`."""
         order.put(graph, replicas, self._placement, results)
-        self.places.note(graph)
 
 
 @contextlib.contextmanager
