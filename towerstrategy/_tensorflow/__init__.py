@@ -1,10 +1,9 @@
 """Every private TensorFlow name that the package uses, by subject.
 
 Goes in: the installed TensorFlow.  Comes out: what the modules below define, for the rest of the
-package, which imports nothing of ``tensorflow.python`` itself.  Their :data:`PRIVATE_NAMES` say
-where names stand upstream (``module:names``) and what for no public name does;
-``tests/_tensorflow/tensorflow_names_test.py`` looks each up, so that a TensorFlow release that
-moves one fails loudly and here.
+package, which imports nothing of ``tensorflow.python`` itself: each says what no public name does.
+``tests/_tensorflow/tensorflow_names_test.py`` looks up what they take from there, so that a
+TensorFlow release that moves a name fails loudly and here.
 """
 
 from towerstrategy._tensorflow.compiling import *
@@ -26,7 +25,3 @@ from towerstrategy._tensorflow.wrapping import *
 
 # The functions of TensorFlow that the package replaces.
 PLACES = (AVERAGE, REGULARIZATION, KEYS, RECORD, CAPTURE)
-PRIVATE_NAMES = {
-    f"tensorflow.{place}:{name}": why for module in list(globals().values())
-    for entry, why in getattr(module, "PRIVATE_NAMES", {}).items()
-    for place, _, names in [entry.partition(":")] for name in names.split()}

@@ -9,18 +9,9 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import kernels as kernels_lib
 
-PRIVATE_NAMES = {
-    "python.framework.kernels:get_registered_kernels_for_op":
-        "which operations XLA has, by dtype; publicly only by trying",
-    "python.framework.ops:Graph._add_function_recursive Graph._get_function":
-        "makes a function of one graph callable in another",
-    "python.framework.ops:Operation._set_attr":
-        "marks an operation for XLA that is there; jit_scope marks those that are made within",
-}
-
 
 def has_xla_kernel(node: Any, device_type: str) -> bool:
-    """Whether XLA compiles an operation (its NodeDef), as far as types say."""
+    """Whether XLA compiles an operation (its NodeDef), as far as types say, without trying."""
     _prepare()
     return any(_fits(node, kernel) for kernel in _xla_kernels(node.op, device_type))
 
@@ -46,7 +37,7 @@ def _prepare() -> None:
 
 
 def compile_by_xla(operation: tf.Operation, scope: str) -> None:
-    """Marks ``operation`` for XLA, which compiles what is of one scope as one, as ``jit_scope``."""
+    """Marks ``operation`` for XLA, as ``jit_scope`` marks what is made within."""
     operation._set_attr("_XlaCompile", tf.compat.v1.AttrValue(b=True))
     operation._set_attr("_XlaScope", tf.compat.v1.AttrValue(s=scope.encode()))
 

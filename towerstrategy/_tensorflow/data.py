@@ -11,30 +11,14 @@ from tensorflow.python.autograph.operators import control_flow, py_builtins
 from tensorflow.python.data.ops import iterator_ops, map_op, multi_device_iterator_ops
 from tensorflow.python.trackable import base as trackable
 
-PRIVATE_NAMES = {
-    "python.autograph.operators.control_flow:for_loop_registry _tf_iterator_for_stmt":
-        "what `for` in a tf.function goes over, by type, and how; no public registry",
-    "python.autograph.operators.py_builtins:enumerate_registry filter_registry map_registry "
-    "zip_registry":
-        "what `enumerate` and the like in a tf.function do, by type; no public registries",
-    "python.data.ops.dataset_ops:DatasetV2._inputs": "what a dataset is made of",
-    "python.data.ops.iterator_ops:OwnedIterator": "what iter(dataset) makes",
-    "python.data.ops.map_op:_MapDataset":
-        "Dataset.map that runs its function in the caller's thread: 10 us an element and not 100",
-    "python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator _PerDeviceGenerator "
-    "_create_device_dataset":
-        "elements ready on several devices; tf.data.experimental.prefetch_to_device knows one",
-    "python.trackable.base:Trackable": "what a checkpoint takes",
-    "tsl.profiler.protobuf.xplane_pb2:XSpace": "what the profiler writes; no public reader",
-}
-
-OwnedIterator = iterator_ops.OwnedIterator
-Trackable = trackable.Trackable
+OwnedIterator = iterator_ops.OwnedIterator  # what iter(dataset) makes
+Trackable = trackable.Trackable  # what a checkpoint takes
 
 
 def over_devices(dataset: tf.data.Dataset, devices: Sequence[str], ready: int) -> Any:
     """An iterator whose elements go to ``devices`` in turn, ``ready`` of them held on each.
 
+    ``tf.data.experimental.prefetch_to_device`` knows one device.
     As ``OwnedMultiDeviceIterator`` makes it, but that the devices' parts have no autotuning thread,
     which a buffer of a fixed size does not need.  Such a thread may miss that it is to end, and
     holds up whoever ends the iterator for up to a minute.
@@ -78,7 +62,10 @@ def inputs_of_dataset(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 
 
 def map_in_place(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-    """``dataset.map(function)`` without another thread; for functions of an operation or two."""
+    """``dataset.map(function)`` in the caller's thread, for functions of an operation or two.
+
+    That takes 10 us an element and not 100.
+    """
     return map_op._MapDataset(dataset, function, use_inter_op_parallelism=False)
 
 

@@ -11,10 +11,6 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-PRIVATE_NAMES = {
-    "python.autograph.pyct.error_utils:ErrorMetadataBase":
-        "an error's ag_error_metadata, from which autograph makes the error that users see",
-}
 # Those whose only argument is their message.
 _PLAIN_ERRORS = (ArithmeticError, AssertionError, AttributeError, IndexError, NotImplementedError,
                  RuntimeError, TypeError, ValueError, ZeroDivisionError)

@@ -25,41 +25,14 @@ from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow import wrapping
 
-PRIVATE_NAMES = {
-    "python.ops.control_flow_util:GraphOrParentsInXlaContext":
-        "whether the function that is being traced will be compiled",
-    "python.autograph.impl.api:tf_convert": "keeps autograph on in the replica function",
-    "python.autograph.core.ag_ctx:control_status_ctx": "its argument",
-    "python.autograph.core.config:CONVERSION_RULES DoNotConvert":
-        "packages that autograph leaves alone",
-    "python.eager.polymorphic_function.polymorphic_function:Function":
-        "the class of what tf.function returns",
-    "python.framework.func_graph:FuncGraph.function_captures":
-        "a capture whose value is asked for at each call; FuncGraph.capture_call_time_value asks "
-        "in eager code only, and a tower's function calls others while it is traced",
-    "python.ops.control_flow_v2_func_graphs:ControlFlowFuncGraph":
-        "a branch or a loop's body, traced anew each time, and not a function, which is kept",
-    "python.framework.auto_control_deps_utils:RESOURCE_READ_OPS": "operations that write none",
-    "python.eager.record:record_operation could_possibly_record stop_recording":
-        "what gradient tapes see, and whether there are any",
-    "python.eager.context:FunctionCallOptions": "the graph optimizer's options for a call",
-    "python.eager.polymorphic_function.atomic_function:AtomicFunction._cached_graph":
-        "a function's Python graph, kept although TensorFlow has the function",
-    "python.eager.polymorphic_function.concrete_function:ConcreteFunction._get_gradient_function":
-        "the gradient of a call, from the definition",
-    "python.framework.ops:Graph._variable_creator_stack":
-        "who makes variables: a tf.function that makes some is traced twice, so the caller's "
-        "function has to be the one",
-    "python.framework.func_graph:dismantle_func_graph": "frees a graph, full of cycles, at once",
-}
-
 RECORD = wrapping.Place(
     [record], "record_operation",
     "does not know in which stage of a tower a gradient that is a Python function recomputes",
     "stages")
-Function = polymorphic_function.Function
+Function = polymorphic_function.Function  # the class of what tf.function returns
 may_be_recorded = record.could_possibly_record
 not_recorded = record.stop_recording
+# A branch or a loop's body: traced anew each time, and not a function, which is kept.
 _ControlFlow = control_flow_v2_func_graphs.ControlFlowFuncGraph
 # Operations: 10 kB each; looking for cycles takes a quarter of a second.
 _LARGE_GRAPH = 2000
@@ -187,6 +160,8 @@ def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], t
     """A tensor of ``graph``, which is being traced: at each call of it, what ``value`` gives there.
 
     Asked again with the same ``key``, it is the same tensor; ``spec`` is the value's.
+    ``FuncGraph.capture_call_time_value`` asks in eager code only, and a tower's function calls
+    others while it is traced.
     """
     captures = graph.function_captures
     if key not in captures.by_ref_internal:

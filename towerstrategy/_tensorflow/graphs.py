@@ -9,16 +9,6 @@ import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps, auto_control_deps_utils
 from tensorflow.python.ops import handle_data_util
 
-PRIVATE_NAMES = {
-    "python.framework.auto_control_deps:op_is_stateful":
-        "which operations TensorFlow keeps in the order that they were made in",
-    "python.framework.auto_control_deps_utils:get_read_write_resource_inputs":
-        "which resources an operation writes, as TensorFlow's own ordering asks",
-    "python.framework.ops:Operation._set_device Operation._update_input Operation."
-    "_add_control_input Graph._current_control_dependencies": "edits a graph that is there",
-    "python.ops.handle_data_util:copy_handle_data": "copies a resource's shape and dtype",
-}
-
 _stateful: dict[str, bool] = {}  # by type; TensorFlow makes a definition anew whenever it is asked
 
 

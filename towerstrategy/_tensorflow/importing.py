@@ -15,19 +15,6 @@ import tensorflow as tf
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.framework import c_api_util
 
-PRIVATE_NAMES = {
-    "python.client.pywrap_tf_session:TF_NewBufferFromString TF_DeleteBuffer "
-    "TF_GraphImportGraphDefWithResults TF_ImportGraphDefOptionsAddInputMapping "
-    "TF_ImportGraphDefOptionsAddReturnOperation TF_ImportGraphDefOptionsSetUniquifyNames "
-    "TF_ImportGraphDefResultsReturnOperations":
-        "imports as tf.graph_util.import_graph_def does, and keeps the nodes' devices",
-    "python.framework.c_api_util:ScopedTFImportGraphDefOptions ScopedTFImportGraphDefResults":
-        "its options and results",
-    "python.framework.ops:Graph._add_new_tf_operations Graph._c_graph Graph._mutation_lock "
-    "Graph._get_operation_by_tf_operation SymbolicTensor._as_tf_output":
-        "the Python graph, operations and tensors of imported ones",
-}
-
 
 def import_nodes(graph: tf.Graph, graph_def: Any,
                  inputs: Mapping[tuple[str, int], tf.Tensor]) -> list[tf.Operation]:

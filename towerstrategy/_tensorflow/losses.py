@@ -10,10 +10,6 @@ from tensorflow.python.ops import nn_impl_distribute
 
 from towerstrategy._tensorflow import wrapping
 
-PRIVATE_NAMES = {
-    "python.ops.nn_impl_distribute:compute_average_loss scale_regularization_loss":
-        "those of tf.nn, which take all replicas to have as many rows, and to have some",
-}
 _PLACES = (nn_impl_distribute, tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
 AVERAGE = wrapping.Place(
     _PLACES, "compute_average_loss", "takes all replicas to have as many rows")

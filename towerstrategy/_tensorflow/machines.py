@@ -19,23 +19,6 @@ from tensorflow.python.ops import control_flow_util_v2
 from towerstrategy._tensorflow import wrapping
 from towerstrategy._tensorflow.strategies import Options
 
-PRIVATE_NAMES = {
-    "python.distribute.cross_device_utils:CollectiveKeys CollectiveReplicaLauncher "
-    "CollectiveReplicaLauncher._next_instance_key":
-        "makes collective ops as MultiWorkerMirroredStrategy does: in one order on every worker, "
-        "with a new key for each call of a tf.function",
-    "python.distribute.cross_device_utils:CollectiveReplicaLauncher._all_gather":
-        "a gather in eager code too, without the padding of all_gather",
-    "python.framework.func_graph:FuncGraph FuncGraph.outer_graph":
-        "the functions around an operation",
-    "python.ops.control_flow_util_v2:CondBranchFuncGraph":
-        "a branch, which does not hand on what is asked for when it is called",
-    "python.eager.context:Context.configure_collective_ops Context.enable_collective_ops":
-        "makes this process a worker, as CollectiveAllReduceExtended._initialize_multi_worker does",
-    "python.eager.context:Context.check_collective_ops_peer_health Context.abort_collective_ops":
-        "asks whether another worker answers, as CollectiveAllReduceExtended._check_health does",
-}
-
 CAPTURE = wrapping.Place(
     [control_flow_util_v2.CondBranchFuncGraph], "capture_call_time_value",
     "hands keys of collective operations to no function that is called in a branch",
@@ -53,7 +36,10 @@ def call_once() -> None:
 
 
 class CollectiveLauncher(cross_device_utils.CollectiveReplicaLauncher):
-    """Makes collective ops, also in branches."""
+    """Makes collective ops as MultiWorkerMirroredStrategy does, also in branches.
+
+    They are in one order on every worker, with a new key for each call of a tf.function.
+    """
 
     def _next_instance_key(self) -> Any:
         graph = tf.compat.v1.get_default_graph()
@@ -89,7 +75,7 @@ _collective_keys = cross_device_utils.CollectiveKeys(group_key_start=7000)
 
 def start_worker(jobs: dict[str, list[str]], task_type: str, task_id: int, leader: str,
                  protocol: str | None, port: int | None) -> None:
-    """Makes this process a worker with a server of its own.
+    """Makes this process a worker with a server of its own, as MultiWorkerMirroredStrategy does.
 
     Args:
       jobs: the addresses of each job's tasks.
@@ -120,7 +106,7 @@ def collective_launcher(device: str, workers: int,
 
 def all_gather(launcher: CollectiveLauncher, value: tf.Tensor,
                options: collective_util.Options | None = None) -> tf.Tensor:
-    """The workers' values, all of one shape, concatenated."""
+    """The workers' values, all of one shape, concatenated; in eager code, too."""
     return launcher._all_gather(value, options)
 
 

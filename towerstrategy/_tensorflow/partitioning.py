@@ -20,19 +20,6 @@ from tensorflow.python.ops import control_flow_util_v2
 
 from towerstrategy._tensorflow import compiling, functions, graphs
 
-PRIVATE_NAMES = {
-    "python.client.pywrap_tf_session:TF_TryEvaluateConstant_wrapper":
-        "the value of axes that are computed from constants, which tf.get_static_value gives up on",
-    "python.framework.func_graph:FuncGraph": "a graph of which a function is made",
-    "python.framework.func_graph:func_graph_from_py_func":
-        "traces a Python function in the function that is being traced",
-    "python.framework.function_def_to_graph:function_def_to_graph":
-        "the graph of a function of which TensorFlow has kept the definition alone",
-    "python.framework.ops:Operation._set_attr": "says of a call who calls",
-    "python.framework.op_def_registry:get": "the definition of a type of operations",
-    "python.ops.control_flow_util_v2:create_new_tf_function": "makes a function of a graph",
-}
-
 op_def = op_def_registry.get
 _numbers = itertools.count()  # functions of one name must be one function, in a whole process
 
@@ -43,6 +30,7 @@ def constant_value(tensor: tf.Tensor) -> Any:
     if value is None and tensor.op.type in ("PartitionedCall", "StatefulPartitionedCall"):
         body = body_of(tensor.graph, tensor.op.get_attr("f").name)
         value = tf.get_static_value(body.outputs[tensor.value_index])
+    # Axes that are computed from constants, on which tf.get_static_value gives up.
     if value is None and tensor.dtype.is_integer and tensor.shape.is_fully_defined():
         with tensor.graph._c_graph.get() as c_graph:
             value = pywrap_tf_session.TF_TryEvaluateConstant_wrapper(
@@ -67,7 +55,10 @@ def body_of(graph: tf.Graph, name: str) -> Any:
 
 
 def _graph_of(definition: Any, graph: tf.Graph) -> Any:
-    """The graph of a function's definition, which can call what a function of ``graph`` can."""
+    """The graph of a function of which TensorFlow has kept the definition alone.
+
+    It can call what a function of ``graph`` can.
+    """
     with graph.as_default():
         body = function_def_to_graph.function_def_to_graph(definition)
     called = {name: None for node in definition.node_def

@@ -12,14 +12,6 @@ from tensorflow.python.framework import random_seed
 
 from towerstrategy._tensorflow import wrapping
 
-PRIVATE_NAMES = {
-    "python.eager.context:global_seed": "what tf.random.set_seed set, if anything",
-    "python.ops.stateful_random_ops:Generator._preprocess_key":
-        "folds the replica's number into the key, also that of the only one",
-    "python.framework.random_seed:_graph_to_seed_dict":
-        "how many operations of a graph have been given a seed, which is the next one's",
-}
-
 KEYS = wrapping.Place(
     [tf.random.Generator], "_preprocess_key",
     "folds the number of the only replica into keys: a step that has all rows would draw other "
@@ -54,6 +46,7 @@ def operation_seeds_of_caller() -> Iterator[None]:
 
     After, the caller goes on with the function's, as if its operations had been the caller's.
     """
+    # By graph, how many operations have been given a seed: the next one's.
     given, graph = random_seed._graph_to_seed_dict, tf.compat.v1.get_default_graph()
     given[graph] = given.get(graph.outer_graph, 0)
     yield

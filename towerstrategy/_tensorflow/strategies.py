@@ -12,21 +12,12 @@ from tensorflow.python.distribute import (
     distribute_lib,
 )
 
-PRIVATE_NAMES = {
-    "python.distribute.collective_util:Options":
-        "tf.distribute.experimental.CommunicationOptions, whose public name is an alias",
-    "python.distribute.distribute_lib:UpdateContext":
-        "how TensorFlow's variables know that StrategyExtended.update runs",
-    "python.distribute.distribute_lib:_CrossReplicaThreadMode _get_default_replica_mode "
-    "_push_per_thread_mode _pop_per_thread_mode":
-        "the cross-replica context that merge_call enters, and none; only scope() is public",
-    "python.distribute.distribute_lib:StrategyExtendedV1":
-        "has read_var, update_non_slot and call_for_each_replica, as MirroredStrategy has; "
-        "tf.distribute.StrategyExtended (V2) lacks them",
-}
-
+# Has read_var, update_non_slot and call_for_each_replica, as MirroredStrategy has;
+# tf.distribute.StrategyExtended (V2) lacks them.
 StrategyExtended = distribute_lib.StrategyExtendedV1
+# By which TensorFlow's variables know that StrategyExtended.update runs.
 UpdateContext = distribute_lib.UpdateContext
+# The class of tf.distribute.experimental.CommunicationOptions, a function.
 Options = collective_util.Options
 
 

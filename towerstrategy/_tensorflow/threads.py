@@ -12,12 +12,6 @@ from tensorflow.python.ops import (
     variable_scope,
 )
 
-PRIVATE_NAMES = {
-    "python.ops.summary_ops_v2:_summary_state": "per-thread summary state",
-    "python.ops.variable_scope:get_variable_scope variable_scope": "per-thread v1 variable scope",
-    "python.eager.context:context eager_mode ensure_initialized": "per-thread eager state",
-}
-
 
 class ThreadState:
     """What a tower's thread takes over from the thread that starts it.

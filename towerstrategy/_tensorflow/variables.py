@@ -18,36 +18,21 @@ from tensorflow.python.ops import (
 )
 from tensorflow.python.trackable import base as trackable_base
 
-PRIVATE_NAMES = {
-    "python.ops.resource_variable_ops:variable_accessed":
-        "notes for gradient tapes and functions that a variable is read; they watch its handle",
-    "python.distribute.shared_variable_creator:make_fn":
-        "lets towers 1.. find the variables that tower 0 made",
-    "python.distribute.values:DistributedVariable SyncOnReadVariable _SyncOnReadSaveable":
-        "TensorFlow's own tower-local variable; checkpoints and SavedModel know it",
-    "python.distribute.values_util:is_saving_non_distributed":
-        "asks whether a SavedModel is being written",
-    "python.eager.context:anonymous_name":
-        "names a variable that lives as long as somebody has its handle, also in a graph",
-    "python.ops.resource_variable_ops:BaseResourceVariable ResourceVariable _UnreadVariable":
-        "the classes of tf.Variable's instances, and of what an assign in a function returns",
-    "python.ops.variable_scope:variable_creator_scope":
-        "tf.variable_creator_scope without its deprecation of stacked graphs",
-    "python.trackable.base:CheckpointInitialValue":
-        "an initial value that a checkpoint gives to a variable made after it was restored",
-    "python.trackable.base:Trackable._maybe_initialize_trackable":
-        "sets the attributes that share_dependencies gives a second handle on a model",
-}
-
 ResourceVariable = resource_variable_ops.ResourceVariable
 BaseResourceVariable = resource_variable_ops.BaseResourceVariable
+# TensorFlow's own tower-local variable; checkpoints and SavedModel know it.
 SyncOnReadVariable = values_lib.SyncOnReadVariable
 SyncOnReadSaveable = values_lib._SyncOnReadSaveable
 DistributedVariable = values_lib.DistributedVariable
+# What a checkpoint gives to a variable that is made after it was restored.
 CheckpointInitialValue = trackable_base.CheckpointInitialValue
+# Notes for gradient tapes and functions that a variable is read; they watch its handle.
 tell_read = resource_variable_ops.variable_accessed
+# Lets towers 1.. find the variables that tower 0 made.
 shared_variable_creator_for = shared_variable_creator.make_fn
+# Asks whether a SavedModel is being written.
 is_saving_one_copy = values_util.is_saving_non_distributed
+# Without tf.variable_creator_scope's deprecation of stacked graphs.
 variable_creator_scope = variable_scope.variable_creator_scope
 
 
