@@ -54,6 +54,11 @@ class HooksTest(parameterized.TestCase):
         if name == "__init__":  # of which Keras asks in this way, too
             self.assertEqual(inspect.getfullargspec(hooked), inspect.getfullargspec(original))
 
+    @parameterized.parameters(keras3_hooks, tf_keras_hooks)
+    def test_few(self, tables):
+        """Else each Keras release breaks more, as before a step was one program."""
+        self.assertLessEqual(sum(not hook.in_models for hook in tables.HOOKS.values()), 12)
+
     @parameterized.parameters(keras, tf_keras)
     def test_layers_without_an_init_are_made(self, kit):
         """Else the plainest layer of one's own fails as soon as there is a strategy."""

@@ -26,7 +26,8 @@ X = np.random.RandomState(0).normal(size=[14, 4]).astype("float32")
 Y = X.sum(1, keepdims=True)
 HOOKED = [(owner, name) for tables in (keras3_hooks, tf_keras_hooks)
           for owner, name in {**tables.HOOKS, **tables.STAGES}]
-HOOKED += [(owner, place.name) for place in _tf.PLACES for owner in place.owners]
+HOOKED += [(owner, place.name) for place in (
+    _tf.AVERAGE, _tf.REGULARIZATION, _tf.KEYS, _tf.RECORD, _tf.CAPTURE) for owner in place.owners]
 
 
 def names():

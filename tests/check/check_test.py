@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
@@ -37,28 +36,6 @@ def result(way, step_ms, devices=4, rows=400):
 
 
 class CommandTest(parameterized.TestCase):
-
-    def test_hooks(self):
-        """Else a user whose TensorFlow or Keras behaves in another way cannot tell whether it is
-        our doing."""
-        with mock.patch("builtins.print") as printed:
-            self.assertEqual(command.main(["check", "--hooks"]), 0)
-        header, _, *lines, _, counts = printed.call_args.args[0].splitlines()
-        self.assertRegex(header, "of +owner +name +why")
-        strategy = towerstrategy.TowerStrategy([["CPU:1", "CPU:2"]])  # with stages
-        self.enter_context(strategy.scope())
-        for line in lines:
-            where, owner, name, why = re.split("  +", line)
-            self.assertNotEmpty(why)
-            module, _, kind = owner.rpartition(".")
-            found = (sys.modules[owner] if owner in sys.modules
-                     else getattr(sys.modules[module], kind))
-            if "several machines" not in where and "models" not in where:
-                self.assertTrue(hasattr(getattr(found, name), "_towerstrategy_original"), line)
-        numbers = {part.rpartition(": ")[0]: int(part.rpartition(": ")[2])
-                   for part in counts.split("; ")}
-        self.assertEqual(sum(numbers.values()), len(lines))
-        self.assertLessEqual(max(numbers["keras"], numbers["tf_keras"]), 12)
 
     @pytest.mark.wide
     def test_whole(self):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
+import importlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -86,19 +86,6 @@ def _made_before(names: Any) -> list[Any]:
     """The strategies' models that a Keras has made since it was imported within a scope."""
     return [found for found in gc.get_objects() if issubclass(type(found), names.MODEL)
             and kind.is_tower_strategy(vars(found).get(names.OWNER))]
-
-
-def replaced() -> Iterator[tuple[str, str, str, str]]:
-    """What is replaced in each Keras that is installed: package, owner, name and why."""
-    for package, last_module in _LAST.items():
-        if importlib.util.find_spec(package) is None:
-            continue
-        importlib.import_module(last_module)
-        tables = _tables(package)
-        for table, where in (tables.HOOKS, package), (tables.STAGES, f"{package}, for stages"):
-            for (owner, name), hook in table.items():
-                yield (f"{package}, in a strategy's models" if hook.in_models else where,
-                       _tf.owner_name(owner), name, hook.why)
 
 
 def _tables(package: str) -> Any:

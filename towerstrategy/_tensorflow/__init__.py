@@ -22,6 +22,3 @@ from towerstrategy._tensorflow.threads import *
 from towerstrategy._tensorflow.values import *
 from towerstrategy._tensorflow.variables import *
 from towerstrategy._tensorflow.wrapping import *
-
-# The functions of TensorFlow that the package replaces.
-PLACES = (AVERAGE, REGULARIZATION, KEYS, RECORD, CAPTURE)

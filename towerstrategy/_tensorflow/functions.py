@@ -27,8 +27,7 @@ from towerstrategy._tensorflow import wrapping
 
 RECORD = wrapping.Place(
     [record], "record_operation",
-    "does not know in which stage of a tower a gradient that is a Python function recomputes",
-    "stages")
+    "does not know in which stage of a tower a gradient that is a Python function recomputes")
 Function = polymorphic_function.Function  # the class of what tf.function returns
 may_be_recorded = record.could_possibly_record
 not_recorded = record.stop_recording

@@ -21,8 +21,7 @@ from towerstrategy._tensorflow.strategies import Options
 
 CAPTURE = wrapping.Place(
     [control_flow_util_v2.CondBranchFuncGraph], "capture_call_time_value",
-    "hands keys of collective operations to no function that is called in a branch",
-    "several machines")
+    "hands keys of collective operations to no function that is called in a branch")
 _called_once: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
 

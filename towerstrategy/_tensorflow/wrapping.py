@@ -24,13 +24,11 @@ class Place(NamedTuple):
       owners: the modules or classes that have it.
       name: its name there.
       why: what it does that towers cannot do with.
-      only_for: what a strategy has for which alone it is replaced; empty: always.
     """
 
     owners: Sequence[Any]
     name: str
     why: str
-    only_for: str = ""
 
     def wrap(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Has what ``make`` makes of the function in its place whenever a strategy is at work."""

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _version
-from towerstrategy.check import advice, hooks, machine, same, speed
+from towerstrategy.check import advice, machine, same, speed
 from towerstrategy.report import description
 
 SCHEMA = 1
@@ -34,9 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command is None:
         print(f"towerstrategy {_version.__version__}\n")
         parser.print_help()
-        return 0
-    if given.hooks:
-        print(hooks.table())
         return 0
     if given.towers is not None and given.towers < 1:
         parser.error(f"--towers must be at least 1, but got {given.towers}")
@@ -64,8 +61,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Prints what is installed and which devices there are, compares training on "
         "towers with one device, and measures one device, MirroredStrategy and each merge device. "
         "Exits with 1 where a result differs by more than rounding.")
-    check.add_argument("--hooks", action="store_true",
-                       help="only lists the functions of TensorFlow and Keras that are replaced")
     check.add_argument("--json", type=pathlib.Path, metavar="FILE",
                        help="writes everything there, for a bug report")
     check.add_argument("--towers", type=int, metavar="N",
