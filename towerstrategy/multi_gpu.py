@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy import _keras
+from towerstrategy import _keras, _tensorflow as _tf
+from towerstrategy._keras import adopting
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.strategy import TowerStrategy
 from towerstrategy.variables import one_copy
@@ -57,7 +58,9 @@ def multi_gpu_model(model: Any, gpus: int | Sequence[int | str] | None = None,
     ...             == parallel_model.predict(np.ones([2, 3]), verbose=0)))
     True
     """
-    held = _keras.one_copy_variables(model)
+    names = _keras.names_of(model)
+    held = [variable for variable in names.held_variables(model)
+            if isinstance(variable, _tf.BaseResourceVariable)]
     _check_switch("cpu_merge", cpu_merge)
     _check_switch("cpu_relocation", cpu_relocation)
     towers = _towers(gpus)
@@ -66,7 +69,7 @@ def multi_gpu_model(model: Any, gpus: int | Sequence[int | str] | None = None,
     if not towers:
         return model
     strategy = TowerStrategy(towers, "cpu" if cpu_merge else towers[0])
-    return _keras.make_twin(_same_placement(model, held, strategy), model)
+    return adopting.make_twin(_same_placement(model, held, strategy), model, names)
 
 
 def _towers(gpus: Any) -> list[str]:
@@ -127,7 +130,7 @@ def _relocate(model: Any, held: list[tf.Variable]) -> None:
     for variable in elsewhere:
         homes_lib.move(variable, cpu)
     if elsewhere:
-        _keras.forget_functions(model)
+        adopting.forget_functions(model)
 
 
 def _same_placement(model: Any, held: list[tf.Variable], strategy: TowerStrategy) -> TowerStrategy:

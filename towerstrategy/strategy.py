@@ -17,6 +17,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, extended, losses
+from towerstrategy._keras import adopting, stages, state
 from towerstrategy.machines import clusters, shards
 from towerstrategy.measured import measuring
 from towerstrategy.placement import devices as devices_lib, kind
@@ -312,8 +313,8 @@ class TowerStrategy(kind.Kind):
           model: a Keras or tf_keras model, built or not, compiled or not.
 
         Returns:
-          ``model``.  What was adopted, and where it lives, is logged (``logging``, the logger
-          ``"towerstrategy"``); :meth:`describe` shows it.
+          ``model``.  What was adopted is logged (``logging``, the logger ``"towerstrategy"``);
+          :meth:`describe` shows where it lives.
 
         Raises:
           TypeError: ``model`` is no Keras model.
@@ -326,7 +327,7 @@ class TowerStrategy(kind.Kind):
         >>> history = strategy.adopt(model).fit(np.ones([6, 3]), np.ones([6, 1]), verbose=0)
         """
         arguments.check_outside("strategy.adopt makes a model train on all towers")
-        return _keras.adopt(self, model)
+        return adopting.adopt(self, model, _keras.names_of(model))
 
     def scale_loss(self, loss: Any) -> tf.Tensor:
         """A tower's mean -> its part of the mean over the whole batch.
@@ -443,8 +444,9 @@ class TowerStrategy(kind.Kind):
         """
         if model is None:
             return description.describe(self)
-        return description.describe(self, _keras.state_of(self, model),
-                                    _keras.stages_of(self, model))
+        names = _keras.names_of(model)
+        return description.describe(self, state.lines(self, model, names),
+                                    stages.lines(self, model, names))
 
     def _repr_html_(self) -> str:
         return description.Shown(self.describe())._repr_html_()

@@ -99,7 +99,7 @@ class AdoptTest(parameterized.TestCase):
         with self.assertLogs("towerstrategy", "INFO") as logged_lines:
             self.assertIs(self.strategy.adopt(model), model)
 
-        self.assertRegex(logged_lines.output[-1], "for 2 towers: .* on CPU:0")
+        self.assertRegex(logged_lines.output[-1], "for 2 towers: .* with one copy")
         self.assertEqual(kept, {metric.name: float(metric.result()) for metric in model.metrics
                                 if metric.name == "loss"})
         for slot, same, value in zip(before, slots(model.optimizer), values, strict=True):

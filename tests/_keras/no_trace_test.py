@@ -18,6 +18,7 @@ from absl.testing import absltest, parameterized
 import peers
 import towerstrategy
 from towerstrategy import _keras, _tensorflow as _tf
+from towerstrategy._keras import adopting
 from towerstrategy._keras.keras3 import hooks as keras3_hooks
 from towerstrategy._keras.tf_keras import hooks as tf_keras_hooks
 
@@ -216,7 +217,7 @@ class NoTraceTest(parameterized.TestCase):
         """Else a second handle trains the first one's model."""
         with self.strategy.scope():
             model = model_of(kit)
-            twin = _keras.make_twin(self.strategy, model)
+            twin = adopting.make_twin(self.strategy, model, _keras.names_of(model))
         self.assertIs(model.compile.__self__, model)
         self.assertIs(twin.compile.__self__, twin)
         for copied in kit.models.clone_model(model), copy.copy(model), copy.deepcopy(model):

@@ -35,7 +35,8 @@ from towerstrategy.machines import health
 
 WORKERS = 3
 START_LIMIT = 20  # seconds, of the case in which a worker never comes
-LIMIT = health.bound() + 90  # seconds for a whole case, start-up on a busy machine included
+# Seconds for a whole case, start-up on a busy machine included.
+LIMIT = health.TRIES * (health.INTERVAL + health.ANSWER) + 90
 KITS = {"keras": keras, "tf_keras": tf_keras}
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, refused
-from towerstrategy._keras import adopting, hooks, stages, state
+from towerstrategy._keras import hooks
 from towerstrategy.placement import kind
 
 # The oldest and the newest release of each that was tested; docs/versions.md says what was run.
@@ -110,54 +110,17 @@ def _naming_versions(package: str) -> Iterator[None]:
         ) from error
 
 
-def adopt(strategy: tf.distribute.Strategy, model: Any) -> Any:
-    """Makes ``model`` the strategy's, see ``TowerStrategy.adopt``.
-
-    Raises:
-      TypeError: ``model`` is no Keras model.
-      ValueError: it belongs to another strategy.
-    """
-    return adopting.adopt(strategy, model, _names_of(model))
-
-
-def make_twin(strategy: tf.distribute.Strategy, model: Any) -> Any:
-    """A second handle on ``model`` that trains on the strategy's towers, see :mod:`twin`.
-
-    Raises:
-      TypeError: ``model`` is no Keras model.
-      ValueError: it belongs to another strategy.
-    """
-    return adopting.make_twin(strategy, model, _names_of(model))
-
-
-def one_copy_variables(model: Any) -> list[Any]:
-    """The TensorFlow variables of ``model`` that exist once, so far as it is built.
+def names_of(model: Any) -> Any:
+    """How the Keras that ``model`` is of names things: ``keras3.names`` or ``tf_keras.names``.
 
     Raises:
       TypeError: ``model`` is no Keras model.
     """
-    return [variable for variable in _names_of(model).held_variables(model)
-            if isinstance(variable, _tf.BaseResourceVariable)]
-
-
-def state_of(strategy: tf.distribute.Strategy, model: Any) -> list[state.Line]:
-    """What ``model`` holds, see ``TowerStrategy.describe``.
-
-    Raises:
-      TypeError: ``model`` is no Keras model.
-      ValueError: it is not the strategy's.
-    """
-    return state.lines(strategy, model, _names_of(model))
-
-
-def stages_of(strategy: tf.distribute.Strategy, model: Any) -> list[state.Line]:
-    """The layers and the bytes of each of a tower's stages; nothing where a tower is one device.
-
-    Raises:
-      TypeError: ``model`` is no Keras model.
-    """
-    names = _names_of(model)
-    return stages.lines(strategy, model, names) if strategy.extended.placement.rows else []
+    install_hooks()
+    for tables in _installed.values():
+        if isinstance(model, tables.names.TRAINER):
+            return tables.names
+    raise refused.wrong_type("model", model, "a Keras or tf_keras model")
 
 
 def tables_of(model: Any) -> list[Any]:
@@ -166,7 +129,7 @@ def tables_of(model: Any) -> list[Any]:
     Raises:
       TypeError: ``model`` is no Keras model.
     """
-    names = _names_of(model)
+    names = names_of(model)
     return [weight for layer in model._flatten_layers() if isinstance(layer, names.LOOK_UP)
             for weight in layer.trainable_weights]
 
@@ -178,7 +141,7 @@ def slots_of(model: Any) -> list[Any]:
       TypeError: ``model`` is no Keras model.
       ValueError: it is not compiled.
     """
-    names, found = _names_of(model), []
+    names, found = names_of(model), []
     optimizers = names.optimizers_of(model)
     if not optimizers:
         raise ValueError(f"model {model.name!r} has no optimizer: compile it first.")
@@ -190,20 +153,6 @@ def slots_of(model: Any) -> list[Any]:
                 optimizer.build(model.trainable_variables)
         found += names.optimizer_variables(optimizer)
     return found
-
-
-def forget_functions(model: Any) -> None:
-    """Drops the functions that ``model`` has traced."""
-    adopting.forget_functions(model)
-
-
-def _names_of(model: Any) -> Any:
-    """How the Keras that ``model`` is of names things: ``keras3.names`` or ``tf_keras.names``."""
-    install_hooks()
-    for tables in _installed.values():
-        if isinstance(model, tables.names.TRAINER):
-            return tables.names
-    raise refused.wrong_type("model", model, "a Keras or tf_keras model")
 
 
 def _imported(package: str, last_module: str) -> bool:

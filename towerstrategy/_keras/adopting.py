@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import batch_norm, hooks, stages, twin
-from towerstrategy.placement import devices as devices_lib, homes as homes_lib, kind
+from towerstrategy.placement import kind
 from towerstrategy.variables import one_copy
 
 _log = logging.getLogger("towerstrategy")
@@ -33,7 +33,8 @@ def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
     strategy.extended.homes.spread(resident)
     # Functions traced before know nothing of towers.
     forget_functions(model)
-    _log.info("%s", _sentence(strategy, model, resident, local))
+    _log.info("adopted model %r for %s: %s variables with one copy, %s tower-local ones",
+              model.name, strategy.extended.placement.title, len(resident), len(local))
     return model
 
 
@@ -45,7 +46,7 @@ def forget_functions(model: Any) -> None:
 
 
 def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
-    """A second handle on ``model``, the strategy's, see :mod:`twin`."""
+    """A second handle on ``model`` that trains on the strategy's towers, see :mod:`twin`."""
     check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
     check_variables(strategy, model, names.held_variables(model))
     fresh = {name: value for name, value in vars(names.TRAINER()).items()
@@ -135,17 +136,3 @@ def check_trains_on_towers(model: Any, scope: tf.distribute.Strategy) -> None:
             f"model {model.name!r} is used inside the scope of {scope!r}, but was built and "
             "compiled outside of it and is not adopted. Compile it inside the scope, or call "
             "strategy.adopt(model), which keeps its optimizer and metrics, state and all.")
-
-
-def _sentence(strategy: tf.distribute.Strategy, model: Any, resident: list[Any],
-              local: list[Any]) -> str:
-    """What ``adopt`` logs."""
-    homes: dict[str, int] = {}
-    for variable in resident:
-        home = homes_lib.home_of(variable)
-        homes[home] = homes.get(home, 0) + homes_lib.size_of(variable)
-    where = ", ".join(f"{size:,} bytes on {devices_lib.short_name(home) if home else 'no device'}"
-                      for home, size in homes.items()) or "none built yet"
-    return (f"adopted model {model.name!r} for {strategy.extended.placement.title}: "
-            f"{len(resident)} variables with one copy ({where}), "
-            f"{len(local)} tower-local ones.")

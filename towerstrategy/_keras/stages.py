@@ -318,7 +318,9 @@ def _uses(model: Any, plan: Plan | None) -> Iterator[tuple[Any, int]]:
 
 
 def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[tuple[str, str, str]]:
-    """The stage, the bytes of variables, slots among them, and the layers of each stage."""
+    """The bytes of variables, slots among them, and the layers of each stage, if there are any."""
+    if not strategy.extended.placement.rows:
+        return []
     found: dict[int, dict[str, int]] = collections.defaultdict(dict)
     seen: set[int] = set()
     slots = max(map(_slots, names.optimizers_of(model)), default=0)

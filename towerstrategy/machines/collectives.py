@@ -59,15 +59,9 @@ class Machines:
       ValueError: workers have shares of different kinds, or different clusters.
       RuntimeError: not all workers have come in time.
 
-    Attributes:
+    Attributes (the others are those of :class:`placement.workers.Workers`):
       number: this object's among those made in this process, see :func:`numbered`.
-      count: how many workers there are.
-      index: this worker's number.
-      towers: how many towers this worker has.
-      first: the global number of this worker's first tower.
-      replicas: how many towers all workers have.
-      towers_of: how many each has.
-      units: the shares of all towers, see :func:`rows.units_of`; None where all are equal.
+      towers_of: how many towers each worker has.
     """
 
     def __init__(self, cluster: clusters.Cluster, device: str, towers: int, options: Any = None,

@@ -12,21 +12,12 @@ from __future__ import annotations
 
 import atexit
 import threading
-import time
 from typing import Any
 
 from towerstrategy import _tensorflow as _tf
 
 # Seconds between two questions, seconds to answer one, and how many in a row may stay unanswered.
 INTERVAL, ANSWER, TRIES = 5.0, 8.0, 3
-
-# Seconds spent on who else does not answer, for the message.
-_NAMING = 5.0
-
-
-def bound() -> float:
-    """After how many seconds at most a worker that does not answer has stopped the others."""
-    return TRIES * (INTERVAL + ANSWER) + _NAMING
 
 
 def silent(cluster: Any, seconds: float) -> list[str]:
@@ -58,8 +49,7 @@ def _watch(cluster: Any, ended: threading.Event) -> None:
                 return
             reason = _failure(cluster, index, ended)
             if reason is not None:
-                gone = {index: reason, **_also_gone(cluster, index, ended)}
-                _tf.end_collectives(_message(cluster, gone))
+                _tf.end_collectives(_message(cluster, index, reason))
                 return
 
 
@@ -74,17 +64,10 @@ def _failure(cluster: Any, index: int, ended: threading.Event) -> str | None:
     return reason
 
 
-def _also_gone(cluster: Any, found: int, ended: threading.Event) -> dict[int, str]:
-    end = time.monotonic() + _NAMING - 1
-    return {index: reason for index in _others(cluster)
-            if index != found and not ended.is_set() and time.monotonic() <= end
-            and (reason := _tf.ask_worker(cluster.task_of(index), 1)) is not None}
-
-
-def _message(cluster: Any, gone: dict[int, str]) -> str:
-    named = "; ".join(f"{cluster.named(index)} ({gone[index]})" for index in sorted(gone))
-    return (f"no answer from {named}: ended, stopped or cut off. A step needs all {cluster.count} "
-            f"workers. Start all of them again; this one is {cluster.named(cluster.index)}.")
+def _message(cluster: Any, index: int, reason: str) -> str:
+    return (f"no answer from {cluster.named(index)} ({reason}): ended, stopped or cut off. A "
+            f"step needs all {cluster.count} workers. Start all of them again; this one "
+            f"is {cluster.named(cluster.index)}.")
 
 
 def _others(cluster: Any) -> list[int]:
