@@ -29,7 +29,7 @@ class HealthTest(parameterized.TestCase):
         """Else nobody knows which machine to look at."""
         gone = {"/job:worker/replica:0/task:2": "dead"}
         message, = self.watched(lambda task, _: gone.get(task))
-        self.assertIn("no answer from worker 3 (/job:worker/replica:0/task:2 at d:1) (dead)", message)
+        self.assertIn("from worker 3 (/job:worker/replica:0/task:2 at d:1) (dead)", message)
         self.assertIn("this one is worker 2 (/job:worker/replica:0/task:1 at c:1)", message)
         self.assertNotIn("chief", message)
 

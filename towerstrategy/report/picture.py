@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from towerstrategy.report.epochs import Epoch
-from towerstrategy.report.sample import Sample
 
 _INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
 _TOWER, _OTHER, _IDLE = "#d9730d", "#1f6fb2", "#f5e3d0"
@@ -56,22 +55,23 @@ def draw(epochs: Sequence[Epoch]) -> bytes | None:
     Raises:
       ModuleNotFoundError: matplotlib is not installed.
     """
-    sampled = [(epoch, epoch.sampled) for epoch in epochs if epoch.sampled is not None]
+    sampled = [epoch for epoch in epochs if epoch.sampled is not None]
     if not sampled:
         return None
     figure_class, canvas_class = _matplotlib()
-    last, sample = sampled[-1]
+    last = sampled[-1]
     figure = figure_class(figsize=(11, 2.4 + 0.42 * len(last.parts)), layout="constrained")
     canvas_class(figure)
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
-    _bars(left, last, sample)
+    _bars(left, last)
     _lines(right, sampled)
     written = io.BytesIO()
     figure.savefig(written, format="png", dpi=110, facecolor="white")
     return written.getvalue()
 
 
-def _bars(axes: Any, epoch: Epoch, sample: Sample) -> None:
+def _bars(axes: Any, epoch: Epoch) -> None:
+    sample: Any = epoch.sampled
     step = 1e3 * sample.step
     most = max(1e3 * (part.seconds or 0) for part in epoch.parts)
     shown = most if most and sample.too_short else step
@@ -97,22 +97,19 @@ def _bars(axes: Any, epoch: Epoch, sample: Sample) -> None:
     _style(axes, f"A step of epoch {epoch.number + 1}: {step:.3g} ms{more}", "x")
 
 
-def _lines(axes: Any, sampled: Sequence[tuple[Epoch, Sample]]) -> None:
-    if all(sample.too_short for _, sample in sampled):
+def _lines(axes: Any, sampled: Sequence[Any]) -> None:
+    if all(epoch.sample.too_short for epoch in sampled):
         axes.axis("off")
         axes.text(0, 0.5, "No step kept a tower busy for a millisecond:\nhow idle the towers were "
                   "says nothing here.\nA larger model or larger batches have\ntheir busy shares in "
                   "this place.", va="center", color=_MUTED)
         return
-    numbers = [epoch.number + 1 for epoch, _ in sampled]
-    lines: list[tuple[int, int | None]] = [
-        (tower, stage) for tower, row in enumerate(sampled[-1][1].stages)
-        for stage in range(len(row))] or [(tower, None) for tower in
-                                          range(len(sampled[-1][1].towers))]
-    for tower, stage in lines[:_MOST_LINES]:
-        label = f"tower {tower}" if stage is None else f"tower {tower}, stage {stage}"
-        axes.plot(numbers, [1 - sample.idle(tower, stage) for _, sample in sampled], marker="o",
-                  markersize=4, linewidth=1.5, label=label)
+    numbers, parts = [epoch.number + 1 for epoch in sampled], sampled[-1].parts
+    lines = ([place for place, part in enumerate(parts) if part.is_stage]
+             or [place for place, part in enumerate(parts) if part.is_tower])
+    for place in lines[:_MOST_LINES]:
+        axes.plot(numbers, [1 - epoch.parts[place].idle for epoch in sampled], marker="o",
+                  markersize=4, linewidth=1.5, label=parts[place].name)
     axes.set_ylim(0, 1.02)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     axes.set_xlim(0.5, numbers[-1] + 0.5)

@@ -107,7 +107,9 @@ class Recording:
             try:
                 self._folder = stack.enter_context(tempfile.TemporaryDirectory(
                     prefix="towerstrategy_", ignore_cleanup_errors=True))
-                _start(self._folder)
+                # Without options: the defaults are right, and TensorFlow 2.21 warns of each given.
+                with quiet.profiler():
+                    tf.profiler.experimental.start(self._folder)
             except tf.errors.AlreadyExistsError as error:
                 raise Busy(str(error)) from None
             except Exception as error:
@@ -178,12 +180,6 @@ def read(spaces: Iterable[Any], seconds: float, placement: devices_lib.Placement
                   host.total("split", window) / steps, host.total("input", window) / steps, steps,
                   tuple(tuple(time_of((tower, stage), where) for stage, where in enumerate(row))
                         for tower, row in enumerate(placement.rows)))
-
-
-def _start(folder: str) -> None:
-    # Without options: their defaults are what is needed, and TensorFlow 2.21 warns of each given.
-    with quiet.profiler():
-        tf.profiler.experimental.start(folder)
 
 
 def _stop(save: bool) -> None:

@@ -10,7 +10,6 @@ import importlib.util
 import numbers
 import os
 import pathlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,16 +48,16 @@ class TowerReport(Callback):
 
     The sampled step runs under TensorFlow's profiler.  A step is sampled when that leaves the cost
     of samples below ``most`` of the time trained, or of twenty seconds; the first always is.  Of
-    an epoch without a sample one line is printed: its rows.  The picture is drawn when that costs
-    no more than ``most`` either, and at the end.  Without this callback nothing is measured and
-    nothing stays behind.  With several machines each shows its own towers.  What goes wrong in a
-    report while a training runs is a warning, and the training goes on.
+    an epoch without a sample one line is printed: its rows.  The picture is drawn at the end.
+    Without this callback nothing is measured and nothing stays behind.  With several machines each
+    shows its own towers.  What goes wrong in a report while a training runs is a warning, and the
+    training goes on.
 
     Args:
       picture: a PNG file to draw, in a folder that is there, or None.  Needs matplotlib, which
         ``pip install "towerstrategy[demo]"`` brings.
-      most: the share of the training's time that samples may take, and pictures; trainings of
-        fewer than twenty seconds count as twenty.
+      most: the share of the training's time that samples may take; trainings of fewer than twenty
+        seconds count as twenty.
       print_fn: a function that gets each epoch's table; None prints nothing.
       log_dir: a folder for TensorBoard, or None: a run a tower with its rows, busy time and idle
         share, a run a stage, one with the step's other parts, and the picture where matplotlib is
@@ -104,10 +103,7 @@ class TowerReport(Callback):
         self._print = print_fn
         self._watch: Watch | None = None
         self._events: Events | None = None
-        self._drawn = False
         self._printed = 0  # epochs
-        self._picture_cost = 1.0  # seconds; a guess until the first is drawn
-        self._pictures_cost = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
         del logs
@@ -117,7 +113,7 @@ class TowerReport(Callback):
                 f"TowerReport is for models that a TowerStrategy trains, but model "
                 f"{self.model.name!r} has {strategy!r}. Compile it in the strategy's scope, or "
                 "call strategy.adopt(model).")
-        self.epochs, self._printed, self._pictures_cost = [], 0, 0.0
+        self.epochs, self._printed = [], 0
         with self._watching("begin to watch"):
             self._watch = Watch(self.model, self._most)
         if self.log_dir is not None:
@@ -143,13 +139,12 @@ class TowerReport(Callback):
         if self._events is not None and self.epochs:
             with quiet.harmless(f"write into log_dir={str(self.log_dir)!r}"), watch.spending():
                 self._events.write(self.epochs[-1])
-        self._drawn = watch.affords(self._pictures_cost + self._picture_cost) and self._draw()
 
     def on_train_end(self, logs: Any = None) -> None:
         del logs
         self._print_new()
         self._end_watch()
-        if not self._drawn:
+        with quiet.harmless("draw its picture"):
             self._draw()
         if self._events is not None:
             with quiet.harmless(f"write into log_dir={str(self.log_dir)!r}"):
@@ -178,22 +173,15 @@ class TowerReport(Callback):
                 with quiet.harmless("print a table (print_fn)"):
                     self._print(epoch.brief)
 
-    def _draw(self) -> bool:
-        """Draws what there is; whether that worked."""
-        with quiet.harmless("draw its picture"):
-            shown = self._events if importlib.util.find_spec("matplotlib") else None
-            if self.picture is None and shown is None:
-                return True
-            start = time.perf_counter()
-            png = picture_lib.draw(self.epochs)
-            if png is not None and self.picture is not None:
-                pathlib.Path(self.picture).write_bytes(png)
-            if png is not None and shown is not None:
-                shown.show(png, self.epochs[-1].number)
-            self._picture_cost = time.perf_counter() - start
-            self._pictures_cost += self._picture_cost
-            return True
-        return False
+    def _draw(self) -> None:
+        shown = self._events if importlib.util.find_spec("matplotlib") else None
+        if self.picture is None and shown is None:
+            return
+        png = picture_lib.draw(self.epochs)
+        if png is not None and self.picture is not None:
+            pathlib.Path(self.picture).write_bytes(png)
+        if png is not None and shown is not None:
+            shown.show(png, self.epochs[-1].number)
 
 
 def _check(picture: Any, log_dir: Any, most: Any, print_fn: Any) -> None:
