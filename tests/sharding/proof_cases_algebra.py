@@ -114,6 +114,9 @@ def _draws() -> None:
                                       counter=tf.constant(counter), alg=1, **attrs)
         return call
 
+    def by_state(type: str, **attrs: Any) -> Any:
+        return lambda x: getattr(raw, type)(shape=tf.shape(x), seed=1, seed2=2, **attrs)
+
     for shape in ((6, 3), (12, 4), (6, 12, 2), (3, 6)):
         for type in ("StatelessRandomNormalV2", "StatelessRandomUniformV2",
                      "StatelessTruncatedNormalV2"):
@@ -123,6 +126,9 @@ def _draws() -> None:
                                                         dtype=tf.int32), real(*shape))
         around("StatelessRandomUniformIntV2", drawn(
             "StatelessRandomUniformIntV2", minval=0, maxval=7), real(*shape))
+    for type in ("RandomUniform", "RandomStandardNormal", "TruncatedNormal"):
+        around(type, by_state(type, dtype=tf.float64), real(6, 3))
+    around("RandomUniformInt", by_state("RandomUniformInt", minval=0, maxval=7), real(6, 3))
 
 
 def _segments() -> None:

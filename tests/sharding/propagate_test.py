@@ -53,6 +53,16 @@ class PropagateTest(absltest.TestCase):
         """A value of some rows would pass for that of all."""
         self.assertEqual(_outputs(lambda x: tf.sort(x, axis=0), ROWS), [REPLICATED])
 
+    def test_rows_that_were_drawn_once_are_split(self):
+        """All that a GAN makes of its noise would be made by one device."""
+        def made(x, w):
+            rows = tf.shape(x)[0]
+            return [tf.random.normal([rows, 4]) * w, tf.random.uniform([rows, 2], 1, 3),
+                    tf.random.uniform([rows], 0, 3, tf.int64), tf.random.truncated_normal([3, rows])]
+
+        self.assertEqual(_outputs(made, ROWS, WHOLE),
+                         [Sharded(0), Sharded(0), Sharded(0), Sharded(1)])
+
     def test_gradients_of_matrices_keep_rows(self):
         """A Gaussian's Cholesky factors would be gathered, as of the zeros that TensorFlow puts
         in their diagonals' places the rank is unknown."""

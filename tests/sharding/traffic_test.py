@@ -61,6 +61,19 @@ class TrafficTest(parameterized.TestCase):
         square, = (operation for operation in layout.order if operation.type == "Pow")
         self.assertEqual(layout.specs[square.outputs[0].name], wanted)
 
+    def test_what_was_drawn_once(self):
+        """Else the numbers of a dropout cross in place of their mask, a quarter of the bytes; or
+        what a layer makes of noise is made by one device."""
+        def step(x, w):
+            noise = tf.random.normal([tf.shape(x)[0], 8])
+            return tf.where(tf.random.uniform(tf.shape(x)) < .5, x * 2, 0.), noise @ w
+
+        layout = layout_of(step, [[None, 8], [8, 8]], [Sharded(0), REPLICATED], Traffic(4, 64))
+        once = [operation.type for operation in layout.order
+                if getattr(layout.plans.get(operation.name), "once", False)]
+        self.assertEqual(once, ["RandomUniform", "Less", "RandomStandardNormal", "Mul", "AddV2"])
+        self.assertEqual(layout.outputs, [Sharded(0)] * 2)
+
     def test_rows_that_are_repeated(self):
         """Else pooled rows of a table's gradient cross once for each entry that was looked up."""
         def step(x):

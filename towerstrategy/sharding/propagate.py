@@ -139,6 +139,7 @@ class _Propagation:
                 continue
             layout.specs.update(zip(names, self._operation(layout, operation)))
         if not self._depth:
+            traffic_lib.cut_late(layout)
             traffic_lib.gather_early(layout)
             traffic_lib.add_up_early(layout)
         return layout

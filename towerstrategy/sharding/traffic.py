@@ -5,7 +5,8 @@ Comes out: the same plans, or some by which an operation is done once with all r
 
 The rows cross in place of what is larger: of a sum over rows (the gradient of a wide layer) every
 tower's part of it; on CPU devices, which share the cores, the weights of a wide layer, too; of what
-is wanted whole, what light operations make of the rows (:func:`gather_early`).
+is wanted whole, what light operations make of the rows (:func:`gather_early`); of what was made once,
+what they make of it (:func:`cut_late`).
 """
 
 from __future__ import annotations
@@ -123,6 +124,25 @@ def gather_early(layout: Any) -> None:
                 least[name] = 0
             layout.plans[operation.name] = _once(layout.plans[operation.name])
             layout.specs[out] = REPLICATED
+
+
+def cut_late(layout: Any) -> None:
+    """Light operations on what was made once and is to be cut are done once if they make it less.
+
+    So of a dropout's draws the mask crosses, a byte each, and not the numbers.
+
+    Args:
+      layout: a :class:`propagate.Layout`, which is changed: such operations are done once.
+    """
+    there: set[str] = set()  # sharded, and whole on a device already
+    for operation in layout.order:
+        plan = layout.plans.get(operation.name)
+        rows = _rows_before(layout, operation)
+        if rows and there.issuperset(rows) and _may_be_done_once(layout, operation) \
+                and _bytes(operation.outputs[0], plan.gives[0]) <= sum(rows.values()):
+            plan = layout.plans[operation.name] = dataclasses.replace(_once(plan), gives=plan.gives)
+        if isinstance(plan, Plan) and plan.once:
+            there.update(operation.output_names)
 
 
 def add_up_early(layout: Any) -> None:

@@ -1,11 +1,12 @@
 """Random draws of a number for each row: a tower draws its rows of what one device draws.
 
-Goes in: an operation that draws by key and counter.  Comes out: its plan.
+Goes in: an operation that draws.  Comes out: its plan.
 
 TensorFlow's generator, Philox, is counter based: each counter gives a group of four numbers (two
 of 64 bits), whoever asks.  So a tower moves the counter on by the groups before its rows, and draws
 its own: bit for bit one device's.  Distributions that need a varying number of random bits have
-counters reserved for each number.
+counters reserved for each number.  What draws by a state of its own is drawn once, with all rows, of
+which each tower takes its own: what is made of the noise, such as a GAN's images, is made in parts.
 """
 
 from __future__ import annotations
@@ -41,6 +42,15 @@ def draw(op: Op, specs: Sequence[Spec]) -> Plan | None:
         width = -1 if other is None or other < 0 or width < 0 else width * int(other)
     return Plan([size, *[REPLICATED] * (len(specs) - 1)], [size.shards(size.at)],
                 make=lambda m: [_drawn(m, width)], alone=0)
+
+
+@rule("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal")
+def draw_by_state(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    size = specs[0]
+    if not isinstance(size, Size) or size.group or not size.times or op.out_rank() is None \
+            or not all(map(is_plain, specs[1:])):
+        return None
+    return Plan([REPLICATED] * len(specs), [size.shards(size.at)], once=True)
 
 
 def _drawn(m: Any, width: int) -> list[Any]:
