@@ -62,6 +62,17 @@ class PredictTest(parameterized.TestCase):
                                          tf.nest.flatten(alone(X[:rows])), strict=True):
                     np.testing.assert_allclose(value, wanted, 1e-5, 1e-6)
 
+    @parameterized.parameters(keras, tf_keras)
+    def test_batches_of_all_sizes(self, library):
+        """Else a step is traced anew for many a size, as where a tower alone had as many rows."""
+        traced = []
+        with towerstrategy.TowerStrategy(["CPU:1", "CPU:2", "CPU:3"]).scope():
+            model = library.Sequential([library.layers.Lambda(lambda x: traced.append(x) or x * 2)])
+            model.compile("sgd", "mse")
+        for rows in (5, 3, 4, 21, 8):
+            np.testing.assert_allclose(model.predict_on_batch(X[:rows]), X[:rows] * 2)
+        self.assertLessEqual(len(traced), 3)  # one to build it, one for 5, one for all
+
     def test_batches_are_taken_by_the_step(self):
         """Else Python takes each batch apart and hands it over, for most of a small step's time."""
         model = on_towers(keras)

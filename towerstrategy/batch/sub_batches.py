@@ -58,6 +58,23 @@ class SubBatchesSpec(HashedOnce, _tf.PerReplicaSpec):
         super().__init__(*specs)
         self.batch = batch
 
+    def most_specific_common_supertype(self, others: Sequence[Any]) -> SubBatchesSpec | None:
+        """Open for all towers where it is for one.
+
+        A tower with as many rows of both batches by chance would have a function traced once more.
+        """
+        common = super().most_specific_common_supertype(others)
+        if common is None:
+            return None
+        *specs, batch = common._serialize()
+        opened = [with_any_rows(spec) for spec in self._of_towers(specs)]
+        if set(opened).isdisjoint(specs):
+            return common
+        return type(self)(*opened, *specs[len(opened):], batch=batch)
+
+    def _of_towers(self, specs: Sequence[tf.TypeSpec]) -> Sequence[tf.TypeSpec]:
+        return specs
+
     def _serialize(self) -> tuple[Any, ...]:
         return (*super()._serialize(), self.batch)
 
@@ -99,6 +116,9 @@ class CountedSpec(SubBatchesSpec):
     """The type spec of :class:`CountedSubBatches`: one spec a tower, then the row counts'."""
 
     value_type = property(lambda _: CountedSubBatches)
+
+    def _of_towers(self, specs: Sequence[tf.TypeSpec]) -> Sequence[tf.TypeSpec]:
+        return specs[:-1]
 
     def _to_components(self, value: CountedSubBatches) -> tuple[Any, ...]:
         return (*super()._to_components(value), value.rows)
