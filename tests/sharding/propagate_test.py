@@ -58,7 +58,8 @@ class PropagateTest(absltest.TestCase):
         def made(x, w):
             rows = tf.shape(x)[0]
             return [tf.random.normal([rows, 4]) * w, tf.random.uniform([rows, 2], 1, 3),
-                    tf.random.uniform([rows], 0, 3, tf.int64), tf.random.truncated_normal([3, rows])]
+                    tf.random.uniform([rows], 0, 3, tf.int64),
+                    tf.random.truncated_normal([3, rows])]
 
         self.assertEqual(_outputs(made, ROWS, WHOLE),
                          [Sharded(0), Sharded(0), Sharded(0), Sharded(1)])

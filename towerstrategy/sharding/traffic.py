@@ -5,8 +5,8 @@ Comes out: the same plans, or some by which an operation is done once with all r
 
 The rows cross in place of what is larger: of a sum over rows (the gradient of a wide layer) every
 tower's part of it; on CPU devices, which share the cores, the weights of a wide layer, too; of what
-is wanted whole, what light operations make of the rows (:func:`gather_early`); of what was made once,
-what they make of it (:func:`cut_late`).
+is wanted whole, what light operations make of the rows (:func:`gather_early`); of what was made
+once, what they make of it (:func:`cut_late`).
 """
 
 from __future__ import annotations
