@@ -137,10 +137,12 @@ def cut_late(layout: Any) -> None:
     there: set[str] = set()  # sharded, and whole on a device already
     for operation in layout.order:
         plan = layout.plans.get(operation.name)
-        rows = _rows_before(layout, operation)
-        if rows and there.issuperset(rows) and _may_be_done_once(layout, operation) \
-                and _bytes(operation.outputs[0], plan.gives[0]) <= sum(rows.values()):
-            plan = layout.plans[operation.name] = dataclasses.replace(_once(plan), gives=plan.gives)
+        if not there.isdisjoint(operation.input_names) and _may_be_done_once(layout, operation):
+            rows = _rows_before(layout, operation)
+            if rows and there.issuperset(rows) \
+                    and _bytes(operation.outputs[0], plan.gives[0]) <= sum(rows.values()):
+                plan = dataclasses.replace(_once(plan), gives=plan.gives)
+                layout.plans[operation.name] = plan
         if isinstance(plan, Plan) and plan.once:
             there.update(operation.output_names)
 
