@@ -119,6 +119,29 @@ class ElementTest(parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, "dataset_fn must return a tf.data.Dataset"):
             strategy.distribute_datasets_from_function(lambda context: [1, 2])
 
+    def test_seeded_shuffles_of_what_is_zipped(self):
+        """Else a run on towers gets other batches of a shuffled dataset than one device does."""
+        series = Dataset.from_tensors(tf.range(20)).repeat()  # as Keras makes windows of a series
+        windows = Dataset.zip((series, Dataset.range(16).map(lambda i: i + tf.range(4, dtype="int64")
+                                                             ))).map(tf.gather)
+        shuffled = [lambda seed=seed: Dataset.range(16).shuffle(16, seed=seed) for seed in (1, 2)]
+        for make in (lambda: windows.shuffle(16, seed=1).batch(4),
+                     lambda: windows.shuffle(16, seed=1).batch(4).map(lambda x: (x, x[:, 0])),
+                     lambda: Dataset.zip((shuffled[0]().batch(2, drop_remainder=True),
+                                          shuffled[1]().batch(4, drop_remainder=True)))):
+            orders = []
+            for strategy in (None, two_towers()):
+                tf.random.set_seed(3)
+                dataset = make()
+                if strategy is None:
+                    orders.append([[np.asarray(leaf) for leaf in tf.nest.flatten(element)]
+                                   for element in dataset])
+                    continue
+                orders.append([[np.concatenate(strategy.experimental_local_results(leaf))
+                                for leaf in tf.nest.flatten(element)]
+                               for element in strategy.experimental_distribute_dataset(dataset)])
+            tf.nest.map_structure(np.testing.assert_array_equal, *orders)
+
     def test_one_trace_for_all_batches(self):
         """Else the last, smaller batch traces the step again."""
         strategy, traces = two_towers(), []

@@ -71,14 +71,30 @@ def _zips_different(dataset: tf.data.Dataset, most: int) -> bool:
     with arrays, and no batch.
     """
     inputs = _tf.inputs_of_dataset(dataset)
+    if len(inputs) == 1 and _puts_in_batches(inputs[0].element_spec, dataset.element_spec):
+        return False  # what is zipped before is an example's
     if len(inputs) > 1 and all(_is_batched(each.element_spec) for each in inputs):
         return len(tf.nest.flatten(dataset.element_spec)) <= most and len(
             {*_rows_of_first(dataset)} - {None}) > 1
     return any(_zips_different(each, most) for each in inputs)
 
 
+def _puts_in_batches(before: Any, after: Any) -> bool:
+    """Whether elements of a dataset have one dimension more than those that it is made of."""
+    ranks = [[tf.TensorShape(getattr(leaf, "shape", None)).rank for leaf in tf.nest.flatten(spec)]
+             for spec in (before, after)]
+    return None not in ranks[0] and [rank + 1 for rank in ranks[0]] == ranks[1]
+
+
 def _rows_of_first(dataset: tf.data.Dataset) -> list[int | None]:
-    """How many rows each component of the first element has; nothing where there is none."""
+    """How many rows each component of the first element has; nothing where there is none.
+
+    It is read where that is not known without, as a dataset that shuffles counts its readers.
+    """
+    shapes = [tf.TensorShape(getattr(leaf, "shape", None))
+              for leaf in tf.nest.flatten(dataset.element_spec)]
+    if all(shape.rank is not None and None not in shape[:1] for shape in shapes):
+        return [shape[0] if shape.rank else None for shape in shapes]
     with tf.init_scope():
         return [int(rows_lib.rows_in(leaf)) if rows_lib.has_rows(leaf) and leaf.shape.rank else None
                 for element in dataset.take(1) for leaf in tf.nest.flatten(element)]
