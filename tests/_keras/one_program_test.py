@@ -3,6 +3,7 @@
 Each training runs on one device and on three towers, in Keras 3 and in tf_keras.
 """
 
+import contextlib
 import functools
 
 import keras
@@ -58,6 +59,29 @@ class OneProgramTest(parameterized.TestCase):
         tf.nest.map_structure(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
         self.assertNotEmpty(strategy.extended.crossings)  # the step was partitioned
+
+    def test_metrics_of_a_steps_own_targets(self):
+        """Else "accuracy" compares classes with the rows that mixing made of them, which fails."""
+        class Smoothed(keras.Sequential):
+            def train_step(self, data):
+                x, y = data[0], tf.one_hot(tf.cast(data[1][:, 0] > .5, tf.int32), 2) * .9 + .05
+                with tf.GradientTape() as tape:
+                    predicted = self(x, training=True)
+                    loss = self.compute_loss(x, y, predicted)
+                weights = self.trainable_variables
+                self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+                return {**self.compute_metrics(x, y, predicted), "loss": loss}
+
+        def fit(strategy):
+            keras.utils.set_random_seed(1)
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                model = Smoothed([keras.layers.Dense(2, "softmax")])
+                model.compile("sgd", "categorical_crossentropy", metrics=["accuracy"])
+            history = model.fit(X, Y[:, :1], batch_size=8, shuffle=False, verbose=0).history
+            return [history, model.get_weights()]
+
+        tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+                              fit(towers()), fit(None))
 
     @IN_TURN
     def test_fit_evaluate_and_predict(self, kit):

@@ -122,8 +122,8 @@ class ElementTest(parameterized.TestCase):
     def test_seeded_shuffles_of_what_is_zipped(self):
         """Else a run on towers gets other batches of a shuffled dataset than one device does."""
         series = Dataset.from_tensors(tf.range(20)).repeat()  # as Keras makes windows of a series
-        windows = Dataset.zip((series, Dataset.range(16).map(lambda i: i + tf.range(4, dtype="int64")
-                                                             ))).map(tf.gather)
+        places = Dataset.range(16).map(lambda i: i + tf.range(4, dtype=tf.int64))
+        windows = Dataset.zip((series, places)).map(tf.gather)
         shuffled = [lambda seed=seed: Dataset.range(16).shuffle(16, seed=seed) for seed in (1, 2)]
         for make in (lambda: windows.shuffle(16, seed=1).batch(4),
                      lambda: windows.shuffle(16, seed=1).batch(4).map(lambda x: (x, x[:, 0])),

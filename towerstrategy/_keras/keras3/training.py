@@ -195,10 +195,24 @@ def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
             adopting.adopt_state(strategy, self, names)
         if iterator is not None:
             data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
-        with contextlib.suppress(Exception), strategy.scope():
+        with contextlib.suppress(Exception), strategy.scope(), _metrics_left_out(self):
             self._symbolic_build(data_batch=data_batch)
 
     return _maybe_symbolic_build
+
+
+@contextlib.contextmanager
+def _metrics_left_out(model: Any) -> Iterator[None]:
+    """A step of the user's may hand other targets to metrics than the data's, such as mixed ones."""
+    own, compiled = vars(model), {}
+    if any(getattr(type(model), step) is not getattr(names.TRAINER, step)
+           for step in ("train_step", "test_step")):
+        compiled = {name: own.get(name) for name in ("_compile_metrics", "_compile_loss")}
+    own.update(dict.fromkeys(compiled))
+    try:
+        yield
+    finally:
+        own.update(compiled)
 
 
 def _batch_spec(element_spec: Any) -> Any:
