@@ -203,7 +203,7 @@ def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _metrics_left_out(model: Any) -> Iterator[None]:
-    """A step of the user's may hand other targets to metrics than the data's, such as mixed ones."""
+    """A step of the user's may hand metrics other targets than the data's, such as mixed ones."""
     own, compiled = vars(model), {}
     if any(getattr(type(model), step) is not getattr(names.TRAINER, step)
            for step in ("train_step", "test_step")):
