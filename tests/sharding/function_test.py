@@ -57,6 +57,13 @@ class FunctionTest(parameterized.TestCase):
             logging.warning("Something has to be.")
         self.assertNotIn("AutoGraph", str(said.output))
 
+    def test_many_functions(self):
+        """Else TensorFlow takes several functions for one that is traced again and again."""
+        strategy = strategy_of(2)
+        with self.assertNoLogs("tensorflow", "WARNING"):
+            for function in (tf.abs, tf.negative, tf.square, tf.sign, tf.exp):
+                strategy.function(function)(strategy.split(X))
+
     @parameterized.parameters(1, 3)
     def test_eagerly(self, towers):
         """Else who debugs with tf.config.run_functions_eagerly cannot call it."""

@@ -138,9 +138,10 @@ class Function:
             self._has_loops = self._has_loops or _loops_here(strategy)
             return result
 
+        # TensorFlow counts traces for each wrapped function.
+        functools.update_wrapper(on_towers, python_function, updated=())
         on_towers.__signature__ = self._parameters  # type: ignore[attr-defined]
-        # AutoGraph looks for a lambda where it is called one.
-        on_towers.__name__, on_towers.__doc__ = self.__name__.strip("<>"), self.__doc__
+        on_towers.__name__ = self.__name__.strip("<>")  # AutoGraph looks for a lambda's source
         return on_towers
 
     __name__: str = "function"
