@@ -13,7 +13,7 @@ import pytest
 from absl.testing import parameterized
 
 import towerstrategy
-from towerstrategy.check import advice, command, machine, same, speed
+from towerstrategy.check import command, machine, same, speed
 from towerstrategy.sharding import values
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -150,10 +150,9 @@ class SameTest(parameterized.TestCase):
         """Else a fault of one kind of layer, or of halves, is not seen on the machine that has it.
         """
         job = same.Job("keras", network, "balanced")
-        comparison = same.Comparison(DEVICES)
-        self.assertTrue(comparison.run(job).holds)
+        self.assertTrue(same.compare(job, DEVICES).holds)
         with mock.patch.object(values.Towers, "add_up", lambda towers, parts, *_: parts[0]):
-            self.assertGreater(comparison.run(job).largest, 5 * same.HALF_BOUND)
+            self.assertGreater(same.compare(job, DEVICES).largest, 5 * same.HALF_BOUND)
 
     def test_differences(self):
         """Else a NaN, or an array that is missing, counts as the same."""
@@ -181,7 +180,7 @@ class AdviceTest(parameterized.TestCase):
         """Else a user is told to train on towers that slow the training down."""
         results = [result(speed.ONE_DEVICE, 10., 1, 100),
                    *(result(way, step) for way, step in steps.items())]
-        told = advice.sentence(results, one_physical=False, on_gpus=True)
+        told = speed.advice(results, one_physical=False, on_gpus=True)
         self.assertIn(merge_device, told)
         self.assertIn(said, told)
 
@@ -189,7 +188,7 @@ class AdviceTest(parameterized.TestCase):
         """Else a machine without several GPUs is said to gain from towers."""
         results = [result(speed.ONE_DEVICE, 10., 1), result("cpu", 10.),
                    result(speed.MIRRORED, 20.)]
-        told = advice.sentence(results, one_physical=True, on_gpus=False)
+        told = speed.advice(results, one_physical=True, on_gpus=False)
         self.assertIn("nothing of several devices, as the towers are parts of one CPU", told)
         self.assertIn("MirroredStrategy 0.50 times", told)
         self.assertNotIn("than once", told)
@@ -197,7 +196,7 @@ class AdviceTest(parameterized.TestCase):
     def test_the_verdict_is_what_was_measured(self):
         """Else the last line says that towers cannot pay, and that they trained 1.30 times as
         fast."""
-        told = advice.sentence([result(speed.ONE_DEVICE, 13., 1), result("cpu", 10.)], True, False)
+        told = speed.advice([result(speed.ONE_DEVICE, 13., 1), result("cpu", 10.)], True, False)
         self.assertRegex(told, "1.30 times the rows a second.*not a second one")
         self.assertNotRegex(told, "cannot pay|do not pay")
 
@@ -209,16 +208,16 @@ class AdviceTest(parameterized.TestCase):
         self.assertFalse([way for way in speed.ways(DEVICES) if "XLA" in way])
         results = [dataclasses.replace(result(speed.ONE_DEVICE, 10., 1, 100), xla=True),
                    result("balanced", 12.), result("balanced" + speed.NO_XLA, 11.)]
-        told = advice.sentence(results, one_physical=False, on_gpus=True)
+        told = speed.advice(results, one_physical=False, on_gpus=True)
         self.assertIn('merge_device="balanced": the towers pay', told)
         self.assertIn("of one device with XLA", told)
 
     def test_what_failed_is_not_advised(self):
         """Else a merge device that does not work is advised."""
         failed = speed.Result("cpu", 4, 400, error="OutOfMemory")
-        self.assertIn("Nothing was measured", advice.sentence([failed], False, True))
+        self.assertIn("Nothing was measured", speed.advice([failed], False, True))
         good = result("balanced", 11.)
-        self.assertIn('"balanced"', advice.sentence([failed, good], False, True))
+        self.assertIn('"balanced"', speed.advice([failed, good], False, True))
 
 
 class SpeedTest(parameterized.TestCase):

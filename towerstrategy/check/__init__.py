@@ -2,6 +2,6 @@
 
 Goes in: a machine.  Comes out: :mod:`machine`, what is there and how devices reach each other;
 :mod:`same`, how far training on towers is from one device; :mod:`speed`, steps and memory of one
-device, MirroredStrategy and each merge device; :mod:`advice`, these in a sentence; :mod:`command`,
-all of it as text and as the JSON that a bug report holds.
+device, MirroredStrategy and each merge device, and what they advise; :mod:`command`, all of it as
+text and as the JSON that a bug report holds.
 """

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _version
-from towerstrategy.check import advice, machine, same, speed
+from towerstrategy.check import machine, same, speed
 from towerstrategy.report import description
 
 SCHEMA = 1
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
     tf.get_logger().setLevel("ERROR")  # each network is traced anew, and TensorFlow says so
-    document = _Check(devices, one_physical, given.seconds).run()
+    document = _check(devices, one_physical, given.seconds)
     if given.json is not None:
         given.json.write_text(json.dumps(document, indent=1) + "\n")
         print(f"\n{given.json}: put this file into a bug report.")
@@ -71,80 +71,62 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Check:
-    """One run of the command."""
+def _check(devices: list[str], one_physical: bool, seconds: float) -> dict[str, Any]:
+    """Prints everything; returns what the JSON file holds."""
+    start, left_out, on_gpus = time.perf_counter(), [], devices[0].startswith("GPU")
 
-    def __init__(self, devices: Sequence[str], one_physical: bool, seconds: float) -> None:
-        self._devices, self._one_physical, self._seconds = list(devices), one_physical, seconds
-        self._start = time.perf_counter()
-        self._left_out: list[str] = []
-
-    def run(self) -> dict[str, Any]:
-        """Prints everything; returns what the JSON file holds."""
-        facts = machine.facts()
-        print(_described(facts, self._devices, self._one_physical), flush=True)
-        rates = machine.copies(self._devices)
-        if rates:
-            print("\nCopies between devices, GB/s (rows: from)\n" + _matrix(rates), flush=True)
-        print(f"\nThe same as one device? {len(self._devices)} towers", flush=True)
-        comparison = same.Comparison(self._devices)
-        same_results = self._each(same.jobs(self._devices), str, comparison.run, _outcome)
-        print(f"\nSteps of {self._seconds:g} s each", flush=True)
-        speeds = self._each(
-            speed.ways(self._devices), _way,
-            lambda way: speed.measure(way, self._devices, self._one_physical, self._seconds),
-            lambda result: result.error or f"{result.step_ms:.1f} ms a step")
-        print("\n" + _speed_table(speeds))
-        on_gpus = self._devices[0].startswith("GPU")
-        advised = advice.sentence(speeds, self._one_physical, on_gpus)
-        passed = bool(same_results) and all(result.holds for result in same_results)
-        if self._left_out:
-            print(f"\nLeft out, as two minutes were over: {'; '.join(self._left_out)}")
-        print(f"\n{advised}\n{_verdict(same_results)}")
-        return {
-            "schema": SCHEMA, "written": datetime.datetime.now(datetime.timezone.utc).isoformat(),
-            "machine": facts, "towers": self._devices, "one_physical_device": self._one_physical,
-            "copies": rates,
-            "same": [result.as_dict() for result in same_results],
-            "speed": [{**dataclasses.asdict(result), "rows_per_second": result.rows_per_second}
-                      for result in speeds],
-            "left_out": self._left_out, "advice": advised, "passed": passed,
-            "seconds": round(self._elapsed(), 1)}
-
-    def _each(self, jobs: Sequence[Any], name: Callable[[Any], str], run: Callable[[Any], Any],
-              outcome: Callable[[Any], str]) -> list[Any]:
+    def each(jobs: Sequence[Any], name: Callable[[Any], str], run: Callable[[Any], Any],
+             outcome: Callable[[Any], str]) -> list[Any]:
         """What ``run`` finds of each job, printed; jobs for which it is too late are left out."""
         found = []
         for job in jobs:
-            if self._elapsed() > _LAST_START:
-                self._left_out.append(name(job))
+            if time.perf_counter() - start > _LAST_START:
+                left_out.append(name(job))
                 continue
             found.append(run(job))
-            print(f"  {name(job)}: {outcome(found[-1])} [{self._elapsed():.0f} s]", flush=True)
+            print(f"  {name(job)}: {outcome(found[-1])} [{time.perf_counter() - start:.0f} s]",
+                  flush=True)
         return found
 
-    def _elapsed(self) -> float:
-        return time.perf_counter() - self._start
+    facts = machine.facts()
+    print("\n".join(_described(facts)))
+    print(f"Towers: {', '.join(devices)}"
+          + f"; parts of one {devices[0][:3]}" * (one_physical and len(devices) > 1))
+    rates = machine.copies(devices) if on_gpus else []
+    print("\nCopies between devices, GB/s (rows: from)\n" + _matrix(rates) if rates else
+          "The devices are one memory: nothing is copied between them.", flush=True)
+    print(f"\nThe same as one device? {len(devices)} towers", flush=True)
+    compared = each(same.jobs(devices), str, lambda job: same.compare(job, devices), _outcome)
+    print(f"\nSteps of {seconds:g} s each", flush=True)
+    speeds = each(speed.ways(devices), _way,
+                  lambda way: speed.measure(way, devices, one_physical, seconds),
+                  lambda result: result.error or f"{result.step_ms:.1f} ms a step")
+    print("\n" + _speed_table(speeds))
+    advice = speed.advice(speeds, one_physical, on_gpus)
+    if left_out:
+        print(f"\nLeft out, as two minutes were over: {'; '.join(left_out)}")
+    print(f"\n{advice}\n{_verdict(compared)}")
+    return {
+        "schema": SCHEMA, "written": datetime.datetime.now(datetime.timezone.utc).isoformat(),
+        "machine": facts, "towers": devices, "one_physical_device": one_physical,
+        "copies": rates, "same": [result.as_dict() for result in compared],
+        "speed": [{**dataclasses.asdict(result), "rows_per_second": result.rows_per_second}
+                  for result in speeds],
+        "left_out": left_out, "advice": advice,
+        "passed": bool(compared) and all(result.holds for result in compared),
+        "seconds": round(time.perf_counter() - start, 1)}
 
 
-def _described(facts: dict[str, Any], devices: Sequence[str], one_physical: bool) -> str:
-    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
-    built = facts["built_with"]
-    gpus = [f"{gpu['name']} (compute capability {gpu['compute_capability']})"
-            for gpu in facts["gpus"]]
-    shared = f"; parts of one {devices[0][:3]}" if one_physical and len(devices) > 1 else ""
-    lines = [
-        f"towerstrategy {facts['towerstrategy']}, Python {facts['python']}, {facts['platform']}",
-        f"{packages}; tf.keras is {facts['keras_of_tf']}",
-        f"TensorFlow is built for CUDA {built.get('cuda_version', '-')}, cuDNN "
-        f"{built.get('cudnn_version', '-')}; driver and memory: {facts['driver'] or 'none found'}",
-        f"{facts['cores']} CPU cores; GPUs: {', '.join(gpus) or 'none'}",
-        f"Towers: {', '.join(devices)}{shared}"]
-    lines += [f"{name}={value}" for name, value in facts["environment"].items()]
-    lines += [text for text in (facts["topology"], facts["peer_access"]) if text]
-    if devices[0].startswith("CPU"):
-        lines.append("The devices are one memory: nothing is copied between them.")
-    return "\n".join(lines)
+def _described(facts: dict[str, Any]) -> list[str]:
+    """A line a fact; what was not found, or is empty, has none."""
+    lines = []
+    for name, fact in facts.items():
+        parts = ([f"{key} {value}" for key, value in fact.items()] if isinstance(fact, dict) else
+                 [" ".join(each.values()) for each in fact] if isinstance(fact, list) else [fact])
+        text = ", ".join(map(str, parts)) if fact else "none" if name == "gpus" else ""
+        if text:
+            lines.append(f"{name.replace('_', ' ')}:{chr(10) if chr(10) in text else ' '}{text}")
+    return lines
 
 
 def _matrix(rates: Sequence[dict[str, Any]]) -> str:
@@ -169,15 +151,14 @@ def _way(way: str) -> str:
 def _speed_table(results: Sequence[speed.Result]) -> str:
     rows = []
     for result in results:
-        if result.error is not None:
-            rows.append([_way(result.way), result.devices, *["-"] * 5, f"failed: {result.error}"])
-            continue
-        peak = f"{max(result.peak_bytes.values()) / 2**20:,.0f}" if result.peak_bytes else "-"
-        held = ", ".join(f"{device} {size / 2**20:.1f}"
-                         for device, size in result.state_bytes.items())
-        rows.append([_way(result.way), result.devices, "yes" if result.xla else "no",
-                     f"{result.step_ms:,.1f}",
-                     f"{result.rows_per_second:,.0f}", f"{result.first_step_s:.1f}", peak, held])
+        cells = [*["-"] * 5, f"failed: {result.error}"]
+        if result.error is None:
+            cells = ["yes" if result.xla else "no", f"{result.step_ms:,.1f}",
+                     f"{result.rows_per_second:,.0f}", f"{result.first_step_s:.1f}",
+                     f"{max(result.peak_bytes.values()) / 2**20:,.0f}" if result.peak_bytes else "-",
+                     ", ".join(f"{device} {size / 2**20:.1f}"
+                               for device, size in result.state_bytes.items())]
+        rows.append([_way(result.way), result.devices, *cells])
     return description.table(
         ("", "devices", "XLA", "step ms", "rows/s", "first step s", "peak MiB of the fullest GPU",
          "weights and slots, MiB"), rows, numbers=(1, *range(3, 7)))

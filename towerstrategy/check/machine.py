@@ -59,25 +59,22 @@ def facts() -> dict[str, Any]:
     """Versions and devices."""
     return {
         "towerstrategy": _version.__version__, "python": platform.python_version(),
-        "platform": platform.platform(), "packages": _versions(),
+        "platform": platform.platform(),
+        "packages": {name: found for name in PACKAGES if (found := _version_of(name))},
         "keras_of_tf": f"{tf.keras.__name__} {tf.keras.__version__}",
         "built_with": {name: str(value) for name, value in tf.sysconfig.get_build_info().items()
                        if name in ("cuda_version", "cudnn_version", "is_cuda_build")},
         "environment": {name: value for name, value in sorted(os.environ.items()) if name in (
             "CUDA_VISIBLE_DEVICES", "TF_CONFIG", "TF_USE_LEGACY_KERAS", "TF_ENABLE_ONEDNN_OPTS",
             "TF_GPU_ALLOCATOR", "TF_FORCE_GPU_ALLOW_GROWTH", "TF_DETERMINISTIC_OPS", "XLA_FLAGS")},
-        "cores": len(os.sched_getaffinity(0)), "gpus": _gpus(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": list(map(_described, tf.config.list_physical_devices("GPU"))),
         "driver": _nvidia_smi("--query-gpu=driver_version,memory.total", "--format=csv,noheader"),
         "topology": _nvidia_smi("topo", "-m"), "peer_access": _nvidia_smi("topo", "-p2p", "r")}
 
 
 def copies(devices: Sequence[str]) -> list[dict[str, Any]]:
-    """Measures how fast tensors go from device to device, the CPU among them, one way at a time.
-
-    Between logical devices of a CPU nothing is copied, so nothing is measured.
-    """
-    if not devices[0].startswith("GPU"):
-        return []
+    """Measures how fast tensors go between GPUs and the CPU, one way at a time."""
     everyone = ["CPU:0", *devices]
     return [{"from": source, "to": target, "gb_per_s": _copy_rate(source, target)}
             for source in everyone for target in everyone if source != target]
@@ -101,22 +98,16 @@ def _copy_rate(source: str, target: str) -> float:
     return _COPIES * _COPIED_BYTES / (time.perf_counter() - start) / 1e9
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+def _version_of(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
-def _gpus() -> list[dict[str, Any]]:
-    found = []
-    for gpu in tf.config.list_physical_devices("GPU"):
-        details = tf.config.experimental.get_device_details(gpu)
-        capability = details.get("compute_capability") or ()
-        found.append({"name": details.get("device_name", gpu.name),
-                      "compute_capability": ".".join(map(str, capability))})
-    return found
+def _described(gpu: Any) -> dict[str, str]:
+    details = tf.config.experimental.get_device_details(gpu)
+    return {"name": details.get("device_name", gpu.name),
+            "compute_capability": ".".join(map(str, details.get("compute_capability") or ()))}
 
 
 def _nvidia_smi(*arguments: str) -> str | None:

@@ -1,7 +1,7 @@
-"""How fast is a training step, and what does it hold?
+"""How fast is a training step, what does it hold, and what does that advise?
 
 Goes in: the towers' devices.  Comes out: step time, rows a second and memory of one device, of
-MirroredStrategy and of TowerStrategy with each merge device.
+MirroredStrategy and of TowerStrategy with each merge device; and a sentence.
 
 Each tower gets the rows that the one device gets: as many times the rows a second as there are
 towers is all that there is to gain.  Towers that share one physical device are compared with that
@@ -15,7 +15,7 @@ import gc
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -28,10 +28,13 @@ NO_XLA = ", no XLA"  # behind a way's name; else as Keras does by itself: XLA on
 
 _WARM_UP = 3
 _LEAST, _MOST = 5, 500  # steps that are measured
+# Of merge devices this close the first is advised: those that take the least GPU memory come first.
+_AS_FAST = 0.97
+# Times the rows a second of one device from which on the towers are said to pay.
+_PAYS = 1.1
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """The network that is measured: a first convolution and more, then two dense layers.
 
     On GPUs it has 16 million weights and a step takes 17 GFLOP a row: 1,000 floating point
@@ -49,7 +52,7 @@ SIZES = {"GPU": Size(pixels=28, filters=256, convolutions=6, dense=3072, rows=64
          "CPU": Size(pixels=8, filters=16, convolutions=2, dense=256, rows=16)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Result:
     """What was measured of one way to train, or the error that came instead.
 
@@ -91,42 +94,48 @@ def ways(devices: Sequence[str]) -> list[str]:
 def measure(way: str, devices: Sequence[str], one_physical: bool, seconds: float) -> Result:
     """Trains for ``seconds`` after the first steps; an error is a result."""
     size = SIZES[devices[0][:3]]
-    used = devices[:1] if way.startswith(ONE_DEVICE) else devices
+    used = list(devices[:1] if way.startswith(ONE_DEVICE) else devices)
     result = Result(way, len(used), size.rows * len(devices if one_physical else used))
     try:
-        return _measured(result, used, size, seconds)
+        _train(result, used, size, seconds)
     except Exception as error:  # one way that fails must not take the others with it
-        return dataclasses.replace(result, error=f"{type(error).__name__}: {error}")
-    finally:
-        gc.collect()
+        result.error = f"{type(error).__name__}: {error}"
+    gc.collect()
+    return result
 
 
-def _measured(result: Result, devices: Sequence[str], size: Size, seconds: float) -> Result:
-    keras = tf.keras
-    keras.backend.clear_session()
-    for device in _gpus():
+def _train(result: Result, devices: list[str], size: Size, seconds: float) -> None:
+    """Fills in what is measured."""
+    tf.keras.backend.clear_session()
+    gpus = [devices_lib.short_name(device.name)
+            for device in tf.config.list_logical_devices("GPU")]
+    for device in gpus:
         tf.config.experimental.reset_memory_stats(device)
-    clock = _clock(keras, seconds)
-    scope: Any = tf.device(devices[0])
     way = result.way.removesuffix(NO_XLA)
-    if way == MIRRORED:
-        scope = tf.distribute.MirroredStrategy(list(devices)).scope()
-    elif way != ONE_DEVICE:
-        scope = TowerStrategy(list(devices), way).scope()
-    with scope:
-        model = _network(keras, size)
+    ends: list[float] = []
+
+    def note(step: int, logs: Any) -> None:
+        float(logs["loss"])  # the step has ended when it is known
+        ends.append(time.perf_counter())
+        if step >= _WARM_UP + _LEAST and ends[-1] - ends[_WARM_UP - 1] > seconds:
+            model.stop_training = True
+
+    with (tf.device(devices[0]) if way == ONE_DEVICE else
+          tf.distribute.MirroredStrategy(devices).scope() if way == MIRRORED else
+          TowerStrategy(devices, way).scope()):
+        model = _network(tf.keras, size)
         if result.way != way:
             model.jit_compile = False
-        result = dataclasses.replace(result, xla=bool(model.jit_compile))
+        result.xla = bool(model.jit_compile)
         start = time.perf_counter()
         model.fit(_batches(size, result.rows), steps_per_epoch=_WARM_UP + _MOST, verbose=0,
-                  callbacks=[clock], shuffle=False)
-    steps = np.diff(clock.ends[_WARM_UP - 1:])
-    return dataclasses.replace(
-        result, step_ms=1e3 * statistics.median(steps), first_step_s=clock.ends[0] - start,
-        peak_bytes={device: int(tf.config.experimental.get_memory_info(device)["peak"])
-                    for device in _gpus()},
-        state_bytes=state_bytes(model))
+                  callbacks=[tf.keras.callbacks.LambdaCallback(on_train_batch_end=note)],
+                  shuffle=False)
+    result.step_ms = 1e3 * statistics.median(np.diff(ends[_WARM_UP - 1:]))
+    result.first_step_s = ends[0] - start
+    result.peak_bytes = {device: int(tf.config.experimental.get_memory_info(device)["peak"])
+                         for device in gpus}
+    result.state_bytes = state_bytes(model)
 
 
 def _network(keras: Any, size: Size) -> Any:
@@ -149,23 +158,6 @@ def _batches(size: Size, rows: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors((x, y)).repeat().prefetch(tf.data.AUTOTUNE)
 
 
-def _clock(keras: Any, seconds: float) -> Any:
-    """A callback that notes when steps end, and ends the training when it has seen enough."""
-
-    class Clock(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ends: list[float] = []
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            float(logs["loss"])  # the step has ended when it is known
-            self.ends.append(time.perf_counter())
-            if batch >= _WARM_UP + _LEAST and self.ends[-1] - self.ends[_WARM_UP - 1] > seconds:
-                self.model.stop_training = True
-
-    return Clock()
-
-
 def state_bytes(model: Any) -> dict[str, int]:
     """Bytes of weights and optimizer by device, every copy of a mirrored variable counted."""
     held: dict[str, int] = {}
@@ -179,6 +171,37 @@ def state_bytes(model: Any) -> dict[str, int]:
     return dict(sorted(held.items()))
 
 
-def _gpus() -> list[str]:
-    return [devices_lib.short_name(device.name)
-            for device in tf.config.list_logical_devices("GPU")]
+def advice(results: Sequence[Result], one_physical: bool, on_gpus: bool) -> str:
+    """Which merge device to use, and whether the towers pay.
+
+    Args:
+      results: what was measured.
+      one_physical: whether the towers share one device.
+      on_gpus: whether they are GPUs.
+    """
+    good = {result.way: result for result in results
+            if result.error is None and not result.way.endswith(NO_XLA)}
+    alone, mirrored = good.pop(ONE_DEVICE, None), good.pop(MIRRORED, None)
+    if not good:
+        return "Nothing was measured on towers, so there is nothing to advise."
+    fastest = max(result.rows_per_second for result in good.values())
+    best = next(result for result in good.values() if result.rows_per_second >= _AS_FAST * fastest)
+    use = f'Use merge_device="{best.way}"'
+    if alone is None:
+        return f"{use}; one device was not measured, so whether towers pay is not known."
+    times = best.rows_per_second / alone.rows_per_second
+    measured = (f"{best.devices} tower{'s' if best.devices > 1 else ''} train {times:.2f} times "
+                f"the rows a second of one device{' with XLA' * alone.xla}"
+                + ("" if mirrored is None else ", "
+                f"MirroredStrategy {mirrored.rows_per_second / alone.rows_per_second:.2f} times"))
+    if one_physical or best.devices == 1:
+        why = (f"the towers are parts of one {'GPU' if on_gpus else 'CPU'}, whose time they share"
+               if best.devices > 1 else "there is one tower")
+        more = ("; what is more than once is how the operations use that device, not a second one"
+                if times > 1 else "")
+        return (f"{use}. This says nothing of several devices, as {why}: {measured} with the same "
+                f"batch{more}.")
+    if times < _PAYS:
+        return (f"{use}, but the towers do not pay for a network of this kind: {measured}; give "
+                "each tower more rows, or see the rates between devices above.")
+    return f"{use}: the towers pay, {measured} ({times / best.devices:.0%} of linear)."
