@@ -153,9 +153,10 @@ def _speed_table(results: Sequence[speed.Result]) -> str:
     for result in results:
         cells = [*["-"] * 5, f"failed: {result.error}"]
         if result.error is None:
+            peak = max(result.peak_bytes.values(), default=0)
             cells = ["yes" if result.xla else "no", f"{result.step_ms:,.1f}",
                      f"{result.rows_per_second:,.0f}", f"{result.first_step_s:.1f}",
-                     f"{max(result.peak_bytes.values()) / 2**20:,.0f}" if result.peak_bytes else "-",
+                     f"{peak / 2**20:,.0f}" if peak else "-",
                      ", ".join(f"{device} {size / 2**20:.1f}"
                                for device, size in result.state_bytes.items())]
         rows.append([_way(result.way), result.devices, *cells])
