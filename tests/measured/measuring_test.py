@@ -15,8 +15,8 @@ from absl.testing import absltest, parameterized
 import towerstrategy
 import wide
 from towerstrategy.measured import measuring, shares as shares_lib
-from towerstrategy.report import TowerReport
-from towerstrategy.report.sample import Busy, NotTaken, Recording, Sample
+from towerstrategy.report import TowerReport, sample as sample_lib
+from towerstrategy.report.sample import Recording, Sample
 
 KITS = (("keras", keras), ("tf_keras", tf_keras))
 
@@ -31,7 +31,8 @@ class Clock:
         self._most = noise
         self.shares = None
 
-    def __call__(self):
+    def __call__(self, what):
+        del what
         self.begun += 1
         return self
 
@@ -49,7 +50,7 @@ class Clock:
 
     @contextlib.contextmanager
     def running(self):
-        with mock.patch.object(measuring, "Recording", self):
+        with mock.patch.object(sample_lib, "begin", self):
             towers = [f"CPU:{tower}" for tower in range(len(self.seconds))]
             strategy = towerstrategy.TowerStrategy(towers, shares="measured")
             self.shares = strategy.extended.inputs.measuring.shares
@@ -200,10 +201,11 @@ class MeasuringTest(parameterized.TestCase):
             gc.collect()
         self.assertEqual(clock.begun, clock.ended)
 
-    @parameterized.parameters((Busy, 0), (NotTaken, 1))
+    @parameterized.parameters((tf.errors.AlreadyExistsError(None, None, "no"), 0),
+                              (OSError("no"), 1))
     def test_without_a_profiler(self, error, warnings):
         """Else a user's own profile, or a machine without one, ends the training."""
-        with mock.patch.object(measuring, "Recording", side_effect=error("no")):
+        with mock.patch.object(tf.profiler.experimental, "start", side_effect=error):
             strategy = towerstrategy.TowerStrategy(["CPU:0", "CPU:1"], shares="measured")
             if warnings:
                 with self.assertWarnsRegex(RuntimeWarning, 'measure the towers of shares="meas'):

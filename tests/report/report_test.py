@@ -736,7 +736,7 @@ class QuietTest(absltest.TestCase):
             library.free(address)
             left.append(ctypes.string_at(address + 64, 1000))
 
-        recording = sample_lib.Recording()
+        recording = sample_lib.Recording("sample")
         with mock.patch.object(tf.profiler.experimental, "stop", stop):
             recording.drop()
         tf.profiler.experimental.stop(save=False)
@@ -814,7 +814,7 @@ class SampleTest(parameterized.TestCase):
         run(parts)
         samples = []
         for _ in range(3):
-            recording = sample_lib.Recording()
+            recording = sample_lib.Recording("sample")
             run(parts)
             samples.append(recording.end(strategy.extended.placement).towers)
         self.assertGreater(*reversed(np.min(samples, 0)))

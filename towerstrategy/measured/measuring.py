@@ -14,11 +14,10 @@ other rounds follow as far as they cost next to nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -26,8 +25,7 @@ import tensorflow as tf
 from towerstrategy.measured import shares as shares_lib
 from towerstrategy.placement import asked_shares, devices as devices_lib
 from towerstrategy.placement.workers import Workers
-from towerstrategy.report import quiet
-from towerstrategy.report.sample import Busy, NotTaken, Recording, Sample
+from towerstrategy.report import sample as sample_lib
 
 ROUND = 3
 # How much more time the slowest tower must take than it could, for shares to change.
@@ -44,21 +42,15 @@ _WARM_UP = 3
 _IN_FLIGHT = 8
 # So many changes are made as soon as can be.
 _EAGER_CHANGES = 8
+_WHAT = 'measure the towers of shares="measured"'
 
 
-@dataclasses.dataclass(frozen=True)
-class _Change:
-    """What was before shares changed last.
+class _Change(NamedTuple):
+    """What was before shares changed last."""
 
-    Attributes:
-      units: the shares.
-      rows: of a batch.
-      took: seconds until all towers had ended.
-    """
-
-    units: tuple[int, ...]
-    rows: int
-    took: float
+    units: tuple[int, ...]  # the shares
+    rows: int  # of a batch
+    took: float  # seconds until all towers had ended
 
 
 def of(placement: devices_lib.Placement, workers: Workers | None) -> Measuring | None:
@@ -96,7 +88,7 @@ class Measuring:
         self._rows = [0] * len(placement.towers)
         self._start = time.perf_counter()
         self._spent = 0.0
-        self._recording: Recording | None = None
+        self._recording: sample_lib.Recording | None = None
 
     def anew(self) -> Measuring:
         """The same for another strategy of the same towers, which knows nothing yet."""
@@ -104,8 +96,6 @@ class Measuring:
 
     def step(self, call: Callable[[], Any]) -> Any:
         """Calls ``call``, a step or several in one, and takes a sample where it is time to."""
-        if not self._wanted():
-            return call()
         recording = self._begin()
         if recording is None:
             return call()
@@ -116,8 +106,7 @@ class Measuring:
     def between(self) -> None:
         """A loop of Python's takes its next batch: a step ends here, and another begins."""
         self.end_of_loop()
-        if self._wanted():
-            self._recording = self._begin()
+        self._recording = self._begin()
 
     def end_of_loop(self) -> None:
         """The loop's last step has ended."""
@@ -174,32 +163,28 @@ class Measuring:
         self.changes += 1
         self._next = self._steps + _IN_FLIGHT
 
-    def _wanted(self) -> bool:
+    def _begin(self) -> sample_lib.Recording | None:
+        """A recording, if it is time for one and one can be taken."""
         number, self._steps = self._steps, self._steps + 1
-        if number < self._next:
-            return False
+        if number < self._next or not self._affords():
+            return None
+        recording = sample_lib.begin(_WHAT)
+        if recording is None:  # later it may be possible
+            self._next = 2 * self._steps + _IN_FLIGHT
+        return recording
+
+    def _affords(self) -> bool:
         settled = self._decided > 1 or self.changes >= _EAGER_CHANGES
-        if not settled or self._left < ROUND:
-            return True
-        elapsed = time.perf_counter() - self._start
-        return self._spent * (1 + 1 / max(self.rounds, 1)) <= MOST * elapsed
+        return not settled or self._left < ROUND or self._spent * (
+            1 + 1 / max(self.rounds, 1)) <= MOST * (time.perf_counter() - self._start)
 
-    def _begin(self) -> Recording | None:
-        try:
-            return Recording()
-        except Busy:
-            return None
-        except NotTaken as error:
-            self._next = 2**62
-            quiet.warn('measure the towers of shares="measured"', error)
-            return None
-
-    def _end(self, recording: Recording) -> None:
-        with quiet.harmless('measure the towers of shares="measured"'):
-            self._add(recording.end(self._placement))
+    def _end(self, recording: sample_lib.Recording) -> None:
+        sample = recording.end(self._placement)
+        if sample is not None:
+            self._add(sample)
         self._spent += recording.cost
 
-    def _add(self, sample: Sample) -> None:
+    def _add(self, sample: sample_lib.Sample) -> None:
         rows = self.shares.rows()
         if not min(sample.towers) > 0 or not min(rows) > 0:
             # A last batch with fewer rows than towers; or eager steps, which are not measured.

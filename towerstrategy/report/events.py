@@ -34,24 +34,22 @@ class Events:
 
     def write(self, epoch: Epoch) -> None:
         """An epoch's numbers; times only in the epoch that they were sampled in."""
-        sampled = epoch.sampled
-        towers = [part for part in epoch.parts if part.is_tower]
-        stages = [part for part in epoch.parts if part.is_stage]
-        lines = [(f"tower_{number}", "towers", part)
-                 for number, part in enumerate(towers, self._first)]
-        # Stages are on one machine, so their towers have the same numbers everywhere.
-        lines += [(part.name.replace(", ", "_").replace(" ", "_"), "stages", part)
-                  for part in stages]
-        for run, chart, part in lines:
-            self._scalar(run, f"{chart}/rows", part.rows, epoch.number)
-            if sampled:
-                self._scalar(run, f"{chart}/busy_ms_a_step", _ms(part.seconds), epoch.number)
-                self._scalar(run, f"{chart}/idle_share", part.idle, epoch.number)
-        if sampled:
-            self._scalar(self._step, "step/step_ms", _ms(sampled.step), epoch.number)
-            self._scalar(self._step, "step/bubble", epoch.bubble, epoch.number)
-            for part in epoch.parts[len(lines):]:
-                self._scalar(self._step, f"step/{part.name}_ms", _ms(part.seconds), epoch.number)
+        step = self._step
+        for place, part in enumerate(epoch.parts):
+            times = {"busy_ms_a_step": part.seconds, "idle_share": part.idle}
+            if part.is_stage:  # on one machine, so towers have the same numbers everywhere
+                run, chart = part.name.replace(", ", "_").replace(" ", "_"), "stages"
+            elif part.is_tower:
+                number = sum(other.is_tower for other in epoch.parts[:place])
+                run, chart = f"tower_{self._first + number}", "towers"
+                self._scalar(run, "towers/rows", part.rows, epoch.number)
+            else:
+                run, chart, times = step, "step", {f"{part.name}_ms": part.seconds}
+            for tag, value in times.items() if epoch.sampled else ():
+                self._scalar(run, f"{chart}/{tag}", value, epoch.number)
+        if epoch.sampled:
+            self._scalar(step, "step/step_ms", epoch.sampled.step, epoch.number)
+            self._scalar(step, "step/bubble", epoch.bubble, epoch.number)
         self._flush()
 
     def show(self, png: bytes, number: int) -> None:
@@ -68,6 +66,7 @@ class Events:
 
     def _scalar(self, run: str, tag: str, value: float | None, number: int) -> None:
         if value is not None:
+            value *= 1e3 if "_ms" in tag else 1  # seconds
             self._write(run, tag, "scalars", tf.constant(value, tf.float32), number)
 
     def _write(self, run: str, tag: str, plugin: str, value: Any, number: int) -> None:
@@ -83,7 +82,3 @@ class Events:
     def _flush(self) -> None:
         for writer in self._writers.values():
             writer.flush()
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds

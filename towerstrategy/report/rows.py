@@ -13,30 +13,28 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import iterators
 from towerstrategy.report import quiet
 
 
 class RowCount:
-    """The rows that each of this machine's towers, from number ``first``, got from one iterator."""
+    """The rows that each of this machine's ``towers``, from number ``first``, got from an iterator.
+    """
 
-    def __init__(self, towers: int, first: int = 0) -> None:
-        self._first = first
-        self._counted = True
+    def __init__(self, towers: int, first: int) -> None:
+        self._here, self._counted = slice(first, first + towers), True
         with tf.init_scope(), tf.device("CPU:0"):
             # Neither tf.Variable nor traced: it must not become a variable of the strategy.
             self._counts = _tf.ResourceVariable(tf.zeros([towers], tf.int64), trainable=False)
 
     def follow(self, dataset: tf.data.Dataset, rows_of: Callable[[Any], Any]) -> tf.data.Dataset:
         """``dataset``, counted when an element is taken from it; see :data:`iterators.Follow`."""
-        towers = self._counts.shape[0]
 
         def add(*element: Any) -> Any:
             rows = rows_of(element)
             if rows is None:
                 self._counted = False
-            else:
-                here = rows if rows.shape[0] == towers else rows[self._first:self._first + towers]
+            else:  # of this machine's towers, or of all
+                here = rows if rows.shape == self._counts.shape else rows[self._here]
                 self._counts.assign_add(here, read_value=False)
             return element if len(element) > 1 else element[0]
 
@@ -50,14 +48,10 @@ class RowCount:
         return self._counts.numpy().tolist() if self._counted else None
 
 
-def counting(towers: int, first: int) -> iterators.Follow:
-    """What ``iterators.count_rows`` takes: counts each dataset that is iterated over."""
-
-    def follow(dataset: tf.data.Dataset, rows_of: Callable[[Any], Any]) -> tuple[
-            tf.data.Dataset, RowCount | None]:
-        with quiet.harmless("count the towers' rows"):
-            count = RowCount(towers, first)
-            return count.follow(dataset, rows_of), count
-        return dataset, None
-
-    return follow
+def followed(towers: int, first: int, dataset: tf.data.Dataset,
+             rows_of: Callable[[Any], Any]) -> tuple[tf.data.Dataset, RowCount | None]:
+    """What ``iterators.count_rows`` takes, of these towers: a dataset, counted, and its count."""
+    with quiet.harmless("count the towers' rows"):
+        count = RowCount(towers, first)
+        return count.follow(dataset, rows_of), count
+    return dataset, None

@@ -82,38 +82,35 @@ class Sample:
         return 1 - min(busy / self.step, 1)
 
 
-class Busy(Exception):
-    """Someone else's profile is being taken."""
-
-
-class NotTaken(Exception):
-    """The profiler cannot be used here."""
+def begin(what: str) -> Recording | None:
+    """Begins to record; None where someone else does, or, with a warning of ``what``, none can."""
+    try:
+        return Recording(what)
+    except tf.errors.AlreadyExistsError:
+        return None
+    except Exception as error:
+        quiet.warn(what, error)
+        return None
 
 
 class Recording:
     """A profile that is being taken, from here to :meth:`end` or :meth:`drop`.
 
-    Raises:
-      Busy: another profile is being taken.
-      NotTaken: no profile can be taken.
+    Args:
+      what: what could not be done, where reading the profile fails.
 
     Attributes:
       cost: seconds that it took, what was profiled left out.
     """
 
-    def __init__(self) -> None:
-        begun = time.perf_counter()
+    def __init__(self, what: str) -> None:
+        self._what, begun = what, time.perf_counter()
         with contextlib.ExitStack() as stack:
-            try:
-                self._folder = stack.enter_context(tempfile.TemporaryDirectory(
-                    prefix="towerstrategy_", ignore_cleanup_errors=True))
-                # Without options: the defaults are right, and TensorFlow 2.21 warns of each given.
-                with quiet.profiler():
-                    tf.profiler.experimental.start(self._folder)
-            except tf.errors.AlreadyExistsError as error:
-                raise Busy(str(error)) from None
-            except Exception as error:
-                raise NotTaken(f"{type(error).__name__}: {error}") from error
+            self._folder = stack.enter_context(tempfile.TemporaryDirectory(
+                prefix="towerstrategy_", ignore_cleanup_errors=True))
+            # Without options: the defaults are right, and TensorFlow 2.21 warns of each given.
+            with quiet.profiler():
+                tf.profiler.experimental.start(self._folder)
             self._kept = stack.pop_all()
         self._start = time.perf_counter()
         self.cost = self._start - begun
@@ -134,20 +131,21 @@ class Recording:
             self._window.__exit__(None, None, None)
             _stop(save=False)
 
-    def end(self, placement: devices_lib.Placement) -> Sample:
-        """Ends it; the sample of it, see :func:`read`."""
-        if not placement.on_cpu:
-            self.of(tf.test.experimental.sync_devices)
-        self._window.__exit__(None, None, None)
-        ended = time.perf_counter()
-        try:
+    def end(self, placement: devices_lib.Placement) -> Sample | None:
+        """Ends it; the sample of it, see :func:`read`, or None with a warning."""
+        found, ended = None, time.perf_counter()
+        with quiet.harmless(self._what):
+            if not placement.on_cpu:
+                self.of(tf.test.experimental.sync_devices)
+            self._window.__exit__(None, None, None)
+            ended = time.perf_counter()
             with self._kept:
                 _stop(save=True)
-                spaces = [_tf.read_profile(path.read_bytes())
-                          for path in pathlib.Path(self._folder).rglob("*.xplane.pb")]
-            return read(spaces, ended - self._start, placement)
-        finally:
-            self.cost += time.perf_counter() - ended
+                found = read([_tf.read_profile(path.read_bytes())
+                              for path in pathlib.Path(self._folder).rglob("*.xplane.pb")],
+                             ended - self._start, placement)
+        self.cost += time.perf_counter() - ended
+        return found
 
 
 def read(spaces: Iterable[Any], seconds: float, placement: devices_lib.Placement) -> Sample:

@@ -123,22 +123,20 @@ class TowerReport(Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         del logs
         self._print_new()
-        if self._watch is not None:
-            with self._watching("watch an epoch"):
+        with self._watching("watch an epoch"):
+            if self._watch is not None:
                 self._watch.begin(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         del logs
-        watch = self._watch
-        if watch is None:
+        if self._watch is None:
             return
-        with self._watching("read what an epoch did"), watch.spending():
-            watch.end()
-            shares = self.model.distribute_strategy.shares
-            self.epochs.append(epochs_lib.of(epoch, watch, shares))
-        if self._events is not None and self.epochs:
-            with quiet.harmless(f"write into log_dir={str(self.log_dir)!r}"), watch.spending():
-                self._events.write(self.epochs[-1])
+        with self._watching("read what an epoch did"):
+            self._watch.end()
+            self.epochs.append(epochs_lib.of(epoch, self._watch,
+                                             self.model.distribute_strategy.shares))
+        if self.epochs:
+            self._write(lambda events: events.write(self.epochs[-1]))
 
     def on_train_end(self, logs: Any = None) -> None:
         del logs
@@ -146,10 +144,8 @@ class TowerReport(Callback):
         self._end_watch()
         with quiet.harmless("draw its picture"):
             self._draw()
-        if self._events is not None:
-            with quiet.harmless(f"write into log_dir={str(self.log_dir)!r}"):
-                self._events.close()
-            self._events = None
+        self._write(Events.close)
+        self._events = None
 
     @contextlib.contextmanager
     def _watching(self, what: str) -> Iterator[None]:
@@ -165,19 +161,22 @@ class TowerReport(Callback):
             self._watch.close()
             self._watch = None
 
+    def _write(self, write: Callable[[Events], None]) -> None:
+        if self._events is not None:
+            with quiet.harmless(f"write into log_dir={str(self.log_dir)!r}"):
+                write(self._events)
+
     def _print_new(self) -> None:
         """Prints what is new: at the next epoch's beginning, as Keras' progress bar is open."""
         for epoch in self.epochs[self._printed:]:
-            self._printed += 1
-            if self._print is not None:
-                with quiet.harmless("print a table (print_fn)"):
+            with quiet.harmless("print a table (print_fn)"):
+                if self._print is not None:
                     self._print(epoch.brief)
+        self._printed = len(self.epochs)
 
     def _draw(self) -> None:
         shown = self._events if importlib.util.find_spec("matplotlib") else None
-        if self.picture is None and shown is None:
-            return
-        png = picture_lib.draw(self.epochs)
+        png = picture_lib.draw(self.epochs) if self.picture is not None or shown else None
         if png is not None and self.picture is not None:
             pathlib.Path(self.picture).write_bytes(png)
         if png is not None and shown is not None:
@@ -195,8 +194,7 @@ def _check(picture: Any, log_dir: Any, most: Any, print_fn: Any) -> None:
         raise ValueError(f"most must be a share of the training's time, above 0 and at most 1, "
                          f"but got {most!r}.")
     if print_fn is not None and not callable(print_fn):
-        raise TypeError(f"print_fn must be None or a function of a text, but got {print_fn!r} of "
-                        f"type {type(print_fn).__name__}.")
+        raise refused.wrong_type("print_fn", print_fn, "None or a function of a text")
     if log_dir is not None and os.path.exists(log_dir) and not os.path.isdir(log_dir):
         raise ValueError(f"log_dir must be a folder, or be free for one, but {str(log_dir)!r} is a "
                          "file.")

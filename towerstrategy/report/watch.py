@@ -6,18 +6,16 @@ and the latest :class:`Sample`, and nothing that stays behind.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy.batch import iterators
 from towerstrategy.placement import devices as devices_lib
-from towerstrategy.report import quiet, rows as rows_lib
-from towerstrategy.report.sample import Busy, NotTaken, Recording, Sample
+from towerstrategy.report import rows as rows_lib, sample as sample_lib
+from towerstrategy.report.sample import Sample
 
 # Calls of the training function in a training that are not typical: the first traces.
 _WARM_UP = 2
@@ -45,7 +43,7 @@ class Watch:
       sample: the latest sample, or None.
       sampled_in: the epoch it is of.
       tried_in: the epoch in which a sample was last tried; there is one try an epoch.
-      spent: the seconds spent on samples and tables so far.
+      spent: the seconds spent on samples so far.
     """
 
     rows: list[int] | None = None
@@ -66,7 +64,8 @@ class Watch:
         self._model, self._most = model, most
         self._start = self._epoch_start = time.perf_counter()
         self._before: dict[rows_lib.RowCount | None, list[int] | None] = {}
-        iterators.count_rows(rows_lib.counting(len(self.placement.towers), extended.first_replica))
+        iterators.count_rows(functools.partial(
+            rows_lib.followed, len(self.placement.towers), extended.first_replica))
 
     def begin(self, epoch: int) -> None:
         """An epoch begins."""
@@ -92,19 +91,6 @@ class Watch:
         iterators.count_rows(None)
         self._unwrap()
 
-    @contextlib.contextmanager
-    def spending(self) -> Iterator[None]:
-        """The time that is spent within is the report's."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.spent += time.perf_counter() - start
-
-    def affords(self, cost: float) -> bool:
-        """Whether ``cost`` seconds of all are within the share."""
-        return cost <= self._most * max(time.perf_counter() - self._start, _SHORT)
-
     def _wrapped(self, function: Any) -> Any:
         @functools.wraps(function)  # with what Keras' hooks have noted of it
         def train_function(iterator: Any) -> Any:
@@ -113,11 +99,10 @@ class Watch:
                 self._before[count] = [0] * len(self.placement.towers)
             number, self._calls = self._calls, self._calls + 1
             wanted = (number >= self._from_call and self.tried_in != self._epoch
-                      and not self._eager)
+                      and not self._eager and self.spent + self._sample_cost <= self._most
+                      * max(time.perf_counter() - self._start, _SHORT))
             try:
-                if wanted and self.affords(self.spent + self._sample_cost):
-                    return self._sampled(iterator)
-                return function(iterator)
+                return self._sampled(iterator) if wanted else function(iterator)
             except BaseException:
                 self.close()
                 raise
@@ -127,19 +112,15 @@ class Watch:
 
     def _sampled(self, iterator: Any) -> Any:
         self.tried_in = self._epoch
-        try:
-            recording = Recording()
-        except Busy:
-            return self._function(iterator)
-        except NotTaken as error:
-            quiet.warn("sample a step", error)
+        recording = sample_lib.begin("sample a step")
+        if recording is None:
             return self._function(iterator)
         result = recording.of(lambda: self._function(iterator))
-        with quiet.harmless("sample a step"):
-            self.sample = recording.end(self.placement)
-            self.sampled_in = self._epoch
+        found = recording.end(self.placement)
+        if found is not None:
+            self.sample, self.sampled_in = found, self._epoch
         self._sample_cost = recording.cost
-        self.spent += self._sample_cost
+        self.spent += recording.cost
         return result
 
     def _rows_taken(self) -> list[int] | None:
