@@ -39,17 +39,20 @@ def checked(shares: Any, towers: Sequence[str],
     """
     if shares is None:
         return None
-    if isinstance(shares, str) and shares == MEASURED and micro_batches > 1:
-        raise ValueError(f'shares="{MEASURED}" does not go with micro_batches={micro_batches}, as '
-                         "the parts of a tower have no times of their own. Give a list of a number "
-                         "for each device.")
-    each = _of_towers(shares, towers)
+    if isinstance(shares, str):
+        if shares not in (MEASURED, MEMORY):
+            raise ValueError(f"{_CHOICES}, but got {shares!r}.")
+        if shares == MEASURED and micro_batches > 1:
+            raise ValueError(f'shares="{MEASURED}" does not go with micro_batches={micro_batches}, '
+                             "as the parts of a tower have no times of their own. Give a list of a "
+                             "number for each device.")
+        each = (1.,) * len(towers) if shares == MEASURED else _memory(towers)
+    else:
+        each = _numbers(shares, towers)
     return tuple(share for share in each for _ in range(micro_batches))
 
 
-def _of_towers(shares: Any, towers: Sequence[str]) -> tuple[float, ...]:
-    if isinstance(shares, str):
-        return _chosen(shares, towers)
+def _numbers(shares: Any, towers: Sequence[str]) -> tuple[float, ...]:
     if isinstance(shares, (np.ndarray, tf.Tensor)):
         shares = np.asarray(shares).tolist()
     if not isinstance(shares, (list, tuple)):
@@ -60,14 +63,6 @@ def _of_towers(shares: Any, towers: Sequence[str]) -> tuple[float, ...]:
                          f"got {len(shares)}: {refused.shown(shares)}. The devices: "
                          f"{names.short_names(towers)}.")
     return tuple(_number(shares, tower, towers) for tower in range(len(towers)))
-
-
-def _chosen(shares: str, towers: Sequence[str]) -> tuple[float, ...]:
-    if shares == MEASURED:
-        return (1.,) * len(towers)
-    if shares == MEMORY:
-        return _memory(towers)
-    raise ValueError(f"{_CHOICES}, but got {shares!r}.")
 
 
 def _number(shares: Sequence[Any], tower: int, towers: Sequence[str]) -> float:

@@ -199,37 +199,37 @@ def place(devices: Any, merge_device: Any, shares: Any = None,
     rows = rows_of(devices, mixed=shares is not None)
     towers = tuple(row[0] for row in rows)
     if len(rows[0]) > 1:
-        return _staged(rows, merge_device, shares, count)
-    share = asked_shares.checked(shares, towers, count)
-    taken_from = shares if isinstance(shares, str) else ""
-    replicas = tuple(device for device in towers for _ in range(count))
-    if merge_device is None:
-        merge_device = _best_merge_device(towers)
-    if names.is_listed(merge_device):
-        merge_device = names.name_of_listed(merge_device, "merge_device")
-    if not isinstance(merge_device, str):
+        merge, balanced = _merge_of_stages(rows, merge_device, shares)
+    else:
+        merge, balanced = _merge(towers, merge_device)
+    return Placement(tuple(tower for tower in towers for _ in range(count)), merge, balanced,
+                     asked_shares.checked(shares, towers, count),
+                     shares if isinstance(shares, str) else "", count,
+                     rows if len(rows[0]) > 1 else ())
+
+
+def _merge(towers: Sequence[str], asked: Any) -> tuple[str, bool]:
+    """The merge device, and whether each variable has a home of its own.
+
+    By default it is for GPUs what a simulation shows to be best over any links.
+    """
+    if asked is None:
+        gpus = set(map(names.kind_of, towers)) == {"GPU"}
+        asked = towers[0] if len(towers) == 1 else BALANCED if gpus else "cpu"
+    if names.is_listed(asked):
+        asked = names.name_of_listed(asked, "merge_device")
+    if not isinstance(asked, str):
         raise TypeError(
             f'merge_device must be None, "cpu", "{BALANCED}" or a device string, but got '
-            f"{refused.shown(merge_device)} of type {type(merge_device).__name__}. "
-            f"{names.devices_here()}")
-    if merge_device.lower() == BALANCED:
-        return Placement(replicas, names.full_name("CPU:0", "merge_device"), len(towers) > 1, share,
-                         taken_from, count)
-    name = "CPU:0" if merge_device.lower() == "cpu" else merge_device
-    return Placement(replicas, names.full_name(name, "merge_device"), False, share, taken_from,
-                     count)
+            f"{refused.shown(asked)} of type {type(asked).__name__}. {names.devices_here()}")
+    balanced = asked.lower() == BALANCED
+    name = "CPU:0" if balanced or asked.lower() == "cpu" else asked
+    return names.full_name(name, "merge_device"), balanced and len(towers) > 1
 
 
-def _best_merge_device(towers: Sequence[str]) -> str:
-    """Where to merge by default: for GPUs what a simulation shows to be best over any links."""
-    if len(towers) == 1:
-        return towers[0]
-    return BALANCED if set(map(names.kind_of, towers)) == {"GPU"} else "cpu"
-
-
-def _staged(rows: tuple[tuple[str, ...], ...], merge_device: Any, shares: Any,
-            count: int) -> Placement:
-    """The placement of towers of several stages."""
+def _merge_of_stages(rows: tuple[tuple[str, ...], ...], merge_device: Any,
+                     shares: Any) -> tuple[str, bool]:
+    """The same for towers of several stages, whose weights are with these."""
     if merge_device is not None:
         raise ValueError(
             f"merge_device={merge_device!r} does not go with towers of {len(rows[0])} stages: a "
@@ -238,10 +238,7 @@ def _staged(rows: tuple[tuple[str, ...], ...], merge_device: Any, shares: Any,
         raise ValueError(
             f"shares={shares!r} does not go with towers of {len(rows[0])} stages, as it is asked "
             "of one device a tower. Give a list of a number for each tower.")
-    towers = tuple(row[0] for row in rows)
-    merge = towers[0] if len(rows) == 1 else names.full_name("CPU:0", "merge_device")
-    return Placement(tuple(tower for tower in towers for _ in range(count)), merge, False,
-                     asked_shares.checked(shares, towers, count), "", count, rows)
+    return rows[0][0] if len(rows) == 1 else names.full_name("CPU:0", "merge_device"), False
 
 
 def _micro_batches(given: Any) -> int:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from towerstrategy import refused
 
 BALANCED = "balanced"
+_HERE = tf.DeviceSpec(job="localhost", replica=0, task=0)
 
 
 def whole_number(argument: str, value: Any) -> int:
@@ -104,20 +105,15 @@ def full_name(name: str, argument: str, given: Any = None) -> str:
     if spec.device_type is None or "*" in text:
         raise ValueError(f'{argument} has {given!r}, which is no device string such as "GPU:0" or '
                          f'"/device:CPU:1". {_choices(argument)}{devices_here()}{_hint(argument)}')
-    kind = spec.device_type.upper()
-    index = 0 if spec.device_index is None else spec.device_index
-    remote = (spec.job not in (None, "localhost") or spec.task not in (None, 0)
-              or spec.replica not in (None, 0))
+    kind, index = spec.device_type.upper(), spec.device_index or 0
+    wanted = spec.replace(device_type=kind, device_index=index)
+    if spec.job in (None, "localhost") and not spec.replica and not spec.task:
+        wanted = tf.DeviceSpec(device_type=kind, device_index=index)
     for device in tf.config.list_logical_devices(kind):
-        there = tf.DeviceSpec.from_string(device.name)
-        local = tf.DeviceSpec(job=there.job or "localhost", replica=there.replica or 0,
-                              task=there.task or 0, device_type=kind,
-                              device_index=there.device_index)
-        same_machine = not remote or (spec.job == local.job and (spec.task or 0) == local.task
-                                      and (spec.replica or 0) == local.replica)
-        if local.device_index == index and same_machine:
+        local = _HERE.make_merged_spec(tf.DeviceSpec.from_string(device.name))
+        if local.make_merged_spec(wanted) == local:
             return local.to_string()
-    place_word = "on another machine" if remote else "not there"
+    place_word = "on another machine" if wanted.job or wanted.task else "not there"
     raise ValueError(f"{argument} names {given!r} ({kind}:{index}), which is {place_word}. "
                      f"{_choices(argument)}{devices_here()}{_hint(argument)}")
 
