@@ -317,8 +317,7 @@ class CallsTest(parameterized.TestCase):
 
     @parameterized.named_parameters(
         ("fn", (None,), {}, TypeError, "fn must be a function, but got None"),
-        ("args", (len, 1), {}, ValueError, "args must be a list or tuple.*got 1 of type int"),
-        ("array", (len, X), {}, ValueError, r"got <ndarray of float32, shape \(5, 8\)> of type nd"),
+        ("args", (len, 1), {}, ValueError, "args must be a list or tuple, got <class 'int'>"),
         ("kwargs", (len, (), [1]), {}, TypeError, "kwargs must be None or a dictionary"),
         ("options", (len,), {"options": "x"}, TypeError, "options must be None or a tf.distribute"))
     def test_run(self, args, kwargs, error, message):
@@ -367,11 +366,11 @@ class CallsTest(parameterized.TestCase):
         ("0", TypeError, "axis must be None, a whole number or.*got '0'"),
         ([0], TypeError, r"axis must be None, a whole number or.*got \[0\]"),
         (True, TypeError, "axis must be None, a whole number or.*got True"),
-        (-3, ValueError, "axis=-3 is out of range for values of rank 2"),
-        (1, ValueError, r"away from axis=1, but tower 0 on CPU:1 has float64 \(3, 2\), tower 1"),
-        (None, ValueError, "same shape on all towers with axis=None, but tower 0 on CPU:1 has"))
+        (-3, ValueError, "(?s)axis=-3: .*float64.*(reduction dimension -3|is out of range for)"),
+        (1, ValueError, r"axis=1: value of tower 0 on CPU:1 is float64 \(3, 2\); value of tower 1"),
+        (None, ValueError, r"axis=None: value of tower 0 on CPU:1 is .*value of tower 1 on CPU:2"))
     def test_axis(self, axis, error, message):
-        """Else a wrong axis ends in a message about a kernel."""
+        """Else a wrong axis ends in a message about a kernel, which says nothing of the towers."""
         strategy = two_towers()
         parts = strategy.split(np.ones([5, 2]))
         with self.assertRaisesRegex(error, message):
@@ -389,22 +388,22 @@ class CallsTest(parameterized.TestCase):
                 lambda context: values[context.replica_id_in_sync_group])
 
         for values, error, message in (
-                ((None, None), TypeError, "value must hold tensors, but tower 0 on CPU:1 has None"),
-                ((1., object()), TypeError, "value must hold tensors, but tower 1 on CPU:2 has"),
-                ((tf.ones([2]), tf.ones([2], tf.int32)), TypeError, "one dtype.*tower 1.*int32"),
-                ((tf.ones([2]), tf.ones([2, 2])), ValueError, "same shape on all towers")):
+                ((None, None), TypeError, "value of tower 0 on CPU:1 is None; value of tower 1 on"),
+                ((1., object()), TypeError, "value of tower 1 on CPU:2 is <object"),
+                ((tf.ones([2]), tf.ones([2], tf.int32)), ValueError, r"tower 1.*int32 \(2,\)"),
+                ((tf.ones([2]), tf.ones([2, 2])), ValueError, r"\(2,\);.* tower 1.* \(2, 2\)")):
             with self.assertRaisesRegex(error, message):
                 strategy.reduce("SUM", of(*values), axis=None)
         for value, error, message in (
-                (["a", "b"], TypeError, "value must hold numbers.*tower 0 on CPU:1 has .* string"),
-                ([True, False], TypeError, "value must hold numbers.* tower 0 on CPU:1.* bool")):
+                (["a", "b"], TypeError, "value of tower 0 on CPU:1 is string"),
+                ([True, False], TypeError, "value of tower 0 on CPU:1 is bool")):
             with self.assertRaisesRegex(error, message):
                 strategy.reduce("SUM", strategy.split(np.array(value)), axis=0)
-        with self.assertRaisesRegex(ValueError, "an axis of values of rank 2 twice, but got"):
+        with self.assertRaisesRegex(ValueError, r"axis=\(0, -2\): value of tower 0.*\(2, 2\)"):
             strategy.reduce("SUM", strategy.split(np.ones([4, 2])), axis=(0, -2))
-        with self.assertRaisesRegex(TypeError, "value/b must hold tensors to be reduced.*is None"):
+        with self.assertRaisesRegex(TypeError, "axis=0: value/a of tower 0 on CPU:1 is float64"):
             strategy.reduce("SUM", {"a": strategy.split(np.ones(4)), "b": None}, axis=0)
-        with self.assertRaisesRegex(ValueError, "rank 0 cannot be gathered or reduced along axis"):
+        with self.assertRaisesRegex(ValueError, "axis=0: value of tower 0 on CPU:1 is float32"):
             strategy.reduce("SUM", per_replica(strategy, 1., 2.), axis=0)
         with self.assertRaisesRegex(ValueError, "cannot be reduced"):
             strategy.reduce("SUM", np.ones(3), axis=None)

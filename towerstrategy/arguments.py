@@ -7,15 +7,15 @@ what is possible.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import numbers
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts, refused
-from towerstrategy.merge import merging
 from towerstrategy.placement import names
 
 DRAWS = ("per row", "per_row", "per tower", "per_tower")
@@ -43,9 +43,6 @@ def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
               options: Any) -> None:
     """The arguments of ``strategy.run``."""
     check_function("fn", fn)
-    if not isinstance(args, (list, tuple)):
-        raise ValueError("args must be a list or tuple of positional arguments, but got "
-                         f"{refused.shown(args)} of type {type(args).__name__}.")
     refused.check_type("kwargs", kwargs, (type(None), dict),
                        "None or a dictionary of keyword arguments")
     refused.check_type("options", options, (type(None), tf.distribute.RunOptions),
@@ -53,35 +50,44 @@ def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
     _check_parts(strategy, {"args": args, "kwargs": kwargs})
 
 
-def check_reduce(strategy: tf.distribute.Strategy, reduce_op: Any, value: Any, axis: Any) -> None:
-    """The arguments of ``strategy.reduce``."""
-    check_scope(strategy)
-    _check_op(reduce_op)
-    axes = axis if isinstance(axis, tuple) else () if axis is None else (axis,)
-    for item in axes:
-        if not _is_axis(item):
-            raise refused.wrong_type("axis", axis, "None, a whole number or a tuple of them")
-    _check_parts(strategy, {"value": value})
-    for path, leaf in _leaves({"value": value}):
-        if leaf is None and axes:
-            raise TypeError(f"{path} must hold tensors to be reduced along axis={axis}, but is "
-                            "None.")
-        if _is_per_replica(leaf):
-            _check_numbers(strategy, path, leaf.values)
-            _check_has_sum(strategy, path, leaf.values)
-            _check_alike(strategy, path, leaf.values, axes)
+def check_op(reduce_op: Any) -> None:
+    """The argument ``reduce_op`` of ``strategy.reduce``."""
+    known = [op.name for op in _tf.ReduceOp]
+    refused.check_type("reduce_op", reduce_op, (str, _tf.ReduceOp),
+                       f"one of {known} or a tf.distribute.ReduceOp")
+    if isinstance(reduce_op, str) and reduce_op.upper() not in known:
+        raise ValueError(f"reduce_op must be one of {known}, but got {reduce_op!r}.")
 
 
-def check_gather(strategy: tf.distribute.Strategy, value: Any, axis: Any) -> None:
-    """The arguments of ``strategy.gather``."""
+@contextlib.contextmanager
+def merging(strategy: tf.distribute.Strategy, value: Any, axis: Any, axes: Sequence[Any],
+            expected: str) -> Iterator[None]:
+    """Around ``strategy.reduce`` and ``gather``: TensorFlow's errors say what each tower has, too.
+
+    Args:
+      strategy: whose they are.
+      value: their argument.
+      axis: their argument.
+      axes: what it holds, which must be whole numbers.
+      expected: what it may be, in words.
+    """
     check_scope(strategy)
-    if not _is_axis(axis):
-        raise refused.wrong_type("axis", axis, "a whole number")
+    if not all(isinstance(item, numbers.Integral) and not isinstance(item, bool) for item in axes):
+        raise refused.wrong_type("axis", axis, expected)
     _check_parts(strategy, {"value": value})
-    for path, leaf in _leaves({"value": value}):
-        if _is_per_replica(leaf):
-            _check_numbers(strategy, path, leaf.values)
-            _check_alike(strategy, path, leaf.values, (axis,))
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+        found = [f"{path} of {_name(strategy, tower)} is "
+                 + (f"{part.dtype.name} {part.shape}" if tf.is_tensor(part)
+                    else refused.shown(part))
+                 for path, leaf in _leaves({"value": value}) if _is_per_replica(leaf)
+                 for tower, part in enumerate(leaf.values)]
+        if not found:
+            raise
+        kind = TypeError if isinstance(error, (AttributeError, TypeError)) else ValueError
+        raise kind(f"the towers' values cannot be merged with axis={axis}: {'; '.join(found)}. "
+                   f"({error})") from error
 
 
 def check_scope(strategy: tf.distribute.Strategy) -> None:
@@ -165,18 +171,6 @@ def check_structures(argument: str, values: list[Any]) -> None:
                 f"{refused.shown(values[0])}.") from None
 
 
-def _check_op(reduce_op: Any) -> None:
-    known = [op.name for op in _tf.ReduceOp]
-    refused.check_type("reduce_op", reduce_op, (str, _tf.ReduceOp),
-                       f"one of {known} or a tf.distribute.ReduceOp")
-    if isinstance(reduce_op, str) and reduce_op.upper() not in known:
-        raise ValueError(f"reduce_op must be one of {known}, but got {reduce_op!r}.")
-
-
-def _is_axis(axis: Any) -> bool:
-    return isinstance(axis, numbers.Integral) and not isinstance(axis, bool)
-
-
 def _check_parts(strategy: tf.distribute.Strategy, arguments: dict[str, Any]) -> None:
     """A per-replica value must have a part for each tower, or rows would be lost in silence."""
     count = len(strategy.extended.worker_devices)
@@ -189,58 +183,6 @@ def _check_parts(strategy: tf.distribute.Strategy, arguments: dict[str, Any]) ->
                 f"{path} has a part for each of {len(leaf.values)} towers, but {strategy!r} has "
                 f"{count}: it was split, distributed or returned by another strategy. Use this "
                 "strategy's split or experimental_distribute_dataset.")
-
-
-def _check_numbers(strategy: tf.distribute.Strategy, path: str, parts: Any) -> None:
-    for tower, part in enumerate(parts):
-        array = isinstance(part, np.ndarray) and np.issubdtype(part.dtype, np.number)
-        if not (isinstance(part, (_tf.CompositeTensor, numbers.Number)) or tf.is_tensor(part)
-                or array):
-            raise TypeError(f"{path} must hold tensors, but {_name(strategy, tower)} has "
-                            f"{refused.shown(part)} of type {type(part).__name__}.")
-
-
-def _check_has_sum(strategy: tf.distribute.Strategy, path: str, parts: Any) -> None:
-    for tower, part in enumerate(parts):
-        dtype = getattr(part, "dtype", None)
-        if dtype in (tf.string, tf.bool):
-            raise TypeError(f"{path} must hold numbers to be reduced, but {_name(strategy, tower)} "
-                            f"has a tensor of dtype {tf.as_dtype(dtype).name}. strategy.gather "
-                            "takes any dtype.")
-
-
-def _check_alike(strategy: tf.distribute.Strategy, path: str, parts: Any,
-                 axes: tuple[int, ...]) -> None:
-    """Dense parts must have one dtype, and shapes that are the same away from ``axes``."""
-    parts = [tf.convert_to_tensor(part) if isinstance(part, np.ndarray) else part
-             for part in parts]
-    if not all(isinstance(part, tf.Tensor) for part in parts):
-        return
-    parts = parts if axes else merging.numbers(parts)
-    others = []
-    for part in parts:
-        rank = part.shape.rank
-        if rank is None:
-            return
-        for axis in axes:
-            if rank and not -rank <= axis < rank:
-                raise ValueError(f"axis={axis} is out of range for values of rank {rank}: {path}.")
-        if axes and not rank:
-            raise ValueError(f"values of rank 0 cannot be gathered or reduced along axis={axes[0]}"
-                             f": {path}. There is no axis; reduce with axis=None.")
-        along = {axis % rank for axis in axes}
-        if len(along) < len(axes):
-            raise ValueError(f"axis names an axis of values of rank {rank} twice, but got {axes}: "
-                             f"{path}.")
-        kept = set(range(rank)) - along
-        others.append(tf.TensorShape([part.shape[index] for index in sorted(kept)]))
-    found = ", ".join(f"{_name(strategy, tower)} has {part.dtype.name} {part.shape}"
-                     for tower, part in enumerate(parts))
-    if any(part.dtype != parts[0].dtype for part in parts):
-        raise TypeError(f"{path} must have one dtype on all towers, but {found}.")
-    if not all(shape.is_compatible_with(others[0]) for shape in others):
-        away = f"away from axis={axes[0] if len(axes) == 1 else axes}" if axes else "with axis=None"
-        raise ValueError(f"{path} must have the same shape on all towers {away}, but {found}.")
 
 
 def _is_per_replica(leaf: Any) -> bool:

@@ -224,8 +224,10 @@ class TowerStrategy(kind.Kind):
         >>> float(strategy.reduce("MEAN", strategy.split(np.arange(5.)), axis=0))
         2.0
         """
-        arguments.check_reduce(self, reduce_op, value, axis)
-        return super().reduce(reduce_op, value, axis)
+        arguments.check_op(reduce_op)
+        axes = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+        with arguments.merging(self, value, axis, axes, "None, a whole number or a tuple of them"):
+            return super().reduce(reduce_op, value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
         """As ``tf.distribute.Strategy.gather``.
@@ -238,8 +240,8 @@ class TowerStrategy(kind.Kind):
         >>> strategy.gather(strategy.split(np.arange(5)), axis=0).numpy().tolist()
         [0, 1, 2, 3, 4]
         """
-        arguments.check_gather(self, value, axis)
-        return super().gather(value, axis)
+        with arguments.merging(self, value, axis, (axis,), "a whole number"):
+            return super().gather(value, axis)
 
     def split(self, batch: Any) -> Any:
         """Splits the rows of ``batch`` over the towers: the per-replica values that ``run`` takes.
