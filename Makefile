@@ -13,8 +13,9 @@ TF_VENV := .venv-tf-$(TF)
 # Not what is the same on all of them: benchmarks, documents, examples, packaging.
 LEAVES_OUT := benchmarks/benchmarks repository/digits_example repository/doctest \
 	repository/packaging repository/readme
-# Two processes, in each a file's tests one after another: what a file makes once is made once.
-PYTEST := -m pytest -n 2 --dist loadfile
+# Two processes, in each a file's tests one after another: what a file makes once is made once. The
+# files are taken in the order that tests/conftest.py gives them.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 ALL := -m ""
 
 # What `make test-python PYTHON=python3.13` makes, and what runs on the oldest and newest of them.

@@ -112,7 +112,8 @@ class DistributedFitTest(parameterized.TestCase):
         tf.nest.map_structure(lambda *both: np.testing.assert_allclose(*both, 1e-5, 1e-6), got,
                               wanted)
 
-    @wide.product(module=(keras, tf_keras), kind=tuple(BATCHES))
+    @wide.parameters((keras, "pipelines"), (tf_keras, "global"), wide=[
+        (keras, "global"), (keras, "towers"), (tf_keras, "towers"), (tf_keras, "pipelines")])
     def test_rows_that_run_out(self, module, kind):
         """Else a user who distributes data by hand cannot call fit, or a small batch fails."""
         self.check(module, kind)
@@ -146,7 +147,8 @@ class DistributedFitTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "inside of the scope.*strategy.adopt"):
             getattr(model, method)(strategy.experimental_distribute_dataset(rows), verbose=0)
 
-    @wide.parameters(keras, wide=[tf_keras])
+    @parameterized.parameters(keras, tf_keras)
+    @pytest.mark.wide
     def test_one_tower(self, module):
         """Else a program for several devices fails on a machine with one."""
         self.check(module, "global", towers=1, class_weight={0: 0.5, 1: 2.})

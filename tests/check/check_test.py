@@ -13,6 +13,7 @@ import pytest
 from absl.testing import parameterized
 
 import towerstrategy
+import wide
 from towerstrategy.check import command, machine, same, speed
 from towerstrategy.sharding import values
 
@@ -145,7 +146,8 @@ class CommandTest(parameterized.TestCase):
 
 class SameTest(parameterized.TestCase):
 
-    @parameterized.parameters(*same.NETWORKS)
+    @wide.parameters("convolutions", wide=[
+        network for network in same.NETWORKS if network != "convolutions"])
     def test_networks(self, network):
         """Else a fault of one kind of layer, or of halves, is not seen on the machine that has it.
         """

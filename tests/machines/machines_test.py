@@ -19,11 +19,14 @@ from towerstrategy.merge import gradients, shares as shares_lib
 WORKERS, TOWERS = 2, 2
 
 
+@pytest.mark.wide
 class ClusterTest(machines_workers.ClusterTestCase):
     workers, towers = WORKERS, TOWERS
-    cases = ("verbs", "ends_early", "uneven-keras", "counted-keras", "function")
+    same = ("verbs", "uneven-keras", "function", "loop-keras", "embedded-tf_keras", "wide-keras",
+            "handed-keras", "whole-keras", "in_batch", "looped-keras")
+    cases = (*same, "ends_early", "counted-keras", "unseeded", "sharded", "random_start-keras")
 
-    @parameterized.parameters("verbs", "uneven-keras", "function")
+    @parameterized.parameters(*same)
     def test_as_on_one_device(self, case):
         """Else weights, logs, evaluations or predictions depend on the number of machines."""
         self.assert_as_on_one_device(case)
@@ -56,19 +59,6 @@ class ClusterTest(machines_workers.ClusterTestCase):
         self.assertEqual(seen["counts"].tolist(), [2, 2])
         # Parts stay with the towers that they were prefetched to.
         self.assertEqual(seen["in_loops"].tolist(), [0, 0])
-
-
-@pytest.mark.wide
-class OthersTest(machines_workers.ClusterTestCase):
-    workers, towers = WORKERS, TOWERS
-    same = ("loop-keras", "embedded-tf_keras", "wide-keras", "handed-keras", "whole-keras",
-            "in_batch", "looped-keras")
-    cases = (*same, "unseeded", "sharded", "random_start-keras")
-
-    @parameterized.parameters(*same)
-    def test_as_on_one_device(self, case):
-        """Else weights, logs, evaluations or predictions depend on the number of machines."""
-        self.assert_as_on_one_device(case)
 
     def test_shuffled_without_a_seed(self):
         """Else fit, which shuffles, trains on some rows twice and on others never."""

@@ -68,8 +68,8 @@ class EstimateTest(parameterized.TestCase):
         # Small ones, the step's number among them, may be homed elsewhere.
         self.assertAlmostEqual(max(held.values()), lines[0].weights + lines[0].slots, delta=200)
 
-    @pytest.mark.wide
     @parameterized.parameters("adam", "sgd")
+    @pytest.mark.wide
     def test_peak(self, optimizer):
         """Else what is said to be the most that a training holds is less than what it holds."""
         (held, most, peak), (held_small, most_small, peak_small) = (

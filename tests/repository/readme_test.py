@@ -70,10 +70,10 @@ class DocumentsTest(parameterized.TestCase):
                 with self.assertRaisesRegex(AssertionError, r"(?s)md:1: .*but prints\na table"):
                     code_blocks.run(path)
 
-    @pytest.mark.wide
     @parameterized.parameters(
         ("examples/same_as_one_device.py", r"(\w+Strategy) +differs .* by (\S+)"),
         ("examples/two_machines.py", r"(loss) (\S+), accuracy (\S+)"))
+    @pytest.mark.wide
     def test_scripts_print_what_the_readme_says(self, script, pattern):
         """Else the first numbers that a reader compares with his own are those of last year."""
         done = subprocess.run([sys.executable, str(ROOT / script)], capture_output=True, text=True,

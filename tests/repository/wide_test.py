@@ -1,6 +1,7 @@
 """wide: what the default run leaves to `make test-all`, and that the two leave out nothing."""
 
 import itertools
+import pathlib
 
 from absl.testing import absltest, parameterized
 
@@ -62,6 +63,12 @@ class WideTest(parameterized.TestCase):
         first, second = cases_of(versions), cases_of(versions)
         self.assertEqual([case for case, _ in first], [(1, 2), (3, 4)])
         self.assertEqual(first, [(case, not is_wide) for case, is_wide in second])
+
+    def test_marks_are_below_the_parameters(self):
+        """Else they are lost, and ``make test`` runs what takes long."""
+        for path in pathlib.Path(__file__).parents[1].rglob("*_test.py"):
+            self.assertNotRegex(
+                path.read_text(), r"@pytest.mark.wide\n +@(parameterized|wide|[A-Z_]+\n)", path)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import towerstrategy
+import wide
 
 DEVICES = towerstrategy.split_cpu(8)
 X = np.random.RandomState(0).normal(size=[7, 4])
@@ -59,8 +60,8 @@ def worst(w, x):
 
 class BlocksTest(parameterized.TestCase):
 
-    @parameterized.product(loss=[simclr, slices, split, halves, noisy_labels, worst],
-                           towers=[3, 4])
+    @wide.product(loss=[simclr, slices, split, halves, noisy_labels, worst],
+                  towers=[3, 4])
     def test_as_on_one_device(self, loss, towers):
         """Else contrastive losses and GANs train wrongly, or on one device alone."""
         def step(x):

@@ -2,16 +2,20 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 import tutorials
 from absl.testing import absltest, parameterized
 
 import towerstrategy
+import wide
 from tests import dtypes
 
 DEVICES = towerstrategy.split_cpu(8)
 ROWS = (7, 7, 5)
+KITS = ("keras", "tf_keras")
+LARGE = ("cycle_gan", "translation")  # of which one takes ten seconds
 
 
 def outcome(kit, name, strategy=None, in_scope=True):
@@ -36,9 +40,18 @@ def outcome(kit, name, strategy=None, in_scope=True):
 
 class TutorialsTest(parameterized.TestCase):
 
-    @parameterized.product(name=list(tutorials.TUTORIALS), kit=("keras", "tf_keras"))
+    @wide.product(name=[name for name in tutorials.TUTORIALS if name not in LARGE], kit=KITS)
     def test_one_word_changed(self, name, kit):
         """Else who follows a tutorial gets another model on several devices than on one."""
+        self.check(name, kit)
+
+    @parameterized.product(name=LARGE, kit=KITS)
+    @pytest.mark.wide
+    def test_large_ones(self, name, kit):
+        """The same."""
+        self.check(name, kit)
+
+    def check(self, name, kit):
         kit = {"keras": keras, "tf_keras": tf_keras}[kit]
         self.enter_context(dtypes.policy(kit, "float64"))
         expected = outcome(kit, name)
