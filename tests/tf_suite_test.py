@@ -8,13 +8,15 @@ What is left out: graph mode (TowerStrategy refuses it, see ``strategy_test``), 
 ``RemoteSingleWorkerMirroredStrategyBase``, which needs a cluster.
 """
 
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from tensorflow.python.distribute import strategy_test_lib
 
 import towerstrategy
 
-IN_AND_OUT = parameterized.named_parameters(("eager", False), ("in_function", True))
+REDUCTIONS = ("run", "all_reduce_sum", "all_reduce_sum_gradients", "all_reduce_sum_gradient_tape",
+              "all_reduce_mean", "all_reduce_mean_gradients", "all_reduce_mean_gradient_tape")
 
 
 class _Checks(strategy_test_lib.DistributionTestBase, parameterized.TestCase):
@@ -27,33 +29,15 @@ class _Checks(strategy_test_lib.DistributionTestBase, parameterized.TestCase):
         super().setUp()
         self.strategy = towerstrategy.TowerStrategy(self.devices, self.merge_device)
 
-    def test_minimize_loss(self):
-        """Else the simplest custom loop (call, reduce_to, update, read_var) does not learn."""
-        self._test_minimize_loss_eager(self.strategy)
-
-    def test_replica_id(self):
-        """Else towers cannot tell who they are."""
-        self._test_replica_id(self.strategy)
-
-    def test_call_and_merge_exceptions(self):
-        """Else an error in a tower or in a merge is lost or hangs the program."""
-        self._test_call_and_merge_exceptions(self.strategy)
-
-    def test_global_step_update(self):
-        """Else a step counter counts once a tower."""
-        self._test_global_step_update(self.strategy)
-
-    def test_summary_for_replica_zero_only(self):
-        """Else TensorBoard shows every point once a tower."""
-        self._test_summary_for_replica_zero_only(self.strategy)
-
-    def test_trainable_variable(self):
-        """Else metrics' variables get gradients, or weights get none."""
-        self._test_trainable_variable(self.strategy)
-
-    def test_numpy_dataset(self):
-        """Else the suite's check of this old API (which skips TensorFlow 2) has changed."""
-        self._test_numpy_dataset(self.strategy)
+    @parameterized.parameters(
+        "minimize_loss_eager", "replica_id", "call_and_merge_exceptions", "global_step_update",
+        "summary_for_replica_zero_only", "trainable_variable", "numpy_dataset")
+    def test_as_other_strategies(self, name):
+        """Else the simplest loop does not learn, towers cannot tell who they are, an error in one
+        or in a merge is lost or hangs the program, a counter or a summary is written once a tower,
+        metrics' variables get gradients, or (the last) a check that skips TensorFlow 2 no longer
+        does."""
+        getattr(self, f"_test_{name}")(self.strategy)
 
     def test_distribute_datasets_from_function(self):
         """Else a dataset function gets a wrong context, or its elements reach the wrong towers."""
@@ -79,47 +63,19 @@ class TwoTowersTest(_Checks, strategy_test_lib.TwoDeviceDistributionTestBase):
     devices = ["CPU:1", "CPU:2"]
     merge_device = "CPU:0"
 
-    @IN_AND_OUT
-    def test_run(self, in_function):
-        """Else ``run`` passes or groups values wrongly."""
-        self._test_run(self.strategy, in_function)
-
-    @IN_AND_OUT
-    def test_all_reduce_sum(self, in_function):
-        """Else the towers' sums are wrong."""
-        self._test_all_reduce_sum(self.strategy, in_function)
-
-    @IN_AND_OUT
-    def test_all_reduce_sum_gradients(self, in_function):
-        """Else ``tf.gradients`` through a sum is wrong."""
-        self._test_all_reduce_sum_gradients(self.strategy, in_function)
-
-    @IN_AND_OUT
-    def test_all_reduce_sum_gradient_tape(self, in_function):
-        """Else a tape's gradient through a sum is wrong."""
-        self._test_all_reduce_sum_gradient_tape(self.strategy, in_function)
-
-    @IN_AND_OUT
-    def test_all_reduce_mean(self, in_function):
-        """Else the towers' means are wrong."""
-        self._test_all_reduce_mean(self.strategy, in_function)
-
-    @IN_AND_OUT
-    def test_all_reduce_mean_gradients(self, in_function):
-        """Else ``tf.gradients`` through a mean is wrong."""
-        self._test_all_reduce_mean_gradients(self.strategy, in_function)
-
-    @IN_AND_OUT
-    def test_all_reduce_mean_gradient_tape(self, in_function):
-        """Else a tape's gradient through a mean is wrong."""
-        self._test_all_reduce_mean_gradient_tape(self.strategy, in_function)
+    @parameterized.product(name=REDUCTIONS, in_function=(False, True))
+    def test_run_and_all_reduce(self, name, in_function):
+        """Else the towers' sums or means, or gradients through them, are wrong."""
+        getattr(self, f"_test_{name}")(self.strategy, in_function)
 
 
+@pytest.mark.wide
 class TwoTowersMergingOnTheFirstTest(TwoTowersTest):
 
     merge_device = "CPU:1"
 
 
+@pytest.mark.wide
 class TwoTowersBalancedTest(TwoTowersTest):
 
     merge_device = "balanced"
@@ -129,33 +85,10 @@ class OneTowerTest(_Checks, strategy_test_lib.OneDeviceDistributionTestBase):
 
     devices = ["CPU:1"]
 
-    def test_run(self):
-        """Else ``run`` with one tower passes or groups values wrongly."""
-        self._test_run(self.strategy)
-
-    def test_all_reduce_sum(self):
-        """Else a sum over one tower is not the value."""
-        self._test_all_reduce_sum(self.strategy)
-
-    def test_all_reduce_sum_gradients(self):
-        """Else ``tf.gradients`` through it is wrong."""
-        self._test_all_reduce_sum_gradients(self.strategy)
-
-    def test_all_reduce_sum_gradient_tape(self):
-        """Else a tape's gradient through it is wrong."""
-        self._test_all_reduce_sum_gradient_tape(self.strategy)
-
-    def test_all_reduce_mean(self):
-        """Else a mean over one tower is not the value."""
-        self._test_all_reduce_mean(self.strategy)
-
-    def test_all_reduce_mean_gradients(self):
-        """Else ``tf.gradients`` through it is wrong."""
-        self._test_all_reduce_mean_gradients(self.strategy)
-
-    def test_all_reduce_mean_gradient_tape(self):
-        """Else a tape's gradient through it is wrong."""
-        self._test_all_reduce_mean_gradient_tape(self.strategy)
+    @parameterized.parameters(*REDUCTIONS)
+    def test_run_and_all_reduce(self, name):
+        """Else a sum or a mean over one tower is not the value, or has another gradient."""
+        getattr(self, f"_test_{name}")(self.strategy)
 
     def test_device_and_input_device_are_colocated(self):
         """Else the suite's graph-mode check (which skips eager programs) has changed."""
@@ -163,6 +96,7 @@ class OneTowerTest(_Checks, strategy_test_lib.OneDeviceDistributionTestBase):
         self._test_device_and_input_device_are_colocated_with_function(self.strategy)
 
 
+@pytest.mark.wide
 class OneTowerMergingElsewhereTest(OneTowerTest):
 
     merge_device = "CPU:0"

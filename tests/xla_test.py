@@ -131,36 +131,6 @@ class KerasTest(parameterized.TestCase):
         towers = {one.get_attr("_XlaScope").decode().rpartition(" ")[0] for one in operations}
         self.assertLen(towers - {"tower_update"}, len(strategy.extended.worker_devices))
 
-    @pytest.mark.wide
-    def test_rows_of_several_sizes(self):
-        """Lost otherwise: batches that are not dealt evenly, which need a trace for each tower."""
-        def layers():
-            return [dense(keras, 4, "tanh"), dense(keras, 1)]
-
-        single, model = (model_of(keras, layers, strategy, bool(strategy))
-                         for strategy in (None, towers(2)))
-        for rows in (3, 1):
-            np.testing.assert_allclose(model.train_on_batch(ROWS[:rows], TARGETS[:rows]),
-                                       single.train_on_batch(ROWS[:rows], TARGETS[:rows]),
-                                       rtol=1e-5)
-        assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
-
-    @IN_TURN
-    @pytest.mark.wide
-    def test_synchronized_statistics(self, kit):
-        """Lost otherwise: a step with several meetings, compiled in several pieces."""
-        def layers():
-            return [dense(kit, 4), kit.layers.BatchNormalization(synchronized=True),
-                    kit.layers.ReLU(), dense(kit, 1)]
-
-        single = model_of(kit, layers, None, False)
-        with marked() as operations:
-            model = model_of(kit, layers, towers(2), True)
-            got = model.train_on_batch(ROWS, TARGETS)
-        np.testing.assert_allclose(got, single.train_on_batch(ROWS, TARGETS), rtol=1e-5)
-        assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
-        self.assertNotEmpty(operations)
-
     @IN_TURN
     @pytest.mark.wide
     def test_dropout_draws_what_it_draws_without(self, kit):
@@ -172,24 +142,6 @@ class KerasTest(parameterized.TestCase):
         for _ in range(2):
             np.testing.assert_allclose(model.train_on_batch(ROWS, TARGETS),
                                        plain.train_on_batch(ROWS, TARGETS), rtol=1e-5)
-
-    @IN_TURN
-    @pytest.mark.wide
-    def test_embeddings(self, kit):
-        """Lost otherwise: lookups and their gradients, beside what is compiled."""
-        def layers():
-            return [kit.layers.Embedding(
-                50, 2, embeddings_initializer=kit.initializers.GlorotUniform(seed=50)),
-                    kit.layers.Flatten(), dense(kit, 1)]
-
-        x = np.arange(20).reshape(10, 2).astype("i")
-        inputs = kit.Input([2], dtype="int32")
-        single = model_of(kit, layers, None, False, inputs)
-        model = model_of(kit, layers, towers(2), True, inputs)
-        got = model.train_on_batch(x, TARGETS), model.predict_on_batch(x)
-        wanted = single.train_on_batch(x, TARGETS), single.predict_on_batch(x)
-        assert_same({"results": got}, {"results": wanted})
-        assert_same({"weights": model.get_weights()}, {"weights": single.get_weights()})
 
     @IN_TURN
     @pytest.mark.wide

@@ -1,4 +1,4 @@
-"""The hooks into Keras: every name is still where we hook it, and others are left alone."""
+"""The hooks into Keras: every name is still where we hook it."""
 
 import inspect
 import pathlib
@@ -16,7 +16,6 @@ from towerstrategy import _keras, _tensorflow as _tf
 from towerstrategy._keras.keras3 import hooks as keras3_hooks, names as keras3_names
 from towerstrategy._keras.tf_keras import hooks as tf_keras_hooks, names as tf_keras_names
 from towerstrategy._tensorflow import wrapping
-from towerstrategy.variables import one_copy
 
 TABLES = {"keras": {**keras3_hooks.HOOKS, **keras3_hooks.STAGES},
           "tf_keras": {**tf_keras_hooks.HOOKS, **tf_keras_hooks.STAGES}}
@@ -112,13 +111,3 @@ class HooksTest(parameterized.TestCase):
         if package == "keras":
             setup = (pathlib.Path(__file__).parents[2] / "setup.cfg").read_text()
             self.assertIn(f"\n    keras>={_keras.TESTED['keras'][0]}\n", setup)
-
-    @parameterized.parameters(keras, tf_keras)
-    def test_without_a_strategy_nothing_changes(self, kit):
-        """Else importing towerstrategy changes training for people who do not use it."""
-        model = kit.Sequential([kit.Input([2]), kit.layers.Dense(1, use_bias=False)])
-        model.compile(kit.optimizers.SGD(0.5), "mse")
-        model.set_weights([np.zeros([2, 1])])
-        model.fit(np.ones([4, 2]), np.ones([4, 1]), batch_size=4, verbose=0)
-        np.testing.assert_allclose(model.get_weights()[0], np.ones([2, 1]))
-        self.assertNotIsInstance(tf.nest.flatten(model.weights)[0], one_copy.TowerVariable)

@@ -103,21 +103,21 @@ class UpdateTest(parameterized.TestCase):
         for one, other in zip(found, wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
 
-    @parameterized.product(kit=tuple(KITS), name=tuple(KERNELS))
+    @wide.product(kit=tuple(KITS), name=tuple(KERNELS))
     def test_kernels(self, kit, name):
         """Else a step goes over the weights a dozen times, or trains other weights in one go."""
         found, operations = trained(KITS[kit], KERNELS[name], two_towers())
         self.assert_same(found, trained(KITS[kit], KERNELS[name], None)[0])
         self.assertTrue(kernels(operations))
 
-    @parameterized.product(kit=tuple(KITS), name=SPARSE)
+    @wide.product(kit=tuple(KITS), name=SPARSE)
     def test_kernels_of_sparse_gradients(self, kit, name):
         """Else a step goes over an embedding's table thirty times, or trains another table."""
         found, operations = trained(KITS[kit], KERNELS[name], two_towers(), sparse=True)
         self.assert_same(found, trained(KITS[kit], KERNELS[name], None, sparse=True)[0])
         self.assertLen(kernels(operations), 1)
 
-    @parameterized.product(kit=tuple(KITS), name=(
+    @wide.product(kit=tuple(KITS), name=(
         "sgd", *sorted(set(AS_KERAS) - {"adam_of_ones_own"})))
     def test_sparse_gradients_as_keras_does(self, kit, name):
         """Else slices are given to a kernel that makes another step of them."""
@@ -154,12 +154,6 @@ class UpdateTest(parameterized.TestCase):
         trained(keras, lambda _: Watched(0.1), two_towers())
         self.assertNotEmpty(written)
 
-    @parameterized.product(kit=tuple(KITS))
-    def test_without_the_strategy(self, kit):
-        """Else who does not use this package gets its updates."""
-        two_towers()
-        self.assertEmpty(kernels(trained(KITS[kit], KERNELS["adam"], None)[1]))
-
     def test_numbers_are_made_once_a_home(self):
         """Else each of hundreds of variables raises the rates to the step's power anew."""
         operations = trained(keras, KERNELS["adam"], two_towers())[1]
@@ -173,7 +167,7 @@ class UpdateTest(parameterized.TestCase):
                          trained(keras, KERNELS["adam"], None)[0])
 
 
-    @parameterized.product(kit=tuple(KITS), beta=(0.9, 0.99, 0.999, 0.9999))
+    @wide.product(kit=tuple(KITS), beta=(0.9, 0.99, 0.999, 0.9999))
     def test_rates_that_float32_rounds(self, kit, beta):
         """Else Adam's slots end 7e-5 off after thousands of steps: 1 / 0.9999 is not exact."""
         operations = trained(

@@ -4,7 +4,6 @@ Each training runs on one device and on three towers, in Keras 3 and in tf_keras
 """
 
 import contextlib
-import functools
 
 import keras
 import numpy as np
@@ -21,7 +20,6 @@ KITS = {"keras": keras, "tf_keras": tf_keras}
 DRAW = np.random.RandomState(3)
 # Batches of 8 and of 2 rows: the last is smaller than the towers.
 X, Y = DRAW.rand(18, 4).astype("f"), DRAW.rand(18, 2).astype("f")
-WEIGHTS = DRAW.rand(18).astype("f")
 IN_TURN = wide.turns(*((name, name) for name in KITS))
 
 
@@ -29,36 +27,24 @@ def towers():
     return towerstrategy.TowerStrategy(DEVICES[:3])
 
 
-def plain(kit, rate=.3):
-    """A model with a draw a row and a statistic of the batch."""
-    model = kit.Sequential([
-        kit.layers.Dense(6, "tanh", kernel_regularizer="l2"), kit.layers.Dropout(rate, seed=5),
-        kit.layers.BatchNormalization(), kit.layers.Dense(2)])
-    model.compile(kit.optimizers.Adam(.01), "mse", metrics=["mae"], weighted_metrics=["mse"])
-    return model
-
-
-def trained(kit, make, strategy, fit=(), after=lambda model: []):
-    """What a training gives: logs, weights, and what ``after`` asks the model for."""
+def trained(kit, make, strategy):
+    """Logs and weights of a training, and what it predicts."""
     kit.backend.clear_session()
     kit.utils.set_random_seed(1)
-    if strategy is None:
+    with strategy.scope() if strategy else contextlib.nullcontext():
         model = make(kit)
-    else:
-        with strategy.scope():
-            model = make(kit)
-    history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, **dict(fit))
-    return [history.history, model.get_weights(), after(model)]
+    history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    return [history, model.get_weights(), model.predict(X, batch_size=8, verbose=0)]
 
 
 class OneProgramTest(parameterized.TestCase):
 
-    def assert_as_one_device(self, kit, make, **options):
+    def assert_as_one_device(self, kit, make):
         strategy = towers()
-        wanted, got = (trained(KITS[kit], make, where, **options) for where in (None, strategy))
+        wanted, got = (trained(KITS[kit], make, where) for where in (None, strategy))
         tf.nest.map_structure(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
-        self.assertNotEmpty(strategy.extended.crossings)  # the step was partitioned
+        return strategy
 
     def test_metrics_of_a_steps_own_targets(self):
         """Else "accuracy" compares classes with the rows that mixing made of them, which fails."""
@@ -72,37 +58,12 @@ class OneProgramTest(parameterized.TestCase):
                 self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
                 return {**self.compute_metrics(x, y, predicted), "loss": loss}
 
-        def fit(strategy):
-            keras.utils.set_random_seed(1)
-            with strategy.scope() if strategy else contextlib.nullcontext():
-                model = Smoothed([keras.layers.Dense(2, "softmax")])
-                model.compile("sgd", "categorical_crossentropy", metrics=["accuracy"])
-            history = model.fit(X, Y[:, :1], batch_size=8, shuffle=False, verbose=0).history
-            return [history, model.get_weights()]
+        def make(kit):
+            model = Smoothed([kit.layers.Dense(2, "softmax")])
+            model.compile("sgd", "categorical_crossentropy", metrics=["accuracy"])
+            return model
 
-        tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-                              fit(towers()), fit(None))
-
-    @IN_TURN
-    def test_fit_evaluate_and_predict(self, kit):
-        """Else draws, statistics, weighted rows and metrics on towers are not one device's."""
-        self.assert_as_one_device(
-            kit, plain, fit={"sample_weight": WEIGHTS, "validation_data": (X[:5], Y[:5],
-                                                                           WEIGHTS[:5])},
-            after=lambda model: [
-                model.evaluate(X, Y, batch_size=8, return_dict=True, verbose=0),
-                model.predict(X, batch_size=8, verbose=0), model.predict(X[:1], verbose=0)])
-
-    @IN_TURN
-    @pytest.mark.wide
-    def test_on_batch(self, kit):
-        """Else a loop over train_on_batch differs, with fewer rows than towers among them."""
-        # tf_keras' draws begin anew with each trace, of which one device makes others.
-        self.assert_as_one_device(kit, functools.partial(plain, rate=0.), after=lambda model: [
-            model.train_on_batch(X[:7], Y[:7], return_dict=True),
-            model.train_on_batch(X[:2], Y[:2], WEIGHTS[:2], return_dict=True),
-            model.test_on_batch(X[:7], Y[:7], return_dict=True),
-            model.predict_on_batch(X[:7]), model.get_weights()])
+        self.assert_as_one_device("keras", make)
 
     @IN_TURN
     def test_eagerly_prints_once(self, kit):
@@ -119,9 +80,7 @@ class OneProgramTest(parameterized.TestCase):
             model.compile(kit.optimizers.SGD(.1), "mse", run_eagerly=True)
             return model
 
-        wanted, got = (trained(KITS[kit], make, where)[:2] for where in (None, towers()))
-        tf.nest.map_structure(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+        self.assert_as_one_device(kit, make)
         self.assertEqual(seen, [8, 8, 2] * 4)
 
     @pytest.mark.wide
@@ -129,13 +88,16 @@ class OneProgramTest(parameterized.TestCase):
         """Else steps_per_execution, which loops over the step, trains differently."""
 
         def make(kit):
-            model = plain(kit)
-            model.compile("sgd", "mse", steps_per_execution=2)
+            model = kit.Sequential([
+                kit.layers.Dense(6, "tanh", kernel_regularizer="l2"),
+                kit.layers.Dropout(.3, seed=5), kit.layers.BatchNormalization(),
+                kit.layers.Dense(2)])
+            model.compile("sgd", "mse", metrics=["mae"], steps_per_execution=2)
             model.unrolled_steps_per_execution = 2
             return model
 
-        self.assert_as_one_device("keras", make,
-                                  after=lambda model: [model.predict(X, batch_size=8, verbose=0)])
+        strategy = self.assert_as_one_device("keras", make)
+        self.assertNotEmpty(strategy.extended.crossings)  # the step was partitioned
 
     @wide.parameters(True, wide=[False])
     def test_batches_that_are_sparse_or_of_unknown_rank(self, sparse):

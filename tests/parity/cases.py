@@ -436,12 +436,6 @@ def _(keras: Any) -> Run:
                **images(), compile=LABELS, fit={"validation_split": 0.2})
 
 
-@case("models/BatchNormalization, synchronized, with a mask", wide=True)
-def _(keras: Any) -> Run:
-    return Run(tagger(keras, keras.layers.BatchNormalization(synchronized=True)), **words(),
-               compile=LABELS)
-
-
 @case("models/BatchNormalization, synchronized, batches of one row", wide=True)
 def _(keras: Any) -> Run:
     layers = keras.layers
@@ -493,29 +487,6 @@ def _(keras: Any) -> Run:
                compile={"loss": WholeBatch(_nearest), "metrics": [WholeBatch(_rank)]})
 
 
-@case("whole/a sum, several outputs, eagerly", wide=True)
-def _(keras: Any) -> Run:
-    class Spread(keras.losses.Loss):
-        def call(self, y_true: Any, y_pred: Any) -> Any:
-            return tf.reduce_sum(tf.square(y_pred[:, tf.newaxis] - y_pred / 2), [1, 2]) / 50
-
-    return Run(two_outputs(keras), **two_targets(),
-               compile={"loss": [WholeBatch(Spread(reduction="sum")), "mse"],
-                        "loss_weights": [0.3, 1.], "run_eagerly": True})
-
-
-@case("whole/a mask, a loss that reads a weight", wide=True)
-def _(keras: Any) -> Run:
-    model = tagger(keras)
-
-    def loss(y: Any, outputs: Any) -> tf.Tensor:
-        weight = tf.reduce_mean(tf.square(tf.convert_to_tensor(model.trainable_weights[-1])))
-        rows = keras.losses.sparse_categorical_crossentropy(y, outputs)
-        return rows * (1 + weight) + tf.reduce_mean(tf.square(outputs))
-
-    return Run(model, **words(), compile={"loss": WholeBatch(loss)})
-
-
 def _coupled(name: str, make: Callable[[Any], Any], **options: Any) -> None:
     @case(f"whole/{name}", keras=(KERAS_3,), reason="tf_keras has no such loss", **options)
     def _(keras: Any) -> Run:
@@ -565,15 +536,6 @@ def _(keras: Any) -> Run:
     layers = keras.layers
     return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization(),
                           layers.Activation("elu")), **images(), compile=LABELS)
-
-
-@case("norms/float64, batches of one row", wide=True, policy="float64", keras=(KERAS_3,),
-      reason="tf_keras' fused kernel has no float64", **WHOLE)
-def _(keras: Any) -> Run:
-    layers = keras.layers
-    return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization(),
-                          layers.Activation("elu")), **images(), compile=LABELS,
-               fit={"batch_size": 6})
 
 
 @case("models/nested", wide=True)
@@ -681,14 +643,6 @@ def _(keras: Any) -> Run:
 def _(keras: Any) -> Run:
     return Run(dense(keras), **regression(), weights=row_weights(), compile={
         "run_eagerly": True, "metrics": ["mae"], "optimizer": adam(keras, clipnorm=0.1)})
-
-
-@case("fit/run_eagerly, synchronized batch normalization", wide=True)
-def _(keras: Any) -> Run:
-    layers = keras.layers
-    return Run(classifier(keras, layers.Conv2D(4, 3, use_bias=False),
-                          layers.BatchNormalization(synchronized=True), layers.Activation("tanh")),
-               **images(), compile={**LABELS, "run_eagerly": True}, fit={"epochs": 1})
 
 
 @case("fit/resumed with initial_epoch", wide=True)

@@ -36,11 +36,6 @@ def _(keras: Any) -> Run:
     return Run(_noisy(keras, seed=11), **_sequences(), compile=LABELS, fit={"epochs": 3})
 
 
-@case("draws/dropout and noise, eagerly", wide=True)
-def _(keras: Any) -> Run:
-    return Run(_noisy(keras, seed=11), **_sequences(), compile={**LABELS, "run_eagerly": True})
-
-
 @case("draws/dropout and noise, batches of one shape", wide=True)
 def _(keras: Any) -> Run:
     data = _sequences()
@@ -232,15 +227,8 @@ def _(keras: Any) -> Run:
     return run
 
 
-@case("draws/AugMix, eagerly", keras=(KERAS_3,), reason=_OWN, wide=True)
+@case("draws/shuffles in an own train_step")
 def _(keras: Any) -> Run:
-    run = Run(_augmented(keras, keras.layers.AugMix()), **_pictures(),
-              compile={**LABELS, "run_eagerly": True}, fit={"epochs": 1})
-    run.x = run.x.round()
-    return run
-
-
-def _shuffling_step(keras: Any, eagerly: bool = False) -> Run:
     """Noise that is another row's, by every shuffle; one of columns; one of indices of rows."""
     class Shuffling(keras.Model):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -260,14 +248,4 @@ def _shuffling_step(keras: Any, eagerly: bool = False) -> Run:
 
     inputs = keras.Input([5])
     return Run(Shuffling(inputs, keras.layers.Dense(3)(inputs)), **cases.regression(),
-               compile={"run_eagerly": eagerly}, fit={"epochs": 3})
-
-
-@case("draws/shuffles in an own train_step")
-def _(keras: Any) -> Run:
-    return _shuffling_step(keras)
-
-
-@case("draws/shuffles in an own train_step, eagerly", wide=True)
-def _(keras: Any) -> Run:
-    return _shuffling_step(keras, eagerly=True)
+               fit={"epochs": 3})

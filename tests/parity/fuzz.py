@@ -10,7 +10,6 @@ Values are small whole numbers, so that sums are exact in every dtype and only m
 import collections
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import hypothesis
@@ -544,10 +543,9 @@ PROPERTIES = {
 }
 
 
-def try_out(name: str, examples: int, derandomize: bool,
-            properties: Mapping[str, tuple[Any, Any]] = PROPERTIES) -> None:
+def try_out(name: str, examples: int, derandomize: bool) -> None:
     """Tries a property with ``examples`` draws; the same ones every time if ``derandomize``."""
-    drawn, check = properties[name]
+    drawn, check = PROPERTIES[name]
     settings = hypothesis.settings(
         max_examples=examples, derandomize=derandomize, database=None, deadline=None,
         print_blob=True, suppress_health_check=list(hypothesis.HealthCheck))

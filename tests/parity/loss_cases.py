@@ -13,7 +13,7 @@ import tensorflow as tf
 import towerstrategy
 
 from . import cases
-from .cases import LABELS, Run, case, dense, images, is_keras_3, regression, sgd
+from .cases import LABELS, Run, case, dense, is_keras_3, regression, sgd
 
 Loss = Callable[[Any, Any], Any]
 
@@ -86,29 +86,15 @@ def _correlation(y: Any, p: Any) -> Any:
         tf.math.reduce_std(y) * tf.math.reduce_std(p) + 0.1)
 
 
+# More of them, as steps of `strategy.function`, are in tests/sharding/programs.py.
 OF_ALL_ROWS: dict[str, Loss] = {
-    "root_of_mean": lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p))),
+    "root_of_mean": tf.function(lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p)))),
     "ratio_of_sums": _masked,
     "correlation": _correlation,
-    "pairs_by_reshape": lambda y, p: tf.reduce_mean(tf.nn.softplus(
-        (tf.reshape(p, [-1, 1]) - tf.reshape(p, [1, -1])) * tf.reshape(y, [-1, 1]))),
     "each_row_in_turn": lambda y, p: tf.reduce_mean(
         tf.scan(lambda a, b: 0.5 * a + b, tf.reduce_mean(tf.square(y - p), -1))),
     "by_place_in_the_batch": lambda y, p: tf.reduce_sum(tf.square(y - p) * tf.cast(
-        tf.range(1, tf.shape(y)[0] + 1), p.dtype)[:, None]) / 100.0,
-    "other_rows_by_index": lambda y, p: tf.reduce_mean(tf.square(
-        p - tf.gather(y, tf.shape(y)[0] - 1 - tf.range(tf.shape(y)[0])))),
-    "by_the_root_of_a_count": lambda y, p: tf.reduce_sum(tf.square(y - p)) / tf.sqrt(
-        tf.cast(tf.shape(y)[0], p.dtype)),
-    "nested_function": tf.function(lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p)))),
-    "mean_of_some": lambda y, p: tf.reduce_mean(tf.boolean_mask(tf.square(y - p), y > 0)),
-    "mean_of_the_worst": lambda y, p: tf.reduce_mean(
-        tf.math.top_k(tf.reshape(tf.square(y - p), [-1]), 4)[0]),
-    "deviations_from_the_mean": lambda y, p: tf.reduce_mean(
-        tf.square(y - p)) + tf.reduce_mean(tf.square(p - tf.reduce_mean(p, axis=0))),
-    "sum": lambda y, p: 0.02 * tf.reduce_sum(tf.square(y - p)),
-    "sum_by_a_count": lambda y, p: tf.reduce_sum(
-        tf.square(y - p)) / tf.cast(tf.shape(y)[0], p.dtype)}
+        tf.range(1, tf.shape(y)[0] + 1), p.dtype)[:, None]) / 100.0}
 
 
 def _named(number: Loss) -> Loss:
@@ -136,22 +122,6 @@ def _(keras: Any) -> Run:
     return _of_all_rows(keras, "metrics" if is_keras_3(keras) else "weighted_metrics", True)
 
 
-@case("losses/one number of all rows, a mask", wide=True)
-def _(keras: Any) -> Run:
-    layers = keras.layers
-    model = keras.Sequential([
-        keras.Input((5,), dtype="int32"), layers.Embedding(11, 4, mask_zero=True),
-        layers.Dense(1, activation="tanh")])
-    data = cases.words()
-
-    def ratio(y_true: Any, y_pred: Any) -> Any:
-        y_true = tf.cast(tf.reshape(y_true, tf.shape(y_pred)), y_pred.dtype)
-        return tf.reduce_sum(tf.square(y_true - y_pred)) / (1.0 + tf.reduce_sum(y_true))
-
-    return Run(model, data["x"], data["y"], compile={
-        "loss": ratio, "metrics": [] if is_keras_3(keras) else [ratio]})
-
-
 # Several outputs.
 
 
@@ -160,12 +130,6 @@ def _(keras: Any) -> Run:
     return Run(cases.two_outputs(keras), **cases.two_targets(), compile={
         "loss": {"a": "mse", "b": "mae"}, "loss_weights": {"a": 0.7, "b": 0.2},
         "metrics": {"a": ["mae"], "b": ["mse"]}, "optimizer": sgd(keras, 0.02)})
-
-
-@case("losses/several outputs, eagerly", wide=True)
-def _(keras: Any) -> Run:
-    return Run(cases.two_outputs(keras), **cases.two_targets(), compile={
-        "loss": {"a": "mse", "b": "mae"}, "run_eagerly": True, "optimizer": sgd(keras, 0.02)})
 
 
 @case("losses/several outputs, one without a loss", wide=True)
@@ -196,16 +160,6 @@ def _own_loss(keras: Any, compute: Callable[..., Any], **options: Any) -> Any:
     x = keras.Input((5,))
     hidden = keras.layers.Dense(6, activation="tanh", **options)(x)
     return OwnLoss(x, keras.layers.Dense(3)(hidden))
-
-
-@case("losses/own compute_loss, eagerly", wide=True)
-def _(keras: Any) -> Run:
-    def compute(model: Any, inherited: Any, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
-        loss = inherited(x, y, y_pred, weights) + tf.reduce_mean(tf.abs(y_pred))
-        model.tracker.update_state(loss)
-        return loss
-
-    return Run(_own_loss(keras, compute), **regression(), compile={"run_eagerly": True})
 
 
 @case("losses/own compute_loss, the inherited one, a mean and a sum")
@@ -274,29 +228,18 @@ def _spread(layer: Any, x: Any) -> Any:
 
 
 ADDED: list[Loss] = [
-    lambda layer, x: 0.01 * tf.reduce_sum(tf.square(x)),
-    lambda layer, x: tf.reduce_sum(tf.reduce_mean(tf.square(x), axis=-1)) / 8,
     lambda layer, x: 0.01 * tf.reduce_sum(tf.square(x)) + 0.02 * _penalty(layer),
-    lambda layer, x: tf.reduce_sum(tf.square(x)) / tf.cast(tf.shape(x)[0], x.dtype),
     lambda layer, x: tf.reduce_mean(tf.square(x)) / tf.cast(tf.shape(x)[0], x.dtype),
-    lambda layer, x: (tf.reduce_mean(tf.square(x))
-                      + 0.1 * tf.reduce_sum(tf.reduce_mean(tf.abs(x), axis=0))),
     lambda layer, x: tf.reduce_sum(tf.cast(x > 0, tf.int32)),
     lambda layer, x: tf.sqrt(tf.reduce_mean(tf.square(x)) + 0.1 * _penalty(layer)),
     lambda layer, x: 0.01 * tf.reduce_sum(tf.square(towerstrategy.whole_batch(x))),
     _spread]
-GENTLY = 0.01  # ten losses at once
+GENTLY = 0.01  # six losses at once
 
 
 @case("losses/add_loss of all kinds")
 def _(keras: Any) -> Run:
     return Run(_adding(keras, ADDED), **regression(), compile={"optimizer": sgd(keras, GENTLY)})
-
-
-@case("losses/add_loss of all kinds, eagerly", wide=True)
-def _(keras: Any) -> Run:
-    return Run(_adding(keras, ADDED), **regression(),
-               compile={"optimizer": sgd(keras, GENTLY), "run_eagerly": True})
 
 
 @case("losses/add_loss of all kinds, one batch size", wide=True)
@@ -307,25 +250,19 @@ def _(keras: Any) -> Run:
                fit={"batch_size": None}, compile={"optimizer": sgd(keras, GENTLY)})
 
 
-def _row_errors(name: str, eagerly: bool = False, **options: Any) -> None:
-    @case(f"losses/{name}", **options)
-    def make(keras: Any) -> Run:
-        class Errors(keras.layers.Layer):
-            """As a layer of a connectionist temporal loss does it: an added loss for each row."""
+@case("losses/add_loss, one a row", wide=True)
+def _(keras: Any) -> Run:
+    class Errors(keras.layers.Layer):
+        """As a layer of a connectionist temporal loss does it: an added loss for each row."""
 
-            def call(self, y: Any, y_pred: Any) -> Any:
-                self.add_loss(tf.reduce_sum(tf.square(y - y_pred), -1))
-                return y_pred
+        def call(self, y: Any, y_pred: Any) -> Any:
+            self.add_loss(tf.reduce_sum(tf.square(y - y_pred), -1))
+            return y_pred
 
-        x, y = keras.Input((5,)), keras.Input((3,))
-        data = regression()
-        return Run(keras.Model([x, y], Errors()(y, keras.layers.Dense(3)(x))),
-                   [data["x"], data["y"]], compile={"loss": None, "optimizer": sgd(keras, 0.01),
-                                                    "run_eagerly": eagerly})
-
-
-_row_errors("add_loss, one a row", wide=True)
-_row_errors("add_loss, one a row, eagerly", eagerly=True, wide=True)
+    x, y = keras.Input((5,)), keras.Input((3,))
+    data = regression()
+    return Run(keras.Model([x, y], Errors()(y, keras.layers.Dense(3)(x))), [data["x"], data["y"]],
+               compile={"loss": None, "optimizer": sgd(keras, 0.01)})
 
 
 @case("losses/regularizers", wide=True)
@@ -345,20 +282,10 @@ def _(keras: Any) -> Run:
                compile={"optimizer": sgd(keras, 0.02)})
 
 
-@case("losses/activity regularizer before a synchronizing layer, eagerly", wide=True)
-def _(keras: Any) -> Run:
-    layers = keras.layers
-    convolution = layers.Conv2D(4, 3, use_bias=False,
-                                activity_regularizer=keras.regularizers.L2(0.1))
-    return Run(cases.classifier(keras, convolution, layers.BatchNormalization(synchronized=True),
-                                layers.Activation("tanh")),
-               **images(), compile={**LABELS, "run_eagerly": True}, fit={"epochs": 1})
-
-
 # Masks.
 
 
-@case("losses/a mask")
+@case("losses/a mask", wide=True)
 def _(keras: Any) -> Run:
     return Run(cases.tagger(keras, keras.layers.LSTM(4, return_sequences=True)), **cases.words(),
                compile={**LABELS, "metrics": ["accuracy"]})

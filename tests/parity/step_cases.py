@@ -1,6 +1,6 @@
 """The cases of steps of one's own, and of what they do with losses, gradients and logs.
 
-Goes in and comes out: what ``cases`` says; this room adds to the group ``models``.
+Goes in and comes out: what ``cases`` says; this room adds to the groups ``models`` and ``metrics``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from .cases import ROWS, Run, adam, case, is_keras_3, numbers, regression, row_weights, sgd
+from tests.sharding.program_features import FEATURES
+
+from .cases import (
+    ROWS,
+    Run,
+    adam,
+    case,
+    dense,
+    is_keras_3,
+    numbers,
+    regression,
+    row_weights,
+    sgd,
+)
 
 
 def _own_step(keras: Any, step: Callable[[Any, Any], dict[str, Any]]) -> Any:
@@ -96,12 +109,6 @@ def _variational(keras: Any) -> Any:
 def _(keras: Any) -> Run:
     return Run(_variational(keras), numbers(ROWS, 5), numbers(ROWS, 2, seed=1), compile={
         "loss": None, "optimizer": adam(keras)})
-
-
-@case("models/own train_step, scale_loss, eagerly", wide=True)
-def _(keras: Any) -> Run:
-    return Run(_variational(keras), numbers(ROWS, 5), numbers(ROWS, 2, seed=1), compile={
-        "loss": None, "run_eagerly": True})
 
 
 @case("models/own train_step, a loss of all kinds of terms")
@@ -208,7 +215,8 @@ def _(keras: Any) -> Run:
                compile={"metrics": ["mae"]})
 
 
-def _decorated(keras: Any, eagerly: bool = False) -> Run:
+@case("models/functions and control flow in a step")
+def _(keras: Any) -> Run:
     """``call``, the loss and an update of moving averages in functions, a branch and a loop."""
 
     class Decorated(keras.Model):
@@ -244,24 +252,13 @@ def _decorated(keras: Any, eagerly: bool = False) -> Run:
                 loss = self.loss_of(y, self(x, training=True))
             _apply(self, tape, loss)
             tf.cond(tf.shape(x)[0] > 0, lambda: self.move(x), lambda: tf.constant(0))
-            # Eagerly, nothing tells that what a function returned is a part of the batch's loss.
-            return {"own_loss": 0.0 * loss if eagerly else loss}
+            return {"own_loss": loss}
 
     model = Decorated()
     model(np.zeros([1, 5], "float32"))
     data = regression()
-    return Run(model, **data, compile={"run_eagerly": eagerly}, fit={"validation_split": 0.2},
+    return Run(model, **data, fit={"validation_split": 0.2},
                seen=lambda model: {"moved": [model.mean.numpy(), model.target.numpy()]})
-
-
-@case("models/functions and control flow in a step")
-def _(keras: Any) -> Run:
-    return _decorated(keras)
-
-
-@case("models/functions and control flow in a step, eagerly", wide=True)
-def _(keras: Any) -> Run:
-    return _decorated(keras, eagerly=True)
 
 
 @case("models/own test_step and predict_step", wide=True)
@@ -311,3 +308,87 @@ def _(keras: Any) -> Run:
 
     return Run(Two(), **regression(), compile={
         "optimizer": sgd(keras, clipnorm=0.1), "second": adam(keras)})
+
+
+# Rows that meet, as written for one device.
+
+
+def _doubles() -> dict[str, Any]:
+    return {name: values.astype("float64") for name, values in regression().items()}
+
+
+@case("models/rows that meet in a layer", policy="float64", bound=1e-9)
+def _(keras: Any) -> Run:
+    features = [FEATURES[name] for name in (
+        "cumsum", "attention_over_rows", "argsort", "boolean_mask", "scan_over_rows",
+        "py_function")]
+
+    class Meeting(keras.layers.Layer):
+        def call(self, h: Any) -> Any:
+            return tf.add_n([feature(h) for feature in features]) / len(features)
+
+        def compute_output_shape(self, shape: Any) -> Any:
+            return shape
+
+    return Run(keras.Sequential([keras.Input((5,)), keras.layers.Dense(5, "tanh"), Meeting(),
+                                 keras.layers.Dense(3)]), **_doubles())
+
+
+@case("models/own train_step, rows that meet", policy="float64", bound=1e-9)
+def _(keras: Any) -> Run:
+    """Sharpness-aware, of in-batch negatives and of the worst rows; a queue of the newest."""
+    class Meeting(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = dense(keras)
+            self.queue = tf.Variable(tf.zeros([6, 5], tf.float64), trainable=False)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.inner(x, training=training)
+
+        def slopes(self, x: Any, y: Any) -> Any:
+            with tf.GradientTape() as tape:
+                predicted = self(x, training=True)
+                pairs = tf.matmul(predicted, y, transpose_b=True)
+                loss = tf.reduce_mean(tf.reduce_logsumexp(pairs, 1) - tf.linalg.diag_part(pairs))
+                loss += tf.reduce_sum(tf.math.top_k(tf.reduce_sum((predicted - y) ** 2, -1),
+                                                    tf.minimum(3, tf.shape(x)[0])).values)
+            return loss, tape.gradient(loss, self.trainable_variables)
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            (x, y), weights = data, self.trainable_variables
+            _, found = self.slopes(x, y)
+            steps = [0.05 * gradient / tf.linalg.global_norm(found) for gradient in found]
+            for weight, step in zip(weights, steps):
+                weight.assign_add(step)
+            loss, found = self.slopes(x, y)
+            for weight, step in zip(weights, steps):
+                weight.assign_sub(step)
+            self.optimizer.apply_gradients(zip(found, weights))
+            self.queue.assign(tf.concat([x, self.queue], 0)[:6])
+            return {"loss": loss, "newest": tf.reduce_mean(self.queue)}
+
+    return Run(Meeting(), **_doubles(), compile={"optimizer": sgd(keras, 0.02)})
+
+
+@case("metrics/own, an extreme and ranks")
+def _(keras: Any) -> Run:
+    class Largest(keras.metrics.Metric):
+        """A state that is no sum: the largest error so far."""
+
+        def __init__(self) -> None:
+            super().__init__(name="largest")
+            self.largest = self.add_weight(name="largest", initializer="zeros")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            error = tf.reduce_max(tf.abs(y_true - y_pred))
+            self.largest.assign(tf.maximum(self.largest, tf.cast(error, self.largest.dtype)))
+
+        def result(self) -> Any:
+            return self.largest + 0.0
+
+    def ranks(y_true: Any, y_pred: Any) -> Any:
+        orders = [tf.argsort(tf.argsort(value[:, 0])) for value in (y_true, y_pred)]
+        return tf.cast(tf.abs(orders[0] - orders[1]), tf.float32)
+
+    return Run(dense(keras), **regression(), compile={"metrics": [Largest(), ranks]})

@@ -6,7 +6,6 @@ The whole sweep is `python -m tests.parity.sweep`, a part of `make test-parity`.
 from unittest import mock
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
@@ -14,28 +13,6 @@ from absl.testing import absltest, parameterized
 import wide
 
 from . import cases, runner, sweep, sweep_cases, sweep_tables
-
-
-class RowCount(keras.layers.Layer):
-    """Adds how many rows there are."""
-
-    def call(self, x):
-        return x + tf.cast(tf.shape(x)[0], x.dtype)
-
-
-class RowCountMetric(keras.metrics.Mean):
-    """The mean number of rows of an update, as Python counts them, which no graph shows."""
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        super().update_state(tf.ensure_shape(
-            tf.numpy_function(lambda rows: np.float32(len(rows)), [y_pred], tf.float32), []))
-
-
-class RowCountLoss(keras.losses.Loss):
-    """Counts a row by how many there are."""
-
-    def call(self, y_true, y_pred):
-        return tf.reduce_mean(tf.square(y_pred), -1) * tf.cast(tf.shape(y_pred)[0], y_pred.dtype)
 
 
 def towers():
@@ -70,15 +47,6 @@ class SweepTest(parameterized.TestCase):
     def test_is_as_listed(self, version, name):
         """Else a public class of Keras gives other results on towers, and nothing says so."""
         found = sweep.compare(version, name)
-        self.assertTrue(found.is_as_listed, f"{found}\n{found.details}")
-
-    @wide.parameters(
-        ("layers", RowCount),
-        wide=[("metrics", RowCountMetric), ("losses", RowCountLoss, ("sum",))])
-    def test_rows_are_counted_as_on_one_device(self, group, cls, reductions=()):
-        """Else the towers show in what counts the rows of the batch."""
-        item = sweep_cases.Item(f"{group}.{cls.__name__}", group, cls, reductions)
-        found = sweep.compare_items(keras, item)
         self.assertTrue(found.is_as_listed, f"{found}\n{found.details}")
 
     @wide.parameters(

@@ -1,7 +1,7 @@
 """``python -m tests.sharding.coverage``: which operations of Keras have no rule.
 
-Goes in: names of cases of :mod:`tests.parity` or of its sweep, or how they begin (the whole sweep if
-none is named; ``backbones/`` for ``keras.applications``), a Keras.  Comes out: a table of the
+Goes in: names of cases of :mod:`tests.parity` or of its sweep, or how they begin (the whole sweep
+if none is named; ``backbones/`` for ``keras.applications``), a Keras.  Comes out: a table of the
 operation types that are done once with all rows for want of a rule: how many bytes an example has
 that are gathered for the first of them, its name, and in which cases.
 """

@@ -58,14 +58,6 @@ def feature_program(name, feature):
     PROGRAMS[name] = make
 
 
-def keras_model(optimizer=None, **kwargs):
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([
-        keras.Input([4], dtype="float64"), keras.layers.Dense(5, "tanh", dtype="float64"),
-        keras.layers.Dense(3, dtype="float64", **kwargs)])
-    return model, optimizer or keras.optimizers.Adam(0.01)
-
-
 def cross_entropy(y, logits):
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
 
@@ -581,53 +573,6 @@ def drawn_noise():
     return descend(loss_of, w)
 
 
-# Metrics.
-
-@program
-def metrics():
-    accuracy, auc = keras.metrics.SparseCategoricalAccuracy(), keras.metrics.AUC(num_thresholds=20)
-    mean, iou = keras.metrics.Mean(dtype="float64"), keras.metrics.MeanIoU(3)
-    pearson = keras.metrics.PearsonCorrelation(dtype="float64")
-    r2, f1 = keras.metrics.R2Score(dtype="float64"), keras.metrics.F1Score()
-
-    def step(x, y):
-        p = tf.nn.softmax(x[:, :3])
-        accuracy.update_state(y, p)
-        auc.update_state(y > 0, 1 - p[:, 0])
-        mean.update_state(tf.reduce_max(p))
-        iou.update_state(y, tf.argmax(p, 1))
-        pearson.update_state(tf.one_hot(y, 3, dtype=D), p)
-        r2.update_state(x[:, :1], x[:, 1:2])
-        f1.update_state(tf.one_hot(y, 3), p)
-        return [m.result() for m in (accuracy, auc, mean, iou, pearson, r2, f1)]
-
-    return step, [v.value for m in (accuracy, auc, mean, iou, r2, f1) for v in m.variables]
-
-
-@program
-def metric_that_is_no_sum():
-    class Largest(keras.metrics.Metric):
-        def __init__(self):
-            super().__init__(dtype="float64")
-            self.largest = self.add_variable([], "zeros", "float64", name="largest")
-            self.squares = self.add_variable([], "zeros", "float64", name="squares")
-
-        def update_state(self, values):
-            self.largest.assign(tf.maximum(self.largest, tf.reduce_max(values)))
-            self.squares.assign_add(tf.square(tf.reduce_sum(values)))
-
-        def result(self):
-            return self.largest * tf.sqrt(self.squares)
-
-    metric = Largest()
-
-    def step(x, y):
-        metric.update_state(x)
-        return metric.result()
-
-    return step, [v.value for v in metric.variables]
-
-
 # Keras.
 
 def keras_step(model, optimizer, loss_of=cross_entropy):
@@ -643,35 +588,6 @@ def keras_step(model, optimizer, loss_of=cross_entropy):
 
 def values_of(*things):
     return lambda: [v.value for thing in things for v in thing.variables]
-
-
-@program
-def keras_adam():
-    model, optimizer = keras_model()
-    return keras_step(model, optimizer), values_of(model, optimizer)
-
-
-@program
-def keras_loss_and_clipping():
-    model, optimizer = keras_model(keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64")
-    return keras_step(model, optimizer, loss), values_of(model, optimizer)
-
-
-@program
-def two_optimizers():
-    (model, adam), sgd = keras_model(), keras.optimizers.SGD(0.1)
-
-    def step(x, y):
-        with tf.GradientTape(persistent=True) as tape:
-            loss = cross_entropy(y, model(x))
-            other = tf.reduce_max(tf.abs(model(x)))
-        first, last = model.layers[-2].trainable_variables, model.layers[-1].trainable_variables
-        adam.apply_gradients(zip(tape.gradient(loss, first), first))
-        sgd.apply_gradients(zip(tape.gradient(other, last), last))
-        return loss, other
-
-    return step, values_of(model, adam, sgd)
 
 
 @program
@@ -714,17 +630,6 @@ def lstm():
 
 
 @program
-def batch_norm_and_dropout():
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([
-        keras.Input([4], dtype="float64"), keras.layers.Dense(5, dtype="float64"),
-        keras.layers.BatchNormalization(dtype="float64"), keras.layers.ReLU(dtype="float64"),
-        keras.layers.Dropout(0.3, seed=1, dtype="float64"), keras.layers.Dense(3, dtype="float64")])
-    optimizer = keras.optimizers.Adam(0.01)
-    return keras_step(model, optimizer), values_of(model, optimizer)
-
-
-@program
 def unbuilt_model():
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.layers.Dense(5, "tanh", dtype="float64"),
@@ -745,69 +650,3 @@ def stateful_rnn():
 
     step, variables = descend(loss_of, w, u)
     return step, [*variables, state]
-
-
-@program
-def images():
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([
-        keras.Input([8, 8, 1]), keras.layers.Conv2D(4, 3, activation="relu"),
-        keras.layers.BatchNormalization(), keras.layers.MaxPooling2D(),
-        keras.layers.Flatten(), keras.layers.Dense(3)])
-    optimizer = keras.optimizers.SGD(0.1)
-    inner = keras_step(model, optimizer)
-    return (lambda x, y: inner(tf.reshape(tf.tile(tf.cast(x, tf.float32), [1, 16]), [-1, 8, 8, 1]),
-                               y)), values_of(model, optimizer)
-
-
-# Layers and optimizers of Keras.
-
-def sequences(x):
-    return tf.tile(x[:, :, None], [1, 1, 6])
-
-
-def pictures(x):
-    return tf.reshape(tf.tile(x, [1, 16]), [-1, 8, 8, 1])
-
-
-def keras_program(name, layers, given):
-    """A program of a model of these layers in float64, each made by a function."""
-
-    def make():
-        keras.utils.set_random_seed(1)
-        keras.config.set_dtype_policy("float64")
-        try:
-            model = keras.Sequential([*(layer() for layer in layers), keras.layers.Dense(3)])
-        finally:
-            keras.config.set_dtype_policy("float32")
-        chosen = keras.optimizers.SGD(0.1)
-        inner = keras_step(model, chosen)
-        return (lambda x, y: inner(given(x), y)), values_of(model, chosen)
-
-    PROGRAMS[name] = make
-
-
-L = keras.layers
-for _name, _layers, _given in [
-        ("gru", [lambda: L.GRU(4)], sequences),
-        ("both_ways", [lambda: L.Bidirectional(L.LSTM(3))], sequences),
-        ("stacked_cells", [lambda: L.RNN([L.LSTMCell(3), L.GRUCell(3)])], sequences),
-        ("convolved_sequence", [lambda: L.Conv1D(4, 2),
-                                lambda: L.LSTM(3, return_sequences=True),
-                                lambda: L.GlobalMaxPool1D()], sequences),
-        ("layer_norm", [L.LayerNormalization, L.UnitNormalization], tf.identity),
-        ("group_norm", [lambda: L.Conv2D(4, 3), lambda: L.GroupNormalization(2), L.Flatten],
-         pictures),
-        ("separable", [lambda: L.SeparableConv2D(4, 3), L.BatchNormalization,
-                       lambda: L.SpatialDropout2D(0.3, seed=1), L.GlobalAveragePooling2D],
-         pictures),
-        ("transposed", [lambda: L.Conv2DTranspose(4, 3, strides=2), L.UpSampling2D,
-                        lambda: L.AveragePooling2D(2), L.Flatten], pictures),
-        ("embedded", [lambda: L.Embedding(10, 4), L.Flatten],
-         lambda x: tf.cast(tf.abs(x * 3), tf.int32)),
-        ("spectral_norm", [lambda: L.SpectralNormalization(L.Dense(4))], tf.identity),
-        ("noise", [lambda: L.GaussianNoise(0.2, seed=1), lambda: L.AlphaDropout(0.2, seed=2)],
-         tf.identity),
-        ("augmented", [lambda: L.RandomFlip(seed=1),
-                       lambda: L.RandomTranslation(0.1, 0.1, seed=2), L.Flatten], pictures)]:
-    keras_program(_name, _layers, _given)

@@ -63,10 +63,10 @@ def generator_of(kit, noise):
         layers.Conv2DTranspose(1, 3, 2, padding="same", activation="tanh")])
 
 
-def discriminator_of(kit, channels=1):
+def discriminator_of(kit):
     layers = kit.layers
     return kit.Sequential([
-        kit.Input([8, 8, channels]), layers.Conv2D(3, 3, 2, padding="same"), layers.LeakyReLU(),
+        kit.Input([8, 8, 1]), layers.Conv2D(3, 3, 2, padding="same"), layers.LeakyReLU(),
         layers.Dropout(0.3, seed=3), layers.Flatten(), layers.Dense(1)])
 
 
@@ -138,31 +138,6 @@ def translator_of(kit):
     made = layers.Conv2DTranspose(1, 4, 2, padding="same", activation="tanh")(
         layers.Concatenate()([up, down]))
     return kit.Model(given, made)
-
-
-@tutorial
-def pix2pix(kit):
-    """A U-Net, a discriminator of pairs, an absolute error beside the adversarial loss."""
-    generator, discriminator = translator_of(kit), discriminator_of(kit, 2)
-    optimizers = [kit.optimizers.Adam(2e-4, beta_1=0.5) for _ in range(2)]
-    cross_entropy = kit.losses.BinaryCrossentropy(from_logits=True)
-
-    def step(given, target):
-        with tf.GradientTape() as of_generator, tf.GradientTape() as of_discriminator:
-            made = generator(given, training=True)
-            seen = discriminator(tf.concat([given, target], -1), training=True)
-            forged = discriminator(tf.concat([given, made], -1), training=True)
-            fooled = cross_entropy(tf.ones_like(forged), forged)
-            far = tf.reduce_mean(tf.abs(target - made))
-            total = fooled + 100 * far
-            caught = (cross_entropy(tf.ones_like(seen), seen)
-                      + cross_entropy(tf.zeros_like(forged), forged))
-        updated(optimizers[0], of_generator, total, generator)
-        updated(optimizers[1], of_discriminator, caught, discriminator)
-        return total, fooled, far, caught
-
-    return step, [generator, discriminator], lambda draw, rows: (images(draw, rows),
-                                                                 images(draw, rows))
 
 
 @tutorial

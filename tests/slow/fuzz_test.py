@@ -1,4 +1,4 @@
-"""The properties of ``fuzz.py`` and ``fuzz_nested.py``, each tried hundreds of times.
+"""The properties of ``fuzz.py``, each tried hundreds of times.
 
 The draws are others every time.  A failure prints the draw that failed, made small, and a
 ``@reproduce_failure`` line for it.
@@ -6,7 +6,7 @@ The draws are others every time.  A failure prints the draw that failed, made sm
 
 from absl.testing import parameterized
 
-from tests.parity import fuzz, fuzz_nested
+from tests.parity import fuzz
 
 EXAMPLES = 2200 // len(fuzz.PROPERTIES)
 
@@ -17,8 +17,3 @@ class FuzzTest(parameterized.TestCase):
     def test_property(self, name):
         """Else a nest, dtype, row count or aggregation nobody thought of gives a wrong value."""
         fuzz.try_out(name, EXAMPLES, derandomize=False)
-
-    @parameterized.parameters(*fuzz_nested.PROPERTIES)
-    def test_nested_property(self, name):
-        """Else a function inside the replica function trains on another batch's shares."""
-        fuzz.try_out(name, EXAMPLES, derandomize=False, properties=fuzz_nested.PROPERTIES)
