@@ -63,7 +63,9 @@ class ProgramsTest(parameterized.TestCase):
             np.testing.assert_allclose(other, one, rtol=bound, atol=bound * max(
                 1.0, np.abs(one).max(initial=0.0)))
 
-    @wide.parameters(*CASES, wide=OTHERS)
+    @wide.named_parameters(
+        *((f"_{name}_{towers}", name, towers) for name, towers in dict.fromkeys(CASES + OTHERS)),
+        is_wide=lambda *case: case not in CASES)
     def test_towers_do_what_one_device_does(self, name, towers):
         """Else a program that is right on one device is wrong on several, or warned of."""
         self.check(name, towerstrategy.TowerStrategy(DEVICES[:towers]), in_scope=towers != 4)
