@@ -52,9 +52,8 @@ class TowerExtended(_tf.StrategyExtended):
                                      placement.merge)
         self.stages, self.xla = Stages(placement), xla.Xla(
             {*placement.towers, *itertools.chain(*placement.rows)})
-        # Living variables by their ids: all, and those that are written where no sync point can be.
+        # Living variables by their ids.
         self._tracked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._written_alone: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Whether functions are traced for tower 0 alone, and why some were not.
         self.trace_once = True
         self.keep_graphs = False  # for tools that walk traced functions in Python
@@ -239,14 +238,6 @@ class TowerExtended(_tf.StrategyExtended):
     def variables(self) -> list[Any]:
         """The living variables of this strategy."""
         return list(self._tracked.values())
-
-    def note_written_alone(self, variable: Any) -> None:
-        """Remembers a variable that a tower writes where no sync point can be."""
-        self._written_alone[id(variable)] = variable
-
-    def written_alone(self) -> list[Any]:
-        """The living variables that :meth:`note_written_alone` was given."""
-        return list(self._written_alone.values())
 
     def tower_local_parts(self) -> Iterator[Any]:
         """The parts of each living tower-local variable."""

@@ -24,13 +24,7 @@ NESTED_MERGE = (
 
 
 class Call:
-    """One call of a replica function by one tower.
-
-    Attributes:
-      copies: whether the other towers are copies of what the first one traces.
-    """
-
-    copies = False
+    """One call of a replica function by one tower."""
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy = strategy
@@ -41,20 +35,13 @@ class Call:
                 tf.device(self._strategy.extended.merge_device):
             return merge_fn(self._strategy, *args, **kwargs)
 
-    def own(self, tower: int, values: Sequence[Any]) -> Any:
-        """What ``tower`` has of one value a tower."""
+    def own(self, tower: int, name: str, values: Sequence[Any], dtype: tf.DType) -> Any:
+        """What ``tower`` has of the values of one of :data:`known.FACTS`, one a tower."""
+        del name, dtype
         return values[tower]
-
-    def for_all(self, tower: int, key: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, called once for all towers, when the first one asks by ``key``."""
-        del tower, key
-        return make()
 
     def ask(self) -> None:
         """A tower looks at its number as a Python number."""
-
-    def note_known(self, name: str, value: Any) -> None:
-        """``value`` is what a tower knows of itself, one of :data:`known.OUTSIDE`."""
 
     def note_written(self, variable: Any) -> None:
         """A tower writes ``variable`` where the towers cannot sync."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -21,9 +21,19 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.contexts import call as call_lib
 from towerstrategy.merge import shares as shares_lib
 
-# What a nested function that a tower has traced finds where no tower calls it.
-OUTSIDE = {"share": (tf.float64, 1.), "filled": (tf.bool, True), "number": (tf.int32, 0),
-           "seed_step": (tf.int64, 0), "rows": (tf.int64, 0), "first_row": (tf.int64, 0)}
+
+class Fact(NamedTuple):
+    """Something that a tower knows of itself.
+
+    Attributes:
+      dtype: the type of its tensor.
+      outside: what a nested function that a tower has traced finds where no tower calls it.
+      of_all: what the towers of this machine know, given any one's context.
+    """
+
+    dtype: tf.DType
+    outside: Any
+    of_all: Callable[[Known], list[Any]]
 
 
 class Known:
@@ -39,11 +49,6 @@ class Known:
     _call: call_lib.Call
     graph: tf.Graph | None
     _found: dict[str, Any]
-
-    @property
-    def count(self) -> int:
-        """How many towers there are on this machine."""
-        raise NotImplementedError
 
     @property
     def replica_id_in_sync_group(self) -> tf.Tensor:
@@ -83,49 +88,34 @@ class Known:
         return tf.bitwise.bitwise_xor(seed, tf.cast(self._known("seed_step"), seed.dtype))
 
     def _known(self, name: str) -> Any:
-        """One of :data:`OUTSIDE`, as this tower has it in this call."""
+        """One of :data:`FACTS`, as this tower has it in this call."""
         nested = _tf.nested_function(self.graph)
-        if nested is None:
-            value = self._here(name)
-            self._call.note_known(name, value)
-            return value
-        return _tf.capture_at_call(nested, f"towerstrategy/{name}",
-                                   functools.partial(_known_of_caller, name),
-                                   tf.TensorSpec([], OUTSIDE[name][0]))
-
-    def _here(self, name: str) -> Any:
-        """The same, in the replica function itself."""
+        if nested is not None:
+            return _tf.capture_at_call(nested, f"towerstrategy/{name}",
+                                       functools.partial(_known_of_caller, name),
+                                       tf.TensorSpec([], FACTS[name].dtype))
         if name not in self._found:
-            values = self._call.for_all(self._tower, name, lambda: _OF_ALL[name](self))
-            self._found[name] = values[0] if self._are_alike(name, values) else self._call.own(
-                self._tower, [np.int64(value) if self._call.copies and type(value) is int
-                              else value for value in values])
+            self._found[name] = self._call.own(
+                self._tower, name, FACTS[name].of_all(self), FACTS[name].dtype)
         return self._found[name]
 
-    def _are_alike(self, name: str, values: list[Any]) -> bool:
-        """Whether one plain value serves all towers; a share is to be known as one."""
-        plain = isinstance(values[0], (bool, int, float)) and len(set(values)) == 1
-        return plain and not (name == "share" and self._call.copies) or all(
-            value is values[0] for value in values)
 
-
-def _numbers(tower: Known) -> list[Any]:
+def _numbers(tower: Known) -> list[np.int32]:
     first = tower._strategy.extended.first_replica
-    return [np.int32(first + number) for number in range(tower.count)]
+    return [np.int32(first + number) for number in range(len(tower.shares.here))]
 
 
-# What all towers of this machine know.
-_OF_ALL: dict[str, Callable[[Known], list[Any]]] = {
-    "share": lambda tower: [tower.shares.of(number) for number in range(tower.count)],
-    "filled": lambda tower: [tower.shares.filled(number) for number in range(tower.count)],
-    "number": _numbers,
-    "seed_step": lambda tower: [np.int64(number * _tf.SEED_STEP % 2**31)
-                                for number in map(int, _numbers(tower))],
-    "rows": lambda tower: tower.shares.here,
-    "first_row": lambda tower: tower.shares.starts()}
+FACTS = {
+    "share": Fact(tf.float64, 1., lambda tower: tower.shares.shares_here),
+    "filled": Fact(tf.bool, True, lambda tower: tower.shares.filled_here),
+    "number": Fact(tf.int32, 0, _numbers),
+    "seed_step": Fact(tf.int64, 0, lambda tower: [
+        np.int64(int(number) * _tf.SEED_STEP % 2**31) for number in _numbers(tower)]),
+    "rows": Fact(tf.int64, 0, lambda tower: tower.shares.here),
+    "first_row": Fact(tf.int64, 0, lambda tower: tower.shares.starts)}
 
 
 def _known_of_caller(name: str) -> Any:
     """What the tower knows that calls a nested function, or that traces one which does."""
     tower = tf.distribute.get_replica_context()
-    return tower._known(name) if isinstance(tower, Known) else OUTSIDE[name][1]
+    return tower._known(name) if isinstance(tower, Known) else FACTS[name].outside

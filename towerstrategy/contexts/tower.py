@@ -28,14 +28,13 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, tower: int, shares: shares_lib.Shares,
-                 call: call_lib.Call | None = None) -> None:
+                 call: call_lib.Call) -> None:
         tf.distribute.ReplicaContext.__init__(self, strategy, tower)
         self._tower, self.shares = tower, shares
-        self._call = call_lib.Call(strategy) if call is None else call
+        self._call = call
         self.graph: tf.Graph | None = None
-        self._reducing = False
+        self._reducing = self.asked = False
         self._found: dict[str, Any] = {}
-        self.asked = False
         self._scaled: dict[int, Any] = {}  # losses that are parts of the batch's, by their ids
         self.stage_run: Any = None
 
@@ -108,7 +107,7 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
 
     def writes_alone(self, variable: Any) -> None:
         """A write to ``variable`` is being traced where the towers cannot sync."""
-        self._strategy.extended.note_written_alone(variable)
+        variable._written_alone = True
         self._call.note_written(variable)
 
     def refuse_compiled_write(self, variable: Any) -> None:

@@ -46,25 +46,22 @@ class TowerResults(_tf.PerReplica):
     def __init__(self, values: Any, shares: shares_lib.Shares | None = None,
                  counts: Any = None) -> None:
         super().__init__(values)
-        self._shares = shares
-        self._counts = counts
+        self._shares, self._counts = shares, counts
 
-    @property
-    def shares(self) -> shares_lib.Shares:
-        return self.shares_among(getattr(tf.distribute.get_strategy().extended, "workers", None))
+    def with_values(self, values: Any) -> TowerResults:
+        """Other values of the same batch."""
+        return TowerResults(values, self._shares, self._counts)
 
-    def shares_among(self, workers: Workers | None) -> shares_lib.Shares:
-        """The shares, where the machines are known."""
-        if self._shares is not None:
-            return self._shares
+    def shares(self, workers: Workers | None) -> shares_lib.Shares:
+        """The batch's shares."""
         # Not kept: the tensors are of the graph in which they are asked for.
-        return shares_lib.Shares.of_counts(self._counts, workers)
+        return self._shares or shares_lib.Shares.of_counts(self._counts, workers)
 
     @property
     def counts(self) -> tf.Tensor:
         """The rows of all towers, an int64 vector."""
         # Where they came in as a tensor, that one: TensorFlow looks whether arguments have changed.
-        return self._shares.counts() if self._shares is not None else self._counts
+        return self._counts if self._shares is None else self._shares.counts()
 
     @property
     def _type_spec(self) -> tf.TypeSpec:
@@ -88,7 +85,7 @@ def shares_of(arguments: Sequence[Any],
     for argument in arguments:
         if not isinstance(argument, TowerResults) or sure is not None:
             continue
-        shares = argument.shares_among(workers)
+        shares = argument.shares(workers)
         are_rows = shares.counted and _are_rows(argument.values, shares)
         if are_rows is None:
             possible.append((_match(argument.values, shares), shares))
@@ -105,27 +102,21 @@ def shares_of(arguments: Sequence[Any],
 def _are_rows(values: Sequence[Any], shares: shares_lib.Shares) -> bool | None:
     """Whether the first dimensions are the towers' rows; None where that is not known yet."""
     known: bool | None = True
-    for tower, value in enumerate(values):
+    for tower, (value, rows) in enumerate(zip(values, shares.here)):
         if not rows_lib.has_rows(value) or value.shape.rank == 0:
             return False
-        length, rows = rows_lib.known_rows(value), shares.rows(tower)
-        fed = shares.fed(tower)
-        if isinstance(length, int) and length == fed:
-            continue
-        if isinstance(length, int) and isinstance(rows, int):
-            if length != rows:
-                return False
-        elif isinstance(length, int) and fed is None:
-            return False  # of a fixed size, where the batch's rows are counted while it runs
-        else:
+        length, fed = rows_lib.known_rows(value), shares.fed and shares.fed[tower]
+        if length is None or shares.fed is None and not isinstance(rows, int):
             known = None
+        elif length not in (rows if isinstance(rows, int) else fed, fed):
+            return False
     return known
 
 
 def _match(values: Sequence[Any], shares: shares_lib.Shares) -> tf.Tensor:
     """Whether the first dimensions are the towers' rows, a scalar bool tensor."""
-    rows = tf.stack([tf.cast(shares.rows(tower), tf.int64) for tower in range(len(values))])
-    return tf.reduce_all(tf.stack([_length(value) for value in values]) == rows)
+    return tf.reduce_all(tf.stack([_length(value) for value in values])
+                         == tf.stack([tf.cast(count, tf.int64) for count in shares.here]))
 
 
 def _length(value: Any) -> tf.Tensor:

@@ -31,20 +31,19 @@ class Shares:
     Args:
       rows: the rows of each tower.
       workers: what synchronizes the workers, or None for a single machine.
+      counted: whether these are the rows of a batch; else they only say that all count the same.
+      fed: how many rows each of this machine's towers is known to have been given, also where
+        others' are not known; None where that is known while it runs alone.
 
     Attributes:
-      counted: whether these are the rows of a batch; else they only say that all count the same.
+      counted, workers, fed: as given; ``fed`` is None where nothing was noted.
       are_known: whether the rows are known while tracing.
-      workers: as given.
     """
 
-    def __init__(self, rows: Sequence[rows_lib.Rows],
-                 workers: Workers | None = None) -> None:
+    def __init__(self, rows: Sequence[rows_lib.Rows], workers: Workers | None = None,
+                 counted: bool = False, fed: Sequence[int | None] | None = None) -> None:
         self._rows = list(rows)
-        self.workers = workers
-        self._first = workers.first if workers is not None else 0
-        self.counted = False
-        self._fed: list[int | None] | None = None
+        self.workers, self.counted, self.fed = workers, counted, fed
         self.are_known = all(isinstance(count, int) for count in self._rows)
 
     @classmethod
@@ -56,18 +55,22 @@ class Shares:
     def of_batch(cls, batches: sub_batches.SubBatches,
                  workers: Workers | None = None) -> Shares:
         """The shares of a batch that was split."""
-        shares = cls(sub_batches.row_counts(batches), workers)
-        shares.counted = True
-        shares._fed = [rows_lib.known_rows(part) for part in batches.values]
-        return shares
+        return cls(sub_batches.row_counts(batches), workers, True,
+                   [rows_lib.known_rows(part) for part in batches.values])
 
     @classmethod
     def of_counts(cls, counts: tf.Tensor, workers: Workers | None = None) -> Shares:
         """The shares of a batch of which the rows of all towers are ``counts``, a vector."""
         known = tf.get_static_value(counts)
-        shares = cls(tf.unstack(counts) if known is None else known.tolist(), workers)
-        shares.counted = True
-        return shares
+        return cls(tf.unstack(counts) if known is None else known.tolist(), workers, True)
+
+    def prepare(self) -> Shares:
+        """Makes the tensors now, in the current graph and on the current device."""
+        if not self.are_known:
+            self._columns, self.starts  # noqa: B018
+        return self
+
+    # Of all towers of all machines.
 
     @property
     def are_equal(self) -> bool:
@@ -83,96 +86,75 @@ class Shares:
         """The rows of all towers, an int64 vector."""
         return tf.stack([tf.cast(count, tf.int64) for count in self._rows])
 
-    def fed(self, tower: int) -> Any:
-        """How many rows ``tower`` is known to have been given, also where others' are not known.
-
-        None where that is known while it runs alone, False where nothing was noted.
-        """
-        return self._fed[tower] if self._fed is not None else False
-
-    def in_words(self, tower: int) -> str:
-        """The rows of ``tower`` in words, for errors; nothing where they are not known."""
-        if not self.counted or not self.are_known:
-            return ""
-        rows = self._rows[self._first + tower]
-        return f"{rows or 'none'} of the batch's {self.total} rows"
-
-    def starts(self) -> list[Any]:
-        """How many rows of the batch come before those of each of this machine's towers."""
-        if self.are_known:
-            return self._here([sum(self._rows[:tower]) for tower in range(self.number)])
-        return self._here(tf.unstack(tf.cumsum(self.counts(), exclusive=True)))
-
-    @property
-    def here(self) -> list[Any]:
-        """The rows of each of this machine's towers."""
-        return self._here(self._rows)
-
     @property
     def may_be_empty(self) -> bool:
         """Whether some tower has, or may turn out to have, no rows."""
         return not self.are_known or min(self._rows) == 0
 
-    @functools.cached_property
-    def total(self) -> Any:
-        """The rows of the whole batch: an int or a scalar int64 tensor."""
-        if self.are_known:
-            return sum(self._rows)
-        return tf.add_n([tf.cast(count, tf.int64) for count in self._rows])
-
-    @functools.cached_property
-    def _shares(self) -> list[Any]:
-        if self.are_known:
-            # NumPy's float64: tf.cast makes a float32 of a Python float first.
-            return [np.float64(count / max(self.total, 1)) for count in self._rows]
-        total = tf.cast(tf.maximum(self.total, 1), tf.float64)
-        return [tf.cast(count, tf.float64) / total for count in self._rows]
-
-    @functools.cached_property
-    def _filled(self) -> list[Any]:
-        return [count > 0 for count in self._rows]
-
-    @functools.cached_property
-    def _share_column(self) -> Any:
-        return tf.stack(self._here(self._shares))
-
-    @functools.cached_property
-    def _filled_column(self) -> Any:
-        return tf.stack(self._here(self._filled))
+    # Of this machine's towers.
 
     def _here(self, values: list[Any]) -> list[Any]:
         """Of one value a tower, those of this worker's."""
         if self.workers is None:
             return values
-        return values[self._first:self._first + self.workers.towers]
+        return values[self.workers.first:self.workers.first + self.workers.towers]
 
-    def prepare(self) -> Shares:
-        """Makes the tensors now, in the current graph and on the current device."""
-        if not self.are_known:
-            self._shares, self._filled  # noqa: B018
-            self._share_column, self._filled_column  # noqa: B018
-        return self
+    @property
+    def here(self) -> list[rows_lib.Rows]:
+        """Their rows."""
+        return self._here(self._rows)
+
+    @functools.cached_property
+    def shares_here(self) -> list[Any]:
+        """Their shares."""
+        if self.are_known:
+            # NumPy's float64: tf.cast makes a float32 of a Python float first.
+            return [np.float64(count / max(sum(self._rows), 1)) for count in self.here]
+        total = tf.add_n([tf.cast(count, tf.int64) for count in self._rows])
+        total = tf.cast(tf.maximum(total, 1), tf.float64)
+        return [tf.cast(count, tf.float64) / total for count in self.here]
+
+    @functools.cached_property
+    def filled_here(self) -> list[Any]:
+        """Whether they have rows, bools or scalar bool tensors."""
+        return [count > 0 for count in self.here]
+
+    @functools.cached_property
+    def starts(self) -> list[Any]:
+        """How many rows of the batch come before each one's."""
+        if self.are_known:
+            return self._here([sum(self._rows[:tower]) for tower in range(self.number)])
+        return self._here(tf.unstack(tf.cumsum(self.counts(), exclusive=True)))
+
+    @functools.cached_property
+    def _columns(self) -> tuple[Any, Any]:
+        """Their shares, and whether they have rows, as vectors."""
+        stack = np.stack if self.are_known else tf.stack
+        return stack(self.shares_here), stack(self.filled_here)
+
+    def of(self, tower: int) -> Any:
+        """The share of ``tower``."""
+        return self.shares_here[tower]
+
+    def filled(self, tower: int) -> Any:
+        """Whether ``tower`` has rows: a bool or a scalar bool tensor."""
+        return self.filled_here[tower]
+
+    def in_words(self, tower: int) -> str:
+        """The rows of ``tower`` in words, for errors; nothing where they are not known."""
+        if not self.counted or not self.are_known:
+            return ""
+        return f"{self.here[tower] or 'none'} of the batch's {sum(self._rows)} rows"
 
     def weigh(self, stacked: tf.Tensor) -> tf.Tensor:
         """The towers' values, stacked, each times its share; 0 for a tower without rows."""
         shape = [-1] + [1] * (stacked.shape.rank - 1)
+        shares, filled = self._columns
         if self.may_be_empty:
-            filled = self._filled_column if not self.are_known else self._here(self._filled)
             stacked = tf.where(tf.reshape(filled, shape), stacked, tf.zeros([], stacked.dtype))
-        share = self._share_column if not self.are_known else np.stack(self._here(self._shares))
-        return stacked * tf.reshape(tf.cast(share, stacked.dtype), shape)
+        return stacked * tf.reshape(tf.cast(shares, stacked.dtype), shape)
 
-    def of(self, tower: int) -> Any:
-        """The share of ``tower``."""
-        return self._shares[self._first + tower]
-
-    def rows(self, tower: int) -> rows_lib.Rows:
-        """The rows of ``tower``."""
-        return self._rows[self._first + tower]
-
-    def filled(self, tower: int) -> Any:
-        """Whether ``tower`` has rows: a bool or a scalar bool tensor."""
-        return self._filled[self._first + tower]
+    # Over all machines.
 
     def across(self, value: Value) -> Value:
         """The sum over the machines of what the towers of each have summed to."""

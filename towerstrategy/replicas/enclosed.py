@@ -87,7 +87,7 @@ def _put_back(leaf: Any, tensors: list[tf.Tensor], operation: tf.Operation | Non
         return leaf
     parts = [_put_back(part, tensors, operation) for part in leaf.parts]
     if isinstance(leaf.original, results.TowerResults):
-        return results.TowerResults(parts, leaf.original.shares)
+        return leaf.original.with_values(parts)
     if isinstance(leaf.original, (_tf.PerReplica, _tf.Mirrored)):
         return type(leaf.original)(parts)
     return tf.nest.pack_sequence_as(leaf.original, parts, expand_composites=True)

@@ -70,8 +70,6 @@ _STATES = {"share": contract.SHARE, "rows": contract.State(Size()),
 class _Once(contexts.Call):
     """One call of the replica function: tower 0 is traced, the others are copied."""
 
-    copies = True
-
     def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares,
                  made: list[tuple[Any, Any]]) -> None:
         super().__init__(strategy)
@@ -80,7 +78,6 @@ class _Once(contexts.Call):
         self._warning: Warning | None = None  # that the user has made an error
         self.contract = contract.Contract()
         self._devices = strategy.extended.worker_devices
-        self._host = strategy.extended.host_device
         self._graph = tf.compat.v1.get_default_graph()
         names = [scopes.of_tower(tower, device) for tower, device in enumerate(self._devices)]
         self._scope = f"{names[0]}/"
@@ -166,31 +163,24 @@ class _Once(contexts.Call):
             alone.merge_written(self._shares, towers_, alone.read_temporary)
         self._copier.skip()
 
-    def own(self, tower: int, values: Sequence[Any]) -> tf.Tensor:
-        """Tower 0's of one value a tower; the others' are put into the copies."""
+    def own(self, tower: int, name: str, values: Sequence[Any], dtype: tf.DType) -> Any:
+        """Tower 0's of one value a tower; the others' are put into the copies.
+
+        A value that is the same for all is that, save that the contract is to tell shares.
+        """
         del tower
+        if all(value is values[0] for value in values) or (
+                name != "share" and len(set(map(repr, values))) == 1):
+            return values[0]
         before = len(self._graph.get_operations())
         with self._graph.as_default():  # also where a branch or a loop is being traced
-            first = self._stand_for([tf.convert_to_tensor(value) for value in values])
+            first = self._stand_for([tf.convert_to_tensor(value, dtype) for value in values])
         self._copier.keep(before)
+        self.contract.put(first, _STATES.get(name, contract.SAME))
         return first
-
-    def for_all(self, tower: int, key: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives; the copies leave out what it adds to the graph."""
-        del tower, key
-        before = len(self._graph.get_operations())
-        with self._graph.as_default(), tf.name_scope("merge/"), tf.device(None), \
-                tf.device(self._host):
-            made = make()
-        self._copier.keep(before)
-        return made
 
     def ask(self) -> None:
         raise NeedsOwnTrace("it looks at its replica id as a Python number")
-
-    def note_known(self, name: str, value: Any) -> None:
-        if tf.is_symbolic_tensor(value):
-            self.contract.put(value, _STATES.get(name, contract.SAME))
 
     def check_gradients(self, gradients: Sequence[Any], variables: Sequence[Any],
                         asked: bool) -> None:

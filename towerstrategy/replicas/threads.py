@@ -61,18 +61,15 @@ def _refusing_gradients(strategy: tf.distribute.Strategy, result: Any) -> Any:
 
     def refusing(leaf: Any) -> Any:
         if isinstance(leaf, results.TowerResults):
-            return results.TowerResults([refusing(value) for value in leaf.values], leaf.shares)
+            return leaf.with_values([refusing(value) for value in leaf.values])
         floats = isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
         return through(leaf, *sources) if floats else leaf
 
     return tf.nest.map_structure(refusing, result)
 
 
-class _Stop(BaseException):
-    """Ends a tower's thread after another tower has failed, or the caller was interrupted.
-
-    Not an ``Exception``, so that the user's own handlers do not take it for one of theirs.
-    """
+class _Stop(SystemExit):
+    """Ends a tower's thread after another tower has failed, or the caller was interrupted."""
 
 
 class _Call(contexts.Call):
@@ -81,26 +78,26 @@ class _Call(contexts.Call):
     def __init__(self, strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
                  kwargs: Any, shares: shares_lib.Shares) -> None:
         super().__init__(strategy)
-        self._shares = shares
+        self._shares, self._eager = shares, tf.executing_eagerly()
+        self._graph: Any = tf.compat.v1.get_default_graph()
+        if not self._eager:
+            _tf.keep_scopes_per_thread(self._graph)
         self._graph_seed = _tf.graph_seed()
-        self._operation_seeds = _tf.OperationSeeds(tf.compat.v1.get_default_graph())
-        state = self._state = _tf.ThreadState()
-        self._merge_scope = f"{state.name_scope}/merge/" if state.name_scope else "merge/"
-        self._turns = alone.Turns(strategy.extended.written_alone)
+        self._operation_seeds = _tf.OperationSeeds(self._graph)
+        outer = self._graph.get_name_scope()
+        self._scope = f"{outer}/" if outer else ""
+        self._turns = alone.Turns(strategy.extended.variables)
         self._written: list[alone.Written] = []
-        self._operations: list[set[str]] = [
-            set() for _ in strategy.extended.worker_devices]  # names, by tower
-        self._placers = [] if state.eager else [
-            strategy.extended.stages.placer(state.graph, tower)
-            for tower in range(len(strategy.extended.worker_devices))]
-        self._made_for_all: dict[str, Any] = {}
+        devices = strategy.extended.worker_devices
+        self._operations: list[set[str]] = [set() for _ in devices]  # names, by tower
+        self._placers = [strategy.extended.stages.placer(self._graph, number)
+                         for number in range(len(devices))]
         made: dict[str, list[tf.Variable]] = {}
-        towers = [contexts.TowerContext(strategy, tower, shares, self)
-                  for tower in range(len(strategy.extended.worker_devices))]
-        self._towers = [
-            _TowerThread(tower, state, made, fn, _tf.select_replica(number, args),
-                         _tf.select_replica(number, kwargs))
-            for number, tower in enumerate(towers)]
+        self._towers = [_Tower(
+            contexts.TowerContext(strategy, number, shares, self),
+            f"{self._scope}{scopes.of_tower(number, device)}/",
+            _tf.shared_variable_creator_for(made, number), fn, _tf.select_replica(number, args),
+            _tf.select_replica(number, kwargs)) for number, device in enumerate(devices)]
 
     def run(self) -> Any:
         try:
@@ -112,181 +109,148 @@ class _Call(contexts.Call):
         finally:
             for tower in self._towers:
                 tower.stop()
-        values = tuple(tower.result for tower in self._towers)
-        if not self._state.eager:
+        values = tuple(tower.main_result for tower in self._towers)
+        if not self._eager:
             stages = self._strategy.extended.stages
-            stages.put_in_order(self._state.graph, self._operations, values)
+            stages.put_in_order(self._graph, self._operations, values)
         return _tf.regroup(values, functools.partial(results.TowerResults, shares=self._shares))
 
     def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call`` from the thread of a tower."""
         thread = threading.current_thread()
-        if not isinstance(thread, _TowerThread):
+        if not isinstance(thread, _Tower):
             raise RuntimeError("`merge_call` was called in a thread other than its tower's.")
-        return thread.pause(_SyncPoint(merge_fn, args, kwargs))
-
-    def for_all(self, tower: int, key: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives when the first tower asks; a tower asks once for a ``key``."""
-        del tower
-        if key not in self._made_for_all:
-            root = contextlib.nullcontext() if self._state.eager \
-                else self._state.graph.as_default()
-            with root, tf.name_scope(self._merge_scope), tf.device(None), \
-                    tf.device(self._strategy.extended.host_device):
-                self._made_for_all[key] = make()
-        return self._made_for_all[key]
+        return thread.pause(merge_fn, args, kwargs)
 
     def note_written(self, variable: Any) -> None:
         """A tower writes ``variable`` where the towers cannot sync, or will when it is called."""
-        if self._state.eager:
+        if self._eager:
             self._turns.note(variable)
 
     def _advance(self) -> bool:
         """Runs each tower to its next sync point or its end; True when all have ended."""
         self._written = []
-        if self._state.eager:
+        if self._eager:
             self._turns.begin()
-        for tower in self._towers:
-            replica = self._strategy.extended.first_replica + tower.number
-            before = 0 if self._state.eager else len(self._state.graph.get_operations())
-            seeds = contextlib.nullcontext() if self._state.eager \
-                else self._operation_seeds.of(tower.number)
-            with _tf.graph_seeded(self._graph_seed, replica), seeds:
+        for number, tower in enumerate(self._towers):
+            before = 0 if self._eager else len(self._graph.get_operations())
+            seeds = contextlib.nullcontext() if self._eager else self._operation_seeds.of(number)
+            with _tf.graph_seeded(self._graph_seed, tower.replica_id_in_sync_group), seeds:
                 tower.proceed()
             if tower.error is not None:
                 raise tower.error
-            self._end_turn(tower.number, before)
-        ended = [tower.ended for tower in self._towers]
-        if any(ended) and not all(ended):
-            at = [tower.number for tower in self._towers if not tower.ended]
+            self._end_turn(number, before)
+        at = [number for number, tower in enumerate(self._towers) if not tower.done]
+        if at and len(at) < len(self._towers):
             raise RuntimeError(
                 "Some replicas made a different number of replica_context().merge_call() calls: "
                 f"tower(s) {at} are at a merge_call, the others have returned.")
-        return all(ended)
+        return not at
 
     def _end_turn(self, number: int, before: int) -> None:
         """A tower is at a sync point or its end; its operations begin at number ``before``."""
-        if self._state.eager:
+        if self._eager:
             self._turns.end_turn()
             return
-        graph = self._state.graph
-        own = graph.get_operations()[before:]
+        own = self._graph.get_operations()[before:]
         self._placers[number].place(own)
         self._operations[number].update(operation.name for operation in own)
-        self._written.append(alone.divert(graph, own, self._strategy.extended.variables()))
+        self._written.append(alone.divert(self._graph, own, self._strategy.extended.variables()))
 
     def _merge_written(self) -> None:
         """One value for what the towers have written since they last met."""
         with _tf.not_recorded(), tf.control_dependencies(None):
-            if self._state.eager:
+            if self._eager:
                 self._turns.merge(self._shares)
             elif any(self._written):
                 alone.merge_written(self._shares, self._written, alone.read_temporary)
 
     def _merge(self) -> None:
-        points = [tower.point for tower in self._towers if tower.point is not None]
-        first = points[0]
-        args = _tf.regroup(tuple(point.args for point in points))
-        kwargs = _tf.regroup(tuple(point.kwargs for point in points))
-        controls = {id(op): op for point in points for op in point.controls}
-        with _tf.eager_if(first.eager), tf.name_scope(self._merge_scope), \
+        first = self._towers[0]
+        args = _tf.regroup(tuple(tower.merge_args for tower in self._towers))
+        kwargs = _tf.regroup(tuple(tower.merge_kwargs for tower in self._towers))
+        controls = {id(op): op for tower in self._towers for op in tower.captured_control_deps}
+        with _tf.eager_if(first.merge_call_entered_in_eager), \
+                tf.name_scope(f"{self._scope}merge/"), \
                 tf.control_dependencies(list(controls.values())), \
                 tf.device(self._strategy.extended.merge_device):
             result = first.merge_fn(self._strategy, *args, **kwargs)
-        for tower in self._towers:
-            tower.answer = _tf.select_replica(tower.number, result)
+        for number, tower in enumerate(self._towers):
+            tower.merge_result = _tf.select_replica(number, result)
 
 
-class _SyncPoint:
-    """What a tower brings to a ``merge_call``."""
+class _Tower(_tf.ReplicaThread):
+    """Runs one tower, in turn with the others.
 
-    def __init__(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        graph = tf.compat.v1.get_default_graph()
-        self.merge_fn = merge_fn
-        self.args = args
-        self.kwargs = kwargs
-        self.eager = tf.executing_eagerly()
-        self.controls = [] if self.eager else _tf.control_dependencies_of(graph)
+    Attributes:
+      error: what it has raised.
+    """
 
-
-class _TowerThread(threading.Thread):
-    """Runs one tower, in turn with the others."""
-
-    def __init__(self, context: contexts.TowerContext, state: _tf.ThreadState, made: dict[str, Any],
+    def __init__(self, context: contexts.TowerContext, scope: str, creator: Callable[..., Any],
                  fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        super().__init__(name=f"tower-{context.tower}", daemon=True)
-        self._context = context
-        self._state = state
-        self._creator = _tf.shared_variable_creator_for(made, context.tower)
-        self._fn: Any = fn
-        self._args, self._kwargs = args, kwargs
-        self._go = threading.Semaphore(0)
-        self._paused = threading.Semaphore(0)
+        super().__init__(context.strategy, tf.train.Coordinator(), context.tower,
+                         context.strategy.extended.worker_devices, creator,
+                         functools.partial(self._in_tower, fn), None, args, kwargs)
+        self.name, self.daemon = f"tower-{context.tower}", True
+        self._context, self._scope = context, scope
+        self._filters = tf.debugging.is_traceback_filtering_enabled()
         self._running = False
-        self._stopping = False
-        self.number = context.tower
-        self.point: _SyncPoint | None = None
-        self.answer: Any = None
-        self.result: Any = None
         self.error: BaseException | None = None
-        self.ended = False
 
     def proceed(self) -> None:
         """Lets the tower run to a sync point or its end (called by the caller's thread)."""
         if self.ident is None:
             self.start()
         self._running = True
-        self._go.release()
+        self.should_run.set()
         # Again and again: a Ctrl-C that comes just before a wait begins is seen at its end only.
-        while not self._paused.acquire(timeout=.5):
+        while not self.has_paused.wait(.5):
             pass
+        self.has_paused.clear()
 
-    def pause(self, point: _SyncPoint) -> Any:
-        """Waits for the others (called by the tower's thread)."""
-        self.point = point
+    def pause(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Waits for the others at a ``merge_call`` (called by the tower's thread)."""
+        self.merge_fn, self.merge_args, self.merge_kwargs = merge_fn, args, kwargs
+        self.merge_call_entered_in_eager = tf.executing_eagerly()
+        self.captured_control_deps = [] if tf.executing_eagerly() else \
+            _tf.control_dependencies_of(self.graph)
         self._running = False
-        self._paused.release()
-        self._go.acquire()
-        if self._stopping:
+        self.has_paused.set()
+        self.should_run.wait()
+        self.should_run.clear()
+        if self.coord.should_stop():
             raise _Stop()
-        return self.answer
+        return self.merge_result
 
     def stop(self) -> None:
         """Ends the thread and waits for it."""
         if self.ident is None:
             return
-        self._stopping = True
+        self.coord.request_stop()
         if self._running:  # Ctrl-C: the caller did not wait for the end of this tower's turn
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident),
                                                        ctypes.py_object(_Stop))
-        self._go.release()
+        self.should_run.set()
         self.join()
 
     def run(self) -> None:
-        self._go.acquire()
         try:
-            if not self._stopping:
-                self._call()
+            super().run()
+        finally:
+            self.main_fn = self.main_args = self.main_kwargs = None
+
+    def _in_tower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        _tf.filter_tracebacks(self._filters)
+        try:
+            with self._context, tf.name_scope(self._scope):
+                return fn(*args, **kwargs)
         except _Stop:
-            pass
+            return None
         except BaseException as error:  # handed to the caller's thread
             placement = self._context.strategy.extended.placement
-            note = notes.of_tower(self.number, placement, self._context.shares)
-            _tf.add_note(error, note, not self._state.eager)
+            note = notes.of_tower(self.replica_id, placement, self._context.shares)
+            _tf.add_note(error, note, not self.in_eager)
             self.error = error
+            return None
         finally:
-            self.ended = True
-            self._fn = self._args = self._kwargs = None
             self._running = False
-            self._paused.release()
-
-    def _call(self) -> None:
-        scope = self._scope()
-        with self._state.entered(reuse=self.number > 0), self._context, \
-                tf.device(self._context.device), tf.name_scope(scope), \
-                _tf.variable_creator_scope(self._creator):
-            self.result = self._fn(*self._args, **self._kwargs)
-
-    def _scope(self) -> str:
-        outer = f"{self._state.name_scope}/" if self._state.name_scope else ""
-        return f"{outer}{scopes.of_tower(self.number, self._context.device)}/"

@@ -92,19 +92,20 @@ class Turns:
     """Eager towers that run in turn, each from the values that the variables had before.
 
     Args:
-      noted: gives the variables that nested functions write, as far as they have been traced.
+      owned: gives the variables of the strategy.
     """
 
-    def __init__(self, noted: Callable[[], Iterable[Any]]) -> None:
-        self._noted = noted
+    def __init__(self, owned: Callable[[], Iterable[Any]]) -> None:
+        self._owned = owned
         self._before: Written = {}
         self._towers: list[Written] = []
 
     def begin(self) -> None:
         """The towers have met."""
         self._before, self._towers = {}, []
-        for variable in self._noted():
-            self.note(variable)
+        for variable in self._owned():
+            if getattr(variable, "_written_alone", False):
+                self.note(variable)
 
     def note(self, variable: Any) -> None:
         """``variable`` is about to be written in this turn, if it has not been already."""

@@ -29,6 +29,7 @@ class TowerVariable(_tf.ResourceVariable):
     """
 
     _home_may_change = False
+    _written_alone = False  # by a function that towers call, see alone
     _extreme: str | None = None  # "max" or "min", see rules
     _alike_on_all = False  # whether the first towers of all machines write the same
 

@@ -141,7 +141,7 @@ def shares_of(variable: Any, given: Any) -> shares_lib.Shares:
     """The shares with which ``strategy.run`` computed a per-replica value; else equal ones."""
     extended = variable.distribute_strategy.extended
     if isinstance(given, results.TowerResults):
-        return given.shares_among(extended.workers)
+        return given.shares(extended.workers)
     return extended.equal_shares()
 
 
