@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy.merge import results, shares as shares_lib
+from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.variables import pieces, written
 
@@ -79,22 +79,22 @@ class TowerVariable(_tf.ResourceVariable):
 
     def assign(self, value: Any, use_locking: Any = None, name: Any = None,
                read_value: bool = True) -> Any:
-        return self._write(_tf.ResourceVariable.assign, value, use_locking, name, read_value)
+        return self._assign(_tf.ResourceVariable.assign, value, use_locking, name, read_value)
 
     def assign_add(self, delta: Any, use_locking: Any = None, name: Any = None,
                    read_value: bool = True) -> Any:
-        return self._write(_tf.ResourceVariable.assign_add, delta, use_locking, name, read_value)
+        return self._assign(_tf.ResourceVariable.assign_add, delta, use_locking, name, read_value)
 
     def assign_sub(self, delta: Any, use_locking: Any = None, name: Any = None,
                    read_value: bool = True) -> Any:
-        return self._write(_tf.ResourceVariable.assign_sub, delta, use_locking, name, read_value)
+        return self._assign(_tf.ResourceVariable.assign_sub, delta, use_locking, name, read_value)
 
     def batch_scatter_update(self, sparse_delta: Any, use_locking: bool = False,
                              name: Any = None) -> Any:
-        if not self._merges(sparse_delta):
-            return super().batch_scatter_update(sparse_delta, use_locking, name)
-        return self._scatter_nd("batch_scatter_update", lambda delta: (
-            pieces.batch_indices(delta.indices), delta.values), sparse_delta)
+        return self._scatter_nd(
+            "scatter_nd_update", sparse_delta,
+            lambda delta: (pieces.batch_indices(delta.indices), delta.values),
+            lambda delta: _tf.ResourceVariable.batch_scatter_update(self, delta, use_locking, name))
 
     @property
     def distribute_strategy(self) -> tf.distribute.Strategy:
@@ -114,117 +114,115 @@ class TowerVariable(_tf.ResourceVariable):
         return (f"<TowerVariable {self.name!r} shape={self.shape} dtype={self.dtype.name}, one "
                 f"copy on {self.device or 'its home'}{value}>")
 
-    def _write(self, method: Callable[..., Any], value: Any, use_locking: Any, name: Any,
-               read_value: bool) -> Any:
-        plain = functools.partial(method, self, use_locking=use_locking, name=name,
-                                  read_value=read_value)
+    def _write(self, given: Any, own: Callable[[Any], Any], plain: Callable[[Any], Any],
+               merged: Callable[..., Any],
+               nested: Callable[[contexts.TowerContext], Any] | None = None) -> Any:
+        """Writes what is given; of what several towers give, one value.
+
+        Args:
+          given: what is to be written, a nest; outside of towers with per-replica values perhaps.
+          own: makes tensors of what one tower gives.
+          plain: writes what is given as on one device.
+          merged: takes what each tower has made by ``own``, the shares, and whether it is written
+            from outside of the towers; writes one value of it.
+          nested: the same where the towers cannot sync; there is no such write without it.
+        """
         tower = contexts.writer_of(self)
         if tower is None:
-            return plain(written.value_from_outside(self, value))
-        value = tf.convert_to_tensor(value, dtype=self.dtype)
+            values = next((leaf for leaf in tf.nest.flatten(given) if isinstance(
+                leaf, tf.distribute.DistributedValues) and not _tf.is_variable(leaf)), None)
+            if values is None:
+                return plain(given)
+            if isinstance(values, _tf.Mirrored):
+                return plain(_tf.select_replica(0, given))
+            parts = [own(_tf.select_replica(number, given))
+                     for number in range(len(values.values))]
+            return merged(parts, written.shares_of(self, values), True)
         if not tower.can_merge:
+            tower.refuse_compiled_write(self)
+        if not tower.several:
+            return plain(given)
+        if not tower.can_merge:
+            if nested is None:
+                raise RuntimeError(contexts.NESTED_MERGE)
+            return nested(tower)
+        return tower.merge_call(lambda _, brought: merged(
+            [_tf.select_replica(number, brought) for number in range(tower.count)], tower.shares,
+            False), args=(own(given),))
+
+    def _assign(self, method: Callable[..., Any], value: Any, use_locking: Any, name: Any,
+                read_value: bool) -> Any:
+        # A given name may hold the tower's name scope, and a merged write is on the merge device.
+        def plain(value: Any, name: Any = None) -> Any:
+            return method(self, value, use_locking=use_locking, name=name, read_value=read_value)
+
+        def nested(tower: contexts.TowerContext) -> Any:
             with_others = _has_workers(tower) and not written.takes_firsts(self)
             # Of a sum it could not be told later whether it was of values or of steps.
-            self._alone(tower, with_others or self.aggregation is Aggregation.SUM)
-            return plain(value)
+            if with_others or self.aggregation is Aggregation.SUM:
+                raise RuntimeError(contexts.NESTED_MERGE)
+            tower.writes_alone(self)
+            return plain(value, name)
 
-        # A given name may hold the tower's name scope, and the write is on the merge device.
-        plain.keywords["name"] = None
-        return _merged(tower, value, lambda values: plain(
-            written.value(self, values, tower.shares)))
+        return self._write(
+            value, functools.partial(tf.convert_to_tensor, dtype=self.dtype),
+            lambda value: plain(value, name),
+            lambda *towers: plain(written.value(self, *towers)), nested)
 
     def _scatter(self, method_name: str, slices: Any, plain: Callable[[Any], Any]) -> Any:
-        tower = contexts.writer_of(self)
-        if tower is None:
-            return plain(written.slices_from_outside(self, method_name, slices))
-        slices = tf.IndexedSlices(tf.convert_to_tensor(slices.values, dtype=self.dtype),
-                                  tf.convert_to_tensor(slices.indices))
-        if not tower.can_merge:
-            replaces = method_name in written.REPLACING and self.aggregation is Aggregation.NONE
-            self._alone(tower, _has_workers(tower) or self.aggregation not in (
-                Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA), merges=not replaces)
-            return plain(shares_lib.slices_if(tower.filled, slices)
-                         if replaces and tower.several else slices)
-        return _merged(tower, slices, lambda parts: plain(
-            written.slices(self, method_name, parts, tower.shares)))
+        def own(slices: Any) -> tf.IndexedSlices:
+            return tf.IndexedSlices(tf.convert_to_tensor(slices.values, dtype=self.dtype),
+                                    tf.convert_to_tensor(slices.indices))
 
-    def _merges(self, *arguments: Any) -> bool:
-        """Whether a write of ``arguments`` is that of several towers, here or from outside."""
-        tower = contexts.writer_of(self)
-        if tower is not None:
-            return tower.several
-        return any(isinstance(leaf, tf.distribute.DistributedValues) and not _tf.is_variable(leaf)
-                   for leaf in tf.nest.flatten(arguments))
+        def nested(tower: contexts.TowerContext) -> Any:
+            if _has_workers(tower) or self.aggregation not in (
+                    Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA):
+                raise RuntimeError(contexts.NESTED_MERGE)
+            if method_name in written.REPLACING and self.aggregation is Aggregation.NONE:
+                return plain(shares_lib.slices_if(tower.filled, own(slices)))  # see alone
+            tower.writes_alone(self)
+            return plain(slices)
 
-    def _scatter_nd(self, method_name: str, located: Callable[..., tuple[Any, Any]],
-                    *arguments: Any) -> Any:
-        """``scatter_nd_*`` of what ``located`` (indices, updates) makes of a tower's arguments."""
-        def slices(own: Any) -> tf.IndexedSlices:
-            indices, updates = located(*own)
+        return self._write(slices, own, plain, lambda *towers: plain(
+            written.slices(self, method_name, *towers)), nested)
+
+    def _scatter_nd(self, method_name: str, given: Any, located: Callable[..., tuple[Any, Any]],
+                    plain: Callable[[Any], Any]) -> Any:
+        """``scatter_nd_*`` of what ``located`` makes of what is given: indices and updates."""
+        def own(given: Any) -> tf.IndexedSlices:
+            indices, updates = located(given)
             return pieces.nd_slices(written.sizes_of(self), indices,
                                     tf.convert_to_tensor(updates, dtype=self.dtype))
 
-        tower = contexts.writer_of(self)
-        if tower is None:
-            values = [leaf for leaf in tf.nest.flatten(arguments)
-                      if isinstance(leaf, tf.distribute.DistributedValues)]
-            given = results.TowerResults([slices(_tf.select_replica(number, arguments)) for number
-                                          in range(len(values[0].values))],
-                                         written.shares_of(self, values[0]))
-        elif not tower.can_merge:
-            raise RuntimeError(contexts.NESTED_MERGE)
-        else:
-            given = slices(arguments)
-        name = method_name.replace("batch_scatter", "scatter_nd")
-        return self._scatter(method_name, given, lambda merged: getattr(
-            _tf.ResourceVariable, name)(self, merged.indices, merged.values))
+        def merged(*towers: Any) -> Any:
+            found = written.slices(self, method_name, *towers)
+            return getattr(_tf.ResourceVariable, method_name)(self, found.indices, found.values)
+
+        return self._write(given, own, plain, merged)
 
     def _strided_slice_assign(self, begin: Any, end: Any, strides: Any, value: Any, name: Any,
                               **masks: Any) -> Any:
-        plain = functools.partial(_tf.ResourceVariable._strided_slice_assign, self, name=name)
+        plain = functools.partial(_tf.ResourceVariable._strided_slice_assign, self)
         where = {"begin": begin, "end": end, "strides": strides, **masks}
-        tower = contexts.writer_of(self)
-        if tower is None:
-            return plain(value=written.value_from_outside(self, value), **where)
-        value = tf.convert_to_tensor(value, dtype=self.dtype)
-        if not tower.several:
-            return plain(value=value, **where)
-        if not tower.can_merge:
-            raise RuntimeError(contexts.NESTED_MERGE)
-        plain.keywords["name"] = None
 
-        def merged(_: Any, where: Any, value: Any) -> Any:
-            parts = {key: contexts.all_values(part, tower.count) for key, part in where.items()}
-            places = [dict(zip(parts, own)) for own in zip(*parts.values())]
-            values = contexts.all_values(value, tower.count)
-            if self.shape.rank == 0 or tower.shares.workers is None and pieces.are_alike(places):
-                return plain(value=written.value(self, values, tower.shares), **places[0])
-            found = written.elements(self, places, values, tower.shares)
+        def merged(parts: Any, shares: shares_lib.Shares, outside: bool) -> Any:
+            places, values = zip(*parts)
+            if outside or self.shape.rank == 0 or (
+                    shares.workers is None and pieces.are_alike(places)):
+                return plain(value=written.value(self, values, shares, outside), name=None,
+                             **places[0])
+            found = written.elements(self, places, values, shares)
             return _tf.ResourceVariable.scatter_nd_update(self, found.indices, found.values)
 
-        return tower.merge_call(merged, args=(where, value))
-
-    def _alone(self, tower: contexts.TowerContext, refused: bool, merges: bool = True) -> None:
-        """A write is being made inside control flow, where the towers cannot sync.
-
-        Each tower writes for itself, and they merge at the next sync point, see :mod:`alone`.
-        """
-        tower.refuse_compiled_write(self)
-        if tower.several and refused:
-            raise RuntimeError(contexts.NESTED_MERGE)
-        if tower.several and merges:
-            tower.writes_alone(self)
+        return self._write(
+            (where, value),
+            lambda given: (given[0], tf.convert_to_tensor(given[1], dtype=self.dtype)),
+            lambda given: plain(value=given[1], name=name, **given[0]), merged)
 
 
 def _has_workers(tower: contexts.TowerContext) -> bool:
     """Whether there are other machines, which cannot sync in control flow either."""
     return tower.strategy.extended.workers is not None
-
-
-def _merged(tower: contexts.TowerContext, value: Any, write: Callable[[list[Any]], Any]) -> Any:
-    """What ``write`` makes, at the sync point, of the value that each of them brings."""
-    return tower.merge_call(lambda _, values: write(contexts.all_values(values, tower.count)),
-                            args=(value,))
 
 
 def _scattering(method_name: str) -> Callable[..., Any]:
@@ -241,9 +239,8 @@ def _scattering(method_name: str) -> Callable[..., Any]:
 def _scattering_nd(method_name: str) -> Callable[..., Any]:
     """``scatter_nd_add`` and the like."""
     def scatter_nd(variable: TowerVariable, indices: Any, updates: Any, name: Any = None) -> Any:
-        if not variable._merges(indices, updates):
-            return getattr(_tf.ResourceVariable, method_name)(variable, indices, updates, name)
-        return variable._scatter_nd(method_name, lambda *pair: pair, indices, updates)
+        return variable._scatter_nd(method_name, (indices, updates), tuple, lambda given: getattr(
+            _tf.ResourceVariable, method_name)(variable, *given, name))
 
     return scatter_nd
 

@@ -27,11 +27,11 @@ what they agree on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import merging, results, shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
 from towerstrategy.variables import pieces
@@ -39,31 +39,49 @@ from towerstrategy.variables import pieces
 Aggregation = tf.VariableAggregation
 
 REPLACING = ("scatter_update", "scatter_min", "scatter_max", "scatter_nd_update",
-             "scatter_nd_min", "scatter_nd_max", "batch_scatter_update")
+             "scatter_nd_min", "scatter_nd_max")
 _STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 
 
-def value(variable: Any, values: list[Any], shares: shares_lib.Shares) -> Any:
-    """What is written where each tower writes one of ``values``."""
+def value(variable: Any, values: Sequence[Any], shares: shares_lib.Shares,
+          outside: bool = False) -> Any:
+    """What is written where each tower writes one of ``values``, or they are from outside."""
     if len(values) == 1 and shares.workers is None:
         return values[0]
     with tf.device(homes_lib.home_of(variable)):
         if variable._extreme:
             return merging.extreme(variable._extreme, values, shares)
-        if variable.aggregation is Aggregation.SUM:
+        if variable.aggregation is Aggregation.SUM and not outside:
             return merging.total_of_filled(values, shares)
         if _is_floating(variable) and variable.aggregation is not Aggregation.ONLY_FIRST_REPLICA:
             return merging.weighted_mean(values, shares)
-        return _first_of(variable, values[0], shares)
+        return values[0] if variable._alike_on_all else shares.firsts(values[0])
 
 
-def slices(variable: Any, method_name: str, parts: list[tf.IndexedSlices],
-           shares: shares_lib.Shares) -> tf.IndexedSlices:
+def slices(variable: Any, method_name: str, parts: Sequence[tf.IndexedSlices],
+           shares: shares_lib.Shares, outside: bool = False) -> tf.IndexedSlices:
     """The slices that ``method_name`` writes where each tower writes one of ``parts``."""
-    return _slices(variable, method_name, variable.aggregation, parts, shares)
+    aggregation, replaces = variable.aggregation, method_name in REPLACING
+    if outside and aggregation is not Aggregation.ONLY_FIRST_REPLICA:
+        aggregation = Aggregation.NONE
+    if replaces and aggregation in (Aggregation.SUM, Aggregation.MEAN):
+        raise NotImplementedError(
+            f"{method_name} is only supported for mirrored variable (variable created within "
+            "certain `tf.distribute.Strategy` scope) with NONE or `ONLY_FIRST_REPLICA` "
+            f"aggregation, got: {aggregation}.")
+    if aggregation is Aggregation.ONLY_FIRST_REPLICA:
+        return shares.firsts(parts[0])
+    with tf.device(homes_lib.home_of(variable)):
+        kept = merging.filled_slices(parts, shares)
+        if replaces or aggregation is Aggregation.SUM:
+            return shares.across(merging.total(kept))
+        steps = method_name in _STEPPING and _is_floating(variable)
+        if steps or aggregation is Aggregation.MEAN:
+            return merging.weighted_mean(kept, shares)
+        return shares.firsts(kept[0])
 
 
-def elements(variable: Any, places: list[Any], values: list[tf.Tensor],
+def elements(variable: Any, places: Sequence[Any], values: Sequence[tf.Tensor],
              shares: shares_lib.Shares) -> tf.IndexedSlices:
     """Of slices at ``places``, which differ, each element that is written, and its indices."""
     with tf.device(homes_lib.home_of(variable)):
@@ -76,32 +94,6 @@ def elements(variable: Any, places: list[Any], values: list[tf.Tensor],
                 "mean" if _is_floating(variable) else "first")
             found = pieces.merged(rule, parts, shares)
         return tf.IndexedSlices(found.values, tf.transpose(tf.unravel_index(found.indices, sizes)))
-
-
-def value_from_outside(variable: Any, given: Any) -> Any:
-    """What is written outside the towers; of a per-replica value one."""
-    if not isinstance(given, tf.distribute.DistributedValues) or _tf.is_variable(given):
-        return given
-    if isinstance(given, _tf.Mirrored):
-        return given.values[0]
-    if variable.aggregation is Aggregation.ONLY_FIRST_REPLICA or not _is_floating(variable):
-        return _first_of(variable, given.values[0], shares_of(variable, given))
-    parts = [tf.convert_to_tensor(part, dtype=variable.dtype) for part in given.values]
-    with tf.device(homes_lib.home_of(variable)):
-        return merging.weighted_mean(parts, shares_of(variable, given))
-
-
-def slices_from_outside(variable: Any, method_name: str, given: Any) -> Any:
-    """The slices that ``method_name`` writes outside the towers."""
-    if not isinstance(given, tf.distribute.DistributedValues):
-        return given
-    parts = list(given.values)
-    if isinstance(given, _tf.Mirrored):
-        return parts[0]
-    shares = shares_of(variable, given)
-    if variable.aggregation is Aggregation.ONLY_FIRST_REPLICA:
-        return shares.firsts(parts[0])
-    return _slices(variable, method_name, Aggregation.NONE, parts, shares)
 
 
 def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
@@ -143,33 +135,6 @@ def shares_of(variable: Any, given: Any) -> shares_lib.Shares:
     if isinstance(given, results.TowerResults):
         return given.shares(extended.workers)
     return extended.equal_shares()
-
-
-def _slices(variable: Any, method_name: str, aggregation: tf.VariableAggregation,
-            parts: list[tf.IndexedSlices], shares: shares_lib.Shares) -> tf.IndexedSlices:
-    replaces = method_name in REPLACING
-    if replaces and aggregation in (Aggregation.SUM, Aggregation.MEAN):
-        raise NotImplementedError(
-            f"{method_name} is only supported for mirrored variable (variable created within "
-            "certain `tf.distribute.Strategy` scope) with NONE or `ONLY_FIRST_REPLICA` "
-            f"aggregation, got: {aggregation}.")
-    if len(parts) == 1 and shares.workers is None:
-        return parts[0]
-    if aggregation is Aggregation.ONLY_FIRST_REPLICA:
-        return shares.firsts(parts[0])
-    with tf.device(homes_lib.home_of(variable)):
-        kept = merging.filled_slices(parts, shares)
-        if replaces or aggregation is Aggregation.SUM:
-            return shares.across(merging.total(kept))
-        steps = method_name in _STEPPING and _is_floating(variable)
-        if steps or aggregation is Aggregation.MEAN:
-            return merging.weighted_mean(kept, shares)
-        return shares.firsts(kept[0])
-
-
-def _first_of(variable: Any, first: Any, shares: shares_lib.Shares) -> Any:
-    """The value of the first tower of all machines."""
-    return first if variable._alike_on_all else shares.firsts(first)
 
 
 def _is_floating(variable: Any) -> bool:
