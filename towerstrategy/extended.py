@@ -58,9 +58,6 @@ class TowerExtended(_tf.StrategyExtended):
         self.trace_once = True
         self.keep_graphs = False  # for tools that walk traced functions in Python
         self.own_trace_reasons: list[str] = []
-        # Why gradients of replica functions are not one device's, and of which variable -> it.
-        self.warned: weakref.WeakValueDictionary[tuple[str, int], Any] = (
-            weakref.WeakValueDictionary())
         # tf.function -> the same function with the towers inside.
         self.functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # A nested tf.function may read tower-local variables, so each device has its own trace.

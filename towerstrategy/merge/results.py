@@ -8,7 +8,7 @@ are none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -72,6 +72,23 @@ class TowerResults(_tf.PerReplica):
             return _tf.PerReplicaSpec(*specs)
         count = self._counts.shape[0] if shares is None else shares.number
         return ResultsSpec(*specs, tf.TensorSpec([count], tf.int64))
+
+
+def map_tensors(change: Callable[[Any], Any], nest: Any) -> Any:
+    """``nest`` with what ``change`` makes of each tensor and operation, those in composite and
+    distributed values among them."""
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, (tf.Tensor, tf.Operation)):
+            return change(leaf)
+        if isinstance(leaf, (_tf.PerReplica, _tf.Mirrored)) and not _tf.is_variable(leaf):
+            values = [map_tensors(change, part) for part in leaf.values]
+            return leaf.with_values(values) if isinstance(leaf, TowerResults) \
+                else type(leaf)(values)
+        if isinstance(leaf, _tf.CompositeTensor) and not _tf.is_variable(leaf):
+            return tf.nest.map_structure(change, leaf, expand_composites=True)
+        return leaf
+
+    return tf.nest.map_structure(changed, nest)
 
 
 def shares_of(arguments: Sequence[Any],

@@ -28,66 +28,26 @@ def run(make: Callable[[], Any],
       make: makes tensors.
       finish: called with the function's graph when all is made, or None.
     """
-    holder: list[Any] = []
+    results_: list[Any] = []
+    inner: list[tf.Tensor] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf):
+            inner.append(leaf)
+        return leaf
 
     @tf.function(autograph=False)
     def run_towers() -> list[tf.Tensor]:
         _tf.call_once()
         with _tf.variables_of_caller(), _tf.operation_seeds_of_caller():
-            result = make()
+            results_.append(make())
         if finish is not None:
             finish(tf.compat.v1.get_default_graph())
-        tensors: list[tf.Tensor] = []
-        holder[:] = [tf.nest.map_structure(lambda leaf: _take_out(leaf, tensors), result)]
-        return tensors
+        results.map_tensors(note, results_[0])
+        return inner
 
-    tensors = list(run_towers())
-    operation = tensors[0].op if tensors else None
-    return tf.nest.map_structure(lambda leaf: _put_back(leaf, tensors, operation),
-                                 holder[0]), operation
-
-
-class _Slot:
-    """Stands for a tensor that the towers' function returns."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-class _Slots:
-    """Stands for a distributed or composite value whose tensors the function returns."""
-
-    def __init__(self, original: Any, parts: list[Any]) -> None:
-        self.original = original
-        self.parts = parts
-
-
-def _take_out(leaf: Any, tensors: list[tf.Tensor]) -> Any:
-    """Moves the tensors of ``leaf`` to ``tensors``."""
-    if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf):
-        tensors.append(leaf)
-        return _Slot(len(tensors) - 1)
-    if _tf.is_variable(leaf):
-        return leaf
-    if isinstance(leaf, (_tf.PerReplica, _tf.Mirrored)):
-        return _Slots(leaf, [_take_out(part, tensors) for part in leaf.values])
-    if isinstance(leaf, _tf.CompositeTensor):
-        flat = tf.nest.flatten(leaf, expand_composites=True)
-        return _Slots(leaf, [_take_out(part, tensors) for part in flat])
-    return leaf
-
-
-def _put_back(leaf: Any, tensors: list[tf.Tensor], operation: tf.Operation | None) -> Any:
-    """The inverse of :func:`_take_out`, with the tensors of the caller's graph."""
-    if isinstance(leaf, _Slot):
-        return tensors[leaf.index]
-    if isinstance(leaf, tf.Operation):
-        return operation
-    if not isinstance(leaf, _Slots):
-        return leaf
-    parts = [_put_back(part, tensors, operation) for part in leaf.parts]
-    if isinstance(leaf.original, results.TowerResults):
-        return leaf.original.with_values(parts)
-    if isinstance(leaf.original, (_tf.PerReplica, _tf.Mirrored)):
-        return type(leaf.original)(parts)
-    return tf.nest.pack_sequence_as(leaf.original, parts, expand_composites=True)
+    outer = list(run_towers())
+    call = outer[0].op if outer else None
+    given = {id(one): other for one, other in zip(inner, outer)}
+    return results.map_tensors(lambda leaf: call if isinstance(leaf, tf.Operation)
+                               else given.get(id(leaf), leaf), results_[0]), call

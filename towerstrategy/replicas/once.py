@@ -15,8 +15,9 @@ up; it has an assertion, which would name tower 0 whichever tower fails.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -47,7 +48,6 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     Raises:
       NeedsOwnTrace: it must be traced for each tower.
     """
-    _check_alike((args, kwargs))
     made: list[tuple[Any, Any]] = []
     try:
         result, operation = enclosed.run(
@@ -108,9 +108,8 @@ class _Once(contexts.Call):
                                         f"the towers, is open: {error}") from error
                 _tf.add_note(error, self._error_note, traced=True)
                 raise
-            written = self._copy(result)
-        self._merge_written(written)
-        grouped = self._group(result)
+            self._copy(result)
+        grouped = self._copier.table.values(result)
         others = [self._copier.table.operations_of(tower)
                   for tower in range(1, len(self._devices))]
         self._strategy.extended.stages.put_in_order(
@@ -122,14 +121,11 @@ class _Once(contexts.Call):
         if tf.executing_eagerly():
             raise NeedsOwnTrace("it syncs with the other towers in tf.init_scope")
         controls = _tf.control_dependencies_of(self._graph)
-        written = self._copy((args, kwargs, controls))
-        args, kwargs = _tf.regroup(self._group(args)), _tf.regroup(self._group(kwargs))
-        controls = [self._copier.table.operation(control, tower)
-                    for control in controls for tower in range(len(self._devices))]
-        self._merge_written(written)
-        with _tf.not_recorded(), _tf.cross_replica_context(self._strategy), \
-                tf.control_dependencies(None), tf.control_dependencies(controls), \
-                tf.name_scope("merge/"), tf.device(None), \
+        self._copy((args, kwargs, controls))
+        table = self._copier.table
+        args, kwargs = _tf.regroup(table.values(args)), _tf.regroup(table.values(kwargs))
+        with self._merging([table.operation(control, tower) for control in controls
+                            for tower in range(len(self._devices))]), \
                 tf.device(self._strategy.extended.merge_device):
             own_note, self._error_note = self._error_note, notes.of_merge(
                 self._strategy.extended.merge_device)
@@ -140,28 +136,30 @@ class _Once(contexts.Call):
         self._copier.skip()
         return answer
 
-    def _copy(self, handed: Any) -> alone.Written:
-        """Copies the stretch that ends here; what tower 0 has written alone in it."""
-        stretch = self._copier.added()
+    @contextlib.contextmanager
+    def _merging(self, controls: Sequence[Any] = ()) -> Iterator[None]:
+        """Within, what is made is done once."""
+        with _tf.not_recorded(), _tf.cross_replica_context(self._strategy), \
+                tf.control_dependencies(None), tf.control_dependencies(controls), \
+                tf.name_scope("merge/"), tf.device(None):
+            yield
+
+    def _copy(self, handed: Any) -> None:
+        """Copies the stretch that ends here; merges what towers have written alone in it."""
+        stretch, table = self._copier.added(), self._copier.table
         self._placer.place(stretch)
         for handle in self._copier.put_local_variables():
             self.contract.put(handle, contract.UNKNOWN)  # what a tower keeps there is its own
         self.contract.look_at(stretch)
         written = alone.divert(self._graph, stretch, self._strategy.extended.variables())
         self._copier.copy(handed)
-        return written
-
-    def _merge_written(self, written: alone.Written) -> None:
-        if not written:
-            return
-        table = self._copier.table
-        towers_ = [{key: (variable, table.value(handle, tower))
-                    for key, (variable, handle) in written.items()}
-                   for tower in range(len(self._devices))]
-        with _tf.not_recorded(), tf.control_dependencies(None), tf.name_scope("merge/"), \
-                _tf.cross_replica_context(self._strategy), tf.device(None):
-            alone.merge_written(self._shares, towers_, alone.read_temporary)
-        self._copier.skip()
+        if written:
+            towers = [{key: (variable, table.tensor(handle, tower))
+                       for key, (variable, handle) in written.items()}
+                      for tower in range(len(self._devices))]
+            with self._merging():
+                alone.merge_written(self._shares, towers, alone.read_temporary)
+            self._copier.skip()
 
     def own(self, tower: int, name: str, values: Sequence[Any], dtype: tf.DType) -> Any:
         """Tower 0's of one value a tower; the others' are put into the copies.
@@ -184,14 +182,13 @@ class _Once(contexts.Call):
 
     def check_gradients(self, gradients: Sequence[Any], variables: Sequence[Any],
                         asked: bool) -> None:
-        said = self._strategy.extended.warned
         evenly = self._shares.are_equal or not self._shares.are_known
         for gradient, variable in zip(gradients, variables):
             problem = self.contract.problem(gradient, asked and evenly)
+            if problem and variable._warned_of != problem:
+                self._warn(problem, variable)
+                variable._warned_of = problem
             if problem:
-                if (problem, id(variable)) not in said:
-                    self._warn(problem, variable)
-                    said[problem, id(variable)] = variable
                 return
 
     def _warn(self, problem: str, variable: Any) -> None:
@@ -212,34 +209,38 @@ class _Once(contexts.Call):
         self._made.append((variable, kwargs["initial_value"]))
         return variable
 
-    def _group(self, value: Any) -> tuple[Any, ...]:
-        return tuple(self._copier.table.value(value, tower) for tower in range(len(self._devices)))
-
     def _enter(self, leaf: Any) -> Any:
         """Tower 0's part of a per-replica value, the other parts put into the table."""
         if not isinstance(leaf, tf.distribute.DistributedValues) or _tf.is_variable(leaf):
             return leaf
+        first = leaf.values[0]
+        if all(part is first for part in leaf.values):
+            return first
+        structure = self._structure(leaf.values)
         parts = [tf.nest.flatten(part, expand_composites=True) for part in leaf.values]
-        has_rows = isinstance(leaf, sub_batches.SubBatches) and isinstance(
-            leaf.values[0], tf.Tensor)
+        has_rows = isinstance(leaf, sub_batches.SubBatches) and isinstance(first, tf.Tensor)
         own = [self._stand_for(list(components), has_rows) for components in zip(*parts)]
         state = contract.ROWS if has_rows else contract.SAME if isinstance(
             leaf, _tf.Mirrored) else contract.UNKNOWN
         for component in own:
             if tf.is_symbolic_tensor(component):
                 self.contract.put(component, state)
-        return tf.nest.pack_sequence_as(self._structure(leaf), own, expand_composites=True)
+        return tf.nest.pack_sequence_as(structure, own, expand_composites=True)
 
-    def _structure(self, leaf: Any) -> Any:
-        """What tower 0's part looks like where it serves all."""
-        first = leaf.values[0]
-        if not isinstance(first, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
-            return first
-        specs = [tf.type_spec_from_value(part) for part in leaf.values]
+    def _structure(self, parts: Sequence[Any]) -> Any:
+        """What the towers' values look like, as tower 0's trace serves all."""
+        try:
+            specs = [tf.type_spec_from_value(part) for part in parts]
+        except (TypeError, AttributeError):  # the second of tf.IndexedSlices that hold lists
+            raise NeedsOwnTrace("a value that differs between the towers is no tensor: "
+                                f"{parts[0]!r}") from None
         if all(spec == specs[0] for spec in specs):
-            return first
+            return parts[0]
         self._opened = True
-        return sub_batches.with_any_rows(specs[0])
+        opened = [sub_batches.with_any_rows(spec) for spec in specs]
+        if any(spec != opened[0] for spec in opened):
+            raise NeedsOwnTrace(f"a value's static shape differs between the towers: {specs}")
+        return opened[0]
 
     def _stand_for(self, values: list[Any], has_rows: bool = False) -> Any:
         """A tensor of tower 0's own that has ``values[r]`` in its place on tower r.
@@ -265,23 +266,6 @@ class _Once(contexts.Call):
         _tf.copy_handle_data(values[0], first)
         self._copier.table.put(first, [self._graph.capture(value) for value in values[1:]])
         return first
-
-
-def _check_alike(arguments: Any) -> None:
-    """The towers' arguments must look the same, as tower 0's trace serves all."""
-    for leaf in tf.nest.flatten(arguments):
-        if not isinstance(leaf, tf.distribute.DistributedValues) or _tf.is_variable(leaf):
-            continue
-        try:
-            specs = [tf.type_spec_from_value(part) for part in leaf.values]
-        except (TypeError, AttributeError):  # the second of tf.IndexedSlices that hold lists
-            if all(part is leaf.values[0] for part in leaf.values):
-                continue
-            raise NeedsOwnTrace(
-                "an argument that differs between the towers is no tensor") from None
-        opened = [sub_batches.with_any_rows(spec) for spec in specs]
-        if any(spec != opened[0] for spec in opened):
-            raise NeedsOwnTrace(f"an argument's static shape differs between the towers: {specs}")
 
 
 def _initialize(made: list[tuple[Any, Any]]) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.merge import results
 
 
 class NeedsOwnTrace(BaseException):
@@ -28,7 +28,7 @@ class Table:
     """What the other towers have in place of tower 0's tensors and operations."""
 
     def __init__(self, towers: int) -> None:
-        self._others = range(1, towers)
+        self._towers = range(towers)
         self._tensors: dict[str, list[tf.Tensor]] = {}
         self._operations: dict[str, list[tf.Operation]] = {}
 
@@ -52,7 +52,7 @@ class Table:
         if others is None and first.op.name in self._operations:
             raise NeedsOwnTrace(f"operation {first.op.name!r} got outputs after it was copied, as "
                                 "a loop or branch does when its gradient is taken")
-        if others is None:
+        if others is None or tower == 0:
             return first
         other = others[tower - 1]
         other.set_shape(first.shape)
@@ -66,32 +66,27 @@ class Table:
         """The names of the copies that ``tower`` has."""
         return {others[tower - 1].name for others in self._operations.values()}
 
-    def value(self, first: Any, tower: int) -> Any:
-        """``tower``'s counterpart of any value: tensors in it are looked up."""
-        if tower == 0:
-            return first
-        return tf.nest.map_structure(lambda leaf: self._leaf(leaf, tower), first)
+    def values(self, first: Any) -> tuple[Any, ...]:
+        """What each tower has in place of any value of tower 0's, whose tensors are looked up."""
+        for leaf in tf.nest.flatten(first):
+            if isinstance(leaf, tf.TensorArray) or _tf.is_unread_variable(leaf):
+                raise NeedsOwnTrace(f"it hands on a {type(leaf).__name__}, which cannot be looked "
+                                    "up")
+            if not isinstance(leaf, tf.Operation) and _holds_tensors(leaf):
+                raise NeedsOwnTrace(f"it hands on tensors inside of a {type(leaf).__name__}, which "
+                                    "cannot be looked up")
 
-    def _leaf(self, leaf: Any, tower: int) -> Any:
-        if isinstance(leaf, tf.Tensor):
-            return self.tensor(leaf, tower) if not _tf.is_eager(leaf) else leaf
-        if isinstance(leaf, tf.Operation):
-            return self.operation(leaf, tower)
-        if isinstance(leaf, tf.TensorArray) or _tf.is_unread_variable(leaf):
-            raise NeedsOwnTrace(f"it hands on a {type(leaf).__name__}, which cannot be looked up")
-        if isinstance(leaf, _tf.CompositeTensor) and not isinstance(leaf, _VARIABLES):
-            return tf.nest.map_structure(lambda part: self._leaf(part, tower), leaf,
-                                         expand_composites=True)
-        if _holds_tensors(leaf):
-            raise NeedsOwnTrace(f"it hands on tensors inside of a {type(leaf).__name__}, which "
-                                "cannot be looked up")
-        return leaf
+        def of(tower: int) -> Callable[[Any], Any]:
+            return lambda leaf: self.operation(leaf, tower) if isinstance(leaf, tf.Operation) \
+                else leaf if _tf.is_eager(leaf) else self.tensor(leaf, tower)
+
+        return first, *(results.map_tensors(of(tower), first) for tower in self._towers[1:])
 
 
-_VARIABLES = (tf.Variable, _tf.DistributedVariable)
-
-# How deep tensors are looked for inside of objects and closures.
+# How deep tensors are looked for inside of objects and closures, and where they are not.
 _DEPTH = 4
+_VARIABLES = (tf.Variable, _tf.DistributedVariable)
+_CLOSED = (*_VARIABLES, type, types.ModuleType, tf.Graph, tf.TypeSpec)
 
 
 def _holds_tensors(value: Any, depth: int = 0) -> bool:
@@ -99,11 +94,10 @@ def _holds_tensors(value: Any, depth: int = 0) -> bool:
     if isinstance(value, (tf.Tensor, _tf.CompositeTensor)) and not isinstance(value, _VARIABLES):
         return depth > 0 and not all(
             map(_tf.is_eager, tf.nest.flatten(value, expand_composites=True)))
-    if value is None or isinstance(value, (*_VARIABLES, *_PLAIN, type)) or depth > _DEPTH:
+    # Inside of others, modules are layers and models; handed on itself, one may be a distribution.
+    if isinstance(value, _CLOSED) or depth > _DEPTH or depth and isinstance(value, tf.Module):
         return False
-    if isinstance(value, tf.Module) and depth > 0:
-        return False  # layers and models; handed on itself, it may be a distribution
-    held: list[Any] = list(vars(value).values()) if hasattr(value, "__dict__") else []
+    held: list[Any] = list(getattr(value, "__dict__", {}).values())
     if isinstance(value, dict):
         held += value.values()
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -112,7 +106,3 @@ def _holds_tensors(value: Any, depth: int = 0) -> bool:
         with contextlib.suppress(ValueError):  # a cell may be empty
             held.append(cell.cell_contents)
     return any(_holds_tensors(part, depth + 1) for part in held)
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, tf.DType, tf.TensorShape,
-          tf.TypeSpec, tf.Graph, types.ModuleType)

@@ -60,12 +60,10 @@ def _refusing_gradients(strategy: tf.distribute.Strategy, result: Any) -> Any:
         return tf.identity(value), gradient
 
     def refusing(leaf: Any) -> Any:
-        if isinstance(leaf, results.TowerResults):
-            return leaf.with_values([refusing(value) for value in leaf.values])
         floats = isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
         return through(leaf, *sources) if floats else leaf
 
-    return tf.nest.map_structure(refusing, result)
+    return results.map_tensors(refusing, result)
 
 
 class _Stop(SystemExit):

@@ -30,6 +30,7 @@ class TowerVariable(_tf.ResourceVariable):
 
     _home_may_change = False
     _written_alone = False  # by a function that towers call, see alone
+    _warned_of = ""  # why a gradient of it is not one device's, see contract
     _extreme: str | None = None  # "max" or "min", see rules
     _alike_on_all = False  # whether the first towers of all machines write the same
 
