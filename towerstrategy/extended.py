@@ -63,7 +63,7 @@ class TowerExtended(_tf.StrategyExtended):
         # A nested tf.function may read tower-local variables, so each device has its own trace.
         self._retrace_functions_for_each_device = len(placement.towers) > 1
         self.experimental_enable_get_next_as_optional = True
-        self._modes = modes.Modes()
+        self.modes = modes.Modes()
         # Of partitioned steps: operations without a rule by type, the last one's crossings by kind.
         self.done_with_all_rows: dict[str, tuple[str, int, str]] = {}
         self.crossings: dict[str, int] = {}
@@ -76,11 +76,6 @@ class TowerExtended(_tf.StrategyExtended):
                                                 self.draws_rows, measuring,
                                                 self.synchronizes_batch_norm)
         return copied
-
-    @property
-    def compiles(self) -> bool:
-        """Whether XLA compiles what the towers do in the functions that are traced here."""
-        return self._modes.compiles
 
     @property
     def cpu(self) -> cpu.Cpu | None:
@@ -100,12 +95,8 @@ class TowerExtended(_tf.StrategyExtended):
         """
         here = self.cpu
         with contextlib.nullcontext() if here is None else here.step(), \
-                self._modes.within(keras_step=True, compiles=compiles):
+                self.modes.within(keras_step=True, compiles=compiles):
             yield
-
-    def compiling(self, compiles: bool) -> contextlib.AbstractContextManager[None]:
-        """Within, XLA compiles what the towers do, or does not."""
-        return self._modes.within(compiles=compiles)
 
     def train_step(self, call: Callable[[], Any], compiles: bool = False) -> Any:
         """Calls a Keras training step that the strategy's towers run, see :meth:`step`."""
@@ -146,7 +137,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     @property
     def _num_replicas_in_sync(self) -> Any:
-        if contexts.has_one_replica(self):
+        if self.modes.one_replica:
             return 1
         tower = contexts.current_tower()
         if tower is not None:
@@ -166,10 +157,6 @@ class TowerExtended(_tf.StrategyExtended):
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
         return self.inputs.split(batch)
 
-    def in_order(self, in_order: bool) -> contextlib.AbstractContextManager[None]:
-        """Within, rows that are gathered are to come in the dataset's order: a model predicts."""
-        return self._modes.within(in_order=in_order)
-
     def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
         return replica_id_in_sync_group - self.first_replica
 
@@ -178,41 +165,19 @@ class TowerExtended(_tf.StrategyExtended):
 
     # What kind of strategy this is.
 
+    _global_batch_size = experimental_should_init = property(lambda _: True)
+    experimental_between_graph = property(lambda self: self.workers is not None)
+    should_checkpoint = should_save_summary = _is_chief = property(
+        lambda self: self.workers is None or self.workers.is_chief)
+    # tf_keras names the folders of workers that are not the chief by it.
+    _task_id = property(lambda self: 0 if self.workers is None else self.workers.index)
+
     def _use_merge_call(self) -> bool:
         # Where the gradients are merged already, libraries are to take their single-device way.
         return not contexts.in_merged_context()
 
-    @property
-    def _global_batch_size(self) -> bool:
-        return True
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        return self.workers is not None
-
-    @property
-    def experimental_should_init(self) -> bool:
-        return True
-
-    @property
-    def should_checkpoint(self) -> bool:
-        return self._is_chief
-
-    @property
-    def should_save_summary(self) -> bool:
-        return self._is_chief
-
-    @property
-    def _is_chief(self) -> bool:
-        return self.workers is None or self.workers.is_chief
-
     def _in_multi_worker_mode(self) -> bool:
         return self.workers is not None
-
-    @property
-    def _task_id(self) -> int:
-        # tf_keras names the folders of workers that are not the chief by it.
-        return 0 if self.workers is None else self.workers.index
 
     # Scope and variables.
 
@@ -272,7 +237,7 @@ class TowerExtended(_tf.StrategyExtended):
     # The verbs.
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._modes.keras_step:
+        if self.modes.keras_step:
             return whole_batch.run(self._container_strategy(), fn, args, kwargs)
         return calls.call_each(self._container_strategy(), fn, args, kwargs)
 
@@ -284,7 +249,7 @@ class TowerExtended(_tf.StrategyExtended):
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
-        return self.inputs.distribute(dataset, self._modes.in_order, ready, fetch)
+        return self.inputs.distribute(dataset, self.modes.in_order, ready, fetch)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],
                                            options: Any) -> tf.distribute.DistributedDataset:

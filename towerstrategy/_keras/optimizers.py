@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import contexts, losses, refused
-from towerstrategy.merge import gradients as gradients_lib, merging
+from towerstrategy.merge import gradients as gradients_lib
 from towerstrategy.placement import homes as homes_lib, scopes
 from towerstrategy.sharding import step
 
@@ -93,27 +93,19 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
     if not tower.can_merge:
         raise RuntimeError(contexts.NESTED_MERGE)
     _check_made_in_scope(tower.strategy, variables_)
-    homes = [homes_lib.home_of(variable) for variable in variables_]
-    largest = {index for index, overwrites in enumerate(overwriting) if overwrites}
     placement = tower.strategy.extended.placement
+    rules = ["agreed" if merged_already else "sum"] * len(variables_)
+    for index, overwrites in enumerate(overwriting):
+        rules[index] = "max" if overwrites else rules[index]
 
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
         if not merged_already:
             tower.check_gradients(gradients, variables_)
-        per_variable = [None if value is None else
-                        gradients_lib.complete(contexts.all_values(value, tower.count))
-                        for value in grouped]
-        extremes = {index: per_variable[index] for index in largest}
-        summed_up = [None if index in largest else values
-                     for index, values in enumerate(per_variable)]
-        summed = (gradients_lib.agreed_gradients(summed_up, homes, tower.shares)
-                  if merged_already else
-                  gradients_lib.gradients(summed_up, homes, tower.shares, placement.devices,
-                                          placement.micro_batches))
-        for index, values in extremes.items():
-            with tf.device(homes[index]):
-                summed[index] = values and merging.extreme("max", values, tower.shares)
-        return _updated(strategy, lambda: apply(summed))
+        one_each = gradients_lib.gradients(
+            [None if value is None else contexts.all_values(value, tower.count)
+             for value in grouped], [homes_lib.home_of(variable) for variable in variables_],
+            tower.shares, placement.devices, placement.micro_batches, rules)
+        return _updated(strategy, lambda: apply(one_each))
 
     return tower.merge_call(merged, args=tuple(gradients))
 

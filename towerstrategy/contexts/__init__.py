@@ -20,6 +20,5 @@ from towerstrategy.contexts.here import (
 from towerstrategy.contexts.one_replica import (
     MergedContext as MergedContext,
     OneReplicaContext as OneReplicaContext,
-    has_one_replica as has_one_replica,
 )
 from towerstrategy.contexts.tower import TowerContext as TowerContext

@@ -6,7 +6,6 @@ whose gradients are merged already.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -38,21 +37,6 @@ class MergedContext(tf.distribute.ReplicaContext):
         return value
 
 
-class _Entered(threading.local):
-    """The strategies in whose steps with all rows this thread is, whatever the graph."""
-
-    def __init__(self) -> None:
-        self.extended: list[Any] = []
-
-
-_entered = _Entered()
-
-
-def has_one_replica(extended: Any) -> bool:
-    """Whether the strategy of ``extended`` says here that it has one replica."""
-    return any(each is extended for each in _entered.extended)
-
-
 class OneReplicaContext(MergedContext):
     """The replica context of a step that is traced once, with all rows: there is one replica.
 
@@ -63,12 +47,13 @@ class OneReplicaContext(MergedContext):
     stage_run: Any = None  # of the model that runs, see _keras/stages.py
 
     def __enter__(self) -> None:
-        _entered.extended.append(self._strategy.extended)
+        self._mode = self._strategy.extended.modes.within(one_replica=True)
+        self._mode.__enter__()
         super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _entered.extended.pop()
+        self._mode.__exit__(None, None, None)
 
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with _tf.no_strategy():

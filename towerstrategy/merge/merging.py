@@ -59,20 +59,16 @@ def weighted_mean(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
 
 def agreed(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
     """What the towers agree on, exactly; where they differ, the mean by share of rows."""
-    first = values[0]
-    if all(_is_same(value, first) for value in values):
+    first, *others = values
+    same = tf.nest.flatten(first, expand_composites=True)
+    if all(one is part for other in others
+           for one, part in zip(tf.nest.flatten(other, expand_composites=True), same)):
         return first
     sparse = any(isinstance(value, tf.IndexedSlices) for value in values)
     if sparse or shares.workers is not None or not first.dtype.is_floating:
         return weighted_mean(values, shares)
     base = first_of_filled(values, shares)
     return base + weighted_mean([value - base for value in values], shares)
-
-
-def _is_same(value: Value, other: Value) -> bool:
-    if isinstance(value, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
-        return value.values is other.values and value.indices is other.indices
-    return value is other
 
 
 _EXTREMES = {"max": (tf.maximum, tf.reduce_max), "min": (tf.minimum, tf.reduce_min)}
@@ -121,7 +117,8 @@ def _are_small(values: Sequence[Value]) -> bool:
 
 def total_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
     """The sum of the values of the towers that have rows."""
-    return shares.across(filled_here(values, shares))
+    return shares.across(total([without_empty(value, tower, shares)
+                                for tower, value in enumerate(values)]))
 
 
 def filled_slices(values: Sequence[tf.IndexedSlices],
@@ -148,16 +145,6 @@ def concat(values: Sequence[Value], axis: int) -> Any:
     if isinstance(values[0], tf.SparseTensor):
         return tf.sparse.concat(axis=axis, sp_inputs=list(values))
     return tf.concat(list(values), axis=axis)
-
-
-def reduce(op: Any, values: Sequence[Value]) -> Value:
-    """``tf.distribute.ReduceOp`` SUM or MEAN over the towers' values, on the current device."""
-    return mean(values) if op == _tf.ReduceOp.MEAN else total(values)
-
-
-def filled_here(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
-    """The sum of the values of this machine's towers that have rows."""
-    return total([without_empty(value, tower, shares) for tower, value in enumerate(values)])
 
 
 def _times(value: Value, share: Any) -> Value:

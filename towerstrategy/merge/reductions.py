@@ -51,7 +51,8 @@ def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any
     """Reduces over the towers of a single machine."""
     value, parts = _parts(value, reduce_op)
     if parts is not None:
-        return onto(destinations, lambda: merging.reduce(reduce_op, parts))
+        merge = merging.mean if reduce_op == _tf.ReduceOp.MEAN else merging.total
+        return onto(destinations, lambda: merge(parts))
     if tf.nest.is_nested(value) and not isinstance(value, tf.IndexedSlices):
         return tf.nest.map_structure(
             lambda part: reduce_one(reduce_op, part, destinations, count), value)

@@ -46,7 +46,7 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
       ValueError: XLA is to compile what is done at the sync point.
       Exception: whatever ``fn`` raised, with a note that names the tower and its device.
     """
-    compiles = compiles or strategy.extended.compiles
+    compiles = compiles or strategy.extended.modes.compiles
     if isinstance(fn, _tf.Function) and compiles and _tf.is_jit_compiled(fn):
         fn = fn.python_function  # of tf_keras, which makes it anew for each step that it traces
     if isinstance(fn, _tf.Function):

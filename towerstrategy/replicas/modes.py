@@ -15,6 +15,7 @@ class Modes(threading.local):
     """What holds for a while, in one thread."""
 
     in_order = False  # whether rows are to come in the dataset's order: a model predicts
+    one_replica = False  # whether a step with all rows runs, in whatever context
     keras_step = False  # whether a step of Keras is being traced
     compiles = False  # whether XLA compiles what the towers do
 

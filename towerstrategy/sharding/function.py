@@ -133,7 +133,7 @@ class Function:
 
         def on_towers(*args: Any, **kwargs: Any) -> Any:
             _note_whole_batches(strategy, self.__name__, (args, kwargs))
-            with strategy.scope(), strategy.extended.compiling(self._compiles):
+            with strategy.scope(), strategy.extended.modes.within(compiles=self._compiles):
                 result = run.run(strategy, python_function, args, kwargs)
             self._has_loops = self._has_loops or _loops_here(strategy)
             return result

@@ -23,7 +23,7 @@ def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     devices = strategy.extended.worker_devices
     extended = strategy.extended
     alone = len(devices) == 1 and extended.workers is None
-    if tf.executing_eagerly() or alone and not (extended.placement.rows or extended.compiles):
+    if tf.executing_eagerly() or alone and not (extended.placement.rows or extended.modes.compiles):
         device = devices[0] if len(devices) == 1 else strategy.extended.merge_device
         with tf.device(device):
             args, kwargs = tf.nest.map_structure(

@@ -87,7 +87,7 @@ def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     outputs = [value.whole() for value in partition.run(layout, values, asked=asked)]
     towers.across.finish()
     packing.finish(towers)
-    if strategy.extended.compiles:
+    if strategy.extended.modes.compiles:
         strategy.extended.xla.mark(graph, builder.operations)
     if strategy.extended.placement.micro_batches > 1:
         strategy.extended.stages.put_in_order(

@@ -23,7 +23,7 @@ def data_handler_init(original: Callable[..., Any]) -> Callable[..., Any]:
         if not kind.is_tower_strategy(strategy):
             return original(self, *args, **kwargs)
         # Model.predict alone hands over no labels, not even None.
-        with strategy.extended.in_order(len(args) < 2 and "y" not in kwargs):
+        with strategy.extended.modes.within(in_order=len(args) < 2 and "y" not in kwargs):
             original(self, *args, **kwargs)
 
     return __init__
