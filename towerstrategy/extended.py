@@ -43,6 +43,7 @@ class TowerExtended(_tf.StrategyExtended):
                  placement: devices_lib.Placement, workers: Workers | None = None,
                  cluster_resolver: Any = None, draws_rows: bool = True,
                  measuring: Any = None, synchronizes_batch_norm: bool = True) -> None:
+        self.modes = modes.Modes()
         self.draws_rows, self.synchronizes_batch_norm = draws_rows, synchronizes_batch_norm
         self.placement, self.workers = placement, workers  # TensorFlow's constructor asks for them
         self.inputs = inputs.Inputs(placement, workers, measuring)
@@ -63,7 +64,6 @@ class TowerExtended(_tf.StrategyExtended):
         # A nested tf.function may read tower-local variables, so each device has its own trace.
         self._retrace_functions_for_each_device = len(placement.towers) > 1
         self.experimental_enable_get_next_as_optional = True
-        self.modes = modes.Modes()
         # Of partitioned steps: operations without a rule by type, the last one's crossings by kind.
         self.done_with_all_rows: dict[str, tuple[str, int, str]] = {}
         self.crossings: dict[str, int] = {}

@@ -179,10 +179,10 @@ class WholeBatch:
         if tower is None:
             return inner(*args, **kwargs)
         flat = tf.nest.flatten((args, kwargs))
-        rows = [leaf for leaf in flat if _has_rows(leaf)]
+        rows = [leaf for leaf in flat if whole.has_rows(leaf)]
         gathered = iter(whole.rows_of_all(tower, rows) if rows else ())
         args, kwargs = tf.nest.pack_sequence_as(
-            (args, kwargs), [next(gathered) if _has_rows(leaf) else leaf for leaf in flat])
+            (args, kwargs), [next(gathered) if whole.has_rows(leaf) else leaf for leaf in flat])
         with contexts.OneReplicaContext(tower.strategy):
             result = inner(*args, **kwargs)
         if result.shape.rank == 0:
@@ -192,12 +192,6 @@ class WholeBatch:
 
     def __repr__(self) -> str:
         return f"WholeBatch({self.inner!r})"
-
-
-def _has_rows(leaf: Any) -> bool:
-    if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
-        return leaf.shape.rank != 0
-    return hasattr(leaf, "__array__") and not _tf.is_variable(leaf) and getattr(leaf, "ndim", 0) > 0
 
 
 def inner_losses(given: Any) -> Any:

@@ -53,29 +53,6 @@ def operation_seeds_of_caller() -> Iterator[None]:
     given[graph.outer_graph] = given[graph]
 
 
-class OperationSeeds:
-    """The seeds of operations without one in ``graph``, in which towers are traced in turns.
-
-    Tower 0's are one device's.  Each other tower begins where tower 0 does and goes on by itself.
-    """
-
-    def __init__(self, graph: tf.Graph) -> None:
-        self._graph = graph
-        self._begin = random_seed._graph_to_seed_dict.get(graph, 0)
-        self._next: dict[int, int] = {}
-
-    @contextlib.contextmanager
-    def of(self, tower: int) -> Iterator[None]:
-        """Within, operations are ``tower``'s."""
-        given = random_seed._graph_to_seed_dict
-        firsts = given.get(self._graph, 0)
-        if tower:
-            given[self._graph] = self._next.get(tower, self._begin)
-        yield
-        if tower:
-            self._next[tower], given[self._graph] = given[self._graph], firsts
-
-
 def wrap_generators(is_one_replica: Callable[[], bool]) -> None:
     """Leaves the keys of a ``tf.random.Generator`` alone where there is one replica, once."""
     def make(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,13 @@ from towerstrategy.contexts.tower import TowerContext
 from towerstrategy.merge import merging
 
 
+def has_rows(leaf: Any) -> bool:
+    """Whether ``leaf`` is a tensor, or an array, of a row an example."""
+    if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
+        return leaf.shape.rank != 0
+    return hasattr(leaf, "__array__") and not _tf.is_variable(leaf) and getattr(leaf, "ndim", 0) > 0
+
+
 def rows_of_all(tower: TowerContext, value: Any) -> Any:
     """``value``, a nest of this tower's rows, with the rows of all towers, on every tower.
 
@@ -26,18 +33,10 @@ def rows_of_all(tower: TowerContext, value: Any) -> Any:
     for leaf in leaves:
         if isinstance(leaf, tf.SparseTensor):
             raise TypeError(f"a SparseTensor has no rows to gather: {leaf!r}. Make it dense first.")
-        if _rank(leaf) == 0:
+        if not has_rows(leaf):
             raise ValueError("whole_batch takes tensors with a row an example in the first "
                              f"dimension, but got {leaf!r}.")
     return tf.nest.pack_sequence_as(value, [_gathered(tower, leaf) for leaf in leaves])
-
-
-def _rank(leaf: Any) -> int | None:
-    """The rank of what may be gathered; 0 of all else."""
-    if isinstance(leaf, (tf.Tensor, tf.RaggedTensor)):
-        return leaf.shape.rank
-    has_rows = hasattr(leaf, "__array__") and not _tf.is_variable(leaf)
-    return len(leaf.shape) if has_rows else 0
 
 
 def _gathered(tower: TowerContext, leaf: Any) -> Any:

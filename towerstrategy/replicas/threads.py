@@ -9,7 +9,6 @@ trace.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import threading
@@ -81,7 +80,6 @@ class _Call(contexts.Call):
         if not self._eager:
             _tf.keep_scopes_per_thread(self._graph)
         self._graph_seed = _tf.graph_seed()
-        self._operation_seeds = _tf.OperationSeeds(self._graph)
         outer = self._graph.get_name_scope()
         self._scope = f"{outer}/" if outer else ""
         self._turns = alone.Turns(strategy.extended.variables)
@@ -132,8 +130,7 @@ class _Call(contexts.Call):
             self._turns.begin()
         for number, tower in enumerate(self._towers):
             before = 0 if self._eager else len(self._graph.get_operations())
-            seeds = contextlib.nullcontext() if self._eager else self._operation_seeds.of(number)
-            with _tf.graph_seeded(self._graph_seed, tower.replica_id_in_sync_group), seeds:
+            with _tf.graph_seeded(self._graph_seed, tower.replica_id_in_sync_group):
                 tower.proceed()
             if tower.error is not None:
                 raise tower.error
