@@ -201,12 +201,6 @@ class TowerExtended(_tf.StrategyExtended):
         """The living variables of this strategy."""
         return list(self._tracked.values())
 
-    def tower_local_parts(self) -> Iterator[Any]:
-        """The parts of each living tower-local variable."""
-        for variable in self.variables():
-            if isinstance(variable, tower_local.TowerLocalVariable):
-                yield variable._values
-
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
         """As TensorFlow's; in no strategy's scope, where optimizers may be built, in this one's."""
@@ -291,13 +285,7 @@ class TowerExtended(_tf.StrategyExtended):
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int,
                                   options: Any) -> Any:
         del options
-        workers = self.workers
-        if workers is not None:
-            return reductions.onto(
-                destinations, lambda: workers.gather(reductions.concat(value, axis), axis))
-        if not isinstance(value, tf.distribute.DistributedValues):
-            return value
-        return reductions.onto(destinations, lambda: reductions.concat(value, axis))
+        return reductions.gather(value, destinations, axis, self.workers)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         if contexts.has_all_rows():  # where tf_keras reads a metric

@@ -104,10 +104,17 @@ class _Summed:
     number: int
 
 
-def concat(value: Any, axis: int) -> Any:
-    if not isinstance(value, tf.distribute.DistributedValues):
+def gather(value: Any, destinations: Any, axis: int, workers: Workers | None) -> Any:
+    """The values of all towers concatenated along ``axis``."""
+    differs = isinstance(value, tf.distribute.DistributedValues)
+    if workers is None and not differs:
         return value
-    return merging.concat(list(value.values), axis)
+
+    def made() -> Any:
+        here = merging.concat(value.values, axis) if differs else value
+        return here if workers is None else workers.gather(here, axis)
+
+    return onto(destinations, made)
 
 
 def onto(destinations: Any, make: Callable[[], Any]) -> Any:

@@ -14,7 +14,7 @@ A function that cannot be copied is traced for every tower; :class:`NeedsOwnTrac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,6 +24,7 @@ from towerstrategy.replicas import tables
 from towerstrategy.replicas.tables import NeedsOwnTrace
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.rules.registry import Op
+from towerstrategy.variables import tower_local
 
 
 class Copier:
@@ -33,7 +34,7 @@ class Copier:
       graph: the graph that is being traced.
       rows: the towers' devices, one a stage.
       scopes: the name scopes of the towers' operations.
-      local_variables: gives the tower-local variables that exist, each a list of its parts.
+      variables: gives the strategy's variables that exist.
       micro_batches: how many of the copies in a row are one tower's.
 
     Attributes:
@@ -42,7 +43,7 @@ class Copier:
     """
 
     def __init__(self, graph: tf.Graph, rows: Sequence[Sequence[str]], scopes: Sequence[str],
-                 local_variables: Callable[[], Iterator[Sequence[tf.Variable]]],
+                 variables: Callable[[], Iterable[Any]],
                  micro_batches: int = 1) -> None:
         self.table = tables.Table(len(rows))
         self._graph = graph
@@ -51,7 +52,7 @@ class Copier:
         # In the order of their work: stateful operations wait for those that were made before.
         self._turns = sorted(range(1, len(rows)), key=lambda tower: (tower % micro_batches, tower))
         self._scopes = scopes
-        self._local_variables = local_variables
+        self._variables = variables
         self.firsts: set[str] = set()
         self._done = 0
         self._waiting: list[tf.Operation] = []
@@ -118,11 +119,13 @@ class Copier:
         """Puts other towers' tower-local variables in place of tower 0's; gives new ones' handles.
         """
         captured = {id(outer): inner for outer, inner in self._graph.captures}
-        for parts in self._local_variables():
-            first = captured.get(id(parts[0].handle))
-            if first is not None and first.name not in self.table:
-                self.table.put(first, [self._graph.capture(part.handle) for part in parts[1:]])
-                yield first
+        for variable in self._variables():
+            if isinstance(variable, tower_local.TowerLocalVariable):
+                own, *others = variable._values
+                first = captured.get(id(own.handle))
+                if first is not None and first.name not in self.table:
+                    self.table.put(first, [self._graph.capture(part.handle) for part in others])
+                    yield first
 
     def _shared_casts(self, stretch: Sequence[tf.Operation]) -> Iterator[str]:
         """The names of casts of weights to halves, which are now with the weight.

@@ -86,7 +86,7 @@ class _Once(contexts.Call):
         self._placer = strategy.extended.stages.placer(self._graph, 0)
         self._copier = copies.Copier(
             self._graph, [placement.row(tower) for tower in range(len(self._devices))], names,
-            strategy.extended.tower_local_parts, placement.micro_batches)
+            strategy.extended.variables, placement.micro_batches)
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)

@@ -104,7 +104,7 @@ class Turns:
         """The towers have met."""
         self._before, self._towers = {}, []
         for variable in self._owned():
-            if getattr(variable, "_written_alone", False):
+            if isinstance(variable, one_copy.TowerVariable) and variable._written_alone:
                 self.note(variable)
 
     def note(self, variable: Any) -> None:
