@@ -419,6 +419,7 @@ class DescribeTest(absltest.TestCase):
         with strategy.scope():
             model = deep(keras, (4, 4, 4))
             model.compile("adam", "mse")
+        model.train_on_batch(np.ones([4, 8], "f"), np.ones([4, 4], "f"))
         text = strategy.describe(model)
         self.assertIn("2 towers of 2 stages and 2 micro-batches", text)
         self.assertRegex(text, r"CPU:4 +tower 1, stage 1 ")
@@ -460,18 +461,16 @@ class RefusedTest(parameterized.TestCase):
         """Else all of a model that is too large for a device is on that device."""
         strategy = TowerStrategy([["CPU:1", "CPU:2"]])
         with strategy.scope():
-            few = kit.Sequential([kit.Input([8]), kit.layers.Dense(1, name="only")])
-            with self.assertRaisesRegex(ValueError, "2 stages, but model .* only 1 layer.*only"):
-                few.compile("sgd", "mse")
+            few = kit.Sequential([kit.Input([8]), kit.layers.Dense(1)])
             with strategy.stage(1):
                 late = kit.Sequential([kit.Input([8]), kit.layers.Dense(2), kit.layers.Dense(1)])
-            with self.assertRaisesRegex(ValueError, "went to stage 0 of the 2.*all are in 1"):
-                late.compile("sgd", "mse")
             own = by_hand(kit, strategy, "called")
             own.call = lambda x: own.third(own.second(own.first(x)))
-            own.compile("sgd", "mse")
-        with self.assertRaisesRegex(ValueError, "cannot be cut into the 2 stages.*strategy.stage"):
-            own.fit(np.ones([4, 8]), np.ones([4, 1]), verbose=0)
+        for model, missing in (few, "1"), (late, "0"), (own, "0 and 1"):
+            model.compile("sgd", "mse")
+            with self.assertRaisesRegex(
+                    ValueError, f"went to stage {missing} of the 2.*strategy.stage"):
+                model.fit(np.ones([4, 8]), np.ones([4, 1]), verbose=0)
 
     @IN_TURN
     def test_a_stage_inside_of_a_layer(self, kit):
@@ -509,7 +508,7 @@ class RefusedTest(parameterized.TestCase):
             model.compile("sgd", "mse")
         x, y = np.ones([4, 8], "f"), np.ones([4, 1], "f")
         with self.assertRaisesRegex(
-                ValueError, "no layer of model .* went to stage 2 of the 3.*all are in 0 and 1"):
+                ValueError, "no layer of model .* went to stage 2 of the 3"):
             model.fit(x, y, verbose=0)
         self.assertEqual(model.predict(x, verbose=0).shape, (4, 1))  # may well be a part of it
 

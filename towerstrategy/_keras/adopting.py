@@ -76,7 +76,6 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
     local = [variable for metric in metrics for variable in names.adopt_metric(strategy, metric)]
     resident = adopt_variables(strategy, [*held, *slots])
     batch_norm.normalize_by_tower(strategy, model, names)
-    stages.check_all_used(strategy, model, names)
     stages.settle(strategy, model, names)
     adopt_variables(strategy, [vars(model).get(name) for name in _COUNTERS])
     return resident, local

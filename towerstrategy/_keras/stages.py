@@ -3,59 +3,67 @@
 Goes in: models, and what was said by hand: ``strategy.stage`` or ``tf.device`` around making or
 calling layers.  Comes out: a stage for each call of a layer in a tower, and for each variable.
 
-A functional or sequential model, nested ones opened, whose order of calls is known, has a
-:class:`Plan`: as said by hand where anything was said, else cut by cost.  Of other models what is
-said by hand holds.
+A call is in the stage that was said around it, else around making the layer.  In a functional or
+sequential model, nested ones opened, the order of calls is known: one of which nothing was said
+follows the one before, and where nothing was said of any the row of calls is cut by cost.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy._keras.positions import CALLED, MADE, Position, positions_of
 from towerstrategy.placement import cuts, homes as homes_lib, kind
-from towerstrategy.variables import one_copy
 
-_PLAN = "_tower_plan"  # the attribute of models that holds it
+# Attributes of layers, MADE of the nodes of functional models, too: stages that were said by hand.
+MADE, CALLED = "_tower_stage", "_tower_stage_called"
+# Rows of a micro-batch, where a model does not say how many its batches have.
+ROWS = 32
+# What is held of a trained weight: itself, its gradient, and two slots, as most optimizers have.
+TRAINED = 4
+
+Plan = Sequence[tuple[Any, int]]  # a layer and a stage for each call, in order
 
 
-class Plan:
-    """The stage of each call of each layer of a model, in the order of the calls."""
+class Call(NamedTuple):
+    """A call of a layer in a model whose calls are known beforehand.
 
-    def __init__(self, positions: Sequence[Position], stages: Sequence[int]) -> None:
-        self.positions, self.stages = positions, stages
-        self.calls: dict[int, list[int]] = {}  # the stages of each layer's calls
-        for position, stage in zip(positions, stages):
-            self.calls.setdefault(id(position.layer), []).append(stage)
+    Attributes:
+      layer: the layer.
+      said: the stage that was said by hand, or None.
+      result_bytes: of its results for a micro-batch; 0 where they are not known.
+    """
+
+    layer: Any
+    said: int | None
+    result_bytes: int
 
 
 class Run:
-    """A model's run in a tower: counts how often each layer has been called.
+    """A model's run in a tower.
 
     Attributes:
-      plan: the model's, or None.
       entered: the stages in which something has run.
     """
 
-    def __init__(self, plan: Plan | None) -> None:
-        self.plan = plan
-        self._counts: collections.Counter[int] = collections.Counter()
+    def __init__(self, plan: Plan) -> None:
         self.entered: set[int] = set()
+        self._to_come: dict[int, list[int]] = collections.defaultdict(list)
+        for layer, stage in plan:
+            self._to_come[id(layer)].append(stage)
 
     def stage_of(self, layer: Any) -> int | None:
         """The stage of the call of ``layer`` that begins; None where none is known of it."""
-        calls = None if self.plan is None else self.plan.calls.get(id(layer))
-        if calls is None:
+        stages = self._to_come.get(id(layer))
+        if not stages:
             return vars(layer).get(MADE)
-        number = self._counts[id(layer)]
-        self._counts[id(layer)] += 1
-        return calls[min(number, len(calls) - 1)]
+        return stages.pop(0) if len(stages) > 1 else stages[0]
 
 
 def layer_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,9 +118,7 @@ def _called_outside(strategy: tf.distribute.Strategy, original: Callable[..., An
     stage = vars(layer).get(MADE) if said is None else said
     if stage is None:
         return original(layer, *args, **kwargs)
-    called = vars(layer).setdefault(CALLED, [])
-    if stage not in called:
-        called.append(stage)
+    vars(layer).setdefault(CALLED, stage)
     before = len(layer._inbound_nodes)  # of a functional model that is being built
     with strategy.extended.stages.within(stage, said is not None):
         result = original(layer, *args, **kwargs)
@@ -126,195 +132,152 @@ def _called_outside(strategy: tf.distribute.Strategy, original: Callable[..., An
 def _stage_in_tower(strategy: tf.distribute.Strategy,
                     tower: contexts.AnyContext, layer: Any,
                     names: Any) -> Iterator[None]:
-    asked = strategy.extended.stages.asked
-    if asked is not None:  # around the call; that holds for all inside
-        _note_asked(strategy, layer, asked, names)
+    stages = strategy.extended.stages
+    if stages.asked is not None:  # around the call; that holds for all inside
+        # Variables are in the first stage in which their layer is called; models call layers.
+        if not isinstance(layer, names.TRAINER) \
+                and vars(layer).setdefault(CALLED, stages.asked) == stages.asked:
+            strategy.extended.homes.settle(
+                (variable, stages.asked) for variable, _ in names.variables_of_layer(layer))
         yield
         return
     outermost = tower.stage_run is None
     if outermost:
-        tower.stage_run = Run(plan_of(strategy, layer, names))
-        settle(strategy, layer, names)
+        tower.stage_run = Run(settle(strategy, layer, names))
     try:
         run = tower.stage_run
         stage = run.stage_of(layer)
-        if stage is None:
+        with contextlib.nullcontext() if stage is None else stages.within(stage):
             yield
-        else:
-            with strategy.extended.stages.within(stage):
-                yield
         if outermost and isinstance(layer, names.TRAINER):
-            _check_entered(strategy, layer, run, names)
+            _check_entered(strategy, layer, run.entered, names)
     finally:
         if outermost:
             tower.stage_run = None
 
 
-def _note_asked(strategy: tf.distribute.Strategy, layer: Any, stage: int, names: Any) -> None:
-    """Remembers the first stage that a tower has called a layer in, and moves its variables there.
-    """
-    if isinstance(layer, names.TRAINER) or vars(layer).setdefault(CALLED, [stage]) != [stage]:
-        return  # what is in a model is called itself
-    strategy.extended.homes.settle(
-        (variable, stage) for variable, _ in names.variables_of_layer(layer)
-        if isinstance(variable, one_copy.TowerVariable))
-
-
-def _check_entered(strategy: tf.distribute.Strategy, model: Any, run: Run, names: Any) -> None:
-    """Raises ``ValueError`` where a model has not said by hand where it runs, or not all of it."""
-    count = strategy.extended.placement.stages
-    if not run.entered:
-        raise ValueError(
-            f"model {model.name!r} of type {type(model).__name__} cannot be cut into the "
-            f"{count} stages that each tower has: the order in which its layers are called is in "
-            "its call method, not in a graph of layers as in a functional or sequential model. "
-            "Say by hand where they run: `with strategy.stage(0):`, `with strategy.stage(1):` "
-            "around calling them in `call`, or around making them.")
+def _check_entered(strategy: tf.distribute.Strategy, model: Any, entered: set[int],
+                   names: Any) -> None:
+    """Raises ``ValueError`` where a model that is trained as a whole leaves out a stage."""
     # What is not compiled may be one part of several; what is not trained, a part of itself.
-    if run.plan is None and names.optimizers_of(model) and _tf.may_be_recorded():
-        _check_used(strategy, model, run.entered)
-
-
-def plan_of(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Plan | None:
-    """The plan of a model whose calls are known; else None.
-
-    Raises:
-      ValueError: more stages than layers, of which nothing was said by hand.
-    """
-    if not names.is_opened(model):
-        return None
-    positions = list(positions_of(model, names))
-    slots = max(map(_slots, names.optimizers_of(model)), default=0)
-    trained = [trained for position in positions
-               for _, trained in names.variables_of_layer(position.layer)]
-    key = strategy, slots, trained, [(id(position.layer), position.said) for position in positions]
-    known = vars(model).get(_PLAN)
-    if known is None or known[0] != key:
-        known = key, _planned(strategy, model, positions, names)
-        vars(model)[_PLAN] = known
-    return known[1]
-
-
-def _planned(strategy: tf.distribute.Strategy, model: Any, positions: Sequence[Position],
-             names: Any) -> Plan | None:
-    placement = strategy.extended.placement
-    if not positions:
-        return None
-    said = [position.said for position in positions]
-    if any(stage is not None for stage in said):
-        return Plan(positions, _followed(said, 0))
-    optimizers = names.optimizers_of(model)
-    stages = _of_weights(positions, names, bool(optimizers))
-    if set(stages) == set(range(placement.stages)) or stages and not optimizers:
-        return Plan(positions, stages)
-    if len(positions) < placement.stages:
+    if entered and not (names.optimizers_of(model) and _tf.may_be_recorded()):
+        return
+    count = strategy.extended.placement.stages
+    missing = " and ".join(str(stage) for stage in range(count) if stage not in entered)
+    if missing:
         raise ValueError(
-            f"devices gives each tower {placement.stages} stages, but model {model.name!r} has "
-            f"only {len(positions)} layer(s) for them: "
-            f"{', '.join(position.layer.name for position in positions)}. Give each tower as many "
-            "devices at the most, or say by strategy.stage where these layers run.")
-    costs = list(_costs(positions, max(map(_slots, optimizers), default=0), names))
-    return Plan(positions, cuts.cut(costs, placement.stages, placement.micro_batches))
+            f"no layer of model {model.name!r} went to stage {missing} of the {count} that each "
+            f"tower has (0 to {count - 1}). A functional or sequential model of at least {count} "
+            "layers is cut by itself where nothing is said by hand; of others, say by "
+            "`with strategy.stage(0):`, `with strategy.stage(1):` around making or calling layers "
+            "where they run. Or give each tower fewer devices.")
 
 
-def _of_weights(positions: Sequence[Position], names: Any, trained: bool) -> list[int]:
-    """The stages in which the layers' weights are to stay; nothing where there are none.
+def _plan_of(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Plan:
+    """The plan of a model whose calls are known; else nothing."""
+    calls = list(_calls_in(model, names)) if type(model).call in names.OPENED else []
+    if not calls:
+        return []
+    placement = strategy.extended.placement
+    stages = _followed([call.said for call in calls])
+    if not stages:
+        trained = bool(names.optimizers_of(model))
+        kept = [_kept(call.layer, trained, names) for call in calls]
+        stages = _followed(kept, next((stage for stage in kept if stage is not None), 0))
+        if not stages or trained and len({*stages}) < placement.stages:
+            stages = cuts.cut(list(_costs(calls, names)), min(placement.stages, len(calls)),
+                              placement.micro_batches)
+    return [(call.layer, stage) for call, stage in zip(calls, stages)]
+
+
+def _calls_in(model: Any, names: Any, said: int | None = None,
+              inside: Sequence[Any] = ()) -> Iterator[Call]:
+    """The calls of layers in ``model``, which was said to be in a stage or not."""
+    inside = *inside, model
+    for layer, node in _nodes_of(model):
+        if any(layer is other for other in inside):  # a part that holds the whole
+            continue
+        here = next((stage for part in (node, layer) if part is not None
+                     and (stage := vars(part).get(MADE)) is not None), said)
+        if type(layer).call in names.OPENED:
+            yield from _calls_in(layer, names, here, inside)
+        else:
+            yield Call(layer, here, 0 if node is None else _result_bytes(node))
+
+
+def _nodes_of(model: Any) -> Iterator[tuple[Any, Any]]:
+    """The layers that a model calls, in order, each with the node of its graph, if there is one."""
+    graph = getattr(model, "_functional", None) or model  # Keras 3's sequential models hold one
+    if not hasattr(graph, "_nodes_by_depth"):
+        yield from ((layer, None) for layer in model.layers)
+        return
+    for _, nodes in sorted(graph._nodes_by_depth.items(), reverse=True):
+        for node in nodes:
+            layer = node.operation if hasattr(node, "operation") else node.layer
+            if not node.is_input and hasattr(layer, "_flatten_layers"):  # and no plain operation
+                yield layer, node
+
+
+def _result_bytes(node: Any) -> int:
+    """Bytes of a call's results, of ``ROWS`` where it does not say how many it is made for."""
+    shapes = [(tf.TensorShape(output.shape), tf.as_dtype(output.dtype))
+              for output in tf.nest.flatten(node.outputs)]
+    return sum(math.prod([shape[0] or ROWS, *(size or 1 for size in shape[1:])]) * dtype.size
+               for shape, dtype in shapes if shape.rank)
+
+
+def _kept(layer: Any, trained: bool, names: Any) -> int | None:
+    """The stage in which a layer's weights are to stay.
 
     A part of a larger model leaves weights where that has put them.  A model that is trained may
     bring them elsewhere, unless functions hold them.
     """
-    found: list[int | None] = []
-    for position in positions:
-        settled = (variable._settled for variable, _ in names.variables_of_layer(position.layer)
-                   if getattr(variable, "_settled", None) is not None
-                   and not (trained and variable._home_may_change))
-        found.append(next(settled, None))
-    first = next((stage for stage in found if stage is not None), None)
-    return [] if first is None else _followed(found, first)
+    return next((variable._settled for variable, _ in names.variables_of_layer(layer)
+                 if getattr(variable, "_settled", None) is not None
+                 and not (trained and variable._home_may_change)), None)
 
 
-def _followed(found: Sequence[int | None], first: int) -> list[int]:
-    """The stages: what has none follows what comes before it, and begins in ``first``."""
-    stages, last = [], first
+def _followed(found: Sequence[int | None], last: int = 0) -> list[int]:
+    """The stages: what has none follows what comes before it; nothing where there are none."""
+    stages: list[int] = []
     for stage in found:
         last = last if stage is None else stage
         stages.append(last)
-    return stages
+    return stages if any(stage is not None for stage in found) else []
 
 
-def check_all_used(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
-    """Raises ``ValueError`` where a model that is trained as a whole leaves out a stage."""
-    if strategy.extended.placement.stages == 1:
-        return
-    plan = plan_of(strategy, model, names)
-    if plan is not None:
-        _check_used(strategy, model, (stage for _, stage in _uses(model, plan)))
-
-
-def _check_used(strategy: tf.distribute.Strategy, model: Any, used: Iterable[int]) -> None:
-    count, used = strategy.extended.placement.stages, sorted(set(used))
-    missing = " and ".join(str(stage) for stage in range(count) if stage not in used)
-    if missing:
-        raise ValueError(
-            f"no layer of model {model.name!r} went to stage {missing} of the {count} that "
-            f"each tower has (0 to {count - 1}): by strategy.stage or tf.device all are in "
-            f"{' and '.join(map(str, used))}. Put some there, or give each tower fewer devices.")
-
-
-def _costs(positions: Sequence[Position], slots: int, names: Any) -> Iterator[cuts.Cost]:
+def _costs(calls: Sequence[Call], names: Any) -> Iterator[cuts.Cost]:
     seen: set[int] = set()
-    for position in positions:
-        held = 0
-        for variable, trained in names.variables_of_layer(position.layer):
-            if id(variable) not in seen:
-                seen.add(id(variable))
-                times = 2 + slots if trained else 1  # the weight, its gradient, its slots
-                held += times * homes_lib.size_of(variable)
-        yield cuts.Cost(held, position.result_bytes)
+    for call in calls:
+        held = {id(variable): homes_lib.size_of(variable) * (TRAINED if trained else 1)
+                for variable, trained in names.variables_of_layer(call.layer)
+                if id(variable) not in seen}
+        seen.update(held)
+        yield cuts.Cost(sum(held.values()), call.result_bytes)
 
 
-def _slots(optimizer: Any) -> int:
-    """How many slots of a weight's size an optimizer has, built or not."""
-    # Not by comparing: legacy optimizers hold some options as variables, which are 0 or are not.
-    return _SLOTS.get(type(optimizer).__name__, 2) + sum(
-        bool(getattr(optimizer, option, False))
-        for option in ("momentum", "amsgrad", "centered", "use_ema"))
-
-
-_SLOTS = {"SGD": 0, "RMSprop": 1, "Adagrad": 1, "Lion": 1, "Adafactor": 0, "LossScaleOptimizer": 0,
-          "LossScaleOptimizerV3": 0}
-
-
-def settle(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
-    """Brings a model's variables, and their slots, to the stages that use them.
-
-    Raises:
-      ValueError: more stages than layers, of which nothing was said by hand.
-    """
+def settle(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Plan:
+    """Brings a model's variables, and their slots, to the stages that use them; says which."""
     if not strategy.extended.placement.rows:
-        return
+        return []
+    plan = _plan_of(strategy, model, names)
     used: dict[int, tuple[Any, int]] = {}
-    for layer, stage in _uses(model, plan_of(strategy, model, names)):
+    for layer, stage in _uses(model, plan):
         for variable, _ in names.variables_of_layer(layer):
-            if isinstance(variable, one_copy.TowerVariable):
-                used.setdefault(id(variable), (variable, stage))
+            used.setdefault(id(variable), (variable, stage))
     strategy.extended.homes.settle(used.values())
+    return plan
 
 
-def _uses(model: Any, plan: Plan | None) -> Iterator[tuple[Any, int]]:
+def _uses(model: Any, plan: Plan) -> Iterator[tuple[Any, int]]:
     """Layers and their stages; of a layer that comes again the first counts."""
-    if plan is None:
-        for layer in reversed(list(model._flatten_layers())):  # what is inside comes first
-            said = vars(layer).get(CALLED, [vars(layer).get(MADE)])[0]
-            if said is not None:
-                yield layer, said
-        return
-    for position, stage in zip(plan.positions, plan.stages):
-        for layer in reversed(list(position.layer._flatten_layers())):
-            made = vars(layer).get(MADE)
-            if made is not None and layer is not position.layer:
-                yield layer, made
-        yield position.layer, stage
+    calls: Sequence[tuple[Any, int | None]] = plan or [(model, None)]
+    for layer, stage in calls:
+        for part in reversed(list(layer._flatten_layers())):  # what is inside comes first
+            said = vars(part).get(CALLED, vars(part).get(MADE))
+            at = said if stage is None or part is not layer else stage
+            if at is not None:
+                yield part, at
 
 
 def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[tuple[str, str, str]]:
@@ -323,13 +286,12 @@ def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[tupl
         return []
     found: dict[int, dict[str, int]] = collections.defaultdict(dict)
     seen: set[int] = set()
-    slots = max(map(_slots, names.optimizers_of(model)), default=0)
-    for layer, stage in _uses(model, plan_of(strategy, model, names)):
-        size = 0
-        for variable, trained in names.variables_of_layer(layer):
-            if id(variable) not in seen:
-                size += homes_lib.size_of(variable) * (1 + trained * slots)
-            seen.add(id(variable))
+    for layer, stage in _uses(model, _plan_of(strategy, model, names)):
+        new = {id(variable): variable for variable, _ in names.variables_of_layer(layer)
+               if id(variable) not in seen}
+        seen.update(new)
+        size = sum(homes_lib.size_of(part) for variable in new.values()
+                   for part in (variable, *homes_lib.followers_of(variable)))
         found[stage][layer.name] = found[stage].get(layer.name, 0) + size
     order = {layer.name: place for place, layer in enumerate(model._flatten_layers())}
     return [(str(stage), f"{sum(found[stage].values()):,}",

@@ -6,7 +6,6 @@ Goes in: a Keras 3 model, optimizer, metric or variable.  Comes out: what it hol
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import trainer as tf_trainer
-from keras.src.layers import layer as layer_module
 from keras.src.layers.core import embedding
 from keras.src.layers.normalization import batch_normalization
 from keras.src.metrics import metric as metric_module
@@ -37,6 +35,8 @@ ENTRIES = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_b
            "_make_function")
 # The layers of batch norm, and those that look rows up in a table.
 BATCH_NORM, LOOK_UP = batch_normalization.BatchNormalization, embedding.Embedding
+# The calls of models of which the order of layers is known beforehand.
+OPENED = functional.Functional.call, sequential.Sequential.call
 # The attributes that Keras' Trainer sets in __init__ and compile: a model's training state.
 TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), *ENTRIES, "optimizer", "history",
                              "stop_training", "stop_evaluating", "stop_predicting",
@@ -123,29 +123,6 @@ def strategy_of(model: Any) -> Any:
     """The model's TowerStrategy, or None."""
     strategy = getattr(model, OWNER, None)
     return strategy if kind.is_tower_strategy(strategy) else None
-
-
-def is_opened(layer: Any) -> bool:
-    """Whether the order in which ``layer`` calls its layers is known beforehand."""
-    return type(layer).call in (functional.Functional.call, sequential.Sequential.call)
-
-
-def calls_of(model: Any) -> Iterator[tuple[Any, Any]]:
-    """The layers that a model calls, in order, each with the node of its graph, if there is one."""
-    graph = getattr(model, "_functional", None) or model
-    if not isinstance(graph, functional.Functional):
-        yield from ((layer, None) for layer in model.layers)
-        return
-    for _, nodes in sorted(graph._nodes_by_depth.items(), reverse=True):
-        for node in nodes:
-            if not node.is_input and isinstance(node.operation, layer_module.Layer):
-                yield node.operation, node
-
-
-def result_bytes(node: Any, rows: int) -> int:
-    """Bytes of a call's results, of ``rows`` where it does not say how many it is made for."""
-    return sum(math.prod([output.shape[0] or rows, *(size or 1 for size in output.shape[1:])])
-               * tf.as_dtype(output.dtype).size for output in node.outputs if output.shape)
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:

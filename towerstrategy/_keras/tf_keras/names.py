@@ -5,7 +5,6 @@ Goes in: a tf_keras model, optimizer, metric or variable.  Comes out: what it ho
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +30,8 @@ OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
               loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
 # The layers of batch norm, and those that look rows up in a table.
 BATCH_NORM, LOOK_UP = batch_normalization.BatchNormalizationBase, embedding.Embedding
+# The calls of models of which the order of layers is known beforehand.
+OPENED = functional.Functional.call, sequential.Sequential.call
 # The attributes that Model sets in __init__ and compile for training.
 TRAINING_STATE = frozenset({
     *ENTRIES,
@@ -117,26 +118,6 @@ def builders(model: Any) -> dict[str, Any]:
     return {name: lambda: True for name in (
         "build", "_maybe_build", "_set_save_spec", "_build_graph_network_for_inferred_shape")
         if hasattr(model, name)}
-
-
-def is_opened(layer: Any) -> bool:
-    """Whether the order in which ``layer`` calls its layers is known beforehand."""
-    return type(layer).call in (functional.Functional.call, sequential.Sequential.call)
-
-
-def calls_of(model: Any) -> Iterator[tuple[Any, Any]]:
-    """The layers that a model calls, in order, each with the node of its graph, if there is one."""
-    if not model._is_graph_network:
-        yield from ((layer, None) for layer in model.layers)
-        return
-    for _, nodes in sorted(model._nodes_by_depth.items(), reverse=True):
-        yield from ((node.layer, node) for node in nodes if not node.is_input)
-
-
-def result_bytes(node: Any, rows: int) -> int:
-    """Bytes of a call's results, of ``rows`` where it does not say how many it is made for."""
-    return sum(math.prod([output.shape[0] or rows, *(size or 1 for size in output.shape[1:])])
-               * output.dtype.size for output in tf.nest.flatten(node.outputs) if output.shape.rank)
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:

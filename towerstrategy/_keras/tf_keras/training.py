@@ -12,7 +12,7 @@ import tensorflow as tf
 from tf_keras.src.metrics import base_metric
 
 from towerstrategy import _tensorflow as _tf, losses
-from towerstrategy._keras import adopting, hooks, stages, training as training_rules
+from towerstrategy._keras import adopting, hooks, training as training_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
 
@@ -48,7 +48,6 @@ def compile(original: Callable[..., Any]) -> Callable[..., Any]:
                     adopting.set_owner(part, strategy)
                     adopting.adopt_variables(strategy, names.optimizer_variables(part))
             original(self, *args, **kwargs)
-            stages.settle(strategy, self, names)  # the optimizer, and so its slots, are known now
 
     return compile
 
