@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, cpu, xla
-from towerstrategy.batch import datasets as datasets_lib, input_options, inputs, splitting
+from towerstrategy.batch import datasets as datasets_lib, inputs, splitting
 from towerstrategy.merge import reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.placement.workers import Workers
@@ -238,7 +238,7 @@ class TowerExtended(_tf.StrategyExtended):
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset,
                                          options: Any) -> tf.distribute.DistributedDataset:
         arguments.check_outside("a dataset is distributed to all towers")
-        per_replica, fetch, ready = input_options.read(options, self)
+        per_replica, fetch, ready = inputs.read(options, self)
         if per_replica:
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "

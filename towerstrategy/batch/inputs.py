@@ -1,7 +1,8 @@
 """What feeds the towers of one strategy: its batches and datasets, split by the towers' shares.
 
 Goes in: where a strategy runs, the other machines, and what measures the towers.  Comes out:
-:class:`Inputs`.
+:class:`Inputs`; :func:`read`, by which ``tf.distribute.InputOptions`` are heeded; and
+:class:`TowerInputContext`, which a dataset function gets.
 """
 
 from __future__ import annotations
@@ -12,16 +13,90 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy import refused
 from towerstrategy.batch import (
     datasets as datasets_lib,
-    input_contexts,
-    input_options,
     prefetching,
     rows as rows_lib,
     splitting,
 )
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement.workers import Workers
+
+_PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
+
+
+class TowerInputContext(tf.distribute.InputContext):
+    """The ``tf.distribute.InputContext`` of a ``TowerStrategy``.
+
+    Args:
+      pipelines: how many input pipelines there are, on all machines.
+      pipeline: this one's number.
+      towers: the numbers of the towers that it feeds, among those of all machines.
+      replicas: how many towers there are, on all machines.
+      units: the shares of all of them, see :func:`rows.units_of`.
+
+    Attributes:
+      shares: of each tower that this pipeline feeds, its part of a global batch; with two towers,
+        a pipeline each and ``shares=[3, 1]``, ``(0.75,)`` and ``(0.25,)``.
+    """
+
+    def __init__(self, pipelines: int, pipeline: int, towers: range, replicas: int,
+                 units: rows_lib.Units) -> None:
+        super().__init__(pipelines, pipeline, replicas)
+        self._towers, self._units = towers, units
+        units = units or (1,) * replicas
+        self.shares = tuple(units[tower] / sum(units) for tower in towers)
+
+    def rows_of(self, global_batch_size: int) -> list[int]:
+        """The rows of each tower that this pipeline feeds, of a batch of ``global_batch_size``."""
+        sizes = rows_lib.split_rows(global_batch_size, self.num_replicas_in_sync, self._units)[1]
+        return [sizes[tower] for tower in self._towers]
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The rows of this pipeline's tower; of its towers, where they get as many."""
+        if self._units is None:
+            return super().get_per_replica_batch_size(global_batch_size)
+        rows = self.rows_of(global_batch_size)
+        if len(set(rows)) > 1:
+            raise ValueError(
+                f"the towers that this pipeline feeds get {rows} rows of a batch of "
+                f"{global_batch_size}, by their shares: context.rows_of({global_batch_size}) says "
+                "so. Give each tower a pipeline, with InputReplicationMode.PER_REPLICA, or make "
+                "batches of these sizes in turn.")
+        return rows[0]
+
+
+def read(options: Any, extended: Any) -> tuple[bool, prefetching.Fetch, int]:
+    """Whether each tower has a pipeline, where parts are fetched to, elements held ready.
+
+    Args:
+      options: a ``tf.distribute.InputOptions`` or None.
+      extended: ``strategy.extended``, which knows the towers' devices and the CPU that feeds them.
+
+    Raises:
+      TypeError, ValueError: ``options`` is something else, or its fields do not go together.
+    """
+    towers = extended.worker_devices
+    on_host = extended.placement.towers_on_host
+    fetch = prefetching.Fetch(() if on_host else towers, extended.host_device)
+    if options is None:
+        return False, fetch, datasets_lib.READY
+    refused.check_type("options", options, tf.distribute.InputOptions,
+                       "None or a tf.distribute.InputOptions")
+    mode, fetches = options.experimental_replication_mode, options.experimental_fetch_to_device
+    refused.check_type(
+        "InputOptions: experimental_replication_mode", mode, tf.distribute.InputReplicationMode,
+        "a tf.distribute.InputReplicationMode (PER_WORKER or PER_REPLICA)")
+    if options.experimental_place_dataset_on_device and (mode != _PER_REPLICA or fetches):
+        raise ValueError(
+            "InputOptions: experimental_place_dataset_on_device=True needs "
+            "experimental_replication_mode=PER_REPLICA, a dataset for each tower, and "
+            "experimental_fetch_to_device=False, as what is on a device is not fetched to it, but "
+            f"got {mode} and {fetches}.")
+    ready = options.experimental_per_replica_buffer_size
+    return (mode == _PER_REPLICA, fetch._replace(devices=towers if fetches else (), ready=ready),
+            max(datasets_lib.READY, ready))
 
 
 class Inputs:
@@ -37,6 +112,7 @@ class Inputs:
     def __init__(self, placement: devices_lib.Placement, workers: Workers | None = None,
                  measuring: Any = None) -> None:
         self._towers, self._workers, self.measuring = len(placement.towers), workers, measuring
+        self._first = 0 if workers is None else workers.first
         self._asked = placement.shares and placement.shares[::placement.micro_batches]
         self._measured = measuring and measuring.shares
         self._units = (rows_lib.units_of(placement.shares or (1.,)) if workers is None
@@ -52,8 +128,8 @@ class Inputs:
         """The shares of this machine's towers, as they can be asked for; None where none were."""
         if self._measured is None:
             return None if self._asked is None else list(self._asked)
-        first = 0 if self._workers is None else self._workers.first
-        return [float(unit) for unit in self._measured.units[first:first + self._towers]]
+        here = slice(self._first, self._first + self._towers)
+        return [float(unit) for unit in self._measured.units[here]]
 
     def split(self, batch: Any) -> Any:
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
@@ -76,16 +152,15 @@ class Inputs:
         """What ``dataset_fn`` makes for each pipeline of this machine, as one dataset.
 
         Args:
-          dataset_fn: called with a :class:`input_contexts.TowerInputContext`.
+          dataset_fn: called with a :class:`TowerInputContext`.
           options: a ``tf.distribute.InputOptions`` or None.
           extended: ``strategy.extended``.
         """
-        per_replica, fetch, ready = input_options.read(options, extended)
+        per_replica, fetch, ready = read(options, extended)
         placed = options is not None and options.experimental_place_dataset_on_device
         datasets = []
-        for pipeline, context in enumerate(input_contexts.contexts(
-                self._towers, self._workers, per_replica, extended._num_replicas_in_sync,
-                self.units)):
+        for pipeline, context in enumerate(self._contexts(
+                per_replica, extended._num_replicas_in_sync)):
             device = extended.worker_devices[pipeline] if placed else None
             with contextlib.nullcontext() if device is None else tf.device(device):
                 datasets.append(dataset_fn(context))
@@ -95,6 +170,15 @@ class Inputs:
             made = self._workers.shard_grouped(made, ready)
         made.fetch = fetch
         return made
+
+    def _contexts(self, per_replica: bool, replicas: int) -> list[TowerInputContext]:
+        """A context for each of this machine's pipelines: one, or one a tower."""
+        workers, here = self._workers, range(self._first, self._first + self._towers)
+        if per_replica:
+            return [TowerInputContext(replicas, tower, range(tower, tower + 1), replicas,
+                                      self.units) for tower in here]
+        pipelines, pipeline = (1, 0) if workers is None else (workers.count, workers.index)
+        return [TowerInputContext(pipelines, pipeline, here, replicas, self.units)]
 
     def _cuts(self) -> rows_lib.CutRows | None:
         """None where all towers are here and get as many rows."""

@@ -7,7 +7,6 @@ which has no rows, or others than the rest.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,14 +69,12 @@ def _splitter(counted: Sequence[tuple[str, Any]], towers: int, cuts: rows_lib.Cu
     rows = _rows_of_all(counted)
     starts, sizes, counts = (
         (*rows_lib.split_rows(rows, towers), None) if cuts is None else cuts(rows))
-    pack: Callable[..., sub_batches.SubBatches] = sub_batches.SubBatches
-    if counts is not None:
-        pack = functools.partial(sub_batches.CountedSubBatches, rows=rows_lib.vector(counts))
+    vector = None if counts is None else rows_lib.vector(counts)
     known = all(isinstance(size, int) for size in sizes) and not tf.executing_eagerly()
     if cuts is not None and known and len(set(sizes)) > 1:
         starts, sizes = rows_lib.opened(starts, sizes)
     parts = rows_lib.Cuts(rows, starts, sizes)
-    return lambda tensor: pack(parts.of(tensor), batch=batch)
+    return lambda tensor: sub_batches.SubBatches(parts.of(tensor), batch, vector)
 
 
 def as_batch(grouped: Nest) -> Nest:

@@ -1,7 +1,7 @@
 """Sub-batches: per-replica values whose first dimension counts rows.
 
-Goes in: one component of a batch, a part a tower.  Comes out: :class:`SubBatches`, of which every
-floor knows the rows; :class:`CountedSubBatches` where other machines have rows of the batch, too.
+Goes in: one component of a batch, a part a tower, and the row counts where other machines have rows
+of it, too.  Comes out: :class:`SubBatches`, which know the rows of each tower.
 """
 
 from __future__ import annotations
@@ -50,13 +50,19 @@ class HashedOnce:
 
 
 class SubBatchesSpec(HashedOnce, _tf.PerReplicaSpec):
-    """The type spec of :class:`SubBatches`: one spec a tower, and the number of the batch."""
+    """The type spec of :class:`SubBatches`: one spec a tower, then that of the row counts.
+
+    Args:
+      specs: those.
+      batch: the number of the batch.
+      counted: whether the last spec is that of row counts.
+    """
 
     value_type = property(lambda _: SubBatches)
 
-    def __init__(self, *specs: tf.TypeSpec, batch: int = 0) -> None:
+    def __init__(self, *specs: tf.TypeSpec, batch: int = 0, counted: bool = False) -> None:
         super().__init__(*specs)
-        self.batch = batch
+        self.batch, self.counted = batch, counted
 
     def most_specific_common_supertype(self, others: Sequence[Any]) -> SubBatchesSpec | None:
         """Open for all towers where it is for one.
@@ -66,24 +72,27 @@ class SubBatchesSpec(HashedOnce, _tf.PerReplicaSpec):
         common = super().most_specific_common_supertype(others)
         if common is None:
             return None
-        *specs, batch = common._serialize()
-        opened = [with_any_rows(spec) for spec in self._of_towers(specs)]
+        specs = common._component_specs
+        towers = len(specs) - self.counted
+        opened = [with_any_rows(spec) for spec in specs[:towers]]
         if set(opened).isdisjoint(specs):
             return common
-        return type(self)(*opened, *specs[len(opened):], batch=batch)
-
-    def _of_towers(self, specs: Sequence[tf.TypeSpec]) -> Sequence[tf.TypeSpec]:
-        return specs
+        return type(self)(*opened, *specs[towers:], batch=self.batch, counted=self.counted)
 
     def _serialize(self) -> tuple[Any, ...]:
-        return (*super()._serialize(), self.batch)
+        return (*super()._serialize(), self.batch, self.counted)
 
     @classmethod
     def _deserialize(cls, serialized: tuple[Any, ...]) -> SubBatchesSpec:
-        return cls(*serialized[:-1], batch=serialized[-1])
+        *specs, batch, counted = serialized
+        return cls(*specs, batch=batch, counted=counted)
+
+    def _to_components(self, value: SubBatches) -> tuple[Any, ...]:
+        return (*super()._to_components(value), *([value.rows] if self.counted else []))
 
     def _from_components(self, components: Sequence[Any]) -> SubBatches:
-        return SubBatches(components, self.batch)
+        *values, rows = components if self.counted else (*components, None)
+        return SubBatches(values, self.batch, rows)
 
 
 class SubBatches(_tf.PerReplica):
@@ -94,59 +103,30 @@ class SubBatches(_tf.PerReplica):
 
     Attributes:
       batch: of which of an element's batches, where these have different numbers of rows.
+      rows: the row counts of the towers of all machines, an int64 vector (in a worker's own
+        pipeline those of its own towers); None where all rows are here.
       open_rows: whether functions are traced for any number of rows.
     """
 
     open_rows = False
 
-    def __init__(self, values: Sequence[Any], batch: int = 0) -> None:
+    def __init__(self, values: Sequence[Any], batch: int = 0, rows: Any = None) -> None:
         super().__init__(values)
-        self.batch = batch
+        self.batch, self.rows = batch, rows
 
     @property
     def _type_spec(self) -> SubBatchesSpec:
-        return SubBatchesSpec(*self._part_specs(), batch=self.batch)
-
-    def _part_specs(self) -> list[tf.TypeSpec]:
         specs = [tf.type_spec_from_value(value) for value in self._values]
-        return [with_any_rows(spec) for spec in specs] if self.open_rows else specs
-
-
-class CountedSpec(SubBatchesSpec):
-    """The type spec of :class:`CountedSubBatches`: one spec a tower, then the row counts'."""
-
-    value_type = property(lambda _: CountedSubBatches)
-
-    def _of_towers(self, specs: Sequence[tf.TypeSpec]) -> Sequence[tf.TypeSpec]:
-        return specs[:-1]
-
-    def _to_components(self, value: CountedSubBatches) -> tuple[Any, ...]:
-        return (*super()._to_components(value), value.rows)
-
-    def _from_components(self, components: Sequence[Any]) -> CountedSubBatches:
-        return CountedSubBatches(components[:-1], components[-1], self.batch)
-
-
-class CountedSubBatches(SubBatches):
-    """Sub-batches with the row counts of the towers of all machines.
-
-    Attributes:
-      rows: those, an int64 vector; in a worker's own pipeline the counts of its own towers.
-    """
-
-    def __init__(self, values: Sequence[Any], rows: tf.Tensor, batch: int = 0) -> None:
-        super().__init__(values, batch)
-        self.rows = rows
-
-    @property
-    def _type_spec(self) -> CountedSpec:
-        return CountedSpec(*self._part_specs(), tf.TensorSpec(self.rows.shape, tf.int64),
-                           batch=self.batch)
+        if self.open_rows:
+            specs = [with_any_rows(spec) for spec in specs]
+        if self.rows is not None:
+            specs.append(tf.TensorSpec(self.rows.shape, tf.int64))
+        return SubBatchesSpec(*specs, batch=self.batch, counted=self.rows is not None)
 
 
 def row_counts(batches: SubBatches) -> list[rows_lib.Rows]:
     """The number of rows of each tower: ints where known, else int64 scalars."""
-    if not isinstance(batches, CountedSubBatches):
+    if batches.rows is None:
         return [rows_lib.rows_in(part) for part in batches.values]
     if tf.executing_eagerly():
         return batches.rows.numpy().tolist()
@@ -157,10 +137,9 @@ def rows_of(element: Any) -> Any:
     """The rows of each tower in an element, a vector; None where none are known."""
     leaves = tf.nest.flatten(element)
     for leaf in leaves:
-        if isinstance(leaf, CountedSubBatches):
-            return leaf.rows
         if isinstance(leaf, SubBatches):
-            return tf.stack([tf.cast(count, tf.int64) for count in row_counts(leaf)])
+            return leaf.rows if leaf.rows is not None else tf.stack(
+                [tf.cast(count, tf.int64) for count in row_counts(leaf)])
     whole = [leaf for leaf in leaves if getattr(getattr(leaf, "shape", None), "rank", 0) != 0]
     if not whole:  # of the only tower
         return None

@@ -182,6 +182,6 @@ def _counted(element: Nest) -> Nest:
                 rows_lib.has_rows(parts[0]) and parts[0].shape.rank != 0):
             return _tf.PerReplica(parts)
         rows = tf.stack([tf.cast(rows_lib.rows_in(part), tf.int64) for part in parts])
-        return sub_batches.CountedSubBatches(parts, rows)
+        return sub_batches.SubBatches(parts, rows=rows)
 
     return tf.nest.map_structure(counted, element)

@@ -90,14 +90,15 @@ class Agreement(NamedTuple):
         return self._element(own[2], rows)
 
     def _element(self, values: Sequence[Any], rows: tf.Tensor) -> Nest:
-        return self._pack(values, lambda parts: sub_batches.CountedSubBatches(parts, rows),
+        return self._pack(values, lambda parts: sub_batches.SubBatches(parts, rows=rows),
                           _tf.PerReplica)
 
     def element_spec(self, own: Any) -> Nest:
         """The spec of an element with the row counts of all machines, given the pipeline's own."""
         counts = tf.TensorSpec([self._workers.replicas], tf.int64)
-        return self._pack(own[2], lambda specs: sub_batches.CountedSpec(*specs, counts),
-                          lambda specs: _tf.PerReplicaSpec(*specs))
+        return self._pack(
+            own[2], lambda specs: sub_batches.SubBatchesSpec(*specs, counts, counted=True),
+            lambda specs: _tf.PerReplicaSpec(*specs))
 
     def _pack(self, values: Sequence[Any], batched: Callable[[list[Any]], Any],
               plain: Callable[[list[Any]], Any]) -> Nest:
@@ -124,7 +125,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
     """What a strategy's workers iterate over: this worker's part of each global batch.
 
     Args:
-      dataset: elements hold :class:`sub_batches.CountedSubBatches` with this worker's row counts,
+      dataset: elements hold :class:`sub_batches.SubBatches` with this worker's row counts,
         or ``PerReplica`` values where elements are no batches.
       workers: their collectives.
       ready: how many elements the pipeline holds ready.
@@ -170,7 +171,7 @@ class WorkersDataset(datasets_lib.TowerDataset):
             for leaf in tf.nest.flatten(element):
                 if leaf is None:
                     continue
-                if isinstance(leaf, sub_batches.CountedSubBatches):
+                if isinstance(leaf, sub_batches.SubBatches):
                     rows = leaf.rows
                 values += leaf.values if isinstance(leaf, _tf.PerReplica) else [leaf]
             return True, rows, tuple(values)

@@ -42,7 +42,7 @@ def _opened(first: sub_batches.SubBatches, leaf: Any) -> Any:
 
 def _has_rows_of(leaf: sub_batches.SubBatches, first: sub_batches.SubBatches) -> bool:
     """Whether each tower has as many rows of both; where that shows in the step only, it must."""
-    if leaf is first or isinstance(leaf, sub_batches.CountedSubBatches):
+    if leaf is first or leaf.rows is not None:
         return True
     for one, other in zip(leaf.values, first.values):
         rows = rows_lib.rows_in(one), rows_lib.rows_in(other)
@@ -92,9 +92,8 @@ def _of_leaf(name: str, spec: Any, value: Any) -> Any:
         raise ValueError(f"{name} must have the {spec.shape[0]} rows that input_signature says, "
                          f"{spec!r}, but the towers have {rows}.")
     count = [wanted] * len(parts)
-    if isinstance(value, sub_batches.CountedSubBatches):
-        return sub_batches.CountedSpec(*count, tf.TensorSpec(value.rows.shape, tf.int64),
-                                       batch=value.batch)
-    if isinstance(value, sub_batches.SubBatches):
-        return sub_batches.SubBatchesSpec(*count, batch=value.batch)
-    return _tf.PerReplicaSpec(*count)
+    if not isinstance(value, sub_batches.SubBatches):
+        return _tf.PerReplicaSpec(*count)
+    if value.rows is not None:
+        count.append(tf.TensorSpec(value.rows.shape, tf.int64))
+    return sub_batches.SubBatchesSpec(*count, batch=value.batch, counted=value.rows is not None)

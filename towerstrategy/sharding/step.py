@@ -17,7 +17,6 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy.batch import sub_batches
 from towerstrategy.merge import merging
 from towerstrategy.placement import scopes as scopes_lib
 from towerstrategy.sharding import packing, propagate, traffic
@@ -143,8 +142,7 @@ class _Inputs:
             return leaf
         parts = list(leaf.values)
         if all(isinstance(part, tf.Tensor) and part.shape.rank for part in parts):
-            counts = (leaf.rows if isinstance(leaf, sub_batches.CountedSubBatches) else None)
-            return _Rows(parts, counts, self._strategy.extended.workers,
+            return _Rows(parts, getattr(leaf, "rows", None), self._strategy.extended.workers,
                          getattr(leaf, "batch", 0))
         return whole(self._strategy, leaf)
 
