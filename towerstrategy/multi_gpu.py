@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf
-from towerstrategy._keras import adopting
+from towerstrategy._keras import adopting, state
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.strategy import TowerStrategy
 from towerstrategy.variables import one_copy
@@ -59,7 +59,7 @@ def multi_gpu_model(model: Any, gpus: int | Sequence[int | str] | None = None,
     True
     """
     names = _keras.names_of(model)
-    held = [variable for variable in names.held_variables(model)
+    held = [variable for variable in state.variables_of(model, names)
             if isinstance(variable, _tf.BaseResourceVariable)]
     _check_switch("cpu_merge", cpu_merge)
     _check_switch("cpu_relocation", cpu_relocation)

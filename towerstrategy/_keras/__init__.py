@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, refused
-from towerstrategy._keras import hooks
+from towerstrategy._keras import hooks, state
 from towerstrategy.placement import kind
 
 # The oldest and the newest release of each that was tested; docs/versions.md says what was run.
@@ -142,7 +142,7 @@ def slots_of(model: Any) -> list[Any]:
       ValueError: it is not compiled.
     """
     names, found = names_of(model), []
-    optimizers = names.optimizers_of(model)
+    optimizers = state.optimizers_of(model, names)
     if not optimizers:
         raise ValueError(f"model {model.name!r} has no optimizer: compile it first.")
     for optimizer in optimizers:
@@ -151,7 +151,7 @@ def slots_of(model: Any) -> list[Any]:
             optimizer = type(optimizer).from_config(optimizer.get_config())
             with tf.device("CPU:0"):
                 optimizer.build(model.trainable_variables)
-        found += names.optimizer_variables(optimizer)
+        found += state.slots_of(optimizer, names)
     return found
 
 

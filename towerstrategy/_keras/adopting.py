@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import batch_norm, hooks, stages, twin
+from towerstrategy._keras import batch_norm, hooks, stages, state, twin
 from towerstrategy.placement import kind
 from towerstrategy.variables import one_copy
 
@@ -48,7 +48,7 @@ def forget_functions(model: Any) -> None:
 def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
     """A second handle on ``model`` that trains on the strategy's towers, see :mod:`twin`."""
     check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
-    check_variables(strategy, model, names.held_variables(model))
+    check_variables(strategy, model, state.variables_of(model, names))
     fresh = {name: value for name, value in vars(names.TRAINER()).items()
              if name in names.TRAINING_STATE and name not in names.ENTRIES}
     made = twin.make(model, names.TRAINING_STATE, fresh, names.builders(model))
@@ -61,20 +61,19 @@ def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
 def adopt_state(strategy: tf.distribute.Strategy, model: Any,
                 names: Any) -> tuple[list[Any], list[Any]]:
     """Adopts all variables that there are; returns those with one copy and the tower-local ones."""
-    metrics, optimizers = names.metrics_of(model), names.optimizers_of(model)
-    held = names.held_variables(model)
-    slots = [variable for optimizer in optimizers
-             for variable in names.optimizer_variables(optimizer)]
-    check_variables(strategy, model, [*held, *slots])
+    metrics, optimizers = state.metrics_of(model, names), state.optimizers_of(model, names)
+    held = [*state.variables_of(model, names), *(
+        variable for optimizer in optimizers for variable in state.slots_of(optimizer, names))]
+    check_variables(strategy, model, held)
     for metric in metrics:
-        check_variables(strategy, model, names.metric_variables(metric))
+        check_variables(strategy, model, map(names.held, names.variables_of(metric)))
     for optimizer in optimizers:
         check_owner(strategy, f"optimizer {getattr(optimizer, 'name', '')!r} of model "
                               f"{model.name!r}", names.owner_of_optimizer(optimizer))
     for optimizer in optimizers:
         set_owner(optimizer, strategy)
     local = [variable for metric in metrics for variable in names.adopt_metric(strategy, metric)]
-    resident = adopt_variables(strategy, [*held, *slots])
+    resident = adopt_variables(strategy, held)
     batch_norm.normalize_by_tower(strategy, model, names)
     stages.settle(strategy, model, names)
     adopt_variables(strategy, [vars(model).get(name) for name in _COUNTERS])

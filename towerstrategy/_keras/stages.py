@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
+from towerstrategy._keras import state
 from towerstrategy.placement import cuts, homes as homes_lib, kind
 
 # Attributes of layers, MADE of the nodes of functional models, too: stages that were said by hand.
@@ -160,7 +161,7 @@ def _check_entered(strategy: tf.distribute.Strategy, model: Any, entered: set[in
                    names: Any) -> None:
     """Raises ``ValueError`` where a model that is trained as a whole leaves out a stage."""
     # What is not compiled may be one part of several; what is not trained, a part of itself.
-    if entered and not (names.optimizers_of(model) and _tf.may_be_recorded()):
+    if entered and not (state.optimizers_of(model, names) and _tf.may_be_recorded()):
         return
     count = strategy.extended.placement.stages
     missing = " and ".join(str(stage) for stage in range(count) if stage not in entered)
@@ -181,7 +182,7 @@ def _plan_of(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Plan:
     placement = strategy.extended.placement
     stages = _followed([call.said for call in calls])
     if not stages:
-        trained = bool(names.optimizers_of(model))
+        trained = bool(state.optimizers_of(model, names))
         kept = [_kept(call.layer, trained, names) for call in calls]
         stages = _followed(kept, next((stage for stage in kept if stage is not None), 0))
         if not stages or trained and len({*stages}) < placement.stages:

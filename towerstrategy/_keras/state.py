@@ -1,7 +1,8 @@
-"""The state of a model, for people to read: what is kept where, and how towers' writes are merged.
+"""The state of a model: its variables, metrics and optimizers; and a table of them.
 
-Goes in: a model, and how its Keras names things.  Comes out: a line for each variable that is not
-trained by gradients, and one for all that are.
+Goes in: a model, and how its Keras names things.  Comes out: what it holds; and for people to read
+a line for each variable that is not trained by gradients, and one for all that are: where it is
+kept, and how towers' writes are merged.
 """
 
 from __future__ import annotations
@@ -15,6 +16,37 @@ from towerstrategy.variables import rules
 Line = tuple[str, str, str]
 
 
+def variables_of(model: Any, names: Any) -> list[Any]:
+    """The TensorFlow variables of ``model``, those of its metrics and optimizers left out."""
+    own = {id(variable) for metric in metrics_of(model, names)
+           for variable in names.variables_of(metric)}
+    return [names.held(variable) for variable in names.variables_of(model)
+            if id(variable) not in own]
+
+
+def metrics_of(model: Any, names: Any) -> list[Any]:
+    """The model's metrics, those given to ``compile`` and not built yet among them."""
+    listed = getattr(model, "metrics", None)  # its own may need what it makes after compile
+    given = [*(names.MODEL.metrics.fget(model) if listed is None else listed),
+             *names.compiled_metrics(model)]
+    return list({id(part): part for part in given if isinstance(part, names.METRIC)}.values())
+
+
+def optimizers_of(model: Any, names: Any) -> list[Any]:
+    """The optimizers that the model holds, a GAN's several among them, and those inside them."""
+    values = vars(model).values()
+    held = [part for value in values for part in (value if isinstance(value, list) else [value])
+            if isinstance(part, names.OPTIMIZERS)]
+    return [*held, *(part.inner_optimizer for part in held if hasattr(part, "inner_optimizer"))]
+
+
+def slots_of(optimizer: Any, names: Any) -> list[Any]:
+    """The TensorFlow variables of an optimizer."""
+    held = optimizer.variables  # a method of tf_keras' old ones
+    return [names.held(variable) for variable in (
+        held() if callable(held) and not isinstance(held, list) else held)]
+
+
 def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[Line]:
     """Name, where it is kept, how it is merged.
 
@@ -24,14 +56,14 @@ def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[Line
     if getattr(model, names.OWNER) is not strategy:
         raise ValueError(f"model must be one of this strategy, but {model.name!r} is not: compile "
                          "it in the strategy's scope, or call strategy.adopt(model).")
-    counted = {id(variable) for metric in names.metrics_of(model) for variable in metric.variables}
+    counted = {id(variable) for metric in metrics_of(model, names) for variable in metric.variables}
     own = [variable for variable in model.variables if id(variable) not in counted]
     trained = sum(variable.trainable for variable in own)
     found = [(f"{trained:,} trained weights", "one copy", "gradients: sum of all rows'")]
     for variable in own:
         if not variable.trainable:
             found.append(_line(_name(variable), variable))
-    for metric in names.metrics_of(model):
+    for metric in metrics_of(model, names):
         for variable in metric.variables:
             name = _name(variable)
             found.append(_line(name if "/" in name else f"{metric.name}/{name}", variable))

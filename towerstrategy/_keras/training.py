@@ -1,15 +1,58 @@
-"""The steps of a training, as both Kerases have them: their data, and whether XLA compiles them.
+"""A training's ``compile`` and steps, as both Kerases have them.
 
-Goes in: a model or a step's data.  Comes out: sub-batches, or yes or no.
+Goes in: Keras' own ``compile``, a model or a step's data.  Comes out: a model that is adopted,
+sub-batches, or whether XLA compiles a step.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy import losses
+from towerstrategy._keras import adopting, state
 from towerstrategy.placement import kind
+
+
+def compile(names: Any, compiling: Callable[..., contextlib.AbstractContextManager[None]]
+            ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The hook for ``compile``, which adopts in a strategy's scope, and the strategy's models.
+
+    ``compiling`` is entered around Keras' own, with the model and the strategy.
+    """
+
+    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
+        def compile(self: Any, *args: Any, **kwargs: Any) -> None:
+            scope = tf.distribute.get_strategy()
+            strategy = scope if kind.is_tower_strategy(scope) else strategy_of(self, names)
+            args, kwargs = losses.inner_losses((args, kwargs))
+            if strategy is None:
+                return original(self, *args, **kwargs)
+            owner = getattr(self, names.OWNER)
+            adopting.check_owner(strategy, f"model {self.name!r}", owner)
+            adopting.check_variables(strategy, self, state.variables_of(self, names))
+            with strategy.scope():
+                setattr(self, names.OWNER, strategy)
+                try:
+                    with compiling(self, strategy):
+                        original(self, *args, **kwargs)
+                except Exception:
+                    setattr(self, names.OWNER, owner)
+                    raise
+                adopting.adopt(strategy, self, names)
+
+        return compile
+
+    return hook
+
+
+def strategy_of(model: Any, names: Any) -> Any:
+    """The model's TowerStrategy, or None."""
+    strategy = getattr(model, names.OWNER, None)
+    return strategy if kind.is_tower_strategy(strategy) else None
 
 
 def split_plain(strategy: tf.distribute.Strategy, data: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import backup, callback as callback_lib, chief
+from towerstrategy._keras import backup, callback as callback_lib, chief, state, training
 from towerstrategy._keras.keras3 import names
 
 # What writes the same files on every machine -> where it has their path.
@@ -23,7 +23,7 @@ _PATHS = {model_checkpoint.ModelCheckpoint: "filepath", csv_logger.CSVLogger: "f
 
 def set_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def set_model(self: Any, model: Any) -> None:
-        strategy = names.strategy_of(model)
+        strategy = training.strategy_of(model, names)
         if strategy is not None:
             workers = strategy.extended.workers
             is_chief = workers is None or workers.is_chief
@@ -81,8 +81,8 @@ class _WholeBackup(backup_and_restore.BackupAndRestore):
 
 def _saved_of(model: Any) -> list[Any]:
     """The TensorFlow variables that ``save_weights`` saves."""
-    kept = [*names.held_variables(model),
-            *(variable for part in names.optimizers_of(model)
-              for variable in names.optimizer_variables(part))]
+    kept = [*state.variables_of(model, names), *(
+        variable for part in state.optimizers_of(model, names)
+        for variable in state.slots_of(part, names))]
     return list({id(variable): variable for variable in kept
                  if isinstance(variable, _tf.BaseResourceVariable)}.values())

@@ -17,7 +17,7 @@ from keras.src import tree
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.trainers import trainer as base_trainer
 
-from towerstrategy import _tensorflow as _tf, losses
+from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import adopting, hooks, training as training_rules
 from towerstrategy._keras.keras3 import names
 from towerstrategy.batch import datasets as datasets_lib, prefetching
@@ -27,41 +27,39 @@ from towerstrategy.placement import kind
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any) -> None:
         original(self)
-        if names.strategy_of(self) is not None:
+        if training_rules.strategy_of(self, names) is not None:
             hooks.enter_with(self, names.ENTRIES)
 
     return __init__
 
 
-def compile(original: Callable[..., Any]) -> Callable[..., Any]:
-    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        scope = tf.distribute.get_strategy()
-        strategy = scope if kind.is_tower_strategy(scope) else names.strategy_of(self)
-        args, kwargs = losses.inner_losses((args, kwargs))
-        if strategy is None:
-            return original(self, *args, **kwargs)
-        owner = self._distribute_strategy
-        adopting.check_owner(strategy, f"model {self.name!r}", owner)
-        with strategy.scope():
-            self._distribute_strategy = strategy
-            # Keras itself compiles no step of a strategy by default.
-            vars(self)["_resolve_auto_jit_compile"] = lambda: _compiles_by_default(self)
-            try:
-                original(self, *args, **kwargs)
-            except Exception:
-                self._distribute_strategy = owner
-                raise
-            finally:
-                del vars(self)["_resolve_auto_jit_compile"]
-            adopting.adopt(strategy, self, names)
-
-    return compile
+@contextlib.contextmanager
+def _compiling(model: Any, strategy: Any) -> Iterator[None]:
+    """Within, ``jit_compile="auto"`` is for the towers: Keras compiles no strategy's step by it."""
+    extended = strategy.extended
+    vars(model)["_resolve_auto_jit_compile"] = lambda: (
+        extended.xla.by_default(extended.placement.kinds)
+        and bool(base_trainer.model_supports_jit(model)))
+    try:
+        yield
+    finally:
+        del vars(model)["_resolve_auto_jit_compile"]
 
 
-def _compiles_by_default(model: Any) -> bool:
-    extended = model._distribute_strategy.extended
-    return (extended.xla.by_default(extended.placement.kinds)
-            and bool(base_trainer.model_supports_jit(model)))
+compile = training_rules.compile(names, _compiling)
+
+
+@contextlib.contextmanager
+def _towers_alone_compiled(model: Any) -> Iterator[None]:
+    """Within, Keras makes step functions that XLA does not compile as a whole."""
+    compiles = training_rules.compiles_towers(model)
+    if compiles:
+        model._jit_compile = False
+    try:
+        yield
+    finally:
+        if compiles:
+            model._jit_compile = True
 
 
 def is_tf_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,10 +114,10 @@ def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
     """Adopts what was built since ``compile``; splits the plain data of ``*_on_batch``."""
 
     def _make_function(self: Any, step_function: Any) -> Any:
-        strategy = names.strategy_of(self)
+        strategy = training_rules.strategy_of(self, names)
         if strategy is None:
             return original(self, step_function)
-        with names.towers_alone_compiled(self):
+        with _towers_alone_compiled(self):
             step = original(self, step_function)
         compiles, trains = training_rules.compiles_towers(self), step_function == self.train_step
         adopting.adopt_state(strategy, self, names)
@@ -149,7 +147,7 @@ def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def make(self: Any, force: bool) -> Any:
         before = self.predict_function
-        with names.towers_alone_compiled(self):
+        with _towers_alone_compiled(self):
             result, step = original(self, force), self.predict_function
         if step is before or not kind.is_tower_strategy(self.distribute_strategy):
             return result
@@ -186,7 +184,7 @@ def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        strategy = names.strategy_of(self)
+        strategy = training_rules.strategy_of(self, names)
         if strategy is None:
             adopting.check_trains_on_towers(self, tf.distribute.get_strategy())
             return original(self, iterator, data_batch)

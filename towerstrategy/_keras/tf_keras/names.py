@@ -26,6 +26,7 @@ MODEL = TRAINER = training.Model
 OWNER = "_distribution_strategy"
 # The methods of a model that begin before Keras enters its scope.
 ENTRIES = ("compile",)
+METRIC = base_metric.Metric
 OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
               loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
 # The layers of batch norm, and those that look rows up in a table.
@@ -43,52 +44,26 @@ TRAINING_STATE = frozenset({
     "predict_function", "stop_training", "test_function", "train_function", "train_tf_function"})
 
 
-def held_variables(model: Any) -> list[Any]:
-    """The TensorFlow variables of ``model``, those of its metrics and optimizers left out."""
-    own = {id(variable) for metric in _listed_metrics(model) for variable in variables_of(metric)}
-    return [getattr(variable, "_variable", variable)  # AutoCastVariable holds one
-            for variable in variables_of(model) if id(variable) not in own]
+def held(variable: Any) -> Any:
+    """The TensorFlow variable that another, such as an ``AutoCastVariable``, holds."""
+    return getattr(variable, "_variable", variable)
 
 
-def _listed_metrics(model: Any) -> list[Any]:
-    listed = getattr(model, "metrics", None)  # its own may need what it makes after compile
-    return list(MODEL.metrics.fget(model) if listed is None else listed)
-
-
-def metrics_of(model: Any) -> list[Any]:
-    """The model's metrics, those given to ``compile`` and not built yet among them."""
+def compiled_metrics(model: Any) -> list[Any]:
+    """What was given to ``compile`` as metrics, and more."""
     given: list[Any] = []
     if isinstance(model.compiled_metrics, compile_utils.MetricsContainer):
         given += tf.nest.flatten((model.compiled_metrics._user_metrics,
                                   model.compiled_metrics._user_weighted_metrics))
     if isinstance(model.compiled_loss, compile_utils.LossesContainer):
         given.append(model.compiled_loss._total_loss_mean)
-    given = [part for part in given if isinstance(part, base_metric.Metric)]
-    return list({id(metric): metric for metric in [*_listed_metrics(model), *given]}.values())
-
-
-def optimizers_of(model: Any) -> list[Any]:
-    """The optimizers that the model holds, a GAN's several among them, and those inside them."""
-    values = vars(model).values()
-    held = [part for value in values for part in (value if isinstance(value, list) else [value])
-            if isinstance(part, OPTIMIZERS)]
-    inner = [part.inner_optimizer for part in held if hasattr(part, "inner_optimizer")]
-    return [*held, *inner]
-
-
-def optimizer_variables(optimizer: Any) -> list[Any]:
-    """The TensorFlow variables of an optimizer."""
-    held = optimizer.variables
-    return list(held() if callable(held) and not isinstance(held, list) else held)
+    return given
 
 
 def variables_of(layer: Any) -> list[Any]:
     """All variables of a layer, also of a model that is not built to the end."""
     return [variable for part in layer._flatten_layers()
             for variable in (*part._trainable_weights, *part._non_trainable_weights)]
-
-
-metric_variables = variables_of
 
 
 def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
@@ -125,9 +100,8 @@ def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
     trained = {id(variable) for part in layer._flatten_layers() if part.trainable
                for variable in part._trainable_weights}  # which stay there where it is frozen
     for variable in variables_of(layer):
-        held = getattr(variable, "_variable", variable)
-        if isinstance(held, tf.Variable):  # a lookup's table is among a layer's weights, too
-            yield held, id(variable) in trained
+        if isinstance(held(variable), tf.Variable):  # a lookup's table is among the weights, too
+            yield held(variable), id(variable) in trained
 
 
 def _replace(layer: Any, old: Any, new: Any) -> None:

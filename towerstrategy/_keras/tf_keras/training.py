@@ -5,13 +5,13 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tf_keras.src.metrics import base_metric
 
-from towerstrategy import _tensorflow as _tf, losses
+from towerstrategy import _tensorflow as _tf
 from towerstrategy._keras import adopting, hooks, training as training_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
@@ -29,27 +29,18 @@ def data_handler_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-def compile(original: Callable[..., Any]) -> Callable[..., Any]:
-    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        scope = tf.distribute.get_strategy()
-        strategy = scope if kind.is_tower_strategy(scope) else self._distribution_strategy
-        args, kwargs = losses.inner_losses((args, kwargs))
-        if not kind.is_tower_strategy(strategy):
-            return original(self, *args, **kwargs)
-        with strategy.scope():
-            # tf_keras checks in compile that all variables are the strategy's.
-            adopting.adopt(strategy, self, names)
-            for part in tf.nest.flatten((args, kwargs)):
-                if isinstance(part, base_metric.Metric):
-                    adopting.check_variables(strategy, self, names.variables_of(part))
-                    names.adopt_metric(strategy, part)
-                elif isinstance(part, names.OPTIMIZERS):
-                    adopting.check_variables(strategy, self, names.optimizer_variables(part))
-                    adopting.set_owner(part, strategy)
-                    adopting.adopt_variables(strategy, names.optimizer_variables(part))
-            original(self, *args, **kwargs)
+@contextlib.contextmanager
+def _compiling(model: Any, strategy: Any) -> Iterator[None]:
+    """Within, ``compile`` takes variables that are to be adopted for the strategy's."""
+    del model
+    vars(strategy.extended)["variable_created_in_scope"] = lambda _: True
+    try:
+        yield
+    finally:
+        vars(strategy.extended).pop("variable_created_in_scope", None)
 
-    return compile
+
+compile = training_rules.compile(names, _compiling)
 
 
 def batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
