@@ -315,15 +315,13 @@ class IterationTest(parameterized.TestCase):
         """Else an iterator seems to be saved, and training resumes elsewhere in the data."""
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "c")
-            with self.assertRaisesRegex(NotImplementedError, "fetch_to_device=False.: that.*can"):
-                tf.train.Checkpoint(iterator=iter(self.dataset)).save(path)
+            with self.assertRaisesRegex(ValueError, "trackable"):
+                tf.train.Checkpoint(iterator=iter(self.dataset))
             on_host = self.strategy.experimental_distribute_dataset(
                 Dataset.range(10).batch(4), ON_HOST)
             iterator = iter(on_host)
             next(iterator)
             saved = tf.train.Checkpoint(iterator=iterator).save(path)
-            with self.assertRaisesRegex(NotImplementedError, "nor restored"):
-                tf.train.Checkpoint(iterator=iter(self.dataset)).restore(saved)
             other = iter(on_host)
             tf.train.Checkpoint(iterator=other).restore(saved)
         self.assertEqual(plain(self.total(next(other))), 22)

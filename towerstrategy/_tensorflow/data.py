@@ -9,10 +9,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.autograph.operators import control_flow, py_builtins
 from tensorflow.python.data.ops import iterator_ops, map_op, multi_device_iterator_ops
-from tensorflow.python.trackable import base as trackable
 
 OwnedIterator = iterator_ops.OwnedIterator  # what iter(dataset) makes
-Trackable = trackable.Trackable  # what a checkpoint takes
 
 
 def over_devices(dataset: tf.data.Dataset, devices: Sequence[str], ready: int) -> Any:

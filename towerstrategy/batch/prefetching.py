@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,8 +16,14 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.batch import iterators, layouts, sub_batches, taking
+from towerstrategy.batch import iterators, layouts, sub_batches
 from towerstrategy.batch.rows import Nest
+
+_OUT_OF_STEP = (
+    "the input pipeline, or a step that took a batch from it, has failed before, and since then "
+    "what was prefetched does not belong together. Make a new iterator. To go on behind an error "
+    "with the same one, drop bad elements in the pipeline (dataset.ignore_errors()), or distribute "
+    "the dataset with tf.distribute.InputOptions(experimental_fetch_to_device=False).")
 
 
 class Fetch(NamedTuple):
@@ -67,19 +74,25 @@ class PrefetchedSpec(sub_batches.HashedOnce, tf.TypeSpec):
     _component_specs = property(lambda self: [self._streams, tf.TensorSpec([], tf.resource)])
 
     def _to_components(self, value: PrefetchedIterator) -> list[Any]:
-        return [value._streams, value._taking.handle]
+        return [value._streams, value._under_way]
 
     def _from_components(self, components: Sequence[Any]) -> PrefetchedIterator:
-        streams, handle = components
-        under_way = taking.Taking(handle, streams._devices[0])
-        iterator = PrefetchedIterator(self._layout, streams, under_way)
+        streams, under_way = components
+        iterator = PrefetchedIterator(self._layout, lambda: (streams, under_way, None))
         iterator.agreement, iterator._once = self._agreement, self._once
         return iterator
 
 
-class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
-                         tf.distribute.DistributedIterator):
+class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.DistributedIterator):
     """Iterates over split elements of which each tower's part is on its device already.
+
+    Where one stream fails, TensorFlow cancels what waits at the others, and from then on each of
+    these says that its data has ended, or gives parts of the batch before.  So a variable on the
+    host is true while an element is being taken: one that failed leaves it so.
+
+    Args:
+      layout: what of an element is where.
+      make: makes the streams, the handle of that variable, and what counts rows.
 
     Attributes:
       row_count: what counts the rows, see :func:`iterators.count_rows`; None where nothing does.
@@ -88,51 +101,92 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
     _once = False
     _kept_spec: PrefetchedSpec | None = None
     # TensorFlow takes long to make the streams, and Keras makes more iterators than it reads.
-    _streams = property(lambda self: self._begun()[0])
-    _taking = property(lambda self: self._begun()[1])
-    row_count = property(lambda self: self._begun()[2])
+    _streams = property(lambda self: self._made[0])
+    _under_way = property(lambda self: self._made[1])
+    row_count = property(lambda self: self._made[2])
+    _host = property(lambda self: self._streams._devices[0])
     spec = property(lambda self: self._layout.spec)
 
-    def __init__(self, layout: layouts.Layout, streams: Any = None,
-                 under_way: taking.Taking | None = None,
-                 make: Callable[[], tuple[Any, Any, Any]] | None = None) -> None:
-        self._layout, self._made, self._make = layout, (streams, under_way, None), make
+    def __init__(self, layout: layouts.Layout, make: Callable[[], tuple[Any, Any, Any]]) -> None:
+        self._layout, self._make = layout, make
 
-    def _begun(self) -> tuple[Any, Any, Any]:
-        if self._make is not None:
-            self._made, self._make = self._make(), None
-        return self._made
+    @functools.cached_property
+    def _made(self) -> tuple[Any, Any, Any]:
+        return self._make()
 
     def __iter__(self) -> PrefetchedIterator:
         return self
 
     def take(self) -> Nest:
-        eager = tf.executing_eagerly()
-        return self._layout.element(
-            self._taking.all_of(self._streams.get_next if eager else self._host_first))
+        if tf.executing_eagerly():
+            return self._layout.element(self._from_all(self._streams.get_next))
+        # Only the host's stream is to say that the data has ended.
+        first = self._streams._device_iterators[0]
+        there, optional = self._from_first(lambda: _with_flag(first.get_next_as_optional()))
+        with tf.device(self._host):
+            host = tf.cond(there, optional.get_value, first.get_next)  # which raises then
+        return self._layout.element(self._with_others(host))
 
     def copied(self, values: Any) -> Any:
         return self._layout.copied(values, self._streams._devices)
 
-    def _host_first(self) -> list[Any]:
-        """The same in a graph, where only the host's stream is to say that the data has ended."""
-        first = self._streams._device_iterators[0]
-        with tf.device(self._streams._devices[0]):
-            optional = first.get_next_as_optional()
-            there = optional.has_value()
+    def _from_all(self, take: Callable[[], list[Any]]) -> list[Any]:
+        """What ``take`` takes from all streams; ``tf.errors.OpError`` where a call has failed."""
+        if not tf.executing_eagerly():
+            taken = self._begun(take)
+            with tf.control_dependencies(tf.nest.flatten(taken, expand_composites=True)):
+                self._say(False)
+            return taken
+        if bool(self._is_under_way()):
+            raise tf.errors.DataLossError(None, None, _OUT_OF_STEP)
+        try:
+            return take()
+        except tf.errors.OutOfRangeError:
+            raise
+        except BaseException:
+            self._say(True)
+            raise
 
-            def ended() -> Any:
-                with tf.control_dependencies([self._others_ended()]):
-                    return first.get_next()  # raises the error that says so
+    def _from_first(self, take: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """What ``take`` takes from the host's stream, in a graph: whether it goes on, and more.
 
-            with tf.control_dependencies([self._taking.say(there)]):
-                host = tf.cond(there, optional.get_value, ended)
-        return [host, *self._from_others(host)]
+        Where it has ended, so have the others then: one that went on would hold a thread.
+        """
+        with tf.device(self._host):
+            there, *held = self._begun(take)
+            with tf.control_dependencies(tf.nest.flatten(held, expand_composites=True)):
+                said = self._say(there)
+            with tf.control_dependencies([said]):
+                ended = tf.cond(there, lambda: True, self._others_ended)
+            with tf.control_dependencies([ended]):
+                return tf.identity(there), *held
 
-    def _from_others(self, host: Any) -> list[Any]:
-        """What the towers' streams have next, after what the host's had."""
+    def _begun(self, take: Callable[[], Any]) -> Any:
+        """What ``take`` takes, in a graph, where no element is being taken; and then one is."""
+        with tf.device(self._host):
+            fits = tf.debugging.Assert(tf.logical_not(self._is_under_way()), [_OUT_OF_STEP])
+        with tf.control_dependencies([fits]):
+            begun = self._say(True)
+        with tf.control_dependencies([begun]):
+            return take()
+
+    def _say(self, under_way: Any) -> Any:
+        """Whether an element is being taken, from now on."""
+        with tf.device(self._host):
+            return tf.raw_ops.AssignVariableOp(resource=self._under_way,
+                                               value=tf.convert_to_tensor(under_way))
+
+    def _is_under_way(self) -> tf.Tensor:
+        with tf.device(self._host):
+            return tf.raw_ops.ReadVariableOp(resource=self._under_way, dtype=tf.bool)
+
+    def _with_others(self, host: Any) -> list[Any]:
+        """``host``, what that stream had, and what the towers' have: ends what has been begun."""
         with tf.control_dependencies(tf.nest.flatten(host)):
-            return self._of_others(lambda other: other.get_next())
+            taken = self._of_others(lambda other: other.get_next())
+        with tf.control_dependencies(tf.nest.flatten(taken)):
+            self._say(False)
+        return [host, *taken]
 
     def _of_others(self, take: Callable[[Any], Any]) -> list[Any]:
         """What ``take`` takes of each tower's stream, on its device."""
@@ -143,7 +197,7 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
         return taken
 
     def _others_ended(self) -> tf.Tensor:
-        """True, after the towers' streams have ended: one that went on would hold a thread."""
+        """True, after the towers' streams have ended."""
         ends = self._of_others(lambda other: other.get_next_as_optional())
         with tf.control_dependencies(tf.nest.flatten(ends, expand_composites=True)):
             return tf.identity(True)
@@ -158,28 +212,21 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
 
     def copy_read_once(self) -> PrefetchedIterator:
         """The same over the same data, for one loop: this one's optionals stay whole."""
-        self._begun()
+        self._made  # noqa: B018, once for both
         return copy.copy(self).read_once()
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
         if not self._once:
             return super().get_next_as_optional()
-        first = self._streams._device_iterators[0]
-
-        def take() -> tuple[Any, ...]:
-            if self.agreement is not None:
-                return self.agreement.of_host(first.get_next()[0])
-            optional = first.get_next_as_optional()
-            return optional.has_value(), optional
-
-        with tf.device(self._streams._devices[0]):
-            there, *held = self._taking.first_of(take)
-            tf.cond(there, lambda: True, self._others_ended)
+        first, agreement = self._streams._device_iterators[0], self.agreement
+        there, *held = self._from_first(
+            (lambda: _with_flag(first.get_next_as_optional())) if agreement is None
+            else lambda: agreement.of_host(first.get_next()[0]))
         return iterators.HeldOptional(self.element_spec, there, held, self)
 
     def _optional(self) -> tf.experimental.Optional:
-        parts = self._taking.all_of(self._streams.get_next_as_optional)
-        with tf.device(self._streams._devices[0]):
+        parts = self._from_all(self._streams.get_next_as_optional)
+        with tf.device(self._host):
             there = parts[0].has_value()
         return iterators.HeldOptional(self.spec, there, parts, self)
 
@@ -197,13 +244,6 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
         rows, host = held
         return self.agreement.element(self._layout.element(self._with_others((host, ()))), rows)
 
-    def _with_others(self, host: Any) -> list[Any]:
-        """``host``, what that stream had, and what the towers' have: ends what has been begun."""
-        taken = self._from_others(host)
-        with tf.control_dependencies(tf.nest.flatten(taken)):
-            self._taking.say(False)
-        return [host, *taken]
-
     @property
     def _type_spec(self) -> PrefetchedSpec:
         if self._kept_spec is None:
@@ -212,19 +252,14 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, _tf.Trackable,
                 self.agreement)
         return self._kept_spec
 
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        raise NotImplementedError(
-            "an iterator that prefetches to devices cannot be saved in a checkpoint, nor restored, "
-            "because TensorFlow's multi-device iterator cannot. Distribute the dataset with "
-            "tf.distribute.InputOptions(experimental_fetch_to_device=False): that iterator can.")
 
-    def _restore_from_tensors(self, restored: Any) -> None:
-        del restored
-        self._serialize_to_tensors()
+def _with_flag(optional: tf.experimental.Optional) -> tuple[Any, ...]:
+    return optional.has_value(), optional
 
 
 # Autograph reads each optional's value once, where there is one.
 _tf.loop_over(PrefetchedIterator, PrefetchedIterator.copy_read_once)
+
 
 def iterate(dataset: tf.data.Dataset, layout: layouts.Layout, fetch: Fetch,
             follow: iterators.Follow | None = None,
@@ -240,7 +275,8 @@ def iterate(dataset: tf.data.Dataset, layout: layouts.Layout, fetch: Fetch,
         with tf.init_scope() if eager else contextlib.nullcontext(), tf.device(fetch.host):
             parts = layout.in_parts(dataset, None if follow is None else rows_of)
             streams = _tf.over_devices(parts, (fetch.host, *fetch.devices), fetch.ready)
-            under_way = taking.Taking.made(fetch.host)
+            under_way = _tf.anonymous_variable(tf.bool, tf.TensorShape([]))
+            tf.raw_ops.AssignVariableOp(resource=under_way, value=tf.constant(False))
             if follow is None:
                 return streams, under_way, None
             first, *others = streams._device_iterators
@@ -248,8 +284,7 @@ def iterate(dataset: tf.data.Dataset, layout: layouts.Layout, fetch: Fetch,
             streams._device_iterators = [iter(taken), *others]
             return streams, under_way, count
 
-    iterator = PrefetchedIterator(layout, make=make)
+    iterator = PrefetchedIterator(layout, make)
     if not eager:
-        # First read in a loop's body, it would be made anew in each turn.
-        iterator._begun()
+        iterator._made  # noqa: B018, in a loop's body it would be made anew in each turn
     return iterator
