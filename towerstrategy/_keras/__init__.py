@@ -30,7 +30,7 @@ TESTED = {"keras": ("3.8", "3.15"), "tf_keras": ("2.16", "2.21")}
 _LAST = {"keras": "keras.src.backend.tensorflow.trainer",
          "tf_keras": "tf_keras.src.engine.training"}
 
-# Kerases that are hooked -> their room's ``hooks``; those hooked for stages, too.
+# Kerases that are hooked -> their ``hooks``; those hooked for stages, too.
 _installed: dict[str, Any] = {}
 _staged: set[str] = set()
 
@@ -89,9 +89,9 @@ def _made_before(names: Any) -> list[Any]:
 
 
 def _tables(package: str) -> Any:
-    """The room in which a Keras' tables of hooks are."""
-    room = {"keras": "keras3"}.get(package, package)
-    return importlib.import_module(f"towerstrategy._keras.{room}.hooks")
+    """The module in which a Keras' tables of hooks are."""
+    folder = {"keras": "keras3"}.get(package, package)
+    return importlib.import_module(f"towerstrategy._keras.{folder}.hooks")
 
 
 @contextlib.contextmanager
@@ -151,7 +151,7 @@ def slots_of(model: Any) -> list[Any]:
             optimizer = type(optimizer).from_config(optimizer.get_config())
             with tf.device("CPU:0"):
                 optimizer.build(model.trainable_variables)
-        found += state.slots_of(optimizer, names)
+        found += state.optimizer_variables(optimizer, names)
     return found
 
 

@@ -51,7 +51,7 @@ def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
     check_variables(strategy, model, state.variables_of(model, names))
     fresh = {name: value for name, value in vars(names.TRAINER()).items()
              if name in names.TRAINING_STATE and name not in names.ENTRIES}
-    made = twin.make(model, names.TRAINING_STATE, fresh, names.builders(model))
+    made = twin.make(model, names.TRAINING_STATE, fresh, names.BUILDERS)
     if "_checkpoint" in fresh:  # tf_keras'
         vars(made)["_checkpoint"] = tf.train.Checkpoint(root=weakref.ref(made))
     adopt(strategy, made, names)
@@ -62,8 +62,9 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
                 names: Any) -> tuple[list[Any], list[Any]]:
     """Adopts all variables that there are; returns those with one copy and the tower-local ones."""
     metrics, optimizers = state.metrics_of(model, names), state.optimizers_of(model, names)
-    held = [*state.variables_of(model, names), *(
-        variable for optimizer in optimizers for variable in state.slots_of(optimizer, names))]
+    held = state.variables_of(model, names)
+    for optimizer in optimizers:
+        held += state.optimizer_variables(optimizer, names)
     check_variables(strategy, model, held)
     for metric in metrics:
         check_variables(strategy, model, map(names.held, names.variables_of(metric)))

@@ -40,7 +40,7 @@ def optimizers_of(model: Any, names: Any) -> list[Any]:
     return [*held, *(part.inner_optimizer for part in held if hasattr(part, "inner_optimizer"))]
 
 
-def slots_of(optimizer: Any, names: Any) -> list[Any]:
+def optimizer_variables(optimizer: Any, names: Any) -> list[Any]:
     """The TensorFlow variables of an optimizer."""
     held = optimizer.variables  # a method of tf_keras' old ones
     return [names.held(variable) for variable in (

@@ -9,7 +9,7 @@ the two trains in its own way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from towerstrategy import _tensorflow as _tf
@@ -17,16 +17,15 @@ from towerstrategy import _tensorflow as _tf
 _MISSING = object()
 
 
-def make(model: Any, own: Collection[str], fresh: dict[str, Any],
-         builders: dict[str, Callable[[], bool]]) -> Any:
+def make(model: Any, own: Collection[str], fresh: dict[str, Any], builders: Iterable[str]) -> Any:
     """A twin of ``model``.
 
     Args:
       model: a Keras or tf_keras model.
       own: the attributes that belong to one handle: the training state.
       fresh: values for those of them that the twin has before it is compiled.
-      builders: methods that build the model when it is first used, each with a function that says
-        whether it needs that.  The twin's calls of them build the model.
+      builders: methods that build the model when it is first used.  The twin's calls of them build
+        the model.
     """
     twin = object.__new__(type(model))
     seen = {name: value for name, value in vars(model).items() if name not in own}
@@ -42,16 +41,16 @@ def make(model: Any, own: Collection[str], fresh: dict[str, Any],
                 seen[name] = vars(twin)[name] = value
         _tf.share_dependencies(twin, model, own)
 
-    for name, needed in builders.items():
-        vars(twin)[name] = _handed_on(getattr(model, name), needed, follow)
+    for name in builders:
+        if hasattr(model, name):
+            vars(twin)[name] = _handed_on(getattr(model, name), follow)
     return twin
 
 
-def _handed_on(method: Callable[..., Any], needed: Callable[[], bool],
-               follow: Callable[[], None]) -> Callable[..., Any]:
+def _handed_on(method: Callable[..., Any], follow: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs) if needed() else None
+        result = method(*args, **kwargs)
         follow()
         return result
 

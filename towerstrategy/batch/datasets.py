@@ -286,9 +286,7 @@ class TowerDataset(tf.distribute.DistributedDataset):
         The body runs in the caller's graph, where towers have their devices, and not inside the
         input pipeline.
         """
-        iterator = iter(self)
-        if isinstance(iterator, prefetching.PrefetchedIterator):
-            iterator.read_once()
+        iterator = iter(self).read_once()
 
         def body(element: tf.experimental.Optional, state: Nest) -> tuple[Any, Nest]:
             state = reduce_func(state, element.get_value())

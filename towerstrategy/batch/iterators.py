@@ -78,6 +78,10 @@ class Steps:
     def get_next_as_optional(self) -> tf.experimental.Optional:
         return self._optional() if self.agreement is None else self.agreement.optional(self)
 
+    def read_once(self) -> Any:
+        """This iterator, for a loop that reads each optional's value once if it has one."""
+        return self
+
     @property
     def element_spec(self) -> Nest:
         return self.spec if self.agreement is None else self.agreement.element_spec(self.spec)

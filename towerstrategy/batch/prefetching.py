@@ -203,10 +203,7 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
             return tf.identity(True)
 
     def read_once(self) -> PrefetchedIterator:
-        """This iterator, for a loop that reads each optional's value once if it has one.
-
-        What the towers have is then taken where it is read, and does not go through the loop.
-        """
+        # What the towers have is then taken where it is read, and does not go through the loop.
         self._once, self._kept_spec = True, None
         return self
 

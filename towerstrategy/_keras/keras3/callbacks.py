@@ -83,6 +83,6 @@ def _saved_of(model: Any) -> list[Any]:
     """The TensorFlow variables that ``save_weights`` saves."""
     kept = [*state.variables_of(model, names), *(
         variable for part in state.optimizers_of(model, names)
-        for variable in state.slots_of(part, names))]
+        for variable in state.optimizer_variables(part, names))]
     return list({id(variable): variable for variable in kept
                  if isinstance(variable, _tf.BaseResourceVariable)}.values())

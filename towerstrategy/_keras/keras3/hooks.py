@@ -1,7 +1,7 @@
 """The table of hooks into Keras 3 (``tf.keras`` of TensorFlow 2.16 and later).
 
 Goes in: the imported Keras.  Comes out: the same, with every hook of :data:`HOOKS`, and of
-:data:`STAGES` where it is needed; the rooms beside this one hold what they do, by subject.
+:data:`STAGES` where it is needed; the files beside this one hold what they do, by subject.
 Upstream places are those of Keras 3.15; ``tests/_keras/keras_hooks_test.py`` fails where one
 has moved.
 """
@@ -20,7 +20,7 @@ from keras.src.random import seed_generator
 from keras.src.trainers import data_adapters, trainer as base_trainer
 
 from towerstrategy._keras import hooks, optimizers as optimizers_rules, stages
-from towerstrategy._keras.keras3 import callbacks, names, optimizers, seeds, training
+from towerstrategy._keras.keras3 import callbacks, names, optimizers, training
 
 # What is hooked and why; the test of upstream names reads this.
 HOOKS: dict[tuple[Any, str], hooks.Hook] = {
@@ -38,7 +38,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         optimizers.distributed_update_step,
         "a dozen operations and passes over memory a variable; one where TensorFlow has a kernel"),
     (seed_generator.SeedGenerator, "next"): hooks.Hook(
-        seeds.next_seed,
+        training.next_seed,
         "random layers draw differently on every tower"),
     (tf_trainer.TensorFlowTrainer, "__init__"): hooks.Hook(
         training.trainer_init,

@@ -35,6 +35,8 @@ METRIC, OPTIMIZERS = metric_module.Metric, base_optimizer.BaseOptimizer
 BATCH_NORM, LOOK_UP = batch_normalization.BatchNormalization, embedding.Embedding
 # The calls of models of which the order of layers is known beforehand.
 OPENED = functional.Functional.call, sequential.Sequential.call
+# The methods that build a model.
+BUILDERS = "build", "_maybe_build"
 # The attributes that Keras' Trainer sets in __init__ and compile: a model's training state.
 TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), *ENTRIES, "optimizer", "history",
                              "stop_training", "stop_evaluating", "stop_predicting",
@@ -71,11 +73,6 @@ def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
 def owner_of_optimizer(optimizer: Any) -> Any:
     """The strategy that an optimizer belongs to."""
     return optimizer._distribution_strategy
-
-
-def builders(model: Any) -> dict[str, Any]:
-    """The methods that build a model, each with whether it is still to be built."""
-    return {"build": lambda: not model.built}
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:

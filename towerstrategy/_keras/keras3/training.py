@@ -1,4 +1,4 @@
-"""Hooks into Keras 3: ``compile``, the step functions, and what they hand back.
+"""Hooks into Keras 3: ``compile``, the step functions, what they hand back and what they draw.
 
 Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
 """
@@ -17,11 +17,12 @@ from keras.src import tree
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.trainers import trainer as base_trainer
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy._keras import adopting, hooks, training as training_rules
 from towerstrategy._keras.keras3 import names
 from towerstrategy.batch import datasets as datasets_lib, prefetching
 from towerstrategy.placement import kind
+from towerstrategy.variables import rules
 
 
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,3 +225,19 @@ def _batch_spec(element_spec: Any) -> Any:
         return types.SimpleNamespace(shape=(None, *shape[1:]) if shape else (), dtype=spec.dtype)
 
     return tree.map_structure(whole, element_spec)
+
+
+def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def next(self: Any, ordered: bool = True) -> Any:
+        tower = contexts.splitting_tower()
+        if tower is None:
+            return original(self, ordered)
+        state = rules.held_variable(self.state)
+        state._alike_on_all = True  # every machine counts alike, so what is written need not cross
+        try:
+            seed = original(self, ordered)
+        finally:
+            state._alike_on_all = False
+        return tower.own_seed(seed)
+
+    return next

@@ -1,7 +1,7 @@
 """The table of hooks into tf_keras (``TF_USE_LEGACY_KERAS=1``).
 
 Goes in: the imported Keras.  Comes out: the same, with every hook of :data:`HOOKS`, and of
-:data:`STAGES` where it is needed; the rooms beside this one hold what they do, by subject.
+:data:`STAGES` where it is needed; the files beside this one hold what they do, by subject.
 Upstream places are those of tf_keras 2.21; ``tests/_keras/keras_hooks_test.py`` fails where one
 has moved.
 """

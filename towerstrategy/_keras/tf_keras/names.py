@@ -33,6 +33,8 @@ OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
 BATCH_NORM, LOOK_UP = batch_normalization.BatchNormalizationBase, embedding.Embedding
 # The calls of models of which the order of layers is known beforehand.
 OPENED = functional.Functional.call, sequential.Sequential.call
+# The methods that build a model.
+BUILDERS = "build", "_maybe_build", "_set_save_spec", "_build_graph_network_for_inferred_shape"
 # The attributes that Model sets in __init__ and compile for training.
 TRAINING_STATE = frozenset({
     *ENTRIES,
@@ -86,13 +88,6 @@ def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
 def owner_of_optimizer(optimizer: Any) -> Any:
     """None: tf_keras' optimizers take whatever strategy is there, and only their slots count."""
     del optimizer
-
-
-def builders(model: Any) -> dict[str, Any]:
-    """The methods that build a model, each with whether it is still to be built."""
-    return {name: lambda: True for name in (
-        "build", "_maybe_build", "_set_save_spec", "_build_graph_network_for_inferred_shape")
-        if hasattr(model, name)}
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
