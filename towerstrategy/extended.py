@@ -157,6 +157,10 @@ class TowerExtended(_tf.StrategyExtended):
         """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
         return self.inputs.split(batch)
 
+    def variable_created_in_scope(self, v: Any) -> bool:
+        # A model that is compiled is to be adopted.
+        return self.modes.adopts or super().variable_created_in_scope(v)
+
     def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
         return replica_id_in_sync_group - self.first_replica
 

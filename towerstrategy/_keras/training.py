@@ -39,10 +39,10 @@ def compile(names: Any, compiling: Callable[..., contextlib.AbstractContextManag
                 try:
                     with compiling(self, strategy):
                         original(self, *args, **kwargs)
+                    adopting.adopt(strategy, self, names)
                 except Exception:
                     setattr(self, names.OWNER, owner)
                     raise
-                adopting.adopt(strategy, self, names)
 
         return compile
 

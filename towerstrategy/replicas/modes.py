@@ -1,4 +1,4 @@
-"""What holds for a while in one thread: a step of Keras, a model that predicts.
+"""What holds for a while in one thread: a step of Keras, a model that predicts or is compiled.
 
 Goes in: values for the length of a ``with`` block.  Comes out: the same, for whoever asks within.
 """
@@ -18,6 +18,7 @@ class Modes(threading.local):
     one_replica = False  # whether a step with all rows runs, in whatever context
     keras_step = False  # whether a step of Keras is being traced
     compiles = False  # whether XLA compiles what the towers do
+    adopts = False  # whether variables that are not the strategy's yet are to be adopted
 
     @contextlib.contextmanager
     def within(self, **modes: Any) -> Iterator[None]:

@@ -5,8 +5,7 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -29,18 +28,9 @@ def data_handler_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-@contextlib.contextmanager
-def _compiling(model: Any, strategy: Any) -> Iterator[None]:
-    """Within, ``compile`` takes variables that are to be adopted for the strategy's."""
-    del model
-    vars(strategy.extended)["variable_created_in_scope"] = lambda _: True
-    try:
-        yield
-    finally:
-        vars(strategy.extended).pop("variable_created_in_scope", None)
-
-
-compile = training_rules.compile(names, _compiling)
+# tf_keras looks in compile whether all variables are the strategy's.
+compile = training_rules.compile(
+    names, lambda _, strategy: strategy.extended.modes.within(adopts=True))
 
 
 def batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
