@@ -407,7 +407,6 @@ def _gathers() -> None:
         case("DenseBincount", whole(6, 12), 4, weights)
     case("DenseBincount", whole(6), 4, real(6))
     case("DenseBincount", whole(6, 2), 4, real(0), binary_output=True)
-    case("Bincount", whole(6), 4, real(6))
 
 
 def _looked_up(indices: tf.Tensor, batch: int) -> tf.Tensor:

@@ -14,7 +14,6 @@ from towerstrategy.sharding.rules import (
     lists as lists,
     normalization as normalization,
     reductions as reductions,
-    scatters as scatters,
     shapes as shapes,
     views as views,
 )

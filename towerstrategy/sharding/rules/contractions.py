@@ -11,9 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding.rules.elementwise import is_plain
+from towerstrategy.sharding.rules.dimensions import but, by_names
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Spec
+from towerstrategy.sharding.spec import SUM, Spec
 
 
 @rule("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
@@ -31,7 +31,7 @@ def matmul(op: Op, specs: Sequence[Spec]) -> Plan | None:
             labels.reverse()
         own = ranks[number] - 2
         names.append([*range(rank - 2 - own, rank - 2), *labels])
-    plan = _contracted(op, specs, names, [*range(rank - 2), "m", "n"])
+    plan = by_names(op, specs, names, [[*range(rank - 2), "m", "n"]], SUM, gathers=True)
     if plan is not None and op.type == "MatMul" and op.attr("transpose_b"):
         plan.whole = _swapped
     return plan
@@ -47,37 +47,24 @@ def _swapped(m: Any) -> list[Any]:
 @rule("Einsum")
 def einsum(op: Op, specs: Sequence[Spec]) -> Plan | None:
     left, out = op.attr("equation").replace(" ", "").split("->")
-    if "." in left or "." in out:
-        return None
-    return _contracted(op, specs, [list(term) for term in left.split(",")], list(out))
-
-
-def _contracted(op: Op, specs: Sequence[Spec], names: Sequence[Sequence[Any]],
-                out: Sequence[Any]) -> Plan | None:
-    """A contraction, by labels of the dimensions."""
-    sharded = [(index, spec) for index, spec in enumerate(specs) if isinstance(spec, Sharded)]
-    if not sharded or any(len(set(term)) < len(term) for term in (*names, out)):
-        return None  # nothing to gain, or a diagonal
-    # Rows against rows, as all examples beside all: one operand stays sharded, the other is
-    # gathered.
-    index, first = sharded[0]
-    label = names[index][first.dim]
-    takes: list[Spec] = []
-    for index, (spec, term) in enumerate(zip(specs, names)):
-        dim = term.index(label) if label in term else None
-        if isinstance(spec, Sharded) and spec.dim == dim and spec.goes_with(first):
-            takes.append(spec)
-        elif dim is None or isinstance(label, int) and op.inputs[index].shape[dim] == 1:
-            takes.append(REPLICATED)
-        else:
-            takes.append(Sharded(dim, first.times, first.group, broadcast=isinstance(label, int)))
-    return Plan(takes, [first.at(out.index(label)) if label in out else SUM])
+    terms = left.split(",")
+    if "." in left or any(len(set(term)) < len(term) for term in (*terms, out)):
+        return None  # a diagonal
+    return by_names(op, specs, terms, [out], SUM, gathers=True)
 
 
 @rule("BiasAdd")
 def bias_add(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, rank = specs[0], op.rank(0)
-    if not isinstance(spec, Sharded) or rank is None or not is_plain(specs[1]):
-        return None
-    channel = 1 if op.attr("data_format") == "NCHW" else rank - 1
-    return None if spec.dim == channel else Plan([spec, REPLICATED], [spec])
+    names = of_channels(op)
+    return by_names(op, specs, [names], [names])
+
+
+@rule("BiasAddGrad")
+def bias_add_grad(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return Plan(specs, [SUM]) if specs[0] == SUM else by_names(
+        op, specs, [of_channels(op)], [""], SUM)
+
+
+def of_channels(op: Op) -> str | None:
+    """Names of dimensions, but for that of channels."""
+    return but([1 if op.attr("data_format").startswith("NC") else -1], op.rank(0))

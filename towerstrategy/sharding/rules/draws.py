@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.sharding.rules import shapes
-from towerstrategy.sharding.rules.elementwise import is_plain
+from towerstrategy.sharding.rules.dimensions import is_plain
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, Size, Spec
 

@@ -6,17 +6,18 @@ where that is so for any parts, and where nothing larger has to cross for it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
 import tensorflow as tf
 
+from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, by_names, is_plain
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Partial, Sharded, Size, Spec
 
 LINEAR = ("Identity", "Cast", "Neg", "StopGradient", "PreventGradient", "Snapshot", "Real", "Imag",
-          "Conj")
+          "Conj", "AddN", "AddV2", "Add", "Sub")
+
+
 def _names(text: str) -> list[str]:
     return text.split()
 
@@ -45,79 +46,34 @@ OF_ONE_SHAPE = _names("""
     AddN ApproximateEqual EluGrad FakeQuantWithMinMaxArgsGradient InvGrad LeakyReluGrad
     ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad Select SeluGrad SigmoidGrad SoftplusGrad
     SoftsignGrad SqrtGrad TanhGrad""")
+_UNARY, _OF_ONE_SHAPE = frozenset(UNARY), frozenset(OF_ONE_SHAPE)
 
 
-def is_plain(spec: Spec) -> bool:
-    """Whether a tensor of this spec can be had whole without anything being gathered."""
-    return not isinstance(spec, (Sharded, ListOf))
-
-
-def one_sharded(specs: Sequence[Spec]) -> Sharded | None:
-    """The spec of all those that are sharded; None where there are none, or several."""
-    found = {spec for spec in specs if isinstance(spec, Sharded)}
-    return found.pop() if len(found) == 1 else None
-
-
-def aligned(op: Op, specs: Sequence[Spec], out: int | None) -> tuple[list[Spec], Sharded] | None:
-    """What inputs that are broadcast against each other take, and what comes out of rank ``out``.
-
-    None where the sharded ones do not go together, or ranks are unknown.
-    """
+@rule(*UNARY, *BINARY, light=True)
+def entry_by_entry(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if any(isinstance(spec, ListOf) for spec in specs):
-        return None
-    places = [_place(op, index, spec, out) for index, spec in enumerate(specs)]
-    known = [place for place in places if place is not None]
-    if not known or any(place is None and isinstance(spec, Sharded)
-                        for place, spec in zip(places, specs)):
-        return None
-    # Of rows against rows one side stays sharded, the one with more dimensions; the other is
-    # gathered.
-    found = max(known, key=lambda place: (_size_at(op, places.index(place)), place.times or 0))
-    takes: list[Spec] = []
-    for index, (spec, place) in enumerate(zip(specs, places)):
-        if place is not None and place.dim == found.dim and place.goes_with(found):
-            takes.append(spec)
-            continue
-        beside = _beside(op, index, found, out)
-        if beside is None:
-            return None
-        takes.append(beside)
-    return takes, found
-
-
-def _place(op: Op, index: int, spec: Spec, out: int | None) -> Sharded | None:
-    """Where an input's rows are in the shape that all inputs are broadcast to."""
-    rank = op.rank(index)
-    if not isinstance(spec, Sharded):
-        return None
-    if rank is None or out is None:
-        return spec if op.type in OF_ONE_SHAPE else None
-    return spec.at(spec.dim + out - rank)
-
-
-def _size_at(op: Op, index: int) -> int:
-    """How many entries an example of an input has, so far as that is known."""
-    return int(np.prod([size or 1 for size in op.inputs[index].shape.as_list()], dtype=np.int64)) \
-        if op.rank(index) is not None else 0
-
-
-def _beside(op: Op, index: int, sharded: Sharded, out: int | None) -> Spec | None:
-    """What a whole tensor beside a sharded one is to be."""
-    rank = op.rank(index)
-    if rank is None or out is None:
-        return None
-    dim = sharded.dim - (out - rank)
-    if op.type in OF_ONE_SHAPE and rank == out:
-        return dataclasses.replace(sharded, dim=dim)
-    if dim < 0 or op.inputs[index].shape[dim] == 1:
-        return REPLICATED
-    return dataclasses.replace(sharded, dim=dim, broadcast=True)
-
-
-def _on_lists(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    if all(isinstance(spec, ListOf) for spec in specs):
-        return Plan(specs, [specs[0]] * len(op.outputs))
+        alike = all(isinstance(spec, ListOf) for spec in specs)
+        return Plan(specs, [specs[0]] * len(op.outputs)) if alike else None
+    if any(isinstance(spec, Sharded) for spec in specs):
+        return _of_rows(op, specs)
+    if any(isinstance(spec, Size) for spec in specs):
+        return _of_size(op, specs)
+    if all(spec == SUM for spec in specs) and _is_linear(op) or isinstance(
+            specs[0], Partial) and op.type in ("Identity", "StopGradient"):
+        return Plan(specs, [specs[0]])
     return None
+
+
+def _of_rows(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    if op.type in _UNARY:  # further inputs are the same for all towers
+        return by_names(op, specs, [DIMS], [DIMS])
+    if op.type in _OF_ONE_SHAPE:
+        return by_names(op, specs, [DIMS] * len(specs), [DIMS], gathers=True)
+    ranks, rank = [op.rank(index) for index in range(len(specs))], op.out_rank()
+    if None in ranks or rank is None:
+        return None
+    return by_names(op, specs, [range(rank - own, rank) for own in ranks], [range(rank)],
+                    gathers=True)
 
 
 def _of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
@@ -148,78 +104,30 @@ def _is_linear(op: Op) -> bool:
     return (to.is_complex or to.is_floating and to.size >= 4) and of != tf.bool
 
 
-@rule(*UNARY, light=True)
-def unary(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec = specs[0]
-    if isinstance(spec, ListOf):
-        return _on_lists(op, specs)
-    if isinstance(spec, Size):
-        return _of_size(op, specs)
-    if isinstance(spec, Partial):
-        if spec == SUM and _is_linear(op) or op.type in ("Identity", "StopGradient"):
-            return Plan(specs, [spec])
-        return None
-    if isinstance(spec, Sharded) and all(is_plain(other) for other in specs[1:]):
-        return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec] * len(op.outputs))
-    return None
-
-
 @rule("QuantizeAndDequantizeV3", "QuantizeAndDequantizeV4")
 def quantize(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Unless the range is that of all rows, or there is one a row."""
-    spec = specs[0]
-    if not isinstance(spec, Sharded) or not op.attr("range_given") or op.attr("axis") == spec.dim \
-            or not all(is_plain(other) for other in specs[1:]):
-        return None
-    return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec])
+    axis = op.attr("axis")
+    names = DIMS if axis < 0 else f"{DIMS[:axis]}{MIXED}{DIMS[axis:]}"
+    return by_names(op, specs, [names], [names]) if op.attr("range_given") else None
 
 
 @rule("FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVarsPerChannel",
       "FakeQuantWithMinMaxVarsGradient", "FakeQuantWithMinMaxVarsPerChannelGradient")
 def fake_quantize(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Within one range, or one for each place in the last dimension, whose gradient is a sum."""
-    *data, low, high = specs
-    spec = one_sharded(data)
     ranks = op.rank(0), op.rank(-1)
-    if spec is None or not is_plain(low) or not is_plain(high) or None in ranks:
-        return None
-    if spec.dim == ranks[0] - ranks[1]:
-        return None
-    return Plan([*[spec] * len(data), REPLICATED, REPLICATED],
-                [spec, *[SUM] * (len(op.outputs) - 1)])
-
-
-@rule(*BINARY, light=True)
-def binary(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    if any(isinstance(spec, ListOf) for spec in specs):
-        return _on_lists(op, specs)
-    if any(isinstance(spec, Sharded) for spec in specs):
-        found = aligned(op, specs, op.out_rank())
-        return None if found is None else Plan(found[0], [found[1]])
-    if op.type in ("AddN", "AddV2", "Add", "Sub") and all(spec == SUM for spec in specs):
-        # A sum over sums of parts; broadcasting does not change that.
-        return Plan(specs, [SUM])
-    if any(isinstance(spec, Size) for spec in specs):
-        return _of_size(op, specs)
-    return None
+    names = "" if None in ranks else DIMS[:ranks[0] - ranks[1]]
+    return by_names(op, specs, [names] * (len(specs) - 2), [names, "", ""][:len(op.outputs)], SUM)
 
 
 @rule("Select", light=True)
 def select(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """A condition of one entry, one for each row, or one for each entry."""
     rank, condition = op.out_rank(), op.rank(0)
-    if rank is None or condition not in (0, 1, rank) or any(
-            isinstance(spec, ListOf) for spec in specs):
+    if rank is None or condition not in (0, 1, rank):
         return None
-    if condition == rank:
-        return binary(op, specs)
-    found = aligned(op, [REPLICATED, *specs[1:]], rank)
-    if found is None:
-        return None
-    takes, gives = found
-    if condition == 0:
-        return Plan([REPLICATED, *takes[1:]], [gives]) if is_plain(specs[0]) else None
-    mask = gives if gives.dim == 0 else REPLICATED  # chooses along the first dimension
-    return Plan([mask, *takes[1:]], [gives])
+    return by_names(op, specs, [DIMS[:condition], DIMS, DIMS], [DIMS], gathers=True)
 
 
 @rule("EnsureShape")

@@ -41,8 +41,13 @@ def outputs_of(operation: tf.Operation, inputs: Sequence[Entries | None]) -> lis
 
     Of an output of unknown length the first ones, so far as they are known.
     """
-    make = _MADE.get(operation.type)
-    found = None if make is None else make(operation, *inputs)
+    asked, make = _MADE.get(operation.type, ("-", None))
+    given: list[Any] = []
+    for each, how in zip(inputs, asked.ljust(len(inputs), asked[-1])):
+        given.append(_known(each) if how == "k" else each)
+        if how != "-" and given[-1] is None:
+            make = None
+    found = None if make is None else make(operation, *given)
     made = found if isinstance(found, list) else [found] * len(operation.outputs)
     return [each if each is not None and tensor.shape.is_compatible_with(each.shape) else None
             for each, tensor in zip(made, operation.outputs)]
@@ -111,134 +116,101 @@ def _array(entries: Iterable[Any], shape: Any) -> Entries:
     return made
 
 
-def _known(*inputs: Entries | None) -> Any:
-    """Inputs as integers; None unless all their entries are known."""
-    if any(each is None or not all(isinstance(entry, _INTEGER) for entry in each.flat)
-           for each in inputs):
+def _known(entries: Entries | None) -> Any:
+    """Entries as integers; None unless all are known."""
+    if entries is None or not all(isinstance(entry, _INTEGER) for entry in entries.flat):
         return None
-    return [np.asarray(each).astype(np.int64) for each in inputs]
+    return np.asarray(entries).astype(np.int64)
 
 
-def _same(operation: tf.Operation, *inputs: Entries | None) -> list[Entries | None]:
-    return list(inputs)
-
-
-def _reshaped(operation: tf.Operation, entries: Entries | None, *_: Any) -> Entries | None:
+def _reshaped(operation: tf.Operation, entries: Entries, *_: Any) -> Entries | None:
     shape = operation.outputs[0].shape
-    return None if entries is None or not shape.is_fully_defined() else entries.reshape(shape)
-
-
-def _pack(operation: tf.Operation, *parts: Any) -> Entries | None:
-    return None if _any_none(parts) else np.stack(parts, operation.get_attr("axis"))
+    return entries.reshape(shape) if shape.is_fully_defined() else None
 
 
 def _concat(operation: tf.Operation, *inputs: Any) -> Entries | None:
-    *parts, axis = inputs
-    where, first = _known(axis), list(itertools.takewhile(lambda part: part is not None, parts))
-    return None if not first or where is None else np.concatenate(first, int(where[0]))
+    where = _known(inputs[-1])
+    first = list(itertools.takewhile(lambda part: part is not None, inputs[:-1]))
+    return np.concatenate(first, int(where)) if first and where is not None else None
 
 
-def _any_none(parts: Sequence[Any]) -> bool:
-    return any(part is None for part in parts)
-
-
-def _slice(operation: tf.Operation, entries: Entries | None, *limits: Any) -> Entries | None:
-    known = _known(*limits)
-    if entries is None or known is None:
-        return None
+def _slice(operation: tf.Operation, entries: Entries, begin: Any, size: Any) -> Entries:
     return entries[tuple(slice(start, None if count < 0 else start + count)
-                         for start, count in zip(*known))]
+                         for start, count in zip(begin, size))]
 
 
-def _strided_slice(operation: tf.Operation, entries: Entries | None, *limits: Any) -> Any:
-    known = _known(*limits)
+def _strided_slice(operation: tf.Operation, entries: Entries, *limits: Any) -> Entries | None:
     masks = {name: operation.get_attr(f"{name}_mask") for name in
              ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
-    if entries is None or entries.ndim != 1 or known is None or len(known[0]) != 1 \
-            or masks["ellipsis"] or masks["new_axis"]:
+    if entries.ndim != 1 or len(limits[0]) != 1 or masks["ellipsis"] or masks["new_axis"]:
         return None
-    begin, end, step = (int(limit[0]) for limit in known)
+    begin, end, step = (int(limit[0]) for limit in limits)
     if masks["shrink_axis"]:
         return _array([entries[begin]], [])
     return entries[slice(None if masks["begin"] else begin, None if masks["end"] else end, step)]
 
 
-def _gather(operation: tf.Operation, entries: Entries | None, indices: Any, _: Any) -> Any:
-    known = _known(indices)
-    if entries is None or known is None or entries.ndim != 1 or operation.get_attr("batch_dims"):
-        return None
-    return _array(entries[known[0].ravel()], known[0].shape)
+def _gather(operation: tf.Operation, entries: Entries, places: Any, _: Any) -> Entries | None:
+    plain = entries.ndim == 1 and not operation.get_attr("batch_dims")
+    return _array(entries[places.ravel()], places.shape) if plain else None
 
 
-def _split(operation: tf.Operation, entries: Entries | None, sizes: Any, _: Any) -> Any:
-    known = _known(sizes)
-    if entries is None or known is None or entries.ndim != 1 or (known[0] < 0).any():
-        return None
-    return np.split(entries, np.cumsum(known[0])[:-1])
+def _split(operation: tf.Operation, entries: Entries, sizes: Any, _: Any) -> Any:
+    plain = entries.ndim == 1 and (sizes >= 0).all()
+    return np.split(entries, np.cumsum(sizes)[:-1]) if plain else None
 
 
-def _unpack(operation: tf.Operation, entries: Entries | None) -> Any:
-    if entries is None or entries.ndim != 1:
-        return None
-    return [_array([entry], []) for entry in entries]
-
-
-def _transposed(operation: tf.Operation, entries: Entries | None, order: Any) -> Entries | None:
-    known = _known(order)
-    return None if entries is None or known is None else entries.transpose(known[0])
-
-
-def _arithmetic(operation: tf.Operation, first: Any, second: Any) -> Entries | None:
-    if first is None or second is None:
-        return None
+def _arithmetic(operation: tf.Operation, first: Entries, second: Entries) -> Entries:
     pairs = np.broadcast(first, second)
     return _array([_ARITHMETIC[operation.type](*pair) if all(
         isinstance(each, _INTEGER) for each in pair) else None for pair in pairs],
         pairs.shape)
 
 
-def _product(operation: tf.Operation, entries: Entries | None, _: Any) -> Entries | None:
-    known = _known(entries)
-    return None if known is None else np.array(int(known[0].prod()), object)
+def _product(operation: tf.Operation, sizes: Any, _: Any) -> Entries:
+    return np.array(int(sizes.prod()), object)
 
 
-def _filled(operation: tf.Operation, _: Any, entry: Entries | None) -> Entries | None:
+def _filled(operation: tf.Operation, _: Any, entry: Entries) -> Entries | None:
     shape = operation.outputs[0].shape
-    return None if entry is None or not shape.is_fully_defined() else _array(
-        [entry[()]] * shape.num_elements(), shape)
+    return _array([entry[()]] * shape.num_elements(), shape) if shape.is_fully_defined() else None
 
 
-def _offsets(operation: tf.Operation, axis: Any, *shapes: Any) -> Any:
+def _offsets(operation: tf.Operation, axis: Any, *shapes: Any) -> list[Entries]:
     """Where each input of a concatenation begins: at zero but along the axis."""
-    known = _known(axis)
-    if known is None:
-        return None
     made, rank = [], operation.outputs[0].shape[0]
     start: int | None = 0
     for shape in shapes:
         made.append(_array([0] * rank, [rank]))
-        made[-1][int(known[0]) % rank] = start
-        size = None if shape is None else shape[int(known[0]) % rank]
+        made[-1][int(axis) % rank] = start
+        size = None if shape is None else shape[int(axis) % rank]
         start = start + size if isinstance(size, _INTEGER) and start is not None else None
     return made
 
 
 def _stitched(operation: tf.Operation, *inputs: Any) -> Entries | None:
-    count = len(inputs) // 2
-    places, entries = _known(*inputs[:count]), inputs[count:]
-    if places is None or _any_none(entries) or any(
-            at.shape != each.shape for at, each in zip(places, entries)):
-        return None
-    found = np.full(operation.outputs[0].shape.as_list(), None, object)
-    for at, each in zip(places, entries):
+    places, entries = inputs[:len(inputs) // 2], inputs[len(inputs) // 2:]
+    shape = operation.outputs[0].shape
+    found = np.full(shape.as_list() if shape.is_fully_defined() else [], None, object)
+    for at, each in zip(map(_known, places), entries):
+        if at is None or each is None or at.shape != each.shape or not found.ndim:
+            return None
         found[at.ravel()] = each.ravel()
     return found
 
 
-_MADE: dict[str, Callable[..., Any]] = {
-    "Identity": _same, "IdentityN": _same, "Cast": _same, "StopGradient": _same,
-    "Reshape": _reshaped, "ExpandDims": _reshaped, "Squeeze": _reshaped,
-    "Pack": _pack, "ConcatV2": _concat, "Slice": _slice, "StridedSlice": _strided_slice,
-    "GatherV2": _gather, "SplitV": _split, "Unpack": _unpack, "Transpose": _transposed,
-    "Prod": _product, "Fill": _filled, "ConcatOffset": _offsets, "DynamicStitch": _stitched,
-    **dict.fromkeys(_ARITHMETIC, _arithmetic)}
+# An operation's type -> what is asked of each input, the last letter for all further ones (e: its
+# entries, k: all of them known, -: nothing), and what makes the outputs' entries of them.
+_MADE: dict[str, tuple[str, Callable[..., Any]]] = {
+    **dict.fromkeys(("Identity", "Cast", "StopGradient"), ("e", lambda _, entries: entries)),
+    "IdentityN": ("-", lambda _, *inputs: list(inputs)),
+    **dict.fromkeys(("Reshape", "ExpandDims", "Squeeze"), ("e-", _reshaped)),
+    "Pack": ("e", lambda operation, *parts: np.stack(parts, operation.get_attr("axis"))),
+    "ConcatV2": ("-", _concat), "Slice": ("ek", _slice), "StridedSlice": ("ek", _strided_slice),
+    "GatherV2": ("ek-", _gather), "SplitV": ("ek-", _split), "Fill": ("-e", _filled),
+    "Unpack": ("e", lambda _, entries: [_array([each], []) for each in entries]
+               if entries.ndim == 1 else None),
+    "Transpose": ("ek", lambda _, entries, order: entries.transpose(order)),
+    "Prod": ("k-", _product),
+    "ConcatOffset": ("k-", _offsets), "DynamicStitch": ("-", _stitched),
+    **dict.fromkeys(_ARITHMETIC, ("e", _arithmetic))}

@@ -1,6 +1,7 @@
 """Gathers and scatters, and sums of segments.
 
-Goes in: an operation.  Comes out: its plan.
+Goes in: an operation.  Comes out: its plan.  What is scattered to places that are the same for all
+examples is scattered for each example; that of rows, into what is the same for all towers, adds up.
 """
 
 from __future__ import annotations
@@ -8,76 +9,52 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import tensorflow as tf
-
 from towerstrategy.sharding.rules import shapes
-from towerstrategy.sharding.rules.elementwise import is_plain, one_sharded
+from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Partial, Sharded, Size, Spec
 
 EXAMPLES = 32  # of a tower, as their number is not known
 
 
-def _is_larger(table: tf.TensorShape, entries: tf.TensorShape, spec: Sharded) -> bool:
-    """Whether sending a table costs more than what a tower's examples have of it."""
-    size = table.num_elements() if table.rank is not None else None
-    others = [length for dim, length in enumerate(entries) if dim != spec.dim]
-    return size is not None and (
-        None in others or size > EXAMPLES * (spec.times or 1) * math.prod(others))
+def _sends_less(op: Op, given: Spec) -> bool:
+    """Whether what a tower's examples have of a table is less than the table."""
+    size, shape = op.inputs[0].shape.num_elements(), op.outputs[0].shape
+    if size is None or not isinstance(given, Sharded):
+        return False
+    others = [length for dim, length in enumerate(shape) if dim != given.dim]
+    return None in others or size > EXAMPLES * (given.times or 1) * math.prod(others)
 
 
 @rule("GatherV2")
 def gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    values, indices = specs[0], specs[1]
+    if isinstance(specs[0], Size):
+        return shapes.moved(op, specs)
     ranks, batch = (op.rank(0), op.rank(1)), op.attr("batch_dims")
     axes = op.axes(2, ranks[0])
-    if isinstance(values, Size):
-        return shapes.moved(op, specs)
     if axes is None or None in ranks or batch < 0:
         return None
-    axis = axes[0]
-    if isinstance(values, Sharded) and isinstance(indices, Sharded):
-        if batch and values.dim < batch and values == indices:
-            return Plan([values, indices, REPLICATED], [values])
-        return None
-    if isinstance(indices, Sharded) and is_plain(values):
-        if indices.dim < batch:
-            return Plan([indices, indices, REPLICATED], [indices])
-        given = indices.at(axis - batch + indices.dim)
-        larger = _is_larger(op.inputs[0].shape, op.outputs[0].shape, given)
-        return Plan([REPLICATED, indices, REPLICATED], [given], near=0 if larger else None)
-    if isinstance(values, Sharded) and is_plain(indices) and axis != values.dim:
-        if values.dim < batch:
-            return Plan([values, values, REPLICATED], [values])
-        moved = values.dim if values.dim < axis else values.dim + ranks[1] - batch - 1
-        return Plan([values, REPLICATED, REPLICATED], [values.at(moved)])
-    return None
+    front, behind = DIMS[:axes[0]], DIMS[axes[0] + 1:ranks[0]]
+    chosen = DIMS.upper()[:ranks[1] - batch]
+    plan = by_names(op, specs, [f"{front}{MIXED}{behind}", front[:batch] + chosen],
+                    [front + chosen + behind])
+    if plan is not None and plan.takes[0] == REPLICATED and _sends_less(op, plan.gives[0]):
+        plan.near = 0
+    return plan
 
 
 @rule("GatherNd", "ResourceGatherNd")
 def gather_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    values, indices = specs
-    if is_plain(values) and isinstance(indices, Sharded) and op.rank(1) is not None \
-            and indices.dim < op.rank(1) - 1:
-        return Plan([REPLICATED, indices], [indices])
-    return None
+    names = but([-1], op.rank(1), "")
+    return by_names(op, specs, [None, names], [names])
 
 
-@rule("LookupTableFind", "LookupTableFindV2")
+@rule("LookupTableFind", "LookupTableFindV2", "ResourceGather")
 def lookup(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Each tower asks the one table."""
-    keys = specs[1]
-    if not isinstance(keys, Sharded) or not is_plain(specs[2]):
+    if op.type == "ResourceGather" and op.attr("batch_dims"):
         return None
-    return Plan([REPLICATED, keys, REPLICATED], [keys])
-
-
-@rule("ResourceGather")
-def resource_gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    indices = specs[1]
-    if not isinstance(indices, Sharded) or op.attr("batch_dims"):
-        return None
-    return Plan([REPLICATED, indices], [indices])
+    return by_names(op, specs, [None, DIMS], [DIMS])
 
 
 @rule("SegmentSum", "SegmentMean", "SegmentMax", "SegmentMin", "SegmentProd", "SegmentSumV2",
@@ -85,57 +62,47 @@ def resource_gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
       "SparseSegmentSqrtN")
 def sorted_segments(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Sums over the first dimension: each row for itself in another."""
-    spec = specs[0]
-    if not isinstance(spec, Sharded) or not spec.dim or not all(map(is_plain, specs[1:])):
-        return None
-    return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec])
+    return by_names(op, specs, [MIXED + DIMS], [MIXED + DIMS])
 
 
 @rule("UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin",
       "UnsortedSegmentProd")
 def unsorted_segment(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    data, segments = specs[0], specs[1]
-    spec = one_sharded((data, segments))
-    if spec is None or not is_plain(specs[2]) or op.rank(1) is None:
-        return None
+    """Of rows behind the segments each is for itself."""
     rank = op.rank(1)
-    if spec.dim >= rank:  # behind the segments, each row for itself
-        return Plan([spec, REPLICATED, REPLICATED], [spec.at(spec.dim - rank + 1)])
     reduction = {"Sum": "sum", "Max": "max", "Min": "min"}.get(op.type[len("UnsortedSegment"):])
-    return Plan([spec, spec, REPLICATED], [Partial(reduction)]) if reduction else None
+    return None if rank is None else by_names(
+        op, specs, [DIMS, DIMS[:rank]], [MIXED + DIMS[rank:]],
+        Partial(reduction) if reduction else None)
 
 
 @rule("ScatterNd")
 def scatter_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    indices, updates = specs[0], specs[1]
-    spec = one_sharded((indices, updates))
-    if spec is None or not is_plain(specs[2]) or op.rank(0) is None:
-        return None
-    if spec.dim >= op.rank(0) - 1:
-        return None
     truth = op.inputs[1].dtype.is_bool  # of entries with the same indices: whether any is true
-    return Plan([spec, spec, REPLICATED], [Partial("or") if truth else SUM])
+    names = but([-1], op.rank(0), "")
+    return by_names(op, specs, [names, names], [""], Partial("or") if truth else SUM)
 
 
-def _counted(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """How many there are of each number, in all rows."""
-    if op.attr("binary_output") or not is_plain(specs[1]):
+@rule("TensorScatterUpdate", "TensorScatterAdd", "TensorScatterSub", "TensorScatterMax",
+      "TensorScatterMin")
+def into_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Of the dimensions that indices name none is the rows'."""
+    ranks = op.rank(0), op.rank(2)
+    named = op.inputs[1].shape[-1] if op.rank(1) else None
+    if None in ranks or named is None:
         return None
-    if op.inputs[2].shape.rank != 1:
-        return None
-    if op.inputs[2].shape[0] == 0:
-        return Plan([specs[0], REPLICATED, REPLICATED], [SUM])
-    return Plan([specs[0], REPLICATED, specs[0]], [SUM]) if specs[2] == specs[0] else None
+    rest = DIMS[:ranks[0] - named]  # the last dimensions of updates, too
+    into, updates = (rest.rjust(rank, MIXED) for rank in ranks)
+    return by_names(op, specs, [into, None, updates], [into], padded=True)
 
 
-@rule("Bincount", "DenseBincount")
+@rule("DenseBincount")
 def bincount(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec = specs[0]
-    if op.type != "DenseBincount" or not isinstance(spec, Sharded) or not is_plain(specs[1]):
+    """How many there are of each number, in all rows or in each."""
+    rank, shape = op.rank(0), op.inputs[2].shape
+    unweighted = shape.rank == 1 and shape[0] == 0
+    if rank == 1 and op.attr("binary_output") or not unweighted and (
+            shape.rank != rank or rank == 1 and not isinstance(specs[2], Sharded)):
         return None
-    if op.rank(0) == 1:
-        return _counted(op, specs)
-    shape = op.inputs[2].shape  # that of what is counted, or there are none
-    if spec.dim or op.rank(0) != 2 or shape.rank is None or shape.rank == 1 and shape[0] != 0:
-        return None
-    return Plan([spec, REPLICATED, spec if shape.rank == 2 else REPLICATED], [spec])
+    return by_names(op, specs, ["a", None, None if unweighted else "a"],
+                    ["a" if rank == 2 else ""], SUM if rank == 1 else None)

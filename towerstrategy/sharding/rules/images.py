@@ -5,13 +5,12 @@ Goes in: an operation.  Comes out: its plan.  A filter's gradient is a part of a
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding.rules.elementwise import is_plain, one_sharded
+from towerstrategy.sharding.rules.dimensions import by_names
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Size, Spec
 
@@ -39,33 +38,21 @@ def image(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None  # of volumes of unknown sizes TensorFlow says a wrong rank
     if op.type.endswith("WithArgmax") and op.attr("include_batch_in_index"):
         return None  # places are counted through all images
-    return _rows_first(op, specs, _ROWS[op.type], lambda spec: spec)
+    return _rows_first(op, specs, _ROWS[op.type], "a")
 
 
 @rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter",
       "Dilation2DBackpropFilter")
 def filter_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _rows_first(op, specs, (0, 2), lambda _: SUM)
+    return _rows_first(op, specs, (0, 2), "")
 
 
-def _rows_first(op: Op, specs: Sequence[Spec], data: Sequence[int],
-                given: Callable[[Sharded], Spec]) -> Plan | None:
-    """The inputs ``data`` have the rows first, all else is the same for all.
-
-    Args:
-      op: the operation.
-      specs: the specs of its inputs.
-      data: the inputs that have rows.
-      given: what the outputs are, of the spec that these inputs have.
-    """
-    spec = one_sharded([specs[index] for index in data])
-    if spec is None or spec.dim or not all(
-            is_plain(each) or index in data for index, each in enumerate(specs)):
-        return None
+def _rows_first(op: Op, specs: Sequence[Spec], data: Sequence[int], out: str) -> Plan | None:
+    """The inputs ``data`` have the rows first, all else is the same for all."""
     if op.rank(data[0]) is None or any(op.out_rank(at) is None for at in range(len(op.outputs))):
         return None  # a row of padding needs them
-    takes: list[Spec] = [spec if index in data else REPLICATED for index in range(len(specs))]
-    return Plan(takes, [given(spec)] * len(op.outputs), padded=True)
+    names = ["a" if index in data else None for index in range(len(specs))]
+    return by_names(op, specs, names, [out], SUM, padded=True)
 
 
 @rule("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput",
@@ -103,19 +90,10 @@ def _with_own_rows(m: Any) -> list[list[Any]]:
 @rule("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")
 def warp(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """A transform for each image, or one for all."""
-    spec = one_sharded(specs[:2])
-    if spec is None or not all(map(is_plain, specs[2:])) or op.rank(1) != 2:
-        return None
-    if spec.dim or not isinstance(specs[0], Sharded):
-        return None
-    transforms: Spec = spec if specs[1] == spec else dataclasses.replace(spec, broadcast=True)
-    return Plan([spec, transforms, *[REPLICATED] * (len(specs) - 2)], [spec])
+    return by_names(op, specs, [range(1), range(1)], [range(1)]) if op.rank(1) == 2 else None
 
 
 @rule("CropAndResize")
 def crop(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """A tower crops its boxes; of which image, is counted in the whole batch."""
-    spec = one_sharded(specs[1:3])
-    if spec is None or not is_plain(specs[0]) or not is_plain(specs[3]):
-        return None
-    return None if spec.dim else Plan([REPLICATED, spec, spec, REPLICATED], [spec])
+    return by_names(op, specs, [None, "a", "a"], ["a"])

@@ -6,12 +6,11 @@ dimensions; along them nothing is done in parts.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
-from towerstrategy.sharding.rules.elementwise import is_plain, one_sharded
+from towerstrategy.sharding.rules.dimensions import by_names
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, Spec
+from towerstrategy.sharding.spec import Spec
 
 # An operation's type -> for each of its first inputs how many dimensions an example has.
 _LAST: dict[str, tuple[int, ...]] = {
@@ -62,17 +61,9 @@ def _in_front(op: Op, specs: Sequence[Spec], last: Sequence[int],
       broadcasts: whether the operation takes other dimensions in front, too; where it does not all
         have those of the first input, be they known or not.
     """
-    spec = one_sharded(specs[:len(last)])
-    if spec is None or not all(map(is_plain, specs[len(last):])):
-        return None
-    for index, own in enumerate(last if broadcasts else last[:1]):
-        rank = op.rank(index)
-        if rank is None or spec.dim >= rank - own:
-            return None
-        # Where inputs are broadcast against each other dimensions are not in the same places.
-        if rank - own != op.rank(0) - last[0]:
-            return None
-    beside = dataclasses.replace(spec, broadcast=True)
-    takes: list[Spec] = [REPLICATED if index >= len(last) else spec if given == spec else beside
-                         for index, given in enumerate(specs)]
-    return Plan(takes, [spec] * len(op.outputs))
+    ranks = [op.rank(index) for index in range(len(last if broadcasts else last[:1]))]
+    in_front = {None if rank is None else rank - own for rank, own in zip(ranks, last)}
+    if None in in_front or len(in_front) > 1:
+        return None  # where inputs are broadcast, dimensions are not in the same places
+    front = range(in_front.pop() or 0)
+    return by_names(op, specs, [front] * len(last), [front])

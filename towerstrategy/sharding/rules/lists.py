@@ -10,22 +10,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding.rules.elementwise import is_plain
+from towerstrategy.sharding.rules.dimensions import is_plain
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.rules.shapes import static_sizes
 from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Replicated, Sharded, Size, Spec
-
-
-def _with(held: Spec, element: Spec) -> ListOf | None:
-    """A list that gets an entry; None where its entries would not be alike."""
-    known = held.element if isinstance(held, ListOf) else None
-    if known is None or known == element:
-        return ListOf(element)
-    return None
-
-
-def _can_be_held(spec: Spec) -> bool:
-    return isinstance(spec, (Sharded, Partial, Size, ListOf))
 
 
 def _size_or_whole(spec: Spec) -> Spec:
@@ -55,58 +43,34 @@ def _shaped_as(op: Op, index: int, spec: Spec, element: Spec) -> bool:
     return len(known) > element.dim and known[element.dim] == -1
 
 
-def _put(held: Spec, tensor: tf.Tensor, element: Spec) -> tuple[Spec, Spec, ListOf] | None:
-    """What a list and an entry that it gets are to be, and what the list is then."""
-    if not isinstance(held, ListOf) and not is_empty(tensor):
+@rule("TensorListPushBack", "TensorListSetItem")
+def put(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """An entry that is as those are which the list has."""
+    held, *index, entry = specs
+    known = held.element if isinstance(held, ListOf) else None
+    if not all(map(is_plain, index)) or not isinstance(held, ListOf) and (
+            isinstance(entry, Replicated) or not is_empty(op.inputs[0])):
         return None
-    if not _can_be_held(element):
-        if not isinstance(held, ListOf):
-            return None
-        element = held.element or REPLICATED
-    new = _with(held, element)
-    if new is None:
+    if isinstance(entry, Replicated):
+        entry = known or REPLICATED
+    if known not in (None, entry):
         return None
-    return held if isinstance(held, ListOf) else ListOf(), element, new
+    takes = [held if isinstance(held, ListOf) else ListOf(), *[REPLICATED] * len(index), entry]
+    return Plan(takes, [ListOf(entry)])
 
 
-@rule("TensorListPushBack")
-def push_back(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    put = _put(specs[0], op.inputs[0], specs[1])
-    return None if put is None else Plan(put[:2], [put[2]])
-
-
-@rule("TensorListSetItem")
-def set_item(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    put = _put(specs[0], op.inputs[0], specs[2])
-    if put is None or not is_plain(specs[1]):
+@rule("TensorListPopBack", "TensorListGetItem")
+def take(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """An entry; of a list into which nothing was put, zeros of the shape that is said."""
+    held, *index, shape = specs
+    if not isinstance(held, ListOf) or not all(map(is_plain, index)):
         return None
-    held, element, new = put
-    return Plan([held, REPLICATED, element], [new])
-
-
-@rule("TensorListPopBack")
-def pop_back(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    held = specs[0]
-    if not isinstance(held, ListOf):
+    element = held.element or (
+        shape.shards(shape.at) if isinstance(shape, Size) else REPLICATED)
+    if not _shaped_as(op, len(specs) - 1, shape, element):
         return None
-    takes = [held, *map(_size_or_whole, specs[1:])]
-    element = held.element or _zeros(specs[1])
-    return Plan(takes, [held, element]) if _shaped_as(op, 1, specs[1], element) else None
-
-
-@rule("TensorListGetItem")
-def get_item(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    held = specs[0]
-    if not isinstance(held, ListOf) or not is_plain(specs[1]):
-        return None
-    takes = [held, REPLICATED, *map(_size_or_whole, specs[2:])]
-    element = held.element or _zeros(specs[2])
-    return Plan(takes, [element]) if _shaped_as(op, 2, specs[2], element) else None
-
-
-def _zeros(shape: Spec) -> Spec:
-    """What is taken from a list into which nothing was put: zeros of this shape."""
-    return shape.shards(shape.at) if isinstance(shape, Size) else REPLICATED
+    gives = [held, element] if op.type == "TensorListPopBack" else [element]
+    return Plan([held, *[REPLICATED] * len(index), _size_or_whole(shape)], gives)
 
 
 @rule("TensorListFromTensor")

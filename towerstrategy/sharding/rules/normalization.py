@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding.rules.elementwise import is_plain, one_sharded
+from towerstrategy.sharding.rules.dimensions import MIXED, by_names, is_plain, one_sharded
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Spec
 
@@ -32,7 +32,7 @@ def fused(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     others = [REPLICATED] * (len(op.outputs) - 1)
     if spec.dim == axes[0]:
-        return _by_channels(op, specs, 1)
+        return _by_channels(op, specs, axes[0], 1, 5)
     if not all(map(is_plain, specs[1:])):
         return None
     takes: list[Spec] = [spec, *[REPLICATED] * (len(specs) - 1)]
@@ -42,22 +42,24 @@ def fused(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan(takes, [spec, *others], make=lambda m: _normalized(m, axes))
 
 
-def _by_channels(op: Op, specs: Sequence[Spec], first: int) -> Plan | None:
-    """Each row is a channel, as where layers are normalized: its statistics are its own."""
-    spec = specs[0]
-    assert isinstance(spec, Sharded)
-    if op.type != "FusedBatchNormV3" or not op.attr("is_training") or spec.times == 0:
+def _by_channels(op: Op, specs: Sequence[Spec], channel: int, images: int,
+                 made: int) -> Plan | None:
+    """Each row is a channel, as where layers are normalized: its statistics are its own.
+
+    Args:
+      op: the operation.
+      specs: the specs of its inputs.
+      channel: the dimension of channels.
+      images: how many of the first inputs are images; others have a number a channel, or none.
+      made: how many of the outputs are, or have a number a channel.
+    """
+    if not op.type.endswith("V3") or not op.attr("is_training"):
         return None
-    channels = spec.at(0)
-    takes: list[Spec] = [spec]
-    for index in range(first, len(specs)):
-        empty = op.inputs[index].shape.num_elements() == 0
-        if not empty and not isinstance(specs[index], Sharded):
-            return None
-        if not empty and specs[index] != channels:
-            return None
-        takes.append(REPLICATED if empty else channels)
-    return Plan(takes, [spec, *[channels] * 4, REPLICATED], padded=True)
+    rows = f"{MIXED * channel}a"
+    names = [rows if index < images else None if tensor.shape.num_elements() == 0 else "a"
+             for index, tensor in enumerate(op.inputs[:5])]
+    outputs = [rows, *["a"] * (made - 1), *[""] * (len(op.outputs) - made)]
+    return by_names(op, specs, names, outputs, REPLICATED, padded=True)
 
 
 def _normalized(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:
@@ -161,9 +163,7 @@ def fused_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if axes is None or spec is None:
         return None
     if spec.dim == axes[0]:
-        if spec != specs[0] or spec != specs[1]:
-            return None
-        return _gradient_by_channels(op, specs, spec)
+        return _by_channels(op, specs, axes[0], 2, 3)
     if not all(map(is_plain, specs[2:])):
         return None
     takes: list[Spec] = [spec, spec, *[REPLICATED] * (len(specs) - 2)]
@@ -171,15 +171,6 @@ def fused_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not op.attr("is_training"):
         return Plan(takes, gives, padded=True)
     return Plan(takes, gives, make=lambda m: _gradients(m, axes))
-
-
-def _gradient_by_channels(op: Op, specs: Sequence[Spec], spec: Sharded) -> Plan | None:
-    channels = spec.at(0)
-    if op.type != "FusedBatchNormGradV3" or not op.attr("is_training") or any(
-            other != channels for other in specs[2:5]):
-        return None
-    takes: list[Spec] = [spec, spec, channels, channels, channels, REPLICATED]
-    return Plan(takes, [spec, channels, channels, REPLICATED, REPLICATED], padded=True)
 
 
 def _gradients(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:

@@ -12,16 +12,11 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.sharding.rules import shapes
-from towerstrategy.sharding.rules.elementwise import aligned, is_plain, one_sharded
+from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded, Size, Spec
 
 _PARTS = {"Sum": "sum", "Max": "max", "Min": "min", "All": "and", "Any": "or"}
-
-
-def _remaining(spec: Sharded, axes: Sequence[int], keep: bool) -> Sharded:
-    """Where the rows are when these axes, not among them the rows', are reduced."""
-    return spec if keep else spec.at(spec.dim - sum(axis < spec.dim for axis in axes))
 
 
 def _by_axes(spec: Sharded, axes: Axes, keep: bool) -> Spec | None:
@@ -54,13 +49,10 @@ def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
     axes = op.axes(1, op.rank(0))
     if axes is None:
         return None
-    if spec.dim not in axes:
-        return Plan(takes, [_remaining(spec, axes, keep)])
-    if op.type in _PARTS:
-        return Plan(takes, [Partial(_PARTS[op.type])])
-    if op.type == "Mean" and op.inputs[0].dtype.is_floating:
+    if op.type == "Mean" and op.inputs[0].dtype.is_floating and spec.dim in axes:
         return Plan(takes, [SUM], make=lambda m: _mean(m, spec, axes, keep), alone=-1)
-    return None
+    parts = Partial(_PARTS[op.type]) if op.type in _PARTS else None
+    return by_names(op, specs, [DIMS], [but(axes, op.rank(0), MIXED if keep else "")], parts)
 
 
 def _mean(m: Any, spec: Sharded, axes: Sequence[int], keep: bool) -> list[list[Any]]:
@@ -88,72 +80,43 @@ def _mean(m: Any, spec: Sharded, axes: Sequence[int], keep: bool) -> list[list[A
 
 @rule("ArgMax", "ArgMin")
 def arg_reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, axes = specs[0], op.axes(1, op.rank(0))
-    if not isinstance(spec, Sharded) or axes is None or spec.dim in axes:
-        return None
-    return Plan([spec, REPLICATED], [_remaining(spec, axes, False)])
+    rank = op.rank(0)
+    axes = op.axes(1, rank)
+    return by_names(op, specs, [but(axes, rank)], [but(axes, rank, "")])
 
 
 @rule("L2Loss")
 def l2_loss(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return Plan(specs, [SUM]) if isinstance(specs[0], Sharded) else None
-
-
-@rule("BiasAddGrad")
-def bias_add_grad(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, rank = specs[0], op.rank(0)
-    if spec == SUM:
-        return Plan(specs, [SUM])
-    channel = 1 if op.attr("data_format") == "NCHW" else None if rank is None else rank - 1
-    if not isinstance(spec, Sharded) or spec.dim == channel or channel is None:
-        return None
-    return Plan(specs, [SUM])
+    return by_names(op, specs, [DIMS], [""], SUM)
 
 
 @rule("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Roll")
 def along_an_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Along other axes than the rows' only."""
-    spec, axes = specs[0], op.axes(2 if op.type == "Roll" else 1, op.rank(0))
-    if not isinstance(spec, Sharded) or axes is None or spec.dim in axes:
-        return None
-    return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec])
+    names = but(op.axes(2 if op.type == "Roll" else 1, op.rank(0)), op.rank(0))
+    return by_names(op, specs, [names], [names])
 
 
 @rule("ReverseSequence")
 def reverse_sequence(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Each sequence for itself, with its length."""
-    spec, lengths = specs
     batch, along = op.attr("batch_dim"), op.attr("seq_dim")
-    if isinstance(lengths, Sharded):
-        rows = lengths.at(batch)
-        return None if isinstance(spec, Sharded) and spec != rows else Plan([rows, lengths], [rows])
-    if not isinstance(spec, Sharded) or spec.dim == along or not is_plain(lengths):
-        return None
-    return Plan([spec, spec.at(0) if spec.dim == batch else REPLICATED], [spec])
+    names = f"{DIMS[:along]}{MIXED}{DIMS[along + 1:]}"
+    return by_names(op, specs, [names, names[batch]], [names])
 
 
-@rule("Softmax", "LogSoftmax", "TopKV2", "InTopKV2", "NthElement")
+@rule("Softmax", "LogSoftmax", "TopKV2", "NthElement")
 def along_the_last_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, rank = specs[0], op.rank(0)
-    if op.type == "InTopKV2":
-        first = next((s for s in specs if isinstance(s, Sharded)), None)
-        if first is None or first.dim:
-            return None
-        return Plan([first, first, REPLICATED], [first])
-    if not isinstance(spec, Sharded) or rank is None or spec.dim == rank - 1:
-        return None
-    return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec] * len(op.outputs))
+    names = but([-1], op.rank(0), "")
+    return by_names(op, specs, [names], [names])
 
 
-@rule("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
+@rule("InTopKV2", "SparseSoftmaxCrossEntropyWithLogits")
+def of_labels(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return by_names(op, specs, ["a", "a"], ["a"])
+
+
+@rule("SoftmaxCrossEntropyWithLogits")
 def cross_entropy(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Logits and labels are broadcast against each other, sparse labels are not."""
-    if op.type == "SoftmaxCrossEntropyWithLogits":
-        found = aligned(op, specs, 2)
-        if found is None or found[1].dim:
-            return None
-        return Plan(found[0], [found[1], found[1]])
-    spec = one_sharded(specs)
-    if spec is None:
-        return None
-    return None if spec.dim else Plan([spec, spec], [spec, spec])
+    """Logits and labels are broadcast against each other."""
+    return by_names(op, specs, [range(1)] * 2, [range(1)], gathers=True)

@@ -6,26 +6,56 @@ Goes in: an operation.  Comes out: its plan.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from towerstrategy.sharding.rules import blocks, shapes
-from towerstrategy.sharding.rules.elementwise import is_plain, one_sharded
+from towerstrategy.sharding.rules.dimensions import (
+    DIMS,
+    MIXED,
+    but,
+    by_names,
+    is_plain,
+    one_sharded,
+)
 from towerstrategy.sharding.rules.entries import sizes_of
-from towerstrategy.sharding.rules.registry import Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Partial, Sharded, Size, Spec
+from towerstrategy.sharding.rules.registry import Op, Plan, Rule, rule
+from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Sharded, Size, Spec
 
 
-@rule("Reshape", light=True)
+def _view(*types: str, data: slice = slice(1), light: bool = False) -> Callable[[Rule], Rule]:
+    """Registers a rule for operations that move entries about: it is asked where rows are.
+
+    Parts of a sum stay parts, and numbers of rows are looked for in what comes out.
+
+    Args:
+      types: the types.
+      data: the inputs whose entries are moved.
+      light: see :func:`registry.rule`.
+    """
+
+    def put(function: Rule) -> Rule:
+        def view(op: Op, specs: Sequence[Spec]) -> Plan | None:
+            given = specs[data]
+            if isinstance(given[0], Partial) and len(set(given)) == 1:
+                rest: list[Spec] = [REPLICATED] * len(specs)
+                rest[data] = given
+                return Plan(rest, [given[0]] * len(op.outputs))
+            if any(isinstance(spec, Size) for spec in given) and all(map(is_plain, specs)):
+                return shapes.moved(op, specs)
+            return function(op, specs)
+
+        return rule(*types, light=light)(view)
+
+    return put
+
+
+@_view("Reshape", light=True)
 def reshape(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, target = specs
-    if isinstance(spec, Partial):
-        return Plan([spec, REPLICATED], [spec])
-    if isinstance(spec, Size):
-        return shapes.moved(op, specs)
     if not isinstance(spec, Sharded):
         return None
     found = _reshaped(op, spec, target)
@@ -127,126 +157,71 @@ def _reshape(m: Any, tower: int, dim: int) -> Any:
     return m.copy([m.part(0, tower), shape], tower)[0]
 
 
-@rule("ExpandDims", light=True)
+def _with(axis: int, rank: int | None) -> str | None:
+    """Names of so many dimensions, one of which is new."""
+    return None if rank is None else f"{DIMS[:axis % rank]}{MIXED}{DIMS[axis % rank:rank - 1]}"
+
+
+@_view("ExpandDims", light=True)
 def expand_dims(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, rank = specs[0], op.rank(0)
-    axes = op.axes(1, None if rank is None else rank + 1)
-    if isinstance(spec, Partial):
-        return Plan([spec, REPLICATED], [spec])
-    if isinstance(spec, Size):
-        return shapes.moved(op, specs)
-    if not isinstance(spec, Sharded) or axes is None:
-        return None
-    return Plan([spec, REPLICATED], [spec.at(spec.dim + (axes[0] <= spec.dim))])
+    axis = op.value(1)
+    return None if axis is None else by_names(
+        op, specs, [DIMS], [_with(int(axis), op.out_rank())])
 
 
-@rule("Squeeze", light=True)
+@_view("Squeeze", light=True)
 def squeeze(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, rank, static = specs[0], op.rank(0), op.inputs[0].shape
-    if isinstance(spec, Partial):
-        return Plan([spec], [spec])
-    if isinstance(spec, Size):
-        return shapes.moved(op, specs)
-    if not isinstance(spec, Sharded) or rank is None:
-        return None
-    axes = [axis % rank for axis in op.attr("squeeze_dims")]
-    if not axes:  # all of size 1: unknown ones may be
-        if static.rank is None or None in [s for at, s in enumerate(static) if at != spec.dim]:
-            return None
-        axes = [at for at, s in enumerate(static) if s == 1 and at != spec.dim]
-        return None  # and the rows', where a tower has one
-    if spec.dim in axes:
-        return None
-    return Plan([spec], [spec.at(spec.dim - sum(axis < spec.dim for axis in axes))])
+    """Where it is said what to squeeze: else it is the rows', where a tower has one."""
+    axes = op.attr("squeeze_dims")
+    return by_names(op, specs, [but(axes, op.rank(0))], [but(axes, op.rank(0), "")]) \
+        if axes else None
 
 
-@rule("Transpose", "ConjugateTranspose", light=True)
+@_view("Transpose", "ConjugateTranspose", light=True)
 def transpose(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, order = specs[0], op.value(1)
-    if isinstance(spec, Partial):
-        return Plan([spec, REPLICATED], [spec])
-    if isinstance(spec, Size):
-        return shapes.moved(op, specs)
-    if not isinstance(spec, Sharded) or order is None:
-        return None
-    return Plan([spec, REPLICATED], [spec.at([int(axis) for axis in order].index(spec.dim))])
+    order = op.value(1)
+    return None if order is None else by_names(op, specs, [DIMS], [[DIMS[at] for at in order]])
 
 
-def _side_by_side(op: Op, specs: Sequence[Spec], inputs: int, rank: int | None
-                  ) -> tuple[list[Spec], Sharded] | None:
-    """Inputs of one shape: what each is to be, and where the rows are."""
-    spec = one_sharded(specs[:inputs])
-    if spec is None or rank is None or any(
-            isinstance(spec, ListOf) for spec in specs[:inputs]):
-        return None
-    return [spec] * inputs, spec
-
-
-@rule("ConcatV2")
+@_view("ConcatV2", data=slice(-1))
 def concat(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    if any(isinstance(spec, Size) for spec in specs) and all(map(is_plain, specs)):
-        return shapes.moved(op, specs)
-    if all(spec == SUM for spec in specs[:-1]):
-        return Plan([*specs[:-1], REPLICATED], [SUM])
-    axes = op.axes(len(specs) - 1, op.out_rank())
-    found = _side_by_side(op, specs, len(specs) - 1, op.out_rank())
-    if found is None or axes is None:
-        return None
-    if axes[0] != found[1].dim:
-        return Plan([*found[0], REPLICATED], [found[1]])
-    several = blocks.behind_each_other(found[1], len(specs) - 1)
-    return Plan(specs, [several]) if several and set(specs[:-1]) == {found[1]} else None
+    names = but(op.axes(len(specs) - 1, op.out_rank()), op.out_rank())
+    spec = one_sharded(specs)
+    if names is None or spec is None or names[spec.dim] != MIXED:
+        return by_names(op, specs, [names] * (len(specs) - 1), [names])
+    several = blocks.behind_each_other(spec, len(specs) - 1)
+    return Plan(specs, [several]) if several and set(specs[:-1]) == {spec} else None
 
 
-@rule("Pack")
+@_view("Pack", data=slice(None))
 def pack(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    if any(isinstance(spec, Size) for spec in specs) and all(map(is_plain, specs)):
-        return shapes.moved(op, specs)
-    if all(spec == SUM for spec in specs):
-        return Plan(specs, [SUM])
-    found, rank = _side_by_side(op, specs, len(specs), op.out_rank()), op.out_rank()
-    if found is None or rank is None:
-        return None
-    spec = found[1]
-    return Plan(found[0], [spec.at(spec.dim + (op.attr("axis") % rank <= spec.dim))])
+    return by_names(op, specs, [DIMS] * len(specs), [_with(op.attr("axis"), op.out_rank())])
 
 
-@rule("Unpack")
+@_view("Unpack")
 def unpack(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, rank = specs[0], op.rank(0)
-    if isinstance(spec, Size):
-        return shapes.moved(op, specs)
-    if spec == SUM:
-        return Plan(specs, [SUM] * len(op.outputs))
-    if not isinstance(spec, Sharded) or rank is None:
-        return None
-    axis = op.attr("axis") % rank
-    if axis == spec.dim:
-        return None
-    return Plan([spec], [spec.at(spec.dim - (axis < spec.dim))] * len(op.outputs))
+    axes, rank = [op.attr("axis")], op.rank(0)
+    return by_names(op, specs, [but(axes, rank)], [but(axes, rank, "")])
 
 
-@rule("Split", "SplitV")
+@_view("SplitV")
+def split_at(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    names = but(op.axes(2, op.rank(0)), op.rank(0))
+    return by_names(op, specs, [names], [names])
+
+
+@_view("Split", data=slice(1, 2))
 def split(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    value, axis = (1, 0) if op.type == "Split" else (0, 2)
-    spec, axes = specs[value], op.axes(axis, op.rank(value))
-    if isinstance(spec, Size):
-        return shapes.moved(op, specs)
-    if not isinstance(spec, Sharded) or axes is None:
-        return None
-    takes: list[Spec] = [REPLICATED] * len(specs)
-    takes[value] = spec
-    if axes[0] == spec.dim:
-        part = blocks.part(spec, len(op.outputs)) if op.type == "Split" else None
-        return Plan(takes, [part] * len(op.outputs)) if part else None
-    return Plan(takes, [spec] * len(op.outputs))
+    names, spec = but(op.axes(0, op.rank(1)), op.rank(1)), specs[1]
+    if names is None or not isinstance(spec, Sharded) or names[spec.dim] != MIXED:
+        return by_names(op, specs, [None, names], [names])
+    part = blocks.part(spec, len(op.outputs))
+    return Plan([REPLICATED, spec], [part] * len(op.outputs)) if part else None
 
 
-@rule("StridedSlice")
+@_view("StridedSlice")
 def strided_slice(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec = specs[0]
-    if isinstance(spec, Size):
-        return shapes.moved(op, specs)
     if not isinstance(spec, Sharded):
         return None
     place = sliced(op, spec.dim, op.rank(0))
@@ -325,20 +300,18 @@ def strided_slice_grad(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan([size, *plan.takes[1:], gradient], [size.shards(size.at)])
 
 
-@rule("Slice")
+@_view("Slice")
 def slice_(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    if isinstance(specs[0], Size):
-        return shapes.moved(op, specs)
     return blocks.slice_(op, specs[0], specs) if isinstance(specs[0], Sharded) else None
 
 
 @rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
 def pad(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, padding = specs[0], op.value(1)
-    if not isinstance(spec, Sharded) or padding is None or padding[spec.dim].any():
+    padding = op.value(1)
+    if padding is None:
         return None
-    return Plan([spec, *[REPLICATED] * (len(specs) - 1)], [spec],
-                padded=op.type in ("MirrorPad", "MirrorPadGrad"))
+    names = but([dim for dim, both in enumerate(padding) if both.any()], len(padding))
+    return by_names(op, specs, [names], [names], padded=op.type.startswith("Mirror"))
 
 
 @rule("Fill")
@@ -352,22 +325,15 @@ def fill(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("BroadcastTo", light=True)
 def broadcast_to(op: Op, specs: Sequence[Spec]) -> Plan | None:
     value, size = specs
-    if not isinstance(size, Size):
-        return None
     rank, out = op.rank(0), op.out_rank()
-    sharded = size.shards(size.at)
+    if not isinstance(size, Size) or rank is None or out is None or isinstance(value, ListOf):
+        return None
+    at, whole = size.at - (out - rank), size.shards(size.at)
     if isinstance(value, Sharded):
-        if rank is None or out is None or value != sharded.at(size.at - (out - rank)):
-            return None
-        return Plan([value, size], [sharded])
-    if not is_plain(value):
-        return None
-    if rank is None or out is None:
-        return None
-    dim = size.at - (out - rank)
-    if dim < 0 or op.inputs[0].shape[dim] == 1:
-        return Plan([REPLICATED, size], [sharded])
-    return Plan([dataclasses.replace(sharded, dim=dim, broadcast=True), size], [sharded])
+        return Plan([value, size], [whole]) if value == whole.at(at) else None
+    one = at < 0 or op.inputs[0].shape[at] == 1  # for all rows
+    return Plan([REPLICATED if one else dataclasses.replace(whole, dim=at, broadcast=True), size],
+                [whole])
 
 
 @rule("Tile", light=True)
@@ -392,8 +358,4 @@ def tile(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("OneHot", light=True)
 def one_hot(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, rank = specs[0], op.rank(0)
-    if not isinstance(spec, Sharded) or rank is None:
-        return None
-    axis = op.attr("axis") % (rank + 1)
-    return Plan([spec, *[REPLICATED] * 3], [spec.at(spec.dim + (axis <= spec.dim))])
+    return by_names(op, specs, [DIMS], [_with(op.attr("axis"), op.out_rank())])
