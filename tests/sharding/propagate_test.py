@@ -75,6 +75,18 @@ class PropagateTest(absltest.TestCase):
 
         self.assertEqual(_outputs(gradient, ([None, 3, 3], Sharded(0))), [Sharded(0)])
 
+    def test_gradients_of_labels_of_steps_keep_rows(self):
+        """All that a recurrent layer does would be done with all rows where each step has a label,
+        as TensorFlow forgets how many classes there are."""
+        def gradient(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                    tf.zeros_like(x[:, :, 0], tf.int32), x)
+            return tape.gradient(loss, x)
+
+        self.assertEqual(_outputs(gradient, ([None, 2, 3], Sharded(0))), [Sharded(0)])
+
     def test_a_loop_that_adds_rows_to_a_constant_shards_it(self):
         """A recurrent layer's state would be gathered at each of its steps."""
         def loop(x, w):

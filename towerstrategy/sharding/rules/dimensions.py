@@ -57,10 +57,10 @@ def by_names(op: Op, specs: Sequence[Spec], inputs: Sequence[Names | None],
       padded: see :class:`Plan`.
     """
     given = [*inputs, *[None] * (len(specs) - len(inputs))]
-    rows = [index for index, spec in enumerate(specs) if isinstance(spec, Sharded)]
+    rows = [index for index, spec in enumerate(specs) if not is_plain(spec)]
     named = [index for index in rows if _name(given[index], specs[index]) != MIXED]
     if not named or len(named) < len(rows) and not gathers \
-            or any(isinstance(spec, ListOf) for spec in specs):
+            or len(rows) > 1 and any(isinstance(spec, ListOf) for spec in specs):
         return None
     first = named[0] if len(named) == 1 else max(named, key=lambda index: (
         _entries(op, index), getattr(specs[index], "times", 0) or 0))

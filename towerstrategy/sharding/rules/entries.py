@@ -23,8 +23,9 @@ Entries = np.ndarray  # of objects: ints, None, or what else stands for a number
 
 _DEPTH, _LARGEST = 12, 64
 _INTEGER = (int, np.integer)
-# Whose first output is shaped as the input with this number.
-_FIRST_AS = {"FusedBatchNormV3": 0, "FusedBatchNormGradV3": 1, "Softmax": 0, "LogSoftmax": 0}
+# An operation's type and the number of an output -> the input that has its shape.
+_SHAPED_AS = {("FusedBatchNormV3", 0): 0, ("FusedBatchNormGradV3", 0): 1, ("Softmax", 0): 0,
+              ("LogSoftmax", 0): 0, ("SparseSoftmaxCrossEntropyWithLogits", 1): 0}
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "Add": lambda x, y: x + y, "AddV2": lambda x, y: x + y, "Sub": lambda x, y: x - y,
     "Mul": lambda x, y: x * y, "Maximum": max, "Minimum": min,
@@ -67,8 +68,8 @@ def _sizes(tensor: tf.Tensor, depth: int) -> list[int | None] | None:
         return own
     if tensor.op.type == "Reshape":
         found = _entries(tensor.op.inputs[1], depth - 1)
-    elif tensor.op.type in _FIRST_AS and not tensor.value_index:
-        found = _sizes(tensor.op.inputs[_FIRST_AS[tensor.op.type]], depth - 1)
+    elif (tensor.op.type, tensor.value_index) in _SHAPED_AS:
+        found = _sizes(tensor.op.inputs[_SHAPED_AS[tensor.op.type, tensor.value_index]], depth - 1)
     elif tensor.op.type in UNARY:
         found = _sizes(tensor.op.inputs[0], depth - 1)
     elif tensor.op.type in (*BINARY, "SoftmaxCrossEntropyWithLogits"):
