@@ -375,7 +375,8 @@ def ends_early(strategy, _):
     seen = {"steps": steps, "found": found}
     extended = strategy.extended
     for name, options in (("", None), ("fetched_", FETCHED)):
-        iterators.count_rows(rows_report.counting(extended.workers.towers, extended.first_replica))
+        iterators.count_rows(functools.partial(
+            rows_report.followed, extended.workers.towers, extended.first_replica))
         iterator = iter(strategy.distribute_datasets_from_function(dataset_fn, options))
         seen[f"{name}eager_steps"] = sum(1 for _ in iterator)
         iterators.count_rows(None)
