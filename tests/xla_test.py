@@ -40,15 +40,20 @@ def marked():
 
 
 def compiled_on(call):
-    """The devices on which a call runs what XLA has compiled."""
+    """The devices on which a call of towers on CPU:1 and on runs what XLA has compiled.
+
+    TensorFlow keeps the graphs of all that the process runs meanwhile, in other threads, too.
+    """
     context.enable_run_metadata()
     try:
         call()
         graphs = context.export_run_metadata().function_graphs
     finally:
         context.disable_run_metadata()
-    return {node.device[-5:] for each in graphs for graph in each.partition_graphs
-            for node in graph.node if node.op == "_XlaRun"}
+    return {node.device[-5:] for each in graphs
+            if any(node.name.startswith("tower_0_CPU_1/")
+                   for node in each.pre_optimization_graph.node)
+            for graph in each.partition_graphs for node in graph.node if node.op == "_XlaRun"}
 
 
 def dense(kit, units, activation=None):
