@@ -18,7 +18,7 @@ import tensorflow as tf
 from absl import app, flags
 
 from benchmarks import cases, clock, strategies, traffic
-from towerstrategy.check import speed
+from towerstrategy.extras.check import speed
 
 _CASE = flags.DEFINE_enum("case", None, list(cases.CASES), "what to train", required=True)
 _STRATEGY = flags.DEFINE_enum("strategy", None, list(strategies.STRATEGIES), "who trains it",

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import towerstrategy
-from towerstrategy.report import watch
+from towerstrategy.extras.report import watch
 
 _TOWERS, _BATCH, _PAIRS = 4, 64, 6
 _WARM_UP = 20  # steps

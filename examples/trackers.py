@@ -21,7 +21,6 @@ import numpy as np
 import tensorflow as tf
 
 import towerstrategy
-from towerstrategy.report import tower_report
 
 OUT = pathlib.Path("out/trackers").resolve()
 EPOCHS = 4
@@ -44,7 +43,7 @@ def with_tensorboard(strategy):
     """Keras' callback and TowerReport write to one folder."""
     folder = OUT / "tensorboard"
     losses = train(strategy, [tf.keras.callbacks.TensorBoard(folder, write_graph=False),
-                              tower_report.TowerReport(log_dir=folder, print_fn=None, most=1.)])
+                              towerstrategy.TowerReport(log_dir=folder, print_fn=None, most=1.)])
     from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
     there = EventMultiplexer().AddRunsFromDirectory(str(folder))
@@ -63,7 +62,7 @@ def with_wandb(strategy):
     import wandb
     from wandb.integration.keras import WandbMetricsLogger
 
-    report = tower_report.TowerReport(print_fn=None, most=1.)
+    report = towerstrategy.TowerReport(print_fn=None, most=1.)
     with wandb.init(project="towers", mode="offline", dir=OUT) as run:
         losses = train(strategy, [WandbMetricsLogger(), report])
         for part in report.epochs[-1].parts:
@@ -82,7 +81,7 @@ def with_mlflow(strategy):
     OUT.mkdir(parents=True, exist_ok=True)
     mlflow.set_tracking_uri(f"sqlite:///{OUT / 'mlflow.db'}")
     picture = OUT / "towers.png"
-    report = tower_report.TowerReport(picture, print_fn=None, most=1.)
+    report = towerstrategy.TowerReport(picture, print_fn=None, most=1.)
     with mlflow.start_run() as run:
         losses = train(strategy, [mlflow.keras.MlflowCallback(run), report])
         for epoch in report.epochs:

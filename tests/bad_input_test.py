@@ -15,7 +15,7 @@ import small_models
 import towerstrategy
 import wide
 from peers import mirrored, per_replica, plain, two_towers
-from towerstrategy.report import description
+from towerstrategy.extras.report import description
 
 InputOptions = tf.distribute.InputOptions
 X = np.ones([5, 8], "float32")

@@ -5,7 +5,7 @@ Goes in: the command line.  Comes out: text, and an exit status.
 
 import sys
 
-from towerstrategy.check import command
+from towerstrategy.extras.check import command
 
 if __name__ == "__main__":
     sys.exit(command.main())

@@ -15,14 +15,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, cpu, xla
+from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts
 from towerstrategy.batch import datasets as datasets_lib, inputs, splitting
+from towerstrategy.extras import cpu, xla
+from towerstrategy.extras.stages.within import Stages
 from towerstrategy.merge import reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.placement.workers import Workers
 from towerstrategy.replicas import calls, modes
 from towerstrategy.sharding import run as whole_batch
-from towerstrategy.stages.within import Stages
 from towerstrategy.variables import creation, tower_local
 
 

@@ -18,10 +18,10 @@ import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts, extended, losses
 from towerstrategy._keras import adopting, stages, state
-from towerstrategy.machines import clusters, shards
-from towerstrategy.measured import measuring
+from towerstrategy.extras.machines import clusters, shards
+from towerstrategy.extras.measured import measuring
+from towerstrategy.extras.report import description
 from towerstrategy.placement import devices as devices_lib, kind
-from towerstrategy.report import description
 from towerstrategy.sharding import function as functions
 from towerstrategy.variables import rules
 

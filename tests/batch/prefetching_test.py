@@ -24,8 +24,8 @@ from peers import mirrored, plain
 from tests.placement.placement_test import function_in
 from towerstrategy import _tensorflow
 from towerstrategy.batch import iterators, prefetching
+from towerstrategy.extras.report import tower_report
 from towerstrategy.placement import devices as devices_lib
-from towerstrategy.report import tower_report
 
 Dataset = tf.data.Dataset
 InputOptions = tf.distribute.InputOptions

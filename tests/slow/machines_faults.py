@@ -30,8 +30,8 @@ import tensorflow as tf
 import tf_keras
 
 import towerstrategy
-from tests.machines import machines_workers
-from towerstrategy.machines import health
+from tests.extras.machines import machines_workers
+from towerstrategy.extras.machines import health
 
 WORKERS = 3
 START_LIMIT = 20  # seconds, of the case in which a worker never comes

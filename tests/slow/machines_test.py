@@ -2,7 +2,7 @@
 
 from absl.testing import parameterized
 
-from tests.machines import machines_workers
+from tests.extras.machines import machines_workers
 
 NOT_OF_ONE_DEVICE = ("counted", "random_start", "ends_early", "sharded", "unseeded")
 OF_TWO = "handed"  # deals its rows to two workers

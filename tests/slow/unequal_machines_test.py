@@ -3,7 +3,7 @@
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from tests.machines import machines_workers
+from tests.extras.machines import machines_workers
 
 # Three towers in all, of which the first has half of every batch.
 SHARES = [[3, 1], [2]]

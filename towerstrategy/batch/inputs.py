@@ -106,7 +106,7 @@ class Inputs:
       placement: where it runs.
       workers: their collectives; None with a single machine.
       measuring: what measures the towers, and has the shares that it finds, see
-        :class:`measured.measuring.Measuring`; None where nothing is measured.
+        :class:`extras.measured.measuring.Measuring`; None where nothing is measured.
     """
 
     def __init__(self, placement: devices_lib.Placement, workers: Workers | None = None,

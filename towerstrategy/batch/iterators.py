@@ -53,7 +53,7 @@ class Steps:
 
     Attributes:
       agreement: what several machines agree on at each element, see
-        :class:`machines.workers_data.Agreement`; None with one.
+        :class:`extras.machines.workers_data.Agreement`; None with one.
     """
 
     agreement: Any = None

@@ -1,4 +1,4 @@
-"""What several machines are to one of them: the seam at which ``machines/`` hangs.
+"""What several machines are to one of them: the seam at which ``extras/machines/`` hangs.
 
 Goes in: one value a machine, or what this machine has of a dataset.  Comes out: what is the same on
 all.  Everything that merges or deals takes a :class:`Workers`, or None with a single machine, and

@@ -1,0 +1,240 @@
+"""shares="measured": times become shares, seldom, and only who computes a row changes."""
+
+import contextlib
+import gc
+import tempfile
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from absl.testing import absltest, parameterized
+
+import towerstrategy
+import wide
+from towerstrategy.extras.measured import measuring, shares as shares_lib
+from towerstrategy.extras.report import TowerReport, sample as sample_lib
+from towerstrategy.extras.report.sample import Recording, Sample
+
+KITS = (("keras", keras), ("tf_keras", tf_keras))
+
+
+class Clock:
+    """Stands for the profiler: a tower takes ``seconds`` a row, and ``launch`` for any rows."""
+
+    def __init__(self, *seconds, launch=0., noise=0., cost=0.):
+        self.seconds, self.noise, self.cost = seconds, np.random.RandomState(1), cost
+        self.launch = launch
+        self.begun = self.ended = 0
+        self._most = noise
+        self.shares = None
+
+    def __call__(self, what):
+        del what
+        self.begun += 1
+        return self
+
+    of = Recording.of
+
+    def drop(self):
+        self.ended += 1
+
+    def end(self, placement):
+        del placement
+        self.ended += 1
+        noise = 1 + self._most * self.noise.uniform(-1, 1, len(self.seconds))
+        times = (self.launch + np.array(self.shares.rows()) * self.seconds) * noise
+        return Sample(1., tuple(times), 0., 0., 0., 0.)
+
+    @contextlib.contextmanager
+    def running(self):
+        with mock.patch.object(sample_lib, "begin", self):
+            towers = [f"CPU:{tower}" for tower in range(len(self.seconds))]
+            strategy = towerstrategy.TowerStrategy(towers, shares="measured")
+            self.shares = strategy.extended.inputs.measuring.shares
+            yield strategy
+
+
+def fit(kit, strategy, rows=640, epochs=1, **kwargs):
+    traces = []
+
+    class Counted(kit.layers.Dense):
+        def call(self, x):
+            traces.append(x)
+            return super().call(x)
+
+    kit.utils.set_random_seed(3)
+    random_state = np.random.RandomState(0)
+    x = random_state.rand(rows, 4).astype(np.float32)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = kit.Sequential([kit.layers.Input([4]), Counted(3, "tanh"), kit.layers.Dense(1)])
+        model.compile(kit.optimizers.Adam(0.01), "mse")
+    history = model.fit(x, x[:, :1] * 2, batch_size=32, epochs=epochs, verbose=0, **kwargs)
+    return [*model.get_weights(), history.history["loss"],
+            model.predict(x, batch_size=32, verbose=0)], len(traces)
+
+
+class RowsForTest(parameterized.TestCase):
+
+    @parameterized.product(rates=[[1., 1.], [3., 1.], [1000., 1., 1.], [.1, .2, .7], [1e9, 1e-9]],
+                           rows=[3, 4, 8, 97, 256])
+    def test_all_rows_and_none_without(self, rates, rows):
+        """Else a slow tower gets nothing, and is never measured again."""
+        sizes = shares_lib.rows_for(rates, rows)
+        self.assertEqual(sum(sizes), rows)
+        self.assertGreaterEqual(min(sizes), 1)
+        wanted = np.maximum(rows * np.array(rates) / sum(rates), 1)
+        self.assertLessEqual(max(np.array(sizes) - wanted), 1)
+
+
+class MeasuringTest(parameterized.TestCase):
+
+    @wide.turns(*KITS)
+    def test_towers_end_together(self, kit):
+        """Else the step waits for the slow tower, is traced again, or trains something else."""
+        clock = Clock(1., 3.)
+        with clock.running() as strategy:
+            self.assertEqual(strategy.shares, [1., 1.])
+            self.assertIn("shares to be measured", strategy.describe())
+            report = TowerReport(print_fn=None)
+            with mock.patch("towerstrategy.extras.report.watch.Watch._sampled",
+                            lambda watch, iterator: watch._function(iterator)):
+                seen, traces = fit(kit, strategy, callbacks=[report])
+        self.assertEqual(strategy.shares, [24., 8.])
+        self.assertIn("75.0%", strategy.describe())
+        self.assertIn("shares measured (rounds: ", strategy.describe())
+        self.assertEqual(report.epochs[-1].shares, (24., 8.))
+        self.assertIn("; shares 24, 8", str(report.epochs[-1]))
+        expected, traces_alone = fit(kit, None)
+        self.assertEqual(traces, traces_alone)
+        self.assertEmpty(strategy.extended.own_trace_reasons)
+        for value, wanted in zip(seen, expected):
+            np.testing.assert_allclose(value, wanted, 1e-5, 1e-6)
+        again = towerstrategy.TowerStrategy(["CPU:0", "CPU:1"], shares=strategy.shares)
+        self.assertEqual(again.shares, [24., 8.])
+
+    def test_one_row_for_the_slowest(self):
+        """Else a tower that is much slower drops out."""
+        with Clock(1., 1., 1000.).running() as strategy:
+            fit(keras, strategy)
+        self.assertEqual(strategy.shares[2], 1)
+        self.assertEqual(sum(strategy.shares), 32)
+
+    def test_equal_towers_stay_equal(self):
+        """Else noise moves rows to and fro."""
+        clock = Clock(1., 1., noise=.15)
+        with clock.running() as strategy:
+            fit(keras, strategy, epochs=3)
+        self.assertEqual(strategy.shares[0], strategy.shares[1])
+        self.assertGreater(strategy.extended.inputs.measuring.rounds, 5)
+
+    @pytest.mark.wide
+    def test_small_steps_stay_equal(self):
+        """Else towers that launch all the time drift apart, as more rows then look like speed."""
+        clock = Clock(1e-3, 1e-3, launch=1., noise=.5)
+        with clock.running() as strategy:
+            fit(keras, strategy, epochs=20)
+        self.assertEqual(strategy.shares[0], strategy.shares[1])
+        self.assertGreater(strategy.extended.inputs.measuring.rounds, 50)
+
+    @pytest.mark.wide
+    def test_what_brought_nothing_is_taken_back(self):
+        """Else a moment's load deals rows for ever."""
+        clock = Clock(0., 0., launch=np.array([1., 4.]))
+        with clock.running() as strategy:
+            measure = strategy.extended.inputs.measuring
+            shares = mock.Mock(wraps=measure.shares.choose)
+            with mock.patch.object(measure.shares, "choose", shares):
+                fit(keras, strategy)
+            self.assertEqual([call.args[0] for call in shares.call_args_list], [[26, 6], (1, 1)])
+            clock.seconds, clock.launch = (1., 4.), 0.
+            fit(keras, strategy, epochs=3)
+        self.assertEqual(strategy.shares, [26., 6.])
+
+    def test_settled_it_costs_next_to_nothing(self):
+        """Else every step pays for what is known."""
+        clock = Clock(1., 1., cost=1000.)
+        with clock.running() as strategy:
+            fit(keras, strategy, epochs=3)
+        self.assertEqual(clock.begun, 2 * measuring.ROUND)
+
+    @pytest.mark.wide
+    def test_a_tower_that_gets_slower(self):
+        """Else shares are those of another machine's load."""
+        clock = Clock(1., 1.)
+        with clock.running() as strategy:
+            fit(keras, strategy)
+            clock.seconds = (4., 1.)
+            fit(keras, strategy, epochs=3)
+        self.assertEqual(strategy.shares[1], 4 * strategy.shares[0] + 2)
+
+    def test_a_last_batch_of_few_rows(self):
+        """Else shares come of the rows of another batch than the one that was timed."""
+        with Clock(1., 3.).running() as strategy:
+            fit(keras, strategy, rows=32 * 8 + 3)
+        self.assertEqual(strategy.shares, [24., 8.])
+
+    def test_loops(self):
+        """Else a loop of one's own goes on with equal shares, or leaves a profile running."""
+        clock = Clock(1., 3.)
+        with clock.running() as strategy:
+            traces = []
+
+            @tf.function
+            def step(x):
+                traces.append(x)
+                return strategy.reduce("SUM", strategy.run(tf.reduce_sum, (x,)), None)
+
+            dataset = strategy.experimental_distribute_dataset(
+                tf.data.Dataset.range(100).batch(8).repeat(5))
+            self.assertEqual(sum(int(step(batch)) for batch in dataset), 5 * 4950)
+            self.assertEqual(strategy.shares, [6., 2.])
+            self.assertLen(traces, 1)
+            measure = strategy.extended.inputs.measuring
+            measure._next, measure._left = 0, 1  # as if the next step were to be sampled
+            iterator = iter(dataset)
+            step(next(iterator))
+            self.assertEqual(clock.begun, clock.ended + 1)
+            del iterator
+            gc.collect()
+        self.assertEqual(clock.begun, clock.ended)
+
+    @parameterized.parameters((tf.errors.AlreadyExistsError(None, None, "no"), 0),
+                              (OSError("no"), 1))
+    def test_without_a_profiler(self, error, warnings):
+        """Else a user's own profile, or a machine without one, ends the training."""
+        with mock.patch.object(tf.profiler.experimental, "start", side_effect=error):
+            strategy = towerstrategy.TowerStrategy(["CPU:0", "CPU:1"], shares="measured")
+            if warnings:
+                with self.assertWarnsRegex(RuntimeWarning, 'measure the towers of shares="meas'):
+                    fit(keras, strategy)
+            else:
+                fit(keras, strategy)
+        self.assertEqual(strategy.shares, [1., 1.])
+
+    def test_the_profiler_itself(self):
+        """Else times are measured in tests alone."""
+        strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2"], shares="measured")
+        with tempfile.TemporaryDirectory() as folder:
+            fit(keras, strategy, rows=32 * 8)
+            self.assertGreaterEqual(strategy.extended.inputs.measuring.rounds, 1)
+            dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.range(40).batch(8))
+            iterator = iter(dataset)
+            next(iterator)
+            saved = tf.train.Checkpoint(iterator=iterator).save(f"{folder}/iterator")
+            other = iter(dataset)
+            tf.train.Checkpoint(iterator=other).restore(saved)
+            parts = [part.numpy() for part in next(other).values]
+        np.testing.assert_array_equal(np.concatenate(parts), range(8, 16))
+
+    def test_one_tower(self):
+        """Else a single device is measured for nothing."""
+        strategy = towerstrategy.TowerStrategy(["CPU:0"], shares="measured")
+        self.assertIsNone(strategy.extended.inputs.measuring)
+        self.assertEqual(strategy.shares, [1.])
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,1 @@
+"""What the core does not know: each part hangs on one seam, put in by the strategy."""

@@ -1,0 +1,331 @@
+"""Collectives over the machines: all-reduce, all-gather, and a broadcast of worker 0's values.
+
+Goes in: one value a machine, of its own towers, merged.  Comes out: the same on all.  It goes from
+merge device to merge device by TensorFlow's collective ops (RING, NCCL between GPUs), in one order
+on all workers: nothing here is called where only some of them get to.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import rows as rows_lib
+from towerstrategy.extras.machines import carried, clusters, health
+from towerstrategy.placement import asked_shares, homes as homes_lib
+
+Value = Any  # tf.Tensor or tf.IndexedSlices
+
+# Seconds for all workers to start, where communication_options sets no timeout.
+START = 600.
+
+# What TensorFlow's collective ops carry; other numbers travel as one of these.
+_CARRIED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
+_NOT_CARRIED = (tf.string, tf.variant, tf.resource)
+
+# What shares may be taken from; their positions are what workers compare.
+_KINDS = ("", asked_shares.MEMORY, asked_shares.MEASURED)
+
+_EXTREMES = {"max": tf.reduce_max, "min": tf.reduce_min, "and": tf.reduce_all,
+             "or": tf.reduce_any}
+
+# Bytes from which a tensor crosses by itself; smaller ones are packed up to as many.
+LARGE = 2**22
+_watched: list[clusters.Cluster] = []
+_made: list[Machines] = []
+
+
+def numbered(number: int) -> Machines:
+    """The :class:`Machines` of that number."""
+    return _made[number]
+
+
+class Machines:
+    """The collectives of one strategy's workers.
+
+    Args:
+      cluster: this process' place among them.
+      device: the local device from and to which everything crosses.
+      towers: how many towers this worker has.
+      options: ``tf.distribute.experimental.CommunicationOptions`` or None.
+      shares: a number for each of this worker's towers; None where all get as many.
+      shares_from: what they were taken from, see :class:`devices.Placement`.
+
+    Raises:
+      ValueError: workers have shares of different kinds, or different clusters.
+      RuntimeError: not all workers have come in time.
+
+    Attributes (the others are those of :class:`placement.workers.Workers`):
+      number: this object's among those made in this process, see :func:`numbered`.
+      towers_of: how many towers each worker has.
+    """
+
+    def __init__(self, cluster: clusters.Cluster, device: str, towers: int, options: Any = None,
+                 shares: Sequence[float] | None = None, shares_from: str = "") -> None:
+        self.cluster, self.number = cluster, len(_made)
+        _made.append(self)
+        self.count, self.index, self.towers = cluster.count, cluster.index, towers
+        self._device = device
+        _tf.hand_keys_to_branches()
+        self._launcher = _tf.collective_launcher(device, cluster.count, options)
+        # TensorFlow gathers in an order of its own; this is where each worker's part is.
+        self._order = list(range(self.count))
+        found = self._start(options, shares_from)
+        self._order = sorted(self._order, key=lambda position: found[position][0])
+        _, self.towers_of, digests, kinds = map(list, zip(*sorted(found)))
+        self._check_clusters(digests)
+        self._check_kinds([_KINDS[kind] for kind in kinds])
+        self.first = sum(self.towers_of[:self.index])
+        self.replicas = sum(self.towers_of)
+        own = tf.constant(shares or (1.,) * towers, tf.float64)
+        self.units = rows_lib.units_of(self.gather_rows([own])[0].numpy().tolist())
+        self._agree_on_seed()
+
+    def _start(self, options: Any, shares_from: str) -> list[list[int]]:
+        """Each worker's number, towers, digest of the cluster and kind of shares, once all started.
+        """
+        own = tf.constant([[self.index, self.towers, clusters.digest(self.cluster),
+                            _KINDS.index(shares_from)]], tf.int64)
+        seconds = getattr(options, "timeout_seconds", None) or START
+        try:
+            found = _tf.all_gather(self._launcher, own, _tf.Options(timeout_seconds=seconds))
+        except tf.errors.OpError as error:
+            silent = health.silent(self.cluster, seconds=2)
+            late = isinstance(error, tf.errors.DeadlineExceededError)
+            raise RuntimeError(
+                f"the {self.count} workers {list(self.cluster.addresses)} could not start together"
+                + f": not all had come after {seconds:g} s" * late
+                + (f"; no answer from {', '.join(silent)}" if silent else "; all of them answer")
+                + ". All must be given the same cluster, and reach each other. Give them more "
+                "time with communication_options=tf.distribute.experimental.CommunicationOptions("
+                f"timeout_seconds=...). ({type(error).__name__}: {error.message})") from error
+        if self.cluster not in _watched:
+            _watched.append(self.cluster)
+            health.watch(self.cluster)
+        return found.numpy().tolist()
+
+    def _check_clusters(self, digests: list[int]) -> None:
+        others = [self.cluster.named(index) for index, digest in enumerate(digests)
+                  if digest != digests[self.index]]
+        if others:
+            raise ValueError(
+                "all workers must be given the same cluster, in the same words, but "
+                f"{', '.join(others)} was given another than this one, which was given "
+                f"{clusters.jobs(self.cluster)}.")
+
+    def _check_kinds(self, kinds: list[str]) -> None:
+        if len(set(kinds)) > 1:
+            given = ", ".join(repr(kind) if kind else "numbers or nothing" for kind in kinds)
+            raise ValueError("shares must be of one kind on all workers, as they are compared over "
+                             f"the towers of all, but they are {given} (in the workers' order).")
+
+    def _agree_on_seed(self) -> None:
+        """Sets worker 0's random seed on all, unless all have set the same: pipelines, Keras' own
+        among them, must shuffle alike where each worker takes its rows of every batch.
+        """
+        seed = _tf.global_seed()
+        own = random.getrandbits(31) if seed is None else seed % 2**31
+        agreed = int(self.chiefs([tf.constant(own, tf.int64)])[0])
+        others = self.sum_one(tf.constant(int(seed is None or own != agreed)))
+        if int(others):
+            tf.random.set_seed(agreed)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, whose initial values and files count."""
+        return self.index == 0
+
+    def sum(self, values: Sequence[Value | None]) -> list[Value | None]:
+        """The sums over the workers of their ``values``, packed: an all-reduce a dtype and 4 MiB.
+
+        Gradients are taken to be in the order of their layers, so the last are ready first: each
+        pack waits for its own values and those after them, and for nothing before them.  A large
+        tensor has an all-reduce to itself.
+
+        ``tf.IndexedSlices`` stay slices: those of all workers are concatenated, and their
+        number may differ between workers.  None stays None; it must be None on every worker.
+        """
+        results = list(values)
+        for position, value in enumerate(values):
+            if value is None or isinstance(value, tf.IndexedSlices):
+                continue
+            tensor = results[position] = tf.convert_to_tensor(value)
+            if tensor.dtype == tf.bool or tensor.dtype in _NOT_CARRIED:
+                raise TypeError(f"a sum of {tensor.dtype.name} values is not defined.")
+        for positions in _packs(results):
+            summed = self._sum_pack([results[position] for position in positions])
+            for position, value in zip(positions, summed):
+                results[position] = value
+        sparse = {position: value for position, value in enumerate(values)
+                  if isinstance(value, tf.IndexedSlices)}
+        parts = iter(self.gather_rows([part for value in sparse.values()
+                                       for part in (value.values, value.indices)]))
+        for position, value in sparse.items():
+            results[position] = tf.IndexedSlices(next(parts), next(parts), value.dense_shape)
+        return results
+
+    def sum_one(self, value: Value) -> Value:
+        """The sum over the workers of ``value``."""
+        return self.sum([value])[0]
+
+    def chiefs(self, values: Sequence[Any]) -> list[Any]:
+        """Worker 0's ``values``: tensors, of the same shapes on every worker.
+
+        What collective ops do not carry, strings above all, stays each worker's own.
+        """
+        tensors = [tf.convert_to_tensor(value) for value in values]
+        carried = [position for position, tensor in enumerate(tensors)
+                   if tensor.dtype not in _NOT_CARRIED]
+        sent = [_packed(tensors[position]) for position in carried]
+        if not self.is_chief:
+            sent = [tf.zeros_like(value) for value in sent]
+        for position, value in zip(carried, self.sum(sent)):
+            tensors[position] = _unpacked(value, tensors[position].dtype)
+        return tensors
+
+    def gather(self, value: Any, axis: int = 0) -> Any:
+        """The workers' dense, ragged or sparse values, in order, concatenated along ``axis``."""
+        if isinstance(value, tf.RaggedTensor):
+            return carried.gather_ragged(value, axis % value.shape.rank, self.count,
+                                         self.gather_rows)
+        if isinstance(value, tf.SparseTensor):
+            return carried.gather_sparse(value, axis % value.shape.rank, self.gather_rows)
+        if isinstance(value, _tf.CompositeTensor) and not isinstance(value, tf.Variable):
+            raise TypeError(f"a {type(value).__name__} cannot be gathered from several machines: "
+                            "give a dense, ragged or sparse tensor.")
+        value = tf.convert_to_tensor(value)
+        if not value.shape.rank:
+            raise ValueError("values of rank 0 cannot be gathered: there is no axis to concatenate "
+                             f"them along (axis={axis}).")
+        return self.gather_along([value], [axis % value.shape.rank])[0]
+
+    def gather_along(self, values: Sequence[tf.Tensor], axes: Sequence[int]) -> list[tf.Tensor]:
+        """Dense values, each gathered along its axis: the first where their rank is unknown."""
+        orders = [[axis, *(other for other in range(value.shape.rank) if other != axis)]
+                  if axis else None for value, axis in zip(values, axes)]
+        gathered = self.gather_rows([value if order is None else tf.transpose(value, order)
+                                     for value, order in zip(values, orders)])
+        return [rows if order is None else tf.transpose(
+            rows, [order.index(place) for place in range(len(order))])
+            for rows, order in zip(gathered, orders)]
+
+    def extremes(self, values: Sequence[tf.Tensor], kinds: Sequence[str]) -> list[tf.Tensor]:
+        """The workers' "max", "min", "and" (all) or "or" (any) of each value, of one shape."""
+        gathered = self.gather_rows([value[tf.newaxis] for value in values])
+        return [_EXTREMES[kind](rows, 0) for rows, kind in zip(gathered, kinds)]
+
+    def stack(self, value: tf.Tensor) -> tf.Tensor:
+        """The workers' values, of one shape on all, stacked in the workers' order."""
+        with tf.device(self._device):
+            return self._gather(value[tf.newaxis])
+
+    def gather_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Each of ``values`` gathered along its first dimension; rows may differ in number."""
+        if not values:
+            return []
+        if any(value.dtype == tf.string for value in values):
+            sent = [carried.numbers_of(value) if value.dtype == tf.string else [value]
+                    for value in values]
+            got = iter(self.gather_rows([part for parts in sent for part in parts]))
+            return [carried.strings_of(next(got), next(got)) if value.dtype == tf.string
+                    else next(got) for value in values]
+        with tf.device(self._device):
+            rows = tf.stack([tf.shape(value, out_type=tf.int64)[0] for value in values])
+            all_rows = self._gather(rows[tf.newaxis])
+            return [self._gather_padded(value, all_rows[:, number])
+                    for number, value in enumerate(values)]
+
+    def _sum_pack(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums of tensors that travel as the same dtype, in one all-reduce."""
+        with tf.device(self._device):
+            packed = [_packed(value) for value in values]
+            flat = [tf.reshape(value, [-1]) for value in packed]
+            sizes: list[Any] = [part.shape.num_elements() for part in flat]
+            if None in sizes:  # it may be empty, which TensorFlow's collective ops do not survive
+                sizes = [tf.size(part) for part in flat] + [1]
+                flat.append(tf.zeros([1], flat[0].dtype))
+            elif not sum(sizes):
+                return values
+            together = self._launcher.all_reduce(tf.concat(flat, 0) if flat[1:] else flat[0])
+            parts = tf.split(together, sizes) if flat[1:] else [together]
+            return [_unpacked(tf.reshape(part, tf.shape(sent)), value.dtype)
+                    for part, sent, value in zip(parts, packed, values)]
+
+    def _gather_padded(self, value: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """One tensor of each worker, of ``rows`` rows, concatenated."""
+        if value.dtype in _NOT_CARRIED:
+            raise TypeError(f"values of dtype {value.dtype.name} cannot cross machines: "
+                            "TensorFlow's collective ops carry numbers only.")
+        sent = _packed(value)
+        inner = tf.shape(sent, out_type=tf.int64)[1:]
+        # At least one row: TensorFlow's collective ops do not survive empty tensors.
+        most = tf.maximum(tf.reduce_max(rows), 1)
+        missing = most - tf.shape(sent, out_type=tf.int64)[0]
+        padded = tf.concat(
+            [sent, tf.zeros(tf.concat([missing[tf.newaxis], inner], 0), sent.dtype)], 0)
+        gathered = self._gather(padded[tf.newaxis])
+        together = tf.boolean_mask(gathered, tf.sequence_mask(rows, most))
+        together.set_shape(tf.TensorShape([None]).concatenate(sent.shape[1:]))
+        return _unpacked(together, value.dtype)
+
+    def _gather(self, value: tf.Tensor) -> tf.Tensor:
+        """The workers' values, of one shape, concatenated in the workers' order."""
+        gathered = _tf.all_gather(self._launcher, value)
+        if self._order == list(range(self.count)):
+            return gathered
+        return tf.gather(gathered, self._order)
+
+
+def _packs(values: Sequence[Any]) -> list[list[int]]:
+    """Which dense ones of ``values`` cross together; who waits for the last values alone is first.
+
+    Large ones cross alone: packing copies them, and keeps what is ready waiting.
+    """
+    packs: list[list[int]] = []
+    filling: dict[tf.DType, tuple[list[int], int]] = {}
+    for position in reversed(range(len(values))):
+        value = values[position]
+        if value is None or isinstance(value, tf.IndexedSlices):
+            continue
+        size = homes_lib.size_of(value)
+        if size >= LARGE:
+            packs.append([position])
+            continue
+        carrier = _carrier(value.dtype)
+        pack, held = filling.get(carrier, ([], LARGE + 1))
+        if held + size > LARGE:
+            pack, held = [], 0
+            packs.append(pack)
+        pack.append(position)
+        filling[carrier] = pack, held + size
+    return sorted(packs, key=min, reverse=True)
+
+
+def _carrier(dtype: tf.DType) -> tf.DType:
+    """The dtype as which values of ``dtype`` travel."""
+    if dtype in _CARRIED:
+        return dtype
+    if dtype.is_complex:
+        return dtype.real_dtype
+    if dtype.is_floating:
+        return tf.float32
+    return tf.int64 if dtype in (tf.uint32, tf.uint64) else tf.int32
+
+
+def _packed(value: tf.Tensor) -> tf.Tensor:
+    """``value`` as it travels."""
+    if value.dtype.is_complex:
+        return tf.stack([tf.math.real(value), tf.math.imag(value)], -1)
+    carrier = _carrier(value.dtype)
+    return value if carrier == value.dtype else tf.cast(value, carrier)
+
+
+def _unpacked(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The inverse of :func:`_packed`."""
+    if dtype.is_complex:
+        return tf.complex(value[..., 0], value[..., 1])
+    return value if value.dtype == dtype else tf.cast(value, dtype)

@@ -1,0 +1,84 @@
+"""The report of a training as TensorBoard's events.
+
+Goes in: what ``TowerReport`` found, epoch by epoch, and its picture.  Comes out: files for
+TensorBoard, a run for each tower, so that TensorBoard draws the towers into one chart, one for each
+of its stages, and one for the step.  They are written without the package ``tensorboard``.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.extras.report.epochs import Epoch
+
+_Metadata = type(tf.compat.v1.Summary.Value().metadata)
+
+
+class Events:
+    """Writes one training.
+
+    Args:
+      folder: TensorBoard's ``--logdir``, or a folder in it.
+      first_tower: the number of this machine's first tower among those of all machines.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], first_tower: int) -> None:
+        self._folder = os.fspath(folder)
+        self._first = first_tower
+        self._step = f"step_from_tower_{first_tower}" if first_tower else "step"
+        self._writers: dict[str, Any] = {}
+
+    def write(self, epoch: Epoch) -> None:
+        """An epoch's numbers; times only in the epoch that they were sampled in."""
+        step = self._step
+        for place, part in enumerate(epoch.parts):
+            times = {"busy_ms_a_step": part.seconds, "idle_share": part.idle}
+            if part.is_stage:  # on one machine, so towers have the same numbers everywhere
+                run, chart = part.name.replace(", ", "_").replace(" ", "_"), "stages"
+            elif part.is_tower:
+                number = sum(other.is_tower for other in epoch.parts[:place])
+                run, chart = f"tower_{self._first + number}", "towers"
+                self._scalar(run, "towers/rows", part.rows, epoch.number)
+            else:
+                run, chart, times = step, "step", {f"{part.name}_ms": part.seconds}
+            for tag, value in times.items() if epoch.sampled else ():
+                self._scalar(run, f"{chart}/{tag}", value, epoch.number)
+        if epoch.sampled:
+            self._scalar(step, "step/step_ms", epoch.sampled.step, epoch.number)
+            self._scalar(step, "step/bubble", epoch.bubble, epoch.number)
+        self._flush()
+
+    def show(self, png: bytes, number: int) -> None:
+        """The picture, as of epoch ``number``."""
+        width, height = struct.unpack(">II", png[16:24])  # PNG's first chunk: its size
+        self._write(self._step, "towers", "images", [str(width), str(height), png], number)
+        self._flush()
+
+    def close(self) -> None:
+        """The training has ended."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+    def _scalar(self, run: str, tag: str, value: float | None, number: int) -> None:
+        if value is not None:
+            value *= 1e3 if "_ms" in tag else 1  # seconds
+            self._write(run, tag, "scalars", tf.constant(value, tf.float32), number)
+
+    def _write(self, run: str, tag: str, plugin: str, value: Any, number: int) -> None:
+        metadata = _Metadata()
+        metadata.plugin_data.plugin_name = plugin
+        with tf.device("CPU:0"):
+            if run not in self._writers:
+                self._writers[run] = tf.summary.create_file_writer(
+                    os.path.join(self._folder, run))
+            with self._writers[run].as_default(), tf.summary.record_if(True):
+                tf.summary.write(tag, value, number, metadata)
+
+    def _flush(self) -> None:
+        for writer in self._writers.values():
+            writer.flush()

@@ -1,0 +1,128 @@
+"""The report of a training as a PNG.
+
+Goes in: what ``TowerReport`` found, epoch by epoch.  Comes out: the parts of the last sampled
+step as bars, and each tower's, or stage's, busy share over the epochs as lines.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from towerstrategy.extras.report.epochs import Epoch
+
+_INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
+_TOWER, _OTHER, _IDLE = "#d9730d", "#1f6fb2", "#f5e3d0"
+_MOST_LINES = 10  # as many colors as matplotlib's cycle has
+
+
+def check(path: str | os.PathLike[str]) -> None:
+    """Whether a picture can be drawn into the file ``path``.
+
+    Raises:
+      ValueError: another ending than ``.png``, a folder, or a file in a folder that is not there.
+      ModuleNotFoundError: matplotlib is not installed.
+    """
+    file = pathlib.Path(path)
+    if file.is_dir():
+        raise ValueError(f"picture must be the path of a PNG file, but {str(path)!r} is a folder.")
+    if file.suffix.lower() != ".png":
+        raise ValueError(f'picture must be the path of a PNG file, such as "towers.png", but got '
+                         f"{str(path)!r}, which ends in {file.suffix or 'nothing'!r}.")
+    if not file.parent.is_dir():
+        raise ValueError(f"picture is to be drawn into {str(path)!r}, but there is no folder "
+                         f"{str(file.parent)!r} (here is {str(pathlib.Path.cwd())!r}).")
+    _matplotlib()
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"TowerReport draws its picture with matplotlib, which is not there ({error}). "
+            'pip install "towerstrategy[demo]" brings it; or leave the picture out.') from error
+    return Figure, FigureCanvasAgg
+
+
+def draw(epochs: Sequence[Epoch]) -> bytes | None:
+    """The picture as a PNG; None where no step has been sampled yet.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+    """
+    sampled = [epoch for epoch in epochs if epoch.sampled is not None]
+    if not sampled:
+        return None
+    figure_class, canvas_class = _matplotlib()
+    last = sampled[-1]
+    figure = figure_class(figsize=(11, 2.4 + 0.42 * len(last.parts)), layout="constrained")
+    canvas_class(figure)
+    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    _bars(left, last)
+    _lines(right, sampled)
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=110, facecolor="white")
+    return written.getvalue()
+
+
+def _bars(axes: Any, epoch: Epoch) -> None:
+    sample: Any = epoch.sampled
+    step = 1e3 * sample.step
+    most = max(1e3 * (part.seconds or 0) for part in epoch.parts)
+    shown = most if most and sample.too_short else step
+    for height, part in enumerate(epoch.parts):
+        busy = 1e3 * (part.seconds or 0)
+        tells_idle = part.idle is not None and not sample.too_short
+        if tells_idle:
+            axes.barh(height, step, height=0.62, color=_IDLE)
+        axes.barh(height, busy, height=0.62, color=_OTHER if part.idle is None else _TOWER)
+        idle = f", {part.idle:.0%} idle" if tells_idle else ""
+        axes.text((step if tells_idle else busy) + 0.015 * shown, height,
+                  f"{busy:.3g} ms{idle}", va="center", color=_INK, fontsize=9)
+    axes.set_yticks(range(len(epoch.parts)),
+                    [f"{part.name}, {part.device}" if part.rows is None else
+                     f"{part.name}, {part.device}\n{part.rows:,} rows in the epoch"
+                     for part in epoch.parts], color=_INK)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.4 * shown)
+    axes.axvline(step, color=_MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
+    axes.set_xlabel("ms in which at least one operation was running")
+    more = "" if epoch.bubble is None else f", bubble {epoch.bubble:.0%}"
+    more = ", too short to measure" if sample.too_short else more
+    _style(axes, f"A step of epoch {epoch.number + 1}: {step:.3g} ms{more}", "x")
+
+
+def _lines(axes: Any, sampled: Sequence[Any]) -> None:
+    if all(epoch.sample.too_short for epoch in sampled):
+        axes.axis("off")
+        axes.text(0, 0.5, "No step kept a tower busy for a millisecond:\nhow idle the towers were "
+                  "says nothing here.\nA larger model or larger batches have\ntheir busy shares in "
+                  "this place.", va="center", color=_MUTED)
+        return
+    numbers, parts = [epoch.number + 1 for epoch in sampled], sampled[-1].parts
+    lines = ([place for place, part in enumerate(parts) if part.is_stage]
+             or [place for place, part in enumerate(parts) if part.is_tower])
+    for place in lines[:_MOST_LINES]:
+        axes.plot(numbers, [1 - epoch.parts[place].idle for epoch in sampled], marker="o",
+                  markersize=4, linewidth=1.5, label=parts[place].name)
+    axes.set_ylim(0, 1.02)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+    axes.set_xlim(0.5, numbers[-1] + 0.5)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.set_xlabel("epoch")
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="best")
+    more = f" (of {len(lines)}, the first {_MOST_LINES})" if len(lines) > _MOST_LINES else ""
+    _style(axes, f"Busy share of the sampled step{more}", "y")
+
+
+def _style(axes: Any, title: str, grid: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=_INK)
+    axes.grid(axis=grid, color=_GRID)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_MUTED, labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)

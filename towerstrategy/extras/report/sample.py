@@ -1,0 +1,269 @@
+"""Where the time of a step goes, from one that ran under TensorFlow's profiler.
+
+Goes in: a step that runs during a :class:`Recording`.  Comes out: a :class:`Sample`: of each tower,
+each of its stages, and of split, merge and update, how long at least one operation was running.
+
+TensorFlow's profiler notes the start and the end of every operation.  An operation belongs to the
+part of the step in whose name scope it is; those of eager code have none, and are not measured.
+Times of operations that run at once are not added up: a part's time is that of the union of their
+intervals, so it is at most the step's.  A stage's operations are those of its layers, forwards and
+backwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import datasets as datasets_lib
+from towerstrategy.extras.report import quiet
+from towerstrategy.placement import devices as devices_lib, names, scopes
+
+_WINDOW = "towerstrategy_sample"
+# Seconds: about what starting a step's operations, and looking at them, takes.
+_TOO_SHORT = 1e-3
+# A tower's part of a loop that turns for all towers is in the scope of the loop, done once; the
+# body of a tower's own loop is named after tower 0, whose trace it is, within the tower's scope.
+_SCOPE = re.compile(rf"(?:.*?/)?tower_(?P<tower>\d+)_[A-Z]+_\d+(?=[/:]|$)|(?:^|.*?/)(?:"
+                    rf"(?P<merge>merge)|(?P<split>{datasets_lib.SCOPE}(?:_\d+)?))(?=[/:]|$)")
+_UPDATE = re.compile(rf"(?:^|/){scopes.UPDATE}(?:_\d+)?(?=[/:]|$)")
+_OPERATION = re.compile(r"(?<!:):_?[A-Z]\w*$")
+_CROSSING = re.compile(r":(?:Collective\w*|_(?:Host)?(?:Send|Recv))$")
+_GET_NEXT = re.compile(r"IteratorGetNext\w*Op::DoCompute$")
+
+# A part of the step: a tower's number, the numbers of a tower and its stage, or one of "merge",
+# "update", "split", "input".
+Part = Any
+Interval = tuple[int, int]  # picoseconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One step's time by part, in seconds.
+
+    Attributes:
+      step: from the call of the step to its end.
+      towers: by tower, the time in which at least one of its operations was running.
+      merge: the same for what is done once for all towers, the update left out.
+      update: the same for the optimizer.
+      split: the same for the split, in the input pipeline, beside the step.
+      input: how long the step waited for its batch.
+      steps: how many steps ran in the sampled call; the times above are of one of them.
+      stages: by tower and stage, the time in which at least one operation of the stage's layers was
+        running; empty where a tower is one device.
+    """
+
+    step: float
+    towers: tuple[float, ...]
+    merge: float
+    update: float
+    split: float
+    input: float
+    steps: int = 1
+    stages: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def too_short(self) -> bool:
+        """Whether what towers do takes so little time that idle shares say nothing of them."""
+        return max(self.towers, default=0.) < min(_TOO_SHORT, self.step / 10)
+
+    def idle(self, tower: int, stage: int | None = None) -> float:
+        """The share of the step in which no operation of ``tower``, or its stage, was running."""
+        busy = self.towers[tower] if stage is None else self.stages[tower][stage]
+        return 1 - min(busy / self.step, 1)
+
+
+def begin(what: str) -> Recording | None:
+    """Begins to record; None where someone else does, or, with a warning of ``what``, none can."""
+    try:
+        return Recording(what)
+    except tf.errors.AlreadyExistsError:
+        return None
+    except Exception as error:
+        quiet.warn(what, error)
+        return None
+
+
+class Recording:
+    """A profile that is being taken, from here to :meth:`end` or :meth:`drop`.
+
+    Args:
+      what: what could not be done, where reading the profile fails.
+
+    Attributes:
+      cost: seconds that it took, what was profiled left out.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what, begun = what, time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            self._folder = stack.enter_context(tempfile.TemporaryDirectory(
+                prefix="towerstrategy_", ignore_cleanup_errors=True))
+            # Without options: the defaults are right, and TensorFlow 2.21 warns of each given.
+            with quiet.profiler():
+                tf.profiler.experimental.start(self._folder)
+            self._kept = stack.pop_all()
+        self._start = time.perf_counter()
+        self.cost = self._start - begun
+        self._window = tf.profiler.experimental.Trace(_WINDOW)
+        self._window.__enter__()
+
+    def of(self, call: Callable[[], Any]) -> Any:
+        """What ``call`` returns; where it raises, nothing is kept."""
+        try:
+            return call()
+        except BaseException:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Ends it; nothing is kept."""
+        with self._kept, contextlib.suppress(Exception):
+            self._window.__exit__(None, None, None)
+            _stop(save=False)
+
+    def end(self, placement: devices_lib.Placement) -> Sample | None:
+        """Ends it; the sample of it, see :func:`read`, or None with a warning."""
+        found, ended = None, time.perf_counter()
+        with quiet.harmless(self._what):
+            if not placement.on_cpu:
+                self.of(tf.test.experimental.sync_devices)
+            self._window.__exit__(None, None, None)
+            ended = time.perf_counter()
+            with self._kept:
+                _stop(save=True)
+                found = read([_tf.read_profile(path.read_bytes())
+                              for path in pathlib.Path(self._folder).rglob("*.xplane.pb")],
+                             ended - self._start, placement)
+        self.cost += time.perf_counter() - ended
+        return found
+
+
+def read(spaces: Iterable[Any], seconds: float, placement: devices_lib.Placement) -> Sample:
+    """The sample in a profile.
+
+    Args:
+      spaces: TensorFlow's ``XSpace`` messages.
+      seconds: how long the call took, where the profile does not say.
+      placement: where the strategy ran.
+    """
+    host, device = _Times(placement), _Times(placement)
+    window, steps = None, 0
+    for space in spaces:
+        for plane in space.planes:
+            if plane.name.startswith("/device:"):
+                device.add_kernels(plane)
+            elif plane.name.startswith("/host:"):
+                host.add_operations(plane)
+                window, steps = host.window, host.steps
+    steps = max(steps, 1)
+
+    def time_of(part: Part, where: str) -> float:
+        times = host if names.kind_of(where) == "CPU" else device
+        return times.total(part, window) / steps
+
+    step = seconds if window is None else (window[1] - window[0]) / 1e12
+    return Sample(step / steps, tuple(map(time_of, range(len(placement.devices)),
+                                          placement.devices)),
+                  time_of("merge", placement.merge), time_of("update", placement.merge),
+                  host.total("split", window) / steps, host.total("input", window) / steps, steps,
+                  tuple(tuple(time_of((tower, stage), where) for stage, where in enumerate(row))
+                        for tower, row in enumerate(placement.rows)))
+
+
+def _stop(save: bool) -> None:
+    with quiet.profiler(), quiet.freed_overwritten():
+        tf.profiler.experimental.stop(save=save)
+
+
+class _Times:
+    """The intervals in which each part of the step ran, on the host or on accelerators."""
+
+    def __init__(self, placement: devices_lib.Placement) -> None:
+        self._micro_batches = placement.micro_batches
+        self._alone = len(placement.towers) == 1 and not placement.rows
+        self._intervals: dict[Part, list[Interval]] = {}
+        self.window: Interval | None = None
+        self.steps = 0
+
+    def total(self, part: Part, window: Interval | None) -> float:
+        """The seconds in which ``part`` ran, within ``window``."""
+        covered, end = 0, 0
+        for first, last in sorted(self._intervals.get(part, ())):
+            if window is not None:
+                first, last = max(first, window[0]), min(last, window[1])
+            first = max(first, end)
+            if last > first:
+                covered, end = covered + last - first, last
+        return covered / 1e12
+
+    def add_operations(self, plane: Any) -> None:
+        """Adds what ran on the host."""
+        names = {key: metadata.name for key, metadata in plane.event_metadata.items()}
+        waits = {key for key, name in names.items() if _GET_NEXT.search(name)}
+        windows = {key for key, name in names.items() if name == _WINDOW}
+        parts = {key: found for key, name in names.items()
+                 if ":" in name and (found := self._parts(name))}
+        for line in plane.lines:
+            # All operations are the only tower's, but for those of the input pipeline.
+            mine = {} if self._alone and line.name.startswith("tf_data") else parts
+            for event in line.events:
+                key = event.metadata_id
+                if key in mine:
+                    self._add(mine[key], line, event)
+                elif key in waits:
+                    self._add(["input"], line, event)
+                    self.steps += 1
+                elif key in windows:
+                    self.window = _interval(line, event)
+
+    def add_kernels(self, plane: Any) -> None:
+        """Adds what ran on an accelerator; ``tf_op`` names the operation that started it."""
+        named = [key for key, stat in plane.stat_metadata.items() if stat.name == "tf_op"]
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue  # made from the streams' own
+            for event in line.events:
+                for stat in event.stats:
+                    if stat.metadata_id in named:
+                        name = stat.str_value or plane.stat_metadata[stat.ref_value].name
+                        self._add(self._parts(name), line, event)
+
+    def _add(self, parts: Iterable[Part], line: Any, event: Any) -> None:
+        for part in parts:
+            self._intervals.setdefault(part, []).append(_interval(line, event))
+
+    def _parts(self, name: str) -> list[Part]:
+        """The parts that the operation ``name:Type`` counts for."""
+        part, stage = self._part(name), scopes.stage_in(name)
+        if part is None:
+            return []
+        return [part] if stage is None else [part, (part, stage)]
+
+    def _part(self, name: str) -> Part:
+        """The part that the operation ``name:Type`` belongs to, or None."""
+        if not _OPERATION.search(name):
+            return None
+        found = _SCOPE.match(name)
+        if found is None:
+            # Where a lone tower waits for those of other machines, it is not busy.
+            is_its = self._alone and not (
+                name.startswith("EagerLocalExecute") or _CROSSING.search(name))
+            return 0 if is_its else None
+        if found["merge"]:
+            return "update" if _UPDATE.search(name, found.end()) else "merge"
+        return "split" if found["split"] else int(found["tower"]) // self._micro_batches
+
+
+def _interval(line: Any, event: Any) -> Interval:
+    start = line.timestamp_ns * 1000 + event.offset_ps
+    return start, start + event.duration_ps

@@ -1,0 +1,202 @@
+"""``TowerReport``: how busy each tower is, epoch by epoch.
+
+Goes in: a Keras training.  Comes out: tables, a picture, TensorBoard's events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import numbers
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from towerstrategy import refused
+from towerstrategy._keras.callback import Callback
+from towerstrategy.extras.report import epochs as epochs_lib, picture as picture_lib, quiet
+from towerstrategy.extras.report.epochs import Epoch
+from towerstrategy.extras.report.events import Events
+from towerstrategy.extras.report.watch import Watch
+from towerstrategy.placement import kind
+
+
+class TowerReport(Callback):
+    """A Keras callback that shows, epoch by epoch, whether the towers are used.
+
+    It works with Keras 3 and with tf_keras.  When the next epoch begins, or the training ends, it
+    prints a table of an epoch:
+
+    - **rows**: each tower's rows of the epoch, all of them counted.
+    - **busy ms a step**: of one sampled step, the time in which at least one operation of this line
+      was running.  Work of a tower that runs in parallel counts once, so no line has more than the
+      step.  A tower's operations are those that it does with its rows; ``merge`` is what is done
+      once for all towers, sums of what they have found above all, ``update`` what of that nothing
+      but writes of variables needs, such as the optimizer, ``split`` the splitting of rows in the
+      input pipeline (beside the step), ``input`` the step's waiting for its batch.  Eager steps
+      (``run_eagerly=True``) are done once, with all rows, and are not timed.
+    - **idle**: the share of the step in which no operation of that tower was running.  CPU towers
+      share the machine's cores: one of them can be busy and still wait for a core.
+
+    Where a tower is a row of devices, each of its *stages* has a line of its own: the time in which
+    at least one operation of its layers was running, forwards or backwards.  What the stages were
+    idle on average is the *bubble* in the table's first line.
+
+    Where a step is so short that no tower is busy for a millisecond of it, idle shares are left
+    out, and the table says so.
+
+    The sampled step runs under TensorFlow's profiler.  A step is sampled when that leaves the cost
+    of samples below ``most`` of the time trained, or of twenty seconds; the first always is.  Of
+    an epoch without a sample one line is printed: its rows.  The picture is drawn at the end.
+    Without this callback nothing is measured and nothing stays behind.  With several machines each
+    shows its own towers.  What goes wrong in a report while a training runs is a warning, and the
+    training goes on.
+
+    Args:
+      picture: a PNG file to draw, in a folder that is there, or None.  Needs matplotlib, which
+        ``pip install "towerstrategy[demo]"`` brings.
+      most: the share of the training's time that samples may take; trainings of fewer than twenty
+        seconds count as twenty.
+      print_fn: a function that gets each epoch's table; None prints nothing.
+      log_dir: a folder for TensorBoard, or None: a run a tower with its rows, busy time and idle
+        share, a run a stage, one with the step's other parts, and the picture where matplotlib is
+        installed.
+
+    Attributes:
+      epochs: what was found, one :class:`Epoch` each.
+
+    Raises:
+      TypeError, ValueError: an argument that cannot be used.
+      ModuleNotFoundError: a picture is asked for and matplotlib is not installed.
+
+    >>> from towerstrategy.report import TowerReport
+    >>> strategy = TowerStrategy(split_cpu(4)[:2])
+    >>> with strategy.scope():
+    ...   model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
+    ...   model.compile("sgd", "mse")
+    >>> report = TowerReport(print_fn=None)
+    >>> x, y = np.ones([9, 3]), np.ones([9, 1])
+    >>> history = model.fit(x, y, batch_size=2, epochs=2, verbose=0, callbacks=[report])
+    >>> [epoch.rows for epoch in report.epochs]
+    [(5, 4), (5, 4)]
+    >>> print(report.epochs[-1])
+    epoch 2: 9 rows in ...
+    part     device  rows  busy ms a step  idle
+    -------  ------  ----  --------------  ----
+    tower 0  CPU:0      5  ...
+    tower 1  CPU:1      4  ...
+    merge    CPU:0         ...
+    update   CPU:0         ...
+    split    CPU:0         ...
+    input    CPU:0         ...
+    """
+
+    def __init__(self, picture: str | os.PathLike[str] | None = None, *, most: float = 0.01,
+                 print_fn: Callable[[str], Any] | None = print,
+                 log_dir: str | os.PathLike[str] | None = None) -> None:
+        _check(picture, log_dir, most, print_fn)
+        self.picture = picture
+        self.log_dir = log_dir
+        self.epochs: list[Epoch] = []
+        self._most = most
+        self._print = print_fn
+        self._watch: Watch | None = None
+        self._events: Events | None = None
+        self._printed = 0  # epochs
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        del logs
+        strategy = self.model.distribute_strategy
+        if not kind.is_tower_strategy(strategy):
+            raise ValueError(
+                f"TowerReport is for models that a TowerStrategy trains, but model "
+                f"{self.model.name!r} has {strategy!r}. Compile it in the strategy's scope, or "
+                "call strategy.adopt(model).")
+        self.epochs, self._printed = [], 0
+        with self._watching("begin to watch"):
+            self._watch = Watch(self.model, self._most)
+        if self.log_dir is not None:
+            self._events = Events(self.log_dir, strategy.extended.first_replica
+                                  // strategy.extended.placement.micro_batches)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        del logs
+        self._print_new()
+        with self._watching("watch an epoch"):
+            if self._watch is not None:
+                self._watch.begin(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        del logs
+        if self._watch is None:
+            return
+        with self._watching("read what an epoch did"):
+            self._watch.end()
+            self.epochs.append(epochs_lib.of(epoch, self._watch,
+                                             self.model.distribute_strategy.shares))
+        if self.epochs:
+            self._write(lambda events: events.write(self.epochs[-1]))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        del logs
+        self._print_new()
+        self._end_watch()
+        with quiet.harmless("draw its picture"):
+            self._draw()
+        self._write(Events.close)
+        self._events = None
+
+    @contextlib.contextmanager
+    def _watching(self, what: str) -> Iterator[None]:
+        """An error within ends the watching, with a warning; numbers of a part would be wrong."""
+        try:
+            yield
+        except Exception as error:
+            quiet.warn(what, error)
+            self._end_watch()
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _write(self, write: Callable[[Events], None]) -> None:
+        if self._events is not None:
+            with quiet.harmless(f"write into log_dir={str(self.log_dir)!r}"):
+                write(self._events)
+
+    def _print_new(self) -> None:
+        """Prints what is new: at the next epoch's beginning, as Keras' progress bar is open."""
+        for epoch in self.epochs[self._printed:]:
+            with quiet.harmless("print a table (print_fn)"):
+                if self._print is not None:
+                    self._print(epoch.brief)
+        self._printed = len(self.epochs)
+
+    def _draw(self) -> None:
+        shown = self._events if importlib.util.find_spec("matplotlib") else None
+        png = picture_lib.draw(self.epochs) if self.picture is not None or shown else None
+        if png is not None and self.picture is not None:
+            pathlib.Path(self.picture).write_bytes(png)
+        if png is not None and shown is not None:
+            shown.show(png, self.epochs[-1].number)
+
+
+def _check(picture: Any, log_dir: Any, most: Any, print_fn: Any) -> None:
+    """Complains of what would else fail in the middle of a training, or after it."""
+    for name, path, what in (("picture", picture, "PNG file"), ("log_dir", log_dir, "folder")):
+        refused.check_type(name, path, (str, os.PathLike, type(None)),
+                           f"None or the path of a {what}")
+    if isinstance(most, bool) or not isinstance(most, numbers.Real):
+        raise refused.wrong_type("most", most, "a number, a share of the training's time")
+    if not 0 < float(most) <= 1:
+        raise ValueError(f"most must be a share of the training's time, above 0 and at most 1, "
+                         f"but got {most!r}.")
+    if print_fn is not None and not callable(print_fn):
+        raise refused.wrong_type("print_fn", print_fn, "None or a function of a text")
+    if log_dir is not None and os.path.exists(log_dir) and not os.path.isdir(log_dir):
+        raise ValueError(f"log_dir must be a folder, or be free for one, but {str(log_dir)!r} is a "
+                         "file.")
+    if picture is not None:
+        picture_lib.check(picture)

@@ -1,0 +1,140 @@
+"""Looks at one training: the rows that its towers get, and now and then at a step.
+
+Goes in: a model that trains, from the beginning of its training to the end.  Comes out: rows, times
+and the latest :class:`Sample`, and nothing that stays behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy.batch import iterators
+from towerstrategy.extras.report import rows as rows_lib, sample as sample_lib
+from towerstrategy.extras.report.sample import Sample
+from towerstrategy.placement import devices as devices_lib
+
+# Calls of the training function in a training that are not typical: the first traces.
+_WARM_UP = 2
+# A training of fewer seconds may be looked at as much as one of these.
+_SHORT = 20
+
+_WRAPPED = "_towerstrategy_wrapped"
+
+
+class Watch:
+    """Looks at one training.
+
+    While an epoch runs it wraps ``model.train_function``, which both Keras versions look up for
+    every call.
+
+    Args:
+      model: the model that trains, a TowerStrategy's.
+      most: the share of the training's time that may be spent.
+
+    Attributes:
+      placement: where the towers are.
+      rows: the towers' rows of the last epoch; None where its batches could not be counted.
+      once: whether one device does eager steps, which are not timed, with all rows.
+      seconds: how long the last epoch took.
+      sample: the latest sample, or None.
+      sampled_in: the epoch it is of.
+      tried_in: the epoch in which a sample was last tried; there is one try an epoch.
+      spent: the seconds spent on samples so far.
+    """
+
+    rows: list[int] | None = None
+    sample: Sample | None = None
+    sampled_in: int | None = None
+    tried_in: int | None = None
+    seconds = spent = _sample_cost = 0.0
+    _epoch = _calls = 0
+    _from_call = _WARM_UP
+    _function: Any = None
+    _wrapper: Any = None
+
+    def __init__(self, model: Any, most: float) -> None:
+        extended = model.distribute_strategy.extended
+        self.placement: devices_lib.Placement = extended.placement
+        self._eager = bool(model.run_eagerly or tf.config.functions_run_eagerly())
+        self.once = len(self.placement.towers) > 1 and self._eager
+        self._model, self._most = model, most
+        self._start = self._epoch_start = time.perf_counter()
+        self._before: dict[rows_lib.RowCount | None, list[int] | None] = {}
+        iterators.count_rows(functools.partial(
+            rows_lib.followed, len(self.placement.towers), extended.first_replica))
+
+    def begin(self, epoch: int) -> None:
+        """An epoch begins."""
+        self._epoch = epoch
+        self._calls = 0
+        self._before = {count: count.read() for count in self._before if count is not None}
+        self._epoch_start = time.perf_counter()
+        # A training that an error ended between two steps may have left a wrapper.
+        self._function = getattr(self._model.train_function, _WRAPPED,
+                                 self._model.train_function)
+        self._model.train_function = self._wrapper = self._wrapped(self._function)
+
+    def end(self) -> None:
+        """The epoch has ended."""
+        self._unwrap()
+        self.seconds = time.perf_counter() - self._epoch_start
+        self.rows = self._rows_taken()
+        # Neither an epoch's first step nor its last, which may have fewer rows, if others are left.
+        self._from_call = max(0, min(_WARM_UP, self._calls - 2))
+
+    def close(self) -> None:
+        """The training has ended, well or not."""
+        iterators.count_rows(None)
+        self._unwrap()
+
+    def _wrapped(self, function: Any) -> Any:
+        @functools.wraps(function)  # with what Keras' hooks have noted of it
+        def train_function(iterator: Any) -> Any:
+            count = getattr(iterator, "row_count", None)
+            if count not in self._before:
+                self._before[count] = [0] * len(self.placement.towers)
+            number, self._calls = self._calls, self._calls + 1
+            wanted = (number >= self._from_call and self.tried_in != self._epoch
+                      and not self._eager and self.spent + self._sample_cost <= self._most
+                      * max(time.perf_counter() - self._start, _SHORT))
+            try:
+                return self._sampled(iterator) if wanted else function(iterator)
+            except BaseException:
+                self.close()
+                raise
+
+        setattr(train_function, _WRAPPED, function)
+        return train_function
+
+    def _sampled(self, iterator: Any) -> Any:
+        self.tried_in = self._epoch
+        recording = sample_lib.begin("sample a step")
+        if recording is None:
+            return self._function(iterator)
+        result = recording.of(lambda: self._function(iterator))
+        found = recording.end(self.placement)
+        if found is not None:
+            self.sample, self.sampled_in = found, self._epoch
+        self._sample_cost = recording.cost
+        self.spent += recording.cost
+        return result
+
+    def _rows_taken(self) -> list[int] | None:
+        """The rows taken in this epoch from the iterators that were trained on, by tower."""
+        total = [0] * len(self.placement.towers)
+        for count, before in self._before.items():
+            now = None if count is None else count.read()
+            if now is None or before is None:
+                return None
+            total = [sum(rows) - then for *rows, then in zip(total, now, before)]
+        parts = self.placement.micro_batches
+        return [sum(total[first:first + parts]) for first in range(0, len(total), parts)]
+
+    def _unwrap(self) -> None:
+        if self._wrapper is not None and self._model.train_function is self._wrapper:
+            self._model.train_function = self._function
+        self._wrapper = None
