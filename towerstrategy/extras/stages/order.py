@@ -168,19 +168,7 @@ class _Traced:
 
     def in_order(self) -> Iterator[str]:
         """The names of the operations, each after all that it waits for."""
-        done: set[str] = set()
-        for name in self.operations:
-            waiting = [name]
-            while waiting:
-                last = waiting[-1]
-                before = [other for other in self.waits[last] if other not in done]
-                if last not in done and not before:
-                    done.add(last)
-                    yield last
-                if before:
-                    waiting += before
-                else:
-                    waiting.pop()
+        return graphlib.TopologicalSorter(self.waits).static_order()
 
     def live(self, results: Any) -> set[str]:
         """The names of the operations that have an effect or are needed."""

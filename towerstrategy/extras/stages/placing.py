@@ -5,7 +5,7 @@ on the device of its stage.
 
 Layers, and whatever else runs within ``strategy.stage``, have the stage in their name scope, and so
 have their gradients, which TensorFlow makes under the scope of what they are gradients of.  What is
-left goes where the data is: forwards to the last of its inputs' stages, backwards to the first.  So
+left goes where most of its data is; of two stages forwards to the last, backwards to the first.  So
 only activations cross from a stage to the next, and their gradients back.
 
 A branch, a loop or a nested ``tf.function`` is one operation here: it runs in one stage.
@@ -13,7 +13,7 @@ A branch, a loop or a nested ``tf.function`` is one operation here: it runs in o
 
 from __future__ import annotations
 
-import collections
+import math
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -38,8 +38,6 @@ class Placer:
         self._placement = placement
         self._row = placement.row(replica)
         self._stages: dict[str, int] = {}  # by the operation's name
-        self._backward: set[str] = set()
-        self._forward: dict[str, set[int]] = collections.defaultdict(set)  # by name scope
 
     def place(self, operations: Sequence[tf.Operation]) -> None:
         """Finds the stages of ``operations``, in the order they were made in, and places them."""
@@ -48,55 +46,40 @@ class Placer:
         homes = {inner.name: self._placement.stage_at(outer.device)
                  for outer, inner in self._graph.captures
                  if outer.dtype == tf.resource and _tf.is_eager(outer)}
-        unknown: list[tf.Operation] = []
         for operation in operations:
-            stage = self._find(operation, homes)
-            if stage is None:
-                unknown.append(operation)
-            else:
-                self._note(operation, stage)
-        for operation in reversed(unknown):  # constants and the like: where they are first needed
-            takers = [self._stages[taker.name] for output in operation.outputs
-                      for taker in output.consumers() if taker.name in self._stages]
-            if takers and self._is_free(operation):
-                self._note(operation, min(takers))
+            self._note(operation, self._find(operation, homes))
+        for operation in reversed(operations):  # constants and the like: where they are needed
+            if operation.name not in self._stages and self._is_free(operation):
+                takers = (taker.name for output in operation.outputs
+                          for taker in output.consumers())
+                self._note(operation, min(
+                    (self._stages[taker] for taker in takers if taker in self._stages),
+                    default=None))
 
     def _find(self, operation: tf.Operation, homes: dict[str, int | None]) -> int | None:
-        name, inputs = operation.name, [tensor.op.name for tensor in operation.inputs]
-        if scopes.GRADIENTS in name or any(other in self._backward for other in inputs):
-            self._backward.add(name)
-        stage = scopes.stage_in(name)
+        stage = scopes.stage_in(operation.name)
         if stage is not None:
             return stage
         if operation.type == _READ:
             return homes.get(operation.inputs[0].name)
         if not self._is_free(operation):
             return self._row.index(operation.device) if operation.device in self._row else None
-        known = [self._stages[other] for other in inputs if other in self._stages]
-        if name not in self._backward:
-            return max(known, default=None)
-        of_forward = self._of_forward(name) if scopes.GRADIENTS in name else None
-        return min(known, default=None) if of_forward is None else of_forward
-
-    def _of_forward(self, name: str) -> int | None:
-        """The stage of what ``name`` is a gradient of, where its scope is in one stage."""
-        # Its own name may be another's.
-        scope = name.rpartition(scopes.GRADIENTS)[2].rpartition("/")[0]
-        while scope and not scopes.TOWER.fullmatch(scope.rpartition("/")[2]):
-            if scope in self._forward:
-                stages = self._forward[scope]
-                return next(iter(stages)) if len(stages) == 1 else None
-            scope = scope.rpartition("/")[0]
-        return None
+        later = -1 if scopes.GRADIENTS in operation.name else 1
+        known = [(_size(tensor), later * at) for tensor in operation.inputs
+                 if (at := self._stages.get(tensor.op.name)) is not None]
+        return abs(max(known)[1]) if known else None
 
     def _is_free(self, operation: tf.Operation) -> bool:
         """Whether nobody but the tower itself has said where it is."""
         return operation.device in ("", self._row[0])
 
-    def _note(self, operation: tf.Operation, stage: int) -> None:
-        self._stages[operation.name] = stage
-        if operation.name not in self._backward:
-            self._forward[operation.name].add(stage)
-            self._forward[operation.name.rpartition("/")[0]].add(stage)
-        if operation.device == self._row[0] and stage:
-            _tf.set_device(operation, self._row[stage])
+    def _note(self, operation: tf.Operation, stage: int | None) -> None:
+        if stage is not None:
+            self._stages[operation.name] = stage
+            if stage and operation.device == self._row[0]:
+                _tf.set_device(operation, self._row[stage])
+
+
+def _size(tensor: tf.Tensor) -> int:
+    """The entries of a tensor, one for a size not known."""
+    return math.prod(size or 1 for size in tensor.shape) if tensor.shape.rank else 1
