@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import collections
 import graphlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -166,7 +166,7 @@ class _Traced:
         for name, waits in self.waits.items():
             waits.discard(name)
 
-    def in_order(self) -> Iterator[str]:
+    def in_order(self) -> Iterable[str]:
         """The names of the operations, each after all that it waits for."""
         return graphlib.TopologicalSorter(self.waits).static_order()
 
