@@ -40,16 +40,10 @@ class TowerStrategy(kind.Kind):
     >>> strategy.num_replicas_in_sync
     4
 
-    A batch is split in order, as evenly as it goes, and the towers know their shares of it:
+    A batch is split in order, as evenly as it goes.  Variables made in the strategy's scope exist
+    once; a write from inside the towers is merged, then done once:
 
-    >>> batch = tf.range(10.)
-    >>> parts = strategy.split(batch)
-    >>> [part.numpy().tolist() for part in strategy.experimental_local_results(parts)]
-    [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]
-
-    Variables made in the strategy's scope exist once.  A write from inside the towers is merged,
-    then done once:
-
+    >>> parts = strategy.split(tf.range(10.))
     >>> with strategy.scope():
     ...   total = tf.Variable(0., aggregation=tf.VariableAggregation.SUM)
     >>> @tf.function
@@ -74,43 +68,34 @@ class TowerStrategy(kind.Kind):
         list of GPU ids, of device strings such as ``"GPU:0"`` or ``"/device:CPU:1"``, or of what
         ``tf.config.list_logical_devices`` lists.  A list of lists makes each tower a row of
         devices, its *stages*, over which one model is laid, see docs/one_large_model.md.
-      merge_device: not with stages, whose weights live, merge and update with them; else where
-        variables live, gradients are summed and the optimizer runs: ``"cpu"`` (the
-        default with several CPU towers), a device string such as ``"GPU:0"``, or ``"balanced"``
-        (the default with several GPUs): each variable has one of the towers as its home, chosen by
-        bytes, and lives, merges and updates there.  Where GPUs have no NVLink, steps with many
-        weights wait for these to cross, see docs/merge_device.md.
-      shares: for towers that are not as fast as each other: a number for each device, to which its
-        rows of every batch are in proportion; ``"measured"``: the towers' times decide, while it
-        trains; ``"memory"``: by what each GPU may use; None: as many rows for each.  Only who
-        computes a row changes, see docs/unequal_devices.md.  With ``shares``, CPU and GPU towers
-        can be in one strategy.
+      merge_device: where variables live, gradients are summed and the optimizer runs: ``"cpu"``
+        (the default with several CPU towers), a device string such as ``"GPU:0"``, or
+        ``"balanced"`` (the default with several GPUs): on that of the towers which each variable
+        has as its home, see docs/merge_device.md.  Stages have their weights with them.
+      shares: a number for each device, to which its rows of every batch are in proportion;
+        ``"measured"``: the towers' times decide, while it trains; ``"memory"``: by what each GPU
+        may use; None: as many rows for each.  With ``shares``, CPU and GPU towers can be in one
+        strategy, see docs/unequal_devices.md.
       cross_device_ops: taken so that a ``MirroredStrategy`` can be swapped for this one, and not
-        used: how and where results are merged is what ``merge_device`` says.
+        used.
       cluster_resolver: says which machines train together and which of them this process is; None
-        for what the environment variable ``TF_CONFIG`` says, where it is set.  Each process is a
-        worker with towers and one copy of its own, see docs/several_machines.md.
+        for what ``TF_CONFIG`` says, where it is set, see docs/several_machines.md.
       communication_options: for what crosses machines: the implementation (RING or NCCL), the
         timeout.
-      synchronize_batch_norm: whether batch norm layers of the strategy's models take the statistics
-        of the whole batch in a step of Keras and in ``strategy.function``, as on one device. False:
-        those of the tower's rows, with which no tower waits for another, but for layers that say
-        ``synchronized=True``; moving statistics move by the towers' mean. In ``strategy.run`` they
-        are the tower's in any case, unless the layer says so.
+      synchronize_batch_norm: whether batch norm takes the statistics of the whole batch in a step
+        of Keras and in ``strategy.function``, as on one device.  False: those of the tower's rows,
+        with which no tower waits for another, but for layers that say ``synchronized=True``; moving
+        statistics move by the towers' mean.  In ``strategy.run`` the layer decides.
       micro_batches: into how many parts a tower's rows are cut, to run through the model one after
-        another, for batches whose activations do not fit.  Each part is a replica
-        (``num_replicas_in_sync`` counts them), see docs/micro_batches.md.
+        another, for batches whose activations do not fit.  Each part is a replica, see
+        docs/micro_batches.md.
       draws: what is drawn for the rows of a tower (dropout, noise, ``tf.random``) in a step of
         Keras and in ``strategy.function``: with ``"per row"`` what one device draws, with
-        ``"per tower"`` other numbers (``"per_row"`` and ``"per_tower"`` are the same).  In
-        ``strategy.run`` each tower draws numbers of its own in any case.
+        ``"per tower"`` other numbers (an underscore will do).  In ``strategy.run`` each tower draws
+        numbers of its own.
 
     Raises:
-      TypeError: an argument of the wrong type.
-      ValueError: a device that is not there, is named twice or, without ``shares``, of another kind
-        than the others; towers of unequal numbers of stages, or what does not go with stages;
-        shares that are not above 0, or not one a device; a cluster in which this process is no
-        worker; an argument out of its range.
+      TypeError, ValueError: wrong arguments, of which the message says what is possible.
       RuntimeError: made in TensorFlow 1 graph mode; a worker's strategy made after TensorFlow had
         started.
     """
@@ -151,11 +136,6 @@ class TowerStrategy(kind.Kind):
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """As ``tf.distribute.Strategy.run``.
 
-        Raises:
-          TypeError: ``fn`` is no function; wrong ``kwargs`` or ``options``.
-          ValueError: wrong ``args``, or a per-replica value of a strategy with more or fewer
-            towers among the arguments.
-
         >>> strategy = TowerStrategy(split_cpu(4)[:2])
         >>> sums = strategy.run(tf.reduce_sum, (strategy.split(np.arange(4)),))
         >>> [int(part) for part in strategy.experimental_local_results(sums)]
@@ -174,20 +154,10 @@ class TowerStrategy(kind.Kind):
 
         Arguments that come from :meth:`split`, or from this strategy's distributed datasets, are
         sharded; all others are the same for all towers.  Batches are taken from an iterator
-        outside, or in a ``tf.function`` around it.
-
-        Args:
-          func: the function, or a method; None for a decorator with the arguments below.
-          input_signature: as of ``tf.function``, with the shapes of the whole batch.
-          autograph, reduce_retracing: as of ``tf.function``.
-          jit_compile: whether XLA compiles what the towers do with their rows.
-
-        Returns:
-          A function of the same arguments, which returns what one device would, with
-          ``python_function``, ``get_concrete_function`` and the like of a ``tf.function``.
+        outside, or in a ``tf.function`` around it.  ``input_signature`` has the shapes of the whole
+        batch; with ``jit_compile`` XLA compiles what the towers do with their rows.
 
         Raises:
-          TypeError: ``func`` is no function; options of a wrong type.
           NotImplementedError: towers of several stages.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:3])
@@ -215,11 +185,6 @@ class TowerStrategy(kind.Kind):
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """As ``tf.distribute.Strategy.reduce``.
 
-        Raises:
-          TypeError: ``reduce_op``, ``axis`` or the towers' values are of a wrong type.
-          ValueError: an unknown ``reduce_op``, an ``axis`` that is not there, values whose shapes
-            differ between the towers.
-
         >>> strategy = TowerStrategy(split_cpu(4)[:2])
         >>> float(strategy.reduce("MEAN", strategy.split(np.arange(5.)), axis=0))
         2.0
@@ -231,10 +196,6 @@ class TowerStrategy(kind.Kind):
 
     def gather(self, value: Any, axis: int) -> Any:
         """As ``tf.distribute.Strategy.gather``.
-
-        Raises:
-          TypeError: ``axis`` or the towers' values are of a wrong type.
-          ValueError: an ``axis`` that is not there, values whose shapes differ away from it.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:2])
         >>> strategy.gather(strategy.split(np.arange(5)), axis=0).numpy().tolist()
@@ -252,11 +213,6 @@ class TowerStrategy(kind.Kind):
 
         Returns:
           The same nest of per-replica values; with one tower, of tensors.
-
-        Raises:
-          TypeError: a component that is no tensor or array.
-          ValueError: a component without rows, or components whose row counts differ.
-          RuntimeError: called inside a tower.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:3])
         >>> x, y = strategy.split((np.arange(8).reshape([4, 2]), np.arange(4)))
@@ -318,11 +274,6 @@ class TowerStrategy(kind.Kind):
           ``model``.  What was adopted is logged (``logging``, the logger ``"towerstrategy"``);
           :meth:`describe` shows where it lives.
 
-        Raises:
-          TypeError: ``model`` is no Keras model.
-          ValueError: ``model`` belongs to another strategy.
-          RuntimeError: called inside a tower.
-
         >>> model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
         >>> strategy = TowerStrategy(split_cpu(4))
@@ -339,15 +290,9 @@ class TowerStrategy(kind.Kind):
         Keras 3's loss objects return is scaled already, and stays as it is; a sum over rows,
         divided by a constant, needs no scaling.
 
-        Args:
-          loss: a floating point tensor of the tower's, a mean over its rows.
-
         Returns:
-          The tensor times the tower's share; as it is in a step of Keras and in
+          ``loss`` times the tower's share; as it is in a step of Keras and in
           ``strategy.function``, which see all rows, with one tower, and outside of towers.
-
-        Raises:
-          TypeError: ``loss`` is not of a floating point type.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:2])
         >>> @tf.function
@@ -364,14 +309,7 @@ class TowerStrategy(kind.Kind):
 
         For towers of several devices, see docs/one_large_model.md.  Around making layers, around
         calling them while a functional model is built, and in a ``call`` or a replica function.
-        Where both are given for a layer, the call decides.
-
-        Args:
-          index: the stage, from 0.
-
-        Raises:
-          TypeError: ``index`` is no whole number.
-          ValueError: there is no such stage, or the towers have none.
+        Where both are given for a layer, the call decides.  Stages are counted from 0.
 
         >>> strategy = TowerStrategy([split_cpu(4)[:2]])
         >>> with strategy.scope():
@@ -399,10 +337,6 @@ class TowerStrategy(kind.Kind):
             a metric's.
           rule: ``"max"`` or ``"min"``.
 
-        Raises:
-          TypeError: ``variable`` is none of this strategy's kind, or holds no real numbers.
-          ValueError: an unknown rule; a variable of another strategy.
-
         >>> strategy = TowerStrategy(split_cpu(4)[:2])
         >>> with strategy.scope():
         ...   peak = tf.Variable(0.)
@@ -424,10 +358,6 @@ class TowerStrategy(kind.Kind):
             that is not trained by gradients (statistics, counters, metrics), where it is kept and
             how what towers write to it is merged, see :meth:`merge_rule`.  Of towers of several
             stages another one has the layers and the bytes of each.
-
-        Raises:
-          TypeError: ``model`` is no Keras model.
-          ValueError: it is not this strategy's.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:2])
         >>> with strategy.scope():
