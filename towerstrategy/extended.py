@@ -142,7 +142,7 @@ class TowerExtended(_tf.StrategyExtended):
             return 1
         tower = contexts.current_tower()
         if tower is not None:
-            tower.asked = True
+            tower.call.asked = True
         return len(self.placement.towers) if self.workers is None else self.workers.replicas
 
     @property
@@ -179,7 +179,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _use_merge_call(self) -> bool:
         # Where the gradients are merged already, libraries are to take their single-device way.
-        return not contexts.in_merged_context()
+        return not isinstance(tf.distribute.get_replica_context(), contexts.MergedContext)
 
     def _in_multi_worker_mode(self) -> bool:
         return self.workers is not None

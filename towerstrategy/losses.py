@@ -32,14 +32,15 @@ def scaled(tower: contexts.TowerContext, mean: tf.Tensor) -> tf.Tensor:
     part = mean * tf.cast(tower.share, mean.dtype)
     if tower.may_be_empty:
         part = merging.kept(tower.filled, part)  # a mean over no rows is NaN
-    return tower.mark_scaled(part)
+    part._is_part = True  # of the batch's mean, see scale_loss
+    return part
 
 
 def scale_loss(loss: Any) -> tf.Tensor:
     """See ``TowerStrategy.scale_loss``."""
     value = _as_loss(loss)
     tower = contexts.splitting_tower()
-    return value if tower is None or tower.is_scaled(loss) else scaled(tower, value)
+    return value if tower is None or hasattr(loss, "_is_part") else scaled(tower, value)
 
 
 def _as_loss(loss: Any) -> tf.Tensor:

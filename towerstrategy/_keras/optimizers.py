@@ -100,7 +100,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
 
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
         if not merged_already:
-            tower.check_gradients(gradients, variables_)
+            tower.call.check_gradients(gradients, variables_)
         one_each = gradients_lib.gradients(
             [None if value is None else contexts.all_values(value, tower.count)
              for value in grouped], [homes_lib.home_of(variable) for variable in variables_],

@@ -1,17 +1,11 @@
 """Replica contexts: what a tower is, what it knows of its rows, and its sync points."""
 
-from towerstrategy.contexts.call import (
-    NESTED_MERGE as NESTED_MERGE,
-    Call as Call,
-    all_values as all_values,
-)
 from towerstrategy.contexts.here import (
     AnyContext as AnyContext,
     current as current,
     current_tower as current_tower,
     has_all_rows as has_all_rows,
     has_stages_here as has_stages_here,
-    in_merged_context as in_merged_context,
     outside_of_towers as outside_of_towers,
     splitting_tower as splitting_tower,
     strategy_of_replica as strategy_of_replica,
@@ -21,4 +15,9 @@ from towerstrategy.contexts.one_replica import (
     MergedContext as MergedContext,
     OneReplicaContext as OneReplicaContext,
 )
-from towerstrategy.contexts.tower import TowerContext as TowerContext
+from towerstrategy.contexts.tower import (
+    NESTED_MERGE as NESTED_MERGE,
+    Call as Call,
+    TowerContext as TowerContext,
+    all_values as all_values,
+)

@@ -11,7 +11,7 @@ from typing import Any, Union
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.contexts.one_replica import MergedContext, OneReplicaContext
+from towerstrategy.contexts.one_replica import OneReplicaContext
 from towerstrategy.contexts.tower import TowerContext
 from towerstrategy.placement import kind
 
@@ -42,11 +42,6 @@ def splitting_tower() -> TowerContext | None:
 def has_all_rows() -> bool:
     """Whether a step is traced here that is written for one device, with all rows."""
     return isinstance(tf.distribute.get_replica_context(), OneReplicaContext)
-
-
-def in_merged_context() -> bool:
-    """Whether merged gradients are being applied here."""
-    return isinstance(tf.distribute.get_replica_context(), MergedContext)
 
 
 def strategy_of_replica() -> tf.distribute.Strategy | None:

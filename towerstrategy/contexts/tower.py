@@ -1,42 +1,121 @@
-"""The replica context of a tower: what it is, and its sync points.
+"""The replica context of a tower: what it is, what it knows of its rows, and its sync points.
 
-Goes in: a tower's number, the shares of the batch, and the call it belongs to (:mod:`call`).  Comes
-out: what ``tf.distribute.get_replica_context()`` gives there.  At their sync points
+Goes in: a tower's number, the shares of the batch for all towers, and the call that it belongs to.
+Comes out: what ``tf.distribute.get_replica_context()`` gives there.  At the towers' sync points
 (``merge_call``) the function given there runs once, in cross-replica context, on the merge device.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.contexts import call as call_lib, known
 from towerstrategy.merge import shares as shares_lib
 
+NESTED_MERGE = (
+    "`merge_call` called while defining a new graph or a tf.function. This happens if the function "
+    "passed to `strategy.run()` contains a nested `@tf.function` or a control flow statement "
+    "(tf.cond, tf.while_loop, a converted `if` or `for`) with a synchronization point inside, such "
+    "as apply_gradients, all_reduce or a write to a variable with aggregation. The towers cannot "
+    "sync there. Move the synchronization point out of the nested function, or put the whole "
+    "`strategy.run` inside the tf.function or the control flow.")
 
-class TowerContext(known.Known, tf.distribute.ReplicaContext):
-    """The replica context of one tower; what it knows of its rows is in :mod:`known`.
+
+class Call:
+    """A call of a replica function: that of a lone tower; ``replicas`` has those of several.
 
     Attributes:
-      graph: the graph in which the replica function is traced; None where it runs eagerly.
       asked: whether the replica function knows how many replicas there are.
-      stage_run: the run of the model that runs, see _keras/stages.py.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, tower: int, shares: shares_lib.Shares,
-                 call: call_lib.Call) -> None:
-        tf.distribute.ReplicaContext.__init__(self, strategy, tower)
-        self._tower, self.shares = tower, shares
-        self._call = call
+    asked = False
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        self._strategy = strategy
+
+    def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``merge_call``: runs ``merge_fn`` once, with what all towers have brought."""
+        with _tf.cross_replica_context(self._strategy), \
+                tf.device(self._strategy.extended.merge_device):
+            return merge_fn(self._strategy, *args, **kwargs)
+
+    def own(self, tower: int, name: str, values: Sequence[Any], dtype: tf.DType) -> Any:
+        """What ``tower`` has of the values of one of :data:`FACTS`, one a tower."""
+        del name, dtype
+        return values[tower]
+
+    def ask(self) -> None:
+        """A tower looks at its number as a Python number."""
+
+    def note_written(self, variable: Any) -> None:
+        """A tower writes ``variable``, or traces a write to it, where the towers cannot sync."""
+        variable._written_alone = True
+
+    def check_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Warns, once, where the sum of the towers' gradients is not one device's gradient."""
+
+
+class Fact(NamedTuple):
+    """Something that a tower knows of itself.
+
+    Attributes:
+      dtype: the type of its tensor.
+      outside: what a nested function that a tower has traced finds where no tower calls it.
+      of_all: what the towers of this machine know, given the number of the first and the shares.
+    """
+
+    dtype: tf.DType
+    outside: Any
+    of_all: Callable[[int, shares_lib.Shares], Sequence[Any]]
+
+
+FACTS = {
+    "share": Fact(tf.float64, 1., lambda _, shares: shares.shares_here),
+    "filled": Fact(tf.bool, True, lambda _, shares: shares.filled_here),
+    "number": Fact(tf.int32, 0, lambda first, shares: [
+        np.int32(first + tower) for tower in range(len(shares.here))]),
+    "seed_step": Fact(tf.int64, 0, lambda first, shares: [
+        np.int64((first + tower) * _tf.SEED_STEP % 2**31) for tower in range(len(shares.here))]),
+    "rows": Fact(tf.int64, 0, lambda _, shares: shares.here),
+    "first_row": Fact(tf.int64, 0, lambda _, shares: shares.starts)}
+
+
+class TowerContext(tf.distribute.ReplicaContext):
+    """The replica context of one tower.
+
+    What it knows of itself belongs to the call of the replica function, numbers or scalar tensors.
+    A ``tf.function`` that is called inside of it is traced once and called again, by other towers
+    and for other batches, so in there each is a capture whose value is asked for at each call.
+
+    Attributes:
+      index: this tower's number on this machine, for callers that treat all towers alike.
+      shares: the shares of all towers, for at sync points.
+      call: the call of the replica function.
+      graph: the graph in which the replica function is traced; None where it runs eagerly.
+      stage_run: the run of the model that runs, see _keras/stages.py.
+      share: the tower's rows over all rows of the global batch.
+      filled: whether it has rows.
+      rows: how many; in a nested function 0 where the caller has no batch.
+      first_row: how many rows of the whole batch come before.
+    """
+
+    share = property(lambda self: self.known("share"))
+    filled = property(lambda self: self.known("filled"))
+    rows = property(lambda self: self.known("rows"))
+    first_row = property(lambda self: self.known("first_row"))
+
+    def __init__(self, strategy: tf.distribute.Strategy, index: int, shares: shares_lib.Shares,
+                 call: Call) -> None:
+        super().__init__(strategy, index)
+        self.index, self.shares, self.call = index, shares, call
         self.graph: tf.Graph | None = None
-        self._reducing = self.asked = False
-        self._found: dict[str, Any] = {}
-        self._scaled: dict[int, Any] = {}  # losses that are parts of the batch's, by their ids
         self.stage_run: Any = None
+        self._found: dict[str, Any] = {}
 
     def __enter__(self) -> None:
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -47,28 +126,20 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
     @property
     def tower(self) -> int:
         """This tower's number, a Python int; a function that asks is traced for each tower."""
-        self._call.ask()
-        return self._tower
+        self.call.ask()
+        return self.index
 
-    @property
-    def _replica_id(self) -> int:
-        # TensorFlow picks a replica's part of a distributed value by it.
-        return self.tower
-
-    @property
-    def device(self) -> str:
-        """The full name of this tower's device."""
-        self._call.ask()
-        return self._strategy.extended.worker_devices[self._tower]
+    # TensorFlow picks a replica's part of a distributed value by it.
+    _replica_id = tower
 
     @property
     def devices(self) -> list[str]:
-        return [self.device]
+        return [self._strategy.extended.worker_devices[self.tower]]
 
     @property
     def row(self) -> tuple[str, ...]:
         """The devices of this tower's stages; where the others are copies, those of tower 0."""
-        return self._strategy.extended.placement.row(self._tower)
+        return self._strategy.extended.placement.row(self.index)
 
     @property
     def count(self) -> int:
@@ -81,73 +152,68 @@ class TowerContext(known.Known, tf.distribute.ReplicaContext):
         extended = self._strategy.extended
         return self.count > 1 or extended.workers is not None or bool(extended.placement.rows)
 
-    def part_of(self, values: Any) -> Any:
-        """This tower's part of one part a tower, for callers that treat all towers alike."""
-        return values[self._tower]
-
-    # What is traced in it.
+    # What it knows of itself.
 
     @property
-    def is_nested(self) -> bool:
-        """Whether a function is being traced here that the replica function calls."""
-        return _tf.nested_function(self.graph) is not None
+    def replica_id_in_sync_group(self) -> tf.Tensor:
+        """This tower's number, a scalar int32 tensor."""
+        return tf.convert_to_tensor(self.known("number"), name="replica_id_in_sync_group")
 
-    def mark_scaled(self, loss: Any) -> Any:
-        """Remembers that ``loss`` is this tower's part of the whole batch's loss already."""
-        self._scaled[id(loss)] = loss
-        return loss
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether some tower has, or may turn out to have, no rows."""
+        return _tf.nested_function(self.graph) is not None or self.shares.may_be_empty
 
-    def is_scaled(self, loss: Any) -> bool:
-        """Whether ``loss`` went through :meth:`mark_scaled`."""
-        return self._scaled.get(id(loss)) is loss
+    def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
+        """``seed`` (integers), made this tower's own."""
+        return tf.bitwise.bitwise_xor(seed, tf.cast(self.known("seed_step"), seed.dtype))
 
-    def check_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Warns, once, where the sum of the towers' gradients is not one device's gradient."""
-        self._call.check_gradients(gradients, variables, self.asked)
-
-    def writes_alone(self, variable: Any) -> None:
-        """A write to ``variable`` is being traced where the towers cannot sync."""
-        variable._written_alone = True
-        self._call.note_written(variable)
-
-    def refuse_compiled_write(self, variable: Any) -> None:
-        """Complains of a write to ``variable`` in a nested function that XLA is to compile."""
-        if self.is_nested and _tf.is_compiled_here():
-            raise RuntimeError(
-                f"variable {variable.name!r} is written in a tf.function that a tower calls and "
-                "that XLA is to compile (jit_compile=True). It is given the variable's value and "
-                "cannot write it. Write it outside of that function, or leave jit_compile out.")
+    def known(self, name: str) -> Any:
+        """One of :data:`FACTS`, as this tower has it in this call."""
+        nested, fact = _tf.nested_function(self.graph), FACTS[name]
+        if nested is not None:
+            return _tf.capture_at_call(nested, f"towerstrategy/{name}", functools.partial(
+                _known_of_caller, name), tf.TensorSpec([], fact.dtype))
+        if name not in self._found:
+            values = fact.of_all(self._strategy.extended.first_replica, self.shares)
+            self._found[name] = self.call.own(self.index, name, values, fact.dtype)
+        return self._found[name]
 
     # Its sync points.
 
     @property
     def can_merge(self) -> bool:
         """Whether the towers can sync here: not inside a nested function or control flow."""
-        if self.graph is None:
-            return tf.executing_eagerly()
         return tf.executing_eagerly() or tf.compat.v1.get_default_graph() is self.graph
-
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """As ``tf.distribute.ReplicaContext.all_reduce``."""
-        with self._walks_ended():
-            return super().all_reduce(reduce_op, value, options)
-
-    def sync(self, merge_fn: Callable[..., Any], *args: Any) -> Any:
-        """``merge_call`` for whoever gives its result a gradient of his own."""
-        with self._walks_ended():
-            return self.merge_call(merge_fn, args=args)
-
-    @contextlib.contextmanager
-    def _walks_ended(self) -> Iterator[None]:
-        before, self._reducing = self._reducing, True
-        try:
-            yield
-        finally:
-            self._reducing = before
 
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.can_merge:
-            raise RuntimeError(call_lib.NESTED_MERGE)
-        if self._reducing and not tf.executing_eagerly():
-            merge_fn = call_lib.ending_walks(merge_fn)
-        return self._call.sync(merge_fn, args, kwargs)
+            raise RuntimeError(NESTED_MERGE)
+        if tf.executing_eagerly():
+            return self.call.sync(merge_fn, args, kwargs)
+        return self.call.sync(lambda *args, **kwargs: tf.nest.map_structure(
+            _without_gradient, merge_fn(*args, **kwargs)), args, kwargs)
+
+
+def _known_of_caller(name: str) -> Any:
+    """What the tower knows that calls a nested function, or that traces one which does."""
+    tower = tf.distribute.get_replica_context()
+    return tower.known(name) if isinstance(tower, TowerContext) else FACTS[name].outside
+
+
+def _without_gradient(leaf: Any) -> Any:
+    """A result of a sync point, behind which TensorFlow does not look for variables.
+
+    No tape sees what is done at a sync point.  TensorFlow would walk back from there, and, by the
+    other towers' inputs, through all of their graph, for each gradient of ``all_reduce`` anew.
+    """
+    if isinstance(leaf, (_tf.Mirrored, _tf.PerReplica)) and not _tf.is_variable(leaf):
+        return type(leaf)(tuple(map(_without_gradient, leaf.values)))
+    return tf.stop_gradient(leaf) if isinstance(leaf, tf.Tensor) else leaf
+
+
+def all_values(value: Any, count: int) -> list[Any]:
+    """One value a tower, from what ``merge_call`` grouped (it groups the same object into one)."""
+    if isinstance(value, (_tf.PerReplica, _tf.Mirrored)):
+        return list(value.values)
+    return [value] * count

@@ -6,14 +6,12 @@ gradient of its own rows for each tower.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.contexts.call import all_values
-from towerstrategy.contexts.tower import TowerContext
+from towerstrategy.contexts.tower import TowerContext, all_values
 from towerstrategy.merge import merging
 
 
@@ -73,8 +71,11 @@ def _together(tower: TowerContext, tensor: tf.Tensor) -> tf.Tensor:
             begin += size
         return own[0] if len(own) == 1 else _tf.PerReplica(tuple(own))
 
+    def gathered(tensor: tf.Tensor) -> Any:
+        return tower.merge_call(gather, args=(tensor,))
+
     @tf.custom_gradient
     def together(tensor: tf.Tensor) -> Any:
-        return tower.sync(gather, tensor), functools.partial(tower.sync, apart)
+        return gathered(tensor), lambda asked: tower.merge_call(apart, args=(asked,))
 
-    return together(tensor) if tensor.dtype.is_floating else tower.sync(gather, tensor)
+    return together(tensor) if tensor.dtype.is_floating else gathered(tensor)

@@ -180,11 +180,10 @@ class _Once(contexts.Call):
     def ask(self) -> None:
         raise NeedsOwnTrace("it looks at its replica id as a Python number")
 
-    def check_gradients(self, gradients: Sequence[Any], variables: Sequence[Any],
-                        asked: bool) -> None:
+    def check_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         evenly = self._shares.are_equal or not self._shares.are_known
         for gradient, variable in zip(gradients, variables):
-            problem = self.contract.problem(gradient, asked and evenly)
+            problem = self.contract.problem(gradient, self.asked and evenly)
             if problem and variable._warned_of != problem:
                 self._warn(problem, variable)
                 variable._warned_of = problem

@@ -119,7 +119,7 @@ class _Call(contexts.Call):
         return thread.pause(merge_fn, args, kwargs)
 
     def note_written(self, variable: Any) -> None:
-        """A tower writes ``variable`` where the towers cannot sync, or will when it is called."""
+        super().note_written(variable)
         if self._eager:
             self._turns.note(variable)
 

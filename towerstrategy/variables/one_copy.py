@@ -139,8 +139,12 @@ class TowerVariable(_tf.ResourceVariable):
             parts = [own(_tf.select_replica(number, given))
                      for number in range(len(values.values))]
             return merged(parts, written.shares_of(self, values), True)
-        if not tower.can_merge:
-            tower.refuse_compiled_write(self)
+        if not tower.can_merge and _tf.is_compiled_here() \
+                and _tf.nested_function(tower.graph) is not None:
+            raise RuntimeError(
+                f"variable {self.name!r} is written in a tf.function that a tower calls and that "
+                "XLA is to compile (jit_compile=True). It is given the variable's value and cannot "
+                "write it. Write it outside of that function, or leave jit_compile out.")
         if not tower.several:
             return plain(given)
         if not tower.can_merge:
@@ -162,7 +166,7 @@ class TowerVariable(_tf.ResourceVariable):
             # Of a sum it could not be told later whether it was of values or of steps.
             if with_others or self.aggregation is Aggregation.SUM:
                 raise RuntimeError(contexts.NESTED_MERGE)
-            tower.writes_alone(self)
+            tower.call.note_written(self)
             return plain(value, name)
 
         return self._write(
@@ -181,7 +185,7 @@ class TowerVariable(_tf.ResourceVariable):
                 raise RuntimeError(contexts.NESTED_MERGE)
             if method_name in written.REPLACING and self.aggregation is Aggregation.NONE:
                 return plain(shares_lib.slices_if(tower.filled, own(slices)))  # see alone
-            tower.writes_alone(self)
+            tower.call.note_written(self)
             return plain(slices)
 
         return self._write(slices, own, plain, lambda *towers: plain(

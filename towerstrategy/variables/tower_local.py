@@ -49,7 +49,7 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         """The part that a step reads and writes here; None where TensorFlow is to say."""
         tower = contexts.current_tower()
         if tower is not None:
-            return tower.part_of(self._values)
+            return self._values[tower.index]
         return self._alike if contexts.has_all_rows() else None
 
     def _get_cross_replica(self) -> Any:
