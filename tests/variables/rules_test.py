@@ -59,6 +59,21 @@ class RulesTest(parameterized.TestCase):
             step(strategy.split(X[:rows]))
         self.assertEqual(float(v), 9. if rule == "max" else -7.)
 
+    def test_slices_that_differ(self):
+        """Else of a slice that is written by several towers the mean counts, not the largest."""
+        strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2"], "cpu")
+        with strategy.scope():
+            v = tf.Variable(tf.zeros([3]))
+        strategy.merge_rule(v, "max")
+
+        @tf.function
+        def tower(x):
+            first = tf.shape(x)[0] - 1
+            v[first:first + 2].assign([tf.reduce_max(x), tf.reduce_min(x)])
+
+        strategy.run(tower, (strategy.split(tf.constant([1., 5., 3.])),))
+        self.assertEqual(v.numpy().tolist(), [3., 5., 1.])
+
     @parameterized.parameters(keras, tf_keras)
     def test_a_metric(self, kit):
         """Else a metric of the largest value seen logs the sum of the towers' largest."""

@@ -71,7 +71,7 @@ def agreed(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
     return base + weighted_mean([value - base for value in values], shares)
 
 
-_EXTREMES = {"max": (tf.maximum, tf.reduce_max), "min": (tf.minimum, tf.reduce_min)}
+EXTREMES = {"max": (tf.maximum, tf.reduce_max), "min": (tf.minimum, tf.reduce_min)}
 
 
 def extreme(rule: str, values: Sequence[Value], shares: shares_lib.Shares) -> Value:
@@ -91,7 +91,7 @@ def extreme(rule: str, values: Sequence[Value], shares: shares_lib.Shares) -> Va
 
 def extreme_of_parts(rule: str, parts: Sequence[Value], workers: Any) -> Value:
     """The same, where all of ``parts`` count, over all machines."""
-    pick, pick_rows = _EXTREMES[rule]
+    pick, pick_rows = EXTREMES[rule]
     here = functools.reduce(pick, parts)
     return here if workers is None else pick_rows(workers.gather(here[tf.newaxis]), 0)
 

@@ -22,6 +22,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.replicas import tables
 from towerstrategy.replicas.tables import NeedsOwnTrace
+from towerstrategy.sharding import propagate
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.variables import tower_local
@@ -55,7 +56,7 @@ class Copier:
         self._variables = variables
         self.firsts: set[str] = set()
         self._done = 0
-        self._waiting: list[tf.Operation] = []
+        self._waiting: list[Op] = []
         self._kept: set[str] = set()
         self._stages: dict[str, int | None] = {}  # device as written -> its stage in tower 0
         self._safe_functions: set[str] = set()
@@ -74,16 +75,24 @@ class Copier:
           handed: what tower 0 hands to the others: a nest of tensors, operations and other values.
         """
         self.firsts.update(operation.name for operation in self.added())
-        stretch = [*self._waiting, *self.added()]
-        needed = _needed(stretch, handed)
-        self._waiting = [operation for operation in stretch if operation.name not in needed]
-        stretch = [operation for operation in stretch if operation.name in needed]
+        known = {operation.name: operation
+                 for operation in [*self._waiting, *map(Op, self.added())]}
+        leaves = tf.nest.flatten(handed, expand_composites=True)
+        roots = [name for name, operation in known.items() if operation.is_stateful]
+        roots += [leaf.name if isinstance(leaf, tf.Operation) else leaf.op.name for leaf in leaves
+                  if isinstance(leaf, tf.Operation) or tf.is_symbolic_tensor(leaf)]
+        done, stretch = set[str](), list[Op]()
+        for name in filter(known.__contains__, roots):
+            # What writes to the temporary copy of a variable was made before that.
+            propagate.visit(known[name], known, done, stretch)
+        self._waiting = [operation for name, operation in known.items() if name not in done]
         if stretch:
-            self._check(stretch)
+            for operation in stretch:
+                for function in _tf.functions_of(operation.operation):
+                    self._check_function(function)
             self._shared.update(_shared_reads(stretch, self.table))
             self._shared.update(list(self._shared_casts(stretch)))
-            stretch = [operation for operation in stretch if operation.name not in self._shared]
-            self._import(stretch)
+            self._import([each for each in stretch if each.name not in self._shared])
         self.skip()
 
     def added(self) -> list[tf.Operation]:
@@ -94,11 +103,6 @@ class Copier:
     def keep(self, since: int) -> None:
         """Leaves out of the copies the operations since operation number ``since``."""
         self._kept.update(operation.name for operation in self._graph.get_operations()[since:])
-
-    def _check(self, stretch: Sequence[tf.Operation]) -> None:
-        for operation in stretch:
-            for name in _tf.functions_of(operation):
-                self._check_function(name)
 
     def _check_function(self, name: str) -> None:
         """A function draws the same numbers wherever it is called, so it must draw none."""
@@ -127,21 +131,20 @@ class Copier:
                     self.table.put(first, [self._graph.capture(part.handle) for part in others])
                     yield first
 
-    def _shared_casts(self, stretch: Sequence[tf.Operation]) -> Iterator[str]:
+    def _shared_casts(self, stretch: Sequence[Op]) -> Iterator[str]:
         """The names of casts of weights to halves, which are now with the weight.
 
         Not where somebody takes the weight itself, which crosses in any case.
         """
         homes = {inner.name: getattr(outer, "device", "") for outer, inner in self._graph.captures}
-        for operation in filter(_tf.makes_half, stretch):
+        for operation in filter(_tf.makes_half, (each.operation for each in stretch)):
             read = operation.inputs[0].op
             home = homes.get(read.inputs[0].name) if read.name in self._shared else None
             if home and all(map(_tf.makes_half, read.outputs[0].consumers())):
                 _tf.set_device(operation, home)
                 yield operation.name
 
-    def _import(self, stretch: Sequence[tf.Operation]) -> None:
-        nodes = [Op(operation) for operation in _in_order(stretch)]
+    def _import(self, nodes: Sequence[Op]) -> None:
         builder = Builder(self._graph)
         copies: dict[int, dict[str, str]] = {}  # by tower: an operation -> its node
         outside: list[tuple[str, tf.Operation]] = []  # what nodes wait for besides
@@ -183,7 +186,7 @@ class Copier:
         return device if stage is None else self._rows[tower][stage]
 
 
-def _shared_reads(stretch: Sequence[tf.Operation], differing: Container[str]) -> Iterator[str]:
+def _shared_reads(stretch: Sequence[Op], differing: Container[str]) -> Iterator[str]:
     """The names of the reads that give every tower the same: of the one copy of a variable.
 
     Args:
@@ -191,12 +194,12 @@ def _shared_reads(stretch: Sequence[tf.Operation], differing: Container[str]) ->
       differing: the names of the tensors that differ between the towers: a tower-local variable has
         its handle here.
     """
-    written = {tensor.name for operation in stretch if _tf.written_resources(operation)
-               for tensor in operation.inputs if tensor.dtype == tf.resource}
+    written = {operation.input_names[place] for operation in stretch if operation.has_effect
+               for place in operation.handles}
     for operation in stretch:
-        if operation.type == "ReadVariableOp" and not operation.control_inputs \
-                and operation.inputs[0].name not in written \
-                and operation.inputs[0].name not in differing:
+        if operation.type == "ReadVariableOp" and not operation.controls \
+                and operation.input_names[0] not in written \
+                and operation.input_names[0] not in differing:
             yield operation.name
 
 
@@ -206,44 +209,3 @@ def _with_seed_of(operation: Op, tower: int) -> bytes:
     if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
         node.attr["seed2"].i = (node.attr["seed2"].i + tower * _tf.SEED_STEP) % 2**31
     return node.SerializeToString(deterministic=True)
-
-
-def _needed(operations: Sequence[tf.Operation], handed: Any) -> set[str]:
-    """The names of ``operations`` that have an effect, and of what these and ``handed`` need."""
-    by_name = {operation.name: operation for operation in operations}
-    leaves = tf.nest.flatten(handed, expand_composites=True)
-    reached = [operation.name for operation in operations if operation.op_def.is_stateful]
-    reached += [leaf.name for leaf in leaves if isinstance(leaf, tf.Operation)]
-    reached += [leaf.op.name for leaf in leaves
-                if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf)]
-    needed: set[str] = set()
-    while reached:
-        name = reached.pop()
-        if name in by_name and name not in needed:
-            needed.add(name)
-            reached += [tensor.op.name for tensor in by_name[name].inputs]
-            reached += [control.name for control in by_name[name].control_inputs]
-    return needed
-
-
-def _in_order(stretch: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """``stretch`` with each operation behind those that it needs, else as it is.
-
-    The temporary copy of a variable is made after what writes to it.  An import makes operations
-    when all that they need is there, and in which order a variable is read and written is found
-    out by the order in which they were made.
-    """
-    left = {operation.name: operation for operation in stretch}
-    ordered: list[tf.Operation] = []
-    for operation in stretch:
-        waiting = [operation]
-        while waiting:
-            needed = [left[tensor.op.name] for tensor in waiting[-1].inputs
-                      if tensor.op.name in left]
-            if needed:
-                waiting += needed[:1]
-            else:
-                done = waiting.pop()
-                if left.pop(done.name, None) is not None:
-                    ordered.append(done)
-    return ordered

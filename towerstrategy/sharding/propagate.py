@@ -380,15 +380,16 @@ def _needed_in_order(graph: Any) -> list[Op]:
     done: set[str] = set()
     order: list[Op] = []
     for root in roots:
-        _visit(root, known, done, order)
+        visit(root, known, done, order)
     return order
 
 
-def _visit(root: Op, known: Mapping[str, Op], done: set[str], order: list[Op]) -> None:
+def visit(root: Op, known: Mapping[str, Op], done: set[str], order: list[Op]) -> None:
+    """Puts ``root`` behind what it needs of ``known`` operations and what is not ``done`` yet."""
     stack: list[tuple[Op, Iterator[str]]] = []
     name: str | None = root.name
     while True:
-        if name is not None and name not in done:
+        if name is not None and name not in done and name in known:
             done.add(name)
             entered = known[name]
             stack.append((entered, iter([*(tensor.op.name for tensor in entered.inputs),

@@ -162,7 +162,7 @@ class TowerVariable(_tf.ResourceVariable):
             return method(self, value, use_locking=use_locking, name=name, read_value=read_value)
 
         def nested(tower: contexts.TowerContext) -> Any:
-            with_others = _has_workers(tower) and not written.takes_firsts(self)
+            with_others = _has_workers(tower) and written.rule_of(self) != "first"
             # Of a sum it could not be told later whether it was of values or of steps.
             if with_others or self.aggregation is Aggregation.SUM:
                 raise RuntimeError(contexts.NESTED_MERGE)

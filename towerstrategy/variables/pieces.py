@@ -15,6 +15,9 @@ import tensorflow as tf
 
 from towerstrategy.merge import merging, shares as shares_lib
 
+_SEGMENTS = {"sum": tf.math.unsorted_segment_sum, "max": tf.math.unsorted_segment_max,
+             "min": tf.math.unsorted_segment_min}
+
 
 def nd_slices(shape: tf.Tensor, indices: Any, updates: tf.Tensor) -> tf.IndexedSlices:
     """``scatter_nd`` indices and updates with one dimension in place of all but the last.
@@ -61,8 +64,8 @@ def merged(rule: str, parts: Sequence[tf.IndexedSlices],
     """Of each element one value of those of the towers that have rows and wrote it.
 
     Args:
-      rule: ``"sum"``; ``"first"``, of the towers in order; or ``"mean"``, by share of rows, of
-        which what they agree on stays exactly what it is.
+      rule: ``"sum"``, ``"max"`` or ``"min"``; ``"first"``, of the towers in order; or ``"mean"``, by
+        share of rows, of which what they agree on stays exactly what it is.
       parts: :func:`elements` of each tower.
       shares: those of the towers' batch.
     """
@@ -74,9 +77,8 @@ def merged(rule: str, parts: Sequence[tf.IndexedSlices],
     written = shares.across(merging.total(filled))
     positions, place = tf.unique(written.indices)
     count = tf.size(positions)
-    if rule == "sum":
-        return tf.IndexedSlices(tf.math.unsorted_segment_sum(written.values, place, count),
-                                positions)
+    if rule in _SEGMENTS:
+        return tf.IndexedSlices(_SEGMENTS[rule](written.values, place, count), positions)
     firsts = tf.gather(written.values, tf.math.unsorted_segment_min(
         tf.range(tf.size(place)), place, count))
     if rule == "first":

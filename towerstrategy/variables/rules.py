@@ -12,14 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import refused
-from towerstrategy.variables import one_copy, tower_local
+from towerstrategy.merge import merging
+from towerstrategy.variables import one_copy, tower_local, written
 
-EXTREMES = ("max", "min")
-
-# What is written by the rule of an aggregation, in words.
-_WORDS = {tf.VariableAggregation.SUM: "sum", tf.VariableAggregation.MEAN: "mean by share of rows",
-          tf.VariableAggregation.ONLY_FIRST_REPLICA: "tower 0's"}
-_EXTREME_WORDS = {"max": "largest", "min": "smallest"}
+# What :func:`written.rule_of` says, in words.
+_WORDS = {"sum": "sum", "mean": "mean by share of rows", "first": "tower 0's", "max": "largest",
+          "min": "smallest"}
 
 
 def held_variable(variable: Any) -> Any:
@@ -31,24 +29,22 @@ def held_variable(variable: Any) -> Any:
 
 def in_words(variable: Any) -> tuple[str, str]:
     """Where a variable of a strategy is kept, and how towers' writes are merged, in words."""
-    extreme = _EXTREME_WORDS.get(getattr(variable, "_extreme", None) or "")
     if isinstance(variable, tower_local.TowerLocalVariable):
-        default = "tower 0's" if len(variable._values) == 1 else _WORDS.get(
-            variable.aggregation, "tower 0's")
-        return "a part on each tower", f"{extreme or default}, when it is read"
+        rule = variable._extreme or {
+            one_copy.Aggregation.SUM: "sum", one_copy.Aggregation.MEAN: "mean"}.get(
+                variable.aggregation if variable._values[1:] else None, "first")
+        return "a part on each tower", f"{_WORDS[rule]}, when it is read"
     if not isinstance(variable, one_copy.TowerVariable):
         return "one copy", "not written by towers"
-    floats = variable.dtype.is_floating or variable.dtype.is_complex
-    default = _WORDS[tf.VariableAggregation.MEAN] if floats else "tower 0's"
-    return "one copy", extreme or _WORDS.get(variable.aggregation, default)
+    return "one copy", _WORDS[written.rule_of(variable)]
 
 
 def set_rule(strategy: tf.distribute.Strategy, variable: Any, rule: str) -> None:
     """See ``TowerStrategy.merge_rule``."""
-    if rule not in EXTREMES:
-        raise ValueError(f"rule must be one of {list(EXTREMES)}, but got {rule!r}. For a sum, a "
-                         "mean or the first tower's value make the variable with aggregation="
-                         "tf.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA.")
+    if rule not in merging.EXTREMES:
+        raise ValueError(f"rule must be one of {list(merging.EXTREMES)}, but got {rule!r}. For a "
+                         "sum, a mean or the first tower's value make the variable with "
+                         "aggregation=tf.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA.")
     held = held_variable(variable)
     if not isinstance(held, (one_copy.TowerVariable, tower_local.TowerLocalVariable)):
         raise refused.wrong_type("variable", variable, "a variable made in the scope of this "
@@ -57,7 +53,7 @@ def set_rule(strategy: tf.distribute.Strategy, variable: Any, rule: str) -> None
         raise ValueError(f"variable {held.name!r} belongs to another strategy: it was made in the "
                          f"scope of {held._distribute_strategy!r}, not of {strategy!r}.")
     if not (held.dtype.is_floating or held.dtype.is_integer):
-        raise TypeError(f"variable must hold real numbers to have a {_EXTREME_WORDS[rule]}, but "
+        raise TypeError(f"variable must hold real numbers to have a {_WORDS[rule]}, but "
                         f"{held.name!r} is of dtype {held.dtype.name}.")
     held._extreme = rule
     if isinstance(held, tower_local.TowerLocalVariable):

@@ -43,19 +43,34 @@ REPLACING = ("scatter_update", "scatter_min", "scatter_max", "scatter_nd_update"
 _STEPPING = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 
 
+def rule_of(variable: Any, outside: bool = False) -> str:
+    """The row of the table that holds: ``"sum"``, ``"mean"``, ``"first"``, ``"max"``, ``"min"``.
+
+    ``outside`` says that a per-replica value is written from outside of the towers.
+    """
+    if variable._extreme:
+        return str(variable._extreme)
+    if variable.aggregation is Aggregation.SUM and not outside:
+        return "sum"
+    floats = variable.dtype.is_floating or variable.dtype.is_complex
+    return "mean" if floats and variable.aggregation is not Aggregation.ONLY_FIRST_REPLICA \
+        else "first"
+
+
 def value(variable: Any, values: Sequence[Any], shares: shares_lib.Shares,
           outside: bool = False) -> Any:
     """What is written where each tower writes one of ``values``, or they are from outside."""
     if len(values) == 1 and shares.workers is None:
         return values[0]
+    rule = rule_of(variable, outside)
     with tf.device(homes_lib.home_of(variable)):
-        if variable._extreme:
-            return merging.extreme(variable._extreme, values, shares)
-        if variable.aggregation is Aggregation.SUM and not outside:
+        if rule == "sum":
             return merging.total_of_filled(values, shares)
-        if _is_floating(variable) and variable.aggregation is not Aggregation.ONLY_FIRST_REPLICA:
+        if rule == "mean":
             return merging.weighted_mean(values, shares)
-        return values[0] if variable._alike_on_all else shares.firsts(values[0])
+        if rule == "first":
+            return values[0] if variable._alike_on_all else shares.firsts(values[0])
+        return merging.extreme(rule, values, shares)
 
 
 def slices(variable: Any, method_name: str, parts: Sequence[tf.IndexedSlices],
@@ -69,14 +84,13 @@ def slices(variable: Any, method_name: str, parts: Sequence[tf.IndexedSlices],
             f"{method_name} is only supported for mirrored variable (variable created within "
             "certain `tf.distribute.Strategy` scope) with NONE or `ONLY_FIRST_REPLICA` "
             f"aggregation, got: {aggregation}.")
-    if aggregation is Aggregation.ONLY_FIRST_REPLICA:
-        return shares.firsts(parts[0])
     with tf.device(homes_lib.home_of(variable)):
         kept = merging.filled_slices(parts, shares)
-        if replaces or aggregation is Aggregation.SUM:
+        if aggregation is Aggregation.SUM or (
+                replaces and aggregation is not Aggregation.ONLY_FIRST_REPLICA):
             return shares.across(merging.total(kept))
-        steps = method_name in _STEPPING and _is_floating(variable)
-        if steps or aggregation is Aggregation.MEAN:
+        steps = method_name in _STEPPING or aggregation is Aggregation.MEAN
+        if steps and rule_of(variable, outside) == "mean":
             return merging.weighted_mean(kept, shares)
         return shares.firsts(kept[0])
 
@@ -87,12 +101,9 @@ def elements(variable: Any, places: Sequence[Any], values: Sequence[tf.Tensor],
     with tf.device(homes_lib.home_of(variable)):
         sizes = sizes_of(variable)
         parts = [pieces.elements(sizes, place, part) for place, part in zip(places, values)]
-        if variable.aggregation is Aggregation.ONLY_FIRST_REPLICA:
-            found = shares.firsts(parts[0])
-        else:
-            rule = "sum" if variable.aggregation is Aggregation.SUM else (
-                "mean" if _is_floating(variable) else "first")
-            found = pieces.merged(rule, parts, shares)
+        found = shares.firsts(parts[0]) \
+            if variable.aggregation is Aggregation.ONLY_FIRST_REPLICA \
+            else pieces.merged(rule_of(variable), parts, shares)
         return tf.IndexedSlices(found.values, tf.transpose(tf.unravel_index(found.indices, sizes)))
 
 
@@ -100,26 +111,17 @@ def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
                 before: tf.Tensor) -> Any:
     """What is written where each tower has written one for itself, see :mod:`alone`.
 
-    Args:
-      variable: what was written.
-      values: one a tower.
-      shares: those of the towers' batch.
-      before: the value that the variable had when the towers last met.
+    ``before`` is the value that the variable had when the towers last met.
     """
-    if variable._extreme:
-        return merging.extreme(variable._extreme, [*values, before], shares)
-    if takes_firsts(variable) or not _is_floating(variable):
+    rule = rule_of(variable)
+    if rule == "first":
         return values[0]
+    if rule in merging.EXTREMES:
+        return merging.extreme(rule, [*values, before], shares)
     if shares.may_be_empty:
         values = [tf.where(shares.filled(tower), written, before)
                   for tower, written in enumerate(values)]
     return merging.agreed(values, shares)
-
-
-def takes_firsts(variable: Any) -> bool:
-    """Whether the rule for writes is tower 0's value."""
-    return variable.aggregation is Aggregation.ONLY_FIRST_REPLICA or (
-        variable.aggregation is Aggregation.NONE and not _is_floating(variable))
 
 
 def sizes_of(variable: Any) -> tf.Tensor:
@@ -135,7 +137,3 @@ def shares_of(variable: Any, given: Any) -> shares_lib.Shares:
     if isinstance(given, results.TowerResults):
         return given.shares(extended.workers)
     return extended.equal_shares()
-
-
-def _is_floating(variable: Any) -> bool:
-    return variable.dtype.is_floating or variable.dtype.is_complex
