@@ -64,7 +64,7 @@ def merged(rule: str, parts: Sequence[tf.IndexedSlices],
     """Of each element one value of those of the towers that have rows and wrote it.
 
     Args:
-      rule: ``"sum"``, ``"max"`` or ``"min"``; ``"first"``, of the towers in order; or ``"mean"``, by
+      rule: ``"sum"``, ``"max"``, ``"min"``; ``"first"``, of the towers in order; or ``"mean"``, by
         share of rows, of which what they agree on stays exactly what it is.
       parts: :func:`elements` of each tower.
       shares: those of the towers' batch.
