@@ -127,7 +127,7 @@ class Placement:
         """Whether the towers share the host's memory, so that no batch need be brought to them."""
         return self.kinds == {"CPU"}
 
-    @property
+    @functools.cached_property
     def on_cpu(self) -> bool:
         """Whether towers and merge device are all CPU devices, which share the same cores."""
         return self.kinds == {names.kind_of(self.merge)} == {"CPU"}

@@ -122,20 +122,33 @@ def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
             step = original(self, step_function)
         compiles, trains = training_rules.compiles_towers(self), step_function == self.train_step
         adopting.adopt_state(strategy, self, names)
+        # Keras' way hands each step's logs over in an optional, which Python opens.
+        take = _taking(self, step) if self.steps_per_execution == 1 else step
 
         def function(iterator: Any) -> Any:
+            call = take
             if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
                 iterator = (training_rules.split_plain(strategy, data) for data in iterator)
-            elif isinstance(iterator, prefetching.PrefetchedIterator):
+                call = step
+            elif isinstance(iterator, prefetching.PrefetchedIterator) and take is step:
                 iterator.read_once()  # as Keras' loop over several steps does
             if trains:
-                return strategy.extended.train_step(lambda: step(iterator), compiles)
+                return strategy.extended.train_step(lambda: call(iterator), compiles)
             with strategy.extended.step(compiles):
-                return step(iterator)
+                return call(iterator)
 
         return function
 
     return _make_function
+
+
+def _taking(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A step of ``model`` that takes its batch out of an iterator by itself."""
+
+    def take(iterator: Any) -> Any:
+        return step([iterator.get_next()])
+
+    return take if model.run_eagerly else tf.function(take, reduce_retracing=True, autograph=False)
 
 
 def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,13 +165,7 @@ def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
             result, step = original(self, force), self.predict_function
         if step is before or not kind.is_tower_strategy(self.distribute_strategy):
             return result
-        compiles = training_rules.compiles_towers(self)
-
-        def take(iterator: Any) -> Any:
-            return step([iterator.get_next()])
-
-        if not self.run_eagerly:
-            take = tf.function(take, reduce_retracing=True, autograph=False)
+        compiles, take = training_rules.compiles_towers(self), _taking(self, step)
 
         def function(steps: Any) -> Any:
             # A model that is not adopted predicts on the towers in whose scope it is called.
