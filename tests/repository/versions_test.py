@@ -45,3 +45,13 @@ class VersionsTest(parameterized.TestCase):
             self.assertTrue((ROOT / name).exists(), name)
         self.assertContainsSubset(re.findall(r"\[(\w+)\]", lines),
                                   SETUP["options.extras_require"])
+
+    def test_badges(self):
+        """Else the first thing that a visitor reads is wrong."""
+        tensorflow = re.fullmatch(r"tensorflow>=([\d.]+),<2\.(\d+)", REQUIRED[0])
+        keras = re.fullmatch(r"keras>=([\d.]+)", REQUIRED[1])
+        for badge in (f"Python-{PYTHONS[0]}_to_{PYTHONS[-1]}", f"Keras-{keras[1]}_or_newer",
+                      f"TensorFlow-{tensorflow[1]}_to_2.{int(tensorflow[2]) - 1}",
+                      f"licence-{SETUP['metadata']['license'].replace('-', '--')}"):
+            self.assertIn(f"https://img.shields.io/badge/{badge}-",
+                          (ROOT / "README.md").read_text())
