@@ -56,30 +56,25 @@ def _as_loss(loss: Any) -> tf.Tensor:
 
 def install() -> None:
     """Wraps TensorFlow's loss helpers, once; outside of towers they stay what they are."""
-    _tf.wrap_losses(_average, _regularization)
+    _tf.AVERAGE.wrap(_average)
+    _tf.REGULARIZATION.wrap(_regularization)
 
 
-def _average(original: Callable[..., Any]) -> Callable[..., Any]:
-    def compute_average_loss(per_example_loss: Any, sample_weight: Any = None,
-                             global_batch_size: Any = None) -> Any:
-        tower = contexts.splitting_tower()
-        if tower is None or global_batch_size is not None:
-            return original(per_example_loss, sample_weight, global_batch_size)
-        per_example_loss = tf.convert_to_tensor(per_example_loss)
-        rows = tf.shape(per_example_loss)[0]
-        return scaled(tower, original(per_example_loss, sample_weight, rows))
-
-    return compute_average_loss
+def _average(original: Callable[..., Any], per_example_loss: Any, sample_weight: Any = None,
+             global_batch_size: Any = None) -> Any:
+    tower = contexts.splitting_tower()
+    if tower is None or global_batch_size is not None:
+        return original(per_example_loss, sample_weight, global_batch_size)
+    per_example_loss = tf.convert_to_tensor(per_example_loss)
+    rows = tf.shape(per_example_loss)[0]
+    return scaled(tower, original(per_example_loss, sample_weight, rows))
 
 
-def _regularization(original: Callable[..., Any]) -> Callable[..., Any]:
-    def scale_regularization_loss(regularization_loss: Any) -> Any:
-        tower = contexts.splitting_tower()
-        if tower is None:
-            return original(regularization_loss)
-        return scaled(tower, tf.reduce_sum(regularization_loss))
-
-    return scale_regularization_loss
+def _regularization(original: Callable[..., Any], regularization_loss: Any) -> Any:
+    tower = contexts.splitting_tower()
+    if tower is None:
+        return original(regularization_loss)
+    return scaled(tower, tf.reduce_sum(regularization_loss))
 
 
 def whole_batch(value: Any) -> Any:

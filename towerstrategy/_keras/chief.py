@@ -16,20 +16,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.placement.workers import Workers
-
-
-def workers_of(callback: Any) -> Workers | None:
-    """The collectives of the machines of the callback's model; None with a single one."""
-    strategy = getattr(callback.model, "distribute_strategy", None)
-    return getattr(getattr(strategy, "extended", None), "workers", None)
-
-
-def writes(callback: Any) -> bool:
-    """Whether this machine keeps what the callback writes."""
-    workers = workers_of(callback)
-    return workers is None or workers.is_chief
-
 
 def elsewhere(callback: Any, attribute: str) -> Any:
     """A copy of ``callback`` that writes to a folder which is thrown away with it.
@@ -49,8 +35,8 @@ def restore(callback: Any, load: Callable[[], None], held: Callable[[], list[tf.
     ``load`` is what Keras does: sets the model's weights and ``_initial_epoch``; ``held`` are the
     TensorFlow variables of the model and its optimizer, which is built by then.
     """
-    workers: Any = workers_of(callback)
     model = callback.model
+    workers = model.distribute_strategy.extended.workers
     if workers.is_chief:
         load()
     epoch = getattr(model, "_initial_epoch", None)

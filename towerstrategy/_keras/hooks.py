@@ -21,14 +21,14 @@ from towerstrategy import _tensorflow as _tf
 
 
 class Hook(NamedTuple):
-    """What is put in the place of a name of Keras: made of the original, and why.
+    """What is called in the place of a name of Keras, the original before its arguments, and why.
 
     Attributes:
       in_models: whether it is put into a strategy's models, and Keras' own class left as it is. The
         name is to stand in that Keras' ``names.ENTRIES``, too.
     """
 
-    make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    instead: Callable[..., Any]
     why: str
     in_models: bool = False
 
@@ -53,7 +53,7 @@ def install(table: Mapping[tuple[Any, str], Hook]) -> None:
         if hook.in_models:
             _in_models[owner, name] = hook
         else:
-            _tf.Place([owner], name, hook.why).wrap(hook.make)
+            _tf.Place([owner], name, hook.why).wrap(hook.instead)
 
 
 def enter_with(model: Any, methods: Iterable[str]) -> None:
@@ -63,15 +63,15 @@ def enter_with(model: Any, methods: Iterable[str]) -> None:
 
 
 def _entry(kind: Any, name: str) -> Callable[..., Any]:
-    makers = [hook.make for (owner, hooked), hook in _in_models.items()
-              if hooked == name and issubclass(kind, owner)]
+    hooked_by = [hook.instead for (owner, hooked), hook in _in_models.items()
+                 if hooked == name and issubclass(kind, owner)]
 
     @_tf.with_short_tracebacks
     @functools.wraps(getattr(kind, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         method = getattr(type(self), name)
-        for make in makers:
-            method = make(method)
+        for instead in hooked_by:
+            method = functools.partial(instead, method)
         with _tf.at_work():
             return method(self, *args, **kwargs)
 

@@ -86,24 +86,20 @@ def adam(optimizer: Any, learning_rate: Any, cpu: Any) -> Kernel | None:
              "beta1_power": tf.pow(beta1, step), "beta2_power": tf.pow(beta2, step)}
     kept, rate = _number(1), _number(1 - optimizer.beta_2)
 
-    def update(variable: Any, gradient: Any, slots: Mapping[str, Any]) -> None:
+    def apply(variable: Any, gradient: Any, **slots: Any) -> None:
+        v = slots["v"]
+        if isinstance(gradient, tf.IndexedSlices):
+            _raw.AssignSubVariableOp(resource=v.handle, value=rate * v)
+            _raw.ResourceScatterAdd(resource=v.handle, indices=gradient.indices,
+                                    updates=rate * tf.square(gradient.values))
+        else:
+            _raw.ResourceApplyGradientDescent(
+                var=v.handle, alpha=rate, delta=v - tf.square(gradient))
         operation(var=variable.handle, grad=tf.convert_to_tensor(gradient), beta2=kept,
                   **{name: slot.handle for name, slot in slots.items()}, **known)
 
-    def apply(variable: Any, gradient: Any, **slots: Any) -> None:
-        v = slots["v"]
-        _raw.ResourceApplyGradientDescent(var=v.handle, alpha=rate, delta=v - tf.square(gradient))
-        update(variable, gradient, slots)
-
-    def sparse(variable: Any, gradient: tf.IndexedSlices, **slots: Any) -> None:
-        v = slots["v"]
-        _raw.AssignSubVariableOp(resource=v.handle, value=rate * v)
-        _raw.ResourceScatterAdd(resource=v.handle, indices=gradient.indices,
-                                updates=rate * tf.square(gradient.values))
-        update(variable, gradient, slots)
-
     on_cpu = cpu and cpu.adam(optimizer, known)
-    return Kernel(slots, on_cpu or apply, sparse)
+    return Kernel(slots, on_cpu or apply, apply)
 
 
 class Step:

@@ -19,16 +19,12 @@ from towerstrategy.placement import homes as homes_lib, scopes
 from towerstrategy.sharding import step
 
 
-def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+def scale_loss(original: Callable[..., Any], loss: Any) -> Any:
     """The hook for a Keras' ``scale_loss_for_distribution``: a tower's mean counts by its share."""
-
-    def scale_loss_for_distribution(loss: Any) -> Any:
-        tower = contexts.splitting_tower()
-        if tower is None:
-            return loss if contexts.outside_of_towers() is not None else original(loss)
-        return losses.scaled(tower, loss)
-
-    return scale_loss_for_distribution
+    tower = contexts.splitting_tower()
+    if tower is None:
+        return loss if contexts.outside_of_towers() is not None else original(loss)
+    return losses.scaled(tower, loss)
 
 
 @contextlib.contextmanager

@@ -67,50 +67,36 @@ class Run:
         return stages.pop(0) if len(stages) > 1 else stages[0]
 
 
-def layer_init(original: Callable[..., Any]) -> Callable[..., Any]:
+def layer_init(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> None:
     """Remembers the stage that a layer is made for."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        strategy = _staged_scope()
-        if strategy is not None and contexts.current() is None:
-            vars(self)[MADE] = _said_here(strategy)
-        original(self, *args, **kwargs)
-
-    return __init__
+    strategy = _staged_scope()
+    if strategy is not None and contexts.current() is None:
+        vars(self)[MADE] = _said_here(strategy)
+    original(self, *args, **kwargs)
 
 
-def layer_call(names: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def layer_call(names: Any, original: Callable[..., Any], self: Any, /, *args: Any,
+               **kwargs: Any) -> Any:
     """Runs a layer in its stage, and remembers where it was called while a model was built."""
-
-    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            strategy = _staged_scope()
-            if strategy is None:
-                return original(self, *args, **kwargs)
-            tower = contexts.current()
-            if tower is None:
-                return _called_outside(strategy, original, self, args, kwargs)
-            if not contexts.has_stages_here(tower):  # a branch or a loop is in one stage
-                return original(self, *args, **kwargs)
-            with _stage_in_tower(strategy, tower, self, names):
-                return original(self, *args, **kwargs)
-
-        return __call__
-
-    return hook
+    strategy = _staged_scope()
+    if strategy is None:
+        return original(self, *args, **kwargs)
+    tower = contexts.current()
+    if tower is None:
+        return _called_outside(strategy, original, self, args, kwargs)
+    if not contexts.has_stages_here(tower):  # a branch or a loop is in one stage
+        return original(self, *args, **kwargs)
+    with _stage_in_tower(strategy, tower, self, names):
+        return original(self, *args, **kwargs)
 
 
-def sequential_build(original: Callable[..., Any]) -> Callable[..., Any]:
+def sequential_build(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls all layers anew for each that is added: where that is done says nothing of others."""
-
-    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = _staged_scope()
-        if strategy is None or contexts.current() is not None:
-            return original(self, *args, **kwargs)
-        with strategy.extended.stages.within(None), tf.device(None):
-            return original(self, *args, **kwargs)
-
-    return build
+    strategy = _staged_scope()
+    if strategy is None or contexts.current() is not None:
+        return original(self, *args, **kwargs)
+    with strategy.extended.stages.within(None), tf.device(None):
+        return original(self, *args, **kwargs)
 
 
 def _called_outside(strategy: tf.distribute.Strategy, original: Callable[..., Any], layer: Any,

@@ -17,36 +17,29 @@ from towerstrategy._keras import adopting, state
 from towerstrategy.placement import kind
 
 
-def compile(names: Any, compiling: Callable[..., contextlib.AbstractContextManager[None]]
-            ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def compile(names: Any, compiling: Callable[..., contextlib.AbstractContextManager[None]],
+            original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     """The hook for ``compile``, which adopts in a strategy's scope, and the strategy's models.
 
     ``compiling`` is entered around Keras' own, with the model and the strategy.
     """
-
-    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
-        def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-            scope = tf.distribute.get_strategy()
-            strategy = scope if kind.is_tower_strategy(scope) else strategy_of(self, names)
-            args, kwargs = losses.inner_losses((args, kwargs))
-            if strategy is None:
-                return original(self, *args, **kwargs)
-            owner = getattr(self, names.OWNER)
-            adopting.check_owner(strategy, f"model {self.name!r}", owner)
-            adopting.check_variables(strategy, self, state.variables_of(self, names))
-            with strategy.scope():
-                setattr(self, names.OWNER, strategy)
-                try:
-                    with compiling(self, strategy):
-                        original(self, *args, **kwargs)
-                    adopting.adopt(strategy, self, names)
-                except Exception:
-                    setattr(self, names.OWNER, owner)
-                    raise
-
-        return compile
-
-    return hook
+    scope = tf.distribute.get_strategy()
+    strategy = scope if kind.is_tower_strategy(scope) else strategy_of(self, names)
+    args, kwargs = losses.inner_losses((args, kwargs))
+    if strategy is None:
+        return original(self, *args, **kwargs)
+    owner = getattr(self, names.OWNER)
+    adopting.check_owner(strategy, f"model {self.name!r}", owner)
+    adopting.check_variables(strategy, self, state.variables_of(self, names))
+    with strategy.scope():
+        setattr(self, names.OWNER, strategy)
+        try:
+            with compiling(self, strategy):
+                original(self, *args, **kwargs)
+            adopting.adopt(strategy, self, names)
+        except Exception:
+            setattr(self, names.OWNER, owner)
+            raise
 
 
 def strategy_of(model: Any, names: Any) -> Any:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import tensorflow as tf
+from tensorflow.python.util import traceback_utils
 
 # Those whose only argument is their message.
 _PLAIN_ERRORS = (ArithmeticError, AssertionError, AttributeError, IndexError, NotImplementedError,
                  RuntimeError, TypeError, ValueError, ZeroDivisionError)
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# TensorFlow leaves our frames out of tracebacks wherever it leaves out its own.
+traceback_utils._EXCLUDED_PATHS += (os.path.dirname(os.path.dirname(__file__)) + os.sep,)
 _Called = TypeVar("_Called", bound=Callable[..., Any])
 
 
 def with_short_tracebacks(function: _Called) -> _Called:
-    """``function``, with one frame of this package in the tracebacks of errors in users' code.
+    """``function``, with one frame of this package in the tracebacks of its errors.
 
     All stay where TensorFlow keeps its own (``tf.debugging.disable_traceback_filtering``).
     """
@@ -30,24 +31,10 @@ def with_short_tracebacks(function: _Called) -> _Called:
         except Exception as error:
             if not tf.debugging.is_traceback_filtering_enabled():
                 raise
-            raise error.with_traceback(_without_ours(error.__traceback__))  # noqa: B904
+            short = traceback_utils._process_traceback_frames(error.__traceback__)
+            raise error.with_traceback(short)  # noqa: B904
 
     return call  # type: ignore[return-value]
-
-
-def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
-    entries = []
-    while trace is not None:
-        entries.append(trace)
-        trace = trace.tb_next
-    ours = [entry.tb_frame.f_code.co_filename.startswith(_PACKAGE) for entry in entries]
-    if ours[-1]:  # our own complaint
-        return entries[0]
-    kept = None
-    for entry, is_ours in zip(reversed(entries), reversed(ours)):
-        if not is_ours:
-            kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return kept
 
 
 def add_note(error: Any, note: str, traced: bool) -> None:

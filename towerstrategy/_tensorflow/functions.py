@@ -58,15 +58,13 @@ def wrap_gradient_functions(make: Callable[[Callable[..., Any]], Callable[..., A
 
     Such are those of ``tf.custom_gradient``, of ``tf.recompute_grad`` and of calls of functions.
     """
-    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-        def record_operation(op_type: Any, output_tensors: Any, input_tensors: Any,
-                             backward_function: Any, forward_function: Any = None) -> Any:
-            return original(op_type, output_tensors, input_tensors, make(backward_function),
-                            forward_function)
+    def record_operation(original: Callable[..., Any], op_type: Any, output_tensors: Any,
+                         input_tensors: Any, backward_function: Any,
+                         forward_function: Any = None) -> Any:
+        return original(op_type, output_tensors, input_tensors, make(backward_function),
+                        forward_function)
 
-        return record_operation
-
-    RECORD.wrap(wrapped)
+    RECORD.wrap(record_operation)
 
 
 def clone_function(function: polymorphic_function.Function,

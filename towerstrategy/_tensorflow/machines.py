@@ -58,14 +58,11 @@ def hand_keys_to_branches() -> None:
     CAPTURE.wrap(_from_around)
 
 
-def _from_around(original: Callable[..., Any]) -> Callable[..., Any]:
-    def capture_call_time_value(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self.outer_graph, func_graph.FuncGraph):
-            return original(self, *args, **kwargs)
-        around = self.outer_graph.capture_call_time_value(*args, **kwargs)
-        return tf.nest.map_structure(self.capture, around)
-
-    return capture_call_time_value
+def _from_around(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(self.outer_graph, func_graph.FuncGraph):
+        return original(self, *args, **kwargs)
+    around = self.outer_graph.capture_call_time_value(*args, **kwargs)
+    return tf.nest.map_structure(self.capture, around)
 
 
 # Of all strategies in this process; far from where MultiWorkerMirroredStrategy starts counting.

@@ -55,10 +55,7 @@ def operation_seeds_of_caller() -> Iterator[None]:
 
 def wrap_generators(is_one_replica: Callable[[], bool]) -> None:
     """Leaves the keys of a ``tf.random.Generator`` alone where there is one replica, once."""
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _preprocess_key(self: Any, key: tf.Tensor) -> tf.Tensor:
-            return key if is_one_replica() else original(self, key)
+    def _preprocess_key(original: Callable[..., Any], self: Any, key: tf.Tensor) -> tf.Tensor:
+        return key if is_one_replica() else original(self, key)
 
-        return _preprocess_key
-
-    KEYS.wrap(make)
+    KEYS.wrap(_preprocess_key)

@@ -18,14 +18,6 @@ def keep_scopes_per_thread(graph: tf.Graph) -> None:
     graph.switch_to_thread_local()
 
 
-def filter_tracebacks(filters: bool) -> None:
-    """Filters the tracebacks of errors in this thread, or does not."""
-    if filters:
-        tf.debugging.enable_traceback_filtering()
-    else:
-        tf.debugging.disable_traceback_filtering()
-
-
 def eager_if(eager: bool) -> contextlib.AbstractContextManager[None]:
     """Eager mode where ``eager``, nothing otherwise (``tf.init_scope`` inside a tower)."""
     return eager_context.eager_mode() if eager else contextlib.nullcontext()

@@ -1,6 +1,6 @@
 """A function of TensorFlow or Keras -> what is called in its place, while a strategy is at work.
 
-Goes in: where functions stand, and what makes other ones of them.  Comes out: those in their places
+Goes in: where functions stand, and what is called instead.  Comes out: that in their places
 from the first entry (a scope, a ``run``, a call of a model) to the last exit, in whichever threads
 these are; before and after that the originals.
 """
@@ -30,12 +30,15 @@ class Place(NamedTuple):
     name: str
     why: str
 
-    def wrap(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Has what ``make`` makes of the function in its place whenever a strategy is at work."""
+    def wrap(self, instead: Callable[..., Any]) -> None:
+        """Has ``instead`` called in its place whenever a strategy is at work, once.
+
+        ``instead`` takes the function, then its arguments.
+        """
         key = self.owners[0], self.name
         with _lock:
             if key not in _wrapped:
-                _wrapped[key] = _Wrapped(self, make)
+                _wrapped[key] = _Wrapped(self, instead)
                 if _entered:
                     _wrapped[key].put()
 
@@ -43,9 +46,8 @@ class Place(NamedTuple):
 class _Wrapped:
     """A function and what is called in its place."""
 
-    def __init__(self, place: Place,
-                 make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._place, self._make = place, make
+    def __init__(self, place: Place, instead: Callable[..., Any]) -> None:
+        self._place, self._instead = place, instead
         self._original: Any = None
         self._hooked: Any = None
 
@@ -64,11 +66,16 @@ class _Wrapped:
                 setattr(owner, self._place.name, self._original)
 
     def _made_of(self, original: Callable[..., Any]) -> Any:
-        hooked: Any = functools.wraps(original)(self._make(original))
+        instead = self._instead
+
+        @functools.wraps(original)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            return instead(original, *args, **kwargs)
+
         if self._place.name == "__init__" and not hasattr(original, "__wrapped__"):
             # To remember arguments Keras asks inspect in a way that does not look at what is
             # wrapped.  Nothing else may have it: Keras hands it on with a method's own attributes.
-            hooked.__signature__ = inspect.signature(original)
+            vars(hooked)["__signature__"] = inspect.signature(original)
         setattr(hooked, MARK, original)
         return hooked
 

@@ -235,7 +235,8 @@ class _Tower(_tf.ReplicaThread):
             self.main_fn = self.main_args = self.main_kwargs = None
 
     def _in_tower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        _tf.filter_tracebacks(self._filters)
+        if not self._filters:
+            tf.debugging.disable_traceback_filtering()
         try:
             with self._context, tf.name_scope(self._scope):
                 return fn(*args, **kwargs)

@@ -21,16 +21,12 @@ _PATHS = {model_checkpoint.ModelCheckpoint: "filepath", csv_logger.CSVLogger: "f
           tensorboard.TensorBoard: "log_dir"}
 
 
-def set_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    def set_model(self: Any, model: Any) -> None:
-        strategy = training.strategy_of(model, names)
-        if strategy is not None:
-            workers = strategy.extended.workers
-            is_chief = workers is None or workers.is_chief
-            self.callbacks = [_on_towers(callback, is_chief) for callback in self.callbacks]
-        original(self, model)
-
-    return set_model
+def set_model(original: Callable[..., Any], self: Any, model: Any) -> None:
+    strategy = training.strategy_of(model, names)
+    if strategy is not None:
+        self.callbacks = [_on_towers(callback, strategy.extended.should_checkpoint)
+                          for callback in self.callbacks]
+    original(self, model)
 
 
 def _on_towers(callback: Any, is_chief: bool) -> Any:
@@ -59,21 +55,25 @@ class _Emptied(model_checkpoint.ModelCheckpoint):
 class _WholeBackup(backup_and_restore.BackupAndRestore):
     """A ``BackupAndRestore`` whose backups are whole, and the chief's alone, see :mod:`backup`."""
 
+    @property
+    def _here(self) -> Any:
+        return self.model.distribute_strategy.extended
+
     def _save_model(self) -> None:
-        if chief.writes(self):
+        if self._here.should_checkpoint:
             backup.save(self, super()._save_model)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if chief.writes(self):
+        if self._here.should_checkpoint:
             backup.clean(self)
         load = functools.partial(super().on_train_begin, logs)
-        if chief.workers_of(self) is None:
+        if self._here.workers is None:
             load()
         else:
             chief.restore(self, load, lambda: _saved_of(self.model))
 
     def on_train_end(self, logs: Any = None) -> None:
-        if chief.writes(self):
+        if self._here.should_checkpoint:
             if self.delete_checkpoint:
                 backup.delete(self.backup_dir)
             super().on_train_end(logs)

@@ -8,6 +8,7 @@ has moved.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from keras.src.backend.tensorflow import optimizer as tf_optimizer, trainer as tf_trainer
@@ -74,7 +75,7 @@ STAGES: dict[tuple[Any, str], hooks.Hook] = {
         stages.layer_init,
         "does not know for which stage of a tower a layer is made"),
     (layer_module.Layer, "__call__"): hooks.Hook(
-        stages.layer_call(names),
+        functools.partial(stages.layer_call, names),
         "runs every layer of a tower on one device, and forgets the tf.device around a call"),
     (sequential.Sequential, "build"): hooks.Hook(
         stages.sequential_build,

@@ -26,25 +26,23 @@ _KERNELS: dict[Any, one_pass.Rule] = {
 }
 
 
-def apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        _take(self)
-        tower = contexts.splitting_tower()
-        if tower is None:
-            grads = list(grads)
-            with _in_own_scope(self, trainable_variables), optimizers_rules.merged_if_alone(grads):
-                return original(self, grads, trainable_variables)
+def apply(original: Callable[..., Any], self: Any, grads: Any,
+          trainable_variables: Any = None) -> Any:
+    _take(self)
+    tower = contexts.splitting_tower()
+    if tower is None:
         grads = list(grads)
-        targets = list(self._trainable_variables if trainable_variables is None
-                       else trainable_variables)
-        both = min(len(grads), len(targets))  # of other numbers Keras is to say what is wrong
-        targets = targets[:both]
-        return optimizers_rules.merge_then(
-            tower, grads[:both], [names.held(target) for target in targets],
-            lambda merged: original(self, [*merged, *grads[both:]], trainable_variables),
-            overwriting=[getattr(target, "overwrite_with_gradient", False) for target in targets])
-
-    return apply
+        with _in_own_scope(self, trainable_variables), optimizers_rules.merged_if_alone(grads):
+            return original(self, grads, trainable_variables)
+    grads = list(grads)
+    targets = list(self._trainable_variables if trainable_variables is None
+                   else trainable_variables)
+    both = min(len(grads), len(targets))  # of other numbers Keras is to say what is wrong
+    targets = targets[:both]
+    return optimizers_rules.merge_then(
+        tower, grads[:both], [names.held(target) for target in targets],
+        lambda merged: original(self, [*merged, *grads[both:]], trainable_variables),
+        overwriting=[getattr(target, "overwrite_with_gradient", False) for target in targets])
 
 
 def _take(optimizer: Any) -> None:
@@ -68,22 +66,19 @@ def _in_own_scope(optimizer: Any, targets: Any) -> Iterator[None]:
         yield
 
 
-def distributed_update_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _distributed_tf_update_step(self: Any, distribution: Any, grads_and_vars: Any,
-                                    learning_rate: Any) -> Any:
-        if not kind.is_tower_strategy(distribution):
-            return original(self, distribution, grads_and_vars, learning_rate)
-        step = one_pass.Step(self, _rule(self), learning_rate)
+def distributed_update_step(original: Callable[..., Any], self: Any, distribution: Any,
+                            grads_and_vars: Any, learning_rate: Any) -> Any:
+    if not kind.is_tower_strategy(distribution):
+        return original(self, distribution, grads_and_vars, learning_rate)
+    step = one_pass.Step(self, _rule(self), learning_rate)
 
-        def is_left(gradient: Any, target: Any) -> bool:
-            return not step.update(target, gradient, lambda held: names.held(
-                getattr(self, held)[self._get_variable_index(target)]))
+    def is_left(gradient: Any, target: Any) -> bool:
+        return not step.update(target, gradient, lambda held: names.held(
+            getattr(self, held)[self._get_variable_index(target)]))
 
-        left = [(gradient, target) for gradient, target in grads_and_vars
-                if is_left(gradient, target)]
-        return original(self, distribution, left, learning_rate)
-
-    return _distributed_tf_update_step
+    left = [(gradient, target) for gradient, target in grads_and_vars
+            if is_left(gradient, target)]
+    return original(self, distribution, left, learning_rate)
 
 
 def _rule(optimizer: Any) -> one_pass.Rule | None:

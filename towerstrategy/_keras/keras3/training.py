@@ -6,6 +6,7 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import types
@@ -25,13 +26,10 @@ from towerstrategy.placement import kind
 from towerstrategy.variables import rules
 
 
-def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __init__(self: Any) -> None:
-        original(self)
-        if training_rules.strategy_of(self, names) is not None:
-            hooks.enter_with(self, names.ENTRIES)
-
-    return __init__
+def trainer_init(original: Callable[..., Any], self: Any) -> None:
+    original(self)
+    if training_rules.strategy_of(self, names) is not None:
+        hooks.enter_with(self, names.ENTRIES)
 
 
 @contextlib.contextmanager
@@ -47,7 +45,7 @@ def _compiling(model: Any, strategy: Any) -> Iterator[None]:
         del vars(model)["_resolve_auto_jit_compile"]
 
 
-compile = training_rules.compile(names, _compiling)
+compile = functools.partial(training_rules.compile, names, _compiling)
 
 
 @contextlib.contextmanager
@@ -63,25 +61,20 @@ def _towers_alone_compiled(model: Any) -> Iterator[None]:
             model._jit_compile = True
 
 
-def is_tf_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
-    def is_tf_dataset(x: Any) -> bool:
-        return isinstance(x, datasets_lib.TowerDataset) or original(x)
-
-    return is_tf_dataset
+def is_tf_dataset(original: Callable[..., Any], x: Any) -> bool:
+    return isinstance(x, datasets_lib.TowerDataset) or original(x)
 
 
-def epoch_iterator_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __init__(self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
-        if not kind.is_tower_strategy(distribute_strategy):
-            return original(self, distribute_strategy, *args, **kwargs)
-        predicting = "y" not in kwargs  # Model.predict alone hands over no labels, not even None
-        with distribute_strategy.extended.modes.within(in_order=predicting):
-            original(self, distribute_strategy, *args, **kwargs)
-        if isinstance(self._distributed_dataset, datasets_lib.TowerDataset) and predicting \
-                and self.steps_per_execution == 1:
-            self._distributed_dataset = _Untaken(self._distributed_dataset)
-
-    return __init__
+def epoch_iterator_init(original: Callable[..., Any], self: Any, distribute_strategy: Any = None,
+                        *args: Any, **kwargs: Any) -> None:
+    if not kind.is_tower_strategy(distribute_strategy):
+        return original(self, distribute_strategy, *args, **kwargs)
+    predicting = "y" not in kwargs  # Model.predict alone hands over no labels, not even None
+    with distribute_strategy.extended.modes.within(in_order=predicting):
+        original(self, distribute_strategy, *args, **kwargs)
+    if isinstance(self._distributed_dataset, datasets_lib.TowerDataset) and predicting \
+            and self.steps_per_execution == 1:
+        self._distributed_dataset = _Untaken(self._distributed_dataset)
 
 
 class _Predicting(threading.local):
@@ -111,35 +104,32 @@ class _Untaken:
         return itertools.repeat(iterator) if taken else iterator
 
 
-def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
+def make_function(original: Callable[..., Any], self: Any, step_function: Any) -> Any:
     """Adopts what was built since ``compile``; splits the plain data of ``*_on_batch``."""
+    strategy = training_rules.strategy_of(self, names)
+    if strategy is None:
+        return original(self, step_function)
+    with _towers_alone_compiled(self):
+        step = original(self, step_function)
+    compiles, trains = training_rules.compiles_towers(self), step_function == self.train_step
+    adopting.adopt_state(strategy, self, names)
 
-    def _make_function(self: Any, step_function: Any) -> Any:
-        strategy = training_rules.strategy_of(self, names)
-        if strategy is None:
-            return original(self, step_function)
-        with _towers_alone_compiled(self):
-            step = original(self, step_function)
-        compiles, trains = training_rules.compiles_towers(self), step_function == self.train_step
-        adopting.adopt_state(strategy, self, names)
-        # Keras' way hands each step's logs over in an optional, which Python opens.
-        take = _taking(self, step) if self.steps_per_execution == 1 else step
+    # Keras' way hands each step's logs over in an optional, which Python opens.
+    take = _taking(self, step) if self.steps_per_execution == 1 else step
 
-        def function(iterator: Any) -> Any:
-            call = take
-            if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-                iterator = (training_rules.split_plain(strategy, data) for data in iterator)
-                call = step
-            elif isinstance(iterator, prefetching.PrefetchedIterator) and take is step:
-                iterator.read_once()  # as Keras' loop over several steps does
-            if trains:
-                return strategy.extended.train_step(lambda: call(iterator), compiles)
-            with strategy.extended.step(compiles):
-                return call(iterator)
+    def function(iterator: Any) -> Any:
+        call = take
+        if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+            iterator = (training_rules.split_plain(strategy, data) for data in iterator)
+            call = step
+        elif isinstance(iterator, prefetching.PrefetchedIterator) and take is step:
+            iterator.read_once()  # as Keras' loop over several steps does
+        if trains:
+            return strategy.extended.train_step(lambda: call(iterator), compiles)
+        with strategy.extended.step(compiles):
+            return call(iterator)
 
-        return function
-
-    return _make_function
+    return function
 
 
 def _taking(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -151,60 +141,55 @@ def _taking(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return take if model.run_eagerly else tf.function(take, reduce_retracing=True, autograph=False)
 
 
-def make_predict_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    def make_predict_function(self: Any, force: bool = False) -> Any:
-        result = make(self, force)
-        hooked = tf_trainer.TensorFlowTrainer.make_predict_function
-        _predicting.takes_iterators = (type(self).make_predict_function is hooked
-                                       and hasattr(self.predict_function, "takes_iterators"))
+def make_predict_function(original: Callable[..., Any], self: Any, force: bool = False) -> Any:
+    result = _made(original, self, force)
+    hooked = tf_trainer.TensorFlowTrainer.make_predict_function
+    _predicting.takes_iterators = (type(self).make_predict_function is hooked
+                                   and hasattr(self.predict_function, "takes_iterators"))
+    return result
+
+
+def _made(original: Callable[..., Any], self: Any, force: bool) -> Any:
+    before = self.predict_function
+    with _towers_alone_compiled(self):
+        result, step = original(self, force), self.predict_function
+    if step is before or not kind.is_tower_strategy(self.distribute_strategy):
         return result
+    compiles, take = training_rules.compiles_towers(self), _taking(self, step)
 
-    def make(self: Any, force: bool) -> Any:
-        before = self.predict_function
-        with _towers_alone_compiled(self):
-            result, step = original(self, force), self.predict_function
-        if step is before or not kind.is_tower_strategy(self.distribute_strategy):
-            return result
-        compiles, take = training_rules.compiles_towers(self), _taking(self, step)
+    def function(steps: Any) -> Any:
+        # A model that is not adopted predicts on the towers in whose scope it is called.
+        strategy = self.distribute_strategy
+        if not kind.is_tower_strategy(strategy):
+            return step(steps)
+        with strategy.extended.step(compiles):
+            if isinstance(steps[0], tf.distribute.DistributedIterator):
+                return take(steps[0])
+            return step([training_rules.split_plain(strategy, data) for data in steps])
 
-        def function(steps: Any) -> Any:
-            # A model that is not adopted predicts on the towers in whose scope it is called.
-            strategy = self.distribute_strategy
-            if not kind.is_tower_strategy(strategy):
-                return step(steps)
-            with strategy.extended.step(compiles):
-                if isinstance(steps[0], tf.distribute.DistributedIterator):
-                    return take(steps[0])
-                return step([training_rules.split_plain(strategy, data) for data in steps])
-
-        function.takes_iterators = True  # type: ignore[attr-defined]
-        self.predict_function = function
-        return function
-
-    return make_predict_function
+    function.takes_iterators = True  # type: ignore[attr-defined]
+    self.predict_function = function
+    return function
 
 
-def symbolic_build(original: Callable[..., Any]) -> Callable[..., Any]:
+def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None,
+                   data_batch: Any = None) -> Any:
     """Builds model, metrics and optimizer before the step is traced: one trace is enough then.
 
     What cannot be called symbolically, and a loss or metric that the step does not use and that
     cannot do with the data, is left to the trace, as without a strategy; so are the user's errors.
     """
-
-    def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        strategy = training_rules.strategy_of(self, names)
-        if strategy is None:
-            adopting.check_trains_on_towers(self, tf.distribute.get_strategy())
-            return original(self, iterator, data_batch)
-        if self.train_function is None:
-            # The optimizer is built here, around weights that may have been built outside.
-            adopting.adopt_state(strategy, self, names)
-        if iterator is not None:
-            data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
-        with contextlib.suppress(Exception), strategy.scope(), _metrics_left_out(self):
-            self._symbolic_build(data_batch=data_batch)
-
-    return _maybe_symbolic_build
+    strategy = training_rules.strategy_of(self, names)
+    if strategy is None:
+        adopting.check_trains_on_towers(self, tf.distribute.get_strategy())
+        return original(self, iterator, data_batch)
+    if self.train_function is None:
+        # The optimizer is built here, around weights that may have been built outside.
+        adopting.adopt_state(strategy, self, names)
+    if iterator is not None:
+        data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
+    with contextlib.suppress(Exception), strategy.scope(), _metrics_left_out(self):
+        self._symbolic_build(data_batch=data_batch)
 
 
 @contextlib.contextmanager
@@ -234,17 +219,14 @@ def _batch_spec(element_spec: Any) -> Any:
     return tree.map_structure(whole, element_spec)
 
 
-def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
-    def next(self: Any, ordered: bool = True) -> Any:
-        tower = contexts.splitting_tower()
-        if tower is None:
-            return original(self, ordered)
-        state = rules.held_variable(self.state)
-        state._alike_on_all = True  # every machine counts alike, so what is written need not cross
-        try:
-            seed = original(self, ordered)
-        finally:
-            state._alike_on_all = False
-        return tower.own_seed(seed)
-
-    return next
+def next_seed(original: Callable[..., Any], self: Any, ordered: bool = True) -> Any:
+    tower = contexts.splitting_tower()
+    if tower is None:
+        return original(self, ordered)
+    state = rules.held_variable(self.state)
+    state._alike_on_all = True  # every machine counts alike, so what is written need not cross
+    try:
+        seed = original(self, ordered)
+    finally:
+        state._alike_on_all = False
+    return tower.own_seed(seed)

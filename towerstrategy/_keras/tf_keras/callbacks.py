@@ -14,17 +14,14 @@ from towerstrategy._keras import backup, callback as callback_lib
 from towerstrategy.placement import kind
 
 
-def set_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    def set_model(self: Any, model: Any) -> None:
-        if kind.is_tower_strategy(model.distribute_strategy):
-            self.callbacks = [
-                callback_lib.with_methods(callback, _WholeBackup)
-                if isinstance(callback, callbacks.BackupAndRestore)
-                and not isinstance(callback, _WholeBackup) else callback
-                for callback in self.callbacks]
-        original(self, model)
-
-    return set_model
+def set_model(original: Callable[..., Any], self: Any, model: Any) -> None:
+    if kind.is_tower_strategy(model.distribute_strategy):
+        self.callbacks = [
+            callback_lib.with_methods(callback, _WholeBackup)
+            if isinstance(callback, callbacks.BackupAndRestore)
+            and not isinstance(callback, _WholeBackup) else callback
+            for callback in self.callbacks]
+    original(self, model)
 
 
 class _WholeBackup(callbacks.BackupAndRestore):

@@ -8,6 +8,7 @@ has moved.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from tf_keras.src import callbacks, losses as keras_losses
@@ -69,6 +70,6 @@ STAGES: dict[tuple[Any, str], hooks.Hook] = {
         stages.layer_init,
         "does not know for which stage of a tower a layer is made"),
     (base_layer.Layer, "__call__"): hooks.Hook(
-        stages.layer_call(names),
+        functools.partial(stages.layer_call, names),
         "runs every layer of a tower on one device"),
 }

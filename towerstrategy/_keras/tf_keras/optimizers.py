@@ -25,37 +25,32 @@ _KERNELS: dict[Any, one_pass.Rule] = {
 }
 
 
-def get_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _get_reduction(self: Any) -> Any:
-        if not contexts.has_all_rows():
-            return original(self)
-        with _tf.no_strategy():
-            return original(self)
-
-    return _get_reduction
+def get_reduction(original: Callable[..., Any], self: Any) -> Any:
+    if not contexts.has_all_rows():
+        return original(self)
+    with _tf.no_strategy():
+        return original(self)
 
 
-def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
-    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        tower = contexts.splitting_tower()
-        if tower is None and contexts.outside_of_towers() is not None:
-            grads_and_vars = list(grads_and_vars)
-            with optimizers_rules.merged_if_alone([gradient for gradient, _ in grads_and_vars]):
-                return original(self, grads_and_vars, *args, **kwargs)
-        strategy = contexts.strategy_of_replica()
-        if strategy is not None:
-            adopting.take_optimizer(strategy, self, names)
-        if tower is None:
-            return original(self, grads_and_vars, *args, **kwargs)
+def apply_gradients(original: Callable[..., Any], self: Any, grads_and_vars: Any, *args: Any,
+                    **kwargs: Any) -> Any:
+    tower = contexts.splitting_tower()
+    if tower is None and contexts.outside_of_towers() is not None:
         grads_and_vars = list(grads_and_vars)
-        targets = [target for _, target in grads_and_vars]
-        return optimizers_rules.merge_then(
-            tower, [gradient for gradient, _ in grads_and_vars],
-            [getattr(target, "_variable", target) for target in targets],
-            lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs),
-            _are_merged(original, args, kwargs))
-
-    return apply_gradients
+        with optimizers_rules.merged_if_alone([gradient for gradient, _ in grads_and_vars]):
+            return original(self, grads_and_vars, *args, **kwargs)
+    strategy = contexts.strategy_of_replica()
+    if strategy is not None:
+        adopting.take_optimizer(strategy, self, names)
+    if tower is None:
+        return original(self, grads_and_vars, *args, **kwargs)
+    grads_and_vars = list(grads_and_vars)
+    targets = [target for _, target in grads_and_vars]
+    return optimizers_rules.merge_then(
+        tower, [gradient for gradient, _ in grads_and_vars],
+        [getattr(target, "_variable", target) for target in targets],
+        lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs),
+        _are_merged(original, args, kwargs))
 
 
 def _are_merged(original: Callable[..., Any], args: Any, kwargs: Any) -> bool:
@@ -66,33 +61,27 @@ def _are_merged(original: Callable[..., Any], args: Any, kwargs: Any) -> bool:
                 or not given.get("experimental_aggregate_gradients", True))
 
 
-def supports_loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
-    def strategy_supports_loss_scaling() -> bool:
-        return kind.is_tower_strategy(tf.distribute.get_strategy()) or original()
-
-    return strategy_supports_loss_scaling
+def supports_loss_scaling(original: Callable[..., Any]) -> bool:
+    return kind.is_tower_strategy(tf.distribute.get_strategy()) or original()
 
 
-def distributed_apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _distributed_apply_gradients_fn(self: Any, distribution: Any, *args: Any,
-                                        **kwargs: Any) -> Any:
-        if not kind.is_tower_strategy(distribution):
-            return original(self, distribution, *args, **kwargs)
-        rule, update = _KERNELS.get(getattr(self.update_step, "__func__", None)), self._update_step
-        step = one_pass.Step(self, rule, self.learning_rate)
+def distributed_apply(original: Callable[..., Any], self: Any, distribution: Any, *args: Any,
+                      **kwargs: Any) -> Any:
+    if not kind.is_tower_strategy(distribution):
+        return original(self, distribution, *args, **kwargs)
+    rule, update = _KERNELS.get(getattr(self.update_step, "__func__", None)), self._update_step
+    step = one_pass.Step(self, rule, self.learning_rate)
 
-        def update_step(gradient: Any, variable: Any) -> Any:
-            index = self._index_dict.get(self._var_key(variable))
-            if index is None or not step.update(
-                    getattr(variable, "_variable", variable), gradient,
-                    lambda held: getattr(self, held)[index]):
-                return update(gradient, variable)
-            return None
+    def update_step(gradient: Any, variable: Any) -> Any:
+        index = self._index_dict.get(self._var_key(variable))
+        if index is None or not step.update(
+                getattr(variable, "_variable", variable), gradient,
+                lambda held: getattr(self, held)[index]):
+            return update(gradient, variable)
+        return None
 
-        vars(self)["_update_step"] = update_step
-        try:
-            return original(self, distribution, *args, **kwargs)
-        finally:
-            del vars(self)["_update_step"]
-
-    return _distributed_apply_gradients_fn
+    vars(self)["_update_step"] = update_step
+    try:
+        return original(self, distribution, *args, **kwargs)
+    finally:
+        del vars(self)["_update_step"]

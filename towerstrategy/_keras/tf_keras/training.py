@@ -5,6 +5,7 @@ Goes in: Keras' own function.  Comes out: the same, right in towers of a ``Tower
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,32 +17,26 @@ from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
 
 
-def data_handler_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        strategy = tf.distribute.get_strategy()
-        if not kind.is_tower_strategy(strategy):
-            return original(self, *args, **kwargs)
-        # Model.predict alone hands over no labels, not even None.
-        with strategy.extended.modes.within(in_order=len(args) < 2 and "y" not in kwargs):
-            original(self, *args, **kwargs)
-
-    return __init__
+def data_handler_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    strategy = tf.distribute.get_strategy()
+    if not kind.is_tower_strategy(strategy):
+        return original(self, *args, **kwargs)
+    # Model.predict alone hands over no labels, not even None.
+    with strategy.extended.modes.within(in_order=len(args) < 2 and "y" not in kwargs):
+        original(self, *args, **kwargs)
 
 
 # tf_keras looks in compile whether all variables are the strategy's.
-compile = training_rules.compile(
-    names, lambda _, strategy: strategy.extended.modes.within(adopts=True))
+compile = functools.partial(
+    training_rules.compile, names, lambda _, strategy: strategy.extended.modes.within(adopts=True))
 
 
-def batch_norm_build(original: Callable[..., Any]) -> Callable[..., Any]:
-    def build(self: Any, input_shape: Any) -> Any:
-        strategy = tf.distribute.get_strategy()
-        if not kind.is_tower_strategy(strategy):
-            return original(self, input_shape)
-        with tf.variable_creator_scope(_one_copy_of_means):
-            return original(self, input_shape)
-
-    return build
+def batch_norm_build(original: Callable[..., Any], self: Any, input_shape: Any) -> Any:
+    strategy = tf.distribute.get_strategy()
+    if not kind.is_tower_strategy(strategy):
+        return original(self, input_shape)
+    with tf.variable_creator_scope(_one_copy_of_means):
+        return original(self, input_shape)
 
 
 def _one_copy_of_means(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
@@ -51,20 +46,16 @@ def _one_copy_of_means(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     return next_creator(**kwargs)
 
 
-def set_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
+def set_attribute(original: Callable[..., Any], self: Any, name: str, value: Any) -> None:
     """Wraps the functions that run steps into what is around a step of towers.
 
     Hooks are put into a model that is made in the scope.
     """
-
-    def __setattr__(self: Any, name: str, value: Any) -> None:
-        if name in _FUNCTIONS and value is not None and not hasattr(value, "in_step_of"):
-            value = _in_step(self, name, value)
-        original(self, name, value)
-        if name == names.OWNER and kind.is_tower_strategy(value):
-            hooks.enter_with(self, names.ENTRIES)
-
-    return __setattr__
+    if name in _FUNCTIONS and value is not None and not hasattr(value, "in_step_of"):
+        value = _in_step(self, name, value)
+    original(self, name, value)
+    if name == names.OWNER and kind.is_tower_strategy(value):
+        hooks.enter_with(self, names.ENTRIES)
 
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
