@@ -6,6 +6,7 @@ Goes in: what was counted and sampled.  Comes out: an :class:`Epoch`, whose ``st
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from towerstrategy.extras.report import description
 from towerstrategy.extras.report.sample import Sample
@@ -113,9 +114,11 @@ class Epoch:
                 f"no step sampled since epoch {(self.sampled_in or 0) + 1}")
 
 
-def of(number: int, watch: Watch, shares: list[float] | None) -> Epoch:
+def of(number: int, watch: Watch, shares: Any) -> Epoch:
     """The epoch of that number, which ``watch`` has seen."""
-    placement, sample, rows = watch.placement, watch.sample, watch.rows
+    placement = watch.placement
+    sample: Any = watch.sample
+    rows: Any = watch.rows
     merged = sum(rows) if watch.once and rows is not None else None
     if merged is not None:
         rows = [0] * len(placement.devices)
@@ -124,17 +127,14 @@ def of(number: int, watch: Watch, shares: list[float] | None) -> Epoch:
         row = placement.rows[tower] if placement.rows else ()
         lines.append(Part(f"tower {tower}",
                           f"{len(row)} stages" if row else devices_lib.short_name(device),
-                          None if rows is None else rows[tower],
-                          None if sample is None else sample.towers[tower],
-                          None if sample is None else sample.idle(tower)))
+                          rows and rows[tower], sample and sample.towers[tower],
+                          sample and sample.idle(tower)))
         lines += [Part(f"tower {tower}, stage {stage}", devices_lib.short_name(name), None,
-                       None if sample is None else sample.stages[tower][stage],
-                       None if sample is None else sample.idle(tower, stage))
+                       sample and sample.stages[tower][stage], sample and sample.idle(tower, stage))
                   for stage, name in enumerate(row)]
-    where = placement.merge_name
-    for name, device in (("merge", where), ("update", where), ("split", "CPU:0"),
-                         ("input", "CPU:0")):
+    for name in ("merge", "update", "split", "input"):
+        device = placement.merge_name if name in ("merge", "update") else "CPU:0"
         lines.append(Part(name, device, merged if name == "merge" else None,
-                          None if sample is None else getattr(sample, name), None))
+                          sample and getattr(sample, name), None))
     return Epoch(number, watch.seconds, tuple(lines), sample, watch.sampled_in,
-                 None if shares is None else tuple(shares))
+                 shares and tuple(shares))

@@ -38,15 +38,14 @@ def check(path: str | os.PathLike[str]) -> None:
     _matplotlib()
 
 
-def _matplotlib() -> tuple[Any, Any]:
+def _matplotlib() -> Any:
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"TowerReport draws its picture with matplotlib, which is not there ({error}). "
             'pip install "towerstrategy[demo]" brings it; or leave the picture out.') from error
-    return Figure, FigureCanvasAgg
+    return Figure  # and not pyplot, which is for windows
 
 
 def draw(epochs: Sequence[Epoch]) -> bytes | None:
@@ -58,10 +57,8 @@ def draw(epochs: Sequence[Epoch]) -> bytes | None:
     sampled = [epoch for epoch in epochs if epoch.sampled is not None]
     if not sampled:
         return None
-    figure_class, canvas_class = _matplotlib()
     last = sampled[-1]
-    figure = figure_class(figsize=(11, 2.4 + 0.42 * len(last.parts)), layout="constrained")
-    canvas_class(figure)
+    figure = _matplotlib()(figsize=(11, 2.4 + 0.42 * len(last.parts)), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     _bars(left, last)
     _lines(right, sampled)

@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _PROFILER_SAYS = re.compile(
     rb"^(?:I\d{4} |\d{4}-\d\d-\d\d \S+: I )[^\]]*"
@@ -70,15 +70,11 @@ def profiler() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def harmless(what: str) -> Iterator[None]:
-    """Turns an error into a warning that says ``what`` could not be done."""
+def harmless(what: str, otherwise: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Turns an error into a warning that says ``what`` could not be done; then ``otherwise``."""
     try:
         yield
     except Exception as error:
-        warn(what, error)
-
-
-def warn(what: str, error: Exception) -> None:
-    """Says that the report could not do ``what``."""
-    warnings.warn(f"TowerReport could not {what}, and the training goes on without it: "
-                  f"{type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"TowerReport could not {what}, and the training goes on without it: "
+                      f"{type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
+        otherwise()

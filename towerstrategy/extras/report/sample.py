@@ -12,13 +12,15 @@ backwards.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -84,13 +86,9 @@ class Sample:
 
 def begin(what: str) -> Recording | None:
     """Begins to record; None where someone else does, or, with a warning of ``what``, none can."""
-    try:
+    with quiet.harmless(what), contextlib.suppress(tf.errors.AlreadyExistsError):
         return Recording(what)
-    except tf.errors.AlreadyExistsError:
-        return None
-    except Exception as error:
-        quiet.warn(what, error)
-        return None
+    return None
 
 
 class Recording:
@@ -156,26 +154,18 @@ def read(spaces: Iterable[Any], seconds: float, placement: devices_lib.Placement
       seconds: how long the call took, where the profile does not say.
       placement: where the strategy ran.
     """
-    host, device = _Times(placement), _Times(placement)
-    window, steps = None, 0
-    for space in spaces:
-        for plane in space.planes:
-            if plane.name.startswith("/device:"):
-                device.add_kernels(plane)
-            elif plane.name.startswith("/host:"):
-                host.add_operations(plane)
-                window, steps = host.window, host.steps
-    steps = max(steps, 1)
+    intervals = _intervals(spaces, placement)
+    window = next(iter(intervals[_WINDOW, True]), None)
+    steps = max(len(intervals["input", True]), 1)
 
-    def time_of(part: Part, where: str) -> float:
-        times = host if names.kind_of(where) == "CPU" else device
-        return times.total(part, window) / steps
+    def time_of(part: Part, where: str = "/device:CPU:0") -> float:
+        return _covered(intervals[part, names.kind_of(where) == "CPU"], window) / steps
 
     step = seconds if window is None else (window[1] - window[0]) / 1e12
     return Sample(step / steps, tuple(map(time_of, range(len(placement.devices)),
                                           placement.devices)),
                   time_of("merge", placement.merge), time_of("update", placement.merge),
-                  host.total("split", window) / steps, host.total("input", window) / steps, steps,
+                  time_of("split"), time_of("input"), steps,
                   tuple(tuple(time_of((tower, stage), where) for stage, where in enumerate(row))
                         for tower, row in enumerate(placement.rows)))
 
@@ -185,85 +175,60 @@ def _stop(save: bool) -> None:
         tf.profiler.experimental.stop(save=save)
 
 
-class _Times:
-    """The intervals in which each part of the step ran, on the host or on accelerators."""
+def _covered(intervals: Iterable[Interval], window: Interval | None) -> float:
+    """The seconds, within ``window``, in which there was one of ``intervals`` or several."""
+    covered, end = 0, 0
+    for first, last in sorted(intervals):
+        if window is not None:
+            first, last = max(first, window[0]), min(last, window[1])
+        first = max(first, end)
+        if last > first:
+            covered, end = covered + last - first, last
+    return covered / 1e12
 
-    def __init__(self, placement: devices_lib.Placement) -> None:
-        self._micro_batches = placement.micro_batches
-        self._alone = len(placement.towers) == 1 and not placement.rows
-        self._intervals: dict[Part, list[Interval]] = {}
-        self.window: Interval | None = None
-        self.steps = 0
 
-    def total(self, part: Part, window: Interval | None) -> float:
-        """The seconds in which ``part`` ran, within ``window``."""
-        covered, end = 0, 0
-        for first, last in sorted(self._intervals.get(part, ())):
-            if window is not None:
-                first, last = max(first, window[0]), min(last, window[1])
-            first = max(first, end)
-            if last > first:
-                covered, end = covered + last - first, last
-        return covered / 1e12
-
-    def add_operations(self, plane: Any) -> None:
-        """Adds what ran on the host."""
-        names = {key: metadata.name for key, metadata in plane.event_metadata.items()}
-        waits = {key for key, name in names.items() if _GET_NEXT.search(name)}
-        windows = {key for key, name in names.items() if name == _WINDOW}
-        parts = {key: found for key, name in names.items()
-                 if ":" in name and (found := self._parts(name))}
+def _intervals(spaces: Iterable[Any], placement: devices_lib.Placement
+               ) -> Mapping[tuple[Part, bool], list[Interval]]:
+    """When each part of the step ran, on the host or (False) on accelerators."""
+    found: dict[tuple[Part, bool], list[Interval]] = collections.defaultdict(list)
+    alone = len(placement.towers) == 1 and not placement.rows
+    parts_of = functools.cache(lambda name: _parts(name, alone, placement.micro_batches))
+    for plane in (plane for space in spaces for plane in space.planes):
+        on_host = plane.name.startswith("/host:")
+        # What an accelerator runs has the operation that started it in ``tf_op``.
+        named = {key for key, stat in plane.stat_metadata.items() if stat.name == "tf_op"}
         for line in plane.lines:
-            # All operations are the only tower's, but for those of the input pipeline.
-            mine = {} if self._alone and line.name.startswith("tf_data") else parts
-            for event in line.events:
-                key = event.metadata_id
-                if key in mine:
-                    self._add(mine[key], line, event)
-                elif key in waits:
-                    self._add(["input"], line, event)
-                    self.steps += 1
-                elif key in windows:
-                    self.window = _interval(line, event)
-
-    def add_kernels(self, plane: Any) -> None:
-        """Adds what ran on an accelerator; ``tf_op`` names the operation that started it."""
-        named = [key for key, stat in plane.stat_metadata.items() if stat.name == "tf_op"]
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
+            if not on_host and not line.name.startswith("Stream"):
                 continue  # made from the streams' own
+            of_data = line.name.startswith("tf_data")  # is not the only tower's
             for event in line.events:
-                for stat in event.stats:
-                    if stat.metadata_id in named:
-                        name = stat.str_value or plane.stat_metadata[stat.ref_value].name
-                        self._add(self._parts(name), line, event)
+                name = plane.event_metadata[event.metadata_id].name if on_host else next(
+                    (stat.str_value or plane.stat_metadata[stat.ref_value].name
+                     for stat in event.stats if stat.metadata_id in named), "")
+                start = line.timestamp_ns * 1000 + event.offset_ps
+                for part in parts_of(name):
+                    if not (alone and of_data and part == 0):
+                        found[part, on_host].append((start, start + event.duration_ps))
+    return found
 
-    def _add(self, parts: Iterable[Part], line: Any, event: Any) -> None:
-        for part in parts:
-            self._intervals.setdefault(part, []).append(_interval(line, event))
 
-    def _parts(self, name: str) -> list[Part]:
-        """The parts that the operation ``name:Type`` counts for."""
-        part, stage = self._part(name), scopes.stage_in(name)
-        if part is None:
+def _parts(name: str, alone: bool, micro_batches: int) -> Sequence[Part]:
+    """The parts that an operation, ``name:Type``, or another event counts for.
+
+    ``alone`` says whether all operations are the only tower's.
+    """
+    if name == _WINDOW or _GET_NEXT.search(name):
+        return [_WINDOW if name == _WINDOW else "input"]
+    if not _OPERATION.search(name):
+        return []
+    part: Part = 0
+    if (found := _SCOPE.match(name)) is None:
+        # Where a lone tower waits for those of other machines, it is not busy.
+        if not alone or name.startswith("EagerLocalExecute") or _CROSSING.search(name):
             return []
-        return [part] if stage is None else [part, (part, stage)]
-
-    def _part(self, name: str) -> Part:
-        """The part that the operation ``name:Type`` belongs to, or None."""
-        if not _OPERATION.search(name):
-            return None
-        found = _SCOPE.match(name)
-        if found is None:
-            # Where a lone tower waits for those of other machines, it is not busy.
-            is_its = self._alone and not (
-                name.startswith("EagerLocalExecute") or _CROSSING.search(name))
-            return 0 if is_its else None
-        if found["merge"]:
-            return "update" if _UPDATE.search(name, found.end()) else "merge"
-        return "split" if found["split"] else int(found["tower"]) // self._micro_batches
-
-
-def _interval(line: Any, event: Any) -> Interval:
-    start = line.timestamp_ns * 1000 + event.offset_ps
-    return start, start + event.duration_ps
+    elif found["merge"]:
+        part = "update" if _UPDATE.search(name, found.end()) else "merge"
+    else:
+        part = "split" if found["split"] else int(found["tower"]) // micro_batches
+    stage = scopes.stage_in(name)
+    return [part] if stage is None else [part, (part, stage)]

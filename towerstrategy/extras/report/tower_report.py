@@ -5,12 +5,11 @@ Goes in: a Keras training.  Comes out: tables, a picture, TensorBoard's events.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import numbers
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from towerstrategy import refused
@@ -114,7 +113,7 @@ class TowerReport(Callback):
                 f"{self.model.name!r} has {strategy!r}. Compile it in the strategy's scope, or "
                 "call strategy.adopt(model).")
         self.epochs, self._printed = [], 0
-        with self._watching("begin to watch"):
+        with quiet.harmless("begin to watch", self._end_watch):
             self._watch = Watch(self.model, self._most)
         if self.log_dir is not None:
             self._events = Events(self.log_dir, strategy.extended.first_replica
@@ -123,19 +122,19 @@ class TowerReport(Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         del logs
         self._print_new()
-        with self._watching("watch an epoch"):
-            if self._watch is not None:
+        if self._watch is not None:
+            with quiet.harmless("watch an epoch", self._end_watch):
                 self._watch.begin(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         del logs
         if self._watch is None:
             return
-        with self._watching("read what an epoch did"):
+        # Numbers of a part of the rest would be wrong.
+        with quiet.harmless("read what an epoch did", self._end_watch):
             self._watch.end()
             self.epochs.append(epochs_lib.of(epoch, self._watch,
                                              self.model.distribute_strategy.shares))
-        if self.epochs:
             self._write(lambda events: events.write(self.epochs[-1]))
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -146,15 +145,6 @@ class TowerReport(Callback):
             self._draw()
         self._write(Events.close)
         self._events = None
-
-    @contextlib.contextmanager
-    def _watching(self, what: str) -> Iterator[None]:
-        """An error within ends the watching, with a warning; numbers of a part would be wrong."""
-        try:
-            yield
-        except Exception as error:
-            quiet.warn(what, error)
-            self._end_watch()
 
     def _end_watch(self) -> None:
         if self._watch is not None:

@@ -28,8 +28,7 @@ _WRAPPED = "_towerstrategy_wrapped"
 class Watch:
     """Looks at one training.
 
-    While an epoch runs it wraps ``model.train_function``, which both Keras versions look up for
-    every call.
+    It wraps ``model.train_function``, which both Keras versions look up for every call.
 
     Args:
       model: the model that trains, a TowerStrategy's.
@@ -53,8 +52,6 @@ class Watch:
     seconds = spent = _sample_cost = 0.0
     _epoch = _calls = 0
     _from_call = _WARM_UP
-    _function: Any = None
-    _wrapper: Any = None
 
     def __init__(self, model: Any, most: float) -> None:
         extended = model.distribute_strategy.extended
@@ -64,6 +61,9 @@ class Watch:
         self._model, self._most = model, most
         self._start = self._epoch_start = time.perf_counter()
         self._before: dict[rows_lib.RowCount | None, list[int] | None] = {}
+        # A training that an error ended between two steps may have left a wrapper.
+        self._function = getattr(model.train_function, _WRAPPED, model.train_function)
+        model.train_function = self._wrapper = self._wrapped(self._function)
         iterators.count_rows(functools.partial(
             rows_lib.followed, len(self.placement.towers), extended.first_replica))
 
@@ -73,14 +73,9 @@ class Watch:
         self._calls = 0
         self._before = {count: count.read() for count in self._before if count is not None}
         self._epoch_start = time.perf_counter()
-        # A training that an error ended between two steps may have left a wrapper.
-        self._function = getattr(self._model.train_function, _WRAPPED,
-                                 self._model.train_function)
-        self._model.train_function = self._wrapper = self._wrapped(self._function)
 
     def end(self) -> None:
         """The epoch has ended."""
-        self._unwrap()
         self.seconds = time.perf_counter() - self._epoch_start
         self.rows = self._rows_taken()
         # Neither an epoch's first step nor its last, which may have fewer rows, if others are left.
@@ -89,7 +84,8 @@ class Watch:
     def close(self) -> None:
         """The training has ended, well or not."""
         iterators.count_rows(None)
-        self._unwrap()
+        if self._model.train_function is self._wrapper:
+            self._model.train_function = self._function
 
     def _wrapped(self, function: Any) -> Any:
         @functools.wraps(function)  # with what Keras' hooks have noted of it
@@ -133,8 +129,3 @@ class Watch:
             total = [sum(rows) - then for *rows, then in zip(total, now, before)]
         parts = self.placement.micro_batches
         return [sum(total[first:first + parts]) for first in range(0, len(total), parts)]
-
-    def _unwrap(self) -> None:
-        if self._wrapper is not None and self._model.train_function is self._wrapper:
-            self._model.train_function = self._function
-        self._wrapper = None
