@@ -9,7 +9,7 @@ import proof_cases_algebra  # noqa: F401
 import proof_cases_moves  # noqa: F401
 import tensorflow as tf
 from absl.testing import absltest, parameterized
-from proof import Sample, prove
+from proof import KINDS_OF_SHAPES, Sample, prove
 from proof_samples import samples
 
 import wide
@@ -18,8 +18,9 @@ from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Plan
 from towerstrategy.sharding.spec import SUM
 
-# Claims of a sample that the default run tries, and those that others try, about 30,000 in all.
-FEW, MANY = 6, 200
+# Claims of a sample, and kinds of static shapes, that the default run tries, and that others try,
+# about 30,000 claims in all.
+FEW, MANY = (4, 2), (200, KINDS_OF_SHAPES)
 # CPU kernels that still fail for some samples, padded or not, where a tower has no rows.
 FAIL_ON_NO_ROWS = {"MirrorPad", "MirrorPadGrad"}
 # TensorFlow has no CPU kernel of these, or has it no longer.
@@ -28,37 +29,37 @@ NO_KERNEL = {"BatchMatrixTriangularSolve", "LookupTableFind", "SegmentMaxV2", "S
 
 
 @functools.cache
-def _outcomes(claims):
+def _outcomes(claims, kinds):
     """What came of each operation's samples."""
     outcomes = collections.defaultdict(list)
     for sample in samples():
-        outcomes[sample.type].append(prove(sample, claims))
+        outcomes[sample.type].append(prove(sample, claims, kinds))
     return outcomes
 
 
 class RulesTest(parameterized.TestCase):
 
     @wide.parameters(FEW, wide=[MANY])
-    def test_no_claim_is_wrong(self, claims):
+    def test_no_claim_is_wrong(self, *tried):
         """Training would silently give other weights than one device gives."""
-        wrong = [text for outcomes in _outcomes(claims).values() for outcome in outcomes
+        wrong = [text for outcomes in _outcomes(*tried).values() for outcome in outcomes
                  for text in outcome.wrong]
         self.assertFalse(wrong, "\n".join(wrong[:20]))
 
     def test_each_rule_is_proved(self):
         """A rule could be added that nobody has checked."""
-        missing = set(registry.types()) - set(_outcomes(FEW)) - NO_KERNEL
+        missing = set(registry.types()) - set(_outcomes(*FEW)) - NO_KERNEL
         self.assertFalse(missing, "write samples, as tests/sharding/proof_cases.py does")
 
     def test_each_rule_claims_something(self):
         """A rule that stopped claiming would be slow, and its proof would prove nothing."""
-        idle = {type for type, outcomes in _outcomes(FEW).items()
+        idle = {type for type, outcomes in _outcomes(*FEW).items()
                 if not sum(one.claims for one in outcomes)}
         self.assertFalse(idle)
 
     def test_kernels_that_fail_on_no_rows_are_known(self):
         """The last batch of an epoch, when a tower gets none of it, would stop the training."""
-        found = {type for type, outcomes in _outcomes(FEW).items()
+        found = {type for type, outcomes in _outcomes(*FEW).items()
                  if any(one.needs_rows for one in outcomes)}
         self.assertLessEqual(found, FAIL_ON_NO_ROWS)
 
