@@ -82,8 +82,7 @@ def whole_batch(value: Any) -> Any:
 
     For losses that put the rows of a batch together: in-batch negatives, contrastive losses, mined
     triplets.  The gradient is right for a loss that each tower computes of all rows and
-    ``strategy.scale_loss`` makes its part of the batch's: what the towers ask for is added up, and
-    each gets that of its own rows.
+    ``strategy.scale_loss`` makes its part of the batch's.
 
     Args:
       value: a tensor, or a nest of tensors, each with a row an example in the first dimension; the
@@ -95,8 +94,6 @@ def whole_batch(value: Any) -> Any:
       has all rows, ``value``.
 
     Raises:
-      ValueError: a component without rows.
-      TypeError: a ``tf.SparseTensor``.
       RuntimeError: called in a branch, a loop or a ``tf.function`` that a tower calls, where no
         sync point can be; or outside of towers, with per-replica values.
 
@@ -122,11 +119,10 @@ def whole_batch(value: Any) -> Any:
 class WholeBatch:
     """A loss over the rows of all towers, for replica functions.
 
-    For losses that put the rows of a batch together (in-batch negatives, contrastive losses, mined
-    triplets), whose value for a batch is not the mean of its parts'.  In a replica function, run by
-    ``strategy.run``, it is called with whatever the inner loss takes; tensors with rows are
-    gathered, scalars and everything else are the tower's.  A number is the tower's part of the
-    batch's loss, so it needs no ``scale_loss``; values a row are the tower's:
+    In a replica function, run by ``strategy.run``, it is called with whatever the inner loss takes;
+    tensors with rows are gathered (:func:`whole_batch`), everything else is the tower's.  A number
+    is the tower's part of the batch's loss, so it needs no ``scale_loss``; values a row are the
+    tower's:
 
     >>> strategy = TowerStrategy(split_cpu(4)[:2])
     >>> pairs = WholeBatch(
@@ -155,9 +151,6 @@ class WholeBatch:
 
     Attributes:
       inner: what it was given.
-
-    Raises:
-      TypeError: ``loss`` is none of these.
     """
 
     def __init__(self, loss: Any) -> None:

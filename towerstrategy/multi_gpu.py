@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf
 from towerstrategy._keras import adopting, state
-from towerstrategy.placement import devices as devices_lib, homes as homes_lib
+from towerstrategy.placement import devices as devices_lib, homes as homes_lib, names
 from towerstrategy.strategy import TowerStrategy
 from towerstrategy.variables import one_copy
 
@@ -26,29 +26,22 @@ def multi_gpu_model(model: Any, gpus: int | Sequence[int | str] | None = None,
                     cpu_merge: bool = True, cpu_relocation: bool = False) -> Any:
     """A model like ``model``, with the same weights, that trains on several GPUs.
 
-    Each batch is split over the GPUs, each runs its part of it through the model, the gradients are
-    merged and the weights, of which there is one copy, are updated once: the result is that of
-    training on one device.  What comes back is an uncompiled model of the same class with the same
-    layers and the same variables: train one of the two, and the other has it; save either, and the
-    files are those of ``model``.  ``model`` itself can still be compiled and trained on one device.
+    The result is that of training on one device.  What comes back is an uncompiled model of the
+    same class with the same layers and the same variables: train one of the two, and the other has
+    it; save either, and the files are those of ``model``, which can still be compiled and trained
+    on one device.
 
     Args:
       model: a Keras or tf_keras model: functional, sequential or subclassed, built or not, compiled
         or not.
       gpus: None (all GPUs there are), a count of at least 2, or a list of GPU ids or device
         strings, of any length.
-      cpu_merge: whether gradients are merged, and the optimizer runs, on the CPU; otherwise that
-        is done on the first of the GPUs.
+      cpu_merge: whether gradients are merged, and the optimizer runs, on the CPU; otherwise on the
+        first of the GPUs.
       cpu_relocation: whether the weights move to the CPU, for models that were built on a GPU.
-        They stay the same variables with the same values.
 
     Returns:
       The new model; ``model`` itself where ``gpus`` is None and there is one GPU or none.
-
-    Raises:
-      TypeError: ``model`` is no Keras model; ``cpu_merge`` or ``cpu_relocation`` is no bool.
-      ValueError: ``gpus`` is 0, 1, negative, a bool, a fraction, nested or empty, or names a
-        device that does not exist or a device twice; ``model`` belongs to another strategy.
 
     >>> model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
     >>> parallel_model = multi_gpu_model(model, gpus=["CPU:1", "CPU:2"])
@@ -58,8 +51,8 @@ def multi_gpu_model(model: Any, gpus: int | Sequence[int | str] | None = None,
     ...             == parallel_model.predict(np.ones([2, 3]), verbose=0)))
     True
     """
-    names = _keras.names_of(model)
-    held = [variable for variable in state.variables_of(model, names)
+    of_keras = _keras.names_of(model)
+    held = [variable for variable in state.variables_of(model, of_keras)
             if isinstance(variable, _tf.BaseResourceVariable)]
     _check_switch("cpu_merge", cpu_merge)
     _check_switch("cpu_relocation", cpu_relocation)
@@ -69,7 +62,7 @@ def multi_gpu_model(model: Any, gpus: int | Sequence[int | str] | None = None,
     if not towers:
         return model
     strategy = TowerStrategy(towers, "cpu" if cpu_merge else towers[0])
-    return adopting.make_twin(_same_placement(model, held, strategy), model, names)
+    return adopting.make_twin(_same_placement(model, held, strategy), model, of_keras)
 
 
 def _towers(gpus: Any) -> list[str]:
@@ -100,7 +93,7 @@ def _counted(gpus: Any) -> list[int]:
     try:
         count = devices_lib.whole_number("gpus", gpus)
     except (TypeError, ValueError, OverflowError):
-        raise _wrong(gpus, _EXPECTED) from None
+        count = 0
     if count < 2:
         raise _wrong(gpus, _EXPECTED)
     there = devices_lib.gpu_count()
@@ -111,9 +104,7 @@ def _counted(gpus: Any) -> list[int]:
 
 
 def _wrong(gpus: Any, expected: str) -> ValueError:
-    there = [devices_lib.short_name(device.name) for device in tf.config.list_logical_devices()
-             if device.device_type in ("CPU", "GPU")]
-    return ValueError(f"{expected}, but got {gpus!r}. The devices here: {', '.join(there)}.")
+    return ValueError(f"{expected}, but got {gpus!r}. {names.devices_here()}")
 
 
 def _relocate(model: Any, held: list[tf.Variable]) -> None:

@@ -114,8 +114,8 @@ class Placement:
         """
         if self.micro_batches > 1 or self.rows:
             return False
-        default = names.full_name("GPU:0" if gpu_count() else "CPU:0", "devices")
-        return {*self.towers, self.merge} == {default}
+        default = "GPU:0" if gpu_count() else "CPU:0"
+        return {*self.towers, self.merge} == {names.tower_name(default)}
 
     @functools.cached_property
     def kinds(self) -> frozenset[str]:
@@ -216,6 +216,7 @@ def _merge(towers: Sequence[str], asked: Any) -> tuple[str, bool]:
     if asked is None:
         gpus = set(map(names.kind_of, towers)) == {"GPU"}
         asked = towers[0] if len(towers) == 1 else BALANCED if gpus else "cpu"
+    given = asked
     if names.is_listed(asked):
         asked = names.name_of_listed(asked, "merge_device")
     if not isinstance(asked, str):
@@ -224,7 +225,7 @@ def _merge(towers: Sequence[str], asked: Any) -> tuple[str, bool]:
             f"{refused.shown(asked)} of type {type(asked).__name__}. {names.devices_here()}")
     balanced = asked.lower() == BALANCED
     name = "CPU:0" if balanced or asked.lower() == "cpu" else asked
-    return names.full_name(name, "merge_device"), balanced and len(towers) > 1
+    return names.full_name(name, "merge_device", given), balanced and len(towers) > 1
 
 
 def _merge_of_stages(rows: tuple[tuple[str, ...], ...], merge_device: Any,
@@ -238,17 +239,15 @@ def _merge_of_stages(rows: tuple[tuple[str, ...], ...], merge_device: Any,
         raise ValueError(
             f"shares={shares!r} does not go with towers of {len(rows[0])} stages, as it is asked "
             "of one device a tower. Give a list of a number for each tower.")
-    return rows[0][0] if len(rows) == 1 else names.full_name("CPU:0", "merge_device"), False
+    return rows[0][0] if len(rows) == 1 else names.tower_name("CPU:0"), False
 
 
 def _micro_batches(given: Any) -> int:
     count = whole_number("micro_batches", given)
-    if count < 1:
-        raise ValueError(f"micro_batches must be at least 1, but got {count}: it is into how many "
+    if not 1 <= count <= _MOST_MICRO_BATCHES:
+        bound = "at least 1" if count < 1 else f"at most {_MOST_MICRO_BATCHES}"
+        raise ValueError(f"micro_batches must be {bound}, but got {count}: it is into how many "
                          "parts, one after another, each tower's rows of a batch are cut.")
-    if count > _MOST_MICRO_BATCHES:
-        raise ValueError(f"micro_batches must be at most {_MOST_MICRO_BATCHES}, but got {count}: "
-                         "it is a number of parts, not of rows.")
     return count
 
 
@@ -316,14 +315,17 @@ def _traces_of_gpus() -> Iterator[str]:
 
 def stages_asked(devices: Any) -> int:
     """How many stages ``devices`` gives a tower at the most; no device is looked at."""
-    asked = devices if isinstance(devices, (list, tuple)) and not names.is_listed(devices) else ()
-    return max((len(row) for row in asked
-                if isinstance(row, (list, tuple)) and not names.is_listed(row)), default=1)
+    return max(map(len, filter(_is_list, devices)), default=1) if _is_list(devices) else 1
+
+
+def _is_list(value: Any) -> bool:
+    """Whether it is several devices; devices as ``tf.config`` lists them are tuples, too."""
+    return isinstance(value, (list, tuple)) and not names.is_listed(value)
 
 
 def _of_stages(asked: list[Any]) -> list[list[Any]]:
     """Each tower as a list of the devices of its stages, as many for each."""
-    staged = [isinstance(item, (list, tuple)) and not names.is_listed(item) for item in asked]
+    staged = list(map(_is_list, asked))
     if not any(staged):
         return [[item] for item in asked]
     if not all(staged):

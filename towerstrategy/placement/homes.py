@@ -20,6 +20,7 @@ _KERAS_GRAPH = re.compile(r"(^|_)(scratch_graph|keras_graph|build_graph)(_\d+)?$
 
 
 COUNTER = 16  # bytes: two numbers of a seed, of 8 bytes each
+_NOT_YET = -1  # the stage of a variable that was not brought to one
 
 
 class Homes:
@@ -61,18 +62,18 @@ class Homes:
         self._bytes[home] += size
         return home
 
-    def settle(self, used: Iterable[tuple[Any, int]]) -> None:
+    def settle(self, used: Iterable[tuple[Any, int | None]]) -> None:
         """Brings variables to the stages that use them, the largest first, slots with them.
 
-        Those stay where they are that a traced function may have.
+        Those stay where they are that a traced function may have, or that have come there before.
 
         Args:
-          used: pairs of a variable and its stage.
+          used: pairs of a variable and its stage; None where there are none.
         """
         movable = []
         for variable, stage in sorted(used, key=lambda pair: size_of(pair[0]), reverse=True):
             together = [variable, *followers_of(variable)]
-            if getattr(variable, "_settled", None) != stage \
+            if getattr(variable, "_settled", _NOT_YET) != stage \
                     and all(getattr(part, "_home_may_change", False) for part in together):
                 variable._settled = stage
                 movable.append((together, sum(map(size_of, together)), stage))
@@ -83,20 +84,10 @@ class Homes:
                 move(part, home)
 
     def spread(self, variables: Iterable[Any]) -> None:
-        """Chooses anew, the largest first, for variables that were made one by one.
-
-        A variable is moved once at the most, before it has slots, and not where a traced function
-        may have it already.
-        """
-        movable = [variable for variable in variables if self._balanced and getattr(
-            variable, "_home_may_change", False) and home_of(variable) in self._bytes]
-        for variable in movable:
-            self._bytes[home_of(variable)] -= size_of(variable)
-            variable._home_may_change = False
-        for variable in sorted(movable, key=size_of, reverse=True):
-            home = self.choose(size_of(variable))
-            if home != home_of(variable):
-                move(variable, home)
+        """Chooses anew, the largest first, for variables that were made one by one."""
+        if self._balanced:
+            self.settle((variable, None) for variable in variables
+                        if home_of(variable) in self._bytes)
 
     def add(self, device: str, size: int) -> None:
         """Counts a variable that lives on ``device`` for another reason."""

@@ -63,40 +63,36 @@ def name_of_listed(device: Any, argument: str) -> str:
     """The name of a logical device, or of the only one that a physical device has."""
     if isinstance(device, tf.config.LogicalDevice):
         return device.name
-    kind, first = device.device_type, 0
-    for visible in tf.config.get_visible_devices(kind):
-        count = len(tf.config.get_logical_device_configuration(visible) or [None])
-        if visible != device:
-            first += count
-            continue
-        if count == 1:
-            return f"{kind}:{first}"
-        joint = "and" if count == 2 else "to"
-        raise ValueError(f"{argument} has {device!r}, which is {count} logical devices, "
-                         f"{kind}:{first} {joint} {kind}:{first + count - 1}: name one of these. "
+    kind, visible = device.device_type, tf.config.get_visible_devices(device.device_type)
+    if device not in visible:
+        raise ValueError(f"{argument} has {device!r}, which is not visible to TensorFlow (see "
+                         f"tf.config.set_visible_devices). {devices_here()}")
+    counts = [len(tf.config.get_logical_device_configuration(each) or [None])
+              for each in visible[:visible.index(device) + 1]]
+    first, last = sum(counts[:-1]), sum(counts) - 1
+    if first != last:
+        joint = "and" if last == first + 1 else "to"
+        raise ValueError(f"{argument} has {device!r}, which is {counts[-1]} logical devices, "
+                         f"{kind}:{first} {joint} {kind}:{last}: name one of these. "
                          f"{devices_here()}")
-    raise ValueError(f"{argument} has {device!r}, which is not visible to TensorFlow (see "
-                     f"tf.config.set_visible_devices). {devices_here()}")
+    return f"{kind}:{first}"
 
 
 def tower_name(item: Any, argument: str = "devices") -> str:
     """The full name of a tower's device: a string, a GPU id or a listed device."""
-    if isinstance(item, str):
-        return full_name(item, argument)
-    if is_listed(item):
-        return full_name(name_of_listed(item, argument), argument, given=item)
-    try:
-        index = whole_number(argument, item)
-    except TypeError:
-        raise TypeError(f"{argument} has an item {refused.shown(item)} of type "
-                        f"{type(item).__name__}. A list holds GPU ids or device strings. "
-                        f"{devices_here()}") from None
-    return full_name(f"GPU:{index}", argument, given=item)
+    name = name_of_listed(item, argument) if is_listed(item) else item
+    if not isinstance(name, str):
+        try:
+            name = f"GPU:{whole_number(argument, item)}"
+        except TypeError:
+            raise TypeError(f"{argument} has an item {refused.shown(item)} of type "
+                            f"{type(item).__name__}. A list holds GPU ids or device strings. "
+                            f"{devices_here()}") from None
+    return full_name(name, argument, item)
 
 
-def full_name(name: str, argument: str, given: Any = None) -> str:
+def full_name(name: str, argument: str, given: Any) -> str:
     """The full name of a device that exists."""
-    given = name if given is None else given
     text = name if name.startswith("/") else f"/{name}"
     try:
         spec = tf.DeviceSpec.from_string(text)
@@ -104,7 +100,7 @@ def full_name(name: str, argument: str, given: Any = None) -> str:
         spec = tf.DeviceSpec()
     if spec.device_type is None or "*" in text:
         raise ValueError(f'{argument} has {given!r}, which is no device string such as "GPU:0" or '
-                         f'"/device:CPU:1". {_choices(argument)}{devices_here()}{_hint(argument)}')
+                         f'"/device:CPU:1". {_possible(argument)}')
     kind, index = spec.device_type.upper(), spec.device_index or 0
     wanted = spec.replace(device_type=kind, device_index=index)
     if spec.job in (None, "localhost") and not spec.replica and not spec.task:
@@ -113,23 +109,19 @@ def full_name(name: str, argument: str, given: Any = None) -> str:
         local = _HERE.make_merged_spec(tf.DeviceSpec.from_string(device.name))
         if local.make_merged_spec(wanted) == local:
             return local.to_string()
-    place_word = "on another machine" if wanted.job or wanted.task else "not there"
-    raise ValueError(f"{argument} names {given!r} ({kind}:{index}), which is {place_word}. "
-                     f"{_choices(argument)}{devices_here()}{_hint(argument)}")
+    where = "on another machine" if wanted.job or wanted.task else "not there"
+    raise ValueError(f"{argument} names {given!r} ({kind}:{index}), which is {where}. "
+                     f"{_possible(argument)}")
 
 
-def _choices(argument: str) -> str:
-    if argument != "merge_device":
-        return ""
-    return f'merge_device must be None, "cpu", "{BALANCED}" or a device string. '
-
-
-def _hint(argument: str) -> str:
-    """How to get towers where there is no GPU."""
-    if argument == "merge_device" or gpu_count():
-        return ""
-    return (" There is no GPU: split_cpu(n), called first of all, makes n logical CPU devices, "
-            "which can be towers.")
+def _possible(argument: str) -> str:
+    """What an argument may be, and how to get towers where there is no GPU."""
+    if argument == "merge_device":
+        return (f'merge_device must be None, "cpu", "{BALANCED}" or a device string. '
+                f"{devices_here()}")
+    return devices_here() + (
+        "" if gpu_count() else " There is no GPU: split_cpu(n), called first of all, makes n "
+        "logical CPU devices, which can be towers.")
 
 
 def devices_here() -> str:
