@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import (
+    distribute_utils,
     shared_variable_creator,
     values as values_lib,
     values_util,
@@ -32,6 +33,9 @@ tell_read = resource_variable_ops.variable_accessed
 shared_variable_creator_for = shared_variable_creator.make_fn
 # Asks whether a SavedModel is being written.
 is_saving_one_copy = values_util.is_saving_non_distributed
+# What TensorFlow's strategies say of modes of a variable that they cannot honour.
+check_synchronization = distribute_utils._validate_synchronization
+check_aggregation = distribute_utils._validate_aggregation
 # Without tf.variable_creator_scope's deprecation of stacked graphs.
 variable_creator_scope = variable_scope.variable_creator_scope
 

@@ -31,21 +31,32 @@ def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
     kwargs.pop("caching_device", None)
     colocate_with = kwargs.pop("colocate_with", None)
     on_read = _check_modes(kwargs)
-    devices = strategy.extended.worker_devices
     workers = strategy.extended.workers
-    if on_read and (len(devices) > 1 or workers is not None):
-        return _create_tower_local(strategy, devices, next_creator, kwargs)
     if workers is not None:
         kwargs["initial_value"] = _chiefs_initial_value(workers, **kwargs)
+    if on_read and (len(strategy.extended.worker_devices) > 1 or workers is not None):
+        variable = _create_tower_local(strategy, next_creator, **kwargs)
+    else:
+        variable = _create_one_copy(strategy, homes, colocate_with, next_creator, kwargs)
+    if workers is not None and not tf.executing_eagerly():
+        variable.chiefs_initial_value = kwargs["initial_value"]
+    return variable
+
+
+def _create_one_copy(strategy: tf.distribute.Strategy, homes: homes_lib.Homes, colocate_with: Any,
+                     next_creator: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
     stage = strategy.extended.stages.index
     home = _home_for(homes, colocate_with, kwargs, stage)
     with tf.device(home), _outside_towers():
         variable = next_creator(**kwargs)
     if not isinstance(variable, _tf.BaseResourceVariable):
         return variable
-    if workers is not None and not tf.executing_eagerly():
-        variable.chiefs_initial_value = kwargs["initial_value"]
-    _check_mean(kwargs["aggregation"], variable.dtype)
+    floats = variable.dtype.is_floating or variable.dtype.is_complex
+    if kwargs["aggregation"] is one_copy.Aggregation.MEAN and not floats:
+        raise ValueError(
+            "creating distributed tf.Variable with aggregation=MEAN and a non-floating dtype is "
+            "not supported, please use a different aggregation or dtype (got "
+            f"{variable.dtype.name})")
     together = colocate_with is not None and homes.of_stages
     if together:
         homes_lib.follow(variable, _primary(colocate_with))
@@ -56,53 +67,25 @@ def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
 
 
 def _check_modes(kwargs: dict[str, Any]) -> bool:
-    """Checks and completes synchronization and aggregation; True for a tower-local variable."""
-    name = kwargs.get("name")
-    synchronization = kwargs.get("synchronization") or tf.VariableSynchronization.AUTO
-    if synchronization is tf.VariableSynchronization.NONE:
-        raise ValueError("`NONE` variable synchronization mode is not supported with a strategy. "
-                         f"Please change the `synchronization` for variable: {name}")
-    if not isinstance(synchronization, tf.VariableSynchronization):
-        raise ValueError(f"Invalid variable synchronization mode: {synchronization} for variable: "
-                         f"{name}")
-    aggregation = kwargs.get("aggregation") or one_copy.Aggregation.NONE
-    if not isinstance(aggregation, (one_copy.Aggregation, tf.compat.v1.VariableAggregation)):
-        raise ValueError(f"Invalid variable aggregation mode: {aggregation} for variable: {name}")
-    if synchronization is tf.VariableSynchronization.AUTO:
-        synchronization = tf.VariableSynchronization.ON_WRITE
-    kwargs["synchronization"] = synchronization
-    kwargs["aggregation"] = one_copy.Aggregation(aggregation.value)
-    return synchronization is tf.VariableSynchronization.ON_READ
+    """Completes synchronization and aggregation; True for a tower-local variable."""
+    given = {"name": None, **{key: value for key, value in kwargs.items() if value is not None}}
+    kwargs["synchronization"] = _tf.check_synchronization(given)
+    kwargs["aggregation"] = one_copy.Aggregation(_tf.check_aggregation(given).value)
+    return kwargs["synchronization"] is tf.VariableSynchronization.ON_READ
 
 
-def _check_mean(aggregation: tf.VariableAggregation, dtype: tf.DType) -> None:
-    """Raises ``ValueError`` for a mean of values that have none, as TensorFlow does."""
-    if aggregation is one_copy.Aggregation.MEAN and not (dtype.is_floating or dtype.is_complex):
-        raise ValueError(
-            "creating distributed tf.Variable with aggregation=MEAN and a non-floating dtype is "
-            f"not supported, please use a different aggregation or dtype (got {dtype.name})")
-
-
-def _create_tower_local(strategy: tf.distribute.Strategy, devices: tuple[str, ...],
-                        next_creator: Callable[..., Any],
-                        kwargs: dict[str, Any]) -> tower_local.TowerLocalVariable:
+def _create_tower_local(strategy: tf.distribute.Strategy, next_creator: Callable[..., Any],
+                        **kwargs: Any) -> tower_local.TowerLocalVariable:
     parts: list[tf.Variable] = []
-    name = kwargs.get("name")
-    workers = strategy.extended.workers
-    if workers is not None:
-        kwargs["initial_value"] = _chiefs_initial_value(workers, **kwargs)
-    for number, device in enumerate(devices):
+    for number, device in enumerate(strategy.extended.worker_devices):
         if parts:
-            if workers is None:
-                kwargs["initial_value"] = functools.partial(_value_of, parts[0])
-            first = (parts[0].name or name or "Variable").split(":")[0]
+            if strategy.extended.workers is None:
+                kwargs["initial_value"] = lambda: tf.identity(parts[0].value())
+            first = (parts[0].name or kwargs.get("name") or "Variable").split(":")[0]
             kwargs["name"] = f"{first}/tower_{number}/"
         with tf.device(device), _outside_towers():
             parts.append(next_creator(**kwargs))
-    variable = tower_local.tower_local(strategy, parts, kwargs["aggregation"])
-    if workers is not None and not tf.executing_eagerly():
-        variable.chiefs_initial_value = kwargs["initial_value"]
-    return variable
+    return tower_local.tower_local(strategy, parts, kwargs["aggregation"])
 
 
 def _chiefs_initial_value(workers: Workers, initial_value: Any, dtype: Any = None,
@@ -130,22 +113,13 @@ def _chiefs_initial_value(workers: Workers, initial_value: Any, dtype: Any = Non
 
     def made() -> Any:
         value = chiefs()
-        return _constant(value) if tf.is_tensor(value) and not tf.executing_eagerly() else value
+        if tf.executing_eagerly() or not tf.is_tensor(value):
+            return value
+        # A function whose variables start from no constants cannot initialize them before it runs,
+        # and runs in a tf.cond, in which collective ops get no key.
+        return tf.constant(value.numpy(), value.dtype)
 
     return made
-
-
-def _constant(value: tf.Tensor) -> tf.Tensor:
-    """An eager tensor as a constant of the graph.
-
-    A function whose variables start from anything else cannot initialize them before it runs, and
-    runs in a tf.cond, in which collective ops get no key.
-    """
-    return tf.constant(value.numpy(), value.dtype)
-
-
-def _value_of(variable: tf.Variable) -> tf.Tensor:
-    return tf.identity(variable.value())
 
 
 def _outside_towers() -> contextlib.AbstractContextManager[str]:
