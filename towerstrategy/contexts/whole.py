@@ -56,9 +56,9 @@ def _together(tower: TowerContext, tensor: tf.Tensor) -> tf.Tensor:
         here = tf.concat(parts, 0)
         if workers is None:
             return here
-        counts = workers.stack(tf.shape(here)[0])
+        counts, rows = workers.gather_rows([tf.shape(here)[:1], here])
         start = tf.reduce_sum(counts[:workers.index])
-        return workers.gather_rows([here])[0]
+        return rows
 
     def apart(_: Any, asked: Any) -> Any:
         """Each tower's rows of the sum over all towers."""

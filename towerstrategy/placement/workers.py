@@ -53,9 +53,6 @@ class Workers(Protocol):
     def gather_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Each of ``values`` gathered along its first dimension; rows may differ in number."""
 
-    def stack(self, value: tf.Tensor) -> tf.Tensor:
-        """The workers' values, of one shape on all, stacked in the workers' order."""
-
     def cuts_of(self, units: Any) -> Callable[[Any], Any]:
         """Cuts a batch that every worker has by the shares of all towers, see ``rows.CutRows``."""
 

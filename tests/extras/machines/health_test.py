@@ -7,7 +7,8 @@ from absl.testing import parameterized
 
 from towerstrategy.extras.machines import clusters, health
 
-CLUSTER = clusters.Cluster(("a:1", "b:1", "c:1", "d:1"), "worker", 1, 2)  # a is the chief
+CLUSTER = clusters.Cluster((("chief", 0, "a:1"), *(
+    ("worker", number, f"{host}:1") for number, host in enumerate("bcd"))), 2)
 
 
 class HealthTest(parameterized.TestCase):

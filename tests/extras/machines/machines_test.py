@@ -203,5 +203,5 @@ class RefusedTest(parameterized.TestCase):
         jobs = {"chief": TWO[:1], "worker": TWO[1:]}
         chief, worker = (clusters.place_in(resolver(jobs, kind, 0)) for kind in jobs)
         self.assertEqual((chief.index, worker.index), (0, 1))
-        self.assertEqual(worker.task, "/job:worker/replica:0/task:0")
-        self.assertEqual(chief.addresses, worker.addresses)
+        self.assertEqual(worker.task_of(1), "/job:worker/replica:0/task:0")
+        self.assertEqual(chief.tasks, worker.tasks)

@@ -7,6 +7,7 @@ the values of all workers, concatenated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -31,28 +32,15 @@ def strings_of(lengths: tf.Tensor, codes: tf.Tensor) -> tf.Tensor:
     return strings
 
 
-def gather_ragged(value: tf.RaggedTensor, axis: int, workers: int,
-                  gather_rows: GatherRows) -> tf.RaggedTensor:
-    """The workers' ragged tensors concatenated along ``axis``."""
-    lengths = value.nested_row_lengths()
-    rows, *parts = gather_rows([value.nrows(tf.int64)[tf.newaxis], *lengths, value.flat_values])
-    flat = parts.pop()
-    together = tf.RaggedTensor.from_nested_row_lengths(flat, parts, validate=False)
-    if axis == 0:
-        return together
-    ends = tf.unstack(tf.cumsum(rows), workers)
-    return tf.concat([together[start:end] for start, end in zip([0, *ends], ends)], axis)
-
-
-def gather_sparse(value: tf.SparseTensor, axis: int, gather_rows: GatherRows) -> tf.SparseTensor:
-    """The workers' sparse tensors concatenated along ``axis``."""
-    count = tf.shape(value.indices, tf.int64)[:1]
-    indices, values, counts, shapes = gather_rows(
-        [value.indices, value.values, count, value.dense_shape[tf.newaxis]])
-    before = tf.repeat(tf.cumsum(shapes[:, axis], exclusive=True), counts)
-    columns = tf.unstack(indices, value.shape.rank, axis=1)
-    columns[axis] += before
-    sizes = tf.unstack(tf.reduce_max(shapes, 0), value.shape.rank)
-    sizes[axis] = tf.reduce_sum(shapes[:, axis])
-    together = tf.SparseTensor(tf.stack(columns, 1), values, tf.stack(sizes))
-    return together if axis == 0 else tf.sparse.reorder(together)
+def gather(value: tf.RaggedTensor | tf.SparseTensor, axis: int, workers: int,
+           gather_rows: GatherRows) -> Any:
+    """The workers' ragged or sparse tensors, all of one kind, concatenated along ``axis``."""
+    parts = tf.nest.flatten(value, expand_composites=True)
+    lengths = tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
+    counts, *gathered = gather_rows([lengths[tf.newaxis], *parts])
+    each = zip(*(tf.split(part, counts[:, number], num=workers)
+                 for number, part in enumerate(gathered)))
+    if isinstance(value, tf.SparseTensor):
+        return tf.sparse.concat(axis, [tf.SparseTensor(*own) for own in each], True)
+    return tf.concat([tf.RaggedTensor.from_nested_row_splits(flat, splits, validate=False)
+                      for flat, *splits in each], axis)

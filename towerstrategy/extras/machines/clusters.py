@@ -23,36 +23,33 @@ class Cluster:
     """This process' place in a cluster.
 
     Attributes:
-      addresses: ``host:port`` of each worker, the chief first.
-      task_type: ``"worker"`` or ``"chief"``.
-      task_id: this process' number among those of its type.
+      tasks: the type, the number among those of its type and the address (``host:port``) of each
+        worker, the chief first.
       index: this process' number among all workers; 0 is the one whose files are kept.
     """
 
-    addresses: tuple[str, ...]
-    task_type: str
-    task_id: int
+    tasks: tuple[tuple[str, int, str], ...]
     index: int
 
     @property
-    def count(self) -> int:
-        """How many workers there are."""
-        return len(self.addresses)
+    def addresses(self) -> list[str]:
+        return [address for *_, address in self.tasks]
 
     @property
-    def task(self) -> str:
-        """The start of this worker's device names."""
-        return self.task_of(self.index)
+    def jobs(self) -> dict[str, list[str]]:
+        """The addresses of each type of task."""
+        return {job: [address for kind, _, address in self.tasks if kind == job]
+                for job, *_ in self.tasks}
 
     @property
-    def chiefs(self) -> int:
-        """How many of the workers are chiefs: one or none."""
-        return 1 if self.task_type == CHIEF else self.index - self.task_id
+    def others(self) -> list[int]:
+        """The numbers of the other workers."""
+        return [index for index in range(len(self.tasks)) if index != self.index]
 
     def task_of(self, index: int) -> str:
         """The start of a worker's device names."""
-        job, task = (CHIEF, index) if index < self.chiefs else (WORKER, index - self.chiefs)
-        return f"/job:{job}/replica:0/task:{task}"
+        job, number, _ = self.tasks[index]
+        return f"/job:{job}/replica:0/task:{number}"
 
     def named(self, index: int) -> str:
         """A worker as errors name it."""
@@ -94,17 +91,18 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
     if cluster is not None and stages > 1:  # before anything has started
         raise ValueError(
             f"devices gives each tower {stages} stages, which does not go with several machines, "
-            f"but the cluster (cluster_resolver or TF_CONFIG) has {cluster.count} workers: "
+            f"but the cluster (cluster_resolver or TF_CONFIG) has {len(cluster.tasks)} workers: "
             f"{', '.join(cluster.addresses)}. Give each tower one device, or train on one machine.")
     if cluster is None or cluster in _joined:
         return cluster
     if _joined:
         raise RuntimeError(
-            f"this process is {_joined[0].task} of the workers {list(_joined[0].addresses)} "
-            f"already, but a strategy was asked for {cluster.task} of {list(cluster.addresses)}. "
+            f"this process is {_joined[0].named(_joined[0].index)} of {_joined[0].addresses} "
+            f"already, but a strategy was asked for {cluster.named(cluster.index)} of "
+            f"{cluster.addresses}. "
             "A process belongs to one cluster; start another process.")
     try:
-        _tf.start_worker(jobs(cluster), cluster.task_type, cluster.task_id, cluster.task_of(0),
+        _tf.start_worker(cluster.jobs, *cluster.tasks[cluster.index][:2], cluster.task_of(0),
                          resolver.rpc_layer, getattr(resolver, "port", None))
     except RuntimeError as error:
         raise RuntimeError(
@@ -131,21 +129,22 @@ def place_in(resolver: Any) -> Cluster | None:
     if "ps" in jobs:
         raise ValueError("the cluster has parameter servers (\"ps\"), but a TowerStrategy has "
                          f"none: every worker keeps the weights. Leave them out. {given}")
-    addresses = (*_addresses(jobs, CHIEF), *_addresses(jobs, WORKER))
+    tasks = [(job, number, address) for job in (CHIEF, WORKER)
+             for number, address in enumerate(_addresses(jobs, job))]
     task_type, task_id = resolver.task_type, resolver.task_id
-    if len(addresses) < 2 and task_type in (None, CHIEF, WORKER):
+    if len(tasks) < 2 and task_type in (None, CHIEF, WORKER):
         return None
     if task_type not in (CHIEF, WORKER):
         said = "no task type" if task_type is None else f"task type {task_type!r}"
         raise ValueError(f"cluster_resolver (or TF_CONFIG) gives this process {said}, but it must "
                          f'be "{WORKER}" or "{CHIEF}". {given}')
-    there = _addresses(jobs, task_type)
-    if not isinstance(task_id, int) or not 0 <= task_id < len(there):
+    places = [task[:2] for task in tasks]
+    if (task_type, task_id) not in places:
+        there = sum(kind == task_type for kind, _ in places)
         raise ValueError(
             f"cluster_resolver (or TF_CONFIG) says that this process is {task_type} {task_id!r}, "
-            f"but the cluster has {len(there)} of type {task_type!r}, numbered from 0. {given}")
-    first = len(_addresses(jobs, CHIEF)) if task_type == WORKER else 0
-    return Cluster(addresses, task_type, task_id, first + task_id)
+            f"but the cluster has {there} of type {task_type!r}, numbered from 0. {given}")
+    return Cluster(tuple(tasks), places.index((task_type, task_id)))
 
 
 def _addresses(jobs: dict[str, Any], job: str) -> list[str]:
@@ -153,12 +152,6 @@ def _addresses(jobs: dict[str, Any], job: str) -> list[str]:
     return [tasks[key] for key in sorted(tasks)] if isinstance(tasks, dict) else list(tasks)
 
 
-def jobs(cluster: Cluster) -> dict[str, list[str]]:
-    chiefs = cluster.chiefs
-    jobs = {CHIEF: list(cluster.addresses[:chiefs]), WORKER: list(cluster.addresses[chiefs:])}
-    return {job: tasks for job, tasks in jobs.items() if tasks}
-
-
 def digest(cluster: Cluster) -> int:
     """A number by which other descriptions of a cluster are found out."""
-    return zlib.crc32(repr(sorted(jobs(cluster).items())).encode())
+    return zlib.crc32(repr(cluster.tasks).encode())

@@ -68,10 +68,10 @@ class Machines:
                  shares: Sequence[float] | None = None, shares_from: str = "") -> None:
         self.cluster, self.number = cluster, len(_made)
         _made.append(self)
-        self.count, self.index, self.towers = cluster.count, cluster.index, towers
+        self.count, self.index, self.towers = len(cluster.tasks), cluster.index, towers
         self._device = device
         _tf.hand_keys_to_branches()
-        self._launcher = _tf.collective_launcher(device, cluster.count, options)
+        self._launcher = _tf.collective_launcher(device, self.count, options)
         # TensorFlow gathers in an order of its own; this is where each worker's part is.
         self._order = list(range(self.count))
         found = self._start(options, shares_from)
@@ -97,7 +97,7 @@ class Machines:
             silent = health.silent(self.cluster, seconds=2)
             late = isinstance(error, tf.errors.DeadlineExceededError)
             raise RuntimeError(
-                f"the {self.count} workers {list(self.cluster.addresses)} could not start together"
+                f"the {self.count} workers {self.cluster.addresses} could not start together"
                 + f": not all had come after {seconds:g} s" * late
                 + (f"; no answer from {', '.join(silent)}" if silent else "; all of them answer")
                 + ". All must be given the same cluster, and reach each other. Give them more "
@@ -115,7 +115,7 @@ class Machines:
             raise ValueError(
                 "all workers must be given the same cluster, in the same words, but "
                 f"{', '.join(others)} was given another than this one, which was given "
-                f"{clusters.jobs(self.cluster)}.")
+                f"{self.cluster.jobs}.")
 
     def _check_kinds(self, kinds: list[str]) -> None:
         if len(set(kinds)) > 1:
@@ -150,21 +150,20 @@ class Machines:
         number may differ between workers.  None stays None; it must be None on every worker.
         """
         results = list(values)
-        for position, value in enumerate(values):
-            if value is None or isinstance(value, tf.IndexedSlices):
-                continue
-            tensor = results[position] = tf.convert_to_tensor(value)
+        slices = {position: value for position, value in enumerate(values)
+                  if isinstance(value, tf.IndexedSlices)}
+        dense = {position: tf.convert_to_tensor(value) for position, value in enumerate(values)
+                 if value is not None and position not in slices}
+        for tensor in dense.values():
             if tensor.dtype == tf.bool or tensor.dtype in _NOT_CARRIED:
                 raise TypeError(f"a sum of {tensor.dtype.name} values is not defined.")
-        for positions in _packs(results):
-            summed = self._sum_pack([results[position] for position in positions])
+        for positions in _packs(dense):
+            summed = self._sum_pack([dense[position] for position in positions])
             for position, value in zip(positions, summed):
                 results[position] = value
-        sparse = {position: value for position, value in enumerate(values)
-                  if isinstance(value, tf.IndexedSlices)}
-        parts = iter(self.gather_rows([part for value in sparse.values()
+        parts = iter(self.gather_rows([part for value in slices.values()
                                        for part in (value.values, value.indices)]))
-        for position, value in sparse.items():
+        for position, value in slices.items():
             results[position] = tf.IndexedSlices(next(parts), next(parts), value.dense_shape)
         return results
 
@@ -189,11 +188,8 @@ class Machines:
 
     def gather(self, value: Any, axis: int = 0) -> Any:
         """The workers' dense, ragged or sparse values, in order, concatenated along ``axis``."""
-        if isinstance(value, tf.RaggedTensor):
-            return carried.gather_ragged(value, axis % value.shape.rank, self.count,
-                                         self.gather_rows)
-        if isinstance(value, tf.SparseTensor):
-            return carried.gather_sparse(value, axis % value.shape.rank, self.gather_rows)
+        if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
+            return carried.gather(value, axis % value.shape.rank, self.count, self.gather_rows)
         if isinstance(value, _tf.CompositeTensor) and not isinstance(value, tf.Variable):
             raise TypeError(f"a {type(value).__name__} cannot be gathered from several machines: "
                             "give a dense, ragged or sparse tensor.")
@@ -217,11 +213,6 @@ class Machines:
         """The workers' "max", "min", "and" (all) or "or" (any) of each value, of one shape."""
         gathered = self.gather_rows([value[tf.newaxis] for value in values])
         return [_EXTREMES[kind](rows, 0) for rows, kind in zip(gathered, kinds)]
-
-    def stack(self, value: tf.Tensor) -> tf.Tensor:
-        """The workers' values, of one shape on all, stacked in the workers' order."""
-        with tf.device(self._device):
-            return self._gather(value[tf.newaxis])
 
     def gather_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Each of ``values`` gathered along its first dimension; rows may differ in number."""
@@ -280,17 +271,14 @@ class Machines:
         return tf.gather(gathered, self._order)
 
 
-def _packs(values: Sequence[Any]) -> list[list[int]]:
-    """Which dense ones of ``values`` cross together; who waits for the last values alone is first.
+def _packs(values: dict[int, tf.Tensor]) -> list[list[int]]:
+    """Which of ``values`` cross together; who waits for the last values alone is first.
 
     Large ones cross alone: packing copies them, and keeps what is ready waiting.
     """
     packs: list[list[int]] = []
     filling: dict[tf.DType, tuple[list[int], int]] = {}
-    for position in reversed(range(len(values))):
-        value = values[position]
-        if value is None or isinstance(value, tf.IndexedSlices):
-            continue
+    for position, value in reversed(values.items()):
         size = homes_lib.size_of(value)
         if size >= LARGE:
             packs.append([position])

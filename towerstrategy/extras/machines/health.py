@@ -22,7 +22,7 @@ INTERVAL, ANSWER, TRIES = 5.0, 8.0, 3
 
 def silent(cluster: Any, seconds: float) -> list[str]:
     """The names of the other workers that do not answer now."""
-    return [cluster.named(index) for index in _others(cluster)
+    return [cluster.named(index) for index in cluster.others
             if _tf.ask_worker(cluster.task_of(index), seconds) is not None]
 
 
@@ -44,7 +44,7 @@ def watch(cluster: Any) -> None:
 
 def _watch(cluster: Any, ended: threading.Event) -> None:
     while not ended.wait(INTERVAL):
-        for index in _others(cluster):
+        for index in cluster.others:
             if ended.is_set():
                 return
             reason = _failure(cluster, index, ended)
@@ -66,9 +66,5 @@ def _failure(cluster: Any, index: int, ended: threading.Event) -> str | None:
 
 def _message(cluster: Any, index: int, reason: str) -> str:
     return (f"no answer from {cluster.named(index)} ({reason}): ended, stopped or cut off. A "
-            f"step needs all {cluster.count} workers. Start all of them again; this one "
+            f"step needs all {len(cluster.tasks)} workers. Start all of them again; this one "
             f"is {cluster.named(cluster.index)}.")
-
-
-def _others(cluster: Any) -> list[int]:
-    return [index for index in range(cluster.count) if index != cluster.index]

@@ -45,7 +45,7 @@ class Agreement(NamedTuple):
 
     def batch(self, iterator: Any) -> Nest:
         """The next element that any worker has."""
-        there, rows, values = self._taken_from(iterator)
+        there, rows, own = self._taken_from(iterator)
         if tf.executing_eagerly():
             if not bool(there):
                 _raise_ended()
@@ -53,28 +53,24 @@ class Agreement(NamedTuple):
             # An iterator without elements raises the error that says that data has ended.
             ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
             with tf.control_dependencies([ended]):
-                _, _, values = iterator.copied((there, rows, values))
-        return self._element(values, rows)
+                own = iterator.copied(own)
+        return self.element(own, rows)
 
     def optional(self, iterator: Any) -> tf.experimental.Optional:
         """The next element, whether or not any worker has it."""
-        there, rows, values = self._taken_from(iterator)
-        return iterators.HeldOptional(iterator.element_spec, there, self._element(values, rows))
+        there, rows, own = self._taken_from(iterator)
+        return iterators.HeldOptional(iterator.element_spec, there, self.element(own, rows))
 
     def _taken_from(self, iterator: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
-        """Whether any worker has an element; the rows of all towers; this one's values."""
         with tf.device("CPU:0"):
-            there, rows, values = iterator.take()
-            return (*self._summed(there, rows), values)
+            return self.of_host(iterator.take())
 
-    def of_host(self, host: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
-        """The same of the host's part of an element, whose other parts are taken later."""
-        there, rows, *_ = host
-        return (*self._summed(there, rows), host)
+    def of_host(self, own: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
+        """Whether any worker has an element, the rows of all towers, and the pipeline's ``own``.
 
-    def _summed(self, there: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Whether any worker has an element, and the rows of all towers."""
-        workers = self._workers
+        Of ``own`` it needs the host's part alone; other parts may be taken later.
+        """
+        workers, (there, rows, *_) = self._workers, own
         with tf.device("CPU:0"):
             here = tf.cast(there, tf.int64)
             before, after = workers.first, workers.replicas - workers.first - workers.towers
@@ -83,14 +79,11 @@ class Agreement(NamedTuple):
             both.set_shape([1 + workers.replicas])
             batched = any(isinstance(spec, sub_batches.SubBatchesSpec)
                           for spec in tf.nest.flatten(self.packed))
-            return both[0] >= (1 if batched else workers.count), both[1:]
+            return both[0] >= (1 if batched else workers.count), both[1:], own
 
     def element(self, own: Any, rows: tf.Tensor) -> Nest:
         """The element of a pipeline's ``own`` and the rows of all towers."""
-        return self._element(own[2], rows)
-
-    def _element(self, values: Sequence[Any], rows: tf.Tensor) -> Nest:
-        return self._pack(values, lambda parts: sub_batches.SubBatches(parts, rows=rows),
+        return self._pack(own[2], lambda parts: sub_batches.SubBatches(parts, rows=rows),
                           _tf.PerReplica)
 
     def element_spec(self, own: Any) -> Nest:
