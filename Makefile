@@ -26,7 +26,7 @@ CORE := batch/split merge/merge replicas/run strategy variables/variables batch/
 	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks
 
 .PHONY: demo test tests test-all lint test-parity test-slow test-peers test-gpu test-libraries test-tf test-python test-pythons bench \
-	bench-jax docs test-site release-check clean
+	bench-jax docs docs-versions test-site release-check clean
 
 $(VENV)/%.installed: setup.cfg setup.py
 	@echo "Installing [$*] into $(VENV), once: a minute or two, TensorFlow is large."
@@ -119,6 +119,18 @@ docs: $(VENV)/docs.installed $(VENV)/test.installed
 	$(RUN) -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs build/site
 	$(RUN) docs/links.py build/site
 	$(RUN) -m pytest tests/repository/readme_test.py
+
+# That of this commit, as main, and of each release's tag, in build/sites; each page leads to the others.
+docs-versions: $(VENV)/docs.installed
+	rm -rf build/sites build/versions
+	tags=$$(git tag --list "v*" --sort=-v:refname) && for name in main $$tags; do \
+		tree=$(CURDIR)/build/versions/$$name && mkdir -p $$tree && \
+		git archive $$(test $$name = main && echo HEAD || echo $$name) | tar -x -C $$tree && \
+		TF_CPP_MIN_LOG_LEVEL=2 PYTHONPATH=$$tree $(BIN)/sphinx-build --fresh-env --quiet -A site_version=$$name \
+			-A site_versions="$$(echo main $$tags)" $$tree/docs build/sites/$$name || exit 1; \
+	done && set -- $$tags main && \
+		echo "<meta http-equiv=refresh content='0; url=$$1/index.html'>" > build/sites/index.html
+	$(RUN) docs/links.py build/sites/main
 
 # What is uploaded, in dist; each Python of this machine gets the wheel in an empty environment.
 release-check: $(VENV)/release.installed $(VENV)/test.installed

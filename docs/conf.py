@@ -37,6 +37,7 @@ pygments_dark_style = "monokai"
 html_theme = "furo"
 html_title = f"TowerStrategy {release}"
 html_static_path = ["static"]
+templates_path = ["templates"]
 html_css_files = ["site.css"]
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#1f6fb2", "color-brand-content": "#1f6fb2"},

@@ -155,6 +155,26 @@ class SiteTest(parameterized.TestCase):
                               capture_output=True, text=True, check=False)
         self.assertEqual((done.returncode, done.stdout.strip()), (0, ""))
 
+    def test_each_version_has_its_own_site(self):
+        """Lost otherwise: readers of an older release, before the documents of another one."""
+        clone = self.enter_context(tempfile.TemporaryDirectory())
+        number = pathlib.Path(clone, "towerstrategy", "_version.py")
+
+        def run(*command):
+            done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
+            self.assertEqual(done.returncode, 0, done.stderr[-5000:])
+
+        run("git", "clone", "--quiet", str(ROOT), ".")
+        number.write_text(f'{number.read_text()}\n__version__ = "0.0.1"\n')
+        run("git", "-c", "user.name=a", "-c", "user.email=a", "commit", "--quiet", "-am", "Older")
+        run("git", "tag", "v0.0.1")
+        run("git", "reset", "--quiet", "--hard", "HEAD~")
+        run("make", "-o", f"{sys.prefix}/docs.installed", f"VENV={sys.prefix}", "docs-versions")
+        for name, other in (("main", "v0.0.1"), ("v0.0.1", "main")):
+            text = pathlib.Path(clone, "build", "sites", name, "quickstart.html").read_text()
+            self.assertIn(f'href="../{other}/index.html"', text)
+            self.assertEqual("TowerStrategy 0.0.1" in text, name == "v0.0.1")
+
     @parameterized.parameters("gone.html", "index.html#gone")
     def test_a_broken_link_is_found(self, link):
         """Lost otherwise: the test above, which would pass whatever it is given."""
