@@ -7,7 +7,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from peers import plain
-from towerstrategy.merge import gradients as gradients_lib, merging, shares as shares_lib
+from towerstrategy.merge import merging, shares as shares_lib
 
 
 def slices(values, indices, rows=4):
@@ -75,7 +75,7 @@ class GradientsTest(parameterized.TestCase):
             shares = of_rows(*rows, known=known).prepare()
             dense = [tf.constant([1., 2.]), empty]
             sparse = [slices([[1.]], [1]), slices([[2.]], [0])]
-            result = gradients_lib.gradients([dense, None, sparse],
+            result = merging.gradients([dense, None, sparse],
                                              ["CPU:0", "CPU:0", "CPU:1"], shares)
             self.assertIsNone(result[1])
             return result[0], tf.convert_to_tensor(result[2])
@@ -89,7 +89,7 @@ class GradientsTest(parameterized.TestCase):
     def test_on_the_devices_asked_for(self):
         """Else gradients meet on another device than their variable's."""
         values = [tf.constant([1.]), tf.constant([2.])]
-        merged = gradients_lib.gradients([values, values], ["CPU:1", "CPU:2"],
+        merged = merging.gradients([values, values], ["CPU:1", "CPU:2"],
                                          shares_lib.Shares.equal(2))
         self.assertEqual([value.device[-5:] for value in merged], ["CPU:1", "CPU:2"])
 

@@ -19,7 +19,7 @@ from hypothesis import assume, strategies as st
 
 import towerstrategy
 from towerstrategy.batch import splitting, sub_batches
-from towerstrategy.merge import gradients as gradients_lib, merging, shares as shares_lib
+from towerstrategy.merge import merging, shares as shares_lib
 
 MOST_TOWERS = 5
 NUMBERS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
@@ -309,7 +309,7 @@ def check_merge_slices(drawn, dense_tower, rows, traced):
             tf.constant(array, dtype, [len(array), width]), tf.constant(indices),
             tf.constant([table, width])) for tower, (array, indices) in enumerate(parts)]
         by_rows = shares_lib.Shares(rows)
-        gradient, = gradients_lib.gradients([values], ["CPU:0"], by_rows)
+        gradient, = merging.gradients([values], ["CPU:0"], by_rows)
         results = [merging.total(values), gradient, merging.mean(values),
                    merging.weighted_mean(values, by_rows)]
         return [tf.convert_to_tensor(result) for result in results]

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import contexts, losses, refused
-from towerstrategy.merge import gradients as gradients_lib
+from towerstrategy.merge import merging
 from towerstrategy.placement import homes as homes_lib, scopes
 from towerstrategy.sharding import step
 
@@ -97,7 +97,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
         if not merged_already:
             tower.call.check_gradients(gradients, variables_)
-        one_each = gradients_lib.gradients(
+        one_each = merging.gradients(
             [None if value is None else contexts.all_values(value, tower.count)
              for value in grouped], [homes_lib.home_of(variable) for variable in variables_],
             tower.shares, placement.devices, placement.micro_batches, rules)

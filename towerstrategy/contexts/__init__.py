@@ -2,6 +2,8 @@
 
 from towerstrategy.contexts.here import (
     AnyContext as AnyContext,
+    MergedContext as MergedContext,
+    OneReplicaContext as OneReplicaContext,
     current as current,
     current_tower as current_tower,
     has_all_rows as has_all_rows,
@@ -10,10 +12,6 @@ from towerstrategy.contexts.here import (
     splitting_tower as splitting_tower,
     strategy_of_replica as strategy_of_replica,
     writer_of as writer_of,
-)
-from towerstrategy.contexts.one_replica import (
-    MergedContext as MergedContext,
-    OneReplicaContext as OneReplicaContext,
 )
 from towerstrategy.contexts.tower import (
     NESTED_MERGE as NESTED_MERGE,

@@ -24,27 +24,23 @@ from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import scopes
 from towerstrategy.replicas import enclosed, notes, once, threads
-from towerstrategy.replicas.tables import NeedsOwnTrace
+from towerstrategy.replicas.copies import NeedsOwnTrace
 
 
 def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
               kwargs: Any, compiles: bool = False) -> Any:
     """Calls ``fn`` once a tower, on the tower's device, and groups what comes out.
 
+    Each tower gets its own part of per-replica arguments.  A ``fn`` that is a ``tf.function`` is
+    entered first and the towers run inside it.  An error has a note that names the tower.
+
     Args:
       strategy: the strategy, in whose scope the caller is.
-      fn: the replica function; a ``tf.function`` is entered first and the towers run inside it.
-      args: positional arguments; each tower gets its own part of per-replica values.
-      kwargs: keyword arguments, likewise.
+      fn: the replica function.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
       compiles: whether XLA compiles what the towers do between their sync points, as it does for a
         ``fn`` made with ``jit_compile=True`` and in Keras steps of models compiled so.
-
-    Returns:
-      ``fn``'s result: values that differ between towers as ``PerReplica``, the same object once.
-
-    Raises:
-      ValueError: XLA is to compile what is done at the sync point.
-      Exception: whatever ``fn`` raised, with a note that names the tower and its device.
     """
     compiles = compiles or strategy.extended.modes.compiles
     if isinstance(fn, _tf.Function) and compiles and _tf.is_jit_compiled(fn):

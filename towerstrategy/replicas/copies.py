@@ -14,47 +14,44 @@ A function that cannot be copied is traced for every tower; :class:`NeedsOwnTrac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+import contextlib
+import types
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.replicas import tables
-from towerstrategy.replicas.tables import NeedsOwnTrace
+from towerstrategy.merge import results
 from towerstrategy.sharding import propagate
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.variables import tower_local
 
 
-class Copier:
-    """Copies stretches of a graph from tower 0 to the other towers.
+class NeedsOwnTrace(BaseException):
+    """The function must be traced for each tower; the message says why.
 
-    Args:
-      graph: the graph that is being traced.
-      rows: the towers' devices, one a stage.
-      scopes: the name scopes of the towers' operations.
-      variables: gives the strategy's variables that exist.
-      micro_batches: how many of the copies in a row are one tower's.
-
-    Attributes:
-      table: what each tower has in place of tower 0's tensors and operations.
-      firsts: the names of tower 0's operations.
+    Not an ``Exception``, so that the traced code's own handlers do not take it for one of theirs.
     """
 
-    def __init__(self, graph: tf.Graph, rows: Sequence[Sequence[str]], scopes: Sequence[str],
-                 variables: Callable[[], Iterable[Any]],
-                 micro_batches: int = 1) -> None:
-        self.table = tables.Table(len(rows))
-        self._graph = graph
-        self._rows = [[tf.DeviceSpec.from_string(device).to_string() for device in row]
-                      for row in rows]
+
+class Copier:
+    """Copies stretches of ``graph`` from tower 0 to the other towers, in their name ``scopes``."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, graph: tf.Graph,
+                 scopes: Sequence[str]) -> None:
+        self._tensors: dict[str, list[tf.Tensor]] = {}  # of towers 1.., by the name of tower 0's
+        self._operations: dict[str, list[tf.Operation]] = {}
+        self._graph, self._scopes = graph, scopes
+        self._variables: Callable[[], list[Any]] = strategy.extended.variables
+        placement = strategy.extended.placement
+        self._rows = [[tf.DeviceSpec.from_string(device).to_string() for device in
+                       placement.row(tower)] for tower in range(len(scopes))]
         # In the order of their work: stateful operations wait for those that were made before.
-        self._turns = sorted(range(1, len(rows)), key=lambda tower: (tower % micro_batches, tower))
-        self._scopes = scopes
-        self._variables = variables
-        self.firsts: set[str] = set()
+        self._turns = sorted(range(1, len(scopes)),
+                             key=lambda tower: (tower % placement.micro_batches, tower))
+        self._firsts: list[str] = []
         self._done = 0
         self._waiting: list[Op] = []
         self._kept: set[str] = set()
@@ -74,23 +71,22 @@ class Copier:
         Args:
           handed: what tower 0 hands to the others: a nest of tensors, operations and other values.
         """
-        self.firsts.update(operation.name for operation in self.added())
+        self._firsts += [operation.name for operation in self.added()]
         known = {operation.name: operation
                  for operation in [*self._waiting, *map(Op, self.added())]}
         leaves = tf.nest.flatten(handed, expand_composites=True)
         roots = [name for name, operation in known.items() if operation.is_stateful]
         roots += [leaf.name if isinstance(leaf, tf.Operation) else leaf.op.name for leaf in leaves
                   if isinstance(leaf, tf.Operation) or tf.is_symbolic_tensor(leaf)]
-        done, stretch = set[str](), list[Op]()
-        for name in filter(known.__contains__, roots):
-            # What writes to the temporary copy of a variable was made before that.
-            propagate.visit(known[name], known, done, stretch)
-        self._waiting = [operation for name, operation in known.items() if name not in done]
+        # What writes to the temporary copy of a variable was made before that.
+        stretch = propagate.in_order(roots, known)
+        needed = {operation.name for operation in stretch}
+        self._waiting = [operation for name, operation in known.items() if name not in needed]
         if stretch:
             for operation in stretch:
                 for function in _tf.functions_of(operation.operation):
                     self._check_function(function)
-            self._shared.update(_shared_reads(stretch, self.table))
+            self._shared.update(_shared_reads(stretch, self._tensors))
             self._shared.update(list(self._shared_casts(stretch)))
             self._import([each for each in stretch if each.name not in self._shared])
         self.skip()
@@ -127,8 +123,8 @@ class Copier:
             if isinstance(variable, tower_local.TowerLocalVariable):
                 own, *others = variable._values
                 first = captured.get(id(own.handle))
-                if first is not None and first.name not in self.table:
-                    self.table.put(first, [self._graph.capture(part.handle) for part in others])
+                if first is not None and first.name not in self._tensors:
+                    self.put(first, [self._graph.capture(part.handle) for part in others])
                     yield first
 
     def _shared_casts(self, stretch: Sequence[Op]) -> Iterator[str]:
@@ -152,7 +148,7 @@ class Copier:
             own, refs = copies.setdefault(tower, {}), dict[str, Ref]()
             for operation in nodes:
                 inputs = [refs[tensor.name] if tensor.name in refs
-                          else builder.take(self.table.tensor(tensor, tower))
+                          else builder.take(self.tensor(tensor, tower))
                           for tensor in operation.inputs]
                 before = operation.operation.control_inputs
                 controls = [own[each.name] for each in before if each.name in own]
@@ -162,14 +158,14 @@ class Copier:
                     _with_seed_of(operation, tower))
                 own[operation.name] = name
                 refs.update(zip(operation.output_names, made))
-                outside += [(name, self.table.operation(each, tower))
+                outside += [(name, self.operation(each, tower))
                             for each in before if each.name not in own]
         with tf.control_dependencies(None):
             builder.finish()
         for name, before in outside:
             _tf.add_control_input(builder.operation(name), before)
         for operation in nodes:
-            self.table.put_operation(operation.operation, [
+            self.put_operation(operation.operation, [
                 builder.operation(copies[tower][operation.name]) for tower in sorted(copies)])
 
     def _name(self, name: str, tower: int) -> str:
@@ -184,6 +180,56 @@ class Copier:
             self._stages[device] = self._rows[0].index(name) if name in self._rows[0] else None
         stage = self._stages[device]
         return device if stage is None else self._rows[tower][stage]
+
+    # What the other towers have in place of tower 0's tensors and operations.
+
+    def put(self, first: tf.Tensor, others: Sequence[tf.Tensor]) -> None:
+        """Says what towers 1.. have in place of ``first``."""
+        self._tensors[first.name] = list(others)
+
+    def put_operation(self, first: tf.Operation, others: Sequence[tf.Operation]) -> None:
+        """The same for an operation and its outputs."""
+        self._operations[first.name] = list(others)
+        for index, output in enumerate(first.outputs):
+            self.put(output, [other.outputs[index] for other in others])
+
+    def tensor(self, first: tf.Tensor, tower: int) -> tf.Tensor:
+        """``tower``'s counterpart of tower 0's ``first``."""
+        others = self._tensors.get(first.name)
+        if others is None and first.op.name in self._operations:
+            raise NeedsOwnTrace(f"operation {first.op.name!r} got outputs after it was copied, as "
+                                "a loop or branch does when its gradient is taken")
+        if others is None or tower == 0:
+            return first
+        other = others[tower - 1]
+        other.set_shape(first.shape)
+        return other
+
+    def operation(self, first: tf.Operation, tower: int) -> tf.Operation:
+        others = self._operations.get(first.name)
+        return first if others is None or tower == 0 else others[tower - 1]
+
+    def operations(self) -> list[set[str]]:
+        """The names of the operations that each tower has."""
+        return [set(self._firsts), *({others[tower].name for others in self._operations.values()}
+                                     for tower in range(len(self._rows) - 1))]
+
+    def values(self, first: Any) -> tuple[Any, ...]:
+        """What each tower has in place of any value of tower 0's, whose tensors are looked up."""
+        for leaf in tf.nest.flatten(first):
+            if isinstance(leaf, tf.TensorArray) or _tf.is_unread_variable(leaf):
+                raise NeedsOwnTrace(f"it hands on a {type(leaf).__name__}, which cannot be looked "
+                                    "up")
+            if not isinstance(leaf, tf.Operation) and _holds_tensors(leaf):
+                raise NeedsOwnTrace(f"it hands on tensors inside of a {type(leaf).__name__}, which "
+                                    "cannot be looked up")
+
+        def of(tower: int) -> Callable[[Any], Any]:
+            return lambda leaf: self.operation(leaf, tower) if isinstance(leaf, tf.Operation) \
+                else leaf if _tf.is_eager(leaf) else self.tensor(leaf, tower)
+
+        others = range(1, len(self._rows))
+        return first, *(results.map_tensors(of(tower), first) for tower in others)
 
 
 def _shared_reads(stretch: Sequence[Op], differing: Container[str]) -> Iterator[str]:
@@ -209,3 +255,28 @@ def _with_seed_of(operation: Op, tower: int) -> bytes:
     if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
         node.attr["seed2"].i = (node.attr["seed2"].i + tower * _tf.SEED_STEP) % 2**31
     return node.SerializeToString(deterministic=True)
+
+
+# How deep tensors are looked for inside of objects and closures, and where they are not.
+_DEPTH = 4
+_VARIABLES = (tf.Variable, _tf.DistributedVariable)
+_CLOSED = (*_VARIABLES, type, types.ModuleType, tf.Graph, tf.TypeSpec)
+
+
+def _holds_tensors(value: Any, depth: int = 0) -> bool:
+    """Whether an object or a function holds tensors of a graph, in attributes or its closure."""
+    if isinstance(value, (tf.Tensor, _tf.CompositeTensor)) and not isinstance(value, _VARIABLES):
+        return depth > 0 and not all(
+            map(_tf.is_eager, tf.nest.flatten(value, expand_composites=True)))
+    # Inside of others, modules are layers and models; handed on itself, one may be a distribution.
+    if isinstance(value, _CLOSED) or depth > _DEPTH or depth and isinstance(value, tf.Module):
+        return False
+    held: list[Any] = list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, dict):
+        held += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        held += value
+    for cell in getattr(value, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a cell may be empty
+            held.append(cell.cell_contents)
+    return any(_holds_tensors(part, depth + 1) for part in held)

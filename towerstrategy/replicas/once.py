@@ -27,7 +27,7 @@ from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import scopes
 from towerstrategy.replicas import copies, enclosed, notes
-from towerstrategy.replicas.tables import NeedsOwnTrace
+from towerstrategy.replicas.copies import NeedsOwnTrace
 from towerstrategy.sharding import contract
 from towerstrategy.sharding.spec import Size
 from towerstrategy.variables import alone
@@ -35,18 +35,9 @@ from towerstrategy.variables import alone
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
          shares: shares_lib.Shares, finish: enclosed.Finish | None = None) -> Any:
-    """Calls ``fn`` on every tower, see :func:`calls.call_each`.
+    """Calls ``fn`` on every tower, see :func:`calls.call_each`; :class:`NeedsOwnTrace` if it can't.
 
-    Args:
-      strategy: the strategy.
-      fn: the replica function.
-      args: its positional arguments.
-      kwargs: its keyword arguments.
-      shares: the shares of the towers' batch.
-      finish: called with the graph of the towers' operations when all are made, or None.
-
-    Raises:
-      NeedsOwnTrace: it must be traced for each tower.
+    ``finish`` is called with the graph of the towers' operations when all are made.
     """
     made: list[tuple[Any, Any]] = []
     try:
@@ -81,12 +72,9 @@ class _Once(contexts.Call):
         self._graph = tf.compat.v1.get_default_graph()
         names = [scopes.of_tower(tower, device) for tower, device in enumerate(self._devices)]
         self._scope = f"{names[0]}/"
-        placement = strategy.extended.placement
-        self._error_note = notes.of_tower(0, placement, shares)
+        self._error_note = notes.of_tower(0, strategy.extended.placement, shares)
         self._placer = strategy.extended.stages.placer(self._graph, 0)
-        self._copier = copies.Copier(
-            self._graph, [placement.row(tower) for tower in range(len(self._devices))], names,
-            strategy.extended.variables, placement.micro_batches)
+        self._copier = copies.Copier(strategy, self._graph, names)
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)
@@ -109,11 +97,9 @@ class _Once(contexts.Call):
                 _tf.add_note(error, self._error_note, traced=True)
                 raise
             self._copy(result)
-        grouped = self._copier.table.values(result)
-        others = [self._copier.table.operations_of(tower)
-                  for tower in range(1, len(self._devices))]
+        grouped = self._copier.values(result)
         self._strategy.extended.stages.put_in_order(
-            self._graph, [self._copier.firsts, *others], grouped)
+            self._graph, self._copier.operations(), grouped)
         return _tf.regroup(grouped, functools.partial(results.TowerResults, shares=self._shares))
 
     def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -122,9 +108,9 @@ class _Once(contexts.Call):
             raise NeedsOwnTrace("it syncs with the other towers in tf.init_scope")
         controls = _tf.control_dependencies_of(self._graph)
         self._copy((args, kwargs, controls))
-        table = self._copier.table
-        args, kwargs = _tf.regroup(table.values(args)), _tf.regroup(table.values(kwargs))
-        with self._merging([table.operation(control, tower) for control in controls
+        copier = self._copier
+        args, kwargs = _tf.regroup(copier.values(args)), _tf.regroup(copier.values(kwargs))
+        with self._merging([copier.operation(control, tower) for control in controls
                             for tower in range(len(self._devices))]), \
                 tf.device(self._strategy.extended.merge_device):
             own_note, self._error_note = self._error_note, notes.of_merge(
@@ -146,7 +132,7 @@ class _Once(contexts.Call):
 
     def _copy(self, handed: Any) -> None:
         """Copies the stretch that ends here; merges what towers have written alone in it."""
-        stretch, table = self._copier.added(), self._copier.table
+        stretch = self._copier.added()
         self._placer.place(stretch)
         for handle in self._copier.put_local_variables():
             self.contract.put(handle, contract.UNKNOWN)  # what a tower keeps there is its own
@@ -154,7 +140,7 @@ class _Once(contexts.Call):
         written = alone.divert(self._graph, stretch, self._strategy.extended.variables())
         self._copier.copy(handed)
         if written:
-            towers = [{key: (variable, table.tensor(handle, tower))
+            towers = [{key: (variable, self._copier.tensor(handle, tower))
                        for key, (variable, handle) in written.items()}
                       for tower in range(len(self._devices))]
             with self._merging():
@@ -263,7 +249,7 @@ class _Once(contexts.Call):
         else:
             first = hide(values[0], shape)
         _tf.copy_handle_data(values[0], first)
-        self._copier.table.put(first, [self._graph.capture(value) for value in values[1:]])
+        self._copier.put(first, [self._graph.capture(value) for value in values[1:]])
         return first
 
 

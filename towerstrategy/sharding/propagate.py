@@ -11,7 +11,7 @@ is said by graphs of their own.  The specs of a loop's variables are a fixpoint 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -375,27 +375,24 @@ def _needed_in_order(graph: Any) -> list[Op]:
     known = {operation.name: Op(operation) for operation in graph.get_operations()}
     effects = [operation for operation in known.values()
                if operation.type != "Placeholder" and operation.has_effect]
-    roots = [operation for operation in effects if not operation.writes_variables] + [
-        known[tensor.op.name] for tensor in graph.outputs] + effects
+    first = [operation.name for operation in effects if not operation.writes_variables]
+    return in_order([*first, *(tensor.op.name for tensor in graph.outputs),
+                     *(operation.name for operation in effects)], known)
+
+
+def in_order(roots: Iterable[str], known: Mapping[str, Op]) -> list[Op]:
+    """``roots`` and what they need of the ``known`` operations, each behind those that it needs."""
     done: set[str] = set()
     order: list[Op] = []
-    for root in roots:
-        visit(root, known, done, order)
-    return order
-
-
-def visit(root: Op, known: Mapping[str, Op], done: set[str], order: list[Op]) -> None:
-    """Puts ``root`` behind what it needs of ``known`` operations and what is not ``done`` yet."""
-    stack: list[tuple[Op, Iterator[str]]] = []
-    name: str | None = root.name
-    while True:
-        if name is not None and name not in done and name in known:
+    stack: list[tuple[Op | None, Iterator[str]]] = [(None, iter(roots))]
+    while stack:
+        name = next(stack[-1][1], None)
+        if name is None:
+            operation, _ = stack.pop()
+            order += [] if operation is None else [operation]
+        elif name in known and name not in done:
             done.add(name)
             entered = known[name]
             stack.append((entered, iter([*(tensor.op.name for tensor in entered.inputs),
                                          *entered.controls])))
-        if not stack:
-            return
-        name = next(stack[-1][1], None)
-        if name is None:
-            order.append(stack.pop()[0])
+    return order

@@ -14,7 +14,7 @@ import towerstrategy
 from tests.extras.machines import machines_workers
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.extras.machines import clusters, collectives
-from towerstrategy.merge import gradients, shares as shares_lib
+from towerstrategy.merge import merging, shares as shares_lib
 
 WORKERS, TOWERS = 2, 2
 
@@ -133,7 +133,7 @@ class LeavesEarlyTest(parameterized.TestCase):
                         x = tf.tanh(x @ weight + bias)
             found = tape.gradient(x, variables)
             shares = shares_lib.Shares(tf.unstack(rows), workers=machines)
-            return gradients.gradients([[value] for value in found],
+            return merging.gradients([[value] for value in found],
                                        ["/device:CPU:0"] * len(found), shares, silenced)
 
         with mock.patch.object(collectives, "LARGE", 2 * 4 * width * (width + 1)):
