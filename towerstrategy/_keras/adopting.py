@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _tensorflow as _tf
+from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy._keras import batch_norm, hooks, stages, state, twin
 from towerstrategy.placement import kind
 from towerstrategy.variables import one_copy
@@ -81,11 +81,13 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
     return resident, local
 
 
-def take_optimizer(strategy: tf.distribute.Strategy, optimizer: Any, names: Any) -> None:
-    """Makes an optimizer that is called in a tower the strategy's, if no strategy has it."""
-    check_owner(strategy, f"optimizer {getattr(optimizer, 'name', '')!r}",
-                names.owner_of_optimizer(optimizer))
-    set_owner(optimizer, strategy)
+def take_optimizer(optimizer: Any, names: Any) -> None:
+    """Makes an optimizer that is called in a tower its strategy's, if no strategy has it."""
+    strategy = contexts.strategy_of_replica()
+    if strategy is not None:
+        check_owner(strategy, f"optimizer {getattr(optimizer, 'name', '')!r}",
+                    names.owner_of_optimizer(optimizer))
+        set_owner(optimizer, strategy)
 
 
 def set_owner(optimizer: Any, strategy: tf.distribute.Strategy) -> None:

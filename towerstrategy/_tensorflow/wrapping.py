@@ -8,16 +8,18 @@ these are; before and after that the originals.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 MARK = "_towerstrategy_original"
 
 
-class Place(NamedTuple):
+@dataclasses.dataclass
+class Place:
     """A function that is replaced, and why.
 
     Attributes:
@@ -29,6 +31,8 @@ class Place(NamedTuple):
     owners: Sequence[Any]
     name: str
     why: str
+    _original: Any = None
+    _hooked: Any = None
 
     def wrap(self, instead: Callable[..., Any]) -> None:
         """Has ``instead`` called in its place whenever a strategy is at work, once.
@@ -38,32 +42,23 @@ class Place(NamedTuple):
         key = self.owners[0], self.name
         with _lock:
             if key not in _wrapped:
-                _wrapped[key] = _Wrapped(self, instead)
+                _wrapped[key], self._instead = self, instead
                 if _entered:
-                    _wrapped[key].put()
-
-
-class _Wrapped:
-    """A function and what is called in its place."""
-
-    def __init__(self, place: Place, instead: Callable[..., Any]) -> None:
-        self._place, self._instead = place, instead
-        self._original: Any = None
-        self._hooked: Any = None
+                    self.put()
 
     def put(self) -> None:
-        original = getattr(self._place.owners[0], self._place.name)
+        original = getattr(self.owners[0], self.name)
         if hasattr(original, MARK):  # somebody has wrapped what is ours, and it is there still
             return
         if original is not self._original:
             self._original, self._hooked = original, self._made_of(original)
-        for owner in self._place.owners:
-            setattr(owner, self._place.name, self._hooked)
+        for owner in self.owners:
+            setattr(owner, self.name, self._hooked)
 
     def take_back(self) -> None:
-        for owner in self._place.owners:
-            if getattr(owner, self._place.name, None) is self._hooked:
-                setattr(owner, self._place.name, self._original)
+        for owner in self.owners:
+            if getattr(owner, self.name, None) is self._hooked:
+                setattr(owner, self.name, self._original)
 
     def _made_of(self, original: Callable[..., Any]) -> Any:
         instead = self._instead
@@ -72,7 +67,7 @@ class _Wrapped:
         def hooked(*args: Any, **kwargs: Any) -> Any:
             return instead(original, *args, **kwargs)
 
-        if self._place.name == "__init__" and not hasattr(original, "__wrapped__"):
+        if self.name == "__init__" and not hasattr(original, "__wrapped__"):
             # To remember arguments Keras asks inspect in a way that does not look at what is
             # wrapped.  Nothing else may have it: Keras hands it on with a method's own attributes.
             vars(hooked)["__signature__"] = inspect.signature(original)
@@ -81,7 +76,7 @@ class _Wrapped:
 
 
 _lock = threading.RLock()
-_wrapped: dict[tuple[Any, str], _Wrapped] = {}
+_wrapped: dict[tuple[Any, str], Place] = {}
 _entered = 0
 
 

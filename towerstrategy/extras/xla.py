@@ -15,7 +15,7 @@ tensors; small numbers made of small numbers; and what XLA does not have, which 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -41,14 +41,6 @@ class Xla:
         specs = map(tf.DeviceSpec.from_string, devices)
         self._devices = {spec.to_string(): spec.device_type for spec in specs}
         self._missing: set[str] = set()  # types of operations, which were said once
-
-    @staticmethod
-    def by_default(kinds: Collection[str]) -> bool:
-        """Whether XLA compiles where nobody says, on towers of these kinds of device.
-
-        It does on GPUs and does not on CPUs, as for a model of Keras 3 without a strategy.
-        """
-        return "CPU" not in kinds
 
     def mark(self, graph: tf.Graph, operations: Iterable[tf.Operation] | None = None) -> None:
         """Marks those of ``operations``, where none are given of ``graph``, that XLA can compile.

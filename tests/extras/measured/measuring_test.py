@@ -15,8 +15,9 @@ from absl.testing import absltest, parameterized
 import towerstrategy
 import wide
 from towerstrategy.extras.measured import measuring, shares as shares_lib
-from towerstrategy.extras.report import TowerReport, sample as sample_lib
+from towerstrategy.extras.report import sample as sample_lib
 from towerstrategy.extras.report.sample import Recording, Sample
+from towerstrategy.report import TowerReport
 
 KITS = (("keras", keras), ("tf_keras", tf_keras))
 

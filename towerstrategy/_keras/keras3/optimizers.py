@@ -28,7 +28,7 @@ _KERNELS: dict[Any, one_pass.Rule] = {
 
 def apply(original: Callable[..., Any], self: Any, grads: Any,
           trainable_variables: Any = None) -> Any:
-    _take(self)
+    adopting.take_optimizer(self, names)
     tower = contexts.splitting_tower()
     if tower is None:
         grads = list(grads)
@@ -43,12 +43,6 @@ def apply(original: Callable[..., Any], self: Any, grads: Any,
         tower, grads[:both], [names.held(target) for target in targets],
         lambda merged: original(self, [*merged, *grads[both:]], trainable_variables),
         overwriting=[getattr(target, "overwrite_with_gradient", False) for target in targets])
-
-
-def _take(optimizer: Any) -> None:
-    strategy = contexts.strategy_of_replica()
-    if strategy is not None:
-        adopting.take_optimizer(strategy, optimizer, names)
 
 
 @contextlib.contextmanager

@@ -35,9 +35,9 @@ def trainer_init(original: Callable[..., Any], self: Any) -> None:
 @contextlib.contextmanager
 def _compiling(model: Any, strategy: Any) -> Iterator[None]:
     """Within, ``jit_compile="auto"`` is for the towers: Keras compiles no strategy's step by it."""
-    extended = strategy.extended
+    # On GPUs and not on CPUs, as without a strategy.
     vars(model)["_resolve_auto_jit_compile"] = lambda: (
-        extended.xla.by_default(extended.placement.kinds)
+        "CPU" not in strategy.extended.placement.kinds
         and bool(base_trainer.model_supports_jit(model)))
     try:
         yield

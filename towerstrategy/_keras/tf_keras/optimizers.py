@@ -39,9 +39,7 @@ def apply_gradients(original: Callable[..., Any], self: Any, grads_and_vars: Any
         grads_and_vars = list(grads_and_vars)
         with optimizers_rules.merged_if_alone([gradient for gradient, _ in grads_and_vars]):
             return original(self, grads_and_vars, *args, **kwargs)
-    strategy = contexts.strategy_of_replica()
-    if strategy is not None:
-        adopting.take_optimizer(strategy, self, names)
+    adopting.take_optimizer(self, names)
     if tower is None:
         return original(self, grads_and_vars, *args, **kwargs)
     grads_and_vars = list(grads_and_vars)

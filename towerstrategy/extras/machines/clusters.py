@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import zlib
 from typing import Any
 
 import tensorflow as tf
@@ -150,8 +149,3 @@ def place_in(resolver: Any) -> Cluster | None:
 def _addresses(jobs: dict[str, Any], job: str) -> list[str]:
     tasks = jobs.get(job, [])
     return [tasks[key] for key in sorted(tasks)] if isinstance(tasks, dict) else list(tasks)
-
-
-def digest(cluster: Cluster) -> int:
-    """A number by which other descriptions of a cluster are found out."""
-    return zlib.crc32(repr(cluster.tasks).encode())

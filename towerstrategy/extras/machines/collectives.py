@@ -8,6 +8,7 @@ on all workers: nothing here is called where only some of them get to.
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.extras.machines import carried, clusters, health
-from towerstrategy.placement import asked_shares, homes as homes_lib
+from towerstrategy.placement import homes as homes_lib
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
 
@@ -27,15 +28,11 @@ START = 600.
 _CARRIED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _NOT_CARRIED = (tf.string, tf.variant, tf.resource)
 
-# What shares may be taken from; their positions are what workers compare.
-_KINDS = ("", asked_shares.MEMORY, asked_shares.MEASURED)
-
 _EXTREMES = {"max": tf.reduce_max, "min": tf.reduce_min, "and": tf.reduce_all,
              "or": tf.reduce_any}
 
 # Bytes from which a tensor crosses by itself; smaller ones are packed up to as many.
 LARGE = 2**22
-_watched: list[clusters.Cluster] = []
 _made: list[Machines] = []
 
 
@@ -76,9 +73,8 @@ class Machines:
         self._order = list(range(self.count))
         found = self._start(options, shares_from)
         self._order = sorted(self._order, key=lambda position: found[position][0])
-        _, self.towers_of, digests, kinds = map(list, zip(*sorted(found)))
-        self._check_clusters(digests)
-        self._check_kinds([_KINDS[kind] for kind in kinds])
+        _, self.towers_of, digests = map(list, zip(*sorted(found)))
+        self._check_alike(digests, shares_from)
         self.first = sum(self.towers_of[:self.index])
         self.replicas = sum(self.towers_of)
         own = tf.constant(shares or (1.,) * towers, tf.float64)
@@ -86,10 +82,10 @@ class Machines:
         self._agree_on_seed()
 
     def _start(self, options: Any, shares_from: str) -> list[list[int]]:
-        """Each worker's number, towers, digest of the cluster and kind of shares, once all started.
+        """Each worker's number, its towers and a digest of what is to be alike, once all started.
         """
-        own = tf.constant([[self.index, self.towers, clusters.digest(self.cluster),
-                            _KINDS.index(shares_from)]], tf.int64)
+        alike = zlib.crc32(repr((self.cluster.tasks, shares_from)).encode())
+        own = tf.constant([[self.index, self.towers, alike]], tf.int64)
         seconds = getattr(options, "timeout_seconds", None) or START
         try:
             found = _tf.all_gather(self._launcher, own, _tf.Options(timeout_seconds=seconds))
@@ -103,25 +99,18 @@ class Machines:
                 + ". All must be given the same cluster, and reach each other. Give them more "
                 "time with communication_options=tf.distribute.experimental.CommunicationOptions("
                 f"timeout_seconds=...). ({type(error).__name__}: {error.message})") from error
-        if self.cluster not in _watched:
-            _watched.append(self.cluster)
-            health.watch(self.cluster)
+        health.watch(self.cluster)
         return found.numpy().tolist()
 
-    def _check_clusters(self, digests: list[int]) -> None:
+    def _check_alike(self, digests: list[int], shares_from: str) -> None:
         others = [self.cluster.named(index) for index, digest in enumerate(digests)
                   if digest != digests[self.index]]
         if others:
             raise ValueError(
-                "all workers must be given the same cluster, in the same words, but "
-                f"{', '.join(others)} was given another than this one, which was given "
-                f"{self.cluster.jobs}.")
-
-    def _check_kinds(self, kinds: list[str]) -> None:
-        if len(set(kinds)) > 1:
-            given = ", ".join(repr(kind) if kind else "numbers or nothing" for kind in kinds)
-            raise ValueError("shares must be of one kind on all workers, as they are compared over "
-                             f"the towers of all, but they are {given} (in the workers' order).")
+                "all workers must be given the same cluster, in the same words, and shares of one "
+                "kind, as they are compared over the towers of all, but "
+                f"{', '.join(others)} was given others than this one, which was given "
+                f"{self.cluster.jobs} and shares={shares_from or 'numbers or nothing'}.")
 
     def _agree_on_seed(self) -> None:
         """Sets worker 0's random seed on all, unless all have set the same: pipelines, Keras' own

@@ -11,6 +11,7 @@ Python is at.
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 from typing import Any
 
@@ -26,8 +27,9 @@ def silent(cluster: Any, seconds: float) -> list[str]:
             if _tf.ask_worker(cluster.task_of(index), seconds) is not None]
 
 
+@functools.cache
 def watch(cluster: Any) -> None:
-    """Keeps asking all other workers, from a thread, until the process ends."""
+    """Keeps asking all other workers, from a thread, until the process ends; once a cluster."""
     ended = threading.Event()
     # One thread for all: TensorFlow's check holds Python's lock while it waits for an answer.
     thread = threading.Thread(target=_watch, args=(cluster, ended), daemon=True,

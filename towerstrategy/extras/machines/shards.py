@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
@@ -140,15 +139,14 @@ def _in_steps(own: tf.data.Dataset, workers: collectives.Machines, measured: Any
               here: slice) -> tf.data.Dataset:
     """Each of this worker's batches as several steps, so that all workers' make one batch."""
     spec = own.element_spec
-    # Workers begin at different parts, so that each step has a part of every size.
-    turn = np.roll(np.arange(workers.count), -workers.index)
 
     def parts(element: Nest) -> tf.data.Dataset:
         leaves = tf.nest.flatten(element)
         rows = tf.cast(rows_lib.rows_in(next(filter(rows_lib.has_rows, leaves))), tf.int64)
         # As many for each: what a worker has to do is what is in its files.
         _, each = rows_lib.split_rows(rows, workers.count)
-        sizes = tf.stack([each[worker] for worker in turn])
+        # Workers begin at different parts, so that each step has a part of every size.
+        sizes = tf.roll(tf.stack(each), -workers.index, 0)
         starts = tf.cumsum(sizes, exclusive=True)
 
         def part(number: tf.Tensor) -> tuple[tf.Tensor, Nest]:

@@ -25,32 +25,15 @@ class TowerReport(Callback):
     """A Keras callback that shows, epoch by epoch, whether the towers are used.
 
     It works with Keras 3 and with tf_keras.  When the next epoch begins, or the training ends, it
-    prints a table of an epoch:
+    prints a table of an epoch: the rows of each tower, all of them counted; of one step, which ran
+    under TensorFlow's profiler, the time in which at least one operation of a line was running, and
+    the share in which none was.  ``docs/tower_report.md`` says what its lines and columns mean.
 
-    - **rows**: each tower's rows of the epoch, all of them counted.
-    - **busy ms a step**: of one sampled step, the time in which at least one operation of this line
-      was running.  Work of a tower that runs in parallel counts once, so no line has more than the
-      step.  A tower's operations are those that it does with its rows; ``merge`` is what is done
-      once for all towers, sums of what they have found above all, ``update`` what of that nothing
-      but writes of variables needs, such as the optimizer, ``split`` the splitting of rows in the
-      input pipeline (beside the step), ``input`` the step's waiting for its batch.  Eager steps
-      (``run_eagerly=True``) are done once, with all rows, and are not timed.
-    - **idle**: the share of the step in which no operation of that tower was running.  CPU towers
-      share the machine's cores: one of them can be busy and still wait for a core.
-
-    Where a tower is a row of devices, each of its *stages* has a line of its own: the time in which
-    at least one operation of its layers was running, forwards or backwards.  What the stages were
-    idle on average is the *bubble* in the table's first line.
-
-    Where a step is so short that no tower is busy for a millisecond of it, idle shares are left
-    out, and the table says so.
-
-    The sampled step runs under TensorFlow's profiler.  A step is sampled when that leaves the cost
-    of samples below ``most`` of the time trained, or of twenty seconds; the first always is.  Of
-    an epoch without a sample one line is printed: its rows.  The picture is drawn at the end.
-    Without this callback nothing is measured and nothing stays behind.  With several machines each
-    shows its own towers.  What goes wrong in a report while a training runs is a warning, and the
-    training goes on.
+    A step is sampled when that leaves the cost of samples below ``most`` of the time trained, or of
+    twenty seconds; the first always is.  Of an epoch without a sample one line is printed: its
+    rows.  The picture is drawn at the end.  Without this callback nothing is measured and nothing
+    stays behind.  With several machines each shows its own towers.  What goes wrong in a report
+    while a training runs is a warning, and the training goes on.
 
     Args:
       picture: a PNG file to draw, in a folder that is there, or None.  Needs matplotlib, which

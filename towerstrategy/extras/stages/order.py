@@ -37,8 +37,6 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.placement import devices as devices_lib, scopes
 
-Part = tuple[int, int]  # round, replica
-
 
 class Leg(NamedTuple):
     """A part of a replica's work in a round: one way through one of its stages."""
@@ -59,14 +57,13 @@ def put(graph: tf.Graph, replicas: Sequence[Collection[str]], placement: devices
       placement: their devices, and how many replicas in a row are one tower's.
       results: what the replicas returned, a nest.
     """
-    micro_batches = placement.micro_batches
-    if micro_batches == 1:
+    if placement.micro_batches == 1:
         return
     owners = {name: replica for replica, names in enumerate(replicas) for name in names}
     traced = _Traced(graph)
     for name in _brought_of_inputs(traced, owners):
         del owners[name]
-    legs = _legs(traced, _parts(traced, owners, micro_batches), placement)
+    legs = _legs(traced, owners, placement)
     begins = _begins(traced, legs)
     ends = _ends(traced, legs, traced.live(results))
     for leg, legs_before in _before(traced, begins, ends, placement).items():
@@ -170,19 +167,23 @@ class _Traced:
         """The names of the operations, each after all that it waits for."""
         return graphlib.TopologicalSorter(self.waits).static_order()
 
-    def live(self, results: Any) -> set[str]:
-        """The names of the operations that have an effect or are needed."""
-        reached = [name for name, operation in self.operations.items()
-                   if operation.op_def.is_stateful]
-        reached += [leaf.op.name for leaf in tf.nest.flatten(results, expand_composites=True)
-                    if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf)]
-        live: set[str] = set()
+    def needed(self, names: Iterable[str]) -> set[str]:
+        """The names of what operations of these names need, and of these themselves."""
+        reached, found = list(names), set[str]()
         while reached:
             name = reached.pop()
-            if name not in live and name in self.operations:
-                live.add(name)
+            if name not in found and name in self.operations:
+                found.add(name)
                 reached += self.waits[name]
-        return live
+        return found
+
+    def live(self, results: Any) -> set[str]:
+        """The names of the operations that have an effect or are needed."""
+        return self.needed([
+            *(name for name, operation in self.operations.items()
+              if operation.op_def.is_stateful),
+            *(leaf.op.name for leaf in tf.nest.flatten(results, expand_composites=True)
+              if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf))])
 
 
 def _brought_of_inputs(traced: _Traced, owners: Mapping[str, int]) -> set[str]:
@@ -196,24 +197,23 @@ def _brought_of_inputs(traced: _Traced, owners: Mapping[str, int]) -> set[str]:
             of_inputs.add(name)
         if name not in owners and any(other in owners or other in shared for other in waits):
             shared.add(name)
-    reached = [other for name in owners for other in traced.waits[name]
-               if other in shared and other in of_inputs]
-    found: set[str] = set()
-    while reached:
-        name = reached.pop()
-        if name not in found:
-            found.add(name)
-            reached += traced.waits[name]
-    return {name for name in found if name in owners}
+    return owners.keys() & traced.needed(other for name in owners for other in traced.waits[name]
+                                         if other in shared and other in of_inputs)
 
 
-def _parts(traced: _Traced, owners: Mapping[str, int], micro_batches: int) -> dict[str, Part]:
-    """The round and the replica of each operation that belongs to one."""
+def _legs(traced: _Traced, owners: Mapping[str, int],
+          placement: devices_lib.Placement) -> dict[str, Leg]:
+    """The leg of each operation that belongs to a replica.
+
+    What needs another stage's results is of that stage, forwards, wherever it is: a metric's count
+    is on the first stage's device and the last thing of all.  So no leg waits for a later one.
+    """
     # For each operation the last round, and the last micro-batch of it, that it needs or is of.
     until: dict[str, tuple[int, int]] = {}
+    legs: dict[str, Leg] = {}
     for name in traced.in_order():
         own = owners.get(name)
-        place = 0 if own is None else own % micro_batches
+        place = 0 if own is None else own % placement.micro_batches
         found = 0, place
         for other in traced.waits[name]:
             number, last = until[other]
@@ -225,41 +225,28 @@ def _parts(traced: _Traced, owners: Mapping[str, int], micro_batches: int) -> di
             else:
                 found = max(found, (number, place))
         until[name] = found
-    return {name: (until[name][0], owner) for name, owner in owners.items() if name in until}
-
-
-def _legs(traced: _Traced, parts: Mapping[str, Part],
-          placement: devices_lib.Placement) -> dict[str, Leg]:
-    """The leg of each operation that belongs to a replica.
-
-    What needs another stage's results is of that stage, forwards, wherever it is: a metric's count
-    is on the first stage's device and the last thing of all.  So no leg waits for a later one.
-    """
-    if placement.stages == 1:
-        return {name: Leg(*part) for name, part in parts.items()}
-    legs: dict[str, Leg] = {}
-    for name in traced.in_order():
-        if name not in parts:
-            continue
-        part = parts[name]
-        before = [legs[other] for other in traced.waits[name]
-                  if other in legs and parts[other] == part]
-        backward = scopes.GRADIENTS in name or any(leg.backward for leg in before)
-        reached = [leg.stage for leg in before if leg.backward == backward]
-        own = _stage(traced.operations[name], placement.row(part[1]))
         if own is not None:
-            reached.append(own)
-        stage = min(reached, default=placement.stages - 1) if backward else max(reached, default=0)
-        legs[name] = Leg(*part, stage, backward)
+            part = found[0], own
+            before = [legs[other] for other in traced.waits[name]
+                      if other in legs and legs[other][:2] == part]
+            legs[name] = Leg(*part, *_way(traced.operations[name], before, placement, own))
     return legs
 
 
-def _stage(operation: tf.Operation, row: Sequence[str]) -> int | None:
-    """The stage of an operation; None of what is done on the host."""
-    stage = scopes.stage_in(operation.name)
-    if stage is None:
-        stage = row.index(operation.device) if operation.device in row else None
-    return stage
+def _way(operation: tf.Operation, before: Sequence[Leg], placement: devices_lib.Placement,
+         replica: int) -> tuple[int, bool]:
+    """The stage of an operation that comes after these legs, and whether it goes backwards."""
+    if placement.stages == 1:
+        return 0, False
+    backward = scopes.GRADIENTS in operation.name or any(leg.backward for leg in before)
+    reached = [leg.stage for leg in before if leg.backward == backward]
+    own, row = scopes.stage_in(operation.name), placement.row(replica)
+    if own is None and operation.device in row:  # and not on the host
+        own = row.index(operation.device)
+    if own is not None:
+        reached.append(own)
+    return (min(reached, default=placement.stages - 1) if backward
+            else max(reached, default=0)), backward
 
 
 def _begins(traced: _Traced, legs: Mapping[str, Leg]) -> dict[Leg, list[tf.Operation]]:

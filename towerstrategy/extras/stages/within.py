@@ -20,35 +20,25 @@ from towerstrategy.extras.stages import order, placing
 from towerstrategy.placement import devices as devices_lib, kind, scopes
 
 
-class _Here(threading.local):
-    """The stage of what is made or called, in one thread."""
-
-    index: int | None = None
-    asked: int | None = None
-
-
-class Stages:
+class Stages(threading.local):
     """The stages, and the micro-batches, of the towers of one strategy.
 
     Args:
       placement: where the strategy runs.
+
+    Attributes:
+      index: the stage of what this thread makes or calls here, or None.
+      asked: the same, where the user has said it around what runs here.
     """
 
+    index: int | None = None
+    asked: int | None = None
+
     def __init__(self, placement: devices_lib.Placement) -> None:
-        self._placement, self._here = placement, _Here()
+        self._placement = placement
         if placement.rows:
             kind.staged = True
             _tf.wrap_gradient_functions(_in_its_stage)
-
-    @property
-    def index(self) -> int | None:
-        """The stage of what is made or called here, or None."""
-        return self._here.index
-
-    @property
-    def asked(self) -> int | None:
-        """The same, where the user has said it around what runs here."""
-        return self._here.asked
 
     @contextlib.contextmanager
     def within(self, index: int | None, asked: bool = False) -> Iterator[None]:
@@ -57,14 +47,13 @@ class Stages:
         What a tower does there is done on the stage's device, unless it is in a function that the
         tower calls.
         """
-        here = self._here
-        before = here.index, here.asked
-        here.index, here.asked = index, index if asked else None
+        before = self.index, self.asked
+        self.index, self.asked = index, index if asked else None
         try:
             with _placed(self._placement, index):
                 yield
         finally:
-            here.index, here.asked = before
+            self.index, self.asked = before
 
     def placer(self, graph: tf.Graph, replica: int) -> placing.Placer:
         """What puts operations of ``replica`` on the devices of its stages."""
