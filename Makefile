@@ -16,7 +16,7 @@ LEAVES_OUT := benchmarks/benchmarks repository/digits_example repository/doctest
 # Two processes, in each a file's tests one after another: what a file makes once is made once. The
 # files are taken in the order that tests/conftest.py gives them.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-ALL := -m ""
+ALL := -m "not rest"
 
 # What `make test-python PYTHON=python3.13` makes, and what runs on the oldest and newest of them.
 EXECUTABLE = $(or $(shell $(PYTHON) -c 'import sys; print(sys.executable)' 2>/dev/null),\
@@ -25,6 +25,9 @@ VERSION = $(shell $(EXECUTABLE) -c 'import sys; print("%d.%d" % sys.version_info
 CORE := batch/split merge/merge replicas/run strategy variables/variables batch/input \
 	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks
 
+# pip does it with one process, which is half of the time that it takes.
+COMPILE := python -m compileall -qq -j 0
+
 .PHONY: demo test tests test-all lint test-parity test-slow test-peers test-gpu test-libraries test-tf test-python test-pythons bench \
 	bench-jax docs docs-versions test-site release-check clean
 
@@ -32,7 +35,8 @@ $(VENV)/%.installed: setup.cfg setup.py
 	@echo "Installing [$*] into $(VENV), once: a minute or two, TensorFlow is large."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install -e ".[$*]"
+	$(BIN)/python -m pip install --no-compile -e ".[$*]"
+	$(BIN)/$(COMPILE) $(VENV)
 	touch $@
 
 $(TF_VENV)/test.installed: setup.cfg setup.py
@@ -45,7 +49,8 @@ $(TF_VENV)/test.installed: setup.cfg setup.py
 .venv-python%/test.installed: setup.cfg setup.py
 	test -x .venv-python$*/bin/python || $(EXECUTABLE) -m venv .venv-python$*
 	.venv-python$*/bin/python -m pip install --quiet --upgrade pip
-	.venv-python$*/bin/python -m pip install -e ".[test]"
+	.venv-python$*/bin/python -m pip install --no-compile -e ".[test]"
+	.venv-python$*/bin/$(COMPILE) .venv-python$*
 	touch $@
 
 # Orbit alone out of tf-models-official, which asks for another TensorFlow and for much else.
@@ -73,9 +78,9 @@ test: $(VENV)/test.installed
 tests: $(VENV)/test.installed
 	$(RUN) $(PYTEST)
 
-# What `make test` leaves out: tests that are marked wide.
+# What `make test` leaves out: tests that are marked wide. What is the rest is in `make test-slow`.
 test-all: $(VENV)/test.installed
-	$(RUN) $(PYTEST) -m wide
+	$(RUN) $(PYTEST) -m "wide and not rest"
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
@@ -88,6 +93,7 @@ test-parity: $(VENV)/test.installed
 
 test-slow: $(VENV)/test.installed $(VENV)/release.installed $(VENV)/docs.installed \
 		$(VENV)/site-test.installed $(VENV)/notebook.installed
+	$(RUN) $(PYTEST) -m rest
 	$(RUN) -m pytest -rP tests/slow
 
 # TensorFlow's own tests with TowerStrategy for MirroredStrategy: TENSORFLOW_SOURCES=folder of its sources.
@@ -107,8 +113,8 @@ test-tf: $(TF_VENV)/test.installed
 		$(LEAVES_OUT:%=--ignore=tests/%_test.py)
 
 test-python: .venv-python$(VERSION)/test.installed
-	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(<D)/bin/python $(PYTEST) $(ALL) \
-		$(or $(TESTS:%=tests/%_test.py),$(LEAVES_OUT:%=--ignore=tests/%_test.py))
+	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(<D)/bin/python $(PYTEST) \
+		$(or $(TESTS:%=tests/%_test.py),$(ALL) $(LEAVES_OUT:%=--ignore=tests/%_test.py))
 
 test-pythons:
 	sh .ci/pythons | sed -n '1p;$$p' | uniq | while read -r python; do \

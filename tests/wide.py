@@ -1,30 +1,37 @@
 """What ``make test`` leaves to ``make test-all``: tests that are marked ``wide``.
 
+What both leave to ``make test-slow`` is marked ``rest``, too: cases of several parameters of which
+each pair of values is tried elsewhere, and what differs from another case in its Keras alone.
+
 A whole test, class or file is marked by ``@pytest.mark.wide`` (below ``@parameterized``) or by
 ``pytestmark``; here are decorators for some of a test's cases.
 
 Goes in: cases, and which of them are wide; for :func:`product`, of how many parameters each
-combination of values is to be in the default run: of 1, so that each value is in some case and the
-other parameters take turns, or of 2, so that each pair of values of two parameters is.  Comes out:
-the tests, in the same order and of the same names whatever is chosen of them.
+combination of values is to be in the default run, and of how many in the wide one: of 1, so that
+each value is in some case and the other parameters take turns, or of 2, so that each pair of values
+of two parameters is.  Comes out: the tests, in the same order and of the same names whatever is
+chosen of them.
 """
 
 import collections
+import functools
 import itertools
 
 import pytest
 from absl.testing import parameterized
 
-
-def parameters(*cases, wide):
-    """As ``parameterized.parameters`` of both, ``wide`` ones being wide."""
-    return _marked(parameterized.parameters(*cases, *wide),
-                   [False] * len(cases) + [True] * len(wide))
+DEFAULT, WIDE, REST = (), (pytest.mark.wide,), (pytest.mark.wide, pytest.mark.rest)
 
 
-def named_parameters(*cases, is_wide):
-    """As ``parameterized.named_parameters``; ``is_wide`` tells of a case's parameters."""
-    return _marked(parameterized.named_parameters(*cases), [is_wide(*case[1:]) for case in cases])
+def parameters(*cases, wide, rest=()):
+    """As ``parameterized.parameters`` of all, with the marks of ``wide`` and ``rest``."""
+    return _marked(parameterized.parameters(*cases, *wide, *rest),
+                   [DEFAULT] * len(cases) + [WIDE] * len(wide) + [REST] * len(rest))
+
+
+def named_parameters(*cases, marks):
+    """As ``parameterized.named_parameters``; ``marks`` gives those of a case's parameters."""
+    return _marked(parameterized.named_parameters(*cases), [marks(*case[1:]) for case in cases])
 
 
 def turns(*cases):
@@ -33,7 +40,8 @@ def turns(*cases):
     def decorate(test):
         turn = next(_turns[test.__module__]) % len(cases)
         return _marked(parameterized.named_parameters(*cases),
-                       [number != turn for number in range(len(cases))])(test)
+                       [DEFAULT if number == turn else WIDE for number in range(len(cases))]
+                       )(test)
 
     return decorate
 
@@ -41,18 +49,20 @@ def turns(*cases):
 _turns = collections.defaultdict(itertools.count)
 
 
-def product(together=1, /, **parameters):
-    """As ``parameterized.product``, all but some cases being wide."""
+def product(together=1, in_wide=2, /, **parameters):
+    """As ``parameterized.product``, all but some cases being wide, or neither."""
     places = [range(len(values)) for values in parameters.values()]
-    every, chosen = list(itertools.product(*places)), few(together, places)
+    chosen, wide = few(together, places), few(in_wide, places)
+    every = list(itertools.product(*places))
     return _marked(parameterized.parameters(*(
         {name: parameters[name][place] for name, place in zip(parameters, case)}
-        for case in every)), [case not in chosen for case in every])
+        for case in every)), [DEFAULT if case in chosen else WIDE if case in wide else REST
+                              for case in every])
 
 
-def _marked(decorator, are_wide):
-    return lambda test: [pytest.mark.wide(case) if is_wide else case
-                         for is_wide, case in zip(are_wide, decorator(test), strict=True)]
+def _marked(decorator, marks):
+    return lambda test: [functools.reduce(lambda case, mark: mark(case), each, case)
+                         for each, case in zip(marks, decorator(test), strict=True)]
 
 
 def few(together, places):

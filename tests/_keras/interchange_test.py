@@ -56,8 +56,8 @@ def optimizer_values(model):
 class InterchangeTest(parameterized.TestCase):
 
     @wide.parameters((keras, MOVES[0]), (tf_keras, MOVES[3]), wide=[
-        (kit, move) for kit in (keras, tf_keras) for move in MOVES
-        if (kit, move) not in ((keras, MOVES[0]), (tf_keras, MOVES[3]))])
+        (keras, MOVES[2]), (tf_keras, MOVES[1])], rest=[
+        (keras, MOVES[1]), (keras, MOVES[3]), (tf_keras, MOVES[0]), (tf_keras, MOVES[2])])
     def test_training_goes_on(self, kit, move):
         """Lost otherwise: training moved between machines; optimizer slots start from zero."""
         writer, reader = (STRATEGIES[name]() for name in move)

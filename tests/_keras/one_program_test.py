@@ -29,7 +29,6 @@ def towers():
 
 def trained(kit, make, strategy):
     """Logs and weights of a training, and what it predicts."""
-    kit.backend.clear_session()
     kit.utils.set_random_seed(1)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = make(kit)

@@ -25,9 +25,8 @@ TOWERS = ["CPU:1", "CPU:2"]
 # For each kind of model, which of them is saved: what multi_gpu_model returned, what it was given,
 # or one that was adopted.
 CASES = [(kit, kind, who) for kit in ("keras", "tf_keras") for kind, whose in (
-    ("functional", ("parallel", "template", "adopted")),
-    ("unbuilt_sequential", ("parallel", "template")),
-    ("subclassed", ("parallel", "template")), ("dicts", ("parallel",))) for who in whose]
+    ("functional", ("parallel", "template", "adopted")), ("unbuilt_sequential", ("template",)),
+    ("subclassed", ("parallel",)), ("dicts", ("parallel",))) for who in whose]
 
 # Loads every file of the list that it is given; prints a complaint for each that differs.
 LOADER = textwrap.dedent("""

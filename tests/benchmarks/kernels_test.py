@@ -83,7 +83,7 @@ def traced(make, library, strategy):
 
 class KernelsTest(parameterized.TestCase):
 
-    @wide.product(made=((images, tf_keras), (words, keras), (half, keras)),
+    @wide.product(1, 1, made=((images, tf_keras), (words, keras), (half, keras)),
                   merge_device=("cpu", "CPU:1", "balanced"))
     def test_on_a_gpu_by_our_choice(self, made, merge_device):
         """Else each step waits for values to cross to the CPU and back, unseen by any test here."""

@@ -119,10 +119,11 @@ class KerasTest(parameterized.TestCase):
         self.assertSetEqual(set().union(*owners.values()), {
             "tower_0_CPU_1", "tower_1_CPU_2", "tower_2_CPU_3", "tower_update"})
 
-    @wide.product(kit=(keras, tf_keras), devices=(
-        (["CPU:1", "CPU:2"], 2), (["CPU:0"], 3), ([["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]], 1),
-        ([["CPU:1", "CPU:2"]], 3)))
-    def test_micro_batches_and_stages(self, kit, devices):
+    @wide.parameters(
+        (keras, ["CPU:1", "CPU:2"], 2),
+        (tf_keras, [["CPU:1", "CPU:2"], ["CPU:3", "CPU:4"]], 1),
+        wide=[(tf_keras, ["CPU:0"], 3), (keras, [["CPU:1", "CPU:2"]], 3)])
+    def test_micro_batches_and_stages(self, kit, devices, micro_batches):
         """Lost otherwise: XLA for models that need less memory; or micro-batches as one stretch,
         which take the memory that they were to save."""
         def layers():
@@ -130,7 +131,7 @@ class KerasTest(parameterized.TestCase):
                     dense(kit, 1)]
 
         wanted = results(model_of(kit, layers, None, False))
-        strategy = towerstrategy.TowerStrategy(devices[0], micro_batches=devices[1])
+        strategy = towerstrategy.TowerStrategy(devices, micro_batches=micro_batches)
         with marked() as operations:
             assert_same(results(model_of(kit, layers, strategy, True)), wanted)
         towers = {one.get_attr("_XlaScope").decode().rpartition(" ")[0] for one in operations}

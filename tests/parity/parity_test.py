@@ -15,7 +15,7 @@ def _named(numbered):
 class ParityTest(parameterized.TestCase):
 
     @wide.named_parameters(*map(_named, enumerate(runner.core())),
-                           is_wide=lambda case, *_: case.wide)
+                           marks=lambda case, *_: wide.WIDE if case.wide else ())
     def test_towers_train_as_one_device(self, case, keras, towers):
         """Else a user's model trains differently because of how many devices there are."""
         found = runner.compare(case, runner.keras_module(keras), towers)

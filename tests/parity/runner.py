@@ -163,7 +163,8 @@ def train(case: cases.Case, keras: Any,
       ``evaluate``, ``predict``, ``on batch`` (``test_on_batch``, ``train_on_batch``,
       ``predict_on_batch``, then the weights).
     """
-    keras.backend.clear_session()
+    # Not with Keras 3's own gc.collect(): of all that the process holds it takes half a second.
+    keras.backend.clear_session(*[False] * cases.is_keras_3(keras))
     keras.utils.set_random_seed(SEED)
     with dtypes.policy(keras, case.policy):
         with strategy.scope() if strategy is not None else contextlib.nullcontext():

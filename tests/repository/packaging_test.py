@@ -14,8 +14,7 @@ import towerstrategy
 ROOT = pathlib.Path(__file__).parents[2]
 
 # What its import imports, whether there are hooks before and after a TowerStrategy trains, and what
-# comes out, to the last bit, of trainings with no strategy and with MirroredStrategy before and
-# after that.
+# comes out, to the last bit, of trainings with no strategy before and after that.
 PROGRAM = """
 import sys
 import tensorflow as tf
@@ -39,15 +38,13 @@ towerstrategy.split_cpu(2)
 tf.config.experimental.enable_op_determinism()
 x = np.random.RandomState(0).randint(0, 10, [12, 4])
 y = x.sum(axis=1, keepdims=True).astype("float32")
-scopes = tf.distribute.get_strategy(), tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
-def trained(kit, scope):
+def trained(kit):
     kit.utils.set_random_seed(1)
-    with scope.scope():
-        model = kit.Sequential([
-            kit.Input([4]), kit.layers.Embedding(10, 3), kit.layers.BatchNormalization(),
-            kit.layers.Dropout(0.5), kit.layers.Flatten(), kit.layers.Dense(1)])
-        model.compile(kit.optimizers.Adam(0.01), "mse", metrics=["mae"], weighted_metrics=["mse"])
+    model = kit.Sequential([
+        kit.Input([4]), kit.layers.Embedding(10, 3), kit.layers.BatchNormalization(),
+        kit.layers.Dropout(0.5), kit.layers.Flatten(), kit.layers.Dense(1)])
+    model.compile(kit.optimizers.Adam(0.01), "mse", metrics=["mae"], weighted_metrics=["mse"])
     history = model.fit(x, y, batch_size=4, epochs=2, verbose=0, shuffle=False,
                         sample_weight=np.linspace(0.5, 1.5, 12))
     found = [*model.get_weights(), *(np.array(values) for values in history.history.values()),
@@ -56,7 +53,7 @@ def trained(kit, scope):
 
 for _ in range(2):
     print(*hooked())
-    print(*(trained(kit, scope) for kit in (keras, tf_keras) for scope in scopes))
+    print(*map(trained, (keras, tf_keras)))
     strategy = towerstrategy.TowerStrategy(["CPU:0", "CPU:1"])
     for kit in (keras, tf_keras):
         with strategy.scope():
@@ -92,7 +89,7 @@ class ImportTest(absltest.TestCase):
         """Else a process that has had a TowerStrategy trains differently without one."""
         before, after = printed()[2::2]
         self.assertEqual(before, after)
-        self.assertLen(set(before.split()), 4)
+        self.assertLen(set(before.split()), 2)
 
 
 class PackageTest(parameterized.TestCase):

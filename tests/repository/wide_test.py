@@ -8,10 +8,11 @@ from absl.testing import absltest, parameterized
 import wide
 
 SIZES = (2, 3, 2, 5)
+MARKS = [set(), {"wide"}, {"wide", "rest"}]
 
 
 def cases_of(decorator):
-    """The cases of a test with a decorator, and whether each is wide."""
+    """The cases of a test with a decorator, and which of :data:`MARKS` each has."""
     found = []
 
     class Case(parameterized.TestCase):
@@ -21,8 +22,8 @@ def cases_of(decorator):
 
     for name in filter(lambda name: name.startswith("test"), vars(Case)):
         Case(name).run(absltest.unittest.TestResult())
-        marks = [mark.name for mark in getattr(getattr(Case, name), "pytestmark", [])]
-        found[-1] = (found[-1], marks == ["wide"])
+        marks = {mark.name for mark in getattr(getattr(Case, name), "pytestmark", [])}
+        found[-1] = (found[-1], MARKS.index(marks))
     return found
 
 
@@ -44,25 +45,27 @@ class WideTest(parameterized.TestCase):
 
     def test_product(self):
         """Else a case is lost, or all of them are run by ``make test``."""
-        found = cases_of(wide.product(one="ab", other=(3, 4, 5)))
-        self.assertEqual([case for case, _ in found], list(itertools.product("ab", (3, 4, 5))))
-        self.assertEqual([is_wide for _, is_wide in found].count(False), 3)
+        for in_wide, counts in ((2, [3, 3, 0]), (1, [3, 0, 3])):
+            found = cases_of(wide.product(1, in_wide, one="ab", other=(3, 4, 5)))
+            self.assertEqual([case for case, _ in found], list(itertools.product("ab", (3, 4, 5))))
+            marks = [mark for _, mark in found]
+            self.assertEqual([marks.count(mark) for mark in range(3)], counts)
 
     def test_parameters(self):
         """Else a case is lost, or all of them are run by ``make test``."""
-        self.assertEqual(cases_of(wide.parameters((1, 2), wide=[(3, 4), (5, 6)])),
-                         [((1, 2), False), ((3, 4), True), ((5, 6), True)])
+        self.assertEqual(cases_of(wide.parameters((1, 2), wide=[(3, 4)], rest=[(5, 6)])),
+                         [((1, 2), 0), ((3, 4), 1), ((5, 6), 2)])
         self.assertEqual(
             cases_of(wide.named_parameters(("_a", 1, 2), ("_b", 3, 4),
-                                           is_wide=lambda one, _: one > 1)),
-            [((1, 2), False), ((3, 4), True)])
+                                           marks=lambda one, _: wide.WIDE if one > 1 else ())),
+            [((1, 2), 0), ((3, 4), 1)])
 
     def test_turns(self):
         """Else one of the two Keras versions has no test at all in ``make test``."""
         versions = wide.turns(("_a", 1, 2), ("_b", 3, 4))
         first, second = cases_of(versions), cases_of(versions)
         self.assertEqual([case for case, _ in first], [(1, 2), (3, 4)])
-        self.assertEqual(first, [(case, not is_wide) for case, is_wide in second])
+        self.assertEqual(first, [(case, 1 - mark) for case, mark in second])
 
     def test_marks_are_below_the_parameters(self):
         """Else they are lost, and ``make test`` runs what takes long."""

@@ -43,15 +43,17 @@ def descend(loss_of, *variables, rate=0.1):
     return step, list(variables)
 
 
-def feature_program(name, feature):
-    """A program whose layer makes `feature` of its activations."""
+def feature_program(name, *names):
+    """A program whose layers make some features of their activations; a loss for each."""
 
     def make():
         w, v = weights(4, 5), weights(5, 3, seed=1)
 
         def loss_of(x, y):
-            logits = feature(tf.tanh(x @ w)) @ v
-            return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
+            hidden = tf.tanh(x @ w)
+            return tf.stack([
+                tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
+                    y, features.FEATURES[each](hidden) @ v)) for each in names])
 
         return descend(loss_of, w, v)
 
@@ -62,8 +64,11 @@ def cross_entropy(y, logits):
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
 
 
-for _name, _feature in features.FEATURES.items():
-    feature_program(_name, _feature)
+for _name in features.FEATURES:
+    feature_program(_name, _name)
+GROUPS = {f"features_{at}": [*features.FEATURES][at::9] for at in range(9)}
+for _name, _names in GROUPS.items():
+    feature_program(_name, *_names)
 
 
 # Losses.

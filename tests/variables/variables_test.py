@@ -95,9 +95,12 @@ def deliberate(where, method, agree, dtype, synchronization, aggregation):
 
 class WriteMatrixTest(parameterized.TestCase):
 
-    # ON_WRITE is what AUTO is for these.
-    @wide.parameters(*itertools.product([Sync.AUTO, Sync.ON_READ], Aggregation),
-                     wide=[(Sync.ON_WRITE, rule) for rule in Aggregation])
+    MODES = Sync.AUTO, Sync.ON_READ  # ON_WRITE is what AUTO is for these
+
+    @wide.parameters(*itertools.product(MODES, [Aggregation.SUM, Aggregation.MEAN]),
+                     wide=[*itertools.product(MODES, [
+                         Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA])],
+                     rest=[(Sync.ON_WRITE, rule) for rule in Aggregation])
     def test_as_mirrored(self, synchronization, aggregation):
         """Else a variable written by code made for MirroredStrategy holds something else."""
         modes = {"synchronization": synchronization, "aggregation": aggregation}

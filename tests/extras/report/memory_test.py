@@ -5,7 +5,6 @@ import sys
 
 import keras
 import numpy as np
-import pytest
 import tf_keras
 from absl.testing import parameterized
 
@@ -48,7 +47,7 @@ class EstimateTest(parameterized.TestCase):
         for line in towerstrategy.estimate_memory(model, 4):
             self.assertLess(line.step, 10_000, line)
 
-    @wide.product(3, kit=[keras, tf_keras], merge_device=["cpu", "CPU:1", "balanced"],
+    @wide.product(2, 3, kit=[keras, tf_keras], merge_device=["cpu", "CPU:1", "balanced"],
                   optimizer=["adam", "sgd"])
     def test_weights_and_slots_are_where_it_says(self, kit, merge_device, optimizer):
         """Else someone buys the wrong GPU, or merges on the one that is full."""
@@ -68,8 +67,7 @@ class EstimateTest(parameterized.TestCase):
         # Small ones, the step's number among them, may be homed elsewhere.
         self.assertAlmostEqual(max(held.values()), lines[0].weights + lines[0].slots, delta=200)
 
-    @parameterized.parameters("adam", "sgd")
-    @pytest.mark.wide
+    @wide.parameters(wide=["adam"], rest=["sgd"])
     def test_peak(self, optimizer):
         """Else what is said to be the most that a training holds is less than what it holds."""
         (held, most, peak), (held_small, most_small, peak_small) = (
