@@ -44,8 +44,8 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
     check_batched(dataset, batches)
     split = dataset
     if towers > 1:
-        split = dataset.map(on_elements(dataset.element_spec, _in_scope(
-            lambda element: splitting.split_batch(element, towers, cuts, batches)))).prefetch(ready)
+        split = _tf.map_ahead(dataset, on_elements(dataset.element_spec, _in_scope(
+            lambda element: splitting.split_batch(element, towers, cuts, batches))), ready)
     return TowerDataset(split, lambda fn: split_dataset(dataset.map(fn), towers, ready, cuts),
                         open_rows=cuts is not None)
 
