@@ -36,9 +36,8 @@ class DealTest(parameterized.TestCase):
         """Else a row is lost or doubled, or a tower gets less than its share's whole rows."""
         units, towers = rows_lib.units_of(shares), len(shares)
         for rows in [*range(20), 997]:
-            starts, sizes = rows_lib.split_rows(rows, towers, units)
+            sizes = rows_lib.split_rows(rows, towers, units)
             self.assertEqual(sum(sizes), rows)
-            self.assertEqual(starts, [sum(sizes[:tower]) for tower in range(towers)])
             exact = [rows * share / sum(shares) for share in shares]
             for size, wanted in zip(sizes, exact):
                 self.assertGreaterEqual(size, int(wanted + 1e-6))
@@ -53,9 +52,8 @@ class DealTest(parameterized.TestCase):
         """Else a pipeline, or another machine, deals otherwise than eager code."""
         units, towers = rows_lib.units_of(shares), len(shares)
         for rows in [*range(20), 2**31 - 1]:
-            starts, sizes = rows_lib.split_rows(tf.constant(rows, tf.int64), towers, units)
-            self.assertEqual(([int(start) for start in starts], [int(size) for size in sizes]),
-                             rows_lib.split_rows(rows, towers, units))
+            sizes = rows_lib.split_rows(tf.constant(rows, tf.int64), towers, units)
+            self.assertEqual(sizes.numpy().tolist(), rows_lib.split_rows(rows, towers, units))
 
     def test_equal_shares_are_no_shares(self):
         """Else who names equal shares pays for what he does not get."""

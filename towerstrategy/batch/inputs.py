@@ -50,7 +50,7 @@ class TowerInputContext(tf.distribute.InputContext):
 
     def rows_of(self, global_batch_size: int) -> list[int]:
         """The rows of each tower that this pipeline feeds, of a batch of ``global_batch_size``."""
-        sizes = rows_lib.split_rows(global_batch_size, self.num_replicas_in_sync, self._units)[1]
+        sizes = rows_lib.split_rows(global_batch_size, self.num_replicas_in_sync, self._units)
         return [sizes[tower] for tower in self._towers]
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
@@ -188,4 +188,4 @@ class Inputs:
             return self._measured.cut
         units = self._units
         return None if units is None else lambda rows: (
-            *rows_lib.split_rows(rows, self._towers, units), None)
+            rows_lib.split_rows(rows, self._towers, units), slice(None), None)

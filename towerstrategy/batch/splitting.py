@@ -67,13 +67,13 @@ def _splitter(counted: Sequence[tuple[str, Any]], towers: int, cuts: rows_lib.Cu
               batch: int) -> Callable[[Any], sub_batches.SubBatches]:
     """What splits the components of one batch, pairs of a path and a tensor."""
     rows = _rows_of_all(counted)
-    starts, sizes, counts = (
-        (*rows_lib.split_rows(rows, towers), None) if cuts is None else cuts(rows))
-    vector = None if counts is None else rows_lib.vector(counts)
-    known = all(isinstance(size, int) for size in sizes) and not tf.executing_eagerly()
-    if cuts is not None and known and len(set(sizes)) > 1:
-        starts, sizes = rows_lib.opened(starts, sizes)
-    parts = rows_lib.Cuts(rows, starts, sizes)
+    sizes, here, counts = (
+        (rows_lib.split_rows(rows, towers), slice(None), None) if cuts is None else cuts(rows))
+    vector = None if counts is None else tf.convert_to_tensor(counts, tf.int64)
+    if cuts is not None and isinstance(sizes, list) and len(set(sizes[here])) > 1 \
+            and not tf.executing_eagerly():
+        sizes = rows_lib.opened(sizes)
+    parts = rows_lib.Cuts(sizes, here)
     return lambda tensor: sub_batches.SubBatches(parts.of(tensor), batch, vector)
 
 
@@ -146,15 +146,12 @@ def _rows_of_all(counted: Sequence[tuple[str, Any]]) -> rows_lib.Rows:
                   if isinstance(count, int)})
     if len(rows) == 1 or all(isinstance(count, int) for count in rows):
         return rows[0]
-    counts = [tf.cast(count, tf.int64) for count in rows]
-    found = [part for (path, _), count in zip(counted, counts) for part in (f"{path} has", count)]
-    alike = tf.reduce_all(tf.equal(tf.stack(counts[1:]), counts[0]))
-    if tf.executing_eagerly():
-        tf.debugging.Assert(alike, [_SAME_ROWS, *found])
-        return rows[0]
+    counts = tf.stack([tf.cast(count, tf.int64) for count in rows])
+    alike = tf.reduce_all(tf.equal(counts, rows[0]))
+    found = [f"{_SAME_ROWS} {', '.join(path for path, _ in counted)} have", counts]
     # The operation itself: tf.debugging's would put it into a branch, to be traced for each batch.
-    check = tf.raw_ops.Assert(
-        condition=alike, data=[tf.convert_to_tensor(part) for part in (_SAME_ROWS, *found)])
+    check = tf.raw_ops.Assert(condition=alike, data=[*map(tf.convert_to_tensor, found)],
+                              summarize=len(rows))
     if isinstance(rows[0], int):
         return rows[0]
     with tf.control_dependencies([check]):

@@ -29,13 +29,13 @@ class ShardingMachines(collectives.Machines):
         return slice(self.first, self.first + self.towers)
 
     def cuts_of(self, units: rows_lib.Units, counted: slice = slice(None),
-                note: Callable[[Any, list[Any]], None] | None = None) -> rows_lib.CutRows:
+                note: Callable[[Any, Any], None] | None = None) -> rows_lib.CutRows:
         """Cuts a batch that every worker has, by ``units``: each takes its own towers' rows."""
-        def cut(rows: rows_lib.Rows) -> tuple[list[Any], list[Any], list[Any]]:
-            starts, sizes = rows_lib.split_rows(rows, self.replicas, units)
+        def cut(rows: rows_lib.Rows) -> tuple[rows_lib.Sizes, slice, rows_lib.Sizes]:
+            sizes = rows_lib.split_rows(rows, self.replicas, units)
             if note is not None:
                 note(rows, sizes[self._here])
-            return starts[self._here], sizes[self._here], sizes[counted]
+            return sizes, self._here, sizes[counted]
 
         return cut
 
@@ -144,9 +144,8 @@ def _in_steps(own: tf.data.Dataset, workers: collectives.Machines, measured: Any
         leaves = tf.nest.flatten(element)
         rows = tf.cast(rows_lib.rows_in(next(filter(rows_lib.has_rows, leaves))), tf.int64)
         # As many for each: what a worker has to do is what is in its files.
-        _, each = rows_lib.split_rows(rows, workers.count)
         # Workers begin at different parts, so that each step has a part of every size.
-        sizes = tf.roll(tf.stack(each), -workers.index, 0)
+        sizes = tf.roll(rows_lib.split_rows(rows, workers.count), -workers.index, 0)
         starts = tf.cumsum(sizes, exclusive=True)
 
         def part(number: tf.Tensor) -> tuple[tf.Tensor, Nest]:
@@ -159,11 +158,12 @@ def _in_steps(own: tf.data.Dataset, workers: collectives.Machines, measured: Any
 
     def split_part(sized: tuple[tf.Tensor, Nest], units: rows_lib.Units) -> Nest:
         size, element = sized
-        starts, sizes = rows_lib.split_rows(
+        sizes = rows_lib.split_rows(
             size, workers.towers, None if units is None else units[here])
         if measured is not None:
             measured.note(size, sizes)
-        return splitting.split_batch(element, workers.towers, lambda _: (starts, sizes, sizes))
+        return splitting.split_batch(
+            element, workers.towers, lambda _: (sizes, slice(None), sizes))
 
     sized = own.flat_map(datasets_lib.on_elements(spec, parts))
     return _map_by_units(sized, workers, measured, split_part)

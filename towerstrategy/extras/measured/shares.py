@@ -7,7 +7,6 @@ then on, in eager code and in pipelines and functions that were traced before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -49,12 +48,12 @@ class MeasuredShares:
         begin = tf.data.Dataset.range(1).map(lambda _: self._variable.read_value())
         return begin.flat_map(lambda units: tf.data.Dataset.from_tensors(units).repeat())
 
-    def note(self, rows: rows_lib.Rows, sizes: Sequence[rows_lib.Rows]) -> None:
+    def note(self, rows: rows_lib.Rows, sizes: rows_lib.Sizes) -> None:
         """Remembers how many rows of ``rows`` this machine's towers got.
 
         Pipelines run ahead, and the last batch of many has fewer rows: the largest one counts.
         """
-        now = tf.stack([tf.cast(count, tf.int64) for count in (rows, *sizes)])
+        now = tf.concat([tf.cast([rows], tf.int64), tf.cast(sizes, tf.int64)], 0)
         before = self._split.read_value()
         self._split.assign(tf.where(now[0] >= before[0], now, before), read_value=False)
 
@@ -62,11 +61,11 @@ class MeasuredShares:
         """The rows of this machine's towers, of the largest batch since shares have changed."""
         return self._split.numpy().tolist()[1:]
 
-    def cut(self, rows: rows_lib.Rows) -> tuple[list[Any], list[Any], None]:
+    def cut(self, rows: rows_lib.Rows) -> tuple[rows_lib.Sizes, slice, None]:
         """Cuts a batch that stays on this machine, see :data:`rows.CutRows`."""
-        starts, sizes = rows_lib.split_rows(rows, len(self.units), self.now())
+        sizes = rows_lib.split_rows(rows, len(self.units), self.now())
         self.note(rows, sizes)
-        return starts, sizes, None
+        return sizes, slice(None), None
 
     def left_out_of_checkpoints(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """``dataset``, whose iterators can be saved in a checkpoint, which has no shares.
@@ -88,7 +87,7 @@ def rows_for(rates: Sequence[float], rows: int) -> list[int]:
     >>> rows_for([3., 1.], 8), rows_for([1000., 1.], 8)
     ([6, 2], [7, 1])
     """
-    sizes = rows_lib.split_rows(rows, len(rates), rows_lib.units_of(rates))[1]
+    sizes = rows_lib.split_rows(rows, len(rates), rows_lib.units_of(rates))
     while min(sizes) < 1 and rows >= len(rates):
         sizes[sizes.index(max(sizes))] -= 1
         sizes[sizes.index(min(sizes))] += 1
