@@ -74,7 +74,7 @@ def flatten(function: Any, devices: Sequence[str]) -> list[Operation]:
       devices: the GPUs; a function's arguments are dealt to them in turn, as the parts of a batch
         are.
     """
-    walk = _Walk()
+    walk, graph = _Walk(), _inlined(function.graph)
     captured = {inner.name: outer for outer, inner in function.graph.captures}
     given, values = 0, {}
     for tensor in function.graph.inputs:
@@ -85,8 +85,56 @@ def flatten(function: Any, devices: Sequence[str]) -> list[Operation]:
         else:
             place = on_gpus.name(outer.device) or devices[0]
         values[tensor.name] = walk.placeholder(tensor, place)
-    walk.graph(function.graph, values, "")
+    walk.graph(graph, values, "")
     return walk.operations
+
+
+def _inlined(graph: tf.Graph) -> tf.Graph:
+    """``graph`` with the functions that towers call in the place of the calls.
+
+    What follows a call has its shapes that way; a graph says none of what a call returns.
+    """
+    calls = {op.name: op for op in graph.get_operations() if op.type in _CALLS
+             and _tf.called_by_each_tower(op)}
+    if not calls:
+        return graph
+    given = graph.as_graph_def(add_shapes=True)
+    made = tf.compat.v1.GraphDef(versions=given.versions, library=given.library)
+    returned: dict[str, str] = {}
+    for node in given.node:
+        if node.name in calls:
+            _put_body(made, node, _tf.body_of(graph, node.attr["f"].func.name), returned)
+        else:
+            made.node.add().CopyFrom(node)
+    for node in made.node:
+        node.input[:] = [returned.get(text, text) for text in node.input]
+    with tf.Graph().as_default() as flat:
+        tf.graph_util.import_graph_def(made, name="")
+    flat.outputs = [flat.get_tensor_by_name(tensor.name) for tensor in graph.outputs
+                    if tensor.op.name not in calls]
+    return flat
+
+
+def _put_body(made: Any, call: Any, body: Any, returned: dict[str, str]) -> None:
+    """Adds the nodes of the function that ``call`` calls, and says what stands for its outputs."""
+    def inner(tensor: str) -> str:
+        name, _, index = tensor.partition(":")
+        return f"{call.name}/{name}" + (f":{index}" if index and index != "0" else "")
+
+    taken = {each.op.name: text for each, text in zip(body.inputs, call.input)}
+    for node in body.as_graph_def().node:
+        if node.name in taken:
+            continue
+        put = made.node.add()
+        put.CopyFrom(node)
+        put.name, put.device = inner(node.name), call.device
+        if "_XlaScope" in call.attr:
+            put.attr["_XlaScope"].CopyFrom(call.attr["_XlaScope"])
+        put.input[:] = [f"^{inner(text[1:])}" if text[0] == "^" else
+                        taken.get(text, inner(text)) for text in node.input]
+    for index, output in enumerate(body.outputs):
+        text = taken.get(output.op.name, inner(output.name))
+        returned[f"{call.name}:{index}" if index else call.name] = text
 
 
 class _Walk:

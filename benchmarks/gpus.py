@@ -40,6 +40,8 @@ from benchmarks import flat, fusion, gpus_chart, links, memory, on_gpus, ring, s
 from towerstrategy.batch import sub_batches
 
 MERGES = ("cpu", "GPU:0", "balanced")
+# `balanced`, with batch norm of each tower's own rows: where a model has any.
+OWN = "balanced, own statistics"
 MIRRORED, ONE = "MirroredStrategy", "one GPU"
 
 
@@ -53,6 +55,7 @@ class Case:
       shape, dtype: of a row of its input.
       rows: how many a GPU gets.
       optimizer: its name.
+      normalizes: whether it has batch norm.
     """
 
     what: str
@@ -61,6 +64,7 @@ class Case:
     dtype: str
     rows: int
     optimizer: str = "adam"
+    normalizes: bool = False
 
 
 def _resnet() -> Any:
@@ -95,7 +99,7 @@ def _embedding() -> Any:
 
 
 CASES = {
-    "resnet50": Case("ResNet-50", _resnet, (224, 224, 3), "float32", 256),
+    "resnet50": Case("ResNet-50", _resnet, (224, 224, 3), "float32", 256, normalizes=True),
     "mlp": Case("an MLP of 20 M weights", _mlp, (1024,), "float32", 256),
     "transformer": Case("a transformer of BERT-base's size", _transformer, (128,), "int32", 32),
     "embedding": Case("a 1,000,000 x 64 embedding", _embedding, (32,), "int32", 2048),
@@ -157,8 +161,9 @@ def traced(case: Case, count: int, merge: str, rows: int | None = None) -> Step:
     rows = case.rows if rows is None else rows
     strategy = None
     if count > 1 and merge != MIRRORED:
-        device = on_gpus.towers(1)[0] if merge == "GPU:0" else merge
-        strategy = towerstrategy.TowerStrategy(on_gpus.towers(count), device)
+        device = {"GPU:0": on_gpus.towers(1)[0], OWN: "balanced"}.get(merge, merge)
+        strategy = towerstrategy.TowerStrategy(on_gpus.towers(count), device,
+                                               synchronize_batch_norm=merge != OWN)
         strategy.extended.keep_graphs = True
     first = tf.device(on_gpus.towers(1)[0])
     x = tf.TensorSpec([rows, *case.shape], case.dtype)
@@ -223,7 +228,7 @@ class Simulation:
         for count in counts:
             if count == 1:
                 continue
-            for merge in (*merges, MIRRORED):
+            for merge in (*merges, *[OWN] * case.normalizes, MIRRORED):
                 step = self._traced(name, case, count, merge, rows)
                 for machine, xla in itertools.product(machines, (True, False)):
                     yield self._run(name, machine, count, merge, step, xla, ones[machine])

@@ -152,13 +152,17 @@ class StepTest(parameterized.TestCase):
         self.assertGreater(memory.peaks(step.operations, line)["GPU:0"],
                            4 * (256 * 512 + 64 * 256))
 
-    def test_convolutions_cost_the_same_on_towers(self):
-        """Else towers' backward pass is nearly free, and so is what their gradients take to cross.
+    @parameterized.parameters(("balanced", {"Range", "Sum", "Mul", "AddN"}),
+                              (gpus.OWN, {"Range", "Sum"}))
+    def test_convolutions_cost_the_same_on_towers(self, merge, of_unknown_size):
+        """Else towers' backward pass is nearly free, and so is what their gradients take to cross;
+        or all that comes behind a function in which a tower normalizes its rows by itself.
         """
         case = gpus.Case("two convolutions", lambda: keras.Sequential([
-            keras.Input([8, 8, 3]), keras.layers.Conv2D(16, 3), keras.layers.Conv2D(32, 3),
-            keras.layers.Flatten(), keras.layers.Dense(10)]), (8, 8, 3), "float32", 64)
-        one, two = (gpus.traced(case, count, "balanced").operations for count in (1, 2))
+            keras.Input([8, 8, 3]), keras.layers.Conv2D(16, 3), keras.layers.BatchNormalization(),
+            keras.layers.Conv2D(32, 3), keras.layers.Flatten(), keras.layers.Dense(10)]),
+            (8, 8, 3), "float32", 64)
+        one, two = (gpus.traced(case, count, merge).operations for count in (1, 2))
         costs = flat.Costs(NVLINK)
         alone, towers = ([(each.type, each.sizes, value[each.name]) for each in found
                            if each.type.startswith("Conv2D") and each.device == "GPU:0"]
@@ -167,6 +171,8 @@ class StepTest(parameterized.TestCase):
         self.assertLen(alone, 5)
         # A tower's row of padding is there when it has no rows; else TensorFlow copies nothing.
         self.assertNotIn("PadV2", {each.type for each in two})
+        unknown = {each.type for each in two if each.asked and 0 in each.sizes}
+        self.assertLessEqual(unknown, of_unknown_size)
 
     def test_an_update_in_one_kernel_costs_its_passes(self):
         """Else an optimizer's update is free, and a merge device that is slow looks good."""

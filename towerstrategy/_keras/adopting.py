@@ -75,7 +75,7 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
         set_owner(optimizer, strategy)
     local = [variable for metric in metrics for variable in names.adopt_metric(strategy, metric)]
     resident = adopt_variables(strategy, held)
-    batch_norm.normalize_by_tower(strategy, model, names)
+    batch_norm.normalize(strategy, model, names)
     stages.settle(strategy, model, names)
     adopt_variables(strategy, [vars(model).get(name) for name in _COUNTERS])
     return resident, local
