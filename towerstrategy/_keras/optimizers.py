@@ -39,13 +39,14 @@ def merged_if_alone(gradients: Sequence[Any]) -> Iterator[None]:
       ValueError: outside of towers, gradients that differ between towers or machines.
     """
     tower, outside = contexts.current_tower(), contexts.outside_of_towers()
-    with contextlib.ExitStack() as stack:
-        if tower is not None:
-            stack.enter_context(contexts.MergedContext(tower.strategy))
-        elif outside is not None:
-            _check_one_copy(outside, gradients)
-            stack.enter_context(contexts.MergedContext(outside))
-            stack.enter_context(tf.device(outside.extended.merge_device))
+    if tower is not None:
+        with contexts.MergedContext(tower.strategy):
+            yield
+    elif outside is not None:
+        _check_one_copy(outside, gradients)
+        with contexts.MergedContext(outside), tf.device(outside.extended.merge_device):
+            yield
+    else:
         yield
 
 
@@ -67,8 +68,7 @@ def _check_one_copy(strategy: tf.distribute.Strategy, gradients: Sequence[Any]) 
 
 
 def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables_: Sequence[Any],
-               apply: Callable[[list[Any]], Any], merged_already: bool = False,
-               overwriting: Sequence[bool] = ()) -> Any:
+               apply: Callable[[list[Any]], Any], rules: Sequence[str]) -> Any:
     """Sums the towers' gradients, then runs the optimizer's own single-device code once.
 
     Args:
@@ -76,11 +76,9 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
       gradients: this tower's, one a variable: tensors, ``tf.IndexedSlices`` or None.
       variables_: the resource variables they belong to.
       apply: takes the merged gradients; runs in a :class:`contexts.MergedContext`.
-      merged_already: whether the caller has merged them, so that the towers agree.  Where they do
-        not, there is one copy to update all the same: each tower counts by its share of the rows.
-      overwriting: for each variable whether its gradient is its next value (the largest numbers
-        seen, in float8 layers).  Of these the towers' maximum is taken, by the rule by which Keras
-        accumulates them.
+      rules: how gradients are merged, one a variable: "sum"; "agreed" where the caller has merged
+        them (where towers do not agree, each counts by its share of the rows); "max" where one is
+        the next value of its variable (the largest numbers seen, in float8 layers).
 
     Raises:
       RuntimeError: in a branch, a loop or a nested function, where no sync point can be.
@@ -90,12 +88,9 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         raise RuntimeError(contexts.NESTED_MERGE)
     _check_made_in_scope(tower.strategy, variables_)
     placement = tower.strategy.extended.placement
-    rules = ["agreed" if merged_already else "sum"] * len(variables_)
-    for index, overwrites in enumerate(overwriting):
-        rules[index] = "max" if overwrites else rules[index]
 
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
-        if not merged_already:
+        if "agreed" not in rules:
             tower.call.check_gradients(gradients, variables_)
         one_each = merging.gradients(
             [None if value is None else contexts.all_values(value, tower.count)

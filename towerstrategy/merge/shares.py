@@ -158,14 +158,14 @@ class Shares:
 
     def across(self, value: Value) -> Value:
         """The sum over the machines of what the towers of each have summed to."""
-        return value if self.workers is None else self.workers.sum_one(value)
+        return value if self.workers is None else self.workers.sum([value])[0]
 
     def firsts(self, value: Value) -> Value:
         """The value of the first tower of the first machine, given this machine's first tower's."""
         if self.workers is None:
             return value
         if isinstance(value, tf.IndexedSlices):
-            return self.workers.sum_one(slices_if(self.workers.is_chief, value))
+            return self.workers.sum([slices_if(self.workers.is_chief, value)])[0]
         return self.workers.chiefs([value])[0]
 
 

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-Value = Any  # tf.Tensor or tf.IndexedSlices
-
 
 class Workers(Protocol):
     """The workers of one strategy: all must call its methods in the same order.
@@ -38,11 +36,8 @@ class Workers(Protocol):
     def is_chief(self) -> bool:
         """Whether this is worker 0, whose initial values and files count."""
 
-    def sum(self, values: Sequence[Value | None]) -> list[Value | None]:
-        """The sums over the workers of their ``values``; None stays None."""
-
-    def sum_one(self, value: Value) -> Value:
-        """The sum over the workers of ``value``."""
+    def sum(self, values: Sequence[Any]) -> list[Any]:
+        """The sums over the workers of their ``values``, tensors or slices; None stays None."""
 
     def chiefs(self, values: Sequence[Any]) -> list[Any]:
         """Worker 0's ``values``."""

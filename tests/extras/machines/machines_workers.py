@@ -36,7 +36,7 @@ import towerstrategy
 from benchmarks import on_gpus, traffic
 from tests import dtypes
 from towerstrategy.batch import iterators, prefetching
-from towerstrategy.extras.report import rows as rows_report, sample
+from towerstrategy.extras.report import sample, watch
 
 SECONDS = int(os.environ.get("MACHINES_SECONDS", 300))  # then all workers are killed
 
@@ -375,7 +375,7 @@ def ends_early(strategy, _):
     extended = strategy.extended
     for name, options in (("", None), ("fetched_", FETCHED)):
         iterators.count_rows(functools.partial(
-            rows_report.followed, extended.workers.towers, extended.first_replica))
+            watch.followed, extended.workers.towers, extended.first_replica))
         iterator = iter(strategy.distribute_datasets_from_function(dataset_fn, options))
         seen[f"{name}eager_steps"] = sum(1 for _ in iterator)
         iterators.count_rows(None)

@@ -1,20 +1,25 @@
 """Hooks into Keras 3: callbacks that write files.
 
-Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
+Goes in: a callback of a model of a ``TowerStrategy``.  Comes out: one whose backups are whole.
+With several machines the first one's writes, the others' write to a folder which is thrown away,
+as is TensorFlow's and tf_keras' own habit.
 """
 
 from __future__ import annotations
 
-import functools
+import copy
 import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
 from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import backup, callback as callback_lib, chief, state, training
+from towerstrategy._keras import backup, callback as callback_lib, state, training
 from towerstrategy._keras.keras3 import names
+from towerstrategy.placement.workers import Workers
 
 # What writes the same files on every machine -> where it has their path.
 _PATHS = {model_checkpoint.ModelCheckpoint: "filepath", csv_logger.CSVLogger: "filename",
@@ -37,10 +42,22 @@ def _on_towers(callback: Any, is_chief: bool) -> Any:
         return callback_lib.with_methods(callback, _WholeBackup)
     for kind, attribute in () if is_chief else _PATHS.items():
         if isinstance(callback, kind):
-            callback = chief.elsewhere(callback, attribute)
+            callback = _elsewhere(callback, attribute)
     if not is_chief and isinstance(callback, model_checkpoint.ModelCheckpoint):
         return callback_lib.with_methods(callback, _Emptied)
     return callback
+
+
+def _elsewhere(callback: Any, attribute: str) -> Any:
+    """A copy of ``callback`` that writes to a folder which is thrown away with it.
+
+    ``attribute`` is where the callback has the path that it writes to.
+    """
+    made = copy.copy(callback)
+    made._folder = tempfile.TemporaryDirectory()
+    setattr(made, attribute, os.path.join(made._folder.name,
+                                          os.path.basename(getattr(callback, attribute))))
+    return made
 
 
 class _Emptied(model_checkpoint.ModelCheckpoint):
@@ -66,11 +83,9 @@ class _WholeBackup(backup_and_restore.BackupAndRestore):
     def on_train_begin(self, logs: Any = None) -> None:
         if self._here.should_checkpoint:
             backup.clean(self)
-        load = functools.partial(super().on_train_begin, logs)
-        if self._here.workers is None:
-            load()
-        else:
-            chief.restore(self, load, lambda: _saved_of(self.model))
+            super().on_train_begin(logs)
+        if self._here.workers is not None:
+            _hand_on(self, self._here.workers)
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._here.should_checkpoint:
@@ -79,10 +94,23 @@ class _WholeBackup(backup_and_restore.BackupAndRestore):
             super().on_train_end(logs)
 
 
-def _saved_of(model: Any) -> list[Any]:
-    """The TensorFlow variables that ``save_weights`` saves."""
+def _hand_on(callback: Any, workers: Workers) -> None:
+    """Gives what the chief has loaded from its backup to the other machines, who need no files."""
+    model = callback.model
+    chiefs, = workers.chiefs([tf.constant([tf.io.gfile.exists(callback._weights_path),
+                                           getattr(model, "_initial_epoch", None) or 0], tf.int64)])
+    found, epoch = chiefs.numpy().tolist()
+    if not found:
+        return
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    model._initial_epoch = epoch
+    # Those that save_weights saves.
     kept = [*state.variables_of(model, names), *(
         variable for part in state.optimizers_of(model, names)
         for variable in state.optimizer_variables(part, names))]
-    return list({id(variable): variable for variable in kept
-                 if isinstance(variable, _tf.BaseResourceVariable)}.values())
+    variables = list({id(variable): variable for variable in kept
+                      if isinstance(variable, _tf.BaseResourceVariable)}.values())
+    values = workers.chiefs([variable.read_value() for variable in variables])
+    for variable, value in zip(variables, values):
+        variable.assign(value)

@@ -42,7 +42,8 @@ def apply(original: Callable[..., Any], self: Any, grads: Any,
     return optimizers_rules.merge_then(
         tower, grads[:both], [names.held(target) for target in targets],
         lambda merged: original(self, [*merged, *grads[both:]], trainable_variables),
-        overwriting=[getattr(target, "overwrite_with_gradient", False) for target in targets])
+        ["max" if getattr(target, "overwrite_with_gradient", False) else "sum"
+         for target in targets])
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ def apply_gradients(original: Callable[..., Any], self: Any, grads_and_vars: Any
         tower, [gradient for gradient, _ in grads_and_vars],
         [getattr(target, "_variable", target) for target in targets],
         lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs),
-        _are_merged(original, args, kwargs))
+        ["agreed" if _are_merged(original, args, kwargs) else "sum"] * len(targets))
 
 
 def _are_merged(original: Callable[..., Any], args: Any, kwargs: Any) -> bool:

@@ -121,15 +121,16 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
 
 def place_in(resolver: Any) -> Cluster | None:
     """This process' place, as :func:`join` finds it; nothing is started."""
-    jobs = resolver.cluster_spec().as_dict()
+    spec = resolver.cluster_spec()
+    jobs = spec.as_dict()
     if not jobs:
         return None
     given = f"The cluster is {jobs!r}, this task {resolver.task_type!r} {resolver.task_id!r}."
     if "ps" in jobs:
         raise ValueError("the cluster has parameter servers (\"ps\"), but a TowerStrategy has "
                          f"none: every worker keeps the weights. Leave them out. {given}")
-    tasks = [(job, number, address) for job in (CHIEF, WORKER)
-             for number, address in enumerate(_addresses(jobs, job))]
+    tasks = [(job, number, spec.task_address(job, number)) for job in (CHIEF, WORKER)
+             if job in jobs for number in spec.task_indices(job)]
     task_type, task_id = resolver.task_type, resolver.task_id
     if len(tasks) < 2 and task_type in (None, CHIEF, WORKER):
         return None
@@ -144,8 +145,3 @@ def place_in(resolver: Any) -> Cluster | None:
             f"cluster_resolver (or TF_CONFIG) says that this process is {task_type} {task_id!r}, "
             f"but the cluster has {there} of type {task_type!r}, numbered from 0. {given}")
     return Cluster(tuple(tasks), places.index((task_type, task_id)))
-
-
-def _addresses(jobs: dict[str, Any], job: str) -> list[str]:
-    tasks = jobs.get(job, [])
-    return [tasks[key] for key in sorted(tasks)] if isinstance(tasks, dict) else list(tasks)

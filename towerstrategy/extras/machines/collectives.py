@@ -19,8 +19,6 @@ from towerstrategy.batch import rows as rows_lib
 from towerstrategy.extras.machines import carried, clusters, health
 from towerstrategy.placement import homes as homes_lib
 
-Value = Any  # tf.Tensor or tf.IndexedSlices
-
 # Seconds for all workers to start, where communication_options sets no timeout.
 START = 600.
 
@@ -119,7 +117,7 @@ class Machines:
         seed = _tf.global_seed()
         own = random.getrandbits(31) if seed is None else seed % 2**31
         agreed = int(self.chiefs([tf.constant(own, tf.int64)])[0])
-        others = self.sum_one(tf.constant(int(seed is None or own != agreed)))
+        others = self.sum([tf.constant(int(seed is None or own != agreed))])[0]
         if int(others):
             tf.random.set_seed(agreed)
 
@@ -128,7 +126,7 @@ class Machines:
         """Whether this is worker 0, whose initial values and files count."""
         return self.index == 0
 
-    def sum(self, values: Sequence[Value | None]) -> list[Value | None]:
+    def sum(self, values: Sequence[Any]) -> list[Any]:
         """The sums over the workers of their ``values``, packed: an all-reduce a dtype and 4 MiB.
 
         Gradients are taken to be in the order of their layers, so the last are ready first: each
@@ -155,10 +153,6 @@ class Machines:
         for position, value in slices.items():
             results[position] = tf.IndexedSlices(next(parts), next(parts), value.dense_shape)
         return results
-
-    def sum_one(self, value: Value) -> Value:
-        """The sum over the workers of ``value``."""
-        return self.sum([value])[0]
 
     def chiefs(self, values: Sequence[Any]) -> list[Any]:
         """Worker 0's ``values``: tensors, of the same shapes on every worker.

@@ -68,7 +68,7 @@ class ShardingMachines(collectives.Machines):
             length = dataset.cardinality()
         else:
             made = _in_steps(own, self, measured, self._here)
-            length = _length_for_all(own, self)
+            length = _length_for_all(own)
         return workers_data.WorkersDataset(
             made, self, ready, length,
             lambda fn: self.shard_dataset(dataset.map(fn), ready, in_order, measured))
@@ -79,7 +79,7 @@ class ShardingMachines(collectives.Machines):
         dataset = grouped.dataset
         made = dataset.map(datasets_lib.on_elements(dataset.element_spec, _counted))
         return workers_data.WorkersDataset(
-            made, self, ready, _length_for_all(dataset, self),
+            made, self, ready, _length_for_all(dataset),
             lambda fn: self.shard_grouped(grouped.map(fn), ready))
 
 
@@ -95,14 +95,13 @@ def _map_by_units(dataset: tf.data.Dataset, workers: collectives.Machines, measu
     return tf.data.Dataset.zip((dataset, measured.of_iterator())).map(fn)
 
 
-def _length_for_all(own: tf.data.Dataset, workers: collectives.Machines) -> Any:
+def _length_for_all(own: tf.data.Dataset) -> Any:
     """The length of this worker's ``own`` dataset where it is all workers'.
 
     Others may have more or fewer batches, and Keras ends an epoch after as many as it is given.
     """
     length = own.cardinality()
-    finite = length >= 0 and workers.count > 1
-    return tf.constant(tf.data.UNKNOWN_CARDINALITY, tf.int64) if finite else length
+    return tf.constant(tf.data.UNKNOWN_CARDINALITY, tf.int64) if length >= 0 else length
 
 
 def _own_batches(dataset: tf.data.Dataset, workers: collectives.Machines,

@@ -74,8 +74,8 @@ class Agreement(NamedTuple):
         with tf.device("CPU:0"):
             here = tf.cast(there, tf.int64)
             before, after = workers.first, workers.replicas - workers.first - workers.towers
-            both = workers.sum_one(tf.concat(
-                [here[tf.newaxis], tf.pad(here * rows, [[before, after]])], 0))
+            both = workers.sum([tf.concat(
+                [here[tf.newaxis], tf.pad(here * rows, [[before, after]])], 0)])[0]
             both.set_shape([1 + workers.replicas])
             batched = any(isinstance(spec, sub_batches.SubBatchesSpec)
                           for spec in tf.nest.flatten(self.packed))

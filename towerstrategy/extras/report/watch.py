@@ -1,5 +1,7 @@
 """Looks at one training: the rows that its towers get, and now and then at a step.
 
+Rows are counted behind everything that reads ahead: those that were trained on and no others.
+
 Goes in: a model that trains, from the beginning of its training to the end.  Comes out: rows, times
 and the latest :class:`Sample`, and nothing that stays behind.
 """
@@ -8,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import iterators
-from towerstrategy.extras.report import rows as rows_lib, sample as sample_lib
+from towerstrategy.extras.report import quiet, sample as sample_lib
 from towerstrategy.extras.report.sample import Sample
 from towerstrategy.placement import devices as devices_lib
 
@@ -23,6 +27,47 @@ _WARM_UP = 2
 _SHORT = 20
 
 _WRAPPED = "_towerstrategy_wrapped"
+
+
+class RowCount:
+    """The rows that each of this machine's ``towers``, from number ``first``, got from an iterator.
+    """
+
+    def __init__(self, towers: int, first: int) -> None:
+        self._here, self._counted = slice(first, first + towers), True
+        with tf.init_scope(), tf.device("CPU:0"):
+            # Neither tf.Variable nor traced: it must not become a variable of the strategy.
+            self._counts = _tf.ResourceVariable(tf.zeros([towers], tf.int64), trainable=False)
+
+    def follow(self, dataset: tf.data.Dataset, rows_of: Callable[[Any], Any]) -> tf.data.Dataset:
+        """``dataset``, counted when an element is taken from it; see :data:`iterators.Follow`."""
+
+        def add(*element: Any) -> Any:
+            rows = rows_of(element)
+            if rows is None:
+                self._counted = False
+            else:  # of this machine's towers, or of all
+                here = rows if rows.shape == self._counts.shape else rows[self._here]
+                self._counts.assign_add(here, read_value=False)
+            return element if len(element) > 1 else element[0]
+
+        options = tf.data.Options()
+        # A buffer after this one would count what nobody has taken.
+        options.experimental_optimization.inject_prefetch = False
+        return _tf.map_in_place(dataset, add).with_options(options)
+
+    def read(self) -> list[int] | None:
+        """The rows so far, by tower; None where the elements have no rows to be counted."""
+        return self._counts.numpy().tolist() if self._counted else None
+
+
+def followed(towers: int, first: int, dataset: tf.data.Dataset,
+             rows_of: Callable[[Any], Any]) -> tuple[tf.data.Dataset, RowCount | None]:
+    """What ``iterators.count_rows`` takes, of these towers: a dataset, counted, and its count."""
+    with quiet.harmless("count the towers' rows"):
+        count = RowCount(towers, first)
+        return count.follow(dataset, rows_of), count
+    return dataset, None
 
 
 class Watch:
@@ -60,12 +105,12 @@ class Watch:
         self.once = len(self.placement.towers) > 1 and self._eager
         self._model, self._most = model, most
         self._start = self._epoch_start = time.perf_counter()
-        self._before: dict[rows_lib.RowCount | None, list[int] | None] = {}
+        self._before: dict[RowCount | None, list[int] | None] = {}
         # A training that an error ended between two steps may have left a wrapper.
         self._function = getattr(model.train_function, _WRAPPED, model.train_function)
         model.train_function = self._wrapper = self._wrapped(self._function)
         iterators.count_rows(functools.partial(
-            rows_lib.followed, len(self.placement.towers), extended.first_replica))
+            followed, len(self.placement.towers), extended.first_replica))
 
     def begin(self, epoch: int) -> None:
         """An epoch begins."""
