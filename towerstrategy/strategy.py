@@ -118,8 +118,7 @@ class TowerStrategy(kind.Kind):
         cluster = clusters.join(resolver, devices_lib.stages_asked(devices))
         placement = devices_lib.place(devices, merge_device, shares, micro_batches)
         workers = None if cluster is None else shards.ShardingMachines(
-            cluster, placement.merge, len(placement.towers), communication_options,
-            placement.shares, placement.shares_from)
+            cluster, placement, communication_options)
         super().__init__(extended.TowerExtended(self, placement, workers, resolver,
                                                 draws in arguments.DRAWS[:2],
                                                 measuring.of(placement, workers),

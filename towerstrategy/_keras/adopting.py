@@ -8,7 +8,6 @@ strategy's; or an error before anything has changed.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,13 +48,7 @@ def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
     """A second handle on ``model`` that trains on the strategy's towers, see :mod:`twin`."""
     check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
     check_variables(strategy, model, state.variables_of(model, names))
-    fresh = {name: value for name, value in vars(names.TRAINER()).items()
-             if name in names.TRAINING_STATE and name not in names.ENTRIES}
-    made = twin.make(model, names.TRAINING_STATE, fresh, names.BUILDERS)
-    if "_checkpoint" in fresh:  # tf_keras'
-        vars(made)["_checkpoint"] = tf.train.Checkpoint(root=weakref.ref(made))
-    adopt(strategy, made, names)
-    return made
+    return adopt(strategy, twin.make(model, names), names)
 
 
 def adopt_state(strategy: tf.distribute.Strategy, model: Any,

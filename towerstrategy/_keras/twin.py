@@ -1,35 +1,36 @@
 """A second handle on a model: the same class, layers and variables, a training state of its own.
 
-Goes in: a model, which of its attributes make up its training state, and fresh ones for the handle.
-Comes out: a *twin*, another object of the model's class.  All that makes the model what it is is
-shared, so that it saves as the model does; what ``compile`` and ``fit`` set is not, so that each of
-the two trains in its own way.
+Goes in: a model, and how its Keras names things.  Comes out: a *twin*, another object of its class.
+All that makes the model what it is is shared, so that it saves as the model does; what ``compile``
+and ``fit`` set is not, so that each of the two trains in its own way.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable
+import weakref
+from collections.abc import Callable
 from typing import Any
+
+import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 
 _MISSING = object()
 
 
-def make(model: Any, own: Collection[str], fresh: dict[str, Any], builders: Iterable[str]) -> Any:
-    """A twin of ``model``.
+def make(model: Any, names: Any) -> Any:
+    """A twin of ``model``, whose Keras names things in this way.
 
-    Args:
-      model: a Keras or tf_keras model.
-      own: the attributes that belong to one handle: the training state.
-      fresh: values for those of them that the twin has before it is compiled.
-      builders: methods that build the model when it is first used.  The twin's calls of them build
-        the model.
+    It builds the model where that is built when it is first used.
     """
+    own = names.TRAINING_STATE
     twin = object.__new__(type(model))
     seen = {name: value for name, value in vars(model).items() if name not in own}
-    vars(twin).update(seen, **fresh)
+    vars(twin).update(seen, **{name: value for name, value in vars(names.TRAINER()).items()
+                               if name in own and name not in names.ENTRIES})
+    if "_checkpoint" in vars(twin):  # tf_keras'
+        vars(twin)["_checkpoint"] = tf.train.Checkpoint(root=weakref.ref(twin))
     _tf.share_dependencies(twin, model, own)
 
     def follow() -> None:
@@ -41,7 +42,7 @@ def make(model: Any, own: Collection[str], fresh: dict[str, Any], builders: Iter
                 seen[name] = vars(twin)[name] = value
         _tf.share_dependencies(twin, model, own)
 
-    for name in builders:
+    for name in names.BUILDERS:
         if hasattr(model, name):
             vars(twin)[name] = _handed_on(getattr(model, name), follow)
     return twin

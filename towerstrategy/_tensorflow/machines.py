@@ -69,27 +69,22 @@ def _from_around(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
 _collective_keys = cross_device_utils.CollectiveKeys(group_key_start=7000)
 
 
-def start_worker(jobs: dict[str, list[str]], task_type: str, task_id: int, leader: str,
-                 protocol: str | None, port: int | None) -> None:
+def start_worker(server: tf.train.ServerDef, leader: str) -> None:
     """Makes this process a worker with a server of its own, as MultiWorkerMirroredStrategy does.
 
     Args:
-      jobs: the addresses of each job's tasks.
-      task_type: this process' job.
-      task_id: its number there.
+      server: says which one.
       leader: the name of the task that numbers the collective ops' groups.
-      protocol: None for gRPC.
-      port: where to listen; None for the port that ``jobs`` gives.
 
     Raises:
       RuntimeError: TensorFlow has started already.
     """
     context = eager_context.context()
-    context.configure_collective_ops(collective_leader=leader,
-                                     device_filters=(f"/job:{task_type}/task:{task_id}",))
-    context.enable_collective_ops(tf.train.ServerDef(
-        cluster=tf.train.ClusterSpec(jobs).as_cluster_def(), default_session_config=context.config,
-        job_name=task_type, task_index=task_id, protocol=protocol or "grpc", port=port or 0))
+    context.configure_collective_ops(
+        collective_leader=leader,
+        device_filters=(f"/job:{server.job_name}/task:{server.task_index}",))
+    server.default_session_config.CopyFrom(context.config)
+    context.enable_collective_ops(server)
     eager_context.ensure_initialized()
 
 

@@ -100,9 +100,12 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
             f"already, but a strategy was asked for {cluster.named(cluster.index)} of "
             f"{cluster.addresses}. "
             "A process belongs to one cluster; start another process.")
+    job, number, _ = cluster.tasks[cluster.index]
     try:
-        _tf.start_worker(cluster.jobs, *cluster.tasks[cluster.index][:2], cluster.task_of(0),
-                         resolver.rpc_layer, getattr(resolver, "port", None))
+        _tf.start_worker(tf.train.ServerDef(
+            cluster=tf.train.ClusterSpec(cluster.jobs).as_cluster_def(), job_name=job,
+            task_index=number, protocol=resolver.rpc_layer or "grpc",
+            port=getattr(resolver, "port", None) or 0), cluster.task_of(0))
     except RuntimeError as error:
         raise RuntimeError(
             "a TowerStrategy of several machines was made after TensorFlow had started in this "

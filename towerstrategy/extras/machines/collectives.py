@@ -17,7 +17,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.extras.machines import carried, clusters, health
-from towerstrategy.placement import homes as homes_lib
+from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 
 # Seconds for all workers to start, where communication_options sets no timeout.
 START = 600.
@@ -44,11 +44,8 @@ class Machines:
 
     Args:
       cluster: this process' place among them.
-      device: the local device from and to which everything crosses.
-      towers: how many towers this worker has.
+      placement: where this worker's towers are; everything crosses from and to its merge device.
       options: ``tf.distribute.experimental.CommunicationOptions`` or None.
-      shares: a number for each of this worker's towers; None where all get as many.
-      shares_from: what they were taken from, see :class:`devices.Placement`.
 
     Raises:
       ValueError: workers have shares of different kinds, or different clusters.
@@ -59,23 +56,23 @@ class Machines:
       towers_of: how many towers each worker has.
     """
 
-    def __init__(self, cluster: clusters.Cluster, device: str, towers: int, options: Any = None,
-                 shares: Sequence[float] | None = None, shares_from: str = "") -> None:
+    def __init__(self, cluster: clusters.Cluster, placement: devices_lib.Placement,
+                 options: Any = None) -> None:
         self.cluster, self.number = cluster, len(_made)
         _made.append(self)
-        self.count, self.index, self.towers = len(cluster.tasks), cluster.index, towers
-        self._device = device
+        self.count, self.index = len(cluster.tasks), cluster.index
+        self.towers, self._device = len(placement.towers), placement.merge
         _tf.hand_keys_to_branches()
-        self._launcher = _tf.collective_launcher(device, self.count, options)
+        self._launcher = _tf.collective_launcher(self._device, self.count, options)
         # TensorFlow gathers in an order of its own; this is where each worker's part is.
         self._order = list(range(self.count))
-        found = self._start(options, shares_from)
+        found = self._start(options, placement.shares_from)
         self._order = sorted(self._order, key=lambda position: found[position][0])
         _, self.towers_of, digests = map(list, zip(*sorted(found)))
-        self._check_alike(digests, shares_from)
+        self._check_alike(digests, placement.shares_from)
         self.first = sum(self.towers_of[:self.index])
         self.replicas = sum(self.towers_of)
-        own = tf.constant(shares or (1.,) * towers, tf.float64)
+        own = tf.constant(placement.shares or (1.,) * self.towers, tf.float64)
         self.units = rows_lib.units_of(self.gather_rows([own])[0].numpy().tolist())
         self._agree_on_seed()
 
