@@ -41,16 +41,11 @@ class ShardingMachines(collectives.Machines):
 
     def shard_dataset(self, dataset: tf.data.Dataset, ready: int = datasets_lib.READY,
                       in_order: bool = False, measured: Any = None) -> workers_data.WorkersDataset:
-        """This worker's part of a dataset of global batches.
+        """This worker's part of a dataset of global batches, by its auto-shard policy.
 
-        The policy is the dataset's ``options().experimental_distribute.auto_shard_policy``:
-
-        * ``DATA``: every worker reads all batches and takes its towers' rows of each.
-        * ``FILE``, ``HINT``: every worker reads files of its own (TensorFlow's sharding), and takes
-          one of as many parts as there are workers of each batch that it reads.  Its towers' shares
-          divide that part; between workers the files do.
-        * ``OFF``: the same from all files: every worker reads everything.
-        * ``AUTO``: ``FILE`` where TensorFlow can shard the dataset's files, else ``DATA``.
+        Either every worker reads all batches and takes its towers' rows of each, or it reads files
+        of its own, or all, and takes one of as many parts as there are workers of each batch that
+        it reads: docs/several_machines.md says which policy does what.
 
         Args:
           dataset: elements are batches, see :func:`splitting.split_batch`.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,19 +53,18 @@ def _described(strategy: tf.distribute.Strategy) -> str:
     placement = getattr(getattr(strategy, "extended", None), "placement", None)
     if placement is None:
         raise refused.wrong_type("strategy", strategy, "a TowerStrategy")
-    counts: dict[str, int] = {}
-    sizes: dict[str, int] = {}
+    counts, sizes = Counter[str](), Counter[str]()
     for variable in strategy.extended.variables():
         for part in getattr(variable, "_values", (variable,)):
             device = devices_lib.short_name(homes_lib.home_of(part))
-            counts[device] = counts.get(device, 0) + 1
-            sizes[device] = sizes.get(device, 0) + homes_lib.size_of(part)
+            counts[device] += 1
+            sizes[device] += homes_lib.size_of(part)
     roles = _roles(placement)
     devices = list(roles) + sorted(set(counts) - set(roles))
     shares = _shares(strategy)
     rows: list[tuple[str, ...]]
     rows = [(device, roles.get(device, "variables only"), shares.get(device, ""),
-             f"{counts.get(device, 0):,}", f"{sizes.get(device, 0):,}") for device in devices]
+             f"{counts[device]:,}", f"{sizes[device]:,}") for device in devices]
     title = (f"TowerStrategy: {placement.title}, merge device {placement.merge_name}"
              + _how_measured(strategy))
     header: tuple[str, ...] = ("device", "role", "share", "variables", "bytes")
