@@ -195,6 +195,7 @@ def _intervals(spaces: Iterable[Any], placement: devices_lib.Placement
     parts_of = functools.cache(lambda name: _parts(name, alone, placement.micro_batches))
     for plane in (plane for space in spaces for plane in space.planes):
         on_host = plane.name.startswith("/host:")
+        of_key = {key: parts_of(event.name) for key, event in plane.event_metadata.items()}
         # What an accelerator runs has the operation that started it in ``tf_op``.
         named = {key for key, stat in plane.stat_metadata.items() if stat.name == "tf_op"}
         for line in plane.lines:
@@ -202,11 +203,10 @@ def _intervals(spaces: Iterable[Any], placement: devices_lib.Placement
                 continue  # made from the streams' own
             of_data = line.name.startswith("tf_data")  # is not the only tower's
             for event in line.events:
-                name = plane.event_metadata[event.metadata_id].name if on_host else next(
-                    (stat.str_value or plane.stat_metadata[stat.ref_value].name
-                     for stat in event.stats if stat.metadata_id in named), "")
-                start = line.timestamp_ns * 1000 + event.offset_ps
-                for part in parts_of(name):
+                for part in of_key[event.metadata_id] if on_host else parts_of(next(
+                        (stat.str_value or plane.stat_metadata[stat.ref_value].name
+                         for stat in event.stats if stat.metadata_id in named), "")):
+                    start = line.timestamp_ns * 1000 + event.offset_ps
                     if not (alone and of_data and part == 0):
                         found[part, on_host].append((start, start + event.duration_ps))
     return found
