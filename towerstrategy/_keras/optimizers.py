@@ -104,7 +104,6 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
 def _updated(strategy: tf.distribute.Strategy, update: Callable[[], Any]) -> Any:
     """What ``update`` returns, done where its variables are, or on the merge device."""
     placement = strategy.extended.placement
-    operations: list[tf.Operation] = []
 
     def merged() -> Any:
         with contexts.MergedContext(strategy), tf.name_scope(scopes.UPDATE):
@@ -112,14 +111,11 @@ def _updated(strategy: tf.distribute.Strategy, update: Callable[[], Any]) -> Any
 
     def partitioned() -> Any:  # hands on no operation of its own graph
         result = merged()
-        if not isinstance(result, tf.Operation):
-            return result
-        operations.append(result)
-        return None
+        return None if isinstance(result, tf.Operation) else result
 
     if placement.balanced and placement.micro_batches == 1 and not tf.executing_eagerly():
         result = step.call(strategy, partitioned, (), {})
-        return tf.no_op() if operations else result
+        return tf.no_op() if result is None else result
     with tf.device(strategy.extended.merge_device):
         return merged()
 

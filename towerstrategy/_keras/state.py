@@ -56,25 +56,18 @@ def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[Line
     if getattr(model, names.OWNER) is not strategy:
         raise ValueError(f"model must be one of this strategy, but {model.name!r} is not: compile "
                          "it in the strategy's scope, or call strategy.adopt(model).")
-    counted = {id(variable) for metric in metrics_of(model, names) for variable in metric.variables}
+    metrics = metrics_of(model, names)
+    counted = {id(variable) for metric in metrics for variable in metric.variables}
     own = [variable for variable in model.variables if id(variable) not in counted]
     trained = sum(variable.trainable for variable in own)
-    found = [(f"{trained:,} trained weights", "one copy", "gradients: sum of all rows'")]
-    for variable in own:
-        if not variable.trainable:
-            found.append(_line(_name(variable), variable))
-    for metric in metrics_of(model, names):
-        for variable in metric.variables:
-            name = _name(variable)
-            found.append(_line(name if "/" in name else f"{metric.name}/{name}", variable))
-    return found
+    return [(f"{trained:,} trained weights", "one copy", "gradients: sum of all rows'"),
+            *(_line(variable) for variable in own if not variable.trainable),
+            *(_line(variable, metric.name) for metric in metrics for variable in metric.variables)]
 
 
-def _name(variable: Any) -> str:
-    return str(getattr(variable, "path", variable.name)).partition(":")[0]
-
-
-def _line(name: str, variable: Any) -> Line:
+def _line(variable: Any, owner: str = "") -> Line:
+    name = str(getattr(variable, "path", variable.name)).partition(":")[0]
+    name = f"{owner}/{name}" if owner and "/" not in name else name
     if getattr(variable, "overwrite_with_gradient", False):
         return name, "one copy", "largest"
     return name, *rules.in_words(rules.held_variable(variable))

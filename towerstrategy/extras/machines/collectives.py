@@ -157,14 +157,11 @@ class Machines:
         What collective ops do not carry, strings above all, stays each worker's own.
         """
         tensors = [tf.convert_to_tensor(value) for value in values]
-        carried = [position for position, tensor in enumerate(tensors)
-                   if tensor.dtype not in _NOT_CARRIED]
-        sent = [_packed(tensors[position]) for position in carried]
+        sent = [None if tensor.dtype in _NOT_CARRIED else _packed(tensor) for tensor in tensors]
         if not self.is_chief:
-            sent = [tf.zeros_like(value) for value in sent]
-        for position, value in zip(carried, self.sum(sent)):
-            tensors[position] = _unpacked(value, tensors[position].dtype)
-        return tensors
+            sent = [None if value is None else tf.zeros_like(value) for value in sent]
+        return [tensor if value is None else _unpacked(value, tensor.dtype)
+                for tensor, value in zip(tensors, self.sum(sent))]
 
     def gather(self, value: Any, axis: int = 0) -> Any:
         """The workers' dense, ragged or sparse values, in order, concatenated along ``axis``."""
