@@ -45,6 +45,14 @@ class Cluster:
         """The numbers of the other workers."""
         return [index for index in range(len(self.tasks)) if index != self.index]
 
+    def server(self, resolver: Any) -> tf.train.ServerDef:
+        """What is to answer for this process."""
+        job, number, _ = self.tasks[self.index]
+        return tf.train.ServerDef(
+            cluster=tf.train.ClusterSpec(self.jobs).as_cluster_def(), job_name=job,
+            task_index=number, protocol=resolver.rpc_layer or "grpc",
+            port=getattr(resolver, "port", None) or 0)
+
     def task_of(self, index: int) -> str:
         """The start of a worker's device names."""
         job, number, _ = self.tasks[index]
@@ -100,12 +108,8 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
             f"already, but a strategy was asked for {cluster.named(cluster.index)} of "
             f"{cluster.addresses}. "
             "A process belongs to one cluster; start another process.")
-    job, number, _ = cluster.tasks[cluster.index]
     try:
-        _tf.start_worker(tf.train.ServerDef(
-            cluster=tf.train.ClusterSpec(cluster.jobs).as_cluster_def(), job_name=job,
-            task_index=number, protocol=resolver.rpc_layer or "grpc",
-            port=getattr(resolver, "port", None) or 0), cluster.task_of(0))
+        _tf.start_worker(cluster.server(resolver), cluster.task_of(0))
     except RuntimeError as error:
         raise RuntimeError(
             "a TowerStrategy of several machines was made after TensorFlow had started in this "
