@@ -25,14 +25,14 @@ class SharesTest(parameterized.TestCase):
     def test_equal(self):
         """Else values that are no batches count differently on the towers."""
         shares = shares_lib.Shares.equal(4)
-        self.assertEqual([float(shares.of(tower)) for tower in range(4)], [.25] * 4)
+        self.assertEqual([float(shares.each[tower]) for tower in range(4)], [.25] * 4)
         self.assertFalse(shares.may_be_empty)
 
     def test_known_shares_keep_the_precision_of_float64(self):
         """Else float64 training is as far from one device as float32 training (1e-8, not 1e-16)."""
         shares = shares_lib.Shares([13, 13, 12, 12])
         for tower, rows in enumerate([13, 13, 12, 12]):
-            self.assertEqual(float(tf.cast(shares.of(tower), tf.float64)), rows / 50)
+            self.assertEqual(float(tf.cast(shares.each[tower], tf.float64)), rows / 50)
         ones = [tf.ones([], tf.float64)] * 4
         self.assertAlmostEqual(float(merging.weighted_mean(ones, shares)), 1, delta=1e-15)
 
@@ -53,7 +53,7 @@ class ReduceTest(parameterized.TestCase):
         self.assertIsInstance(merged, tf.IndexedSlices)
         self.assertEqual((plain(merged.values), plain(merged.indices)),
                          ([[1.], [2.], [4.]], [3, 0, 3]))
-        self.assertEqual(plain(merging.mean(parts).values), [[.5], [1.], [2.]])
+        self.assertEqual(plain(merging.divided(merged, 2).values), [[.5], [1.], [2.]])
         self.assertEqual(plain(merging.weighted_mean(parts, of_rows(1, 3)).values),
                          [[.25], [.5], [3.]])
 

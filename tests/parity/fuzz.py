@@ -276,9 +276,9 @@ def check_merge(drawn, rows, known):
     doubles = np.stack([array.astype(np.float64) for array in arrays])
     check_close(merging.total(values), doubles.sum(0))
     assert merging.total(values).dtype == dtype
-    check_close(merging.mean(values), doubles.mean(0), dtype)
+    check_close(merging.divided(merging.total(values), len(values)), doubles.mean(0), dtype)
     shares = shares_lib.Shares([count if known else tf.constant(count, tf.int64) for count in rows])
-    check_close([shares.of(tower) for tower in range(len(rows))],
+    check_close([shares.each[tower] for tower in range(len(rows))],
                 np.array(rows) / max(sum(rows), 1))
     if not dtype.is_floating:
         return
@@ -310,7 +310,8 @@ def check_merge_slices(drawn, dense_tower, rows, traced):
             tf.constant([table, width])) for tower, (array, indices) in enumerate(parts)]
         by_rows = shares_lib.Shares(rows)
         gradient, = merging.gradients([values], ["CPU:0"], by_rows)
-        results = [merging.total(values), gradient, merging.mean(values),
+        total = merging.total(values)
+        results = [total, gradient, merging.divided(total, len(values)),
                    merging.weighted_mean(values, by_rows)]
         return [tf.convert_to_tensor(result) for result in results]
 

@@ -75,8 +75,8 @@ class Fact(NamedTuple):
 
 
 FACTS = {
-    "share": Fact(tf.float64, 1., lambda _, shares: shares.shares_here),
-    "filled": Fact(tf.bool, True, lambda _, shares: shares.filled_here),
+    "share": Fact(tf.float64, 1., lambda _, shares: shares.each),
+    "filled": Fact(tf.bool, True, lambda _, shares: shares.filled),
     "number": Fact(tf.int32, 0, lambda first, shares: [
         np.int32(first + tower) for tower in range(len(shares.here))]),
     "seed_step": Fact(tf.int64, 0, lambda first, shares: [

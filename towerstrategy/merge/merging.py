@@ -36,13 +36,10 @@ def total(values: Sequence[Value]) -> Value:
     return tf.add_n(list(values))
 
 
-def mean(values: Sequence[Value]) -> Value:
-    """The plain mean of the towers' values, on the current device; of integers, as float64."""
-    return divided(total(values), len(values))
-
-
-def divided(value: Value, count: int) -> Value:
-    """``value / count``; of integers, as float64."""
+def divided(value: Value, count: int | None) -> Value:
+    """``value / count``, of integers as float64; ``value`` itself where that is None."""
+    if count is None:
+        return value
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(value.values / count, value.indices, value.dense_shape)
     return value / count
@@ -53,7 +50,7 @@ def weighted_mean(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
     nothing, whatever they computed."""
     if _are_small(values):
         return shares.across(tf.reduce_sum(shares.weigh(tf.stack(list(values))), 0))
-    return shares.across(total([_times(without_empty(value, tower, shares), shares.of(tower))
+    return shares.across(total([_times(without_empty(value, tower, shares), shares.each[tower])
                                 for tower, value in enumerate(values)]))
 
 
@@ -84,7 +81,7 @@ def extreme(rule: str, values: Sequence[Value], shares: shares_lib.Shares) -> Va
     """
     towers = len(shares.here)
     base = first_of_filled(values[:towers], shares)
-    kept = [tf.where(shares.filled(tower), value, base) if shares.may_be_empty else value
+    kept = [tf.where(shares.filled[tower], value, base) if shares.may_be_empty else value
             for tower, value in enumerate(values[:towers])]
     return extreme_of_parts(rule, [*kept, *values[towers:]], shares.workers)
 
@@ -102,7 +99,7 @@ def first_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value
         return values[0]
     found = values[0]
     for tower in reversed(range(len(values))):
-        found = tf.where(shares.filled(tower), values[tower], found)
+        found = tf.where(shares.filled[tower], values[tower], found)
     return found
 
 
@@ -124,7 +121,7 @@ def total_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value
 def filled_slices(values: Sequence[tf.IndexedSlices],
                   shares: shares_lib.Shares) -> list[tf.IndexedSlices]:
     """The towers' slices, none at all of a tower that has no rows."""
-    return [shares_lib.slices_if(shares.filled(tower), value)
+    return [shares_lib.slices_if(shares.filled[tower], value)
             for tower, value in enumerate(values)]
 
 
@@ -157,7 +154,7 @@ def without_empty(value: Value, tower: int, shares: shares_lib.Shares) -> Value:
     """``value``, or zeros where ``tower`` has no rows."""
     if not shares.may_be_empty:
         return value
-    return kept(shares.filled(tower), value)
+    return kept(shares.filled[tower], value)
 
 
 def kept(filled: Any, value: Value) -> Value:

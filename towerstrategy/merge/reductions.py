@@ -6,9 +6,8 @@ of all machines.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -51,8 +50,8 @@ def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any
     """Reduces over the towers of a single machine."""
     value, parts = _parts(value, reduce_op)
     if parts is not None:
-        merge = merging.mean if reduce_op == _tf.ReduceOp.MEAN else merging.total
-        return onto(destinations, lambda: merge(parts))
+        number = len(parts) if reduce_op == _tf.ReduceOp.MEAN else None
+        return onto(destinations, lambda: merging.divided(merging.total(parts), number))
     if tf.nest.is_nested(value) and not isinstance(value, tf.IndexedSlices):
         return tf.nest.map_structure(
             lambda part: reduce_one(reduce_op, part, destinations, count), value)
@@ -66,42 +65,22 @@ def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any
 
 def reduce_across(workers: Workers, reduce_op: Any, pairs: Any) -> list[Any]:
     """Reduces over the towers of all machines: first on each, then all values at once."""
-    if reduce_op not in (_tf.ReduceOp.SUM, _tf.ReduceOp.MEAN):
-        raise ValueError(f"reduce_op must be SUM or MEAN, but got {reduce_op}.")
-    mean = reduce_op == _tf.ReduceOp.MEAN
+    leaves = [_parts(leaf, reduce_op) for value, _ in pairs for leaf in tf.nest.flatten(value)]
     # A value that is not per-replica is one a machine, as in MultiWorkerMirroredStrategy.
-    leaves: list[Any] = []
+    totals = workers.sum([
+        None if isinstance(leaf, _tf.Mirrored) else leaf if parts is None else merging.total(parts)
+        for leaf, parts in leaves])
 
-    def local(leaf: Any) -> int | Any:
-        leaf, parts = _parts(leaf, reduce_op)
-        if isinstance(leaf, _tf.Mirrored):
-            return leaf
-        leaves.append((leaf, workers.count) if parts is None
-                      else (merging.total(parts), workers.replicas))
-        return _Summed(len(leaves) - 1)
+    def reduced() -> Iterator[Any]:
+        for total, (leaf, parts) in zip(totals, leaves):
+            number = None if reduce_op == _tf.ReduceOp.SUM else (
+                workers.count if parts is None else workers.replicas)
+            yield tf.nest.map_structure(
+                tf.identity, leaf if total is None else merging.divided(total, number))
 
-    nests = [tf.nest.map_structure(local, value) for value, _ in pairs]
-    summed = workers.sum([leaf for leaf, _ in leaves])
-
-    def finished(leaf: Any) -> Any:
-        if not isinstance(leaf, _Summed):
-            return leaf
-        value, count = summed[leaf.number], leaves[leaf.number][1]
-        return merging.divided(value, count) if mean else value
-
-    def copied(nest: Any) -> Any:
-        return tf.nest.map_structure(
-            lambda leaf: tf.nest.map_structure(tf.identity, finished(leaf)), nest)
-
-    return [onto(destinations, functools.partial(copied, nest))
-            for nest, (_, destinations) in zip(nests, pairs)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Summed:
-    """Stands for a value that is being summed over the machines."""
-
-    number: int
+    left = reduced()
+    return [onto(destinations, functools.partial(
+        tf.nest.map_structure, lambda _: next(left), value)) for value, destinations in pairs]
 
 
 def gather(value: Any, destinations: Any, axis: int, workers: Workers | None) -> Any:

@@ -105,7 +105,7 @@ class Shares:
         return self._here(self._rows)
 
     @functools.cached_property
-    def shares_here(self) -> list[Any]:
+    def each(self) -> list[Any]:
         """Their shares."""
         if self.are_known:
             # NumPy's float64: tf.cast makes a float32 of a Python float first.
@@ -115,7 +115,7 @@ class Shares:
         return [tf.cast(count, tf.float64) / total for count in self.here]
 
     @functools.cached_property
-    def filled_here(self) -> list[Any]:
+    def filled(self) -> list[Any]:
         """Whether they have rows, bools or scalar bool tensors."""
         return [count > 0 for count in self.here]
 
@@ -130,15 +130,7 @@ class Shares:
     def _columns(self) -> tuple[Any, Any]:
         """Their shares, and whether they have rows, as vectors."""
         stack = np.stack if self.are_known else tf.stack
-        return stack(self.shares_here), stack(self.filled_here)
-
-    def of(self, tower: int) -> Any:
-        """The share of ``tower``."""
-        return self.shares_here[tower]
-
-    def filled(self, tower: int) -> Any:
-        """Whether ``tower`` has rows: a bool or a scalar bool tensor."""
-        return self.filled_here[tower]
+        return stack(self.each), stack(self.filled)
 
     def in_words(self, tower: int) -> str:
         """The rows of ``tower`` in words, for errors; nothing where they are not known."""

@@ -72,7 +72,7 @@ def merged(rule: str, parts: Sequence[tf.IndexedSlices],
     filled = merging.filled_slices(parts, shares)
     if rule == "mean":
         filled = [tf.IndexedSlices(tf.stack([part.values, tf.fill(tf.shape(part.values), tf.cast(
-            shares.of(tower), part.values.dtype))], 1), part.indices)
+            shares.each[tower], part.values.dtype))], 1), part.indices)
             for tower, part in enumerate(filled)]
     written = shares.across(merging.total(filled))
     positions, place = tf.unique(written.indices)

@@ -119,7 +119,7 @@ def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
     if rule in merging.EXTREMES:
         return merging.extreme(rule, [*values, before], shares)
     if shares.may_be_empty:
-        values = [tf.where(shares.filled(tower), written, before)
+        values = [tf.where(shares.filled[tower], written, before)
                   for tower, written in enumerate(values)]
     return merging.agreed(values, shares)
 
