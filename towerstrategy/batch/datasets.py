@@ -35,10 +35,6 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
     """A dataset of global batches, each split by :func:`splitting.split_batch` in the pipeline.
 
     The pipeline holds ``ready`` split elements ready.
-
-    Raises:
-      TypeError: ``dataset`` is no ``tf.data.Dataset``.
-      ValueError: its elements are not batched.
     """
     batches = _batches_in(dataset)
     check_batched(dataset, batches)
@@ -299,14 +295,11 @@ class TowerDataset(tf.distribute.DistributedDataset):
 
 
 class RestartableIterator:
-    """What tf.distribute's first API has: ``make_dataset_iterator``, ``make_input_fn_iterator``.
-
-    It reads from the start again after :meth:`initialize`, and else is the iterator.
-    """
+    """What tf.distribute's first API has; it reads from the start after :meth:`initialize`."""
 
     def __init__(self, dataset: TowerDataset) -> None:
         self._dataset = dataset
-        self._iterator = iter(dataset)
+        self.initialize()
 
     def initialize(self) -> list[tf.Operation]:
         """Starts again; there is no operation to run, as in all eager programs."""

@@ -35,31 +35,26 @@ def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None,
 
     Returns:
       The same nest with a :class:`SubBatches` for each leaf; with one tower the batch itself, its
-      leaves as tensors.
-
-    Raises:
-      ValueError: a leaf without rows (a scalar), or leaves whose row counts differ; where they are
-        only known while the pipeline runs, ``tf.errors.InvalidArgumentError`` says the same.
+      leaves as tensors.  Row counts that differ raise ``ValueError``; where they are only known
+      while the pipeline runs, ``tf.errors.InvalidArgumentError`` says the same.
     """
     paths, leaves = named_leaves(batch)
     tensors = [_as_batch(path, leaf) for path, leaf in zip(paths, leaves)]
-    counted = [(path, tensor) for path, tensor in zip(paths, tensors) if rows_lib.has_rows(tensor)]
-    if not counted:
+    if not any(map(rows_lib.has_rows, tensors)):
         if any(leaf is not None for leaf in leaves):
             return batch
         raise ValueError("batch has no component with rows to split: got "
                          f"{tf.nest.map_structure(type, batch)!r}.")
-    numbers = [0] * len(leaves) if batches is None else batches
-    placed = list(zip(paths, tensors, numbers))
-    split = {batch_: _splitter([
-        (path, tensor) for path, tensor, number in placed
-        if number == batch_ and rows_lib.has_rows(tensor)], towers, cuts, batch_)
-        for batch_ in dict.fromkeys(numbers)}
+    numbers = batches or [0] * len(leaves)
+    split = {each: _splitter([
+        (path, tensor) for path, tensor, number in zip(paths, tensors, numbers)
+        if number == each and rows_lib.has_rows(tensor)], towers, cuts, each)
+        for each in dict.fromkeys(numbers)}
     if towers == 1 and cuts is None:
         return tf.nest.pack_sequence_as(batch, tensors)
     packed = tf.nest.pack_sequence_as(batch, [
         split[number](tensor) if rows_lib.has_rows(tensor) else tensor
-        for _, tensor, number in placed])
+        for tensor, number in zip(tensors, numbers)])
     return packed if cuts is None else sub_batches.with_open_rows(packed)
 
 

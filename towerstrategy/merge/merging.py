@@ -200,22 +200,21 @@ def gradients(per_variable: Sequence[Sequence[Value | None] | None], devices: Se
       micro_batches: how many of the gradients are of one tower, one after another.
       rules: for each variable "sum", as for all where there are none; "agreed", of gradients that
         the towers have merged themselves; or "max".
-
-    Returns:
-      One gradient or None a variable.
     """
     rules = rules or ["sum"] * len(devices)
+
+    def merged_by(rule: str, values: Sequence[Value | None]) -> Value:
+        # In eager code not all towers come to it, such as one without rows in a loop over these.
+        there = next(value for value in values if value is not None)
+        full = [kept(False, there) if value is None else value for value in values]
+        if rule == "sum":
+            return _sum(full, shares, towers, micro_batches)
+        return agreed(full, shares) if rule == "agreed" else extreme(rule, full, shares)
+
     merged: list[Value | None] = []
     for values, device, rule in zip(per_variable, devices, rules):
         with tf.device(device):
-            if values is None:
-                merged.append(None)
-            elif rule == "sum":
-                merged.append(_sum(_complete(values), shares, towers, micro_batches))
-            elif rule == "agreed":
-                merged.append(agreed(_complete(values), shares))
-            else:
-                merged.append(extreme(rule, _complete(values), shares))
+            merged.append(None if values is None else merged_by(rule, values))
     if shares.workers is None:
         return merged
     summed = shares.workers.sum([value if rule == "sum" else None
@@ -223,21 +222,13 @@ def gradients(per_variable: Sequence[Sequence[Value | None] | None], devices: Se
     return [one if one is not None else other for one, other in zip(summed, merged)]
 
 
-def _complete(values: Sequence[Value | None]) -> Sequence[Value]:
-    """``values`` of the towers, zeros where one has none: in eager code not all of them come to it,
-    such as one without rows in a loop over these.
-    """
-    there = next(value for value in values if value is not None)
-    return [kept(False, there) if value is None else value for value in values]
-
-
 def _sum(values: Sequence[Value], shares: shares_lib.Shares, towers: Sequence[str],
          micro_batches: int) -> Value:
-    kept = [without_empty(_crossed(value), tower, shares)
-            for tower, value in enumerate(values)]
-    if micro_batches > 1 and not any(isinstance(value, tf.IndexedSlices) for value in kept):
-        kept = _running(kept, towers, micro_batches)
-    return total(kept)
+    filled = [without_empty(_crossed(value), tower, shares)
+              for tower, value in enumerate(values)]
+    if micro_batches > 1 and not any(isinstance(value, tf.IndexedSlices) for value in filled):
+        filled = _running(filled, towers, micro_batches)
+    return total(filled)
 
 
 def _crossed(value: Value) -> Value:

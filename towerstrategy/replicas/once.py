@@ -144,7 +144,7 @@ class _Once(contexts.Call):
                        for key, (variable, handle) in written.items()}
                       for tower in range(len(self._devices))]
             with self._merging():
-                alone.merge_written(self._shares, towers, alone.read_temporary)
+                alone.merge_written(self._shares, towers)
             self._copier.skip()
 
     def own(self, tower: int, name: str, values: Sequence[Any], dtype: tf.DType) -> Any:

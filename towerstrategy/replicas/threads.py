@@ -96,12 +96,16 @@ class _Call(contexts.Call):
             _tf.select_replica(number, kwargs)) for number, device in enumerate(devices)]
 
     def run(self) -> Any:
+        done = False
         try:
-            while not self._advance():
+            while not done:
+                done = self._advance()
                 with _tf.noting(notes.of_merge(self._strategy.extended.merge_device)):
-                    self._merge_written()
-                    self._merge()
-            self._merge_written()
+                    # One value for what the towers have written since they last met.
+                    with _tf.not_recorded(), tf.control_dependencies(None):
+                        alone.merge_written(self._shares, self._written)
+                    if not done:
+                        self._merge()
         finally:
             for tower in self._towers:
                 tower.stop()
@@ -145,20 +149,12 @@ class _Call(contexts.Call):
     def _end_turn(self, number: int, before: int) -> None:
         """A tower is at a sync point or its end; its operations begin at number ``before``."""
         if self._eager:
-            self._turns.end_turn()
+            self._written.append(self._turns.end_turn())
             return
         own = self._graph.get_operations()[before:]
         self._placers[number].place(own)
         self._operations[number].update(operation.name for operation in own)
         self._written.append(alone.divert(self._graph, own, self._strategy.extended.variables()))
-
-    def _merge_written(self) -> None:
-        """One value for what the towers have written since they last met."""
-        with _tf.not_recorded(), tf.control_dependencies(None):
-            if self._eager:
-                self._turns.merge(self._shares)
-            elif any(self._written):
-                alone.merge_written(self._shares, self._written, alone.read_temporary)
 
     def _merge(self) -> None:
         first = self._towers[0]

@@ -29,25 +29,31 @@ from towerstrategy.variables import one_copy, written as written_lib
 # What writes the rows of all towers, one after another.
 _REPLACING = frozenset({"ResourceScatterUpdate", "ResourceScatterMin", "ResourceScatterMax"})
 
-# id of a variable -> the variable, and what stands for it
+# Nested functions and branches never get here: there the variable's own methods raise.
+_RAW = ("variable {!r} has aggregation=SUM and is written in a tower by the operation {} ({}), "
+        "past the variable's own methods, so that it is not known what is to be summed. Write "
+        "v.assign, v.assign_add, v.scatter_add and the like.")
+
+# id of a variable -> the variable, and a tower's value of it, or the handle of a temporary copy
 Written = dict[int, tuple[Any, Any]]
 
 
 def divert(graph: tf.Graph, operations: Sequence[tf.Operation], owned: Iterable[Any]) -> Written:
     """Gives a tower's operations temporary copies for what they write where towers cannot sync.
 
-    Args:
-      graph: the graph that is being traced.
-      operations: of one tower, since it last met the others.
-      owned: the variables of the strategy.
-
-    Returns:
-      The variables that are written, and the handles of their temporary copies.
+    ``operations`` are those of one tower in ``graph`` since it last met the others, ``owned`` the
+    variables of the strategy.  Returned are the handles of the copies.
     """
-    called = {operation for operation in operations if _writes_somewhere(operation)}
+    called = {operation for operation in operations
+              if operation.op_def.is_stateful and not _initializes(operation)
+              and any(tensor.dtype == tf.resource for tensor in operation.inputs)
+              and _tf.written_resources(operation)}
     if not called:
         return {}
-    variables = by_handle(graph, owned)
+    by_id = {id(variable._handle): variable for variable in owned
+             if isinstance(variable, one_copy.TowerVariable)}
+    variables = {inner.name: by_id[id(outer)] for outer, inner in graph.captures
+                 if id(outer) in by_id}
     written: Written = {}
     for operation in operations:
         for index, tensor in enumerate(operation.inputs):
@@ -56,53 +62,43 @@ def divert(graph: tf.Graph, operations: Sequence[tf.Operation], owned: Iterable[
                 continue
             if id(variable) not in written and operation in called \
                     and _tf.writers_of(graph, operation, index) - _REPLACING:
-                _check_raw(variable, operation)
+                if variable.aggregation is tf.VariableAggregation.SUM:
+                    raise RuntimeError(_RAW.format(variable.name, operation.type, operation.name))
                 written[id(variable)] = variable, _temporary(graph, variable, tensor)
             if id(variable) in written:
                 _tf.set_input(operation, index, written[id(variable)][1])
     return written
 
 
-def merge_written(shares: shares_lib.Shares, towers: Sequence[Written],
-                  read: Callable[[Any, Any], tf.Tensor]) -> None:
-    """Writes one value to each variable that a tower has written, by the variable's rule.
-
-    Args:
-      shares: those of the towers' batch.
-      towers: what each tower has written.
-      read: gives a tower's value of a variable, from what stands for it.
-    """
+def merge_written(shares: shares_lib.Shares, towers: Sequence[Written]) -> None:
+    """Writes one value to each variable that a tower has written, by the variable's rule."""
     every = {key: variable for written in towers for key, (variable, _) in written.items()}
     for key, variable in every.items():
         with tf.device(homes_lib.home_of(variable)):
             # Not read_value, which would tell TensorFlow that a tower's code uses the variable.
-            before = read_temporary(variable, variable.handle)
-            values = [read(variable, written[key][1]) if key in written else before
+            before = _read(variable, variable.handle)
+            values = [_read(variable, written[key][1]) if key in written else before
                       for written in towers]
             value = written_lib.value_alone(variable, values, shares, before)
             _tf.ResourceVariable.assign(variable, value, read_value=False)
 
 
-def read_temporary(variable: Any, handle: tf.Tensor) -> tf.Tensor:
-    """The value behind the handle of a temporary copy for ``variable``."""
-    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
+def _read(variable: Any, value: tf.Tensor) -> tf.Tensor:
+    """``value``, or what is behind it where it is a handle."""
+    return value if value.dtype != tf.resource else tf.raw_ops.ReadVariableOp(
+        resource=value, dtype=variable.dtype)
 
 
 class Turns:
-    """Eager towers that run in turn, each from the values that the variables had before.
-
-    Args:
-      owned: gives the variables of the strategy.
-    """
+    """Eager towers that run in turn, each from the values that the variables had before."""
 
     def __init__(self, owned: Callable[[], Iterable[Any]]) -> None:
         self._owned = owned
         self._before: Written = {}
-        self._towers: list[Written] = []
 
     def begin(self) -> None:
         """The towers have met."""
-        self._before, self._towers = {}, []
+        self._before = {}
         for variable in self._owned():
             if isinstance(variable, one_copy.TowerVariable) and variable._written_alone:
                 self.note(variable)
@@ -113,36 +109,13 @@ class Turns:
             with tf.init_scope():
                 self._before[id(variable)] = variable, variable.read_value()
 
-    def end_turn(self) -> None:
-        """A tower has come to a sync point."""
-        self._towers.append({key: (variable, variable.read_value())
-                             for key, (variable, _) in self._before.items()})
+    def end_turn(self) -> Written:
+        """A tower has come to a sync point: what it has written."""
+        written = {key: (variable, variable.read_value())
+                   for key, (variable, _) in self._before.items()}
         for variable, value in self._before.values():
             _tf.ResourceVariable.assign(variable, value, read_value=False)
-
-    def merge(self, shares: shares_lib.Shares) -> None:
-        """Writes what the towers' turns have come to."""
-        merge_written(shares, self._towers, lambda _, value: value)
-
-
-def _writes_somewhere(operation: tf.Operation) -> bool:
-    """Whether ``operation`` writes a resource, past the variable's methods, or calls what does."""
-    return operation.op_def.is_stateful and not _initializes(operation) \
-        and any(tensor.dtype == tf.resource for tensor in operation.inputs) \
-        and bool(_tf.written_resources(operation))
-
-
-def _check_raw(variable: Any, operation: tf.Operation) -> None:
-    """Raises where an operation past the variable's methods cannot be merged.
-
-    Nested functions and branches never get here: there the variable's own methods raise.
-    """
-    if variable.aggregation is tf.VariableAggregation.SUM:
-        raise RuntimeError(
-            f"variable {variable.name!r} has aggregation=SUM and is written in a tower by the "
-            f"operation {operation.type} ({operation.name}), past the variable's own methods, so "
-            "that it is not known what is to be summed. Write v.assign, v.assign_add, "
-            "v.scatter_add and the like.")
+        return written
 
 
 def _initializes(operation: tf.Operation) -> bool:
@@ -153,14 +126,6 @@ def _initializes(operation: tf.Operation) -> bool:
     asks = "VarIsInitializedOp"
     return operation.type == asks or (
         bool(operation.inputs) and operation.inputs[0].op.type == asks)
-
-
-def by_handle(graph: tf.Graph, owned: Iterable[Any]) -> dict[str, Any]:
-    """The variables by the name that their handle has in ``graph``."""
-    by_id = {id(variable._handle): variable for variable in owned
-             if isinstance(variable, one_copy.TowerVariable)}
-    return {inner.name: by_id[id(outer)] for outer, inner in graph.captures
-            if id(outer) in by_id}
 
 
 def _temporary(graph: tf.Graph, variable: Any, handle: tf.Tensor) -> tf.Tensor:
