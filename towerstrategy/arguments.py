@@ -64,12 +64,7 @@ def merging(strategy: tf.distribute.Strategy, value: Any, axis: Any, axes: Seque
             expected: str) -> Iterator[None]:
     """Around ``strategy.reduce`` and ``gather``: TensorFlow's errors say what each tower has, too.
 
-    Args:
-      strategy: whose they are.
-      value: their argument.
-      axis: their argument.
-      axes: what it holds, which must be whole numbers.
-      expected: what it may be, in words.
+    ``axis`` holds ``axes``, which must be whole numbers; ``expected`` says so in words.
     """
     check_scope(strategy)
     if not all(isinstance(item, numbers.Integral) and not isinstance(item, bool) for item in axes):
@@ -200,12 +195,7 @@ def _name(strategy: tf.distribute.Strategy, tower: int) -> str:
 
 
 def check_stage(strategy: Any, index: Any) -> None:
-    """Checks the argument of ``TowerStrategy.stage``.
-
-    Raises:
-      TypeError: it is no whole number.
-      ValueError: there is no such stage.
-    """
+    """The argument of ``TowerStrategy.stage``."""
     index, placement = names.whole_number("index", index), strategy.extended.placement
     if not placement.rows:
         raise ValueError(

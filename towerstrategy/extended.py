@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,9 +23,28 @@ from towerstrategy.extras.stages.within import Stages
 from towerstrategy.merge import reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.placement.workers import Workers
-from towerstrategy.replicas import calls, modes
+from towerstrategy.replicas import calls
 from towerstrategy.sharding import run as whole_batch
 from towerstrategy.variables import creation, tower_local
+
+
+class Modes(threading.local):
+    """What holds for a while, in one thread."""
+
+    in_order = False  # whether rows are to come in the dataset's order: a model predicts
+    one_replica = False  # whether a step with all rows runs, in whatever context
+    keras_step = False  # whether a step of Keras is being traced
+    compiles = False  # whether XLA compiles what the towers do
+    adopts = False  # whether variables that are not the strategy's yet are to be adopted
+
+    @contextlib.contextmanager
+    def within(self, **modes: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in modes}
+        vars(self).update(modes)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
 
 class TowerExtended(_tf.StrategyExtended):
@@ -44,7 +64,7 @@ class TowerExtended(_tf.StrategyExtended):
                  placement: devices_lib.Placement, workers: Workers | None = None,
                  cluster_resolver: Any = None, draws_rows: bool = True,
                  measuring: Any = None, synchronizes_batch_norm: bool = True) -> None:
-        self.modes = modes.Modes()
+        self.modes = Modes()
         self.draws_rows, self.synchronizes_batch_norm = draws_rows, synchronizes_batch_norm
         self.placement, self.workers = placement, workers  # TensorFlow's constructor asks for them
         self.inputs = inputs.Inputs(placement, workers, measuring)
@@ -121,10 +141,6 @@ class TowerExtended(_tf.StrategyExtended):
     @property
     def worker_devices(self) -> tuple[str, ...]:
         return self.placement.towers
-
-    @property
-    def worker_devices_by_replica(self) -> list[list[str]]:
-        return [[device] for device in self.placement.towers]
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:

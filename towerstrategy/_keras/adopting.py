@@ -76,11 +76,11 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
 
 def take_optimizer(optimizer: Any, names: Any) -> None:
     """Makes an optimizer that is called in a tower its strategy's, if no strategy has it."""
-    strategy = contexts.strategy_of_replica()
-    if strategy is not None:
-        check_owner(strategy, f"optimizer {getattr(optimizer, 'name', '')!r}",
+    context = contexts.current()
+    if context is not None:
+        check_owner(context.strategy, f"optimizer {getattr(optimizer, 'name', '')!r}",
                     names.owner_of_optimizer(optimizer))
-        set_owner(optimizer, strategy)
+        set_owner(optimizer, context.strategy)
 
 
 def set_owner(optimizer: Any, strategy: tf.distribute.Strategy) -> None:

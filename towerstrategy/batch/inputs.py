@@ -70,12 +70,7 @@ class TowerInputContext(tf.distribute.InputContext):
 def read(options: Any, extended: Any) -> tuple[bool, prefetching.Fetch, int]:
     """Whether each tower has a pipeline, where parts are fetched to, elements held ready.
 
-    Args:
-      options: a ``tf.distribute.InputOptions`` or None.
-      extended: ``strategy.extended``, which knows the towers' devices and the CPU that feeds them.
-
-    Raises:
-      TypeError, ValueError: ``options`` is something else, or its fields do not go together.
+    ``options`` are a ``tf.distribute.InputOptions`` or None.
     """
     towers = extended.worker_devices
     on_host = extended.placement.towers_on_host
@@ -102,11 +97,7 @@ def read(options: Any, extended: Any) -> tuple[bool, prefetching.Fetch, int]:
 class Inputs:
     """Splits the batches and datasets of one strategy, by the shares of its towers.
 
-    Args:
-      placement: where it runs.
-      workers: their collectives; None with a single machine.
-      measuring: what measures the towers, and has the shares that it finds, see
-        :class:`extras.measured.measuring.Measuring`; None where nothing is measured.
+    ``measuring`` measures the towers, and has the shares that it finds; None where nothing does.
     """
 
     def __init__(self, placement: devices_lib.Placement, workers: Workers | None = None,
@@ -149,13 +140,7 @@ class Inputs:
 
     def from_function(self, dataset_fn: Callable[..., Any], options: Any,
                       extended: Any) -> datasets_lib.TowerDataset:
-        """What ``dataset_fn`` makes for each pipeline of this machine, as one dataset.
-
-        Args:
-          dataset_fn: called with a :class:`TowerInputContext`.
-          options: a ``tf.distribute.InputOptions`` or None.
-          extended: ``strategy.extended``.
-        """
+        """What ``dataset_fn`` makes for each pipeline of this machine, as one dataset."""
         per_replica, fetch, ready = read(options, extended)
         placed = options is not None and options.experimental_place_dataset_on_device
         datasets = []

@@ -119,13 +119,7 @@ def _tensors(element: Nest) -> list[Any]:
 
 
 def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
-    """Who has each tensor of a component.
-
-    Args:
-      spec: the component's.
-      towers: how many there are.
-      counts: whether the row counts of all machines' towers are among the tensors.
-    """
+    """Who has each tensor of a component, the towers' row counts left out where not ``counts``."""
     several = isinstance(spec, _tf.PerReplicaSpec)
     parts = spec._component_specs[:None if counts else towers] if several else [spec]
     owners = []

@@ -25,9 +25,8 @@ def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None,
     """Splits the rows of ``batch`` over the towers.
 
     Args:
-      batch: a nest whose leaves are tensors or arrays with one row an example in the first
-        dimension, of any dtype: dense, ``tf.RaggedTensor``, ``tf.SparseTensor``, strings.  ``None``
-        leaves stay ``None``.
+      batch: a nest of tensors or arrays with one row an example in the first dimension, of any
+        dtype: dense, ragged, sparse, strings.  ``None`` leaves stay ``None``.
       towers: how many sub-batches.
       cuts: where rows are cut if some go to other machines, or towers have unequal shares; None
         where all stay here, and towers get as many.

@@ -10,7 +10,6 @@ from towerstrategy.contexts.here import (
     has_stages_here as has_stages_here,
     outside_of_towers as outside_of_towers,
     splitting_tower as splitting_tower,
-    strategy_of_replica as strategy_of_replica,
     writer_of as writer_of,
 )
 from towerstrategy.contexts.tower import (

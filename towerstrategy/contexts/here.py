@@ -92,12 +92,6 @@ def has_all_rows() -> bool:
     return isinstance(tf.distribute.get_replica_context(), OneReplicaContext)
 
 
-def strategy_of_replica() -> tf.distribute.Strategy | None:
-    """The strategy in one of whose towers, or in whose step with all rows, this runs; else None."""
-    context = current()
-    return None if context is None else context.strategy
-
-
 def outside_of_towers() -> tf.distribute.Strategy | None:
     """The ``TowerStrategy`` in whose scope, and outside of whose towers, this runs; else None."""
     if not (tf.distribute.has_strategy() and tf.distribute.in_cross_replica_context()):

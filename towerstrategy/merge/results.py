@@ -37,10 +37,7 @@ class ResultsSpec(_tf.PerReplicaSpec):
 class TowerResults(_tf.PerReplica):
     """What the towers returned, with the shares of the batch they returned it for.
 
-    Args:
-      values: one a tower.
-      shares: the batch's.
-      counts: in place of ``shares``, the rows of all towers, an int64 vector.
+    ``counts`` are, in place of ``shares``, the rows of all towers, an int64 vector.
     """
 
     def __init__(self, values: Any, shares: shares_lib.Shares | None = None,

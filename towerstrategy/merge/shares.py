@@ -23,7 +23,7 @@ class Shares:
     """How much of the global batch each tower has.
 
     A tower's share is its rows over all rows, a float64 scalar (NumPy's where the row counts are
-    known while tracing).  The shares of a batch sum to 1; without any rows all are 0.
+    known while tracing); without any rows all are 0.
 
     With several machines ``rows`` are those of the towers of all workers; towers are still counted
     from this worker's first, and what this module merges with shares is merged over all workers.

@@ -27,15 +27,7 @@ def checked(shares: Any, towers: Sequence[str],
             micro_batches: int = 1) -> tuple[float, ...] | None:
     """The shares of the replicas of ``towers`` to begin with; None where none were asked for.
 
-    Args:
-      shares: as given.
-      towers: full device names.
-      micro_batches: how many replicas each tower runs, one after another, which share alike.
-
-    Raises:
-      TypeError: no list and no string, or an item that is no number.
-      ValueError: an unknown string, another number of items than devices, an item that is not
-        above 0 and finite, ``"memory"`` where a tower is no GPU, ``"measured"`` with micro-batches.
+    A tower's micro-batches, each a replica, share alike.
     """
     if shares is None:
         return None

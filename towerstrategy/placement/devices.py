@@ -83,6 +83,19 @@ class Placement:
         tower, number = divmod(replica, self.micro_batches)
         return f"micro-batch {number} of " * (self.micro_batches > 1) + f"tower {tower}"
 
+    def note(self, replica: int, rows: str) -> str:
+        """What an error says that was raised in a replica, whose ``rows`` are in words."""
+        none = (" Some operations cannot work on no rows, TensorFlow's convolutions on the CPU "
+                "among them: give each batch as many rows as there are towers.")
+        return (f"This happened in {self.name(replica)} on {short_name(self.towers[replica])}"
+                + (f", which has {rows}." if rows else ".") + none * rows.startswith("none"))
+
+    @property
+    def merge_note(self) -> str:
+        """What an error says that was raised in the function given to ``merge_call``."""
+        return ("This happened at the sync point (merge_call), on the merge device "
+                f"{short_name(self.merge)}.")
+
     @property
     def merge_name(self) -> str:
         """The merge device as people write it: ``CPU:0``, ``balanced`` or ``each stage's``."""
@@ -143,11 +156,9 @@ def split_cpu(count: int) -> list[str]:
       count: how many, from 1 to 1024.
 
     Returns:
-      The device strings, ``["CPU:0", "CPU:1", ...]``, ready for ``TowerStrategy``.
+      The device strings, ready for ``TowerStrategy``.
 
     Raises:
-      TypeError: ``count`` is not a whole number.
-      ValueError: ``count`` is below 1 or above 1024.
       RuntimeError: TensorFlow has started already, with another number of CPU devices.
 
     >>> split_cpu(4)
@@ -175,19 +186,7 @@ def split_cpu(count: int) -> list[str]:
 
 def place(devices: Any, merge_device: Any, shares: Any = None,
           micro_batches: int = 1) -> Placement:
-    """Resolves the arguments of ``TowerStrategy`` that say where, and which parts.
-
-    Args:
-      devices: None (all GPUs; none there: the first CPU device), a count, or a list of GPU ids,
-        device strings or devices as ``tf.config`` lists them; a list of such lists for towers of
-        several stages.
-      merge_device: None, ``"cpu"``, ``"balanced"``, a device string or a device of ``tf.config``.
-      shares: None, a number for each device, ``"measured"`` or ``"memory"``.
-      micro_batches: into how many parts each tower's rows are cut.
-
-    Returns:
-      The placement, with full device names such as
-      ``/job:localhost/replica:0/task:0/device:CPU:1``.
+    """Resolves the arguments of ``TowerStrategy``, as it is given them, that say where.
 
     Raises:
       TypeError: an argument of the wrong type.
@@ -255,10 +254,7 @@ def rows_of(devices: Any, mixed: bool = False,
             argument: str = "devices") -> tuple[tuple[str, ...], ...]:
     """The towers, each a row of the devices of its stages, one as a rule.
 
-    Args:
-      devices: as :func:`place` takes them.
-      mixed: whether CPU and GPU may be in it.
-      argument: what the user calls ``devices``.
+    ``mixed`` says whether CPU and GPU may be in it, ``argument`` what the user calls ``devices``.
     """
     if devices is None:
         asked: list[Any] = [f"GPU:{index}" for index in range(gpu_count())] or [_only_cpu()]

@@ -110,9 +110,6 @@ def move(variable: tf.Variable, device: str) -> None:
     """Moves a resource variable to ``device``: same object, name and value.
 
     A ``tf.function`` traced before holds the resource that the variable had; trace it anew.
-
-    Raises:
-      TypeError: ``variable`` is no resource variable, or tower-local.
     """
     if not isinstance(variable, _tf.BaseResourceVariable):
         raise TypeError("only a variable with one copy can be moved, but got "

@@ -23,7 +23,7 @@ from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import scopes
-from towerstrategy.replicas import enclosed, notes, once, threads
+from towerstrategy.replicas import enclosed, once, threads
 from towerstrategy.replicas.copies import NeedsOwnTrace
 
 
@@ -90,8 +90,8 @@ def _with_rows_said(strategy: tf.distribute.Strategy, args: Any, kwargs: Any) ->
         if found is not None and tf.executing_eagerly():
             tower = int(found[1])
             shares = _shares(strategy, args, kwargs)
-            _tf.add_note(error, notes.of_tower(
-                tower, strategy.extended.placement, shares), traced=False)
+            _tf.add_note(error, strategy.extended.placement.note(
+                tower, shares.in_words(tower)), traced=False)
         raise
 
 

@@ -26,7 +26,7 @@ from towerstrategy import _tensorflow as _tf, contexts, warned
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import scopes
-from towerstrategy.replicas import copies, enclosed, notes
+from towerstrategy.replicas import copies, enclosed
 from towerstrategy.replicas.copies import NeedsOwnTrace
 from towerstrategy.sharding import contract
 from towerstrategy.sharding.spec import Size
@@ -72,7 +72,7 @@ class _Once(contexts.Call):
         self._graph = tf.compat.v1.get_default_graph()
         names = [scopes.of_tower(tower, device) for tower, device in enumerate(self._devices)]
         self._scope = f"{names[0]}/"
-        self._error_note = notes.of_tower(0, strategy.extended.placement, shares)
+        self._error_note = strategy.extended.placement.note(0, shares.in_words(0))
         self._placer = strategy.extended.stages.placer(self._graph, 0)
         self._copier = copies.Copier(strategy, self._graph, names)
 
@@ -113,8 +113,8 @@ class _Once(contexts.Call):
         with self._merging([copier.operation(control, tower) for control in controls
                             for tower in range(len(self._devices))]), \
                 tf.device(self._strategy.extended.merge_device):
-            own_note, self._error_note = self._error_note, notes.of_merge(
-                self._strategy.extended.merge_device)
+            own_note = self._error_note
+            self._error_note = self._strategy.extended.placement.merge_note
             result = merge_fn(self._strategy, *args, **kwargs)
             self._error_note = own_note
         with _tf.not_recorded():

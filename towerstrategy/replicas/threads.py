@@ -20,7 +20,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import scopes
-from towerstrategy.replicas import enclosed, notes
+from towerstrategy.replicas import enclosed
 from towerstrategy.variables import alone
 
 
@@ -100,7 +100,7 @@ class _Call(contexts.Call):
         try:
             while not done:
                 done = self._advance()
-                with _tf.noting(notes.of_merge(self._strategy.extended.merge_device)):
+                with _tf.noting(self._strategy.extended.placement.merge_note):
                     # One value for what the towers have written since they last met.
                     with _tf.not_recorded(), tf.control_dependencies(None):
                         alone.merge_written(self._shares, self._written)
@@ -239,8 +239,8 @@ class _Tower(_tf.ReplicaThread):
         except _Stop:
             return None
         except BaseException as error:  # handed to the caller's thread
-            placement = self._context.strategy.extended.placement
-            note = notes.of_tower(self.replica_id, placement, self._context.shares)
+            note = self._context.strategy.extended.placement.note(
+                self.replica_id, self._context.shares.in_words(self.replica_id))
             _tf.add_note(error, note, not self.in_eager)
             self.error = error
             return None

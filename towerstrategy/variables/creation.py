@@ -22,11 +22,7 @@ from towerstrategy.variables import one_copy, tower_local
 def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
            next_creator: Callable[..., Any],
            **kwargs: Any) -> Any:
-    """Makes a variable of ``strategy``; the arguments are those of a variable creator.
-
-    Raises:
-      ValueError: ``synchronization=NONE``, which no strategy can honour, or an unknown value.
-    """
+    """Makes a variable of ``strategy``; the arguments are those of a variable creator."""
     kwargs.pop("experimental_batch_initialization", None)
     kwargs.pop("caching_device", None)
     colocate_with = kwargs.pop("colocate_with", None)

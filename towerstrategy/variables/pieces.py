@@ -22,10 +22,7 @@ _SEGMENTS = {"sum": tf.math.unsorted_segment_sum, "max": tf.math.unsorted_segmen
 def nd_slices(shape: tf.Tensor, indices: Any, updates: tf.Tensor) -> tf.IndexedSlices:
     """``scatter_nd`` indices and updates with one dimension in place of all but the last.
 
-    Args:
-      shape: the variable's, an int64 vector.
-      indices: ``[..., depth]``, which index the first ``depth`` dimensions.
-      updates: ``[..., *shape[depth:]]``.
+    ``shape`` is the variable's, an int64 vector.
     """
     indices = tf.cast(indices, tf.int64)
     depth = tf.shape(indices)[-1]
