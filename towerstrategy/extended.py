@@ -55,9 +55,8 @@ class TowerExtended(_tf.StrategyExtended):
       placement: where it runs.
       workers: the collectives of the machines; None with a single one.
       cluster_resolver: what said which machines there are; None where nothing did.
-      draws_rows: whether what is drawn for rows is what one device would draw.
+      draws_rows, synchronizes_batch_norm: of steps with all rows, see ``TowerStrategy``.
       measuring: what measures the towers; None where nothing does.
-      synchronizes_batch_norm: whether batch norm in models is of the whole batch.
     """
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
@@ -169,10 +168,6 @@ class TowerExtended(_tf.StrategyExtended):
     def equal_shares(self) -> shares_lib.Shares:
         """The shares where no rows are known."""
         return shares_lib.Shares.equal(len(self.placement.towers), self.workers)
-
-    def split(self, batch: Any) -> Any:
-        """A global batch, the same on every machine -> the sub-batches of this machine's towers."""
-        return self.inputs.split(batch)
 
     def variable_created_in_scope(self, v: Any) -> bool:
         # A model that is compiled is to be adopted.

@@ -133,18 +133,7 @@ class WholeBatch:
     9.0
 
     In a step of Keras and in ``strategy.function`` every loss sees all rows, so there, as without a
-    strategy, it is the inner loss.  ``compile`` takes it for a loss or for a metric's function:
-
-    >>> def contrast(targets, outputs):
-    ...   products = tf.matmul(outputs, outputs, transpose_b=True)
-    ...   return tf.keras.losses.sparse_categorical_crossentropy(
-    ...       tf.range(tf.shape(products)[0]), products, from_logits=True)
-    >>> with TowerStrategy(split_cpu(4)).scope():
-    ...   model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(2)])
-    ...   model.compile("sgd", WholeBatch(contrast))
-    >>> history = model.fit(np.ones([10, 3]), np.ones([10, 1]), batch_size=10, verbose=0)
-    >>> round(history.history["loss"][0], 3)
-    2.303
+    strategy, it is the inner loss.  ``compile`` takes it for a loss or for a metric's function.
 
     Args:
       loss: a loss object of Keras 3 or tf_keras, a function, or the name of one.

@@ -219,7 +219,7 @@ class TowerStrategy(kind.Kind):
         [[2, 2], [1, 2], [1, 2]]
         """
         arguments.check_outside("strategy.split splits a global batch over the towers")
-        return self.extended.split(batch)
+        return self.extended.inputs.split(batch)
 
     @property
     def devices(self) -> list[Any]:

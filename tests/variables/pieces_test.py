@@ -1,4 +1,4 @@
-"""pieces: writes to parts of a variable (``v[i].assign``, ``scatter_nd_*``) are merged like others.
+"""written: writes to parts of a variable (``v[i].assign``, ``scatter_nd_*``) are merged, too.
 
 The reference is one device, which does the write once for all rows of the batch.
 """

@@ -52,7 +52,7 @@ def split_plain(strategy: tf.distribute.Strategy, data: Any) -> Any:
     """A step's data, split unless it is already."""
     is_split = any(isinstance(leaf, tf.distribute.DistributedValues)
                    for leaf in tf.nest.flatten(data))
-    return data if is_split else strategy.extended.split(data)
+    return data if is_split else strategy.extended.inputs.split(data)
 
 
 def compiles_towers(model: Any) -> bool:

@@ -86,20 +86,20 @@ class Steps:
     def element_spec(self) -> Nest:
         return self.spec if self.agreement is None else self.agreement.element_spec(self.spec)
 
-    # Of the pipeline's own elements, which several machines have not agreed on yet.
-
+    # The pipeline's own elements, which several machines have not agreed on yet: their spec, what
+    # takes the next one, and what takes it as an optional.
     spec: Nest
+    take: Callable[..., Nest]
+    _optional: Callable[..., tf.experimental.Optional]
 
-    def take(self) -> Nest:
-        """The next one."""
-        raise NotImplementedError
 
-    def _optional(self) -> tf.experimental.Optional:
-        raise NotImplementedError
+def copied(element: Nest) -> Nest:
+    """A copy of an element, each tensor where it is."""
+    def copy(tensor: tf.Tensor) -> tf.Tensor:
+        with tf.device(tensor.device):
+            return tf.identity(tensor)
 
-    def copied(self, values: Any) -> Any:
-        """A copy of what is in one, each tensor where it is."""
-        return tf.nest.map_structure(tf.identity, values, expand_composites=True)
+    return tf.nest.map_structure(copy, element, expand_composites=True)
 
 
 def _check_ends() -> None:

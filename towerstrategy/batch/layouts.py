@@ -104,14 +104,6 @@ class Layout:
                 tensors[place] = tensor
         return tf.nest.pack_sequence_as(self.spec, tensors, expand_composites=True)
 
-    def copied(self, element: Nest, devices: Sequence[str]) -> Nest:
-        """A copy of ``element``, each tensor where it is: the host's on the first device."""
-        copies = []
-        for tensor, owner in zip(_tensors(element), self.owners):
-            with tf.device(devices[owner - HOST]):
-                copies.append(tf.identity(tensor))
-        return tf.nest.pack_sequence_as(self.spec, copies, expand_composites=True)
-
 
 def _tensors(element: Nest) -> list[Any]:
     """All tensors of ``element``; components that are None have none."""

@@ -127,9 +127,6 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
             host = tf.cond(there, optional.get_value, first.get_next)  # which raises then
         return self._layout.element(self._with_others(host))
 
-    def copied(self, values: Any) -> Any:
-        return self._layout.copied(values, self._streams._devices)
-
     def _from_all(self, take: Callable[[], list[Any]]) -> list[Any]:
         """What ``take`` takes from all streams; ``tf.errors.OpError`` where a call has failed."""
         if not tf.executing_eagerly():

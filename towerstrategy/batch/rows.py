@@ -121,6 +121,11 @@ def is_absent(spec: Any) -> bool:
     return not tf.nest.flatten(spec, expand_composites=True)
 
 
+def vector(numbers: Sequence[Rows]) -> tf.Tensor:
+    """``numbers`` as one int64 tensor."""
+    return tf.stack([tf.cast(number, tf.int64) for number in numbers])
+
+
 class Cuts:
     """Cuts each component of a batch into parts of ``sizes`` rows, and keeps those ``here``."""
 

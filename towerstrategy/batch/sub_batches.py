@@ -138,9 +138,6 @@ def rows_of(element: Any) -> Any:
     leaves = tf.nest.flatten(element)
     for leaf in leaves:
         if isinstance(leaf, SubBatches):
-            return leaf.rows if leaf.rows is not None else tf.stack(
-                [tf.cast(count, tf.int64) for count in row_counts(leaf)])
+            return leaf.rows if leaf.rows is not None else rows_lib.vector(row_counts(leaf))
     whole = [leaf for leaf in leaves if getattr(getattr(leaf, "shape", None), "rank", 0) != 0]
-    if not whole:  # of the only tower
-        return None
-    return tf.reshape(tf.cast(rows_lib.rows_in(whole[0]), tf.int64), [1])
+    return rows_lib.vector([rows_lib.rows_in(whole[0])]) if whole else None  # of the only tower

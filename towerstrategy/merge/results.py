@@ -130,7 +130,7 @@ def _are_rows(values: Sequence[Any], shares: shares_lib.Shares) -> bool | None:
 def _match(values: Sequence[Any], shares: shares_lib.Shares) -> tf.Tensor:
     """Whether the first dimensions are the towers' rows, a scalar bool tensor."""
     return tf.reduce_all(tf.stack([_length(value) for value in values])
-                         == tf.stack([tf.cast(count, tf.int64) for count in shares.here]))
+                         == rows_lib.vector(shares.here))
 
 
 def _length(value: Any) -> tf.Tensor:

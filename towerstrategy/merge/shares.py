@@ -84,7 +84,7 @@ class Shares:
 
     def counts(self) -> tf.Tensor:
         """The rows of all towers, an int64 vector."""
-        return tf.stack([tf.cast(count, tf.int64) for count in self._rows])
+        return rows_lib.vector(self._rows)
 
     @property
     def may_be_empty(self) -> bool:
@@ -110,8 +110,7 @@ class Shares:
         if self.are_known:
             # NumPy's float64: tf.cast makes a float32 of a Python float first.
             return [np.float64(count / max(sum(self._rows), 1)) for count in self.here]
-        total = tf.add_n([tf.cast(count, tf.int64) for count in self._rows])
-        total = tf.cast(tf.maximum(total, 1), tf.float64)
+        total = tf.cast(tf.maximum(tf.reduce_sum(self.counts()), 1), tf.float64)
         return [tf.cast(count, tf.float64) / total for count in self.here]
 
     @functools.cached_property

@@ -16,7 +16,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.placement import homes as homes_lib
-from towerstrategy.variables import pieces, written
+from towerstrategy.variables import written
 
 Aggregation = tf.VariableAggregation
 
@@ -92,9 +92,9 @@ class TowerVariable(_tf.ResourceVariable):
 
     def batch_scatter_update(self, sparse_delta: Any, use_locking: bool = False,
                              name: Any = None) -> Any:
-        return self._scatter_nd(
+        return self._scatter_located(
             "scatter_nd_update", sparse_delta,
-            lambda delta: (pieces.batch_indices(delta.indices), delta.values),
+            lambda delta: (written.batch_indices(delta.indices), delta.values),
             lambda delta: _tf.ResourceVariable.batch_scatter_update(self, delta, use_locking, name))
 
     @property
@@ -174,7 +174,11 @@ class TowerVariable(_tf.ResourceVariable):
             lambda value: plain(value, name),
             lambda *towers: plain(written.value(self, *towers)), nested)
 
-    def _scatter(self, method_name: str, slices: Any, plain: Callable[[Any], Any]) -> Any:
+    def _scatter(self, method_name: str, sparse_delta: Any, use_locking: bool = False,
+                 name: Any = None) -> Any:
+        plain = functools.partial(getattr(_tf.ResourceVariable, method_name), self,
+                                  use_locking=use_locking, name=name)
+
         def own(slices: Any) -> tf.IndexedSlices:
             return tf.IndexedSlices(tf.convert_to_tensor(slices.values, dtype=self.dtype),
                                     tf.convert_to_tensor(slices.indices))
@@ -184,19 +188,24 @@ class TowerVariable(_tf.ResourceVariable):
                     Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA):
                 raise RuntimeError(contexts.NESTED_MERGE)
             if method_name in written.REPLACING and self.aggregation is Aggregation.NONE:
-                return plain(shares_lib.slices_if(tower.filled, own(slices)))  # see alone
+                return plain(shares_lib.slices_if(tower.filled, own(sparse_delta)))  # see alone
             tower.call.note_written(self)
-            return plain(slices)
+            return plain(sparse_delta)
 
-        return self._write(slices, own, plain, lambda *towers: plain(
+        return self._write(sparse_delta, own, plain, lambda *towers: plain(
             written.slices(self, method_name, *towers)), nested)
 
-    def _scatter_nd(self, method_name: str, given: Any, located: Callable[..., tuple[Any, Any]],
-                    plain: Callable[[Any], Any]) -> Any:
+    def _scatter_nd(self, method_name: str, indices: Any, updates: Any, name: Any = None) -> Any:
+        return self._scatter_located(method_name, (indices, updates), tuple, lambda given: getattr(
+            _tf.ResourceVariable, method_name)(self, *given, name))
+
+    def _scatter_located(self, method_name: str, given: Any,
+                         located: Callable[..., tuple[Any, Any]],
+                         plain: Callable[[Any], Any]) -> Any:
         """``scatter_nd_*`` of what ``located`` makes of what is given: indices and updates."""
         def own(given: Any) -> tf.IndexedSlices:
             indices, updates = located(given)
-            return pieces.nd_slices(written.sizes_of(self), indices,
+            return written.nd_slices(written.sizes_of(self), indices,
                                     tf.convert_to_tensor(updates, dtype=self.dtype))
 
         def merged(*towers: Any) -> Any:
@@ -213,7 +222,7 @@ class TowerVariable(_tf.ResourceVariable):
         def merged(parts: Any, shares: shares_lib.Shares, outside: bool) -> Any:
             places, values = zip(*parts)
             if outside or self.shape.rank == 0 or (
-                    shares.workers is None and pieces.are_alike(places)):
+                    shares.workers is None and written.are_alike(places)):
                 return plain(value=written.value(self, values, shares, outside), name=None,
                              **places[0])
             found = written.elements(self, places, values, shares)
@@ -230,30 +239,12 @@ def _has_workers(tower: contexts.TowerContext) -> bool:
     return tower.strategy.extended.workers is not None
 
 
-def _scattering(method_name: str) -> Callable[..., Any]:
-    """``scatter_add`` and the like."""
-    def scatter(variable: TowerVariable, sparse_delta: Any, use_locking: bool = False,
-                name: Any = None) -> Any:
-        return variable._scatter(method_name, sparse_delta, functools.partial(
-            getattr(_tf.ResourceVariable, method_name), variable, use_locking=use_locking,
-            name=name))
-
-    return scatter
-
-
-def _scattering_nd(method_name: str) -> Callable[..., Any]:
-    """``scatter_nd_add`` and the like."""
-    def scatter_nd(variable: TowerVariable, indices: Any, updates: Any, name: Any = None) -> Any:
-        return variable._scatter_nd(method_name, (indices, updates), tuple, lambda given: getattr(
-            _tf.ResourceVariable, method_name)(variable, *given, name))
-
-    return scatter_nd
-
-
 for _kind in ("add", "sub", "mul", "div", "min", "max", "update"):
-    setattr(TowerVariable, f"scatter_{_kind}", _scattering(f"scatter_{_kind}"))
+    setattr(TowerVariable, f"scatter_{_kind}",
+            functools.partialmethod(TowerVariable._scatter, f"scatter_{_kind}"))
 for _kind in ("add", "sub", "min", "max", "update"):
-    setattr(TowerVariable, f"scatter_nd_{_kind}", _scattering_nd(f"scatter_nd_{_kind}"))
+    setattr(TowerVariable, f"scatter_nd_{_kind}",
+            functools.partialmethod(TowerVariable._scatter_nd, f"scatter_nd_{_kind}"))
 
 
 def into_tower_variable(variable: tf.Variable, strategy: tf.distribute.Strategy,

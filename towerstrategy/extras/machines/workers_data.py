@@ -53,7 +53,7 @@ class Agreement(NamedTuple):
             # An iterator without elements raises the error that says that data has ended.
             ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
             with tf.control_dependencies([ended]):
-                own = iterator.copied(own)
+                own = iterators.copied(own)
         return self.element(own, rows)
 
     def optional(self, iterator: Any) -> tf.experimental.Optional:
