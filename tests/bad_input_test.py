@@ -254,7 +254,7 @@ class BatchTest(parameterized.TestCase):
             return strategy.experimental_local_results(strategy.split({"x": x, "y": y}))
 
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError,
-                                    r"same number of rows, but\] \[x has\] \[3\] \[y has\] \[2\]"):
+                                    r"same number of rows, but x, y have\] \[3 2\]"):
             split(tf.ones([3]), tf.ones([2]))
 
     def test_inside_a_tower(self):
