@@ -75,6 +75,7 @@ def flatten(function: Any, devices: Sequence[str]) -> list[Operation]:
         are.
     """
     walk, graph = _Walk(), _inlined(function.graph)
+    _find_shapes(graph)
     captured = {inner.name: outer for outer, inner in function.graph.captures}
     given, values = 0, {}
     for tensor in function.graph.inputs:
@@ -113,6 +114,26 @@ def _inlined(graph: tf.Graph) -> tf.Graph:
     flat.outputs = [flat.get_tensor_by_name(tensor.name) for tensor in graph.outputs
                     if tensor.op.name not in calls]
     return flat
+
+
+def _find_shapes(graph: tf.Graph) -> None:
+    """Says the shapes that follow from those that :func:`_shape` knows and the graph does not."""
+    for op in traffic.in_order(graph):
+        unknown = [tensor for tensor in op.outputs if tensor.dtype not in _NO_BYTES
+                   and not tensor.shape.is_fully_defined()]
+        if unknown and op.type in _SIZED | _CUT:
+            op.outputs[0].set_shape(_shape(op.outputs[0]))
+        elif unknown and all(tensor.shape.is_fully_defined() for tensor in op.inputs):
+            made = tf.compat.v1.GraphDef(node=[op.node_def])
+            with tf.Graph().as_default():
+                put = {f"i{place}": tf.constant(known, tensor.dtype) if (known := _known(tensor))
+                       is not None else tf.compat.v1.placeholder(tensor.dtype, tensor.shape)
+                       for place, tensor in enumerate(op.inputs)}
+                made.node[0].input[:] = put
+                found = tf.graph_util.import_graph_def(
+                    made, put, [tensor.name for tensor in op.outputs], name="")
+            for tensor, same in zip(op.outputs, found):
+                tensor.set_shape(same.shape)
 
 
 def _put_body(made: Any, call: Any, body: Any, returned: dict[str, str]) -> None:

@@ -97,12 +97,16 @@ class Builder:
         return made
 
     def make(self, type: str, inputs: Sequence[Ref], device: str, name: str = "",
-             **attrs: Any) -> Ref:
-        """The first output of a new operation; attributes that say types follow the inputs."""
+             after: Iterable[Ref] = (), **attrs: Any) -> Ref:
+        """The first output of a new operation; attributes that say types follow the inputs.
+
+        It waits for ``after``: where what it is given is there long before it is needed.
+        """
         key = type, tuple([ref.dtype for ref in inputs]), repr(attrs)
         if key not in self._types:
             self._types[key] = _typed(type, inputs, attrs)
-        return self._add(name or type, type, inputs, device, *self._types[key])[0][0]
+        waits = [ref.node for ref in after if (ref.node, ref.place) not in self._taken]
+        return self._add(name or type, type, inputs, device, *self._types[key], waits)[0][0]
 
     def constant(self, value: Any, dtype: tf.DType, device: str) -> Ref:
         """A constant; the same one once a device."""

@@ -72,6 +72,11 @@ class Axes(Replicated):
 
 
 @dataclasses.dataclass(frozen=True)
+class Variance(Replicated):
+    """The variance of all rows, in place of what a kernel of normalization keeps of it."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Sharded(_Grouped):
     """Each tower has its slice along ``dim``; all slices in the towers' order are the tensor.
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from towerstrategy.sharding.rules.dimensions import MIXED, by_names, is_plain, one_sharded
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Spec
+from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Spec, Variance
 
 
 def _axes(op: Op) -> tuple[int, list[int]] | None:
@@ -39,7 +39,9 @@ def fused(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not op.attr("is_training"):
         # Further outputs are the moments that were given, and what gradients do not use.
         return Plan(takes, [spec, *others], padded=True)
-    return Plan(takes, [spec, *others], make=lambda m: _normalized(m, axes))
+    gives: list[Spec] = [spec, *others]
+    gives[4:5] = [Variance()] * len(others[3:4])
+    return Plan(takes, gives, make=lambda m: _normalized(m, axes))
 
 
 def _by_channels(op: Op, specs: Sequence[Spec], channel: int, images: int,
@@ -70,7 +72,7 @@ def _normalized(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:
     mean = sums.mean_of(sums.parts(x))
     centered = m.each(lambda tower: m.make("Sub", [x[tower], sums.spread(mean, tower)], tower))
     variance = sums.variance(centered)
-    scale = m.make("Mul", [sums.inverse(centered, variance), m.whole(1)], None)
+    scale = m.make("Mul", [sums.inverse(variance), m.whole(1)], None)
 
     def one(tower: int) -> Any:
         scaled = m.make("Mul", [centered[tower], sums.spread(scale, tower)], tower)
@@ -133,10 +135,9 @@ class _Sums:
         return self.mean_of(self.parts(m.each(
             lambda tower: m.make("Square", [centered[tower]], tower))))
 
-    def inverse(self, centered: Sequence[Any], variance: Any = None) -> Any:
+    def inverse(self, variance: Any) -> Any:
         """One over the deviation."""
         m = self._m
-        variance = self.variance(centered) if variance is None else variance
         epsilon = m.constant(m.op.attr("epsilon"), self._kind, None)
         return m.make("Rsqrt", [m.make("AddV2", [variance, epsilon], None)], None)
 
@@ -170,24 +171,27 @@ def fused_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     gives: list[Spec] = [spec, SUM, SUM, REPLICATED, REPLICATED]
     if not op.attr("is_training"):
         return Plan(takes, gives, padded=True)
-    return Plan(takes, gives, make=lambda m: _gradients(m, axes))
+    known = isinstance(specs[4], Variance)
+    return Plan(takes, gives, make=lambda m: _gradients(m, axes, known))
 
 
-def _gradients(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:
+def _gradients(m: Any, axes: tuple[int, list[int]], known: bool) -> list[list[Any]]:
     """``scale * inverse * (dy - mean(dy) - centered * inverse ** 2 * mean(dy * centered))``.
 
-    The inverse of the deviation is made again, as the kernels of GPUs and of CPUs hand on another
-    number; its sum crosses with the two others.
+    Where the variance is not what :func:`_normalized` gave it is made again, as the kernels of GPUs
+    and of CPUs hand on another number; its sum crosses with the two others.
     """
     kind = m.op.inputs[2].dtype
     sums = _Sums(m, axes, kind)
     dy, x = (m.each(lambda tower, index=index: sums.cast(m.part(index, tower), tower))
              for index in (0, 1))
     mean = m.whole(3)
-    centered = m.each(lambda tower: m.make("Sub", [x[tower], sums.spread(mean, tower)], tower))
+    # Behind dy: else it is made in the forward pass, and held until it is needed.
+    centered = m.each(lambda tower: m.make("Sub", [x[tower], sums.spread(mean, tower)], tower,
+                                           after=[dy[tower]]))
     along = sums.parts(m.each(lambda tower: m.make("Mul", [dy[tower], centered[tower]], tower)))
     plain = sums.parts(dy)
-    inverse = sums.inverse(centered)
+    inverse = sums.inverse(m.whole(4) if known else sums.variance(centered))
     slope = m.make("Mul", [m.make("Square", [inverse], None), sums.mean_of(along)], None)
     scale, constant = m.make("Mul", [inverse, m.whole(2)], None), sums.mean_of(plain)
 
