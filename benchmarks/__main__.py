@@ -278,7 +278,8 @@ def _measure_partition() -> None:
     if wrong:
         raise app.UsageError(f"partition: --cases takes {', '.join(known)} and large, but got "
                              f"{', '.join(wrong)}.")
-    partition.main(names, [int(count) for count in _SCALING_TOWERS.value])
+    # One tower's step is not partitioned.
+    partition.main(names, [int(count) for count in _SCALING_TOWERS.value if int(count) > 1])
 
 
 def _measure_unequal() -> None:

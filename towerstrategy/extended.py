@@ -35,6 +35,7 @@ class Modes(threading.local):
     one_replica = False  # whether a step with all rows runs, in whatever context
     keras_step = False  # whether a step of Keras is being traced
     compiles = False  # whether XLA compiles what the towers do
+    keeps_graph = False  # whether the graph of what is traced is asked for, to look at
     adopts = False  # whether variables that are not the strategy's yet are to be adopted
 
     @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -91,18 +91,18 @@ def forget_trace(call: tf.Operation) -> None:
     is made from the function's definition instead.
     """
     function: atomic_function.AtomicFunction = call.graph._get_function(call.get_attr("f").name)
-
-    def gradient(call: tf.Operation, *gradients: Any) -> Any:
-        whole = concrete_function.ConcreteFunction(function)
-        return whole._get_gradient_function()(call, *gradients)
-
-    call._gradient_function = gradient
+    call._gradient_function = functools.partial(gradient_of_call, function)
     graph, function._cached_graph = function._cached_graph, None
     count = len(graph.get_operations())
     func_graph.dismantle_func_graph(graph)
     if count > _LARGE_GRAPH:
         del graph
         gc.collect()  # operations and their outputs are cycles, too
+
+
+def gradient_of_call(function: Any, call: tf.Operation, *gradients: Any) -> Any:
+    """The gradient of a call of ``function``, an ``AtomicFunction``, made from its definition."""
+    return concrete_function.ConcreteFunction(function)._get_gradient_function()(call, *gradients)
 
 
 @contextlib.contextmanager
@@ -202,6 +202,13 @@ def writers_of(graph: tf.Graph, operation: tf.Operation, index: int) -> set[str]
 def functions_of(operation: tf.Operation) -> list[str]:
     """The names of the functions that ``operation`` calls."""
     return functions_in_attributes(operation.node_def) if operation.type in _CALLERS else []
+
+
+def types_in(operation: tf.Operation, calls: Collection[str]) -> list[str]:
+    """The type of ``operation``; if it is one of ``calls``, those of the function's, too."""
+    definitions = [function_definition(operation.graph, name)
+                   for name in functions_of(operation) if operation.type in calls]
+    return [operation.type, *(node.op for found in definitions for node in found.node_def)]
 
 
 def functions_in_attributes(node: Any) -> list[str]:

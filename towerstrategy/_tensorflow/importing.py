@@ -1,19 +1,32 @@
-"""Operations of a GraphDef -> operations of a graph, on the devices that they say.
+"""Nodes -> operations of a graph, on the devices that they say, or a function that it calls.
 
-Goes in: nodes, and what they take from the graph.  Comes out: the operations.
+Goes in: nodes, and what they take from the graph.  Comes out: the operations, or the call.
 
 ``tf.graph_util.import_graph_def`` looks for the device of each operation anew, in the scopes around
-it, which takes half of its time: copies of towers know theirs.
+it, which takes half of its time: copies of towers know theirs.  Of what is in a function there are
+no objects in Python at all, until somebody asks for its graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.function.polymorphism import function_type
 from tensorflow.python.client import pywrap_tf_session
-from tensorflow.python.framework import c_api_util
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.eager.polymorphic_function import atomic_function
+from tensorflow.python.framework import (
+    auto_control_deps_utils,
+    c_api_util,
+    op_def_registry,
+)
+
+from towerstrategy._tensorflow import functions
+
+_READ_ONLY = auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR
 
 
 def import_nodes(graph: tf.Graph, graph_def: Any,
@@ -41,3 +54,106 @@ def import_nodes(graph: tf.Graph, graph_def: Any,
         pywrap_tf_session.TF_DeleteBuffer(buffer)
     made = pywrap_tf_session.TF_ImportGraphDefResultsReturnOperations(results.results)
     return [graph._get_operation_by_tf_operation(operation) for operation in made]
+
+
+def call_nodes(graph: tf.Graph, name: str, nodes: Sequence[Any],
+               inputs: Mapping[tuple[str, int], tf.Tensor], outputs: Mapping[str, tf.Tensor],
+               effects: Iterable[str]) -> tf.Operation:
+    """Makes a function of nodes and calls it in ``graph``.
+
+    Args:
+      graph: the graph, which has the functions that the nodes call.
+      name: of the new function.
+      nodes: each with ``name``, ``op``, ``input``, ``device`` and ``attributes`` (a serialized
+        ``NodeDef`` of these alone).
+      inputs: the tensors of ``graph`` for outputs of operations that are no nodes.
+      outputs: what is given back, as inputs of nodes are written, with tensors of such types.
+      effects: the names of nodes that must run.
+    """
+    definition = tf.compat.v1.GraphDef().library.function.add()
+    signature = definition.signature
+    signature.name, signature.is_stateful = name, True
+    texts = _Texts(nodes)
+    for number, ((node, place), tensor) in enumerate(inputs.items()):
+        text = texts[f"{node}:{place}" if place else node] = f"taken_{number}"
+        signature.input_arg.add(name=text, type=tensor.dtype.as_datatype_enum)
+    for node in nodes:
+        definition.node_def.add(
+            name=node.name, op=node.op, input=[texts[text] for text in node.input],
+            device=node.device).MergeFromString(node.attributes)
+    for number, (text, tensor) in enumerate(outputs.items()):
+        signature.output_arg.add(name=f"given_{number}", type=tensor.dtype.as_datatype_enum)
+        definition.ret[f"given_{number}"] = texts[text]
+    for effect in effects:
+        signature.control_output.append(effect)
+        definition.control_ret[effect] = effect
+    context = eager_context.context()
+    context.add_function_def(definition)
+    function = atomic_function.AtomicFunction(
+        name, context, function_type.from_structured_signature(
+            ((*inputs.values(),), {}), (*outputs.values(),)), list(graph._functions.values()))
+    function._cached_definition = definition
+    return _called(graph, function, list(inputs.values()), _read_only(nodes, texts, inputs))
+
+
+def _called(graph: tf.Graph, function: Any, inputs: Sequence[tf.Tensor],
+            read_only: Sequence[int]) -> tf.Operation:
+    graph._add_function_recursive(function)
+    given = [one.dtype.as_datatype_enum for one in function.function_type.flat_outputs]
+    attributes = {key: tf.compat.v1.AttrValue(**{kind: value}) for key, kind, value in (
+        ("f", "func", {"name": function.name}), ("_disable_call_shape_inference", "b", True),
+        ("Tin", "list", {"type": [one.dtype.as_datatype_enum for one in inputs]}),
+        ("Tout", "list", {"type": given}), (_READ_ONLY, "list", {"i": read_only}),
+        *((key, "s", value.encode() if isinstance(value, str) else value) for key, value
+          in eager_context.context().function_call_options.as_attrs().items()))}
+    with tf.device(None):
+        call = graph.create_op("StatefulPartitionedCall", inputs, given, attrs=attributes)
+    call._gradient_function = functools.partial(functions.gradient_of_call, function)
+    return call
+
+
+class _Texts(dict[str, str]):
+    """Inputs of nodes as they are written in a GraphDef -> as in a function."""
+
+    def __init__(self, nodes: Iterable[Any]) -> None:
+        self._nodes = {node.name: node for node in nodes}
+
+    def __missing__(self, text: str) -> str:
+        made = text
+        if not text.startswith("^"):
+            name, _, place = text.partition(":")
+            made = f"{name}:{_output_of(self._nodes[name], int(place or 0))}"
+        self[text] = made
+        return made
+
+
+def _output_of(node: Any, place: int) -> str:
+    """How a function names an output of one of its nodes: by the argument that it is of."""
+    arguments = _outputs(node.op)
+    if not any(number for _, number, _ in arguments):
+        return f"{arguments[place][0]}:0"
+    attributes = tf.compat.v1.NodeDef.FromString(node.attributes).attr
+    for name, number, is_list in arguments:
+        count = len(attributes[number].list.type) if is_list else attributes[number].i \
+            if number else 1
+        if place < count:
+            break
+        place -= count
+    return f"{name}:{place}"
+
+
+@functools.cache
+def _outputs(type: str) -> list[tuple[str, str, bool]]:
+    """Of each output of such operations its name, what says how many it is, if that is a list."""
+    return [(output.name, output.number_attr or output.type_list_attr, bool(output.type_list_attr))
+            for output in op_def_registry.get(type).output_arg]
+
+
+def _read_only(nodes: Iterable[Any], texts: Mapping[str, str],
+               inputs: Mapping[Any, tf.Tensor]) -> list[int]:
+    """The resources, by number, that nodes do no more than read."""
+    places = {f"taken_{number}": number for number, tensor in enumerate(inputs.values())
+              if tensor.dtype == tf.resource}
+    written = {texts[text] for node in nodes
+               if node.op not in auto_control_deps_utils.RESOURCE_READ_OPS for text in node.input}
+    return [number for name, number in places.items() if name not in written]

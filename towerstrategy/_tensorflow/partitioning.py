@@ -136,10 +136,14 @@ def called_body(call: tf.Operation) -> Any:
 
 def new_function_graph(like: tf.Graph, name: str) -> Any:
     """An empty graph, to make a function of."""
-    name = name.replace("/", "_")
-    graph = func_graph_lib.FuncGraph(f"__inference_{name}_towers_{next(_numbers)}", collections={})
+    graph = func_graph_lib.FuncGraph(new_name(name), collections={})
     graph.seed = like.seed
     return graph
+
+
+def new_name(name: str) -> str:
+    """A name for a function of the towers."""
+    return f"__inference_{name.replace('/', '_')}_towers_{next(_numbers)}"
 
 
 def placeholder_like(tensor: tf.Tensor) -> tf.Tensor:

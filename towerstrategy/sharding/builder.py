@@ -7,7 +7,7 @@ several times as long.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,7 +125,8 @@ class Builder:
              attrs: dict[str, Any]) -> tuple[list[Ref], str]:
         """A control flow operation such as ``like`` with other functions and inputs."""
         node = tf.compat.v1.NodeDef.FromString(like.attributes)
-        node.attr.pop("output_shapes", None)
+        for stale in ("output_shapes", "_read_only_resource_inputs"):
+            node.attr.pop(stale, None)
         for key, value in attrs.items():
             node.attr[key].CopyFrom(value)
         for key, function in functions.items():
@@ -159,12 +160,34 @@ class Builder:
 
     def finish(self) -> None:
         """Imports what has been collected into ``graph``."""
+        self._devices = {node.name: node.device for node in self.nodes}
         graph_def = tf.compat.v1.GraphDef(versions=self.graph.graph_def_versions)
         for node in self.nodes:
             graph_def.node.add(name=node.name, op=node.op, input=node.input,
                                device=node.device).MergeFromString(node.attributes)
         made = _tf.import_nodes(self.graph, graph_def, self._taken)
         self._made = {node.name: operation for node, operation in zip(self.nodes, made)}
+
+    def call_all(self, name: str, outputs: Mapping[Ref, tf.Tensor], effects: Iterable[str]) -> None:
+        """Makes a function of what has been collected, and calls it, in place of :meth:`finish`.
+
+        Args:
+          name: of the function.
+          outputs: what is asked for behind it, with tensors of such shapes.
+          effects: nodes that must run.
+        """
+        self._devices = {node.name: node.device for node in self.nodes}
+        given = {ref: like for ref, like in outputs.items()
+                 if (ref.node, ref.place) not in self._taken}
+        call = _tf.call_nodes(self.graph, name, self.nodes, self._taken, {
+            ref.input: like for ref, like in given.items()}, effects)
+        self._made = dict.fromkeys(effects, call)
+        self._taken.update(((ref.node, ref.place), tensor)
+                           for ref, tensor in zip(given, call.outputs))
+
+    def device(self, ref: Ref) -> str:
+        """Where ``ref`` is made, "" where no node says; after :meth:`finish`."""
+        return self._devices.get(ref.node, "")
 
     def tensor(self, ref: Ref) -> tf.Tensor:
         """The tensor that ``ref`` has become; after :meth:`finish`."""

@@ -73,7 +73,7 @@ class Function:
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
         """As that of ``tf.function``; what is sharded is given as ``strategy.split`` gives it."""
         function, args, kwargs = self._prepared(args, kwargs)
-        with self._scope():
+        with self._scope(), self._strategy.extended.modes.within(keeps_graph=True):
             return function.get_concrete_function(*args, **kwargs)
 
     def experimental_get_tracing_count(self) -> int:
@@ -161,8 +161,9 @@ def _note_whole_batches(strategy: Any, name: str, given: Any) -> None:
 def _loops_here(strategy: Any) -> bool:
     """Whether there are loops among what the towers do."""
     return len(strategy.extended.worker_devices) > 1 and any(
-        operation.type in propagate.LOOPS
-        for operation in tf.compat.v1.get_default_graph().get_operations())
+        type in propagate.LOOPS
+        for operation in tf.compat.v1.get_default_graph().get_operations()
+        for type in _tf.types_in(operation, propagate.CALLS))
 
 
 def _not_differentiated(value: Any) -> Any:

@@ -36,7 +36,7 @@ class _Group(NamedTuple):
 
 
 def finish(towers: Towers) -> None:
-    """Imports what the towers' builder has collected, packed where what crosses may wait.
+    """Packs what the towers' builder has collected, where what crosses may wait.
 
     Not where micro-batches or stages are to begin before others end; what crosses machines is
     packed by :mod:`across`.
@@ -45,7 +45,6 @@ def finish(towers: Towers) -> None:
             and max(map(len, towers.rows)) == 1):
         pack(towers.builder, homes.ONCE)
     relays.hand_on(towers.builder, towers.halves)
-    towers.builder.finish()
 
 
 def pack(builder: Builder, scope: str) -> None:

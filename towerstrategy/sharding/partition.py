@@ -385,6 +385,7 @@ class _Body:
             others = [self._standing[key] if key in self._standing else one.stands()
                       for key, one in asked.items()]
             packing.finish(self._towers)
+            self._builder.finish()
             outputs = [self._builder.tensor(ref) for ref in self._identities]
             handed = [tf.identity(other) for other in others] if hand_on else []
         self.graph.inputs = [*self._inputs, *others]

@@ -86,6 +86,11 @@ def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     outputs = [value.whole() for value in partition.run(layout, values, asked=asked)]
     towers.across.finish()
     packing.finish(towers)
+    effects = list(dict.fromkeys(partition.effects))
+    if _is_called(strategy):
+        builder.call_all(_tf.new_name(fn.__name__), dict(zip(outputs, traced.outputs)), effects)
+    else:
+        builder.finish()
     if strategy.extended.modes.compiles:
         strategy.extended.xla.mark(graph, builder.operations)
     if strategy.extended.placement.micro_batches > 1:
@@ -93,16 +98,25 @@ def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             graph, [builder.made(scope) for scope in towers.scopes],
             [builder.tensor(ref) for ref in outputs])
     strategy.extended.crossings = dict(towers.crossings)
-    effects = [builder.operation(name) for name in dict.fromkeys(partition.effects)]
-    with tf.control_dependencies(effects):
-        return result([_given(builder.tensor(ref), tensor, strategy.extended.merge_device)
+    with tf.control_dependencies(map(builder.operation, effects)):
+        return result([_given(builder, ref, tensor, strategy.extended.merge_device)
                        for ref, tensor in zip(outputs, traced.outputs)])
 
 
-def _given(tensor: tf.Tensor, traced: tf.Tensor, elsewhere: str) -> tf.Tensor:
+def _is_called(strategy: Any) -> bool:
+    """Whether the step is a function that is called: nobody looks at its operations in Python."""
+    extended = strategy.extended
+    return not (extended.keep_graphs or extended.modes.keeps_graph or extended.modes.compiles
+                or extended.workers or extended.placement.micro_batches > 1
+                or _tf.may_be_recorded())
+
+
+def _given(builder: Builder, ref: Ref, traced: tf.Tensor, elsewhere: str) -> tf.Tensor:
     """What is given back, where it is: who wants a number of a step waits for it, nobody else."""
+    tensor = builder.tensor(ref)
     tensor.set_shape(traced.shape)
-    with tf.device(tensor.device or elsewhere):
+    _tf.copy_handle_data(traced, tensor)
+    with tf.device(builder.device(ref) or tensor.device or elsewhere):
         return tf.identity(tensor)
 
 
