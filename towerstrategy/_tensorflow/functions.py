@@ -37,7 +37,7 @@ _ControlFlow = control_flow_v2_func_graphs.ControlFlowFuncGraph
 _LARGE_GRAPH = 2000
 # At which a tf.function puts its own variable creator: after those of strategies and users.
 _OF_A_FUNCTION = 50
-_CALLERS = frozenset({
+CALLERS = frozenset({
     "Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf",
     "StatelessWhile", "While", "RemoteCall", "SymbolicGradient", "MapDefun"})
 # Where the arguments begin: after the number of a branch.
@@ -174,7 +174,7 @@ def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], t
 
 def writers_of(graph: tf.Graph, operation: tf.Operation, index: int) -> set[str]:
     """The types of the operations that write input ``index``; of a call, however deep inside."""
-    if operation.type not in _CALLERS:
+    if operation.type not in CALLERS:
         return {operation.type} - set(auto_control_deps_utils.RESOURCE_READ_OPS)
     found: set[str] = set()
     waiting = [(name, index - _FIRST_ARGUMENT.get(operation.type, 0))
@@ -191,7 +191,7 @@ def writers_of(graph: tf.Graph, operation: tf.Operation, index: int) -> set[str]
         for node in definition.node_def:
             data = [part for part in node.input if not part.startswith("^")]
             places = [place for place, part in enumerate(data) if part == given]
-            if node.op in _CALLERS:
+            if node.op in CALLERS:
                 waiting += [(called, place - _FIRST_ARGUMENT.get(node.op, 0))
                             for called in functions_in_attributes(node) for place in places]
             elif places and node.op not in auto_control_deps_utils.RESOURCE_READ_OPS:
@@ -201,7 +201,7 @@ def writers_of(graph: tf.Graph, operation: tf.Operation, index: int) -> set[str]
 
 def functions_of(operation: tf.Operation) -> list[str]:
     """The names of the functions that ``operation`` calls."""
-    return functions_in_attributes(operation.node_def) if operation.type in _CALLERS else []
+    return functions_in_attributes(operation.node_def) if operation.type in CALLERS else []
 
 
 def types_in(operation: tf.Operation, calls: Collection[str]) -> list[str]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import auto_control_deps, auto_control_deps_utils
+from tensorflow.python.framework import (
+    auto_control_deps,
+    auto_control_deps_utils,
+    op_def_registry,
+)
 from tensorflow.python.ops import handle_data_util
 
-_stateful: dict[str, bool] = {}  # by type; TensorFlow makes a definition anew whenever it is asked
+from towerstrategy._tensorflow import functions
 
 
 def control_dependencies_of(graph: tf.Graph) -> list[Any]:
@@ -66,11 +71,25 @@ def crosses_machines(operation: tf.Operation) -> bool:
     return bool(operation.type.startswith("Collective"))
 
 
-def is_stateful(operation: tf.Operation) -> bool:
-    """Whether the operation's type says that it keeps or touches a state."""
-    if operation.type not in _stateful:
-        _stateful[operation.type] = bool(operation.op_def.is_stateful)
-    return _stateful[operation.type]
+@functools.cache
+def is_stateful(type: str) -> bool:
+    """Whether operations of this type keep or touch a state; those of no known type may."""
+    definition = op_def_registry.get(type)
+    return definition is None or bool(definition.is_stateful)
+
+
+def has_effect(operation: tf.Operation, resources: Collection[int]) -> bool:
+    """Whether ``operation`` writes one of its inputs that are ``resources``, or the world outside.
+    """
+    if crosses_machines(operation):
+        return True
+    if not resources:
+        return bool(auto_control_deps.op_is_stateful(operation))
+    if operation.type in auto_control_deps_utils.RESOURCE_READ_OPS:
+        return False
+    # Those that call functions say what these read alone.
+    return operation.type not in functions.CALLERS or bool(
+        auto_control_deps_utils.get_read_write_resource_inputs(operation)[1])
 
 
 def touched_resources(operation: tf.Operation) -> tuple[set[str], set[str]]:

@@ -129,24 +129,24 @@ class _Texts(dict[str, str]):
 
 def _output_of(node: Any, place: int) -> str:
     """How a function names an output of one of its nodes: by the argument that it is of."""
-    arguments = _outputs(node.op)
-    if not any(number for _, number, _ in arguments):
-        return f"{arguments[place][0]}:0"
+    arguments, are_single = _outputs(node.op)
+    if are_single:
+        return f"{arguments[place].name}:0"
     attributes = tf.compat.v1.NodeDef.FromString(node.attributes).attr
-    for name, number, is_list in arguments:
-        count = len(attributes[number].list.type) if is_list else attributes[number].i \
-            if number else 1
+    for argument in arguments:
+        count = attributes[argument.number_attr].i if argument.number_attr else len(
+            attributes[argument.type_list_attr].list.type) if argument.type_list_attr else 1
         if place < count:
-            break
+            return f"{argument.name}:{place}"
         place -= count
-    return f"{name}:{place}"
+    raise IndexError(f"{node.name} has no output {place}")
 
 
 @functools.cache
-def _outputs(type: str) -> list[tuple[str, str, bool]]:
-    """Of each output of such operations its name, what says how many it is, if that is a list."""
-    return [(output.name, output.number_attr or output.type_list_attr, bool(output.type_list_attr))
-            for output in op_def_registry.get(type).output_arg]
+def _outputs(type: str) -> tuple[list[Any], bool]:
+    """The definitions of such operations' outputs, and whether each of them is one tensor."""
+    arguments = list(op_def_registry.get(type).output_arg)
+    return arguments, not any(one.number_attr or one.type_list_attr for one in arguments)
 
 
 def _read_only(nodes: Iterable[Any], texts: Mapping[str, str],

@@ -26,6 +26,16 @@ _numbers = itertools.count()  # functions of one name must be one function, in a
 
 def constant_value(tensor: tf.Tensor) -> Any:
     """The value of a tensor of a graph that depends on constants alone; None if it does not."""
+    graph: Any = tensor.graph
+    if not hasattr(graph, "_known_to_towers"):
+        graph._known_to_towers = {}
+    known: dict[str, Any] = graph._known_to_towers
+    if tensor.name not in known:
+        known[tensor.name] = _constant_value(tensor)
+    return known[tensor.name]
+
+
+def _constant_value(tensor: tf.Tensor) -> Any:
     value = tf.get_static_value(tensor)
     if value is None and tensor.op.type in ("PartitionedCall", "StatefulPartitionedCall"):
         body = body_of(tensor.graph, tensor.op.get_attr("f").name)

@@ -251,7 +251,7 @@ def _shared_reads(stretch: Sequence[Op], differing: Container[str]) -> Iterator[
 
 def _with_seed_of(operation: Op, tower: int) -> bytes:
     """Its attributes; of a stateful random operation with other numbers than tower 0's."""
-    node = tf.compat.v1.NodeDef.FromString(operation.attributes)
+    node = tf.compat.v1.NodeDef.FromString(operation.definition.attributes)
     if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
         node.attr["seed2"].i = (node.attr["seed2"].i + tower * _tf.SEED_STEP) % 2**31
     return node.SerializeToString(deterministic=True)

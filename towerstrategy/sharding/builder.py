@@ -84,14 +84,15 @@ class Builder:
           name: in place of its own in ``scope``.
           attributes: in place of its own.
         """
-        attributes, key = attributes or operation.attributes, None
+        _, own, dtypes = operation.definition
+        attributes, key = attributes or own, None
         if not (inputs or controls or operation.controls or operation.is_stateful) \
                 and len(attributes) <= LARGEST_COMPARED:
             key = scope, device, operation.type, attributes
             if key in self._copies:
                 return self._copies[key]
         made = self._add(name or f"{scope}{operation.name}", operation.type, inputs, device,
-                         attributes, [tensor.dtype for tensor in operation.outputs], controls)
+                         attributes, dtypes, controls)
         if key is not None:
             self._copies[key] = made
         return made
@@ -124,7 +125,7 @@ class Builder:
              controls: Iterable[str], dtypes: Sequence[tf.DType], functions: dict[str, Any],
              attrs: dict[str, Any]) -> tuple[list[Ref], str]:
         """A control flow operation such as ``like`` with other functions and inputs."""
-        node = tf.compat.v1.NodeDef.FromString(like.attributes)
+        node = tf.compat.v1.NodeDef.FromString(like.definition.attributes)
         for stale in ("output_shapes", "_read_only_resource_inputs"):
             node.attr.pop(stale, None)
         for key, value in attrs.items():
@@ -140,8 +141,9 @@ class Builder:
                          dtypes, controls)
 
     def note_shape(self, ref: Ref, shape: tf.TensorShape) -> None:
-        """Notes the shape of a node's output, if it is known."""
-        if shape.is_fully_defined() and (ref.node, ref.place) not in self._taken:
+        """Notes the shape of a node's output, of floats, if it is known."""
+        if ref.dtype.is_floating and shape.is_fully_defined() \
+                and (ref.node, ref.place) not in self._taken:
             self.shapes[ref] = tuple(shape)
 
     def reserve(self, wanted: str) -> str:
@@ -212,7 +214,7 @@ class Builder:
              dtypes: Sequence[tf.DType], controls: Iterable[str] = ()) -> tuple[list[Ref], str]:
         """Collects a node; what stands for its outputs, and its name."""
         name = self._name(name)
-        texts = [ref.input for ref in inputs]
+        texts = [f"{node}:{place}" if place else node for node, place, _ in inputs]
         if controls:
             texts += [f"^{control}" for control in dict.fromkeys(controls)]
         self.nodes.append(Node(name, type, texts, device, attributes))

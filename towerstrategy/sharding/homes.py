@@ -88,9 +88,9 @@ def updates(layout: Layout) -> set[str]:
         is_asked = operation.name in needed or operation.has_effect
         if once and not gathers and is_asked and operation.name not in elsewhere:
             found.add(operation.name)
-            needed.update(tensor.op.name for tensor in operation.inputs)
+            needed.update(operation.before)
         else:
-            elsewhere.update(tensor.op.name for tensor in operation.inputs)
+            elsewhere.update(operation.before)
     return found
 
 

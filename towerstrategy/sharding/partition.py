@@ -10,6 +10,7 @@ on each tower that uses them.  Effects keep the order that the trace gave them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -100,6 +101,8 @@ class Partition:
         self._values.update(zip(operation.output_names, made))
 
     def _controls(self, operation: Op) -> list[str]:
+        if not (operation.controls or operation.is_stateful or operation.has_effect):
+            return []
         outside = self._outside if operation.is_stateful else []
         # Weights are not to be half updated where an assertion ends the step.
         checks = self._checks if operation.writes_variables else []
@@ -120,28 +123,33 @@ class Partition:
     def _once(self, operation: Op, plan: Plan | None, values: Sequence[Value],
               controls: list[str], towers: Towers) -> list[Value]:
         """The operation with all rows."""
-        constant = _is_repeatable(operation) and all(value.constant for value in values)
+        constant = all(value.constant for value in values) and _is_repeatable(operation)
         device = towers.host if constant else self._home(operation, values)
-        make = None if plan is None else plan.whole
-        copy = _Lazily((lambda: self._copied(
-            operation, [value.on(device) for value in values], device, None, controls))
-            if make is None else lambda: make(Maker(operation, values, towers, device)))
+
+        def whole() -> list[Ref]:
+            if plan is not None and plan.whole is not None:
+                return plan.whole(Maker(operation, values, towers, device))
+            return self._copied(operation, [value.on(device) for value in values], device, None,
+                                controls)
+
         if not constant:
-            copy.made()
-        elif controls:  # so that what waits for it, which may not be made, waits for these
+            return [Value(towers, REPLICATED, tensor.shape, ref, None, device)
+                    for ref, tensor in zip(whole(), operation.outputs)]
+        copy = _Lazily(whole)
+        if controls:  # so that what waits for it, which may not be made, waits for these
             self._nodes[operation.name] = list(controls)
         others: dict[tuple[int, str], list[Ref]] = {}
 
-        def made(tower: int, towers: Towers) -> list[Ref]:
+        def made(index: int, tower: int, towers: Towers) -> Ref:
             key = tower, towers.devices[tower]
             if key not in others:
                 others[key] = self._copied(
                     operation, [value.at(towers).part(tower) for value in values],
                     towers.devices[tower], tower, self._own(controls, tower))
-            return others[key]
+            return others[key][index]
 
         return [Value(towers, REPLICATED, tensor.shape, copy.output(index), None, device,
-                      _nth(made, index) if constant else None)
+                      functools.partial(made, index))
                 for index, tensor in enumerate(operation.outputs)]
 
     def _copied(self, operation: Op, inputs: Sequence[Ref], device: str,
@@ -165,7 +173,7 @@ class Partition:
                 return values[place].device
         largest = max((value for value in values if value.constant is None),
                       key=lambda value: value.size, default=None)
-        home = self._homes.get(operation.name) or operation.operation.device
+        home = self._homes.get(operation.name) or operation.definition.device
         if home and not (largest and largest.device and all(
                 tensor.shape.is_fully_defined() and tensor.shape.num_elements() < largest.size
                 for tensor in operation.outputs)):  # what is made of it costs less to send
@@ -289,10 +297,6 @@ class Partition:
         left = iter(made)
         return [_value_of(towers, spec, tensor.shape, left)
                 for tensor, spec in zip(operation.outputs, plan.gives)]
-
-
-def _nth(made: Callable[[int, Towers], list[Ref]], index: int) -> Callable[[int, Towers], Ref]:
-    return lambda tower, towers: made(tower, towers)[index]
 
 
 class _Lazily:

@@ -67,6 +67,7 @@ class Layout:
       order: the operations that are needed, each behind those that it needs.
       specs: the spec of each tensor, by its name.
       plans: how each operation is done, by its name.
+      parted: those of them that get what is not the same for all towers, or write within.
       fallbacks: the operations done with all rows for want of a rule, though they get parts.
     """
 
@@ -74,7 +75,8 @@ class Layout:
     order: list[Op]
     specs: dict[str, Spec]
     plans: dict[str, Plan | Nested | None]
-    fallbacks: list[Op]
+    parted: list[Op] = dataclasses.field(default_factory=list)
+    fallbacks: list[Op] = dataclasses.field(default_factory=list)
 
     def inputs_of(self, operation: Op) -> list[Spec]:
         return [self.specs[name] for name in operation.input_names]
@@ -131,7 +133,7 @@ class _Propagation:
         self._depth = 0  # of branches and loops
 
     def layout(self, graph: Any, inputs: Sequence[Spec]) -> Layout:
-        layout = Layout(graph, _needed_in_order(graph), {}, {}, [])
+        layout = Layout(graph, _needed_in_order(graph), {}, {})
         layout.specs.update(zip((tensor.name for tensor in graph.inputs), inputs))
         for operation in layout.order:
             names = operation.output_names
@@ -146,13 +148,15 @@ class _Propagation:
 
     def _operation(self, layout: Layout, operation: Op) -> Sequence[Spec]:
         specs = layout.inputs_of(operation)
-        whole = [REPLICATED] * len(operation.outputs)
         plan: Plan | Nested | None
         nests = operation.type in (*CALLS, *BRANCHES) and operation.has_effect \
             and not _tf.is_compiled(operation.operation)  # each write is where its variable is
+        if all(spec is REPLICATED for spec in specs) and not nests:
+            layout.plans[operation.name] = None
+            return [REPLICATED] * len(operation.outputs)
+        layout.parted.append(operation)
         if all(isinstance(spec, Replicated) for spec in specs) and not nests:
-            plan = registry.plan_of(operation, specs) if any(
-                spec != REPLICATED for spec in specs) else None
+            plan = registry.plan_of(operation, specs)
         elif operation.type in CALLS:
             plan = self._call(operation, specs)
         elif operation.type in (*BRANCHES, *LOOPS):
@@ -170,7 +174,7 @@ class _Propagation:
             raise CannotGather(operation.type)
         if any(isinstance(spec, Sharded) for spec in specs) and not operation.writes_variables:
             layout.fallbacks.append(operation)  # a sparse update takes all rows by its nature
-        return whole
+        return [REPLICATED] * len(operation.outputs)
 
     def _possible(self, specs: Sequence[Spec], plan: Plan | Nested) -> bool:
         """Whether each input can be made what the plan takes."""
@@ -392,7 +396,5 @@ def in_order(roots: Iterable[str], known: Mapping[str, Op]) -> list[Op]:
             order += [] if operation is None else [operation]
         elif name in known and name not in done:
             done.add(name)
-            entered = known[name]
-            stack.append((entered, iter([*(tensor.op.name for tensor in entered.inputs),
-                                         *entered.controls])))
+            stack.append((known[name], iter([*known[name].before, *known[name].controls])))
     return order

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -53,23 +54,25 @@ class Traffic:
         if not self.towers or plan.make is not None or not plan.gives \
                 or any(isinstance(spec, ListOf) for spec in specs):
             return plan
-        rows = sum(_bytes(tensor, spec) * self.rows for tensor, spec
-                   in zip(operation.inputs, specs) if isinstance(spec, Sharded))
-        once = _once(plan)
         if plan.gives == [SUM]:
             part = _bytes(operation.outputs[0], REPLICATED)
-            cheap = 0 < 2 * rows < self.towers * part
-            return once if cheap and part > LARGEST_KEPT else plan
-        if not all(isinstance(spec, Sharded) and not spec.group for spec in plan.gives) \
-                or plan.near is not None or not self.shared:
+            cheap = part > LARGEST_KEPT and 0 < 2 * self._rows(
+                operation.inputs, specs) < self.towers * part
+            return _once(plan) if cheap else plan
+        if not self.shared or REPLICATED not in plan.takes or plan.near is not None \
+                or not all(isinstance(spec, Sharded) and not spec.group for spec in plan.gives):
             return plan
         whole = max(_bytes(tensor, spec) for tensor, spec in zip(operation.inputs, plan.takes)
-                    if spec == REPLICATED) if REPLICATED in plan.takes else 0
-        rows += sum(_bytes(tensor, spec) * self.rows
-                    for tensor, spec in zip(operation.outputs, plan.gives))
-        if whole <= LARGEST_KEPT or 2 * rows >= (self.towers - 1) * whole:
+                    if spec == REPLICATED)
+        if whole <= LARGEST_KEPT or (self.towers - 1) * whole <= 2 * (self._rows(
+                operation.inputs, specs) + self._rows(operation.outputs, plan.gives)):
             return plan
-        return dataclasses.replace(once, gives=plan.gives, whole=plan.whole)
+        return dataclasses.replace(_once(plan), gives=plan.gives, whole=plan.whole)
+
+    def _rows(self, tensors: Sequence[tf.Tensor], specs: Sequence[Spec]) -> int:
+        """Bytes of what has rows among these tensors."""
+        return self.rows * sum(_bytes(tensor, spec) for tensor, spec in zip(tensors, specs)
+                               if isinstance(spec, Sharded))
 
 
 def of(strategy: Any, known_rows: int | None) -> Traffic:
@@ -96,8 +99,8 @@ def gather_early(layout: Any) -> None:
     in_parts = collections.Counter(tensor.name for tensor in layout.graph.outputs)
     # The bytes an example that cross, at least, for a tensor to be there whole; 0 where it is.
     least: dict[str, int] = {}
-    for operation in layout.order:
-        plan = layout.plans.get(operation.name)
+    for operation in layout.parted:
+        plan = layout.plans[operation.name]
         takes = [REPLICATED] * len(operation.inputs) if plan is None else plan.takes
         for name, whole in {(name, spec == REPLICATED)
                             for name, spec in zip(operation.input_names, takes)}:
@@ -113,17 +116,32 @@ def gather_early(layout: Any) -> None:
     def after(operation: Op) -> int:
         return _bytes(operation.outputs[0], layout.plans[operation.name].gives[0])
 
-    light = [operation for operation in layout.order if _may_be_done_once(layout, operation)]
-    for operation in light:
+    light = [operation for operation in layout.parted if _may_be_done_once(layout, operation)]
+    for operation in _asked_for(layout, light, in_parts.copy()):
         least.setdefault(operation.output_names[0], min(after(operation), before(operation)))
     for operation in reversed(light):
         out = operation.output_names[0]
-        if before(operation) < after(operation) and not in_parts[out]:
+        if not in_parts[out] and before(operation) < after(operation):
             for name in _rows_before(layout, operation):
                 in_parts[name] -= 1
                 least[name] = 0
             layout.plans[operation.name] = _once(layout.plans[operation.name])
             layout.specs[out] = REPLICATED
+
+
+def _asked_for(layout: Any, light: Sequence[Op], in_parts: collections.Counter[str]) -> list[Op]:
+    """Those that make what may be wanted whole alone, and what that is made of."""
+    asked: set[str] = set()
+    found: list[Op] = []
+    for operation in reversed(light):
+        out = operation.output_names[0]
+        if out in asked or not in_parts[out]:
+            rows = _rows_before(layout, operation)
+            asked.update(rows)
+            found.append(operation)
+            if not in_parts[out]:
+                in_parts.subtract(rows.keys())
+    return found[::-1]
 
 
 def cut_late(layout: Any) -> None:
@@ -135,8 +153,8 @@ def cut_late(layout: Any) -> None:
       layout: a :class:`propagate.Layout`, which is changed: such operations are done once.
     """
     there: set[str] = set()  # sharded, and whole on a device already
-    for operation in layout.order:
-        plan = layout.plans.get(operation.name)
+    for operation in layout.parted:
+        plan = layout.plans[operation.name]
         if not there.isdisjoint(operation.input_names) and _may_be_done_once(layout, operation):
             rows = _rows_before(layout, operation)
             if rows and there.issuperset(rows) \
@@ -161,8 +179,8 @@ def add_up_early(layout: Any) -> None:
     whole: set[str] = set()
     parts = {tensor.name for tensor in layout.graph.outputs}  # of which a tower wants its part
     below: collections.Counter[str] = collections.Counter()  # bytes of what is made of a sum
-    for operation in reversed(layout.order):
-        plan = layout.plans.get(operation.name)
+    for operation in reversed(layout.parted):
+        plan = layout.plans[operation.name]
         if plan is None:
             whole.update(operation.input_names)
             continue
@@ -174,7 +192,7 @@ def add_up_early(layout: Any) -> None:
             else:
                 bytes, out = _bytes(operation.outputs[0], REPLICATED), operation.output_names[0]
                 below[name] += bytes if out in whole else min(bytes, below[out])
-    for operation in layout.order:
+    for operation in layout.parted:
         if operation.name not in linear:
             continue
         plan = layout.plans[operation.name]

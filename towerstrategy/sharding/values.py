@@ -27,20 +27,26 @@ class Value:
       towers: the towers.
       spec: what the tensor is.
       shape: its static shape, with all rows.
-      whole: makes the whole tensor; None where only the parts are there.
+      whole: the whole tensor, or makes it; None where only the parts are there.
       part: makes a tower's part of it; None where it is the whole.
       device: where the whole tensor is made.
       constant: makes it on a tower, of such towers; None where a tower is sent it.
     """
 
     def __init__(self, towers: Towers, spec: Spec, shape: tf.TensorShape,
-                 whole: Callable[[], Ref] | None = None,
+                 whole: Ref | Callable[[], Ref] | None = None,
                  part: Callable[[int], Ref] | None = None, device: str = "",
                  constant: Callable[[int, Towers], Ref] | None = None) -> None:
         self.spec, self.shape, self.device, self.constant = spec, shape, device, constant
         self.towers = towers
-        self._make_whole, self._make_part = whole, part
+        self._make_part = part
         self._whole: Ref | None = None
+        self._make_whole: Callable[[], Ref] | None = None
+        if isinstance(whole, Ref):
+            self._whole = whole
+            towers.builder.note_shape(whole, shape)
+        else:
+            self._make_whole = whole
         self._parts: dict[int, Ref] = {}
         self._others: dict[Any, Value] = {}
 
@@ -95,7 +101,7 @@ class Value:
 
     def as_spec(self, wanted: Spec) -> Value:
         """The same tensor as another spec, see ``propagate.can_become``."""
-        if wanted == self.spec:
+        if wanted is self.spec or wanted == self.spec:
             return self
         if wanted not in self._others:
             self._others[wanted] = self._redistributed(wanted)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -31,12 +31,27 @@ from towerstrategy.sharding.spec import (
 
 HOST = -1  # in place of a tower: the CPU that numbers of rows are kept on
 
+class Definition(NamedTuple):
+    """What the copies of an operation have of it, or might have.
+
+    Attributes:
+      device: where it was traced to be; "" where nobody says.
+      attributes: a serialized ``NodeDef`` of attributes alone.
+      dtypes: of its outputs.
+    """
+
+    device: str
+    attributes: bytes
+    dtypes: list[tf.DType]
+
+
 class Op:
     """An operation of a traced graph: its type, attributes, static shapes and static values.
 
     TensorFlow makes most of it anew whenever it is asked, so each operation has one of these.
 
     Attributes:
+      before: the operations that make its inputs, by name.
       controls: the operations that it waits for, sorted, as TensorFlow's order differs by process.
       handles: which inputs are resources.
       is_stateful: whether its type says so.
@@ -50,13 +65,14 @@ class Op:
         self.inputs: list[tf.Tensor] = list(operation.inputs)
         self.outputs: list[tf.Tensor] = list(operation.outputs)
         self.input_names: list[str] = [tensor.name for tensor in self.inputs]
+        self.before = [name.partition(":")[0] for name in self.input_names]
         self.output_names: list[str] = [tensor.name for tensor in self.outputs]
         self.controls = sorted([control.name for control in operation.control_inputs])
         self.handles = [place for place, tensor in enumerate(self.inputs)
                         if tensor.dtype == tf.resource]
-        self.is_stateful = _tf.is_stateful(operation)
-        self.has_effect = bool((self.is_stateful or self.handles)
-                               and _tf.touched_resources(operation)[1])
+        self.is_stateful = _tf.is_stateful(self.type)
+        self.has_effect = (self.is_stateful or bool(self.handles)) and _tf.has_effect(
+            operation, self.handles)
 
     @property
     def writes_variables(self) -> bool:
@@ -73,14 +89,17 @@ class Op:
         return self.is_stateful and not self.handles or self.has_effect
 
     @functools.cached_property
-    def attributes(self) -> bytes:
-        """All that its copies have of its node: a serialized ``NodeDef`` of attributes alone."""
+    def definition(self) -> Definition:
+        """What its copies have of it."""
         node = self.operation.node_def
+        device = str(node.device)
         for field in ("name", "op", "input", "device", "experimental_debug_info"):
             node.ClearField(field)
-        for name in [name for name in node.attr if name in ("_class", "_output_shapes")]:
-            del node.attr[name]
-        return bytes(node.SerializeToString(deterministic=True))
+        for name in ("_class", "_output_shapes"):
+            if name in node.attr:
+                del node.attr[name]
+        return Definition(device, node.SerializeToString(deterministic=True),
+                          [tensor.dtype for tensor in self.outputs])
 
     def attr(self, name: str) -> Any:
         """An attribute; strings as ``str``."""
