@@ -34,7 +34,7 @@ class PartitionTest(parameterized.TestCase):
         made = {count: partition.made("input", DEVICES[:count]) for count in (2, 4)}
         for mine in made.values():
             self.assertGreater(min(mine.seconds.values()), 0)
-            self.assertSameElements(mine.seconds, ("trace", "propagate", "emit", "import"))
+            self.assertSameElements(mine.seconds, ("trace", "propagate", "emit", "function"))
         self.assertLess(made[2].operations, made[4].operations)
         self.assertLess(made[2].crossing_bytes, made[4].crossing_bytes)
         lines = partition.told({("input", count): mine for count, mine in made.items()})
