@@ -56,7 +56,7 @@ def import_nodes(graph: tf.Graph, graph_def: Any,
     return [graph._get_operation_by_tf_operation(operation) for operation in made]
 
 
-def call_nodes(graph: tf.Graph, name: str, nodes: Sequence[Any],
+def call_nodes(graph: tf.Graph, name: str, nodes: Mapping[str, Any],
                inputs: Mapping[tuple[str, int], tf.Tensor], outputs: Mapping[str, tf.Tensor],
                effects: Iterable[str]) -> tf.Operation:
     """Makes a function of nodes and calls it in ``graph``.
@@ -64,8 +64,8 @@ def call_nodes(graph: tf.Graph, name: str, nodes: Sequence[Any],
     Args:
       graph: the graph, which has the functions that the nodes call.
       name: of the new function.
-      nodes: each with ``name``, ``op``, ``input``, ``device`` and ``attributes`` (a serialized
-        ``NodeDef`` of these alone).
+      nodes: by name, each with ``name``, ``op``, ``input``, ``device`` and ``attributes`` (a
+        serialized ``NodeDef`` of these alone).
       inputs: the tensors of ``graph`` for outputs of operations that are no nodes.
       outputs: what is given back, as inputs of nodes are written, with tensors of such types.
       effects: the names of nodes that must run.
@@ -77,7 +77,7 @@ def call_nodes(graph: tf.Graph, name: str, nodes: Sequence[Any],
     for number, ((node, place), tensor) in enumerate(inputs.items()):
         text = texts[f"{node}:{place}" if place else node] = f"taken_{number}"
         signature.input_arg.add(name=text, type=tensor.dtype.as_datatype_enum)
-    for node in nodes:
+    for node in nodes.values():
         definition.node_def.add(
             name=node.name, op=node.op, input=[texts[text] for text in node.input],
             device=node.device).MergeFromString(node.attributes)
@@ -115,8 +115,8 @@ def _called(graph: tf.Graph, function: Any, inputs: Sequence[tf.Tensor],
 class _Texts(dict[str, str]):
     """Inputs of nodes as they are written in a GraphDef -> as in a function."""
 
-    def __init__(self, nodes: Iterable[Any]) -> None:
-        self._nodes = {node.name: node for node in nodes}
+    def __init__(self, nodes: Mapping[str, Any]) -> None:
+        self._nodes = nodes
 
     def __missing__(self, text: str) -> str:
         made = text
@@ -149,11 +149,11 @@ def _outputs(type: str) -> tuple[list[Any], bool]:
     return arguments, not any(one.number_attr or one.type_list_attr for one in arguments)
 
 
-def _read_only(nodes: Iterable[Any], texts: Mapping[str, str],
+def _read_only(nodes: Mapping[str, Any], texts: Mapping[str, str],
                inputs: Mapping[Any, tf.Tensor]) -> list[int]:
     """The resources, by number, that nodes do no more than read."""
     places = {f"taken_{number}": number for number, tensor in enumerate(inputs.values())
               if tensor.dtype == tf.resource}
-    written = {texts[text] for node in nodes
+    written = {texts[text] for node in nodes.values()
                if node.op not in auto_control_deps_utils.RESOURCE_READ_OPS for text in node.input}
     return [number for name, number in places.items() if name not in written]

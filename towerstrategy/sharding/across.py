@@ -110,7 +110,7 @@ class Across:
             return level + 1, depth
 
         if self._crossings or self._control_flow:
-            for node in self._builder.nodes:
+            for node in self._builder.nodes.values():
                 before = [place(text.lstrip("^").split(":")[0]) for text in node.input]
                 level = max((level for level, _ in before), default=0)
                 if node.name in self._control_flow:

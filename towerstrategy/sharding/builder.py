@@ -47,13 +47,13 @@ class Builder:
     """Collects nodes for ``graph``.
 
     Attributes:
-      nodes: what has been collected, each node behind those that it needs.
+      nodes: what has been collected, by name, each node behind those that it needs.
       shapes: the static shapes of outputs, as far as they were noted (:meth:`note_shape`).
     """
 
     def __init__(self, graph: tf.Graph) -> None:
         self.graph = graph
-        self.nodes: list[Node] = []
+        self.nodes: dict[str, Node] = {}
         self._taken: dict[tuple[str, int], tf.Tensor] = {}
         self._names: dict[str, int] = {}
         self._constants: dict[tuple[Any, ...], Ref] = {}
@@ -153,22 +153,21 @@ class Builder:
     def define(self, name: str, ref: Ref, device: str) -> None:
         """Makes a node of a name that was reserved, which is ``ref``."""
         attributes, _ = _typed("Identity", [ref], {})
-        self.nodes.append(Node(name, "Identity", [ref.input], device, attributes))
+        self.nodes[name] = Node(name, "Identity", [ref.input], device, attributes)
 
     def wait(self, name: str, before: str) -> None:
         """Makes a node wait for another."""
         if before:
-            next(node for node in self.nodes if node.name == name).input.append(f"^{before}")
+            self.nodes[name].input.append(f"^{before}")
 
     def finish(self) -> None:
         """Imports what has been collected into ``graph``."""
-        self._devices = {node.name: node.device for node in self.nodes}
         graph_def = tf.compat.v1.GraphDef(versions=self.graph.graph_def_versions)
-        for node in self.nodes:
+        for node in self.nodes.values():
             graph_def.node.add(name=node.name, op=node.op, input=node.input,
                                device=node.device).MergeFromString(node.attributes)
         made = _tf.import_nodes(self.graph, graph_def, self._taken)
-        self._made = {node.name: operation for node, operation in zip(self.nodes, made)}
+        self._made = dict(zip(self.nodes, made))
 
     def call_all(self, name: str, outputs: Mapping[Ref, tf.Tensor], effects: Iterable[str]) -> None:
         """Makes a function of what has been collected, and calls it, in place of :meth:`finish`.
@@ -178,7 +177,6 @@ class Builder:
           outputs: what is asked for behind it, with tensors of such shapes.
           effects: nodes that must run.
         """
-        self._devices = {node.name: node.device for node in self.nodes}
         given = {ref: like for ref, like in outputs.items()
                  if (ref.node, ref.place) not in self._taken}
         call = _tf.call_nodes(self.graph, name, self.nodes, self._taken, {
@@ -188,8 +186,8 @@ class Builder:
                            for ref, tensor in zip(given, call.outputs))
 
     def device(self, ref: Ref) -> str:
-        """Where ``ref`` is made, "" where no node says; after :meth:`finish`."""
-        return self._devices.get(ref.node, "")
+        """Where ``ref`` is made, "" where no node says."""
+        return self.nodes[ref.node].device if ref.node in self.nodes else ""
 
     def tensor(self, ref: Ref) -> tf.Tensor:
         """The tensor that ``ref`` has become; after :meth:`finish`."""
@@ -217,7 +215,7 @@ class Builder:
         texts = [f"{node}:{place}" if place else node for node, place, _ in inputs]
         if controls:
             texts += [f"^{control}" for control in dict.fromkeys(controls)]
-        self.nodes.append(Node(name, type, texts, device, attributes))
+        self.nodes[name] = Node(name, type, texts, device, attributes)
         return [Ref(name, index, dtype) for index, dtype in enumerate(dtypes)], name
 
     def _name(self, wanted: str) -> str:

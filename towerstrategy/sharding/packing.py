@@ -12,7 +12,7 @@ level, and whoever takes it has a higher one: no cycle can close.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -54,30 +54,28 @@ def pack(builder: Builder, scope: str) -> None:
       builder: the nodes, each behind those that it needs.
       scope: a prefix for the names of new nodes.
     """
-    devices = {node.name: node.device for node in builder.nodes}
-    crossings = _crossings(builder, devices)
+    crossings = _crossings(builder)
     groups: dict[_Group, list[Ref]] = {}
-    levels = _levels(builder.nodes, devices)
+    levels = _levels(builder.nodes)
     for ref, takers in crossings.items():
-        shape = builder.shapes[ref]
-        group = _Group(levels[ref.node], devices[ref.node], tuple(sorted(takers)), ref.dtype, shape)
+        group = _Group(levels[ref.node], builder.device(ref), tuple(sorted(takers)), ref.dtype,
+                       builder.shapes[ref])
         groups.setdefault(group, []).append(ref)
     for group, refs in groups.items():
         if len(refs) >= FEWEST:
             _pack(builder, group, refs, crossings, scope)
 
 
-def _crossings(builder: Builder, devices: Mapping[str, str]
-               ) -> dict[Ref, dict[str, list[tuple[Node, int]]]]:
+def _crossings(builder: Builder) -> dict[Ref, dict[str, list[tuple[Node, int]]]]:
     """Small tensors -> by device, the nodes elsewhere that take them, and as which input."""
     small = {ref.input: ref for ref, shape in builder.shapes.items() if _is_small(ref, shape)}
     found: dict[Ref, dict[str, list[tuple[Node, int]]]] = {}
-    for node in builder.nodes:
+    for node in builder.nodes.values():
         if node.op in (*propagate.BRANCHES, *propagate.LOOPS):
             continue  # TensorFlow takes these apart: what they are given goes to whoever takes it
         for place, text in enumerate(node.input):
             ref = small.get(text)
-            if ref is not None and _crosses(devices[ref.node], node.device):
+            if ref is not None and _crosses(builder.device(ref), node.device):
                 found.setdefault(ref, {}).setdefault(node.device, []).append((node, place))
     return found
 
@@ -94,16 +92,17 @@ def _is_small(ref: Ref, shape: Sequence[int]) -> bool:
     return bool(ref.dtype.is_floating and 0 < size <= LARGEST)
 
 
-def _levels(nodes: Iterable[Node], devices: Mapping[str, str]) -> dict[str, int]:
+def _levels(nodes: Mapping[str, Node]) -> dict[str, int]:
     """How many tensors cross, one after another, before each node."""
     levels: dict[str, int] = {}
-    for node in nodes:
+    for name, node in nodes.items():
         level = 0
         for text in node.input:
             before = text if text in levels else text.lstrip("^").split(":")[0]
-            level = max(level, levels.get(before, 0)
-                        + _crosses(devices.get(before, ""), node.device))
-        levels[node.name] = level
+            if before in nodes:
+                level = max(level, levels.get(before, 0)
+                            + _crosses(nodes[before].device, node.device))
+        levels[name] = level
     return levels
 
 

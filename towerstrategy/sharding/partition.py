@@ -11,15 +11,14 @@ on each tower that uses them.  Effects keep the order that the trace gave them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import homes, packing, propagate, staging
-from towerstrategy.sharding.across import Across
-from towerstrategy.sharding.builder import Builder, Ref
+from towerstrategy.sharding import bodies, homes, propagate, staging
+from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.maker import Maker
 from towerstrategy.sharding.propagate import Layout, Nested
 from towerstrategy.sharding.rules.registry import Op, Plan
@@ -185,35 +184,19 @@ class Partition:
 
     def _on_towers(self, operation: Op, plan: Plan, values: Sequence[Value],
                    controls: list[str], towers: Towers) -> list[Value]:
-        count, rows = len(towers), None
+        rows = None
         if plan.padded and towers.replicas > 1:
             rows = next(value for value in values if isinstance(value.spec, Sharded))
             values = [value.padded() for value in values]
         maker = Maker(operation, values, towers, next(filter(None, self._asked(operation)), "")
                       if self._wanted and plan.make is not None else "")
-        made: dict[int, list[Ref]] = {}
-        ordered = operation.has_effect
         home = next((values[place].device for place in operation.handles
                      if values[place].device), "")
         if plan.near is not None and values[plan.near].constant is None:
             home = values[plan.near].device
         of_shapes = all(isinstance(spec, (Size, Replicated))
                         for spec in (*plan.takes, *plan.gives))
-
-        if plan.make is not None:
-            each = _Lazily(lambda: plan.make(maker))  # type: ignore[misc]
-
-            def part(tower: int) -> list[Ref]:
-                return [output[tower] for output in each.made()]
-        else:
-            def part(tower: int) -> list[Ref]:
-                if tower not in made:
-                    made[tower] = self._copied(
-                        operation, [value.part(tower) for value in values],
-                        home or (towers.shapes_on(tower) if of_shapes else towers.devices[tower]),
-                        tower, controls if ordered else self._own(controls, tower))
-                return made[tower]
-
+        part = self._part(plan, maker, home, of_shapes, controls)
         whole: _Lazily | None
         if plan.whole is not None:
             whole = _Lazily(lambda: plan.whole(maker))  # type: ignore[misc]
@@ -224,13 +207,32 @@ class Partition:
                 operation, [value.whole() for value in values],
                 towers.host if of_shapes else home or self._home(operation, values), None,
                 controls))
-        if ordered or not plan.gives or any(isinstance(spec, (Sharded, Partial, ListOf))
-                                            for spec in plan.gives):
-            for tower in range(count):
+        if operation.has_effect or not plan.gives or any(
+                isinstance(spec, (Sharded, Partial, ListOf)) for spec in plan.gives):
+            for tower in range(len(towers)):
                 part(tower)
         given = [self._given(towers, tensor, spec, index, part, whole)
                  for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
         return given if rows is None else [value.without_padding(rows) for value in given]
+
+    def _part(self, plan: Plan, maker: Maker, home: str, of_shapes: bool, controls: list[str]
+              ) -> Callable[[int], list[Ref]]:
+        """What makes the outputs of an operation on a tower, when they are first asked for."""
+        if plan.make is not None:
+            each = _Lazily(lambda: plan.make(maker))  # type: ignore[misc]
+            return lambda tower: [output[tower] for output in each.made()]
+        made: dict[int, list[Ref]] = {}
+        operation, towers = maker.op, maker.towers
+
+        def part(tower: int) -> list[Ref]:
+            if tower not in made:
+                made[tower] = self._copied(
+                    operation, [value.part(tower) for value in maker.inputs],
+                    home or (towers.shapes_on(tower) if of_shapes else towers.devices[tower]),
+                    tower, controls if operation.has_effect else self._own(controls, tower))
+            return made[tower]
+
+        return part
 
     def _given(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int,
                part: Callable[[int], list[Ref]], whole: _Lazily | None) -> Value:
@@ -270,32 +272,36 @@ class Partition:
         first = 0 if loop else 1
         refs: list[Ref] = []
         for value in values[first:]:
-            refs += _refs_of(value)
-        bodies = [_Body(towers, layout, plan.takes[first:], values[first:], operation)
+            refs += bodies.refs_of(value)
+        within = [bodies.Body(towers, layout, plan.takes[first:], values[first:], operation)
                   for layout in plan.layouts]
-        for number, body in enumerate(bodies):
-            body.make(plan.gives if number or not loop else [REPLICATED],
-                      () if loop else self._asked(operation))
-        asked = {key: one for body in bodies for key, one in body.asked.items()}
-        for number, body in enumerate(bodies):
+        for number, body in enumerate(within):
+            partition = Partition(body.towers)
+            results = partition.run(body.layout, body.values,
+                                    asked=() if loop else self._asked(operation))
+            body.give(results, plan.gives if number or not loop else [REPLICATED],
+                      partition.effects)
+        asked = {key: one for body in within for key, one in body.asked.items()}
+        for number, body in enumerate(within):
             body.finish(asked, hand_on=loop and number == 1)
         refs += [one.outer() for one in asked.values()]
-        dtypes = [ref.dtype for ref in bodies[-1].results]
-        names = [_tf.add_function(towers.builder.graph, body.graph) for body in bodies]
-        extra = {"T": _types(refs)} if loop else {"Tin": _types(refs), "Tout": _types_of(dtypes)}
+        dtypes = [ref.dtype for ref in within[-1].results]
+        names = [_tf.add_function(towers.builder.graph, body.graph) for body in within]
+        taken = bodies.types_of(ref.dtype for ref in refs)
+        extra = {"T": taken} if loop else {"Tin": taken, "Tout": bodies.types_of(dtypes)}
         if loop and any(layout.has_state for layout in plan.layouts):
             # On one device a draw may wait for what the turn before has made, its shape say.
             extra["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
         made, name = towers.builder.call(
             operation, operation.type, refs if loop else [values[0].whole(), *refs],
             towers.merge, f"{self._once_in(operation)}{self._scope}", controls,
-            [ref.dtype for ref in refs] if loop else dtypes, _attributes(operation, names),
+            [ref.dtype for ref in refs] if loop else dtypes, bodies.attributes_of(operation, names),
             extra)
         self._done(operation, [name])
-        if any(body.crosses for body in bodies):
+        if any(body.crosses for body in within):
             towers.across.note_control_flow(name)
         left = iter(made)
-        return [_value_of(towers, spec, tensor.shape, left)
+        return [bodies.value_of(towers, spec, tensor.shape, left)
                 for tensor, spec in zip(operation.outputs, plan.gives)]
 
 
@@ -312,132 +318,6 @@ class _Lazily:
 
     def output(self, index: int) -> Callable[[], Ref]:
         return lambda: self.made()[index]
-
-
-class _Asked(NamedTuple):
-    """What a branch or loop needs beside its inputs."""
-
-    stands: Callable[[], tf.Tensor]  # makes what stands for it within
-    outer: Callable[[], Ref]
-
-
-class _Body:
-    """A branch or the body of a loop, as a function of what all towers have."""
-
-    def __init__(self, outer: Towers, layout: Layout, specs: Sequence[Spec],
-                 values: Sequence[Value], operation: Op) -> None:
-        self._outer, self._layout, self._specs = outer, layout, specs
-        self.graph = _tf.new_function_graph(layout.graph, operation.name)
-        self.asked: dict[Any, _Asked] = {}
-        self._standing: dict[Any, tf.Tensor] = {}
-        self.results: list[Ref] = []
-        with self.graph.as_default():
-            self._inputs, self._values = self._entered(values)
-
-    def _entered(self, values: Sequence[Value]) -> tuple[list[tf.Tensor], list[Any]]:
-        builder = self._builder = Builder(self.graph)
-        across = Across(self._outer.across.workers, self._outer.across.graph, builder,
-                        self._outside)
-        towers = self._towers = Towers(
-            builder, self._outer.rows, self._outer.merge, self._outer.host, self._outer.scopes,
-            self._count, self._outer.on_cpu, self._outer.draws_rows, across,
-            self._outer.spare).at(self._outer.stage)
-        placeholders: list[tf.Tensor] = []
-        entered = []
-        for spec, value, inner in zip(self._specs, values, self._layout.graph.inputs):
-            refs = []
-            for _ in range(_number_of(spec, len(towers))):
-                placeholders.append(_tf.placeholder_like(inner))
-                refs.append(builder.take(placeholders[-1]))
-            made = _value_of(towers, spec, inner.shape, iter(refs))
-            made.device = value.device
-            entered.append(made)
-        return placeholders, entered
-
-    def _count(self, tower: int | None) -> Ref:
-        one = tower is not None
-        return self._ask(tower, _Asked(
-            lambda: tf.compat.v1.placeholder(tf.int64, [] if one else [self._outer.replicas]),
-            lambda: self._outer.counts() if tower is None else self._outer.count(tower)))
-
-    def _outside(self, tensor: tf.Tensor) -> Ref:
-        """What stands for a tensor of the step's graph, such as a collective operation's key."""
-        return self._ask(tensor.name, _Asked(lambda: _tf.placeholder_like(tensor),
-                                             lambda: self._outer.across.outside(tensor)))
-
-    def _ask(self, key: Any, asked: _Asked) -> Ref:
-        if key not in self.asked:
-            self.asked[key] = asked
-            with self.graph.as_default():
-                self._standing[key] = asked.stands()
-        return self._builder.take(self._standing[key])
-
-    def make(self, gives: Sequence[Spec], asked: Iterable[str]) -> None:
-        """Makes its nodes; its results are to be of these specs, and on these devices."""
-        partition = Partition(self._towers)
-        results = partition.run(self._layout, self._values, asked=asked)
-        for value, spec in zip(results, gives):
-            self.results += _refs_of(value.as_spec(spec))
-        self._identities = [self._builder.make("Identity", [ref], "") for ref in self.results]
-        crossings = self._towers.across.finish()
-        self.crosses, self._effects = bool(crossings), [*partition.effects, *crossings]
-
-    def finish(self, asked: Mapping[Any, _Asked], hand_on: bool) -> None:
-        """Makes a function of it, which also takes what it or another body has asked for."""
-        _tf.hand_on_all_functions(self._layout.graph, self.graph)
-        with self.graph.as_default():
-            others = [self._standing[key] if key in self._standing else one.stands()
-                      for key, one in asked.items()]
-            packing.finish(self._towers)
-            self._builder.finish()
-            outputs = [self._builder.tensor(ref) for ref in self._identities]
-            handed = [tf.identity(other) for other in others] if hand_on else []
-        self.graph.inputs = [*self._inputs, *others]
-        self.graph.outputs = [*outputs, *handed]
-        self.graph.control_outputs = [self._builder.operation(name)
-                                      for name in dict.fromkeys(self._effects)]
-
-
-def _number_of(spec: Spec, towers: int) -> int:
-    if isinstance(spec, Size):
-        return towers + 1
-    return towers if isinstance(spec, (Sharded, Partial, ListOf)) else 1
-
-
-def _refs_of(value: Value) -> list[Ref]:
-    """The nodes that are a value: the whole, or each tower's part, or both."""
-    spec = value.spec
-    refs = [] if isinstance(spec, (Sharded, Partial, ListOf)) else [value.whole()]
-    return refs if isinstance(spec, Replicated) else refs + value.parts()
-
-
-def _value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Any) -> Value:
-    """The inverse of :func:`_refs_of`."""
-    parted = isinstance(spec, (Sharded, Partial, ListOf))
-    whole: Any = None if parted else next(refs)
-    if isinstance(spec, Replicated):
-        return Value(towers, REPLICATED, shape, lambda: whole)
-    parts = [next(refs) for _ in range(len(towers))]
-    return Value(towers, spec, shape, None if parted else lambda: whole, parts.__getitem__)
-
-
-def _attributes(operation: Op, names: Sequence[str]) -> Any:
-    if operation.type in propagate.LOOPS:
-        return dict(zip(("cond", "body"), names))
-    if operation.type.endswith("Case"):
-        return {"branches": list(names)}
-    return dict(zip(("then_branch", "else_branch"), names))
-
-
-def _types_of(dtypes: Iterable[tf.DType]) -> Any:
-    attr = tf.compat.v1.AttrValue()
-    attr.list.type.extend(dtype.as_datatype_enum for dtype in dtypes)
-    attr.list.SetInParent()
-    return attr
-
-
-def _types(refs: Iterable[Ref]) -> Any:
-    return _types_of(ref.dtype for ref in refs)
 
 
 def _is_small(tensor: tf.Tensor) -> bool:

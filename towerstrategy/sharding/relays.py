@@ -53,18 +53,17 @@ def summed(builder: Builder, both: Halves, parts: Sequence[Ref], device: str,
 
 def hand_on(builder: Builder, both: Halves) -> None:
     """Sends what is large once to the other half, among the nodes collected so far."""
-    devices = {node.name: node.device for node in builder.nodes} if both else {}
     large = {ref.input: ref for ref, shape in builder.shapes.items()
-             if _other_half(both, devices.get(ref.node, "")) and _is_large(ref, shape)}
+             if _other_half(both, builder.device(ref)) and _is_large(ref, shape)}
     takers: dict[Ref, dict[str, list[tuple[Any, int]]]] = {}
-    for node in builder.nodes if large else ():
+    for node in builder.nodes.values() if large else ():
         for place, text in enumerate(node.input):
             ref = large.get(text)
-            if ref is not None and node.device in _other_half(both, devices[ref.node]):
+            if ref is not None and node.device in _other_half(both, builder.device(ref)):
                 takers.setdefault(ref, {}).setdefault(node.device, []).append((node, place))
     for ref, found in takers.items():
         if len(found) > 1:
-            _by_way_of(builder, ref, _leader(both, devices[ref.node], list(found)),
+            _by_way_of(builder, ref, _leader(both, builder.device(ref), list(found)),
                        [taker for those in found.values() for taker in those])
 
 
