@@ -25,7 +25,8 @@ KITS = (("keras", keras), ("tf_keras", tf_keras))
 class Clock:
     """Stands for the profiler: a tower takes ``seconds`` a row, and ``launch`` for any rows."""
 
-    def __init__(self, *seconds, launch=0., noise=0., cost=0.):
+    def __init__(self, *seconds, launch=0., noise=0., cost=0., power=1):
+        self.power = power
         self.seconds, self.noise, self.cost = seconds, np.random.RandomState(1), cost
         self.launch = launch
         self.begun = self.ended = 0
@@ -46,7 +47,7 @@ class Clock:
         del placement
         self.ended += 1
         noise = 1 + self._most * self.noise.uniform(-1, 1, len(self.seconds))
-        times = (self.launch + np.array(self.shares.rows()) * self.seconds) * noise
+        times = (self.launch + np.array(self.shares.rows()) ** self.power * self.seconds) * noise
         return Sample(1., tuple(times), 0., 0., 0., 0.)
 
     @contextlib.contextmanager
@@ -58,7 +59,7 @@ class Clock:
             yield strategy
 
 
-def fit(kit, strategy, rows=640, epochs=1, **kwargs):
+def fit(kit, strategy, rows=640, epochs=1, batch_size=32, **kwargs):
     traces = []
 
     class Counted(kit.layers.Dense):
@@ -72,7 +73,8 @@ def fit(kit, strategy, rows=640, epochs=1, **kwargs):
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = kit.Sequential([kit.layers.Input([4]), Counted(3, "tanh"), kit.layers.Dense(1)])
         model.compile(kit.optimizers.Adam(0.01), "mse")
-    history = model.fit(x, x[:, :1] * 2, batch_size=32, epochs=epochs, verbose=0, **kwargs)
+    history = model.fit(x, x[:, :1] * 2, batch_size=batch_size, epochs=epochs, verbose=0,
+                        **kwargs)
     return [*model.get_weights(), history.history["loss"],
             model.predict(x, batch_size=32, verbose=0)], len(traces)
 
@@ -153,6 +155,32 @@ class MeasuringTest(parameterized.TestCase):
             clock.seconds, clock.launch = (1., 4.), 0.
             fit(keras, strategy, epochs=3)
         self.assertEqual(strategy.shares, [26., 6.])
+
+    def test_small_steps_say_nothing(self):
+        """Else shares go to whoever's operations the profiler leaves out, as they are short."""
+        with Clock(1e-5, 5e-5).running() as strategy:
+            fit(keras, strategy)
+        self.assertEqual(strategy.shares, [1., 1.])
+        self.assertGreater(strategy.extended.inputs.measuring.rounds, 3)
+
+    def test_time_that_is_not_in_proportion_to_rows(self):
+        """Else shares go to and fro, as who has few rows looks faster than it is with more."""
+        with Clock(1., 9., power=2).running() as strategy:
+            fit(keras, strategy, rows=10 * 22, batch_size=10)
+        self.assertEqual(strategy.shares, [9., 1.])
+        self.assertGreater(strategy.extended.inputs.measuring.rounds, 2)
+
+    def test_a_round_is_whole(self):
+        """Else machines, which agree between epochs, go by the first sample after a change."""
+        workers = mock.Mock(replicas=2)
+        workers.gather_rows = lambda own: [tf.concat([own[0], own[0] * [[.25, 1., 1.]]], 0)]
+        measure = measuring.Measuring(mock.Mock(towers=["CPU:0"]), workers)
+        with mock.patch.object(measure.shares, "rows", lambda: [8]):
+            for samples, rounds in ((measuring.ROUND + 2, 1), (measuring.ROUND - 1, 1), (1, 2)):
+                for _ in range(samples):
+                    measure._add(Sample(1., (1.,), 0., 0., 0., 0.))
+                measure.agree()
+                self.assertEqual((measure.changes, measure.rounds), (1, rounds))
 
     def test_settled_it_costs_next_to_nothing(self):
         """Else every step pays for what is known."""

@@ -50,6 +50,7 @@ class _Change(NamedTuple):
 
     units: tuple[int, ...]  # the shares
     rows: int  # of a batch
+    rates: Sequence[float]
     took: float  # seconds until all towers had ended
 
 
@@ -139,27 +140,31 @@ class Measuring:
         self._decided += 1
         now = shares_lib.rows_for(self.shares.units, rows)
         took = shares_lib.slowest(now, rates)
-        tried, self._tried = self._tried, None
-        if tried and tried.rows == rows and tried.took / took - 1 < GAIN:
-            self._patience *= 2
-            self._change(tried.units)
+        tried, expected = self._tried, list(rates)
+        if tried and tried.rows == rows and self._decided <= _KEPT_ROUNDS:
+            if self._decided == 1 and tried.took / took - 1 < GAIN:
+                self._patience *= 2
+                self._change(tried.units, None)
+                return
+            # Rates may depend on the rows: one that fell as rows came does not rise as they go.
+            expected = [min(pair) for pair in zip(rates, tried.rates)]
+        if took < sample_lib.SHORT:
             return
-        better = shares_lib.rows_for(rates, rows)
+        better = shares_lib.rows_for(expected, rows)
         equal = shares_lib.rows_for([1.] * len(rates), rows)
-        if shares_lib.slowest(equal, rates) <= (1 + NEAR) * shares_lib.slowest(better, rates):
+        if shares_lib.slowest(equal, expected) <= (1 + NEAR) * shares_lib.slowest(better, expected):
             better = equal
-        gain = took / shares_lib.slowest(better, rates) - 1
+        gain = took / shares_lib.slowest(better, expected) - 1
         clear = self._decided == 1 or self._patience > 1
         if self._decided < self._patience or gain < (CLEAR_GAIN if clear else GAIN):
             return
         if not _lie_apart([count / rate for count, rate in zip(now, rates)], errors):
             return
-        self._tried = _Change(self.shares.units, rows, took)
-        self._change(better)
+        self._change(better, _Change(self.shares.units, rows, rates, took))
 
-    def _change(self, units: Sequence[int]) -> None:
+    def _change(self, units: Sequence[int], tried: _Change | None) -> None:
         self.shares.choose(units)
-        self._rates, self._decided = [], 0
+        self._tried, self._rates, self._left, self._decided = tried, [], ROUND, 0
         self.changes += 1
         self._next = self._steps + _IN_FLIGHT
 

@@ -31,8 +31,9 @@ from towerstrategy.extras.report import quiet
 from towerstrategy.placement import devices as devices_lib, names, scopes
 
 _WINDOW = "towerstrategy_sample"
-# Seconds: about what starting a step's operations, and looking at them, takes.
-_TOO_SHORT = 1e-3
+# Seconds: about what starting a step's operations, and looking at them, takes.  Of CPU devices the
+# profiler leaves out what takes less than 8000 cycles, so that a shorter time may be none at all.
+SHORT = 1e-3
 # A tower's part of a loop that turns for all towers is in the scope of the loop, done once; the
 # body of a tower's own loop is named after tower 0, whose trace it is, within the tower's scope.
 _SCOPE = re.compile(rf"(?:.*?/)?tower_(?P<tower>\d+)_[A-Z]+_\d+(?=[/:]|$)|(?:^|.*?/)(?:"
@@ -76,7 +77,7 @@ class Sample:
     @property
     def too_short(self) -> bool:
         """Whether what towers do takes so little time that idle shares say nothing of them."""
-        return max(self.towers, default=0.) < min(_TOO_SHORT, self.step / 10)
+        return max(self.towers, default=0.) < min(SHORT, self.step / 10)
 
     def idle(self, tower: int, stage: int | None = None) -> float:
         """The share of the step in which no operation of ``tower``, or its stage, was running."""
