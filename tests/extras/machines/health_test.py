@@ -34,6 +34,13 @@ class HealthTest(parameterized.TestCase):
         self.assertIn("this one is worker 2 (/job:worker/replica:0/task:1 at c:1)", message)
         self.assertNotIn("chief", message)
 
+    def test_names_all_that_are_gone(self):
+        """Else one that ended because another failed is taken for the one that failed."""
+        gone = {"/job:chief/replica:0/task:0": "ended", "/job:worker/replica:0/task:2": "dead"}
+        message, = self.watched(lambda task, _: gone.get(task))
+        self.assertIn("from worker 0 (/job:chief/replica:0/task:0 at a:1) (ended), "
+                      "worker 3 (/job:worker/replica:0/task:2 at d:1) (dead): ", message)
+
     def test_one_that_stumbles_is_not_gone(self):
         """Else a short gap in the network ends a training of days."""
         asked = []

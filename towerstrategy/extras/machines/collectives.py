@@ -85,7 +85,7 @@ class Machines:
         try:
             found = _tf.all_gather(self._launcher, own, _tf.Options(timeout_seconds=seconds))
         except tf.errors.OpError as error:
-            silent = health.silent(self.cluster, seconds=2)
+            silent = health.silent(self.cluster)
             late = isinstance(error, tf.errors.DeadlineExceededError)
             raise RuntimeError(
                 f"the {self.count} workers {self.cluster.addresses} could not start together"

@@ -2,7 +2,8 @@
 
 Goes in: a cluster whose workers have started.  Comes out: nothing, until one stops answering:
 from then on everything that crosses machines, waiting already or still to come, raises
-``tf.errors.UnavailableError``, whose message names that worker.
+``tf.errors.UnavailableError``, whose message names it, and whoever else has gone by then: who ends
+because of another may be found before that one, and nobody can tell them apart from outside.
 
 What asks is TensorFlow's own check, a call that the other worker's server answers whatever its
 Python is at.
@@ -13,6 +14,9 @@ from __future__ import annotations
 import atexit
 import functools
 import threading
+import time
+import types
+from collections.abc import Mapping
 from typing import Any
 
 from towerstrategy import _tensorflow as _tf
@@ -21,10 +25,17 @@ from towerstrategy import _tensorflow as _tf
 INTERVAL, ANSWER, TRIES = 5.0, 8.0, 3
 
 
-def silent(cluster: Any, seconds: float) -> list[str]:
-    """The names of the other workers that do not answer now."""
-    return [cluster.named(index) for index in cluster.others
-            if _tf.ask_worker(cluster.task_of(index), seconds) is not None]
+def silent(cluster: Any, known: Mapping[int, str] = types.MappingProxyType({})) -> list[str]:
+    """The other workers that do not answer now, and why.
+
+    ``known`` says why of those that need not be asked.  No more are asked after :data:`ANSWER`.
+    """
+    reasons, end = dict(known), time.monotonic() + ANSWER
+    for index in cluster.others:
+        if index not in reasons and time.monotonic() < end:
+            reason = _tf.ask_worker(cluster.task_of(index), 2)
+            reasons |= {} if reason is None else {index: reason}
+    return [f"{cluster.named(index)} ({reason})" for index, reason in sorted(reasons.items())]
 
 
 @functools.cache
@@ -51,7 +62,7 @@ def _watch(cluster: Any, ended: threading.Event) -> None:
                 return
             reason = _failure(cluster, index, ended)
             if reason is not None:
-                _tf.end_collectives(_message(cluster, index, reason))
+                _tf.end_collectives(_message(cluster, silent(cluster, {index: reason})))
                 return
 
 
@@ -66,7 +77,8 @@ def _failure(cluster: Any, index: int, ended: threading.Event) -> str | None:
     return reason
 
 
-def _message(cluster: Any, index: int, reason: str) -> str:
-    return (f"no answer from {cluster.named(index)} ({reason}): ended, stopped or cut off. A "
-            f"step needs all {len(cluster.tasks)} workers. Start all of them again; this one "
-            f"is {cluster.named(cluster.index)}.")
+def _message(cluster: Any, gone: list[str]) -> str:
+    return (f"no answer from {', '.join(gone)}: ended, stopped or cut off. A step "
+            f"needs all {len(cluster.tasks)} workers, so that one that fails ends the others; its "
+            "own log says why it failed. Start all of them again; this one is "
+            f"{cluster.named(cluster.index)}.")
