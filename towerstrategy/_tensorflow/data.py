@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.autograph.operators import control_flow, py_builtins
+from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops import (
     iterator_ops,
     map_op,
@@ -16,6 +17,8 @@ from tensorflow.python.data.ops import (
 )
 
 OwnedIterator = iterator_ops.OwnedIterator  # what iter(dataset) makes
+# One worker's part of a dataset, by its policy: tf.distribute makes it of its own datasets alone.
+AutoShardDataset = distribute._AutoShardDataset
 
 
 def over_devices(dataset: tf.data.Dataset, devices: Sequence[str], ready: int) -> Any:

@@ -12,6 +12,7 @@ Python is at.
 from __future__ import annotations
 
 import atexit
+import collections
 import functools
 import threading
 import time
@@ -56,25 +57,18 @@ def watch(cluster: Any) -> None:
 
 
 def _watch(cluster: Any, ended: threading.Event) -> None:
+    unanswered: collections.Counter[int] = collections.Counter()
     while not ended.wait(INTERVAL):
         for index in cluster.others:
+            reason = _tf.ask_worker(cluster.task_of(index), ANSWER)
             if ended.is_set():
                 return
-            reason = _failure(cluster, index, ended)
-            if reason is not None:
+            unanswered[index] = 0 if reason is None else unanswered[index] + 1
+            if reason is not None and unanswered[index] == TRIES:
                 _tf.end_collectives(_message(cluster, silent(cluster, {index: reason})))
                 return
-
-
-def _failure(cluster: Any, index: int, ended: threading.Event) -> str | None:
-    """Why a worker is taken for gone; None where it answers, or this process ends."""
-    for number in range(TRIES):
-        if number and ended.wait(INTERVAL):
-            return None
-        reason = _tf.ask_worker(cluster.task_of(index), ANSWER)
-        if reason is None:
-            return None
-    return reason
+            if reason is not None:  # it is asked again before those behind it
+                break
 
 
 def _message(cluster: Any, gone: list[str]) -> str:

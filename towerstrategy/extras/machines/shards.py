@@ -108,25 +108,14 @@ def _own_batches(dataset: tf.data.Dataset, workers: collectives.Machines,
     if policy == Policy.DATA or (policy == Policy.AUTO and in_order):
         return None
     try:
-        return _by_file(dataset, workers, Policy.FILE if policy == Policy.AUTO else policy)
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = (
+            Policy.FILE if policy == Policy.AUTO else policy)
+        return _tf.AutoShardDataset(dataset.with_options(options), workers.count, workers.index)
     except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError):
         if policy != Policy.AUTO:
             raise
         return None
-
-
-def _by_file(dataset: tf.data.Dataset, workers: collectives.Machines,
-             policy: Policy) -> tf.data.Dataset:
-    """``dataset`` from this worker's files alone, as TensorFlow shards it."""
-    spec = dataset.element_spec
-    leaves = [leaf for leaf in tf.nest.flatten(spec) if not rows_lib.is_absent(leaf)]
-    sharded = tf.raw_ops.AutoShardDataset(
-        input_dataset=tf.data.experimental.to_variant(dataset), num_workers=workers.count,
-        index=workers.index, auto_shard_policy=policy.value, num_replicas=workers.replicas,
-        output_types=[tf.variant if isinstance(leaf, tf.SparseTensorSpec) else leaf.dtype
-                      for leaf in leaves],
-        output_shapes=[leaf.shape for leaf in leaves])
-    return tf.data.experimental.from_variant(sharded, spec)
 
 
 def _in_steps(own: tf.data.Dataset, workers: collectives.Machines, measured: Any,

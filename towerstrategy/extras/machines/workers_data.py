@@ -46,14 +46,10 @@ class Agreement(NamedTuple):
     def batch(self, iterator: Any) -> Nest:
         """The next element that any worker has."""
         there, rows, own = self._taken_from(iterator)
-        if tf.executing_eagerly():
-            if not bool(there):
-                _raise_ended()
-        else:
-            # An iterator without elements raises the error that says that data has ended.
-            ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
-            with tf.control_dependencies([ended]):
-                own = iterators.copied(own)
+        # An iterator without elements raises the error that says that data has ended.
+        ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
+        with tf.control_dependencies([ended]):
+            own = own if tf.executing_eagerly() else iterators.copied(own)
         return self.element(own, rows)
 
     def optional(self, iterator: Any) -> tf.experimental.Optional:
@@ -159,23 +155,16 @@ class WorkersDataset(datasets_lib.TowerDataset):
         towers = self._workers.towers
 
         def flat(element: Nest) -> tuple[Any, ...]:
-            rows = tf.zeros([towers], tf.int64)
-            values: list[Any] = []
-            for leaf in tf.nest.flatten(element):
-                if leaf is None:
-                    continue
-                if isinstance(leaf, sub_batches.SubBatches):
-                    rows = leaf.rows
-                values += leaf.values if isinstance(leaf, _tf.PerReplica) else [leaf]
-            return True, rows, tuple(values)
+            leaves = [leaf for leaf in tf.nest.flatten(element) if leaf is not None]
+            counts = (leaf.rows for leaf in leaves if isinstance(leaf, sub_batches.SubBatches))
+            return True, next(counts, tf.zeros([towers], tf.int64)), tuple(
+                part for leaf in leaves
+                for part in (leaf.values if isinstance(leaf, _tf.PerReplica) else [leaf]))
 
-        missing = []
-        for spec in tf.nest.flatten(self._spec):
-            if rows_lib.is_absent(spec):
-                continue
-            several = isinstance(spec, _tf.PerReplicaSpec)
-            specs = spec._component_specs[:towers] if several else [spec]
-            missing += [rows_lib.no_rows(value) for value in specs]
+        missing = [rows_lib.no_rows(part)
+                   for spec in tf.nest.flatten(self._spec) if not rows_lib.is_absent(spec)
+                   for part in (spec._component_specs[:towers]
+                                if isinstance(spec, _tf.PerReplicaSpec) else [spec])]
         nothing = tf.data.Dataset.from_tensors(
             (False, tf.zeros([towers], tf.int64), tuple(missing))).repeat()
         return dataset.map(datasets_lib.on_elements(self._spec, flat)).concatenate(nothing)

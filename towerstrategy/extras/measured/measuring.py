@@ -6,8 +6,9 @@ say so, other shares.
 A step is sampled under TensorFlow's profiler, as :mod:`sample` does it.  :data:`ROUND` samples make
 a round; a tower's rate, its rows over the time in which it was busy, is the median of the samples
 since shares have changed last.  They change only where that makes the slowest tower so much faster
-that it is no accident, as samples differ: clearly after one round, by little after two.  A change
-that made no step shorter is taken back, and a later one waits for more rounds: where towers take as
+that it is no accident, as samples differ: clearly after one round, by little after two; and not
+where it takes less than :data:`sample.SHORT`, as the profiler leaves short operations out.  What
+made no step shorter is taken back, and a later change waits for more rounds: where towers take as
 long for few rows as for many, whoever has more rows looks faster.  Then shares are settled, and
 other rounds follow as far as they cost next to nothing.
 """
