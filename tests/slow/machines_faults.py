@@ -289,32 +289,9 @@ def run_case(case, folder):
 
         children = {start(index): index for index in range(workers)
                     if index not in CASES[case].absent}
-        statuses = wait_for(children, CASES[case].again and start)
+        statuses = machines_workers.wait_for(
+            children, LIMIT, start_again=CASES[case].again and start)
     (folder / f"{case}.json").write_text(json.dumps(statuses))
-
-
-def wait_for(children, start_again=None):
-    """The exit statuses by worker, of its last life: None for one that had to be killed."""
-    statuses, end = dict.fromkeys(children.values()), time.monotonic() + LIMIT
-    left = dict(children)
-    while left and time.monotonic() < end:
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if child:
-            index = left.pop(child)
-            statuses[index] = os.waitstatus_to_exitcode(status)
-            if start_again and statuses[index] == -signal.SIGKILL:
-                left[start_again(index, 2)] = index
-        elif all(stopped(child) for child in left):
-            break
-        time.sleep(0.05)
-    for child in left:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    return statuses
-
-
-def stopped(child):
-    return pathlib.Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def main(folder, *cases):

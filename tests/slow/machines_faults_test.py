@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import pathlib
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import tempfile
 import numpy as np
 from absl.testing import parameterized
 
+from tests.extras.machines import machines_workers
 from tests.slow import machines_faults as faults
 
 SCRIPT = pathlib.Path(faults.__file__)
@@ -40,11 +40,9 @@ class FaultsTest(parameterized.TestCase):
 
     def run_case(self, case):
         """The exit statuses of the workers, and what those said that ended by themselves."""
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
-                       "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
         done = subprocess.run([sys.executable, str(SCRIPT), str(self.folder), case],
-                              env=environment, capture_output=True, text=True, check=False,
-                              timeout=2 * faults.LIMIT)
+                              env=machines_workers.environment(), capture_output=True, text=True,
+                              check=False, timeout=2 * faults.LIMIT)
         self.assertEqual(done.returncode, 0, done.stderr[-3000:])
         statuses = {int(worker): status for worker, status in
                     json.loads((self.folder / f"{case}.json").read_text()).items()}

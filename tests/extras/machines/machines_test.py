@@ -2,10 +2,8 @@
 
 import json
 import os
-import tempfile
 from unittest import mock
 
-import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
@@ -81,19 +79,14 @@ class ClusterTest(machines_workers.ClusterTestCase):
 
 
 @pytest.mark.wide
-class OneTowerTest(parameterized.TestCase):
+class OneTowerTest(machines_workers.ClusterTestCase):
+    workers, towers = 2, 1
+    cases = ("on_batch-tf_keras", "on_batch-keras", "loop-tf_keras", "whole-tf_keras")
 
-    def test_as_on_one_device(self):
+    @parameterized.parameters(*cases)
+    def test_as_on_one_device(self, case):
         """Else a machine's only tower takes what all have summed for its own part of it."""
-        cases = ("on_batch-tf_keras", "on_batch-keras", "loop-tf_keras", "whole-tf_keras")
-        with tempfile.TemporaryDirectory() as folder:
-            machines_workers.run(2, 1, folder, cases)
-            for case in cases:
-                for name, value in machines_workers.expected(case).items():
-                    for worker in range(2):
-                        seen = machines_workers.results(folder, case, worker)
-                        np.testing.assert_allclose(seen[name], value, 1e-5, 1e-6,
-                                                   err_msg=f"{case}: {name}")
+        self.assert_as_on_one_device(case)
 
 
 def resolver(jobs, task_type, task_id):

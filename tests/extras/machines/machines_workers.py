@@ -35,6 +35,7 @@ from absl.testing import parameterized
 import towerstrategy
 from benchmarks import on_gpus, traffic
 from tests import dtypes
+from tests.extras.measured.clock import Clock
 from towerstrategy.batch import iterators, prefetching
 from towerstrategy.extras.report import sample, watch
 
@@ -51,10 +52,10 @@ def data(rows, features=3):
     return x, (x.sum(1, keepdims=True) - 1) ** 2, weights
 
 
-def model_of(kit, *layers, bias=True):
+def model_of(kit, *layers):
     kit.utils.set_random_seed(7)
     start = kit.layers.Input([3]) if kit is keras else kit.layers.InputLayer([3])
-    return kit.Sequential([start, kit.layers.Dense(4, "tanh", use_bias=bias), *layers,
+    return kit.Sequential([start, kit.layers.Dense(4, "tanh"), *layers,
                            kit.layers.Dense(1)])
 
 
@@ -74,10 +75,6 @@ def fit(strategy, kit, rows, batch, make=model_of, optimizer=None, **kwargs):
     return seen
 
 
-def even(strategy, kit):
-    return fit(strategy, kit, 16, 8)
-
-
 def uneven(strategy, kit):
     """The last batch has one row: three of four towers have none."""
     return fit(strategy, kit, 13, 6, validation_split=0.2)
@@ -85,13 +82,6 @@ def uneven(strategy, kit):
 
 def one_row(strategy, kit):
     return fit(strategy, kit, 1, 4)
-
-
-def normalized(strategy, kit):
-    """Synchronized batch normalization: its statistics are the global batch's."""
-    layer = kit.layers.BatchNormalization(synchronized=True, momentum=0.5)
-    # The gradient of a bias that is normalized away is rounding alone, and Adam makes it large.
-    return fit(strategy, kit, 13, 6, lambda kit: model_of(kit, layer, bias=False))
 
 
 def in_float64(case):
@@ -518,30 +508,6 @@ def kinds(strategy, _):
     return {f"kind_{number}": plain(value) for number, value in enumerate([*gathered, *wide])}
 
 
-class Clock:
-    """Stands for the profiler on workers of which tower i takes i + 1 seconds for each row."""
-
-    cost = 0.
-    of = sample.Recording.of
-
-    def __init__(self, strategy):
-        self._shares = strategy.extended.inputs.measuring.shares
-        self._first = strategy.extended.first_replica
-
-    def __call__(self, what):
-        del what
-        return self
-
-    def drop(self):
-        pass
-
-    def end(self, placement):
-        del placement
-        times = [float(rows * (self._first + tower + 1))
-                 for tower, rows in enumerate(self._shares.rows())]
-        return sample.Sample(1., tuple(times), 0., 0., 0., 0.)
-
-
 def trained(model, history, x, inputs):
     """What a training with shares that may have changed led to, and these shares."""
     seen = {"loss": history.history["loss"], "predict": model.predict(x, verbose=0)}
@@ -560,7 +526,10 @@ def measured(strategy, kit):
                 [f"CPU:{tower + 1}" for tower in range(len(strategy.extended.worker_devices))],
                 "CPU:0", shares="measured")
             inputs = strategy.extended.inputs
-            stack.enter_context(mock.patch.object(sample, "begin", Clock(strategy)))
+            first, here = strategy.extended.first_replica, len(strategy.extended.worker_devices)
+            clock = Clock(*range(1 + first, 1 + first + here))  # tower i takes i + 1 seconds a row
+            clock.shares = inputs.measuring.shares
+            stack.enter_context(mock.patch.object(sample, "begin", clock))
         x, y, _ = data(100)
         with strategy.scope():
             model = model_of(kit)
@@ -597,7 +566,7 @@ def slowed(strategy, kit):
 
 KITS = {"keras": keras, "tf_keras": tf_keras}
 CASES = {f"{function.__name__}-{kit}": functools.partial(function, kit=KITS[kit])
-         for function in (even, uneven, one_row, normalized, whole, loss_scaled, embedded,
+         for function in (uneven, one_row, whole, loss_scaled, embedded,
                           on_batch, loop, random_start, counted, wide) for kit in KITS}
 CASES["accumulated-keras"] = functools.partial(accumulated, kit=keras)
 CASES["measured-keras"] = functools.partial(measured, kit=keras)
@@ -617,14 +586,17 @@ def ports(count):
         return [each.getsockname()[1] for each in sockets]
 
 
+def environment(**more):
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": "-1",
+            "TF_CPP_MIN_LOG_LEVEL": "2", **more}
+
+
 def run(workers, towers, folder, cases, seconds=SECONDS):
     """Runs a cluster in processes of its own; raises with the workers' output if one fails."""
     command = [sys.executable, __file__, str(workers), json.dumps(towers), str(folder), *cases]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
-                   "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2",
-                   "MACHINES_FOLDER": str(folder), "MACHINES_SECONDS": str(seconds)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True,
-                          timeout=seconds + 60)
+    done = subprocess.run(
+        command, env=environment(MACHINES_FOLDER=str(folder), MACHINES_SECONDS=str(seconds)),
+        capture_output=True, text=True, timeout=seconds + 60)
     if done.returncode:
         raise AssertionError(f"the cluster failed:\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}")
 
@@ -706,7 +678,7 @@ def work(worker, addresses, towers, folder, cases):
 
 def main(workers, towers, folder, *cases):
     addresses = [f"127.0.0.1:{port}" for port in ports(int(workers))]
-    children = []
+    children = {}
     for worker in range(int(workers)):
         child = os.fork()
         if not child:
@@ -716,27 +688,38 @@ def main(workers, towers, folder, *cases):
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
-        children.append(child)
-    sys.exit(wait_for(children))
+        children[child] = worker
+    statuses = wait_for(children, SECONDS, after_failure=3)
+    print(f"the workers' exit statuses: {statuses}", flush=True)
+    sys.exit(any(status != 0 for status in statuses.values()))
 
 
-def wait_for(children):
-    """Waits for all, kills what is left after a failure or :data:`SECONDS`; 1 for a failure."""
-    left, end, failed = set(children), time.monotonic() + SECONDS, False
-    while left:
+def wait_for(children, seconds, after_failure=None, start_again=None):
+    """The exit statuses by worker, of its last life: None for one that had to be killed.
+
+    What is left is killed after ``seconds``, so many of them ``after_failure``, or when all have
+    been stopped; ``start_again(worker, life)`` starts one anew that was killed.
+    """
+    statuses, end = dict.fromkeys(children.values()), time.monotonic() + seconds
+    left = dict(children)
+    while left and time.monotonic() < end and not all(map(stopped, left)):
         child, status = os.waitpid(-1, os.WNOHANG)
-        left.discard(child)
-        if child and status:
-            print(f"a worker ended with status {status}", flush=True)
-            failed, end = True, min(end, time.monotonic() + 3)
-        if time.monotonic() > end and left:
-            failed = True
-            for each in left:
-                os.kill(each, signal.SIGKILL)
-                os.waitpid(each, 0)
-            break
+        if child:
+            worker = left.pop(child)
+            statuses[worker] = os.waitstatus_to_exitcode(status)
+            if start_again and statuses[worker] == -signal.SIGKILL:
+                left[start_again(worker, 2)] = worker
+            elif statuses[worker] and after_failure is not None:
+                end = min(end, time.monotonic() + after_failure)
         time.sleep(0.05)
-    return int(failed)
+    for child in left:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return statuses
+
+
+def stopped(child):
+    return pathlib.Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 if __name__ == "__main__":
