@@ -155,6 +155,10 @@ class Builder:
         attributes, _ = _typed("Identity", [ref], {})
         self.nodes[name] = Node(name, "Identity", [ref.input], device, attributes)
 
+    def gate(self, before: Iterable[str], device: str) -> str:
+        """A node that waits for others, so that each of many need wait for this one alone."""
+        return self._add("merge/gate", "NoOp", (), device, b"", (), before)[1]
+
     def wait(self, name: str, before: str) -> None:
         """Makes a node wait for another."""
         if before:

@@ -104,6 +104,8 @@ class Partition:
             return []
         outside = self._outside if operation.is_stateful else []
         # Weights are not to be half updated where an assertion ends the step.
+        if operation.writes_variables and len(self._checks) > 1:
+            self._checks[:] = [self._towers.builder.gate(self._checks, self._towers.host)]
         checks = self._checks if operation.writes_variables else []
         return outside + checks + [node for before in operation.controls
                                    for node in self._nodes.get(before, ())]
