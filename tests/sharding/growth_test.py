@@ -1,19 +1,104 @@
 """What is made, and what Python does for it, grows with towers and operations no faster than these.
 """
 
+import sys
+
 import tensorflow as tf
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from towerstrategy import TowerStrategy
+from towerstrategy.sharding import relays
+from towerstrategy.sharding.builder import Builder
+from towerstrategy.sharding.towers import Towers
+
+COUNTS = (16, 32, 64)
 
 
-class GrowthTest(absltest.TestCase):
+class Name(str):
+    """A device's name that is compared by Python, so that comparisons are counted."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        return str.__eq__(self, other)
+
+
+def names(count):
+    return [Name(f"/job:localhost/replica:0/task:0/device:CPU:{number}") for number in range(count)]
+
+
+def calls(function):
+    """How many functions are called, Python's and those of C."""
+    count = 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        del frame, argument
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def towers_of(builder, devices):
+    rows = [[device] for device in devices]
+    return Towers(builder, rows, "", "", [f"tower_{tower}/" for tower in range(len(rows))],
+                  lambda tower: None, on_cpu=False)
+
+
+def parts_of(towers, shape):
+    """A number of each tower, said to be of ``shape``."""
+    parts = [towers.builder.constant(tower, tf.float32, device)
+             for tower, device in enumerate(towers.devices)]
+    for part in parts:
+        towers.builder.note_shape(part, tf.TensorShape(shape))
+    return parts
+
+
+def sum_of_micro_batches(count):
+    towers = towers_of(Builder(tf.Graph()), [name for name in names(count) for _ in range(2)])
+    parts = parts_of(towers, [2])
+    return lambda: towers.add_up(parts, towers.devices[0])
+
+
+def large_that_all_take(count):
+    towers = towers_of(Builder(tf.Graph()), names(count))
+    large = parts_of(towers, [relays.LEAST // 4])[0]
+    for tower in range(count):
+        towers.on(tower, "Neg", large)
+
+    def hand_on():
+        relays.hand_on(towers.builder, towers.halves)
+        assert "merge/half/handed_on" in towers.builder.nodes
+
+    return hand_on
+
+
+def operations_of_scopes(count):
+    towers = towers_of(Builder(tf.Graph()), names(count))
+    for tower in range(count):
+        towers.on(tower, "Neg", towers.number(tower))
+    towers.builder.finish()
+    return lambda: towers.builder.made(towers.scopes)
+
+
+class GrowthTest(parameterized.TestCase):
 
     def assert_linear(self, costs):
-        """That ``costs`` of counts, each twice the one before, lie on a line, or below."""
+        """That ``costs`` of COUNTS, each twice the one before, lie on a line, or below."""
         first, second, third = costs
         self.assertGreater(second, first)
         self.assertLessEqual(third - second, 2.1 * (second - first), costs)
+
+    @parameterized.parameters(sum_of_micro_batches, large_that_all_take, operations_of_scopes)
+    def test_python(self, made):
+        """Else a step of many towers takes minutes to be made."""
+        calls(made(COUNTS[0]))  # what is cached
+        self.assert_linear([calls(made(count)) for count in COUNTS])
 
     def test_checks(self):
         """Else each write of a model waits for each check in it, on each tower."""

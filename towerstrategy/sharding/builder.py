@@ -199,9 +199,12 @@ class Builder:
             return self._taken[ref.node, ref.place]
         return self._made[ref.node].outputs[ref.place]
 
-    def made(self, scope: str) -> list[str]:
-        """The names of the operations whose nodes are in a name scope; after :meth:`finish`."""
-        return [operation.name for node, operation in self._made.items() if node.startswith(scope)]
+    def made(self, scopes: Iterable[str]) -> list[list[str]]:
+        """The names of the operations by their nodes' outermost scope; after :meth:`finish`."""
+        found: dict[str, list[str]] = {scope: [] for scope in scopes}
+        for node, operation in self._made.items():
+            found.get(node[:node.find("/") + 1], []).append(operation.name)
+        return list(found.values())
 
     @property
     def operations(self) -> Iterable[tf.Operation]:

@@ -22,17 +22,15 @@ from towerstrategy.sharding.builder import Builder, Ref
 LEAST = 2**20  # bytes; what is smaller waits for links less than for one more sync point
 FEWEST = 4  # towers
 
-Halves = tuple[tuple[str, ...], ...]
+Halves = dict[str, bool]  # by device, in the towers' order: whether it is in the second half
 
 
 def halves(rows: Sequence[Sequence[str]]) -> Halves:
-    """The towers' devices by half; none where they are few, or a tower is several or no device's.
-    """
-    devices = tuple(dict.fromkeys(row[0] for row in rows))
+    """The towers' devices; none where they are few, or a tower is several or no device's."""
+    devices = dict.fromkeys(row[0] for row in rows)
     if len(devices) < max(FEWEST, len(rows)) or max(map(len, rows)) > 1:
-        return ()
-    middle = (len(devices) + 1) // 2
-    return devices[:middle], devices[middle:]
+        return {}
+    return {device: 2 * place >= len(devices) for place, device in enumerate(devices)}
 
 
 def summed(builder: Builder, both: Halves, parts: Sequence[Ref], device: str,
@@ -41,11 +39,11 @@ def summed(builder: Builder, both: Halves, parts: Sequence[Ref], device: str,
 
     Halves of floats cross as they are, as they are rounded once.
     """
-    other, devices = _other_half(both, device), sum(both, ())
-    if not other or shape is None or not _is_large(parts[0], shape) \
+    if device not in both or shape is None or not _is_large(parts[0], shape) \
             or parts[0].dtype not in (tf.float32, tf.float64):
         return parts
-    by_device = dict(zip(devices, parts, strict=True))
+    by_device = dict(zip(both, parts, strict=True))
+    other = [name for name in both if both[name] != both[device]]
     there = builder.make("AddN", [by_device.pop(name) for name in other],
                          _leader(both, device, other), "merge/half/AddN")
     return [*by_device.values(), there]
@@ -54,12 +52,12 @@ def summed(builder: Builder, both: Halves, parts: Sequence[Ref], device: str,
 def hand_on(builder: Builder, both: Halves) -> None:
     """Sends what is large once to the other half, among the nodes collected so far."""
     large = {ref.input: ref for ref, shape in builder.shapes.items()
-             if _other_half(both, builder.device(ref)) and _is_large(ref, shape)}
+             if builder.device(ref) in both and _is_large(ref, shape)}
     takers: dict[Ref, dict[str, list[tuple[Any, int]]]] = {}
     for node in builder.nodes.values() if large else ():
         for place, text in enumerate(node.input):
             ref = large.get(text)
-            if ref is not None and node.device in _other_half(both, builder.device(ref)):
+            if ref is not None and both.get(node.device) == (not both[builder.device(ref)]):
                 takers.setdefault(ref, {}).setdefault(node.device, []).append((node, place))
     for ref, found in takers.items():
         if len(found) > 1:
@@ -76,14 +74,9 @@ def _by_way_of(builder: Builder, ref: Ref, leader: str, takers: Sequence[tuple[A
         node.input[place] = handed_on.input
 
 
-def _other_half(both: Halves, device: str) -> Sequence[str]:
-    """The half without ``device``; nothing where it is in none."""
-    return next((both[1 - place] for place, half in enumerate(both) if device in half), ())
-
-
 def _leader(both: Halves, device: str, others: Sequence[str]) -> str:
     """Who of the other half takes what ``device`` sends: by number, so that all have a share."""
-    return others[sum(both, ()).index(device) % len(others)]
+    return others[list(both).index(device) % len(others)]
 
 
 def _is_large(ref: Ref, shape: Sequence[int | None]) -> bool:

@@ -95,8 +95,7 @@ def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         strategy.extended.xla.mark(graph, builder.operations)
     if strategy.extended.placement.micro_batches > 1:
         strategy.extended.stages.put_in_order(
-            graph, [builder.made(scope) for scope in towers.scopes],
-            [builder.tensor(ref) for ref in outputs])
+            graph, builder.made(towers.scopes), [builder.tensor(ref) for ref in outputs])
     strategy.extended.crossings = dict(towers.crossings)
     with tf.control_dependencies(map(builder.operation, effects)):
         return result([_given(builder, ref, tensor, strategy.extended.merge_device)

@@ -52,7 +52,7 @@ class Towers:
         self.builder, self.rows, self.merge, self.host = builder, rows, merge, host
         self.devices = [row[0] for row in rows]
         self.scopes, self.on_cpu, self.draws_rows = scopes, on_cpu, draws_rows
-        self.halves = () if on_cpu else relays.halves(rows)
+        self.halves = {} if on_cpu else relays.halves(rows)
         self._counts = counts
         self._known: dict[Any, Ref] = {}
         self.crossings: dict[str, int] = {}
@@ -184,10 +184,11 @@ class Towers:
         return self.across.cross("sum", self._added(parts, device), device, shape)
 
     def _added(self, parts: Sequence[Ref], device: str) -> Ref:
-        here = dict.fromkeys(self.devices)
-        if len(parts) == len(self.devices) > len(here):  # micro-batches: first those of a device
-            parts = [self._one_by_one([part for part, at in zip(parts, self.devices)
-                                       if at == own], own) for own in here]
+        if len(parts) == len(self.devices):  # micro-batches: first those of a device
+            here: dict[str, list[Ref]] = {}
+            for part, own in zip(parts, self.devices):
+                here.setdefault(own, []).append(part)
+            parts = [self._one_by_one(those, own) for own, those in here.items()]
         if len(parts) == 1:
             return parts[0]
         dtype = parts[0].dtype
