@@ -2,11 +2,13 @@
 """
 
 import sys
+from unittest import mock
 
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 from towerstrategy import TowerStrategy
+from towerstrategy.placement import devices as devices_lib
 from towerstrategy.sharding import relays
 from towerstrategy.sharding.builder import Builder
 from towerstrategy.sharding.towers import Towers
@@ -99,6 +101,18 @@ class GrowthTest(parameterized.TestCase):
         """Else a step of many towers takes minutes to be made."""
         calls(made(COUNTS[0]))  # what is cached
         self.assert_linear([calls(made(count)) for count in COUNTS])
+
+    def test_devices(self):
+        """Else a strategy of many devices takes seconds to be made."""
+        def made(count):
+            there = [tf.config.LogicalDevice(name, "CPU") for name in names(count)]
+            with mock.patch.object(tf.config, "list_logical_devices", lambda kind: there), \
+                    mock.patch.object(tf, "DeviceSpec", wraps=tf.DeviceSpec) as specs:
+                specs.from_string = mock.Mock(wraps=tf.DeviceSpec.from_string)
+                devices_lib.place([f"CPU:{number}" for number in range(count)], "cpu")
+                return specs.from_string.call_count
+
+        self.assert_linear([made(count) for count in COUNTS])
 
     def test_checks(self):
         """Else each write of a model waits for each check in it, on each tower."""

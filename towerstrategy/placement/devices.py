@@ -8,6 +8,7 @@ there are.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import glob
@@ -274,8 +275,8 @@ def rows_of(devices: Any, mixed: bool = False,
     rows = tuple(tuple(names.tower_name(item, argument) for item in row)
                  for row in _of_stages(asked))
     found = list(itertools.chain(*rows))
-    for position, name in enumerate(found):
-        if name in found[:position]:
+    for name, count in collections.Counter(found).items():
+        if count > 1:
             whose = "stage of each tower" if len(rows[0]) > 1 else "tower"
             raise ValueError(f"{argument} names {short_name(name)} twice, but each {whose} needs a "
                              f"device of its own: got {devices!r}. {names.devices_here()}")
