@@ -64,6 +64,25 @@ class OneProgramTest(parameterized.TestCase):
 
         self.assert_as_one_device("keras", make)
 
+    @wide.parameters("keras", wide=["tf_keras"])
+    def test_a_step_that_changes_the_batch_first(self, kit):
+        """Else the model is built for the data's shape, and refuses what the step hands it."""
+
+        def make(kit):
+            class Paired(kit.Sequential):
+                def train_step(self, data):
+                    x, y = data
+                    return super().train_step((tf.concat([x, x ** 2], 1), y))
+
+                def predict_step(self, x):
+                    return self(tf.concat([x, x ** 2], 1))
+
+            model = Paired([kit.layers.Dense(3, "tanh"), kit.layers.Dense(2)])
+            model.compile("adam", "mse", metrics=["mae"])
+            return model
+
+        self.assert_as_one_device(kit, make)
+
     @IN_TURN
     def test_eagerly_prints_once(self, kit):
         """Else who debugs a step sees a part of the batch."""

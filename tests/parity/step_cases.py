@@ -291,10 +291,7 @@ def _(keras: Any) -> Run:
 
         def compile(self, optimizer: Any, second: Any, **options: Any) -> None:
             super().compile(optimizer=optimizer, **options)
-            self.second = second
-            # Under any strategy Keras 3 would build it for all variables, on one device for ours.
-            self.optimizer.build(self.a.trainable_variables)
-            self.second.build(self.b.trainable_variables)
+            self.second = second  # each optimizer is built by the step, for its own variables
 
         def train_step(self, data: Any) -> dict[str, Any]:
             x, y = data

@@ -176,8 +176,9 @@ def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None
                    data_batch: Any = None) -> Any:
     """Builds model, metrics and optimizer before the step is traced: one trace is enough then.
 
-    What cannot be called symbolically, and a loss or metric that the step does not use and that
-    cannot do with the data, is left to the trace, as without a strategy; so are the user's errors.
+    What cannot be called symbolically, or has a step of its own, which may hand it and its loss
+    and metrics something else than the data, is left to the trace, as without a strategy; so are
+    the user's errors.
     """
     strategy = training_rules.strategy_of(self, names)
     if strategy is None:
@@ -188,22 +189,11 @@ def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None
         adopting.adopt_state(strategy, self, names)
     if iterator is not None:
         data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
-    with contextlib.suppress(Exception), strategy.scope(), _metrics_left_out(self):
-        self._symbolic_build(data_batch=data_batch)
-
-
-@contextlib.contextmanager
-def _metrics_left_out(model: Any) -> Iterator[None]:
-    """A step of the user's may hand metrics other targets than the data's, such as mixed ones."""
-    own, compiled = vars(model), {}
-    if any(getattr(type(model), step) is not getattr(names.TRAINER, step)
+    if any(getattr(type(self), step) is not getattr(names.TRAINER, step)
            for step in ("train_step", "test_step")):
-        compiled = {name: own.get(name) for name in ("_compile_metrics", "_compile_loss")}
-    own.update(dict.fromkeys(compiled))
-    try:
-        yield
-    finally:
-        own.update(compiled)
+        return
+    with contextlib.suppress(Exception), strategy.scope():
+        self._symbolic_build(data_batch=data_batch)
 
 
 def _batch_spec(element_spec: Any) -> Any:
