@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from unittest import mock
 
 import pytest
@@ -158,11 +159,23 @@ class RefusedTest(parameterized.TestCase):
         ({"worker": TWO}, "worker", None, "worker None, but the cluster has 2"),
         ({"worker": TWO}, "chief", 0, "the cluster has 0 of type 'chief'"),
         ({"worker": TWO, "ps": ["127.0.0.1:3"]}, "worker", 0, "parameter servers"),
+        ({"worker": [TWO[0], "127.0.0.1"]}, "worker", 0, "worker 1 the address '127.0.0.1'"),
+        ({"worker": [TWO[0], "a:99999"]}, "worker", 0, "worker 1 the address 'a:99999'"),
+        ({"worker": [TWO[0], TWO[0]]}, "worker", 0, "worker 1 the address .* of another"),
     )
     def test_task(self, jobs, task_type, task_id, message):
         """Else a wrong TF_CONFIG shows as a hang, or as training on one machine alone."""
         with self.assertRaisesRegex(ValueError, message):
             towerstrategy.TowerStrategy(cluster_resolver=resolver(jobs, task_type, task_id))
+
+    @parameterized.parameters(
+        "not json", '{"cluster": {"worker": "127.0.0.1:1"}}', '["worker"]',
+        '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": "a"}}')
+    def test_what_cannot_be_read(self, config):
+        """Else all that is said is "Expecting value: line 1 column 1", of nobody knows what."""
+        with mock.patch.dict(os.environ, TF_CONFIG=config), self.assertRaisesRegex(
+                ValueError, f"TF_CONFIG must be .*but got {re.escape(repr(config))}"):
+            towerstrategy.TowerStrategy()
 
     def test_types(self):
         """Else a wrong argument fails deep inside TensorFlow."""

@@ -7,6 +7,7 @@ it; :func:`join` starts TensorFlow's gRPC server and collective ops.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from typing import Any
 
@@ -15,6 +16,8 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf, refused
 
 CHIEF, WORKER = "chief", "worker"
+_EXAMPLE = ('{"cluster": {"worker": ["10.0.0.1:2345", "10.0.0.2:2345"]}, '
+            '"task": {"type": "worker", "index": 0}}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +70,22 @@ _joined: list[Cluster] = []
 
 
 def resolver_of_environment() -> tf.distribute.cluster_resolver.ClusterResolver | None:
-    """What ``TF_CONFIG`` says, or None where it is not set."""
-    if not os.environ.get("TF_CONFIG"):
+    """What ``TF_CONFIG`` says, or None where it is not set.
+
+    Raises:
+      ValueError: it cannot be read.
+    """
+    config = os.environ.get("TF_CONFIG")
+    if not config:
         return None
-    return tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()  # reads it when asked
+    try:
+        json.loads(config).keys()
+        resolver.cluster_spec(), resolver.task_type, resolver.task_id
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"TF_CONFIG must be JSON such as {_EXAMPLE}, but got {config!r}: "
+                         f"{error}") from error
+    return resolver
 
 
 def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
@@ -151,4 +166,18 @@ def place_in(resolver: Any) -> Cluster | None:
         raise ValueError(
             f"cluster_resolver (or TF_CONFIG) says that this process is {task_type} {task_id!r}, "
             f"but the cluster has {there} of type {task_type!r}, numbered from 0. {given}")
+    _check_addresses(tasks, given)
     return Cluster(tuple(tasks), places.index((task_type, task_id)))
+
+
+def _check_addresses(tasks: list[tuple[str, int, str]], given: str) -> None:
+    """Raises ``ValueError`` where workers could not reach each other, and would wait for ever."""
+    seen: set[str] = set()
+    for job, number, address in tasks:
+        port = address.rpartition(":")[2] if ":" in address else ""
+        if not port.isdecimal() or not 0 < int(port) < 1 << 16 or address in seen:
+            what = "of another, too" if address in seen else "without a port from 1 to 65535"
+            raise ValueError(
+                f"cluster_resolver (or TF_CONFIG) gives {job} {number} the address {address!r}, "
+                f"{what}. Each needs its own, such as '10.0.0.1:2345'. {given}")
+        seen.add(address)
