@@ -63,12 +63,13 @@ def _reshapes() -> None:
     case("Reshape", np.asarray([6], np.int32), [])
     case("Reshape", np.asarray(6, np.int32), [1])
     case("Reshape", np.asarray([4, 6], np.int32), [2, 1])
-    for size in ((6, 2, 2), (2, 12), (24,), (1, 6, 4), (6, 1, 4)):
+    sizes = ((6, 2, 2), (2, 12), (24,), (1, 6, 4), (6, 1, 4))
+    for before, after in (*(((6, 4), size) for size in sizes), ((2, 2, 6), (4, 6))):
         around(
             "Reshape",
             lambda x, y: raw.Reshape(tensor=x, shape=tf.shape(y)),
-            real(6, 4),
-            real(*size),
+            real(*before),
+            real(*after),
             title="as",
         )
     around(

@@ -75,6 +75,16 @@ class PropagateTest(absltest.TestCase):
 
         self.assertEqual(_outputs(gradient, ([None, 3, 3], Sharded(0))), [Sharded(0)])
 
+    def test_reshapes_of_unknown_sizes_keep_rows(self):
+        """A soft minimum of several losses, or numbers put into bins, would be gathered."""
+        def gradient(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_logsumexp(tf.stack([x[:, 0], x[:, 1]]), 0)
+            return [tape.gradient(loss, x), tf.searchsorted([.1, .2], tf.reshape(x, [-1]))]
+
+        self.assertEqual(_outputs(gradient, ROWS), [Sharded(0), Sharded(0, 4)])
+
     def test_gradients_of_labels_of_steps_keep_rows(self):
         """All that a recurrent layer does would be done with all rows where each step has a label,
         as TensorFlow forgets how many classes there are."""

@@ -25,7 +25,7 @@ _LAST: dict[str, tuple[int, ...]] = {
                      "MatrixSolve", "MatrixSolveLs", "TridiagonalSolve"), (2, 2)),
 }
 # Likewise where all inputs have the first one's dimensions in front, be they known or not.
-_ALIKE = {"MatrixSetDiag": (2, 1), "Cross": (1, 1), "LowerBound": (1, 1), "UpperBound": (1, 1)}
+_ALIKE = {"MatrixSetDiag": (2, 1), "Cross": (1, 1)}
 
 
 @rule(*_LAST)

@@ -82,9 +82,10 @@ def _reshaped(op: Op, spec: Sharded, target: Spec) -> Sharded | None:
     if isinstance(target, Size):
         if target.group != spec.group:
             return None
-        # All else is in front of the rows, as before, or behind them.
-        if spec.dim == target.at == 0 or before is not None and _same(
-                before[:spec.dim], after[:target.at]):
+        # All else is in front of the rows, as before, or behind them; so one of the two will do.
+        if spec.dim == target.at == 0 or before is not None and (
+                _same(before[:spec.dim], after[:target.at]) or _same(
+                    [spec.times, *before[spec.dim + 1:]], [target.times, *after[target.at + 1:]])):
             return dataclasses.replace(spec, dim=target.at, times=target.times)
         return None
     place = None
