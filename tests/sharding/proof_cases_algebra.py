@@ -41,6 +41,8 @@ def _matrices() -> None:
             case(type, _definite(3, 3), real(6, 3, 2))
     case("MatrixSolveLs", real(6, 4, 3), real(6, 4, 2), np.asarray(0.1), fast=True)
     case("TridiagonalSolve", real(6, 3, 4), real(6, 4, 2))
+    case("TridiagonalMatMul", *[real(6, 2, 1, 4)] * 3, real(6, 2, 4, 6))
+    case("IsotonicRegression", real(6, 4), tf.float64)
     case("MatrixDiag", real(6, 12))
     case("MatrixDiagV2", real(6, 3), 0, -1, -1, np.asarray(0.0))
     case("MatrixDiagV3", real(6, 2, 6), [0, 1], -1, -1, np.asarray(0.0))

@@ -277,6 +277,13 @@ def _pads_and_fills() -> None:
             real(6, 12),
         )
         case("BroadcastTo", real(*value), np.asarray([6, 12], np.int32))
+        around(
+            "BroadcastArgs",
+            lambda v, x: raw.BroadcastArgs(s0=tf.shape(v), s1=tf.shape(x)),
+            real(*value),
+            real(6, 12),
+        )
+    case("BroadcastArgs", np.asarray([6, 4], np.int32), np.asarray([6, 1, 1], np.int32))
     case("BroadcastTo", real(6, 1), [6, 3])
     case("BroadcastTo", real(6), [2, 6])
     for times in ([1, 2], [2, 1], [1, 1], [6, 1]):

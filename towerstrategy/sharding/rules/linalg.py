@@ -14,7 +14,7 @@ from towerstrategy.sharding.spec import Spec
 
 # An operation's type -> for each of its first inputs how many dimensions an example has.
 _LAST: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("FFT", "IFFT", "RFFT", "IRFFT", "MatrixDiag"), (1,)),
+    **dict.fromkeys(("FFT", "IFFT", "RFFT", "IRFFT", "MatrixDiag", "IsotonicRegression"), (1,)),
     **dict.fromkeys(("FFT2D", "IFFT2D", "RFFT2D", "IRFFT2D", "Cholesky", "MatrixInverse",
                      "MatrixDeterminant", "LogMatrixDeterminant", "MatrixSquareRoot",
                      "MatrixLogarithm", "Qr", "Svd", "SelfAdjointEigV2", "Eig", "Lu",
@@ -23,6 +23,7 @@ _LAST: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("FFT3D", "IFFT3D", "RFFT3D", "IRFFT3D"), (3,)),
     **dict.fromkeys(("CholeskyGrad", "MatrixTriangularSolve", "BatchMatrixTriangularSolve",
                      "MatrixSolve", "MatrixSolveLs", "TridiagonalSolve"), (2, 2)),
+    "TridiagonalMatMul": (2, 2, 2, 2),
 }
 # Likewise where all inputs have the first one's dimensions in front, be they known or not.
 _ALIKE = {"MatrixSetDiag": (2, 1), "Cross": (1, 1)}

@@ -84,6 +84,14 @@ def static_sizes(op: Op, index: int, spec: Spec) -> list[Any] | None:
     return known
 
 
+def _of_one_rank(op: Op, specs: Sequence[Spec]) -> list[list[Any]]:
+    """The sizes of shapes that are broadcast, with ones in front; none where not known."""
+    sizes = [static_sizes(op, index, spec) for index, spec in enumerate(specs)]
+    known = [each for each in sizes if each is not None]
+    rank = max(map(len, known), default=0)
+    return [[1] * (rank - len(each)) + each for each in known] if len(known) == len(sizes) else []
+
+
 @rule("BroadcastGradientArgs")
 def broadcast_gradient_args(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Over which axes to sum; which of them does not depend on how many rows there are.
@@ -92,12 +100,12 @@ def broadcast_gradient_args(op: Op, specs: Sequence[Spec]) -> Plan | None:
     one with rows beside a 1 is in the other.  TensorFlow sums over what is 1 in both shapes, too,
     as are rows where the batch has one: not so here, as other towers have none.
     """
-    sizes = [static_sizes(op, index, spec) for index, spec in enumerate(specs)]
-    if sizes[0] is None or sizes[1] is None:
+    sizes = _of_one_rank(op, specs)
+    if not sizes:
         return None
-    rank = max(len(sizes[0]), len(sizes[1]))
-    first, second = ([1] * (rank - len(size)) + size for size in sizes if size is not None)
-    gives = [_axes(first, second, rank - len(sizes[0])), _axes(second, first, rank - len(sizes[1]))]
+    (first, second), lengths = sizes, [tensor.shape[0] for tensor in op.inputs]
+    gives = [_axes(first, second, len(first) - lengths[0]),
+             _axes(second, first, len(first) - lengths[1])]
     values = [_known_axes(gives[0]), _known_axes(gives[1])]
 
     def whole(m: Any) -> list[Any]:
@@ -184,6 +192,18 @@ def _times(sizes: Sequence[Any], rows: int, spec: Sharded | Size) -> int | None:
 def dynamic_stitch(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The shape that a gradient takes with summed dimensions of size 1."""
     return moved(op, specs) if all(isinstance(spec, (Size, Replicated)) for spec in specs) else None
+
+
+@rule("BroadcastArgs")
+def broadcast_args(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """The shape of a broadcast: rows beside rows, or beside a 1."""
+    wide = [{*pair} - {1} for pair in zip(*_of_one_rank(op, specs))]
+    rows = [at for at, pair in enumerate(wide) if any(isinstance(one, Sharded) for one in pair)]
+    given = [spec for spec in specs if isinstance(spec, Size)]
+    if len(rows) != 1 or len(wide[rows[0]]) > 1 or not given[0].times:
+        return None
+    return Plan([spec if isinstance(spec, Size) else REPLICATED for spec in specs],
+                [given[0].moved(rows[0])])
 
 
 @rule("Range")
