@@ -11,6 +11,7 @@ A dimension whose size is a multiple of 6 can be the one along which an input is
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -55,10 +56,17 @@ def case(type: str, /, *inputs: Any, **attrs: Any) -> None:
         return getattr(tf.raw_ops, type)(**dict(zip(names, packed)), **attrs)
 
     shapes = " ".join(str(leaf.shape if isinstance(leaf, np.ndarray) else leaf) for leaf in leaves)
-    _SAMPLES.append(Sample(type, call, tuple(fed), f"{shapes} {attrs or ''}"))
+    _put(Sample(type, call, tuple(fed), f"{shapes} {attrs or ''}"))
 
 
 def around(type: str, call: Callable[..., Any], *arrays: np.ndarray, title: str = "") -> None:
     """An operation within a function of the arrays: what a rule sees of its inputs matters."""
     shapes = " ".join(str(array.shape) for array in arrays)
-    _SAMPLES.append(Sample(type, call, arrays, f"{shapes} {title}"))
+    _put(Sample(type, call, arrays, f"{shapes} {title}"))
+
+
+def _put(sample: Sample) -> None:
+    """Notes a sample; what is drawn next depends on it alone, so that one more moves no others."""
+    _SAMPLES.append(sample)
+    seed = zlib.crc32(f"{sample.type} {sample.title}".encode())
+    random.bit_generator.state = np.random.PCG64(seed).state
