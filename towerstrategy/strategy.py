@@ -1,8 +1,7 @@
 """TowerStrategy: the constructor and what a user calls.
 
 Goes in: devices, a merge device, batches, models.  Comes out: a ``tf.distribute.Strategy`` that
-trains on several devices and keeps every weight once.  The work is done by the other modules, a
-verb each.
+trains on several devices and keeps every weight once.  The other modules do the work.
 """
 
 from __future__ import annotations

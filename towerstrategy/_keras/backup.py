@@ -1,9 +1,8 @@
 """A ``BackupAndRestore`` that a run may be killed in at any moment.
 
 Goes in: the callback, on a model of a ``TowerStrategy``.  Comes out: the same files, each whole and
-of the same epoch.  Those of tf_keras are, until they are deleted.  Keras 3 writes over the files of
-the last backup: a run that is killed meanwhile leaves weights that cannot be read, or those of one
-epoch beside the number of another.
+of the same epoch.  Keras 3 writes over the files of the last backup: a run that is killed meanwhile
+leaves weights that cannot be read, or those of one epoch beside the number of another.
 
 A backup is written beside the last one.  Renaming the weights is the moment from which it counts:
 

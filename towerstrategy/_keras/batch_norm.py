@@ -1,8 +1,8 @@
 """Batch norm in a step that has all rows, in fewer operations, or with each tower's own statistics.
 
 Goes in: a strategy, a model and how its Keras names things.  Comes out: the model, whose batch norm
-layers call TensorFlow's fused kernel: fewer operations, and fewer sums over all rows that wait for
-each other, than of Keras' own code and its gradient.  Where ``synchronize_batch_norm=False`` asks
+layers call TensorFlow's fused kernel, which takes fewer operations, and fewer sums over all rows in
+a row, than Keras' code and its gradient.  Where ``synchronize_batch_norm=False`` asks
 for it they normalize each tower's rows by themselves instead, and moving statistics move by the
 mean of the towers' statistics, in which a tower counts by its rows.
 

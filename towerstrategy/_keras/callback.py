@@ -1,7 +1,7 @@
-"""What Keras 3 and tf_keras call on a callback.
+"""Callbacks that both Kerases take, without importing either.
 
-Goes in: nothing; neither Keras is imported.  Comes out: a base class whose instances both take in
-``callbacks=``, and whose methods do nothing; and callbacks of theirs with other methods.
+Goes in: nothing, or a callback of theirs.  Comes out: a base class whose methods do nothing; a copy
+of the callback with other methods.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ Kernels take a decay rate and make its complement themselves, in float32: of 0.9
 2e-7, of Adam's 0.999 it is off by 1e-5.  The average of squares is therefore moved outside.
 
 Slices of a sparse gradient are summed into a dense one for the kernel, as Keras does for its
-operations, of which each goes over the whole table.  An average of squares is one of each slice's
-square, so it is moved outside, too, and gets the slices alone.
+operations, of which each goes over the whole table.  The average of squares is of each slice's
+square, so it is moved outside, too.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Goes in: models, and what was said by hand: ``strategy.stage`` or ``tf.device`` 
 calling layers.  Comes out: a stage for each call of a layer in a tower, and for each variable.
 
 A call is in the stage that was said around it, else around making the layer.  In a functional or
-sequential model, nested ones opened, the order of calls is known: one of which nothing was said
-follows the one before, and where nothing was said of any the row of calls is cut by cost.
+sequential model, nested ones opened, the order of calls is known: a call without a stage takes that
+of the call before; if none has one, the calls are cut into stages by cost.
 """
 
 from __future__ import annotations

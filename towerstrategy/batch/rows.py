@@ -3,8 +3,8 @@
 Goes in: a number of rows and of towers, or a tensor and a range of rows.  Comes out: sizes, or
 those rows.  Rows are split in order and as evenly as they go: with N rows and R towers the first
 ``N mod R`` towers get ``N // R + 1`` rows, the others ``N // R``.  Towers of unequal shares get
-rows in proportion: each the whole part of what it should have, the rows that are left going to the
-largest remainders, of equal ones to the first.
+rows in proportion, rounded down; rows that are left go to the largest remainders, the first of
+equal ones.
 """
 
 from __future__ import annotations

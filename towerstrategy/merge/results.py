@@ -3,7 +3,7 @@
 Goes in: one value a tower, and the :class:`merge.Shares` of the batch.  Comes out:
 :class:`TowerResults`, and the shares of a call that is given some.  A result whose first dimension
 is the tower's rows (an augmented batch) is a batch again.  Scalars, and vectors of another length,
-are none.
+are not.
 """
 
 from __future__ import annotations

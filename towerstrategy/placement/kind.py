@@ -1,4 +1,4 @@
-"""Whether a strategy is a TowerStrategy, for the rooms below :mod:`strategy` that ask.
+"""Whether a strategy is a TowerStrategy, for the modules below :mod:`strategy`.
 
 Goes in: any strategy.  Comes out: yes or no.
 """

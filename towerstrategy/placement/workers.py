@@ -1,8 +1,7 @@
 """What several machines are to one of them: the seam at which ``extras/machines/`` hangs.
 
 Goes in: one value a machine, or what this machine has of a dataset.  Comes out: what is the same on
-all.  Everything that merges or deals takes a :class:`Workers`, or None with a single machine, and
-knows no more of other machines.
+all.  Whatever merges or splits takes a :class:`Workers`, or None with a single machine.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class _Call(contexts.Call):
             while not done:
                 done = self._advance()
                 with _tf.noting(self._strategy.extended.placement.merge_note):
-                    # One value for what the towers have written since they last met.
+                    # One value for what the towers have written since they last synced.
                     with _tf.not_recorded(), tf.control_dependencies(None):
                         alone.merge_written(self._shares, self._written)
                     if not done:

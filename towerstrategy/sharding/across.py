@@ -1,7 +1,7 @@
 """What crosses the workers, while the nodes of a step are collected.
 
-Goes in: one value a worker, and how all workers' make one: their sum, their rows behind one
-another, their extreme.  Comes out: that one, on each of them.
+Goes in: one value a worker, and how they are merged: by sum, concatenation or extreme.  Comes out:
+the merged value, on each worker.
 
 Nothing crosses by itself.  When all nodes of a graph are there, what crosses is sorted by how often
 something has crossed before it; what crosses as often goes together, as ``Workers`` pack it.

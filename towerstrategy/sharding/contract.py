@@ -1,9 +1,8 @@
 """Whether the towers' gradients add up to one device's: what ``strategy.run`` warns of.
 
 Goes in: the operations of a replica function as one tower has traced them, and what its inputs are.
-Comes out: of each tensor what the tower's value is beside the one that one device has for the whole
-batch, by the same rules by which a step is partitioned; and of a gradient why the towers' do not
-add up to one device's, if they do not.
+Comes out: how each tensor of a tower relates to one device's for the whole batch, by the rules by
+which a step is partitioned; and why a gradient's sum over the towers is not one device's, if so.
 
 In ``strategy.run`` nothing is redistributed: a tower's operation gets what the tower has.  So where
 the rules would gather, add up or cut an input, the tower's result is another than one device's.

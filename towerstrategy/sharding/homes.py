@@ -1,4 +1,4 @@
-"""Where an operation that is done once is done, with the variable that it is for, and its name.
+"""The device and the name scope of each operation that is done once.
 
 Goes in: a layout, and the device of each variable that it reads or writes.  Comes out: a device for
 each operation that works for a variable, such as an optimizer's.  So a gradient's parts are summed

@@ -1,12 +1,12 @@
-"""Between two right ways to do an operation, the one for which fewer bytes cross between devices.
+"""Of two right ways to do an operation, the one for which fewer bytes cross between devices.
 
-Goes in: an operation and how the table of rules does it on the towers; or all that are planned.
-Comes out: the same plans, or some by which an operation is done once with all rows.
+Goes in: an operation and its plan by the table of rules; or all plans.  Comes out: the same plans,
+or some by which an operation is done once with all rows.
 
-The rows cross in place of what is larger: of a sum over rows (the gradient of a wide layer) every
-tower's part of it; on CPU devices, which share the cores, the weights of a wide layer, too; of what
-is wanted whole, what light operations make of the rows (:func:`gather_early`); of what was made
-once, what they make of it (:func:`cut_late`).
+The rows cross where they are smaller than what would cross else: every tower's part of a sum over
+rows (the gradient of a wide layer); on CPU devices, which share the cores, the weights of a wide
+layer; what light operations make of rows that are wanted whole (:func:`gather_early`), or of rows
+that were made once (:func:`cut_late`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Writes to the one copy from where the towers cannot sync: branches, loops and nested functions.
 
-Goes in: what one tower has run, or traced, since it last met the others.  Comes out: the variables
-that it has written there, each with the value that this tower has made of it; and, where the towers
-sync next, one value for all.
+Goes in: what one tower has run, or traced, since its last sync point.  Comes out: the variables
+that it has written, each with this tower's value; and, at the next sync point, one value for all.
 
 Each tower writes to a temporary copy of its own, which starts with the variable's value.  What the
 tower does from there on until the next sync point reads and writes that copy, so that no tower sees
@@ -41,7 +40,7 @@ Written = dict[int, tuple[Any, Any]]
 def divert(graph: tf.Graph, operations: Sequence[tf.Operation], owned: Iterable[Any]) -> Written:
     """Gives a tower's operations temporary copies for what they write where towers cannot sync.
 
-    ``operations`` are those of one tower in ``graph`` since it last met the others, ``owned`` the
+    ``operations`` are those of one tower in ``graph`` since its last sync point, ``owned`` the
     variables of the strategy.  Returned are the handles of the copies.
     """
     called = {operation for operation in operations

@@ -111,7 +111,7 @@ def value_alone(variable: Any, values: list[Any], shares: shares_lib.Shares,
                 before: tf.Tensor) -> Any:
     """What is written where each tower has written one for itself, see :mod:`alone`.
 
-    ``before`` is the value that the variable had when the towers last met.
+    ``before`` is the value that the variable had at the last sync point.
     """
     rule = rule_of(variable)
     if rule == "first":

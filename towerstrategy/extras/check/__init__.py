@@ -1,4 +1,4 @@
-"""What ``python -m towerstrategy check`` does on a user's machine: a room per question.
+"""What ``python -m towerstrategy check`` does on a user's machine: a module per question.
 
 Goes in: a machine.  Comes out: :mod:`machine`, what is there and how devices reach each other;
 :mod:`same`, how far training on towers is from one device; :mod:`speed`, steps and memory of one

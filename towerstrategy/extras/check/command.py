@@ -1,4 +1,4 @@
-"""The command: asks each room in turn, prints what it says, and writes it down as JSON.
+"""The command: runs each check in turn, prints what it found, and writes it as JSON.
 
 Goes in: arguments.  Comes out: text, a file where asked for, and an exit status: 0, or 1 where
 training on the towers is not the same as on one device, or fails.

@@ -2,11 +2,10 @@
 
 Goes in: a cluster whose workers have started.  Comes out: nothing, until one stops answering:
 from then on everything that crosses machines, waiting already or still to come, raises
-``tf.errors.UnavailableError``, whose message names it, and whoever else has gone by then: who ends
-because of another may be found before that one, and nobody can tell them apart from outside.
+``tf.errors.UnavailableError``, which names all that are gone: a worker that ended because of
+another may be found first, and from outside they look alike.
 
-What asks is TensorFlow's own check, a call that the other worker's server answers whatever its
-Python is at.
+It asks by TensorFlow's own check, which a worker's server answers whatever its Python is doing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Looks at one training: the rows that its towers get, and now and then at a step.
-
-Rows are counted behind everything that reads ahead: those that were trained on and no others.
+"""Watches one training: the rows that its towers are trained on, and now and then a step.
 
 Goes in: a model that trains, from the beginning of its training to the end.  Comes out: rows, times
 and the latest :class:`Sample`, and nothing that stays behind.

@@ -1,7 +1,7 @@
 """On which device of its tower each operation of a replica function is.
 
-Goes in: what a tower has traced since it last met the others.  Comes out: the same operations, each
-on the device of its stage.
+Goes in: what a tower has traced since its last sync point.  Comes out: the same operations, each on
+the device of its stage.
 
 Layers, and whatever else runs within ``strategy.stage``, have the stage in their name scope, and so
 have their gradients, which TensorFlow makes under the scope of what they are gradients of.  What is

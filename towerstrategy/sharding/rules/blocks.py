@@ -1,4 +1,4 @@
-"""Rules for rows behind rows: two views of a batch, or what is real and what is made, as one batch.
+"""Rules for rows behind rows: two views, or real and generated images, as one batch.
 
 Goes in: operations that put sharded tensors behind each other along the rows, and that take them
 apart again, at a number of rows.  Comes out: plans of :class:`spec.Blocks`, or of the one block

@@ -5,9 +5,8 @@ Goes in: an operation that draws.  Comes out: its plan.
 TensorFlow's generator, Philox, is counter based: each counter gives a group of four numbers (two
 of 64 bits), whoever asks.  So a tower moves the counter on by the groups before its rows, and draws
 its own: bit for bit one device's.  Distributions that need a varying number of random bits have
-counters reserved for each number.  What draws by a state of its own is drawn once, with all rows,
-of which each tower takes its own: what is made of the noise, such as a GAN's images, is made in
-parts.
+counters reserved for each number.  What draws by a state of its own draws once for all rows, of
+which each tower takes its own.
 """
 
 from __future__ import annotations

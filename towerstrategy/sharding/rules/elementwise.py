@@ -1,7 +1,7 @@
 """Operations that work entry by entry, with broadcasting, and those that are linear in a partial.
 
-Goes in: an operation.  Comes out: its plan.  Examples stay where they are; a sum of parts stays one
-where that is so for any parts, and where nothing larger has to cross for it.
+Goes in: an operation.  Comes out: its plan.  Rows stay where they are.  What is partial stays so
+where the operation is linear in it, unless something larger would have to cross then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How what an operation gives changes where one of its inputs is multiplied by a number.
+"""In which of its inputs an operation is homogeneous, and of which degree.
 
-Goes in: an operation and the number of an input.  Comes out: by which power of that number the
-output is multiplied, or None where it is no power.  ``tests/sharding/scaling_test.py`` proves it.
+Goes in: an operation and the index of an input.  Comes out: by which power of a factor of the
+input the output is multiplied; None if by none.  ``tests/sharding/scaling_test.py`` proves it.
 """
 
 from __future__ import annotations
