@@ -92,7 +92,6 @@ def call_nodes(graph: tf.Graph, name: str, nodes: Mapping[str, Any],
     function = atomic_function.AtomicFunction(
         name, context, function_type.from_structured_signature(
             ((*inputs.values(),), {}), (*outputs.values(),)), list(graph._functions.values()))
-    function._cached_definition = definition
     return _called(graph, function, list(inputs.values()), _read_only(nodes, texts, inputs))
 
 
