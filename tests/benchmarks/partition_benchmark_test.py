@@ -22,6 +22,15 @@ class PartitionTest(parameterized.TestCase):
         made = partition.made(name, DEVICES[:partition.GUARDED_TOWERS], count_calls=True)
         self.assertEmpty(partition.worse({name: made.counts()}, kept["counts"]))
 
+    def test_counts_lie_on_a_line(self):
+        """Else steps of many towers take minutes to be made, and steps of few do not show it."""
+        made = [partition.made("input", DEVICES[:count], count_calls=True).counts()
+                for count in (2, 2, 4, 8)][1:]  # the first finds nothing cached
+        for what, few in made[0].items():
+            some, many = made[1][what], made[2][what]
+            self.assertGreater(some, few, what)
+            self.assertLessEqual(many - some, 2.02 * (some - few), what)
+
     def test_worse_counts_are_named(self):
         """Else the guard is silent about what it is for."""
         recorded = {"mlp": {"operations": 100, "crossings": 7}}
