@@ -134,10 +134,22 @@ class CommandTest(parameterized.TestCase):
         self.assertIn(towerstrategy.__version__, printed.call_args.args[0])
         helped.assert_called_once()
 
+    def test_the_verdict_tells_halves_from_floats(self):
+        """Else the last line says that weights in float32 differ by 2.6e-03."""
+        def found(network, largest):
+            return same.Result(same.Job("keras", network, "cpu"), 1., {"weights": largest})
+
+        self.assertEndsWith(
+            command._verdict([found("sequences", 1e-6), found(same.HALVES, 2e-3)]),
+            "as on one device: 1.0e-06 at most, in mixed_float16 2.0e-03 at most.")
+        self.assertEndsWith(command._verdict([found("sequences", 1e-6)]), "1.0e-06 at most.")
+
     @parameterized.parameters((["check", "--towers=0"], "at least 1"),
-                              (["check", "--towers=3"], "split_cpu"))
+                              (["check", "--towers=3"], "split_cpu"),
+                              (["check", "--json=/none/x.json"], "there is no folder '/none'"),
+                              (["check", "--json=/tmp"], "'/tmp' is a folder"))
     def test_refused(self, arguments, said):
-        """Else a wrong number of towers ends in a traceback."""
+        """Else a wrong number of towers ends in a traceback, and a wrong file after two minutes."""
         with mock.patch("argparse.ArgumentParser.error", side_effect=SystemExit) as error, \
                 self.assertRaises(SystemExit):
             command.main(arguments)

@@ -37,6 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given.towers is not None and given.towers < 1:
         parser.error(f"--towers must be at least 1, but got {given.towers}")
+    file = given.json
+    if file is not None and file.is_dir():
+        parser.error(f"--json must be the path of a file, but {str(file)!r} is a folder")
+    if file is not None and not file.parent.is_dir():
+        parser.error(f"--json is {str(file)!r}, but there is no folder {str(file.parent)!r}")
     try:
         devices, one_physical = machine.prepare(given.towers)
         tf.config.list_logical_devices()  # starts TensorFlow
@@ -44,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     tf.get_logger().setLevel("ERROR")  # each network is traced anew, and TensorFlow says so
     document = _check(devices, one_physical, given.seconds)
-    if given.json is not None:
-        given.json.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"\n{given.json}: put this file into a bug report.")
+    if file is not None:
+        file.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"\n{file}: put this file into a bug report.")
     return 0 if document["passed"] else 1
 
 
@@ -184,5 +189,9 @@ def _verdict(results: Sequence[same.Result]) -> str:
         return f"NOT the same as one device: {'; '.join(wrong)}."
     if not results:
         return "NOT compared with one device: there was no time."
-    largest = max(result.largest for result in results)
-    return f"Training on the towers is the same as on one device: {largest:.1e} at most."
+    said = []
+    for where, of_halves in (("", False), ("in mixed_float16 ", True)):
+        found = [result.largest for result in results
+                 if (result.job.network == same.HALVES) is of_halves]
+        said += [f"{where}{max(found):.1e} at most"] if found else []
+    return f"Training on the towers is the same as on one device: {', '.join(said)}."
