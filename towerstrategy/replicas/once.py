@@ -28,7 +28,7 @@ from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import scopes
 from towerstrategy.replicas import copies, enclosed
 from towerstrategy.replicas.copies import NeedsOwnTrace
-from towerstrategy.sharding import contract
+from towerstrategy.sharding import contract, step
 from towerstrategy.sharding.spec import Size
 from towerstrategy.variables import alone
 
@@ -41,8 +41,9 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     """
     made: list[tuple[Any, Any]] = []
     try:
-        result, operation = enclosed.run(
-            lambda: _Once(strategy, shares, made).run(fn, args, kwargs), finish)
+        with step.no_garbage():
+            result, operation = enclosed.run(
+                lambda: _Once(strategy, shares, made).run(fn, args, kwargs), finish)
     except NeedsOwnTrace:
         _initialize(made)
         raise

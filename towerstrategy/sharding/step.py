@@ -43,12 +43,12 @@ def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     Raises:
       ValueError: components of the batch that have different numbers of rows.
     """
-    with _no_garbage():
+    with no_garbage():
         return _call(strategy, fn, args, kwargs)
 
 
 @contextlib.contextmanager
-def _no_garbage() -> Iterator[None]:
+def no_garbage() -> Iterator[None]:
     """Within, Python looks for no cycles among the objects that a trace makes, which stay in use.
 
     Each search goes over all of them: a tenth of a first step.  Behind it they are with what is
