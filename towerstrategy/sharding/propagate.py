@@ -97,10 +97,10 @@ class Layout:
         return sum(_bytes_an_example(tensor, spec) for tensor, spec
                    in zip(operation.inputs, self.inputs_of(operation)) if isinstance(spec, Sharded))
 
-    def all_fallbacks(self) -> Iterator[tuple[Op, int]]:
-        """Those of the functions that are called, too, with the bytes an example they gather."""
+    def all_fallbacks(self) -> Iterator[tuple[Op, int, list[Spec]]]:
+        """Those of called functions, too; the bytes an example they gather; their inputs' specs."""
         for operation in self.fallbacks:
-            yield operation, self.gathered(operation)
+            yield operation, self.gathered(operation), self.inputs_of(operation)
         for plan in self.plans.values():
             if isinstance(plan, Nested):
                 for layout in plan.layouts:

@@ -86,9 +86,11 @@ class DescribeTest(parameterized.TestCase):
             self.assertEqual((copied, copied._repr_html_()), (text, text._repr_html_()))
 
     def test_what_is_done_with_all_rows(self):
-        """Else somebody whose step is slow cannot see which operation of which line gathers."""
+        """Else somebody whose step is slow cannot see what gathers, in which line and why."""
         strategy = TowerStrategy(TOWERS)
-        strategy.function(lambda x: tf.sort(x, axis=0))(strategy.split(np.ones([6, 2], "f4")))
+        with self.assertLogs("towerstrategy", "INFO") as logs:
+            strategy.function(lambda x: tf.sort(x, axis=0))(strategy.split(np.ones([6, 2], "f4")))
+        self.assertIn("Its inputs: (2, None) Sharded(dim=1, times=1", logs.output[-1])
         *_, header, _, row = strategy.describe().splitlines()
         self.assertStartsWith(header, "done with all rows  bytes an example")
         self.assertRegex(row, r"^TopKV2 +8 .*report_test.py:\d+$")
