@@ -1,6 +1,6 @@
 """The cases that draw at random: a tower draws its rows of what one device draws.
 
-Goes in and comes out: what ``cases`` says; this room adds the group ``draws``.
+Goes in and comes out: what ``cases`` says; this file adds the group ``draws``.
 """
 
 from __future__ import annotations

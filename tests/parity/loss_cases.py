@@ -1,6 +1,6 @@
 """The cases of what a loss can be: each as an output, a layer or a term of as few models as go.
 
-Goes in and comes out: what ``cases`` says; this room adds the group ``losses``.
+Goes in and comes out: what ``cases`` says; this file adds the group ``losses``.
 """
 
 from __future__ import annotations

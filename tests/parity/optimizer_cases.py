@@ -1,6 +1,6 @@
 """The cases of optimizers: their options, and the gradients that they get.
 
-Goes in and comes out: what ``cases`` says; this room adds the group ``optimizers``.
+Goes in and comes out: what ``cases`` says; this file adds the group ``optimizers``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The cases of steps of one's own, and of what they do with losses, gradients and logs.
 
-Goes in and comes out: what ``cases`` says; this room adds to the groups ``models`` and ``metrics``.
+Goes in and comes out: what ``cases`` says; this file adds to the groups ``models`` and ``metrics``.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ class HouseTest(absltest.TestCase):
                      if extra in map(package_of, below)}
             self.assertEqual(users - {extra}, seams, extra)
 
-    def test_private_keras_names_have_their_floor(self):
-        """Else a Keras release breaks more than the rooms that are there for it."""
+    def test_private_keras_names_have_their_package(self):
+        """Else a Keras release breaks more than the files that are there for it."""
         outside = {str(path.relative_to(PACKAGE)): name for path in PACKAGE.rglob("*.py")
                    for name in imports(path) if "keras.src" in name
                    and path.relative_to(PACKAGE).parts[0] != "_keras"}
@@ -120,10 +120,10 @@ class HouseTest(absltest.TestCase):
     def test_names_that_are_put_together_are_imports_too(self):
         """Else a circle hides behind ``importlib``."""
         self.assertContainsSubset(
-            {f"towerstrategy._keras.{room}.hooks" for room in ("keras3", "tf_keras")},
+            {f"towerstrategy._keras.{folder}.hooks" for folder in ("keras3", "tf_keras")},
             files()["towerstrategy._keras"])
 
-    def test_rooms_are_small_and_say_what_they_are(self):
+    def test_files_are_small_and_say_what_they_are(self):
         """Else who looks for something has to read a file to its end."""
         sizes = {}
         for path in PACKAGE.rglob("*.py"):
@@ -140,15 +140,15 @@ class HouseTest(absltest.TestCase):
         """Else a newcomer reads for a day before the first change."""
         self.assertLessEqual((ROOT / "BUILD.md").read_text().count("\n"), GUIDE)
 
-    def test_tests_mirror_the_floors(self):
-        """Else who changes a room does not know which tests hold it."""
+    def test_tests_mirror_the_packages(self):
+        """Else who changes a file does not know which tests hold it."""
         def folders(root):
             return {str(path.parent.relative_to(root))
-                    for rooms in ("*/*.py", "extras/*/*.py") for path in root.glob(rooms)}
+                    for files in ("*/*.py", "extras/*/*.py") for path in root.glob(files)}
 
-        floors, tests = folders(PACKAGE), folders(TESTS)
-        self.assertEqual(tests - floors, {"benchmarks", "gpu", "parity", "repository", "slow"})
-        self.assertEmpty(floors - tests)
+        packages, tests = folders(PACKAGE), folders(TESTS)
+        self.assertEqual(tests - packages, {"benchmarks", "gpu", "parity", "repository", "slow"})
+        self.assertEmpty(packages - tests)
         for path in TESTS.rglob("*_test.py"):
             self.assertTrue(ast.get_docstring(ast.parse(path.read_text())), path)
 
