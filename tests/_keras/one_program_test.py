@@ -84,6 +84,50 @@ class OneProgramTest(parameterized.TestCase):
         self.assert_as_one_device(kit, make)
 
     @IN_TURN
+    def test_an_optimizer_of_what_its_step_trains(self, kit):
+        """Else it keeps slots of weights that it never sees, in files too, or refuses others."""
+        traced, slots = [], []
+
+        def make(kit):
+            class Model(kit.Sequential):
+                def train_step(self, data):
+                    traced.append(tf.distribute.has_strategy())
+                    with tf.GradientTape() as tape:
+                        hidden = self.layers[0](data[0]) * self.scale
+                        loss = tf.reduce_mean((self.layers[1](hidden) - data[1]) ** 2)
+                    trained = [*self.layers[1].trainable_variables, self.scale]
+                    self.optimizer.apply_gradients(zip(tape.gradient(loss, trained), trained))
+                    return {"loss": loss, "scale": self.scale + 0.}
+
+            model = Model([kit.Input([4]), kit.layers.Dense(3), kit.layers.Dense(2)])
+            model.scale = tf.Variable(1.5)
+            model.compile(kit.optimizers.Adam(.1), "mse")
+            slots.append(model.optimizer)
+            return model
+
+        self.assert_as_one_device(kit, make)
+        one, other = ([tuple(slot.shape) for slot in optimizer.variables] for optimizer in slots)
+        self.assertEqual(other, one)
+        self.assertLessEqual(traced.count(True), traced.count(False))
+
+    @IN_TURN
+    def test_states_that_go_from_batch_to_batch(self, kit):
+        """Else a stateful layer goes on from a tower's rows, or from nothing."""
+        kit, x = KITS[kit], X.reshape([18, 2, 2])
+
+        def fitted(strategy):
+            kit.utils.set_random_seed(1)
+            model = kit.Sequential([kit.Input(batch_shape=(6, 2, 2)),
+                                    kit.layers.GRU(3, stateful=True), kit.layers.Dense(2)])
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                model.compile("sgd", "mse")  # in a scope tf_keras refuses to make such a layer
+            model.fit(x, Y, batch_size=6, shuffle=False, verbose=0)
+            return [*model.get_weights(), model.predict(x, batch_size=6, verbose=0)]
+
+        for got, wanted in zip(fitted(towers()), fitted(None), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+    @IN_TURN
     def test_eagerly_prints_once(self, kit):
         """Else who debugs a step sees a part of the batch."""
         seen = []
