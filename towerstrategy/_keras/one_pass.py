@@ -13,7 +13,7 @@ Kernels take a decay rate and make its complement themselves, in float32: of 0.9
 
 Slices of a sparse gradient are summed into a dense one for the kernel, as Keras does for its
 operations, of which each goes over the whole table.  The average of squares is of each slice's
-square, so it is moved outside, too.
+square, so it is moved outside, too; not sparsely: TensorFlow would copy the slot at each access.
 """
 
 from __future__ import annotations
@@ -87,14 +87,11 @@ def adam(optimizer: Any, learning_rate: Any, cpu: Any) -> Kernel | None:
     kept, rate = _number(1), _number(1 - optimizer.beta_2)
 
     def apply(variable: Any, gradient: Any, **slots: Any) -> None:
-        v = slots["v"]
+        v, squares = slots["v"], tf.square(getattr(gradient, "values", gradient))
         if isinstance(gradient, tf.IndexedSlices):
-            _raw.AssignSubVariableOp(resource=v.handle, value=rate * v)
-            _raw.ResourceScatterAdd(resource=v.handle, indices=gradient.indices,
-                                    updates=rate * tf.square(gradient.values))
-        else:
-            _raw.ResourceApplyGradientDescent(
-                var=v.handle, alpha=rate, delta=v - tf.square(gradient))
+            squares = tf.convert_to_tensor(tf.IndexedSlices(
+                squares, gradient.indices, gradient.dense_shape))
+        _raw.ResourceApplyGradientDescent(var=v.handle, alpha=rate, delta=v - squares)
         operation(var=variable.handle, grad=tf.convert_to_tensor(gradient), beta2=kept,
                   **{name: slot.handle for name, slot in slots.items()}, **known)
 
