@@ -26,8 +26,9 @@ class Memory(NamedTuple):
       device: which.
       weights: trained or not, that live there.
       slots: what the optimizer keeps there.
-      step: what a step has there at most: gradients of weights, their sums, and weights that were
-        read from another device.  Most are gone before the last are made.
+      step: what a step has there at most: gradients of weights, their sums, what an update makes
+        of an embedding's table, and weights that were read from another device.  Most are gone
+        before the last are made.
     """
 
     way: str
@@ -56,8 +57,9 @@ def estimate_memory(model: Any, towers: int = 2) -> Estimate:
     """How much memory weights, optimizer and gradients take on each device.
 
     Activations come on top, on each tower those of its rows; one device has those of all rows.  So
-    do the rows that a batch looks up in embedding tables, and their gradients.  The model is to be
-    built, so its weights are held where this runs.  Stages and micro-batches are not looked at.
+    do the rows that a batch looks up in embedding tables, and their gradients.  An optimizer with
+    slots makes two of a table's size in a step, where the table is.  The model is to be built, so
+    its weights are held where this runs.  Stages and micro-batches are not looked at.
 
     Args:
       model: a Keras or tf_keras model, built and compiled, with any strategy or none.
@@ -94,18 +96,21 @@ def estimate_memory(model: Any, towers: int = 2) -> Estimate:
     weights = sum(map(_size, model.weights))
     tables = sum(map(_size, _keras.tables_of(model)))  # of which rows are looked up where they are
     trained = sum(map(_size, model.trainable_weights)) - tables
+    # Where a table is: an update goes over all of it, with its gradient and another made whole.
+    # Without slots rows alone are written, and the first write copies the table.
+    whole = (2 if slots > tables else 1) * tables
     home = _fullest(sorted(map(_size, model.weights), reverse=True), count) / weights
-    merged, tower = (count + 1) * trained, weights - tables + trained
+    merged, tower = (count + 1) * trained + whole, weights - tables + trained
     found: list[tuple[str, str, float, float, float]]
-    found = [("one device", "the device", weights, slots, trained),
-             ("MirroredStrategy", "each device", weights, slots, 2 * trained)]
+    found = [("one device", "the device", weights, slots, trained + whole),
+             ("MirroredStrategy", "each device", weights, slots, 2 * trained + whole)]
     if count > 1:
         found += [("cpu", "CPU", weights, slots, merged), ("cpu", "each tower", 0, 0, tower),
                   ("GPU:0", "GPU:0", weights, slots, merged),
                   ("GPU:0", "each other tower", 0, 0, tower),
                   # All gradients of its rows, and all towers' gradients of what lives there.
                   ("balanced", "the fullest tower", home * weights, home * slots,
-                   (1 - home) * (weights - tables) + trained + home * count * trained),
+                   (1 - home) * (weights - tables) + trained + home * (count * trained + whole)),
                   ("one memory", "the CPU", weights, slots, merged)]
     return Estimate(Memory(way, device, *map(round, sizes)) for way, device, *sizes in found)
 
