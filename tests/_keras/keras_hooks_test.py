@@ -106,6 +106,23 @@ class HooksTest(parameterized.TestCase):
             sys.modules.update(kept)
             _keras.keras3 = kept[package]
 
+    def test_keras_on_another_backend_is_refused(self):
+        """Else its models train on one device in the scope, without a word."""
+        with mock.patch.dict(sys.modules, {"keras.src.backend.jax.trainer": mock.Mock()}), \
+                mock.patch.object(_keras, "_foreign", []), \
+                mock.patch.object(_keras.hooks, "install") as install:
+            strategy = towerstrategy.TowerStrategy(1)
+            towerstrategy.TowerStrategy(1)
+        install.assert_called_once()
+        (hook,) = install.call_args.args[0].values()
+        compiled, model = mock.Mock(), keras.Sequential(name="model")
+        hook.instead(compiled, model, "sgd", loss="mse")
+        compiled.assert_called_once_with(model, "sgd", loss="mse")
+        with strategy.scope(), mock.patch.object(keras.src.backend, "backend", lambda: "jax"), \
+                self.assertRaisesRegex(
+                    ValueError, "model 'model' is compiled in .*runs on 'jax'.*KERAS_BACKEND"):
+            hook.instead(compiled, model, "sgd")
+
     @parameterized.parameters((keras, keras3_names), (tf_keras, tf_keras_names))
     def test_attributes_are_called_as_names_say(self, kit, names):
         """Else what a release renames a model shares with its twin, and nothing says so."""

@@ -29,10 +29,14 @@ TESTED = {"keras": ("3.8", "3.15"), "tf_keras": ("2.16", "2.21")}
 # The last module of each that is imported.
 _LAST = {"keras": "keras.src.backend.tensorflow.trainer",
          "tf_keras": "tf_keras.src.engine.training"}
+# The same of Keras 3 on other backends.
+_FOREIGN = tuple(f"keras.src.backend.{name}.trainer"
+                 for name in ("jax", "torch", "numpy", "openvino"))
 
 # Kerases that are hooked -> their ``hooks``; those hooked for stages, too.
 _installed: dict[str, Any] = {}
 _staged: set[str] = set()
+_foreign: list[Any] = []  # as _installed, of a Keras on another backend
 
 
 class Scope:
@@ -80,6 +84,9 @@ def install_hooks() -> None:
             with _naming_versions(package):
                 hooks.install(_installed[package].STAGES)
             _staged.add(package)
+    if not _foreign and any(_imported("keras", last_module) for last_module in _FOREIGN):
+        _foreign.append(importlib.import_module("towerstrategy._keras.keras3.foreign"))
+        hooks.install(_foreign[0].HOOKS)
 
 
 def _made_before(names: Any) -> list[Any]:
@@ -156,7 +163,7 @@ def slots_of(model: Any) -> list[Any]:
 
 
 def _imported(package: str, last_module: str) -> bool:
-    """Whether ``package`` is imported to the end, TensorFlow backend included."""
+    """Whether ``package`` is imported to the end, the backend of ``last_module`` included."""
     module = sys.modules.get(package)
     spec = getattr(module, "__spec__", None)
     return (module is not None and last_module in sys.modules
