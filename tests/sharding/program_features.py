@@ -136,5 +136,8 @@ FEATURES = {
             tf.RaggedTensor.from_tensor(h, lengths=tf.range(tf.shape(h)[0]) % 5), 1, keepdims=True
         )
     ),
+    "function_of_several_ranks": lambda h: (lambda f: h * f(tf.reduce_sum(h, 0)) + f(h))(
+        tf.function(lambda t: t * t, reduce_retracing=True)
+    ),
     "map_defun": lambda h: tf.vectorized_map(lambda r: r - tf.reduce_mean(h, 0) + tf.cumsum(r), h),
 }

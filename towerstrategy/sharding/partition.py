@@ -263,6 +263,8 @@ class Partition:
         inner = Partition(towers, f"{self._scope}{operation.name}/", self._once_in(operation))
         inner._checks = self._checks
         results = inner.run(layout, values, controls, self._asked(operation))
+        for value, tensor in zip(results, operation.outputs):
+            value.shape = value.shape.merge_with(tensor.shape)  # of which it may know more
         self._nodes.setdefault(operation.name, []).extend(inner.effects)
         self.effects.extend(inner.effects)
         return results
