@@ -136,6 +136,29 @@ FEATURES = {
             tf.RaggedTensor.from_tensor(h, lengths=tf.range(tf.shape(h)[0]) % 5), 1, keepdims=True
         )
     ),
+    "list_of_several_lengths": lambda h: (
+        lambda entries: h * tf.reduce_sum(entries.read(1)) + entries.read(0)
+    )(
+        tf.TensorArray(D, 2, infer_shape=False, element_shape=[None, 5])
+        .write(0, h)
+        .write(1, tf.concat([tf.cumsum(h, 0), h[:1]], 0))
+    ),
+    "scan_in_scan": lambda h: tf.transpose(
+        tf.scan(
+            lambda s, col: tf.scan(lambda u, e: u * 0.5 + e, col) + s,
+            tf.transpose(h),
+            tf.zeros([tf.shape(h)[0]], D),
+        )
+    ),
+    "grown_rows": lambda h: (
+        tf.while_loop(
+            lambda i, rows: i < 2,
+            lambda i, rows: (i + 1, tf.concat([rows, h * tf.cast(i, D)], 0)),
+            [0, h],
+            shape_invariants=[tf.TensorShape([]), tf.TensorShape([None, 5])],
+        )[1][-tf.shape(h)[0] :]
+        + h
+    ),
     "function_of_several_ranks": lambda h: (lambda f: h * f(tf.reduce_sum(h, 0)) + f(h))(
         tf.function(lambda t: t * t, reduce_retracing=True)
     ),

@@ -156,6 +156,66 @@ class PropagateTest(absltest.TestCase):
 
         self.assertEqual(_outputs(steps, ([6, 4], Sharded(0)), WHOLE), [REPLICATED])
 
+    def test_a_list_that_then_gets_something_whole_is_not_each_towers(self):
+        """Rows of another number than the batch's would be cut as if they were the batch's."""
+        def steps(x, w):
+            entries = tf.TensorArray(tf.float32, 2, infer_shape=False, element_shape=[None, 4])
+            return entries.write(0, x).write(1, tf.cumsum(x, 0)[::-1]).read(1)
+
+        self.assertEqual(_outputs(steps, ROWS, WHOLE), [REPLICATED])
+
+    def test_a_list_of_what_grows_in_a_loop_is_not_each_towers(self):
+        """What a variable of the loop was taken for at first would be said of it in the list."""
+        def loop(x, w):
+            def body(n, rows, entries):
+                return n + 1, tf.concat([rows, x], 0), entries.write(n, rows)
+
+            entries = tf.TensorArray(tf.float32, 3, infer_shape=False, element_shape=[None, 4])
+            return tf.while_loop(lambda n, *_: n < 3, body, (0, x, entries), (
+                tf.TensorShape([]), tf.TensorShape([None, 4]), tf.TensorShape(None)))[2].read(1)
+
+        self.assertEqual(_outputs(loop, ROWS, WHOLE), [REPLICATED])
+
+    def test_a_list_filled_in_a_branch_or_before_it_is_not_each_towers(self):
+        """What all towers have would be taken for the rows of each of them."""
+        def pushed(rows, *entries):
+            held = entries[0] if entries else tf.raw_ops.EmptyTensorList(
+                element_shape=-1, max_num_elements=3, element_dtype=tf.float32)
+            return tf.raw_ops.TensorListPushBack(input_handle=held, tensor=rows)
+
+        def first(held):
+            return tf.raw_ops.TensorListGetItem(
+                input_handle=held, index=0, element_shape=[-1, 4], element_dtype=tf.float32)
+
+        def one_branch(x, w):
+            return first(tf.cond(tf.reduce_sum(w) > 0, lambda: pushed(x),
+                                 lambda: pushed(tf.cumsum(x, 0))))
+
+        def before(x, w):
+            held = pushed(tf.cumsum(x, 0))
+            return first(tf.cond(tf.reduce_sum(w) > 0, lambda: pushed(x, held),
+                                 lambda: pushed(-x, held)))
+
+        def called(x, w):
+            return first(tf.function(pushed)(x, pushed(tf.cumsum(x, 0))))
+
+        for steps in (one_branch, before, called):
+            self.assertEqual(_outputs(steps, ROWS, WHOLE), [REPLICATED])
+
+    def test_a_list_whose_entries_have_all_rows_is_not_each_towers(self):
+        """A tower's rows are refused by a list that was made for the batch's, and the other way."""
+        def through(rows, shape):
+            entries = tf.raw_ops.TensorListReserve(
+                element_shape=shape, num_elements=1, element_dtype=tf.float32)
+            entries = tf.raw_ops.TensorListSetItem(input_handle=entries, index=0, item=rows)
+            return tf.raw_ops.TensorListGetItem(
+                input_handle=entries, index=0, element_shape=[-1, 4], element_dtype=tf.float32)
+
+        for steps in (lambda x, w: through(x, tf.shape(tf.cumsum(x, 0))),
+                      lambda x, w: through(tf.cumsum(x, 0), tf.shape(x))):
+            self.assertEqual(_outputs(steps, ROWS, WHOLE), [REPLICATED])
+        self.assertEqual(_outputs(lambda x, w: through(x, tf.shape(x)), ROWS, WHOLE), [Sharded(0)])
+
 
 if __name__ == "__main__":
     absltest.main()

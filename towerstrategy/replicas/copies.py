@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import results
-from towerstrategy.sharding import propagate
+from towerstrategy.sharding import graphs
 from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.variables import tower_local
@@ -79,7 +79,7 @@ class Copier:
         roots += [leaf.name if isinstance(leaf, tf.Operation) else leaf.op.name for leaf in leaves
                   if isinstance(leaf, tf.Operation) or tf.is_symbolic_tensor(leaf)]
         # What writes to the temporary copy of a variable was made before that.
-        stretch = propagate.in_order(roots, known)
+        stretch = graphs.in_order(roots, known)
         needed = {operation.name for operation in stretch}
         self._waiting = [operation for name, operation in known.items() if name not in needed]
         if stretch:

@@ -11,13 +11,13 @@ is said by graphs of their own.  The specs of a loop's variables are a fixpoint 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import traffic as traffic_lib
+from towerstrategy.sharding import graphs, traffic as traffic_lib
 from towerstrategy.sharding.rules import lists, registry
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
@@ -131,9 +131,10 @@ class _Propagation:
     def __init__(self, lists: bool, traffic: traffic_lib.Traffic | None = None) -> None:
         self._lists, self._traffic = lists, traffic or traffic_lib.Traffic()
         self._depth = 0  # of branches and loops
+        self._given: dict[tuple[int, str], tf.Tensor] = {}  # to functions, for their inputs
 
     def layout(self, graph: Any, inputs: Sequence[Spec]) -> Layout:
-        layout = Layout(graph, _needed_in_order(graph), {}, {})
+        layout = Layout(graph, graphs.needed_in_order(graph), {}, {})
         layout.specs.update(zip((tensor.name for tensor in graph.inputs), inputs))
         for operation in layout.order:
             names = operation.output_names
@@ -163,7 +164,7 @@ class _Propagation:
             plan = self._inside(operation, specs)
         else:
             plan = registry.plan_of(operation, specs)
-        if plan is not None and not self._possible(specs, plan):
+        if plan is not None and not self._possible(operation, specs, plan):
             plan = None
         if isinstance(plan, Plan) and not self._depth:
             plan = self._traffic.cheaper(operation, plan, list(specs))
@@ -176,11 +177,22 @@ class _Propagation:
             layout.fallbacks.append(operation)  # a sparse update takes all rows by its nature
         return [REPLICATED] * len(operation.outputs)
 
-    def _possible(self, specs: Sequence[Spec], plan: Plan | Nested) -> bool:
+    def _possible(self, operation: Op, specs: Sequence[Spec], plan: Plan | Nested) -> bool:
         """Whether each input can be made what the plan takes."""
         if not self._lists and any(isinstance(spec, ListOf) for spec in plan.gives):
             return False
-        return all(can_become(spec, wanted) for spec, wanted in zip(specs, plan.takes))
+        return all(can_become(spec, wanted) and self._is_each_towers(tensor, spec, wanted)
+                   for tensor, spec, wanted in zip(operation.inputs, specs, plan.takes))
+
+    def _is_each_towers(self, tensor: tf.Tensor, spec: Spec, wanted: Spec) -> bool:
+        """Whether each tower has what is in a list that is ``wanted``; else it has all rows."""
+        return not isinstance(wanted, ListOf) or isinstance(spec, ListOf) or lists.is_empty(
+            tensor, wanted.element, lambda inner: self._given.get((id(inner.graph), inner.name)))
+
+    def _entered(self, graph: Any, given: Iterable[tf.Tensor]) -> None:
+        """Notes what a function is called with."""
+        self._given.update(((id(graph), inner.name), outer)
+                           for inner, outer in zip(graph.inputs, given))
 
     def _call(self, operation: Op, specs: Sequence[Spec]) -> Plan | Nested:
         own = _tf.called_by_each_tower(operation.operation)
@@ -188,7 +200,9 @@ class _Propagation:
             meant: dict[str, Spec] = {"rows": specs[0], "own": MEAN, "once": REPLICATED, "sum": SUM}
             takes, gives = ([meant[word] for word in words] for words in own)
             return Plan(takes, gives)
-        layout = self.layout(_tf.called_body(operation.operation), specs)
+        body = _tf.called_body(operation.operation)
+        self._entered(body, operation.inputs)
+        layout = self.layout(body, specs)
         return Nested([layout], list(specs), layout.outputs, local=False)
 
     def _inside(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
@@ -199,7 +213,10 @@ class _Propagation:
             self._depth -= 1
 
     def _branch(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
-        layouts = [self.layout(graph, specs[1:]) for graph in branches_of(operation)]
+        branches = graphs.branches_of(operation)
+        for graph in branches:
+            self._entered(graph, operation.inputs[1:])
+        layouts = [self.layout(graph, specs[1:]) for graph in branches]
         added_up = [isinstance(spec, Partial) and any(
             _is_wanted_whole(layout, layout.graph.inputs[place]) for layout in layouts)
             for place, spec in enumerate(specs[1:])]
@@ -208,14 +225,15 @@ class _Propagation:
                 REPLICATED if whole else spec for whole, spec in zip(added_up, specs[1:]))])
         gives = [_joined(outputs) for outputs in zip(*(each.outputs for each in layouts))]
         for layout in layouts:
-            for spec, wanted in zip(layout.outputs, gives):
-                if not can_become(spec, wanted):
+            for tensor, spec, wanted in zip(layout.graph.outputs, layout.outputs, gives):
+                if not can_become(spec, wanted) or not self._is_each_towers(tensor, spec, wanted):
                     raise CannotGather(operation.type)
         local = all(is_local(layout, gives) for layout in layouts)
         return Nested(layouts, [REPLICATED, *specs[1:]], gives, local)
 
     def _loop(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
-        condition, body = function_of(operation, "cond"), function_of(operation, "body")
+        condition, body = (graphs.function_of(operation, name) for name in ("cond", "body"))
+        self._entered(body, operation.inputs)
         found = self._settled(body, operation, specs)
         if found is None:
             return None
@@ -227,8 +245,7 @@ class _Propagation:
                 found = again
         wanted, layout = found
         for spec, after, tensor in zip(specs, wanted, operation.inputs):
-            if isinstance(after, ListOf) and isinstance(spec, Replicated) \
-                    and not lists.is_empty(tensor):
+            if not self._is_each_towers(tensor, spec, after):
                 raise CannotGather(operation.type)  # what is in it is made of all rows
         asked = self.layout(condition, wanted)
         local = is_local(layout, wanted) and is_local(asked, [REPLICATED])
@@ -244,6 +261,10 @@ class _Propagation:
                      in zip(wanted, layout.outputs, operation.inputs)]
             if after == wanted:
                 return wanted, layout
+            if any(isinstance(now, Replicated) and not isinstance(before, (Replicated, ListOf))
+                   for before, now in zip(wanted, after)):  # lists have other entries, then
+                after = [first if isinstance(now, ListOf) else now
+                         for first, now in zip(specs, after)]
             wanted = after
         return None
 
@@ -354,47 +375,3 @@ def _as_taken(specs: Sequence[Spec], takes: Sequence[Spec]) -> bool:
                or isinstance(spec, ListOf) and isinstance(wanted, ListOf)
                or isinstance(wanted, ListOf) and isinstance(spec, Replicated)
                for spec, wanted in zip(specs, takes))
-
-
-def function_of(operation: Op, attribute: str) -> Any:
-    """The graph of the function that an operation calls."""
-    of = operation.operation
-    return _tf.body_of(of.graph, of.get_attr(attribute).name)
-
-
-def branches_of(operation: Op) -> list[Any]:
-    """The graphs of an operation's branches."""
-    if operation.type.endswith("Case"):
-        of = operation.operation
-        return [_tf.body_of(of.graph, branch.name) for branch in of.get_attr("branches")]
-    return [function_of(operation, "then_branch"), function_of(operation, "else_branch")]
-
-
-def _needed_in_order(graph: Any) -> list[Op]:
-    """The operations that results or effects need, each behind those that it needs.
-
-    The order in which they were made is not that: a loop gets its accumulators when its gradient
-    is asked for.  Assertions come before writes that they do not need.
-    """
-    known = {operation.name: Op(operation) for operation in graph.get_operations()}
-    effects = [operation for operation in known.values()
-               if operation.type != "Placeholder" and operation.has_effect]
-    first = [operation.name for operation in effects if not operation.writes_variables]
-    return in_order([*first, *(tensor.op.name for tensor in graph.outputs),
-                     *(operation.name for operation in effects)], known)
-
-
-def in_order(roots: Iterable[str], known: Mapping[str, Op]) -> list[Op]:
-    """``roots`` and what they need of the ``known`` operations, each behind those that it needs."""
-    done: set[str] = set()
-    order: list[Op] = []
-    stack: list[tuple[Op | None, Iterator[str]]] = [(None, iter(roots))]
-    while stack:
-        name = next(stack[-1][1], None)
-        if name is None:
-            operation, _ = stack.pop()
-            order += [] if operation is None else [operation]
-        elif name in known and name not in done:
-            done.add(name)
-            stack.append((known[name], iter([*known[name].before, *known[name].controls])))
-    return order

@@ -5,12 +5,13 @@ Goes in: an operation.  Comes out: its plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy.sharding.rules.dimensions import is_plain
+from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.rules.shapes import static_sizes
 from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Replicated, Sharded, Size, Spec
@@ -20,14 +21,23 @@ def _size_or_whole(spec: Spec) -> Spec:
     return spec if isinstance(spec, Size) else REPLICATED
 
 
-def is_empty(held: tf.Tensor) -> bool:
+def is_empty(held: tf.Tensor, element: Spec | None,
+             outside: Callable[[tf.Tensor], tf.Tensor | None]) -> bool:
     """Whether a list made once has no entries, so that it may serve as each tower's.
 
-    Of a list that a function is given, or a loop, the caller knows.
+    Args:
+      held: the list.
+      element: what its entries are to be: a tower's rows do not go into a list of all rows.
+      outside: what a function, a branch or a loop is given for an input; None if that is unknown.
     """
-    while held.op.type == "Identity":
-        (held,) = held.op.inputs
-    return held.op.type in ("EmptyTensorList", "TensorListReserve", "Placeholder")
+    before: tf.Tensor | None = held
+    while before is not None and before.op.type in ("Identity", "Placeholder"):
+        before = before.op.inputs[0] if len(before.op.inputs) else outside(before)
+    if before is None or before.op.type not in ("EmptyTensorList", "TensorListReserve"):
+        return False
+    shape = entries_of(before.op.inputs[0])
+    return not isinstance(element, Sharded) or shape is not None and (
+        not shape.ndim or shape[element.dim] == -1)
 
 
 def _shaped_as(op: Op, index: int, spec: Spec, element: Spec) -> bool:
@@ -47,16 +57,15 @@ def _shaped_as(op: Op, index: int, spec: Spec, element: Spec) -> bool:
 def put(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """An entry that is as those are which the list has."""
     held, *index, entry = specs
-    known = held.element if isinstance(held, ListOf) else None
-    if not all(map(is_plain, index)) or not isinstance(held, ListOf) and (
-            isinstance(entry, Replicated) or not is_empty(op.inputs[0])):
-        return None
     if isinstance(entry, Replicated):
-        entry = known or REPLICATED
-    if known not in (None, entry):
+        entry = REPLICATED
+        if not isinstance(held, ListOf):
+            return None
+    if not isinstance(held, ListOf):
+        held = ListOf(entry)
+    if not all(map(is_plain, index)) or held.element not in (None, entry):
         return None
-    takes = [held if isinstance(held, ListOf) else ListOf(), *[REPLICATED] * len(index), entry]
-    return Plan(takes, [ListOf(entry)])
+    return Plan([held, *[REPLICATED] * len(index), entry], [ListOf(entry)])
 
 
 @rule("TensorListPopBack", "TensorListGetItem")
@@ -104,7 +113,7 @@ def new_list(op: Op, specs: Sequence[Spec]) -> Plan | None:
     size = specs[0]
     if not isinstance(size, Size):
         return None
-    return Plan([size, *[REPLICATED] * (len(specs) - 1)], [ListOf()])
+    return Plan([size, *[REPLICATED] * (len(specs) - 1)], [ListOf(size.shards(size.at))])
 
 
 @rule("TensorListLength")

@@ -1,0 +1,57 @@
+"""What is in a traced graph, and in the graphs that an operation of it calls.
+
+Goes in: a graph, or an operation.  Comes out: the operations that are needed, each behind those
+that it needs; the graphs of branches and loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding.rules.registry import Op
+
+
+def function_of(operation: Op, attribute: str) -> Any:
+    """The graph of the function that an operation calls."""
+    of = operation.operation
+    return _tf.body_of(of.graph, of.get_attr(attribute).name)
+
+
+def branches_of(operation: Op) -> list[Any]:
+    """The graphs of an operation's branches."""
+    if operation.type.endswith("Case"):
+        of = operation.operation
+        return [_tf.body_of(of.graph, branch.name) for branch in of.get_attr("branches")]
+    return [function_of(operation, "then_branch"), function_of(operation, "else_branch")]
+
+
+def needed_in_order(graph: Any) -> list[Op]:
+    """The operations that results or effects need, each behind those that it needs.
+
+    The order in which they were made is not that: a loop gets its accumulators when its gradient
+    is asked for.  Assertions come before writes that they do not need.
+    """
+    known = {operation.name: Op(operation) for operation in graph.get_operations()}
+    effects = [operation for operation in known.values()
+               if operation.type != "Placeholder" and operation.has_effect]
+    first = [operation.name for operation in effects if not operation.writes_variables]
+    return in_order([*first, *(tensor.op.name for tensor in graph.outputs),
+                     *(operation.name for operation in effects)], known)
+
+
+def in_order(roots: Iterable[str], known: Mapping[str, Op]) -> list[Op]:
+    """``roots`` and what they need of the ``known`` operations, each behind those that it needs."""
+    done: set[str] = set()
+    order: list[Op] = []
+    stack: list[tuple[Op | None, Iterator[str]]] = [(None, iter(roots))]
+    while stack:
+        name = next(stack[-1][1], None)
+        if name is None:
+            operation, _ = stack.pop()
+            order += [] if operation is None else [operation]
+        elif name in known and name not in done:
+            done.add(name)
+            stack.append((known[name], iter([*known[name].before, *known[name].controls])))
+    return order
