@@ -354,8 +354,9 @@ class TowerStrategy(kind.Kind):
         Args:
           model: None, or a Keras or tf_keras model of this strategy, for a second table: the state
             that is not trained by gradients (statistics, counters, metrics), where it is kept and
-            how what towers write to it is merged, see :meth:`merge_rule`.  Of towers of several
-            stages another one has the layers and the bytes of each.
+            how what towers write to it in :meth:`run` is merged, see :meth:`merge_rule`; a step of
+            Keras writes it once, as one device does.  Of towers of several stages another one has
+            the layers and the bytes of each.
 
         >>> strategy = TowerStrategy(split_cpu(4)[:2])
         >>> with strategy.scope():
@@ -365,7 +366,7 @@ class TowerStrategy(kind.Kind):
         >>> print(strategy.describe(model))
         TowerStrategy: 2 towers, merge device CPU:0
         ...
-        state                       kept      merged
+        state                       kept      merged in strategy.run
         --...
         2 trained weights           one copy  gradients: sum of all rows'
         small/norm/moving_mean      one copy  mean by share of rows

@@ -38,7 +38,7 @@ def describe(strategy: tf.distribute.Strategy, state: Sequence[tuple[str, str, s
                  in strategy.extended.done_with_all_rows.items()]
     for title, header, lines, numbers in (
             ("Stages of the model", ("stage", "bytes", "layers"), stages, (1,)),
-            ("State of the model", ("state", "kept", "merged"), state, ()),
+            ("State of the model", ("state", "kept", "merged in strategy.run"), state, ()),
             ("Done once, with the rows of all towers", (
                 "done with all rows", "bytes an example", "first one", "line"), done_once, (1,))):
         if lines:
