@@ -600,7 +600,8 @@ class CallbackTest(parameterized.TestCase):
         """Else the report is silent, and its user believes in towers that there are not."""
         model = kit.Sequential([kit.Input([3]), kit.layers.Dense(1)])
         model.compile("sgd", "mse")
-        with self.assertRaisesRegex(ValueError, "for models that a TowerStrategy trains"):
+        with self.assertRaisesRegex(
+                ValueError, "for models that a TowerStrategy trains, but .* is trained by another"):
             model.fit(*data(4), verbose=0, callbacks=[tower_report.TowerReport()])
 
     @parameterized.parameters(({"picture": 3}, TypeError, "picture must be None or the path"),
@@ -614,6 +615,7 @@ class CallbackTest(parameterized.TestCase):
                               ({"picture": "no/such/a.png"}, ValueError,
                                "picture is to be.*'no/such/a.png'.*no folder 'no/such'"),
                               ({"picture": "a.doc"}, ValueError, "picture must.*ends in '.doc'"),
+                              ({"picture": "a"}, ValueError, "picture must.*'a', which ends in ''"),
                               ({"log_dir": __file__}, ValueError, "log_dir must be a folder"))
     def test_arguments(self, arguments, error, message):
         """Else a mistake shows after an epoch of training."""

@@ -31,7 +31,7 @@ def check(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"picture must be the path of a PNG file, but {str(path)!r} is a folder.")
     if file.suffix.lower() != ".png":
         raise ValueError(f'picture must be the path of a PNG file, such as "towers.png", but got '
-                         f"{str(path)!r}, which ends in {file.suffix or 'nothing'!r}.")
+                         f"{str(path)!r}, which ends in {file.suffix!r}.")
     if not file.parent.is_dir():
         raise ValueError(f"picture is to be drawn into {str(path)!r}, but there is no folder "
                          f"{str(file.parent)!r} (here is {str(pathlib.Path.cwd())!r}).")

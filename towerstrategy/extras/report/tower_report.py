@@ -93,8 +93,8 @@ class TowerReport(Callback):
         if not kind.is_tower_strategy(strategy):
             raise ValueError(
                 f"TowerReport is for models that a TowerStrategy trains, but model "
-                f"{self.model.name!r} has {strategy!r}. Compile it in the strategy's scope, or "
-                "call strategy.adopt(model).")
+                f"{self.model.name!r} is trained by another or none ({type(strategy).__name__}). "
+                "Compile it in the strategy's scope, or call strategy.adopt(model).")
         self.epochs, self._printed = [], 0
         with quiet.harmless("begin to watch", self._end_watch):
             self._watch = Watch(self.model, self._most)
