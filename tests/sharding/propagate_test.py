@@ -137,6 +137,14 @@ class PropagateTest(absltest.TestCase):
 
         self.assertEqual(_outputs(branch, ROWS, WHOLE), [REPLICATED])
 
+    def test_branches_of_which_one_is_the_same_for_all(self):
+        """A constant beside the largest of all rows ended in an error."""
+        def branch(x, w):
+            return tf.cond(tf.reduce_sum(w) > 0, lambda: (tf.reduce_max(x, 0), tf.reduce_sum(x, 0)),
+                           lambda: (w, w))
+
+        self.assertEqual(_outputs(branch, ROWS, WHOLE), [REPLICATED, SUM])
+
     def test_lists_hold_each_towers_entries(self):
         """A recurrent layer would gather each of its outputs."""
         def loop(x, w):

@@ -326,10 +326,8 @@ def _joined(specs: Sequence[Spec]) -> Spec:
     lists = [spec for spec in specs if isinstance(spec, ListOf)]
     if lists:
         return next((spec for spec in lists if spec.element is not None), lists[0])
-    sharded = {spec for spec in specs if not isinstance(spec, Replicated)}
-    if len(sharded) == 1 and isinstance(first, Partial):
-        return first
-    return REPLICATED
+    sums = first == SUM and all(isinstance(spec, Replicated) or spec == SUM for spec in specs)
+    return SUM if sums else REPLICATED
 
 
 def _turned(before: Spec, after: Spec, tensor: tf.Tensor) -> Spec:
