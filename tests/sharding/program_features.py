@@ -81,6 +81,12 @@ FEATURES = {
     "while_rows": lambda h: tf.while_loop(
         lambda i, a: i < tf.shape(h)[0], lambda i, a: (i + 1, a + h[i]), [0, h]
     )[1],
+    "while_most": lambda h: (
+        h
+        * tf.while_loop(
+            lambda i, most: i < 2, lambda i, most: (i + 1, most - 3.0), [0, tf.reduce_max(h, 0)]
+        )[1]
+    ),
     "cond_rows": lambda h: tf.cond(
         tf.shape(h)[0] > 6, lambda: h * 2, lambda: h - tf.reduce_mean(h, 0)
     ),

@@ -113,6 +113,15 @@ class PropagateTest(absltest.TestCase):
 
         self.assertEqual(_outputs(loop, ROWS, WHOLE), [REPLICATED, SUM])
 
+    def test_a_loop_that_begins_with_the_largest_of_all_rows(self):
+        """What is whole behind a turn would be beside zeros, which are larger than what is less."""
+        def loop(x, w):
+            return tf.while_loop(lambda n, *_: n < 3, lambda n, most, all_: (
+                n + 1, most + w, tf.logical_or(all_, w > 0)),
+                (0, tf.reduce_max(x, 0), tf.reduce_all(x > 0, 0)))[1:]
+
+        self.assertEqual(_outputs(loop, ROWS, WHOLE), [REPLICATED, REPLICATED])
+
     def test_variables_of_a_loop_depend_on_each_other(self):
         """One turn around the body would say too little of what a variable becomes in the third."""
         def loop(x, w):

@@ -344,7 +344,7 @@ def _turned(before: Spec, after: Spec, tensor: tf.Tensor) -> Spec:
         if isinstance(after, Sharded) and not after.group and tensor.shape.rank is not None \
                 and tensor.shape[after.dim] != 1:
             return after
-    if isinstance(before, Partial) and isinstance(after, Replicated):
+    if before == SUM and isinstance(after, Replicated):
         return before
     return REPLICATED
 
