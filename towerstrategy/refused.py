@@ -5,6 +5,8 @@ Goes in: an argument.  Comes out: nothing, or an error.
 
 from __future__ import annotations
 
+import os
+import pathlib
 import reprlib
 from typing import Any
 
@@ -36,3 +38,13 @@ def check_type(argument: str, given: Any, types: Any, expected: str) -> None:
     """Raises ``TypeError`` where ``given`` is of none of ``types``, ``expected`` in words."""
     if not isinstance(given, types):
         raise wrong_type(argument, given, expected)
+
+
+def check_file(argument: str, path: str | os.PathLike[str], what: str = "a file") -> None:
+    """Raises ``ValueError`` where ``what`` cannot be written to ``path``, now or after minutes."""
+    file = pathlib.Path(path)
+    if file.is_dir():
+        raise ValueError(f"{argument} must be the path of {what}, but {str(path)!r} is a folder.")
+    if not file.parent.is_dir():
+        raise ValueError(f"{argument} is to be written to {str(path)!r}, but there is no folder "
+                         f"{str(file.parent)!r} (here is {str(pathlib.Path.cwd())!r}).")

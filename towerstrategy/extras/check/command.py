@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import _version
+from towerstrategy import _version, refused
 from towerstrategy.extras.check import machine, same, speed
 from towerstrategy.extras.report import description
 
@@ -37,21 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given.towers is not None and given.towers < 1:
         parser.error(f"--towers must be at least 1, but got {given.towers}")
-    file = given.json
-    if file is not None and file.is_dir():
-        parser.error(f"--json must be the path of a file, but {str(file)!r} is a folder")
-    if file is not None and not file.parent.is_dir():
-        parser.error(f"--json is {str(file)!r}, but there is no folder {str(file.parent)!r}")
     try:
+        if given.json is not None:
+            refused.check_file("--json", given.json)
         devices, one_physical = machine.prepare(given.towers)
         tf.config.list_logical_devices()  # starts TensorFlow
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
     tf.get_logger().setLevel("ERROR")  # each network is traced anew, and TensorFlow says so
     document = _check(devices, one_physical, given.seconds)
-    if file is not None:
-        file.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"\n{file}: put this file into a bug report.")
+    if given.json is not None:
+        given.json.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"\n{given.json}: put this file into a bug report.")
     return 0 if document["passed"] else 1
 
 

@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from towerstrategy import refused
 from towerstrategy.extras.report.epochs import Epoch
 
 _INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
@@ -26,15 +27,11 @@ def check(path: str | os.PathLike[str]) -> None:
       ValueError: another ending than ``.png``, a folder, or a file in a folder that is not there.
       ModuleNotFoundError: matplotlib is not installed.
     """
-    file = pathlib.Path(path)
-    if file.is_dir():
-        raise ValueError(f"picture must be the path of a PNG file, but {str(path)!r} is a folder.")
-    if file.suffix.lower() != ".png":
+    refused.check_file("picture", path, "a PNG file")
+    suffix = pathlib.Path(path).suffix
+    if suffix.lower() != ".png":
         raise ValueError(f'picture must be the path of a PNG file, such as "towers.png", but got '
-                         f"{str(path)!r}, which ends in {file.suffix!r}.")
-    if not file.parent.is_dir():
-        raise ValueError(f"picture is to be drawn into {str(path)!r}, but there is no folder "
-                         f"{str(file.parent)!r} (here is {str(pathlib.Path.cwd())!r}).")
+                         f"{str(path)!r}, which ends in {suffix!r}.")
     _matplotlib()
 
 
