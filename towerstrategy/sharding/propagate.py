@@ -97,10 +97,10 @@ class Layout:
         return sum(_bytes_an_example(tensor, spec) for tensor, spec
                    in zip(operation.inputs, self.inputs_of(operation)) if isinstance(spec, Sharded))
 
-    def all_fallbacks(self) -> Iterator[tuple[Op, int, list[Spec]]]:
-        """Those of called functions, too; the bytes an example they gather; their inputs' specs."""
+    def all_fallbacks(self) -> Iterator[tuple[Layout, Op]]:
+        """Those of the functions that are called, too, each with the layout that it is in."""
         for operation in self.fallbacks:
-            yield operation, self.gathered(operation), self.inputs_of(operation)
+            yield self, operation
         for plan in self.plans.values():
             if isinstance(plan, Nested):
                 for layout in plan.layouts:
@@ -131,7 +131,7 @@ class _Propagation:
     def __init__(self, lists: bool, traffic: traffic_lib.Traffic | None = None) -> None:
         self._lists, self._traffic = lists, traffic or traffic_lib.Traffic()
         self._depth = 0  # of branches and loops
-        self._given: dict[tuple[int, str], tf.Tensor] = {}  # to functions, for their inputs
+        self._given: dict[tuple[Any, str], tf.Tensor] = {}  # to functions, for their inputs
 
     def layout(self, graph: Any, inputs: Sequence[Spec]) -> Layout:
         layout = Layout(graph, graphs.needed_in_order(graph), {}, {})
@@ -187,11 +187,11 @@ class _Propagation:
     def _is_each_towers(self, tensor: tf.Tensor, spec: Spec, wanted: Spec) -> bool:
         """Whether each tower has what is in a list that is ``wanted``; else it has all rows."""
         return not isinstance(wanted, ListOf) or isinstance(spec, ListOf) or lists.is_empty(
-            tensor, wanted.element, lambda inner: self._given.get((id(inner.graph), inner.name)))
+            tensor, wanted.element, lambda inner: self._given.get((inner.graph, inner.name)))
 
     def _entered(self, graph: Any, given: Iterable[tf.Tensor]) -> None:
         """Notes what a function is called with."""
-        self._given.update(((id(graph), inner.name), outer)
+        self._given.update(((graph, inner.name), outer)
                            for inner, outer in zip(graph.inputs, given))
 
     def _call(self, operation: Op, specs: Sequence[Spec]) -> Plan | Nested:

@@ -301,11 +301,12 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs
 def _report(strategy: Any, layout: propagate.Layout) -> None:
     """Notes which operations are done with all rows for want of a rule, and says it once a type."""
     known = strategy.extended.done_with_all_rows
-    for operation, gathered, specs in layout.all_fallbacks():
+    for its, operation in layout.all_fallbacks():
         if operation.type not in known:
-            known[operation.type] = operation.name, gathered, _tf.line_of(
+            known[operation.type] = operation.name, its.gathered(operation), _tf.line_of(
                 operation.operation)
             _log.info("%s (%s) is done once, with the rows of all towers, as no rule does it in "
                       "parts: %d bytes an example are gathered. %s Its inputs: %s", operation.type,
                       *known[operation.type], ", ".join(
-                          f"{each.shape} {spec}" for each, spec in zip(operation.inputs, specs)))
+                          f"{each.shape} {spec}" for each, spec
+                          in zip(operation.inputs, its.inputs_of(operation))))

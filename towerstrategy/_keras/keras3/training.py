@@ -187,11 +187,11 @@ def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None
     if self.train_function is None:
         # The optimizer is built here, around weights that may have been built outside.
         adopting.adopt_state(strategy, self, names)
-    if iterator is not None:
-        data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
     if any(getattr(type(self), step) is not getattr(names.TRAINER, step)
            for step in ("train_step", "test_step")):
         return
+    if iterator is not None:
+        data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
     with contextlib.suppress(Exception), strategy.scope():
         self._symbolic_build(data_batch=data_batch)
 

@@ -35,9 +35,10 @@ def is_empty(held: tf.Tensor, element: Spec | None,
         before = before.op.inputs[0] if len(before.op.inputs) else outside(before)
     if before is None or before.op.type not in ("EmptyTensorList", "TensorListReserve"):
         return False
+    if not isinstance(element, Sharded):
+        return True
     shape = entries_of(before.op.inputs[0])
-    return not isinstance(element, Sharded) or shape is not None and (
-        not shape.ndim or shape[element.dim] == -1)
+    return shape is not None and (not shape.ndim or bool(shape[element.dim] == -1))
 
 
 def _shaped_as(op: Op, index: int, spec: Spec, element: Spec) -> bool:
