@@ -2,8 +2,8 @@
 
 Goes in: an operation, the specs of its inputs, and what the dimensions of its inputs and outputs
 are called.  Comes out: its plan.  Where a name stands there are the same positions, in one order:
-rows in a dimension of that name are in all dimensions of that name.  An output
-without such a dimension is made of all rows: it is partial, or the operation is done once.
+rows in a dimension of that name are in all dimensions of that name.  An output without such a
+dimension is made of all rows: it is partial, or the operation is done once.
 """
 
 from __future__ import annotations

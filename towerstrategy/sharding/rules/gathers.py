@@ -1,7 +1,7 @@
 """Gathers and scatters, and sums of segments.
 
-Goes in: an operation.  Comes out: its plan.  Where all examples have the same
-indices, each tower scatters its own; rows that are scattered into a replicated tensor add up.
+Goes in: an operation.  Comes out: its plan.  Where all examples have the same indices,
+each tower scatters its own; rows that are scattered into a replicated tensor add up.
 """
 
 from __future__ import annotations

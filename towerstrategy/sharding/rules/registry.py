@@ -4,8 +4,7 @@ Goes in: rules, by :func:`rule` (ours) or :func:`register` (a user's).  Comes ou
 
 A rule is a function of an :class:`Op` and of the specs of its inputs.  It returns a :class:`Plan`,
 or None where the operation cannot be done in parts: it is done once then, with all rows.  That
-what a rule claims is so is proved by running each operation whole and in pieces
-(``tests/sharding``).
+what a rule claims is so is proved by running operations whole and in pieces (``tests/sharding``).
 """
 
 from __future__ import annotations
