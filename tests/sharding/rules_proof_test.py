@@ -7,6 +7,7 @@ import numpy as np
 import proof_cases  # noqa: F401  registers samples
 import proof_cases_algebra  # noqa: F401
 import proof_cases_moves  # noqa: F401
+import proof_cases_rows  # noqa: F401
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 from proof import KINDS_OF_SHAPES, Sample, prove

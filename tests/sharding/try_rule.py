@@ -14,7 +14,8 @@ def main(types: list[str]) -> int:
     towerstrategy.split_cpu(8)  # before anything runs, as what writes samples does
     from proof import prove
     from proof_samples import samples
-    for cases in ("proof_cases", "proof_cases_algebra", "proof_cases_moves"):
+    for cases in ("proof_cases", "proof_cases_algebra", "proof_cases_moves",
+                  "proof_cases_rows"):
         importlib.import_module(cases)
     importlib.import_module("towerstrategy.sharding.rules")
     chosen = [sample for sample in samples() if sample.type in types]

@@ -1,7 +1,8 @@
 """Gathers and scatters, and sums of segments.
 
-Goes in: an operation.  Comes out: its plan.  Where all examples have the same indices,
-each tower scatters its own; rows that are scattered into a replicated tensor add up.
+Goes in: an operation.  Comes out: its plan.  Where all examples have the same indices, or an index
+names the row that it is in, each tower scatters its own; rows that are scattered into a replicated
+tensor add up.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names
+from towerstrategy.sharding.rules.own_rows import in_own_rows
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Partial, Sharded, Size, Spec
 
@@ -46,7 +48,7 @@ def gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("GatherNd", "ResourceGatherNd")
 def gather_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
     names = but([-1], op.rank(1), "")
-    return by_names(op, specs, [None, names], [names])
+    return in_own_rows(op, specs, 1, 0, column=0) or by_names(op, specs, [None, names], [names])
 
 
 @rule("LookupTableFind", "LookupTableFindV2", "ResourceGather")
@@ -77,7 +79,8 @@ def unsorted_segment(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Of rows behind the segments each is for itself."""
     rank = op.rank(1)
     reduction = {"Sum": "sum", "Max": "max", "Min": "min"}.get(op.type[len("UnsortedSegment"):])
-    return None if rank is None else by_names(
+    own = in_own_rows(op, specs, 1, 2, [0], into=True)
+    return own if own is not None or rank is None else by_names(
         op, specs, [DIMS, DIMS[:rank]], [MIXED + DIMS[rank:]],
         Partial(reduction) if reduction else None)
 
@@ -86,14 +89,18 @@ def unsorted_segment(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def scatter_nd(op: Op, specs: Sequence[Spec]) -> Plan | None:
     truth = op.inputs[1].dtype.is_bool  # of entries with the same indices: whether any is true
     names = but([-1], op.rank(0), "")
-    return by_names(op, specs, [names, names], [""], Partial("or") if truth else SUM)
+    return in_own_rows(op, specs, 0, 2, [1], column=0, into=True) or by_names(
+        op, specs, [names, names], [""], Partial("or") if truth else SUM)
 
 
 @rule("TensorScatterUpdate", "TensorScatterAdd", "TensorScatterSub", "TensorScatterMax",
       "TensorScatterMin")
 def into_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Of the dimensions that indices name none is the rows'."""
+    """Of the dimensions that indices name none is the rows', or the first, by their own number."""
+    own = in_own_rows(op, specs, 1, 0, [2], column=0, into=True)
     ranks = op.rank(0), op.rank(2)
+    if own is not None:
+        return own
     named = op.inputs[1].shape[-1] if op.rank(1) else None
     if None in ranks or named is None:
         return None

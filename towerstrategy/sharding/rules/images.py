@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.sharding.rules.dimensions import by_names
+from towerstrategy.sharding.rules.own_rows import in_own_rows
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Size, Spec
 
@@ -95,5 +96,14 @@ def warp(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("CropAndResize")
 def crop(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """A tower crops its boxes; of which image, is counted in the whole batch."""
-    return by_names(op, specs, [None, "a", "a"], ["a"])
+    """A tower crops its boxes: of its own images, or of any, which are counted in the batch."""
+    return in_own_rows(op, specs, 2, 0, [1]) or by_names(op, specs, [None, "a", "a"], ["a"])
+
+
+@rule("CropAndResizeGradImage", "CropAndResizeGradBoxes")
+def crop_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Likewise."""
+    if op.type.endswith("Image"):
+        return in_own_rows(op, specs, 2, 3, [0, 1], into=True) or by_names(
+            op, specs, "aaa", [""], SUM)
+    return in_own_rows(op, specs, 3, 1, [0, 2]) or by_names(op, specs, ["a", None, "a", "a"], ["a"])

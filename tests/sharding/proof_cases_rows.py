@@ -1,0 +1,115 @@
+"""Samples of operations whose indices name rows by their number, and of some that only seem to.
+
+Goes in: nothing.  Comes out: samples, see :mod:`proof_samples`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from proof_samples import around, real, whole
+
+raw = tf.raw_ops
+
+
+def _rows(y: tf.Tensor) -> tf.Tensor:
+    return tf.range(tf.shape(y)[0])
+
+
+# How an index of rows [6, 2], or [6, 2, 2], is made of labels [6], or [6, 2].
+INDICES: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "stacked": lambda y: tf.stack([_rows(y), y], 1),
+    "joined": lambda y: tf.concat([_rows(y)[:, None], tf.expand_dims(y, 1)], -1),
+    "reshaped": lambda y: tf.concat([tf.reshape(_rows(y), [-1, 1]), y[..., None]], 1),
+    "long": lambda y: tf.stack(
+        [tf.range(tf.shape(y, tf.int64)[0], dtype=tf.int64), tf.cast(y, tf.int64)], -1),
+    "from_one": lambda y: tf.stack([tf.range(1, tf.shape(y)[0] + 1) - 1, y], 1),
+    "backwards": lambda y: tf.stack([_rows(y)[::-1], y], 1),
+    "by_two": lambda y: tf.stack([tf.range(0, 2 * tf.shape(y)[0], 2) // 2, y], 1),
+    "columns_first": lambda y: tf.stack([y, _rows(y) % 4], 1),
+    "moved_on": lambda y: tf.stack([tf.roll(_rows(y), 1, 0), y], 1),
+}
+SEVERAL: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "tiled": lambda y: tf.stack([tf.tile(_rows(y)[:, None], [1, 2]), y], -1),
+    "flat": lambda y: tf.stack([tf.reshape(tf.tile(_rows(y)[:, None], [1, 2]), [-1]),
+                                tf.reshape(y, [-1])], 1),
+    "repeated": lambda y: tf.concat([tf.repeat(_rows(y), 2)[:, None],
+                                     tf.reshape(y, [-1, 1])], 1),
+    "of_columns": lambda y: tf.stack([tf.tile(tf.range(2)[None], [tf.shape(y)[0], 1]), y], -1),
+    "in_turn": lambda y: tf.stack([tf.tile(_rows(y), [2]), tf.reshape(y, [-1])], 1),
+}
+
+
+def _chosen(indices: Callable[[tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
+    """Entries that are gathered, and their gradient."""
+    def call(x: tf.Tensor, y: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = tf.gather_nd(x, indices(y))
+            loss = tf.reduce_sum(found ** 2)
+        return found, tape.gradient(loss, x)
+
+    return call
+
+
+def _put(type: str, indices: Callable[[tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
+    """Entries that are put where rows and labels say, and the gradients of that."""
+    def call(x: tf.Tensor, y: tf.Tensor, new: tf.Tensor) -> Any:
+        at = indices(y)
+        with tf.GradientTape() as tape:
+            tape.watch([x, new])
+            put = getattr(raw, type)(tensor=x, indices=at, updates=new)
+            loss = tf.reduce_sum(put ** 2 * x)
+        return put, tape.gradient(loss, [x, new])
+
+    return call
+
+
+def _scattered(indices: Callable[[tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
+    def call(x: tf.Tensor, y: tf.Tensor, new: tf.Tensor) -> Any:
+        at = indices(y)
+        return tf.scatter_nd(at, new, tf.shape(x, at.dtype))
+
+    return call
+
+
+def _summed(type: str) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Over the positions of each row."""
+    return lambda x: getattr(raw, type)(data=tf.reshape(x, [-1, 3]), num_segments=tf.shape(x)[0],
+                                        segment_ids=tf.repeat(_rows(x), 2))
+
+
+def _cropped(x: tf.Tensor, boxes: tf.Tensor) -> Any:
+    """Boxes of each image, and the gradients of images and boxes."""
+    images = tf.reshape(tf.tile(tf.range(tf.shape(x)[0])[:, None], [1, 2]), [-1])
+    with tf.GradientTape() as tape:
+        tape.watch([x, boxes])
+        crops = tf.image.crop_and_resize(x, tf.reshape(boxes, [-1, 4]), images, [2, 2])
+        loss = tf.reduce_sum(crops ** 2)
+    return crops, tape.gradient(loss, [x, boxes])
+
+
+def _own_rows() -> None:
+    for name, indices in (INDICES | SEVERAL).items():
+        labels = (6, 2) if name in SEVERAL else (6,)
+        flat = name in ("flat", "repeated", "in_turn")
+        for type in ("GatherNd", "ScatterNd"):
+            around(type, _chosen(indices), real(6, 4), whole(*labels), title=name)
+        for inner in ((), (3,)):
+            new = real(*((12,) if flat else labels), *inner)
+            for type in ("Update", "Add", "Max") if name == "stacked" else ("Update",):
+                around(f"TensorScatter{type}", _put(f"TensorScatter{type}", indices),
+                       real(6, 4, *inner), whole(*labels), new, title=name)
+        if name in ("long", "flat", "moved_on"):
+            around("ScatterNd", _scattered(indices), real(6, 4, 3), whole(*labels), new, title=name)
+    for kind in ("Sum", "Max", "Min", "Prod"):
+        around(f"UnsortedSegment{kind}", _summed(f"UnsortedSegment{kind}"), real(6, 2, 3))
+    corners = np.sort(real(6, 2, 2, 2, dtype=np.float32), 2).reshape(6, 2, 4)
+    for type in ("CropAndResize", "CropAndResizeGradImage", "CropAndResizeGradBoxes"):
+        around(type, _cropped, real(6, 4, 5, 2, dtype=np.float32), corners)
+
+
+_own_rows()

@@ -1,0 +1,141 @@
+"""Rows that are named by number, as in ``tf.gather_nd(logits, tf.stack([tf.range(n), y], 1))``.
+
+Goes in: an operation with indices.  Comes out: its plan, if each index names the very row that it
+is in: a tower needs no rows of others then, and counts its own from its first one.  What indices
+name is read off the operations that made them, from ``tf.range`` on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding.rules.entries import entries_of, sizes_of
+from towerstrategy.sharding.rules.registry import Op, Plan
+from towerstrategy.sharding.rules.views import sliced
+from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec
+
+_Counted = tuple[int, int]  # a dimension, and how many positions in a row have the same number
+
+
+def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside: Sequence[int] = (),
+                column: int | None = None, into: bool = False) -> Plan | None:
+    """The plan of an operation whose indices say nothing but the rows that they are in.
+
+    Args:
+      op: the operation.
+      specs: the specs of its inputs.
+      indices: which input these are.
+      batch: the input whose rows they name, or the shape, or number, of rows that are made.
+      beside: inputs of which an index has an entry each.
+      column: where in the indices' last dimension rows are named; None: there is no such dimension.
+      into: whether what is made has the rows that are named; else it is beside the indices.
+    """
+    spec, rows, tensor = specs[indices], specs[batch], op.inputs[indices]
+    rows = rows.shards(rows.at) if isinstance(rows, Size) else rows
+    if not isinstance(spec, Sharded) or spec.group or rows != Sharded(0) \
+            or _counted(tensor, column) != (spec.dim, spec.times) \
+            or column is not None and (tensor.shape[-1] is None
+                                       or tensor.shape.rank == spec.dim + 1):
+        return None
+    takes = [spec if index in beside else each if index in (indices, batch) else REPLICATED
+             for index, each in enumerate(specs)]
+    if any(isinstance(each, Sharded) and each != wanted for each, wanted in zip(specs, takes)):
+        return None
+
+    def one(m: Any, tower: int) -> Any:
+        first = m.towers.offset(tower, tensor.dtype)
+        if column is not None:
+            first = m.towers.vector(tower, first, column, tensor.shape[-1], 0)
+        given = [m.part(index, tower) for index in range(len(takes))]
+        given[indices] = m.make("Sub", [given[indices], first], tower)
+        return m.copy(given, tower)[0]
+
+    return Plan(takes, [rows if into else spec],
+                make=lambda m: [m.each(lambda tower: one(m, tower))], alone=0)
+
+
+def _counted(tensor: tf.Tensor, column: int | None) -> _Counted | None:
+    """Where it counts: its entry at position i of that dimension is i // positions."""
+    if tensor.dtype not in (tf.int32, tf.int64) or tensor.shape.rank is None:
+        return None
+    if column is not None and tensor.shape[-1] == 1:
+        column = None
+    make = _MADE.get(tensor.op.type)
+    return None if make is None else make(tensor.op, column)
+
+
+def _range(operation: tf.Operation, _: int | None) -> _Counted | None:
+    start, _, step = map(_tf.constant_value, operation.inputs)
+    return (0, 1) if start == 0 and step == 1 else None
+
+
+def _same(operation: tf.Operation, column: int | None) -> _Counted | None:
+    return _counted(operation.inputs[0], column)
+
+
+def _reshaped(operation: tf.Operation, column: int | None) -> _Counted | None:
+    """Entries keep their places among all entries, so nothing may be in front of the dimension."""
+    found = _counted(operation.inputs[0], column)
+    before, after = map(sizes_of, (operation.inputs[0], operation.outputs[0]))
+    if found is None or before is None or after is None:
+        return None
+    if column is not None and {before.pop()} - {None} != {after.pop()}:
+        return None
+    dim, each = found
+    place = next((at for at, size in enumerate(after) if size != 1), 0)
+    behind = before[dim + 1:], after[place + 1:]
+    if set(before[:dim]) - {1} or not after or None in (*behind[0], *behind[1]):
+        return None
+    had, has = (math.prod(size or 0 for size in sizes) for sizes in behind)
+    return (place, each * had // has) if has and each * had % has == 0 else None
+
+
+def _expanded(operation: tf.Operation, column: int | None) -> _Counted | None:
+    found, axis = _counted(operation.inputs[0], column), _tf.constant_value(operation.inputs[1])
+    if found is None or axis is None:
+        return None
+    return found[0] + (int(axis) % operation.outputs[0].shape.rank <= found[0]), found[1]
+
+
+def _sliced(operation: tf.Operation, column: int | None) -> _Counted | None:
+    found = None if column is not None else _counted(operation.inputs[0], None)
+    place = None if found is None else sliced(
+        Op(operation), found[0], operation.inputs[0].shape.rank)
+    return None if found is None or place is None else (place, found[1])
+
+
+def _tiled(operation: tf.Operation, column: int | None) -> _Counted | None:
+    found, times = _counted(operation.inputs[0], column), entries_of(operation.inputs[1])
+    return found if found is not None and times is not None and times[found[0]] == 1 else None
+
+
+def _packed(operation: tf.Operation, column: int | None) -> _Counted | None:
+    last = operation.outputs[0].shape.rank - 1
+    if column is None or operation.get_attr("axis") not in (-1, last):
+        return None
+    return _counted(operation.inputs[column], None)
+
+
+def _joined(operation: tf.Operation, column: int | None) -> _Counted | None:
+    *parts, axis = operation.inputs
+    axis = _tf.constant_value(axis)
+    if column is None or axis is None or int(axis) not in (-1, operation.outputs[0].shape.rank - 1):
+        return None
+    for part in parts:
+        if part.shape.rank is None or part.shape[-1] is None:
+            return None
+        if column < part.shape[-1]:
+            return _counted(part, column)
+        column -= part.shape[-1]
+    return None
+
+
+_MADE: dict[str, Callable[[tf.Operation, int | None], _Counted | None]] = {
+    "Range": _range, "Reshape": _reshaped, "ExpandDims": _expanded, "StridedSlice": _sliced,
+    "Tile": _tiled, "Pack": _packed, "ConcatV2": _joined,
+    **dict.fromkeys(("Identity", "Cast", "StopGradient", "Snapshot"), _same)}
