@@ -161,8 +161,8 @@ def _claims(sample: Sample, kinds: int) -> Iterator[Layout]:
             continue
         layout = propagate(graph, specs)
         if any(
-            layout.plans.get(operation.name) is not None
-            for operation in layout.order
+            layout.plans.get(operation.name, "left out") is not None
+            for operation in graph.get_operations()
             if operation.type == sample.type
         ):
             yield layout

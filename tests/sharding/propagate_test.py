@@ -1,5 +1,7 @@
 """Tests of what each tensor of a traced step is: loops, branches and lists among it."""
 
+import collections
+
 import tensorflow as tf
 from absl.testing import absltest
 
@@ -9,13 +11,17 @@ from towerstrategy.sharding.propagate import propagate
 from towerstrategy.sharding.spec import MEAN, REPLICATED, SUM, Partial, Sharded
 
 
-def _outputs(function, *inputs):
-    """The specs of what ``function`` returns of inputs, pairs of a shape and a spec."""
+def _layout(function, *inputs):
+    """The layout of ``function`` of inputs, pairs of a shape and a spec."""
     graph = _tf.trace(tf.function(function).python_function,
                       [tf.TensorSpec(shape, tf.float32) for shape, _ in inputs], "step")
-    layout = propagate(graph, [*(spec for _, spec in inputs),
-                               *[REPLICATED] * (len(graph.inputs) - len(inputs))])
-    return layout.outputs
+    return propagate(graph, [*(spec for _, spec in inputs),
+                             *[REPLICATED] * (len(graph.inputs) - len(inputs))])
+
+
+def _outputs(function, *inputs):
+    """The specs of what it returns."""
+    return _layout(function, *inputs).outputs
 
 
 ROWS = ([None, 4], Sharded(0))
@@ -63,6 +69,34 @@ class PropagateTest(absltest.TestCase):
 
         self.assertEqual(_outputs(made, ROWS, WHOLE),
                          [Sharded(0), Sharded(0), Sharded(0), Sharded(1)])
+
+    def test_what_gives_its_input_is_left_out(self):
+        """Of a transformer's step each tower would do a third more, all of it nothing."""
+        def gradient(x, w):
+            with tf.GradientTape() as tape:
+                tape.watch([x, w])
+                y = tf.transpose(tf.identity(tf.tanh(x) * w + tf.stop_gradient(x)), [0, 1])
+                loss = tf.reduce_sum(tf.reshape(y, tf.shape(x)) ** 2)
+            return tape.gradient(loss, [x, w])
+
+        layout = _layout(gradient, ROWS, WHOLE)
+        self.assertEqual(layout.outputs, [Sharded(0), SUM])
+        counts = collections.Counter(operation.type for operation in layout.order)
+        self.assertEqual([counts[type] for type in ("StopGradient", "Transpose")], [0, 0])
+        self.assertEqual(counts["Identity"], 2)  # what is returned
+        self.assertEqual(counts["Sum"], 1)  # of w's gradient
+
+    def test_what_waits_for_what_is_left_out_waits_for_what_that_waits_for(self):
+        """It would begin before what it has to wait for."""
+        def waits(x, w):
+            before = tf.tanh(x)
+            with tf.control_dependencies([tf.identity(tf.stop_gradient(before))]):
+                return x * w
+
+        layout = _layout(waits, ROWS, WHOLE)
+        self.assertEqual({operation.type: operation.controls for operation in layout.order
+                          if operation.type not in ("Placeholder", "Identity")},
+                         {"Tanh": [], "Mul": ["Tanh"]})
 
     def test_gradients_of_matrices_keep_rows(self):
         """A Gaussian's Cholesky factors would be gathered, as of the zeros that TensorFlow puts

@@ -136,11 +136,22 @@ class _Propagation:
     def layout(self, graph: Any, inputs: Sequence[Spec]) -> Layout:
         layout = Layout(graph, graphs.needed_in_order(graph), {}, {})
         layout.specs.update(zip((tensor.name for tensor in graph.inputs), inputs))
+        asked = {tensor.op.name for tensor in graph.outputs}
+        passed: dict[str, Op] = {}
         for operation in layout.order:
             names = operation.output_names
-            if names and all(name in layout.specs for name in names):
-                continue
+            if names and names[0] in layout.specs:
+                continue  # an input
+            if passed:
+                operation.pass_by(passed)
             layout.specs.update(zip(names, self._operation(layout, operation)))
+            plan = layout.plans[operation.name]
+            if isinstance(plan, Plan) and plan.passes and not operation.controls \
+                    and operation.name not in asked:
+                passed[operation.name] = operation
+                layout.parted.pop()
+                del layout.plans[operation.name]
+        layout.order = [operation for operation in layout.order if operation.name not in passed]
         if not self._depth:
             traffic_lib.cut_late(layout)
             traffic_lib.gather_early(layout)
@@ -150,9 +161,9 @@ class _Propagation:
     def _operation(self, layout: Layout, operation: Op) -> Sequence[Spec]:
         specs = layout.inputs_of(operation)
         plan: Plan | Nested | None
-        nests = operation.type in (*CALLS, *BRANCHES) and operation.has_effect \
+        nests = operation.has_effect and operation.type in (*CALLS, *BRANCHES) \
             and not _tf.is_compiled(operation.operation)  # each write is where its variable is
-        if all(spec is REPLICATED for spec in specs) and not nests:
+        if specs.count(REPLICATED) == len(specs) and not nests:
             layout.plans[operation.name] = None
             return [REPLICATED] * len(operation.outputs)
         layout.parted.append(operation)
@@ -181,8 +192,9 @@ class _Propagation:
         """Whether each input can be made what the plan takes."""
         if not self._lists and any(isinstance(spec, ListOf) for spec in plan.gives):
             return False
-        return all(can_become(spec, wanted) and self._is_each_towers(tensor, spec, wanted)
-                   for tensor, spec, wanted in zip(operation.inputs, specs, plan.takes))
+        return plan.takes == specs or all(
+            can_become(spec, wanted) and self._is_each_towers(tensor, spec, wanted)
+            for tensor, spec, wanted in zip(operation.inputs, specs, plan.takes))
 
     def _is_each_towers(self, tensor: tf.Tensor, spec: Spec, wanted: Spec) -> bool:
         """Whether each tower has what is in a list that is ``wanted``; else it has all rows."""

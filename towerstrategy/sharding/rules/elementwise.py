@@ -12,8 +12,17 @@ import tensorflow as tf
 
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, by_names, is_plain
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Partial, Sharded, Size, Spec
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    SUM,
+    ListOf,
+    Replicated,
+    Sharded,
+    Size,
+    Spec,
+)
 
+AS_IT_IS = ("Identity", "StopGradient", "PreventGradient", "Snapshot")
 LINEAR = ("Identity", "Cast", "Neg", "StopGradient", "PreventGradient", "Snapshot", "Real", "Imag",
           "Conj", "AddN", "AddV2", "Add", "Sub")
 
@@ -51,6 +60,8 @@ _UNARY, _OF_ONE_SHAPE = frozenset(UNARY), frozenset(OF_ONE_SHAPE)
 
 @rule(*UNARY, *BINARY, light=True)
 def entry_by_entry(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    if op.type in AS_IT_IS and not isinstance(specs[0], Replicated):
+        return Plan(specs, specs, passes=True)
     if any(isinstance(spec, ListOf) for spec in specs):
         alike = all(isinstance(spec, ListOf) for spec in specs)
         return Plan(specs, [specs[0]] * len(op.outputs)) if alike else None
@@ -58,8 +69,7 @@ def entry_by_entry(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return _of_rows(op, specs)
     if any(isinstance(spec, Size) for spec in specs):
         return _of_size(op, specs)
-    if all(spec == SUM for spec in specs) and _is_linear(op) or isinstance(
-            specs[0], Partial) and op.type in ("Identity", "StopGradient"):
+    if all(spec == SUM for spec in specs) and _is_linear(op):
         return Plan(specs, [specs[0]])
     return None
 
@@ -79,8 +89,7 @@ def _of_rows(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def _of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """A number of rows times, or over, what is no number of rows; a cast or a copy of it."""
     size = next(spec for spec in specs if isinstance(spec, Size))
-    if len(specs) == 1 and op.type in ("Identity", "Cast", "StopGradient", "Snapshot") \
-            and op.outputs[0].dtype.is_integer:
+    if op.type == "Cast" and op.outputs[0].dtype.is_integer:
         return Plan(specs, specs)
     if op.type == "Mul" and op.out_rank() == 0 and sum(isinstance(s, Size) for s in specs) == 1:
         factor = op.value(0 if specs[1] is size else 1)
@@ -149,4 +158,4 @@ def check(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("IdentityN")
 def identity_n(op: Op, specs: Sequence[Spec]) -> Plan:
-    return Plan(specs, specs)
+    return Plan(specs, specs, passes=True)

@@ -19,6 +19,21 @@ from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded,
 _PARTS = {"Sum": "sum", "Max": "max", "Min": "min", "All": "and", "Any": "or"}
 
 
+def _over_axes(op: Op, spec: Sharded | Partial, axes: Axes, keep: bool) -> Plan | None:
+    """A gradient that is summed over the axes of a broadcast; there may be none."""
+    reduced, passes = axes.reduced, all(summed is False for summed in axes.reduced)
+    if isinstance(spec, Partial):
+        return Plan([spec, REPLICATED], [SUM], passes=passes) if spec == SUM else None
+    gives = _by_axes(spec, axes, keep)
+    if gives is None:
+        return None
+    if keep and None not in reduced and op.rank(0) == len(reduced):
+        op.outputs[0].set_shape([  # TensorFlow does not know the axes
+            1 if summed else None if at == spec.dim else size
+            for at, (size, summed) in enumerate(zip(op.inputs[0].shape, reduced))])
+    return Plan([spec, REPLICATED], [gives], passes=passes)
+
+
 def _by_axes(spec: Sharded, axes: Axes, keep: bool) -> Spec | None:
     """Where the rows are when a gradient is summed over the axes of a broadcast."""
     reduced = axes.reduced
@@ -38,14 +53,13 @@ def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, keep = specs[0], op.attr("keep_dims")
     if isinstance(spec, Size):
         return shapes.product_of_size(op, specs) if op.type == "Prod" else None
-    if isinstance(spec, Partial):
-        return Plan([spec, REPLICATED], [SUM]) if op.type == "Sum" and spec == SUM else None
-    if not isinstance(spec, Sharded):
-        return None
     takes: list[Spec] = [spec, REPLICATED]
-    if isinstance(specs[1], Axes):
-        gives = _by_axes(spec, specs[1], keep) if op.type == "Sum" else None
-        return None if gives is None else Plan(takes, [gives])
+    if isinstance(specs[1], Axes) and op.type == "Sum" and isinstance(spec, (Partial, Sharded)):
+        return _over_axes(op, spec, specs[1], keep)
+    if isinstance(spec, Partial):
+        return Plan(takes, [SUM]) if op.type == "Sum" and spec == SUM else None
+    if not isinstance(spec, Sharded) or isinstance(specs[1], Axes):
+        return None
     axes = op.axes(1, op.rank(0))
     if axes is None:
         return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +72,17 @@ class Op:
         self.is_stateful = _tf.is_stateful(self.type)
         self.has_effect = (self.is_stateful or bool(self.handles)) and _tf.has_effect(
             operation, self.handles)
+
+    def pass_by(self, passed: Mapping[str, Op]) -> None:
+        """Takes the inputs of those operations, by name, whose outputs are their inputs."""
+        for place, name in enumerate(self.before):
+            if name in passed:
+                given = passed[name].inputs[self.inputs[place].value_index]
+                self.inputs[place] = given
+                self.input_names[place], self.before[place] = given.name, given.op.name
+        if not passed.keys().isdisjoint(self.controls):
+            self.controls = sorted({before for name in self.controls for before in (
+                passed[name].before[:len(passed[name].outputs)] if name in passed else [name])})
 
     @property
     def writes_variables(self) -> bool:
@@ -142,6 +153,7 @@ class Plan:
         on no rows, or give something of a wrong shape.
       near: an input of which the towers need a few entries: theirs are done where it is, so that
         only the entries are sent.
+      passes: each output is the input of its number, as it is: the operation need not be done.
       once: it is done once with all rows, of which each tower then takes its own.
       whole: likewise makes the whole batch's outputs: of sizes that are made of sharded inputs, and
         of what is done once in another way.
@@ -155,6 +167,7 @@ class Plan:
     near: int | None = None
     once: bool = False
     padded: bool = False
+    passes: bool = False
 
 
 Rule = Callable[[Op, Sequence[Spec]], "Plan | None"]
@@ -203,7 +216,16 @@ def register(type: str, rule: Rule) -> None:
     if not callable(rule):
         raise TypeError("rule must be a function of an operation and the specs of its inputs, but "
                         f"got {rule!r}")
-    _RULES[type] = rule
+    _RULES[type] = functools.partial(_checked, rule)
+
+
+def _checked(rule: Rule, op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """What a user's rule says, if that is a plan."""
+    plan = rule(op, specs)
+    problem = "" if plan is None else _problem(plan, op)
+    if problem:
+        raise TypeError(f"the rule for {op.type} (operation {op.name!r}) {problem}")
+    return plan
 
 
 def _is_operation(type: str) -> bool:
@@ -230,13 +252,10 @@ def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
     plan = None if found is None else found(op, specs)
     if plan is None:
         return None
-    problem = _problem(plan, op)
-    if problem:
-        raise TypeError(f"the rule for {op.type} (operation {op.name!r}) {problem}")
-    if any(isinstance(wanted, Sharded) and spec != dataclasses.replace(wanted, broadcast=False)
-           and op.rank(index) is None
-           for index, (spec, wanted) in enumerate(zip(specs, plan.takes))):
-        return None  # nothing can be cut whose rank is unknown
+    for index, (spec, wanted) in enumerate(zip(specs, plan.takes)):
+        if wanted is not spec and isinstance(wanted, Sharded) and op.rank(index) is None \
+                and spec != dataclasses.replace(wanted, broadcast=False):
+            return None  # nothing can be cut whose rank is unknown
     return plan
 
 

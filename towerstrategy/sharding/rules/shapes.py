@@ -58,8 +58,8 @@ def size(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
     def whole(m: Any) -> list[Any]:
         dtype = op.outputs[0].dtype
-        parts = m.each(lambda tower: m.copy([m.part(0, tower)], tower)[0])
         if times is None or spec.group:
+            parts = m.each(lambda tower: m.copy([m.part(0, tower)], tower)[0])
             return [m.towers.add_up(parts, m.towers.merge)]
         return [m.make("Mul", [m.towers.total(dtype), m.constant(times, dtype, None)], None)]
 

@@ -43,7 +43,7 @@ def _view(*types: str, data: slice = slice(1), light: bool = False) -> Callable[
             if isinstance(given[0], Partial) and len(set(given)) == 1:
                 rest: list[Spec] = [REPLICATED] * len(specs)
                 rest[data] = given
-                return Plan(rest, [given[0]] * len(op.outputs))
+                return Plan(rest, [given[0]] * len(op.outputs), passes=_stays(op))
             if any(isinstance(spec, Size) for spec in given) and all(map(is_plain, specs)):
                 return shapes.moved(op, specs)
             return function(op, specs)
@@ -58,27 +58,48 @@ def reshape(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, target = specs
     if not isinstance(spec, Sharded):
         return None
-    found = _reshaped(op, spec, target)
+    known = shapes.static_sizes(op, 1, REPLICATED)
+    before, after = sizes_of(op.inputs[0]), _after(op, known)
+    found = None if after is None else _reshaped(before, after, spec, target)
     if found is None:
         return None
+    if found == spec and _are_one(before, after, spec.dim):
+        return Plan(specs, [spec], passes=True)
     if isinstance(target, Size):
         return Plan(specs, [found])
-    known = shapes.static_sizes(op, 1, target)
     if known is not None and known[found.dim] == -1:
         return Plan([spec, REPLICATED], [found])
     return Plan([spec, REPLICATED], [found],
                 make=lambda m: [m.each(lambda tower: _reshape(m, tower, found.dim))], alone=0)
 
 
-def _reshaped(op: Op, spec: Sharded, target: Spec) -> Sharded | None:
+def _are_one(before: Sequence[Any] | None, after: Sequence[Any] | None, rows: int = -1) -> bool:
+    """Whether these are the same sizes, all known but that of the rows."""
+    if before is None or after is None or len(before) != len(after):
+        return False
+    return all(at == rows or size is not None and size == other
+               for at, (size, other) in enumerate(zip(before, after)))
+
+
+def _stays(op: Op) -> bool:
+    """Whether each entry of a part of a sum stays where it is."""
+    if op.type == "Transpose":
+        return _is_in_order(op.value(1))
+    return op.type == "Reshape" and _are_one(
+        sizes_of(op.inputs[0]), _after(op, shapes.static_sizes(op, 1, REPLICATED)))
+
+
+def _is_in_order(order: Any) -> bool:
+    return order is not None and list(order) == list(range(len(order)))
+
+
+def _reshaped(before: Sequence[Any] | None, after: Sequence[Any], spec: Sharded,
+              target: Spec) -> Sharded | None:
     """Where the rows are behind a reshape.
 
     A dimension of rows stays one where what is in front of it is the same before and after, and
     where what it is put together with, or taken from, comes behind it.
     """
-    before, after = sizes_of(op.inputs[0]), _after(op)
-    if after is None:
-        return None
     if isinstance(target, Size):
         if target.group != spec.group:
             return None
@@ -105,9 +126,8 @@ def _reshaped(op: Op, spec: Sharded, target: Spec) -> Sharded | None:
     return dataclasses.replace(spec, dim=place, times=times)
 
 
-def _after(op: Op) -> list[Any] | None:
+def _after(op: Op, known: Sequence[Any] | None) -> list[Any] | None:
     """The sizes that are asked for; None where they are known when the step runs only."""
-    known = shapes.static_sizes(op, 1, REPLICATED)
     rank = op.outputs[0].shape.rank
     if rank is None:
         return None
@@ -181,6 +201,8 @@ def squeeze(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @_view("Transpose", "ConjugateTranspose", light=True)
 def transpose(op: Op, specs: Sequence[Spec]) -> Plan | None:
     order = op.value(1)
+    if _is_in_order(order) and isinstance(specs[0], Sharded):
+        return Plan(specs, specs[:1], passes=True)
     return None if order is None else by_names(op, specs, [DIMS], [[DIMS[at] for at in order]])
 
 
