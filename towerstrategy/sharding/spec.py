@@ -96,7 +96,7 @@ class Sharded(_Grouped):
 
     def at(self, dim: int) -> Sharded:
         """The same examples along another dimension."""
-        return dataclasses.replace(self, dim=dim)
+        return self if dim == self.dim else dataclasses.replace(self, dim=dim)
 
     def goes_with(self, other: Sharded) -> bool:
         """Whether each tower has the same positions of both, where they are of one size."""

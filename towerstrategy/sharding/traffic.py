@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -109,38 +110,39 @@ def gather_early(layout: Any) -> None:
             else:
                 in_parts[name] += 1
 
+    light = [operation for operation in layout.parted if _may_be_done_once(layout, operation)]
+    rows = {operation.name: _rows_before(layout, operation) for operation in light}
+
     def before(operation: Op) -> int:
-        rows = _rows_before(layout, operation)
-        return sum(least.get(name, bytes) for name, bytes in rows.items())
+        return sum(least.get(name, bytes) for name, bytes in rows[operation.name].items())
 
     def after(operation: Op) -> int:
         return _bytes(operation.outputs[0], layout.plans[operation.name].gives[0])
 
-    light = [operation for operation in layout.parted if _may_be_done_once(layout, operation)]
-    for operation in _asked_for(layout, light, in_parts.copy()):
+    for operation in _asked_for(light, rows, in_parts.copy()):
         least.setdefault(operation.output_names[0], min(after(operation), before(operation)))
     for operation in reversed(light):
         out = operation.output_names[0]
         if not in_parts[out] and before(operation) < after(operation):
-            for name in _rows_before(layout, operation):
+            for name in rows[operation.name]:
                 in_parts[name] -= 1
                 least[name] = 0
             layout.plans[operation.name] = _once(layout.plans[operation.name])
             layout.specs[out] = REPLICATED
 
 
-def _asked_for(layout: Any, light: Sequence[Op], in_parts: collections.Counter[str]) -> list[Op]:
+def _asked_for(light: Sequence[Op], rows: Mapping[str, Mapping[str, int]],
+               in_parts: collections.Counter[str]) -> list[Op]:
     """Those that make what may be wanted whole alone, and what that is made of."""
     asked: set[str] = set()
     found: list[Op] = []
     for operation in reversed(light):
         out = operation.output_names[0]
         if out in asked or not in_parts[out]:
-            rows = _rows_before(layout, operation)
-            asked.update(rows)
+            asked.update(rows[operation.name])
             found.append(operation)
             if not in_parts[out]:
-                in_parts.subtract(rows.keys())
+                in_parts.subtract(rows[operation.name].keys())
     return found[::-1]
 
 
@@ -231,10 +233,10 @@ def _once(plan: Plan) -> Plan:
 
 def _bytes(tensor: tf.Tensor, spec: Spec) -> int:
     """Bytes of a tensor, or of an example of one with rows; 0 if that is unknown."""
-    if tensor.shape.rank is None or tensor.dtype == tf.resource:
+    shape, dtype = tensor.shape, tensor.dtype
+    if shape.rank is None or dtype == tf.resource:
         return 0
-    count = (spec.times or 1) if isinstance(spec, Sharded) else 1
-    for dim, size in enumerate(tensor.shape):
-        if not isinstance(spec, Sharded) or dim != spec.dim:
-            count *= size or 1
-    return int(count * tensor.dtype.size)
+    sizes = shape.as_list()
+    if isinstance(spec, Sharded):
+        sizes[spec.dim] = spec.times
+    return int(math.prod([size or 1 for size in sizes]) * dtype.size)

@@ -96,9 +96,6 @@ def _entries(tensor: tf.Tensor, depth: int) -> Entries | None:
     if not tensor.dtype.is_integer or not tensor.shape.is_fully_defined() \
             or tensor.shape.num_elements() > _LARGEST:
         return None
-    known = _tf.constant_value(tensor)
-    if known is not None:
-        return np.asarray(known).astype(object)
     operation, found = tensor.op, None
     if depth and operation.type in ("Shape", "ShapeN"):
         sizes = _sizes(operation.inputs[tensor.value_index], depth - 1)
@@ -106,8 +103,11 @@ def _entries(tensor: tf.Tensor, depth: int) -> Entries | None:
     elif depth and operation.type in _MADE:
         inputs = [_entries(each, depth - 1) for each in operation.inputs]
         found = outputs_of(operation, inputs)[tensor.value_index]
-    unknown = np.full(tensor.shape.as_list(), None, object)
-    return unknown if found is None or found.shape != unknown.shape else found
+    if found is None or found.shape != tensor.shape:
+        known = _tf.constant_value(tensor)
+        found = np.full(tensor.shape.as_list(), None, object) if known is None \
+            else np.asarray(known).astype(object)
+    return found
 
 
 def _array(entries: Iterable[Any], shape: Any) -> Entries:
