@@ -439,6 +439,8 @@ def _along_axes() -> None:
         case(type, real(12))
     case("TopKV2", real(6, 4), 2)
     case("TopKV2", real(3, 12), 6)
+    case("TopKV2", real(3, 6), np.asarray(6, np.int32))
+    around("TopKV2", lambda x: raw.TopKV2(input=x, k=tf.shape(x)[1]), real(4, 12))
     case("NthElement", real(6, 4), 2)
     case("InTopKV2", real(6, 4, dtype=np.float32), whole(6), 2)
     case("SoftmaxCrossEntropyWithLogits", real(6, 4), real(6, 4))

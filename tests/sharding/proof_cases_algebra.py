@@ -131,6 +131,10 @@ def _draws() -> None:
     for type in ("RandomUniform", "RandomStandardNormal", "TruncatedNormal"):
         around(type, by_state(type, dtype=tf.float64), real(6, 3))
     around("RandomUniformInt", by_state("RandomUniformInt", minval=0, maxval=7), real(6, 3))
+    for shape in ((6, 3), (12,), (3, 6)):
+        case("RandomShuffle", real(*shape), seed=1, seed2=2)
+        if len(shape) == 2:
+            case("Multinomial", real(*shape), 3, seed=1, seed2=2)
 
 
 def _segments() -> None:

@@ -57,7 +57,16 @@ class PropagateTest(absltest.TestCase):
 
     def test_what_has_no_rule_is_made_with_all_rows(self):
         """A value of some rows would pass for that of all."""
-        self.assertEqual(_outputs(lambda x: tf.sort(x, axis=0), ROWS), [REPLICATED])
+        self.assertEqual(_outputs(lambda x: tf.linalg.svd(x, compute_uv=False), ROWS), [REPLICATED])
+
+    def test_what_is_made_of_all_rows_is_cut_where_it_has_them(self):
+        """One device would run the network behind a shuffle or a sort."""
+        def made(x, w):
+            shuffled = tf.gather(x, tf.random.shuffle(tf.range(tf.shape(x)[0])))
+            return [tf.sort(x, 0) * w, tf.reverse(tf.cumsum(x, 0), [0]) * w, shuffled * w,
+                    tf.cumsum(x[:, 0])]
+
+        self.assertEqual(_outputs(made, ROWS, WHOLE), [*[Sharded(0)] * 3, REPLICATED])
 
     def test_rows_that_were_drawn_once_are_split(self):
         """All that a GAN makes of its noise would be made by one device."""
@@ -211,7 +220,7 @@ class PropagateTest(absltest.TestCase):
         """Rows of another number than the batch's would be cut as if they were the batch's."""
         def steps(x, w):
             entries = tf.TensorArray(tf.float32, 2, infer_shape=False, element_shape=[None, 4])
-            return entries.write(0, x).write(1, tf.cumsum(x, 0)[::-1]).read(1)
+            return entries.write(0, x).write(1, tf.linalg.band_part(x, 1, 0)).read(1)
 
         self.assertEqual(_outputs(steps, ROWS, WHOLE), [REPLICATED])
 
@@ -240,15 +249,15 @@ class PropagateTest(absltest.TestCase):
 
         def one_branch(x, w):
             return first(tf.cond(tf.reduce_sum(w) > 0, lambda: pushed(x),
-                                 lambda: pushed(tf.cumsum(x, 0))))
+                                 lambda: pushed(tf.linalg.band_part(x, 1, 0))))
 
         def before(x, w):
-            held = pushed(tf.cumsum(x, 0))
+            held = pushed(tf.linalg.band_part(x, 1, 0))
             return first(tf.cond(tf.reduce_sum(w) > 0, lambda: pushed(x, held),
                                  lambda: pushed(-x, held)))
 
         def called(x, w):
-            return first(tf.function(pushed)(x, pushed(tf.cumsum(x, 0))))
+            return first(tf.function(pushed)(x, pushed(tf.linalg.band_part(x, 1, 0))))
 
         for steps in (one_branch, before, called):
             self.assertEqual(_outputs(steps, ROWS, WHOLE), [REPLICATED])
@@ -262,8 +271,8 @@ class PropagateTest(absltest.TestCase):
             return tf.raw_ops.TensorListGetItem(
                 input_handle=entries, index=0, element_shape=[-1, 4], element_dtype=tf.float32)
 
-        for steps in (lambda x, w: through(x, tf.shape(tf.cumsum(x, 0))),
-                      lambda x, w: through(tf.cumsum(x, 0), tf.shape(x))):
+        for steps in (lambda x, w: through(x, tf.shape(tf.linalg.band_part(x, 1, 0))),
+                      lambda x, w: through(tf.linalg.band_part(x, 1, 0), tf.shape(x))):
             self.assertEqual(_outputs(steps, ROWS, WHOLE), [REPLICATED])
         self.assertEqual(_outputs(lambda x, w: through(x, tf.shape(x)), ROWS, WHOLE), [Sharded(0)])
 

@@ -177,6 +177,9 @@ class _Propagation:
             plan = registry.plan_of(operation, specs)
         if plan is not None and not self._possible(operation, specs, plan):
             plan = None
+        if (plan is None or isinstance(plan, Plan) and plan.once) and any(
+                isinstance(spec, Sharded) for spec in specs) and not operation.writes_variables:
+            layout.fallbacks.append(operation)  # a sparse update takes all rows by its nature
         if isinstance(plan, Plan) and not self._depth:
             plan = self._traffic.cheaper(operation, plan, list(specs))
         layout.plans[operation.name] = plan
@@ -184,8 +187,6 @@ class _Propagation:
             return plan.gives
         if any(isinstance(spec, ListOf) for spec in specs):
             raise CannotGather(operation.type)
-        if any(isinstance(spec, Sharded) for spec in specs) and not operation.writes_variables:
-            layout.fallbacks.append(operation)  # a sparse update takes all rows by its nature
         return [REPLICATED] * len(operation.outputs)
 
     def _possible(self, operation: Op, specs: Sequence[Spec], plan: Plan | Nested) -> bool:

@@ -84,6 +84,16 @@ def by_names(op: Op, specs: Sequence[Spec], inputs: Sequence[Names | None],
     return Plan(takes, known, padded=padded) if len(known) == len(gives) else None
 
 
+def of_all_rows(op: Op, specs: Sequence[Spec], spec: Sharded) -> Plan | None:
+    """The plan of an operation of all rows: done once, and what comes out is cut as ``spec``.
+
+    So what is made of it is the towers' again. Numbers, one an example, are not worth that.
+    """
+    if op.out_rank() in (None, 1) or spec.one_block:
+        return None
+    return Plan([REPLICATED] * len(specs), [spec] * len(op.outputs), once=True)
+
+
 def _name(names: Names | None, spec: Spec) -> Any:
     """That of the rows' dimension."""
     inside = names is not None and isinstance(spec, Sharded) and spec.dim < len(names)

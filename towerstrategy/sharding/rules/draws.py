@@ -19,7 +19,7 @@ import tensorflow as tf
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.dimensions import is_plain
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, Size, Spec
+from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec
 
 _PHILOX = (tf.random.Algorithm.PHILOX.value, tf.random.Algorithm.AUTO_SELECT.value)
 # Counters for each number, of distributions that take a varying number of random bits
@@ -51,6 +51,16 @@ def draw_by_state(op: Op, specs: Sequence[Spec]) -> Plan | None:
             or not all(map(is_plain, specs[1:])):
         return None
     return Plan([REPLICATED] * len(specs), [size.shards(size.at)], once=True)
+
+
+@rule("RandomShuffle", "Multinomial")
+def draw_of_rows(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Of all rows, as the draws are one after another."""
+    spec = specs[0]
+    if not isinstance(spec, Sharded) or spec.one_block or op.out_rank() is None \
+            or op.type == "Multinomial" and spec.dim:
+        return None
+    return Plan([REPLICATED] * len(specs), [spec], once=True)
 
 
 def _drawn(m: Any, width: int) -> list[Any]:

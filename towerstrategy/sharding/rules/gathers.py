@@ -39,7 +39,7 @@ def gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
     front, behind = DIMS[:axes[0]], DIMS[axes[0] + 1:ranks[0]]
     chosen = DIMS.upper()[:ranks[1] - batch]
     plan = by_names(op, specs, [f"{front}{MIXED}{behind}", front[:batch] + chosen],
-                    [front + chosen + behind])
+                    [front + chosen + behind], gathers=True)
     if plan is not None and plan.takes[0] == REPLICATED and _sends_less(op, plan.gives[0]):
         plan.near = 0
     return plan

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.sharding.rules import shapes
-from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names
+from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names, of_all_rows
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded, Size, Spec
 
@@ -106,9 +106,13 @@ def l2_loss(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Roll")
 def along_an_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """Along other axes than the rows' only."""
     names = but(op.axes(2 if op.type == "Roll" else 1, op.rank(0)), op.rank(0))
-    return by_names(op, specs, [names], [names])
+    return _of_same_shape(op, specs, names)
+
+
+def _of_same_shape(op: Op, specs: Sequence[Spec], names: str | None) -> Plan | None:
+    plan, spec = by_names(op, specs, [names], [names]), specs[0]
+    return of_all_rows(op, specs, spec) if plan is None and isinstance(spec, Sharded) else plan
 
 
 @rule("ReverseSequence")
@@ -119,9 +123,18 @@ def reverse_sequence(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return by_names(op, specs, [names, names[batch]], [names])
 
 
-@rule("Softmax", "LogSoftmax", "TopKV2", "NthElement")
+@rule("Softmax", "LogSoftmax")
+def softmax(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    return _of_same_shape(op, specs, but([-1], op.rank(0)))
+
+
+@rule("TopKV2", "NthElement")
 def along_the_last_axis(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    names = but([-1], op.rank(0), "")
+    """A sort, too: where all are asked for, rows come out as they have gone in."""
+    names, spec, count = but([-1], op.rank(0), ""), specs[0], specs[1]
+    if isinstance(spec, Sharded) and isinstance(count, Size) and spec.dim + 1 == op.rank(0) \
+            and count.shards(spec.dim) == spec and spec.times:
+        return of_all_rows(op, specs, spec)
     return by_names(op, specs, [names], [names])
 
 
