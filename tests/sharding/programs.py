@@ -43,6 +43,23 @@ def descend(loss_of, *variables, rate=0.1):
     return step, list(variables)
 
 
+@program
+def convolutions():
+    """Kernels that CPUs fuse with what is beside them: no rows get a wrong shape, or they fail."""
+    filters = [tf.Variable(tf.cast(weights(*shape), tf.float32))
+               for shape in ((3, 3, 1, 3), (3,), (2, 2, 3, 4), (4,))]
+
+    def loss_of(x, y):
+        images = tf.pad(tf.reshape(tf.cast(x, tf.float32), [-1, 2, 2, 1]),
+                        [[0, 0], [2, 2], [2, 2], [0, 0]])
+        hidden = tf.nn.conv2d(images, filters[0], 2, "VALID")
+        hidden = tf.nn.relu(tf.nn.bias_add(hidden, filters[1]))
+        hidden = tf.nn.bias_add(tf.nn.conv2d(hidden, filters[2], 1, "SAME"), filters[3])
+        return tf.reduce_mean(hidden ** 2)
+
+    return descend(loss_of, *filters)
+
+
 def feature_program(name, *names):
     """A program whose layers make some features of their activations; a loss for each."""
 

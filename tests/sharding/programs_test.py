@@ -77,7 +77,7 @@ class ProgramsTest(parameterized.TestCase):
         self.check(name, towerstrategy.TowerStrategy(DEVICES[:2], **options))
 
     @parameterized.parameters("triplet_hard", "searchsorted", "categorical", "ragged_rows",
-                              "sinkhorn")
+                              "sinkhorn", "convolutions")
     def test_one_row(self, name):
         """Else what is 1 in every shape for once is taken for a broadcast."""
         self.check(name, towerstrategy.TowerStrategy(DEVICES[:3]), rows=(1, 2))

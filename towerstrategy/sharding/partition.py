@@ -213,7 +213,8 @@ class Partition:
                 isinstance(spec, (Sharded, Partial, ListOf)) for spec in plan.gives):
             for tower in range(len(towers)):
                 part(tower)
-        given = [self._given(towers, tensor, spec, index, part, whole)
+        given = [self._given(towers, tensor, spec, index, part, whole,
+                             maker.home if plan.make is not None else "")
                  for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
         return given if rows is None else [value.without_padding(rows) for value in given]
 
@@ -237,7 +238,7 @@ class Partition:
         return part
 
     def _given(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int,
-               part: Callable[[int], list[Ref]], whole: _Lazily | None) -> Value:
+               part: Callable[[int], list[Ref]], whole: _Lazily | None, home: str) -> Value:
         def one(tower: int) -> Ref:
             return part(tower)[index]
 
@@ -247,7 +248,7 @@ class Partition:
         if isinstance(spec, Axes) and whole is not None:
             return Value(towers, spec, tensor.shape, whole.output(index))
         if isinstance(spec, Replicated):  # each tower's is the same
-            return Value(towers, spec, tensor.shape, lambda: one(0), one)
+            return Value(towers, spec, tensor.shape, lambda: one(0), one, home)
         rows = tensor.dtype.is_floating or not _is_small(tensor)
         return Value(towers, spec, tensor.shape, None, one, self._wanted.get(tensor.name)
                      or (towers.spare if rows else ""))

@@ -65,11 +65,12 @@ def input_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
             or op.out_rank() != op.rank(-1):
         return None
     middle: list[Spec] = [REPLICATED] * (len(specs) - 2)
+    padded = op.type != "Conv2DBackpropInput"  # whose kernels look first whether there is anything
     if isinstance(specs[0], Size) and specs[0].at == 0 and specs[0].shards(0) == gradient \
             and op.inputs[0].shape.is_fully_defined():
-        return Plan([specs[0], *middle, gradient], [gradient], padded=True)
+        return Plan([specs[0], *middle, gradient], [gradient], padded=padded)
     return Plan([REPLICATED, *middle, gradient], [gradient], make=_with_own_rows, alone=0,
-                padded=True)
+                padded=padded)
 
 
 def _with_own_rows(m: Any) -> list[list[Any]]:

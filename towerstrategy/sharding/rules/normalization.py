@@ -69,7 +69,7 @@ def _normalized(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:
     kind = m.op.inputs[1].dtype
     sums = _Sums(m, axes, kind)
     x = m.each(lambda tower: sums.cast(m.part(0, tower), tower))
-    mean = sums.mean_of(sums.parts(x))
+    mean = sums.mean(sums.total(sums.parts(x)))
     centered = m.each(lambda tower: m.make("Sub", [x[tower], sums.spread(mean, tower)], tower))
     variance = sums.variance(centered)
     scale = m.make("Mul", [sums.inverse(variance), m.whole(1)], None)
@@ -124,16 +124,17 @@ class _Sums:
         return list(m.each(lambda tower: m.make("Sum", [images[tower], m.constant(
             self._others, tf.int32, tower)], tower)))
 
-    def mean_of(self, parts: Sequence[Any]) -> Any:
-        """The mean over all rows, of each tower's sums."""
-        m = self._m
-        total = m.towers.add_up(parts, m.home)
-        return m.make("RealDiv", [total, self._count], None)
+    def total(self, parts: Sequence[Any]) -> Any:
+        """The sum over all rows, of each tower's."""
+        return self._m.towers.add_up(parts, self._m.home)
+
+    def mean(self, total: Any) -> Any:
+        return self._m.make("RealDiv", [total, self._count], None)
 
     def variance(self, centered: Sequence[Any]) -> Any:
         m = self._m
-        return self.mean_of(self.parts(m.each(
-            lambda tower: m.make("Square", [centered[tower]], tower))))
+        return self.mean(self.total(self.parts(m.each(
+            lambda tower: m.make("Square", [centered[tower]], tower)))))
 
     def inverse(self, variance: Any) -> Any:
         """One over the deviation."""
@@ -168,11 +169,10 @@ def fused_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if not all(map(is_plain, specs[2:])):
         return None
     takes: list[Spec] = [spec, spec, *[REPLICATED] * (len(specs) - 2)]
-    gives: list[Spec] = [spec, SUM, SUM, REPLICATED, REPLICATED]
     if not op.attr("is_training"):
-        return Plan(takes, gives, padded=True)
+        return Plan(takes, [spec, SUM, SUM, REPLICATED, REPLICATED], padded=True)
     known = isinstance(specs[4], Variance)
-    return Plan(takes, gives, make=lambda m: _gradients(m, axes, known))
+    return Plan(takes, [spec, *[REPLICATED] * 4], make=lambda m: _gradients(m, axes, known))
 
 
 def _gradients(m: Any, axes: tuple[int, list[int]], known: bool) -> list[list[Any]]:
@@ -189,11 +189,12 @@ def _gradients(m: Any, axes: tuple[int, list[int]], known: bool) -> list[list[An
     # Behind dy: else it is made in the forward pass, and held until it is needed.
     centered = m.each(lambda tower: m.make("Sub", [x[tower], sums.spread(mean, tower)], tower,
                                            after=[dy[tower]]))
-    along = sums.parts(m.each(lambda tower: m.make("Mul", [dy[tower], centered[tower]], tower)))
-    plain = sums.parts(dy)
+    along = sums.total(sums.parts(m.each(
+        lambda tower: m.make("Mul", [dy[tower], centered[tower]], tower))))
+    plain = sums.total(sums.parts(dy))
     inverse = sums.inverse(m.whole(4) if known else sums.variance(centered))
-    slope = m.make("Mul", [m.make("Square", [inverse], None), sums.mean_of(along)], None)
-    scale, constant = m.make("Mul", [inverse, m.whole(2)], None), sums.mean_of(plain)
+    slope = m.make("Mul", [m.make("Square", [inverse], None), sums.mean(along)], None)
+    scale, constant = m.make("Mul", [inverse, m.whole(2)], None), sums.mean(plain)
 
     def one(tower: int) -> Any:
         first = m.make("Sub", [dy[tower], sums.spread(constant, tower)], tower)
@@ -202,6 +203,6 @@ def _gradients(m: Any, axes: tuple[int, list[int]], known: bool) -> list[list[An
         made = m.make("Mul", [rest, sums.spread(scale, tower)], tower)
         return sums.cast(made, tower, m.op.inputs[1].dtype)
 
-    of_scale = m.each(lambda tower: m.make("Mul", [along[tower], inverse], tower))
-    unused = [m.constant(0, kind, None)] * len(m.towers)
-    return [m.each(one), of_scale, plain, unused, unused]
+    unused = m.constant(0, kind, None)
+    once = [m.make("Mul", [along, inverse], None), plain, unused, unused]
+    return [m.each(one), *([value] * len(m.towers) for value in once)]
