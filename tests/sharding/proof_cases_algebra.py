@@ -20,6 +20,15 @@ def _definite(*shape: int) -> np.ndarray:
     return some @ some.swapaxes(-1, -2) + np.eye(shape[-1])
 
 
+def _solved(matrix: tf.Tensor, columns: tf.Tensor) -> Any:
+    """What is solved, and its gradients: a sum of them knows no more axes than those in front."""
+    with tf.GradientTape() as tape:
+        tape.watch([matrix, columns])
+        found = tf.linalg.triangular_solve(matrix, columns)
+        loss = tf.reduce_sum(found ** 2)
+    return found, tape.gradient(loss, [matrix, columns])
+
+
 def _matrices() -> None:
     plain: dict[str, dict[str, Any]] = {
         "Cholesky": {}, "Eig": {"Tout": tf.complex128}, "LogMatrixDeterminant": {}, "Lu": {},
@@ -40,7 +49,12 @@ def _matrices() -> None:
             case(type, _definite(6, 3, 3), real(1, 3, 6))
             case(type, _definite(3, 3), real(6, 3, 2))
     case("MatrixSolveLs", real(6, 4, 3), real(6, 4, 2), np.asarray(0.1), fast=True)
+    case("MatrixSolveLs", real(4, 3), real(4, 6), np.asarray(0.1), fast=True)
     case("TridiagonalSolve", real(6, 3, 4), real(6, 4, 2))
+    case("TridiagonalSolve", real(2, 3, 4), real(2, 4, 12))
+    case("MatrixTriangularSolve", _definite(4, 4), real(4, 12))
+    for type in ("MatrixTriangularSolve", "Sum"):
+        around(type, _solved, _definite(2, 3, 3), real(2, 3, 6))
     case("TridiagonalMatMul", *[real(6, 2, 1, 4)] * 3, real(6, 2, 4, 6))
     case("IsotonicRegression", real(6, 4), tf.float64)
     case("MatrixDiag", real(6, 12))

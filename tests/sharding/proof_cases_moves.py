@@ -266,6 +266,12 @@ def _pads_and_fills() -> None:
             case("MirrorPad", real(6, 12), edges, mode=mode)
             case("MirrorPadGrad", real(6, 12), edges, mode=mode)
     case("Pad", real(6, 12), np.asarray([[0, 0], [1, 1]], np.int32))
+    around(
+        "Pad",
+        lambda x, y: raw.Pad(input=x, paddings=[[0, 0], [0, 5 - tf.shape(y)[0]]]),
+        real(6, 12),
+        real(2, 3),
+    )
     case("Fill", np.asarray([6, 2], np.int32), 0.5)
     case("Fill", np.asarray([4, 12], np.int32), real())
     around("Fill", lambda x, v: raw.Fill(dims=tf.shape(x), value=v), real(6, 12), real())

@@ -52,8 +52,8 @@ def by_names(op: Op, specs: Sequence[Spec], inputs: Sequence[Names | None],
         None, and further inputs: the same for all towers.
       outputs: likewise; None where they are not known. One stands for all.
       parts: what outputs are in which there are no rows; None where there have to be some.
-      gathers: whether of rows against other rows one side stays sharded, that with more entries,
-        and the other is gathered.
+      gathers: whether of rows against other rows one side stays sharded, that with more entries
+        (the first, where nobody knows), and the other is gathered.
       padded: see :class:`Plan`.
     """
     given = [*inputs, *[None] * (len(specs) - len(inputs))]
@@ -62,8 +62,9 @@ def by_names(op: Op, specs: Sequence[Spec], inputs: Sequence[Names | None],
     if not named or len(named) < len(rows) and not gathers \
             or len(rows) > 1 and any(isinstance(spec, ListOf) for spec in specs):
         return None
-    first = named[0] if len(named) == 1 else max(named, key=lambda index: (
-        _entries(op, index), getattr(specs[index], "times", 0) or 0))
+    entries = {index: _entries(op, index) for index in named}
+    first = named[0] if len(named) == 1 or None in entries.values() else max(
+        named, key=lambda index: (entries[index], getattr(specs[index], "times", 0) or 0))
     spec, name = specs[first], _name(given[first], specs[first])
     assert isinstance(spec, Sharded)
     takes: list[Spec] = []
@@ -100,7 +101,8 @@ def _name(names: Names | None, spec: Spec) -> Any:
     return names[spec.dim] if inside else MIXED  # type: ignore[index, union-attr]
 
 
-def _entries(op: Op, index: int) -> int:
-    """How many entries an example of an input has, so far as that is known."""
-    known = op.rank(index) is not None
-    return math.prod(size or 1 for size in op.inputs[index].shape) if known else 0
+def _entries(op: Op, index: int) -> int | None:
+    """How many entries an example of an input has, if one dimension is open at most."""
+    shape = op.inputs[index].shape
+    known = shape.rank is not None and shape.as_list().count(None) < 2
+    return math.prod(size or 1 for size in shape) if known else None

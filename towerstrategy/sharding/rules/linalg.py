@@ -1,14 +1,14 @@
 """Operations on vectors and matrices, the last dimension or two, and Fourier transforms.
 
 Goes in: an operation.  Comes out: its plan.  Examples stay where they are in front of these
-dimensions; along them nothing is done in parts.
+dimensions; along them nothing is done in parts, but what is solved for each column.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from towerstrategy.sharding.rules.dimensions import by_names
+from towerstrategy.sharding.rules.dimensions import MIXED, by_names
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import Spec
 
@@ -21,9 +21,7 @@ _LAST: dict[str, tuple[int, ...]] = {
                      "MatrixBandPart", "MatrixDiagPart", "MatrixDiagPartV2", "MatrixDiagPartV3"),
                     (2,)),
     **dict.fromkeys(("FFT3D", "IFFT3D", "RFFT3D", "IRFFT3D"), (3,)),
-    **dict.fromkeys(("CholeskyGrad", "MatrixTriangularSolve", "BatchMatrixTriangularSolve",
-                     "MatrixSolve", "MatrixSolveLs", "TridiagonalSolve"), (2, 2)),
-    "TridiagonalMatMul": (2, 2, 2, 2),
+    "CholeskyGrad": (2, 2), "TridiagonalMatMul": (2, 2, 2, 2),
 }
 # Likewise where all inputs have the first one's dimensions in front, be they known or not.
 _ALIKE = {"MatrixSetDiag": (2, 1), "Cross": (1, 1)}
@@ -32,6 +30,16 @@ _ALIKE = {"MatrixSetDiag": (2, 1), "Cross": (1, 1)}
 @rule(*_LAST)
 def in_front(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return _in_front(op, specs, _LAST[op.type])
+
+
+@rule("MatrixTriangularSolve", "BatchMatrixTriangularSolve", "MatrixSolve", "MatrixSolveLs",
+      "TridiagonalSolve")
+def solve(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Each example for itself, and each column that is solved for."""
+    rank = op.rank(1)
+    columns = [] if rank is None else [*range(rank - 2), MIXED, "c"]
+    return by_names(op, specs, [columns[:-2], columns], [columns]) \
+        if columns and op.rank(0) == rank else None
 
 
 @rule(*_ALIKE)

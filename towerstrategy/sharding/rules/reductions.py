@@ -37,9 +37,10 @@ def _over_axes(op: Op, spec: Sharded | Partial, axes: Axes, keep: bool) -> Plan 
 def _by_axes(spec: Sharded, axes: Axes, keep: bool) -> Spec | None:
     """Where the rows are when a gradient is summed over the axes of a broadcast."""
     reduced = axes.reduced
-    if spec.dim >= len(reduced) or reduced[spec.dim] is None:
+    summed = spec.dim < len(reduced) and reduced[spec.dim]
+    if summed is None:
         return None
-    if reduced[spec.dim]:
+    if summed:
         return SUM
     if keep:
         return spec

@@ -21,7 +21,7 @@ from towerstrategy.sharding.rules.dimensions import (
     is_plain,
     one_sharded,
 )
-from towerstrategy.sharding.rules.entries import sizes_of
+from towerstrategy.sharding.rules.entries import entries_of, sizes_of
 from towerstrategy.sharding.rules.registry import Op, Plan, Rule, rule
 from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Sharded, Size, Spec
 
@@ -330,10 +330,11 @@ def slice_(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
 def pad(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    padding = op.value(1)
+    padding = entries_of(op.inputs[1])
     if padding is None:
         return None
-    names = but([dim for dim, both in enumerate(padding) if both.any()], len(padding))
+    names = but([dim for dim, both in enumerate(padding) if any(size != 0 for size in both)],
+                len(padding))
     return by_names(op, specs, [names], [names], padded=op.type.startswith("Mirror"))
 
 
