@@ -226,11 +226,12 @@ class Builder:
         return [Ref(name, index, dtype) for index, dtype in enumerate(dtypes)], name
 
     def _name(self, wanted: str) -> str:
-        number = self._names.get(wanted)
-        self._names[wanted] = 0 if number is None else number + 1
-        if number is None:
-            return wanted
-        return self._name(f"{wanted}_{number + 1}")
+        name = wanted
+        while name in self._names:
+            self._names[wanted] += 1
+            name = f"{wanted}_{self._names[wanted]}"
+        self._names[name] = 0
+        return name
 
 
 def _typed(type: str, inputs: Sequence[Ref], attrs: dict[str, Any]) -> tuple[bytes, list[Any]]:

@@ -82,11 +82,10 @@ def updates(layout: Layout) -> set[str]:
     elsewhere = {tensor.op.name for tensor in layout.graph.outputs}
     needed: set[str] = set()
     for operation in reversed(layout.order):
-        once = layout.plans.get(operation.name) is None or operation.type in (
-            *propagate.CALLS, *propagate.BRANCHES, *propagate.LOOPS)
-        gathers = any(isinstance(spec, Sharded) for spec in layout.inputs_of(operation))
         is_asked = operation.name in needed or operation.has_effect
-        if once and not gathers and is_asked and operation.name not in elsewhere:
+        plan = layout.plans.get(operation.name)
+        if is_asked and operation.name not in elsewhere and not isinstance(plan, Plan) and not any(
+                isinstance(spec, Sharded) for spec in layout.inputs_of(operation)):
             found.add(operation.name)
             needed.update(operation.before)
         else:

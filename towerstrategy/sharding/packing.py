@@ -98,10 +98,10 @@ def _levels(nodes: Mapping[str, Node]) -> dict[str, int]:
     for name, node in nodes.items():
         level = 0
         for text in node.input:
-            before = text if text in levels else text.lstrip("^").split(":")[0]
+            before = text if text in levels else text.lstrip("^").partition(":")[0]
             if before in nodes:
-                level = max(level, levels.get(before, 0)
-                            + _crosses(nodes[before].device, node.device))
+                own = levels.get(before, 0) + _crosses(nodes[before].device, node.device)
+                level = own if own > level else level
         levels[name] = level
     return levels
 

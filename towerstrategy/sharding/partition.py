@@ -50,7 +50,7 @@ class Partition:
     def __init__(self, towers: Towers, scope: str = "", once: str = homes.ONCE) -> None:
         self._towers, self._scope, self._default = towers, scope, once
         self._values: dict[str, Value] = {}
-        self._nodes: dict[str, list[str]] = {}  # an operation -> the nodes that it has become
+        self._nodes: dict[str, list[str]] = {}  # what is waited for -> the nodes that it has become
         self._owners: dict[str, int] = {}  # a node -> the tower whose it is
         self.effects: list[str] = []  # nodes that must run
         self._outside: list[str] = []
@@ -70,6 +70,7 @@ class Partition:
             self._towers.merge, asked)
         self._updates = homes.updates(layout)
         self._stages = staging.stages_of(layout, self._values, self._towers)
+        self._nodes = {name: [] for operation in layout.order for name in operation.controls}
         for operation in layout.order:
             if operation.name in layout.plans:
                 self._operation(layout, operation)
@@ -114,12 +115,13 @@ class Partition:
         """Those of what is waited for that are not another tower's."""
         return [node for node in controls if self._owners.get(node, tower) == tower]
 
-    def _done(self, operation: Op, nodes: Iterable[str]) -> None:
-        self._nodes.setdefault(operation.name, []).extend(nodes)
+    def _done(self, operation: Op, nodes: Sequence[str]) -> None:
+        if operation.name in self._nodes:
+            self._nodes[operation.name] += nodes
         if operation.has_effect:
-            self.effects.extend(nodes)
+            self.effects += nodes
             if not operation.writes_variables:
-                self._checks.extend(nodes)
+                self._checks += nodes
 
     def _once(self, operation: Op, plan: Plan | None, values: Sequence[Value],
               controls: list[str], towers: Towers) -> list[Value]:
@@ -266,8 +268,9 @@ class Partition:
         results = inner.run(layout, values, controls, self._asked(operation))
         for value, tensor in zip(results, operation.outputs):
             value.shape = value.shape.merge_with(tensor.shape)  # of which it may know more
-        self._nodes.setdefault(operation.name, []).extend(inner.effects)
-        self.effects.extend(inner.effects)
+        if operation.name in self._nodes:
+            self._nodes[operation.name] += inner.effects
+        self.effects += inner.effects
         return results
 
     def _for_all(self, operation: Op, plan: Nested, values: Sequence[Value],
