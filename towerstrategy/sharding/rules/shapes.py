@@ -71,11 +71,14 @@ def rank(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return None if isinstance(specs[0], ListOf) else Plan(specs, [REPLICATED])
 
 
+def _entries(tensor: tf.Tensor, spec: Spec) -> Any:
+    known = spec.known if isinstance(spec, Size) else None
+    return entries_of(tensor) if known is None else np.array(known, object)
+
+
 def static_sizes(op: Op, index: int, spec: Spec) -> list[Any] | None:
     """The numbers of a shape: ints, None where unknown, the :class:`Sharded` where rows are."""
-    entries: Any = entries_of(op.inputs[index])
-    if isinstance(spec, Size) and spec.known is not None:
-        entries = np.array(spec.known, object)
+    entries = _entries(op.inputs[index], spec)
     if entries is None or entries.ndim != 1:
         return None
     known = list(entries)
@@ -154,10 +157,8 @@ def moved(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """
     inputs = []
     for tensor, spec in zip(op.inputs, specs):
-        entries = entries_of(tensor)
+        entries = _entries(tensor, spec)
         if isinstance(spec, Size) and entries is not None:
-            if spec.known is not None:
-                entries = np.array(spec.known, object)
             entries.flat[spec.at] = spec
         inputs.append(entries)
     gives: list[Spec] = []
