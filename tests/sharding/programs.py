@@ -129,6 +129,13 @@ def nt_xent(y, z):
 
 
 @loss_program
+def views_in_a_dimension(y, z):
+    both = tf.tanh(tf.reshape(tf.stack([z, z ** 2]), [-1, 3]))
+    one, other = tf.unstack(tf.reshape(both, [2, -1, 3]))
+    return cross_entropy(tf.range(tf.shape(y)[0]), one @ tf.transpose(other))
+
+
+@loss_program
 def supervised_contrastive(y, z):
     same = tf.cast(y[:, None] == y[None], D)
     logs = tf.nn.log_softmax(normalized(z) @ tf.transpose(normalized(z)))

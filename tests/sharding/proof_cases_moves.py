@@ -25,7 +25,23 @@ def _twice(x: Any, y: Any) -> Any:
     return tape.gradient(loss, [x, y])
 
 
+def _views(x: Any, y: Any) -> Any:
+    """Two views in a dimension of their own, behind each other, and back; and the gradients."""
+    with tf.GradientTape() as tape:
+        tape.watch([x, y])
+        both = tf.reshape(tf.stack([x, y]), [-1, 4])
+        places = tf.range(tf.shape(both, tf.int64)[0])
+        both *= tf.cast(places[:, None], x.dtype)
+        apart = [tf.reshape(both, [2, -1, 4]), tf.reshape(both, [2, tf.shape(x)[0], 4])]
+        loss = tf.add_n([tf.reduce_sum(views[0] * views[1]) for views in apart])
+        loss += tf.reduce_sum(tf.tile(x, [2, 1]) * both)
+        loss += tf.reduce_sum(tf.concat([both, y, both], 0) ** 3)
+    return both, apart, tape.gradient(loss, [x, y])
+
+
 def _reshapes() -> None:
+    for type in ("Reshape", "ConcatV2", "ConcatOffset", "Slice"):
+        around(type, _views, real(6, 4), real(6, 4), title="views")
     for shape, target in (
         ((6, 4), (-1, 4)),
         ((6, 4), (6, 2, 2)),
@@ -38,6 +54,10 @@ def _reshapes() -> None:
         ((6, 12), (12, 6)),
         ((6, 6), (-1, 6)),
         ((2, 6, 3), (12, 3)),
+        ((2, 6, 3), (-1, 3)),
+        ((2, 2, 6, 2), (-1, 4)),
+        ((12, 2), (2, -1, 2)),
+        ((12, 2), (2, 2, -1)),
         ((2, 6, 3), (2, 18)),
         ((2, 6, 3), (6, 6)),
         ((12,), (2, 6)),

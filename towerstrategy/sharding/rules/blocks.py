@@ -8,7 +8,10 @@ that a batch is; each tower does the same with its own rows.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.entries import entries_of
@@ -16,14 +19,55 @@ from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec
 
 
-def behind_each_other(spec: Sharded, count: int) -> Sharded | None:
-    """So many tensors of ``spec`` along the rows; None where that has no spec."""
-    return None if count < 2 or not spec.times or spec.blocks > 1 else _some(spec, count)
+def behind_each_other(specs: Sequence[Spec]) -> Sharded | None:
+    """Tensors of these specs along the rows; None where that has no spec."""
+    alike = {_some(spec, 1) if isinstance(spec, Sharded) and spec.times else None for spec in specs}
+    first = alike.pop() if len(alike) == 1 else None
+    return None if first is None or len(specs) < 2 else _some(
+        first, sum(spec.blocks for spec in specs if isinstance(spec, Sharded)))
 
 
 def part(spec: Sharded, parts: int) -> Sharded | None:
     """One of so many equal parts along the rows; None where a part is not some of the blocks."""
     return None if spec.blocks % parts else _some(spec, spec.blocks // parts)
+
+
+def reshaped(spec: Sharded, before: Sequence[Any] | None, after: Sequence[Any], target: Spec
+             ) -> Sharded | None:
+    """Where the rows are when ``[2, rows, 3]`` is made ``[2 * rows, 3]``, or back.
+
+    Args:
+      spec: where they are before.
+      before, after: the sizes, so far as they are known.
+      target: the shape that is asked for.
+    """
+    if before is None:
+        return None
+    for at in [target.at] if isinstance(target, Size) else range(len(after)):
+        found = _reshaped_to(spec, before, after, at)
+        if found is None:
+            continue
+        if not isinstance(target, Size):
+            if after[at] is None or after[at] < 0 or before[spec.dim] is not None:
+                return found
+        elif found.one_block == target.one_block \
+                and found.blocks * (found.times or 0) == target.blocks * (target.times or 0):
+            return found
+    return None
+
+
+def _reshaped_to(spec: Sharded, before: Sequence[Any], after: Sequence[Any], at: int
+                 ) -> Sharded | None:
+    """The rows in dimension ``at``: what was in front of them makes blocks, or is made of some."""
+    others = before[:spec.dim], before[spec.dim + 1:], after[:at], after[at + 1:]
+    if not spec.times or not all(
+            isinstance(size, int) and size > 0 for sizes in others for size in sizes):
+        return None
+    front, had, into, has = map(math.prod, others)
+    (count, odd), (times, rest) = divmod(front * spec.blocks, into), divmod(spec.times * had, has)
+    if odd or rest or not count or not times:
+        return None
+    return dataclasses.replace(spec, dim=at, times=times, group=spec.some(count))
 
 
 def _some(spec: Sharded, count: int) -> Sharded:
@@ -74,12 +118,10 @@ def _block_at(op: Op, spec: Sharded, index: int, limit: Spec) -> int | None:
 @rule("ConcatOffset")
 def concat_offset(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Where each of some shapes begins along the rows: behind so many blocks."""
-    sizes, axis = specs[1:], op.value(0)
-    size = sizes[0]
-    if not isinstance(size, Size) or axis is None or size.at != int(axis) or not size.times \
-            or size.blocks > 1 or any(
-                not isinstance(other, Size) or other.shards(0) != size.shards(0)
-                or other.at != size.at for other in sizes):
+    axis, sizes = op.value(0), [size for size in specs[1:] if isinstance(size, Size)]
+    whole = behind_each_other([size.shards(size.at) for size in sizes])
+    if axis is None or whole is None or whole.dim != int(axis) or len(sizes) < len(specs) - 1:
         return None
+    before = itertools.accumulate(size.blocks for size in sizes[:-1])
     return Plan([REPLICATED, *sizes], [REPLICATED, *(
-        Size(size.at, size.times * block, size.group) for block in range(1, len(sizes)))])
+        Size(whole.dim, (whole.times or 0) * count, whole.one_block) for count in before)])

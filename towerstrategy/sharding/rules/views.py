@@ -19,7 +19,6 @@ from towerstrategy.sharding.rules.dimensions import (
     but,
     by_names,
     is_plain,
-    one_sharded,
 )
 from towerstrategy.sharding.rules.entries import entries_of, sizes_of
 from towerstrategy.sharding.rules.registry import Op, Plan, Rule, rule
@@ -60,7 +59,8 @@ def reshape(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     known = shapes.static_sizes(op, 1, REPLICATED)
     before, after = sizes_of(op.inputs[0]), _after(op, known)
-    found = None if after is None else _reshaped(before, after, spec, target)
+    found = None if after is None else _reshaped(before, after, spec, target) \
+        or blocks.reshaped(spec, before, after, target)
     if found is None:
         return None
     if found == spec and _are_one(before, after, spec.dim):
@@ -209,11 +209,10 @@ def transpose(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @_view("ConcatV2", data=slice(-1))
 def concat(op: Op, specs: Sequence[Spec]) -> Plan | None:
     names = but(op.axes(len(specs) - 1, op.out_rank()), op.out_rank())
-    spec = one_sharded(specs)
-    if names is None or spec is None or names[spec.dim] != MIXED:
+    several = blocks.behind_each_other(specs[:-1])
+    if names is None or several is None or names[several.dim] != MIXED:
         return by_names(op, specs, [names] * (len(specs) - 1), [names])
-    several = blocks.behind_each_other(spec, len(specs) - 1)
-    return Plan(specs, [several]) if several and set(specs[:-1]) == {spec} else None
+    return Plan(specs, [several])
 
 
 @_view("Pack", data=slice(None))
@@ -370,7 +369,7 @@ def tile(op: Op, specs: Sequence[Spec]) -> Plan | None:
             if isinstance(times, Size) or sizes is None or sizes[value.dim] != 1:
                 return None
         elif int(known[value.dim]) != 1:
-            several = blocks.behind_each_other(value, int(known[value.dim]))
+            several = blocks.behind_each_other([value] * int(known[value.dim]))
             return Plan([value, REPLICATED], [several]) if several else None
         return Plan([value, REPLICATED], [value])
     if isinstance(times, Size) and is_plain(value) and times.times is not None:
