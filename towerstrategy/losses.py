@@ -17,7 +17,6 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts, refused
-from towerstrategy.contexts import whole
 from towerstrategy.merge import merging
 
 __all__ = ["WholeBatch", "whole_batch"]
@@ -109,11 +108,38 @@ def whole_batch(value: Any) -> Any:
     """
     tower = contexts.splitting_tower()
     if tower is not None:
-        return whole.rows_of_all(tower, value)
+        return _rows_of_all(tower, value)
     if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(value)):
         raise RuntimeError("whole_batch belongs inside of the function given to strategy.run, "
                            "where a tower has its rows; outside, use strategy.gather(value, 0).")
     return value
+
+
+def _has_rows(leaf: Any) -> bool:
+    """Whether ``leaf`` is a tensor, or an array, of a row an example."""
+    if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
+        return leaf.shape.rank != 0
+    return hasattr(leaf, "__array__") and not _tf.is_variable(leaf) and getattr(leaf, "ndim", 0) > 0
+
+
+def _rows_of_all(tower: contexts.TowerContext, value: Any) -> Any:
+    """``value``, a nest of this tower's rows, with the rows of all towers, on every tower.
+
+    The gradient for a tower's rows is the sum over the towers of what each asks for.
+    """
+    def gathered(leaf: Any) -> Any:
+        if isinstance(leaf, tf.SparseTensor):
+            raise TypeError(f"a SparseTensor has no rows to gather: {leaf!r}. Make it dense first.")
+        if not _has_rows(leaf):
+            raise ValueError("whole_batch takes tensors with a row an example in the first "
+                             f"dimension, but got {leaf!r}.")
+        if isinstance(leaf, tf.RaggedTensor):
+            flat, *lengths = (tower.all_gather(part, 0)
+                              for part in (leaf.flat_values, *leaf.nested_row_lengths()))
+            return tf.RaggedTensor.from_nested_row_lengths(flat, lengths, validate=False)
+        return tower.all_gather(tf.convert_to_tensor(leaf), 0)
+
+    return tf.nest.map_structure(gathered, value)
 
 
 class WholeBatch:
@@ -157,10 +183,8 @@ class WholeBatch:
         if tower is None:
             return inner(*args, **kwargs)
         flat = tf.nest.flatten((args, kwargs))
-        rows = [leaf for leaf in flat if whole.has_rows(leaf)]
-        gathered = iter(whole.rows_of_all(tower, rows) if rows else ())
-        args, kwargs = tf.nest.pack_sequence_as(
-            (args, kwargs), [next(gathered) if whole.has_rows(leaf) else leaf for leaf in flat])
+        args, kwargs = tf.nest.pack_sequence_as((args, kwargs), [
+            _rows_of_all(tower, leaf) if _has_rows(leaf) else leaf for leaf in flat])
         with contexts.OneReplicaContext(tower.strategy):
             result = inner(*args, **kwargs)
         if result.shape.rank == 0:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy import contexts, losses, refused
+from towerstrategy import _tensorflow as _tf, contexts, losses, refused
 from towerstrategy.merge import merging
 from towerstrategy.placement import homes as homes_lib, scopes
 from towerstrategy.sharding import step
@@ -93,7 +93,8 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         if "agreed" not in rules:
             tower.call.check_gradients(gradients, variables_)
         one_each = merging.gradients(
-            [None if value is None else contexts.all_values(value, tower.count)
+            [None if value is None else
+             [_tf.select_replica(number, value) for number in range(tower.count)]
              for value in grouped], [homes_lib.home_of(variable) for variable in variables_],
             tower.shares, placement.devices, placement.micro_batches, rules)
         return _updated(strategy, lambda: apply(one_each))

@@ -16,5 +16,4 @@ from towerstrategy.contexts.tower import (
     NESTED_MERGE as NESTED_MERGE,
     Call as Call,
     TowerContext as TowerContext,
-    all_values as all_values,
 )

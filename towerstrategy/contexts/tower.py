@@ -79,8 +79,6 @@ FACTS = {
     "filled": Fact(tf.bool, True, lambda _, shares: shares.filled),
     "number": Fact(tf.int32, 0, lambda first, shares: [
         np.int32(first + tower) for tower in range(len(shares.here))]),
-    "seed_step": Fact(tf.int64, 0, lambda first, shares: [
-        np.int64((first + tower) * _tf.SEED_STEP % 2**31) for tower in range(len(shares.here))]),
     "rows": Fact(tf.int64, 0, lambda _, shares: shares.here),
     "first_row": Fact(tf.int64, 0, lambda _, shares: shares.starts)}
 
@@ -166,7 +164,8 @@ class TowerContext(tf.distribute.ReplicaContext):
 
     def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
         """``seed`` (integers), made this tower's own."""
-        return tf.bitwise.bitwise_xor(seed, tf.cast(self.known("seed_step"), seed.dtype))
+        step = tf.cast(self.known("number"), tf.int64) * _tf.SEED_STEP % 2**31
+        return tf.bitwise.bitwise_xor(seed, tf.cast(step, seed.dtype))
 
     def known(self, name: str) -> Any:
         """One of :data:`FACTS`, as this tower has it in this call."""
@@ -210,10 +209,3 @@ def _without_gradient(leaf: Any) -> Any:
     if isinstance(leaf, (_tf.Mirrored, _tf.PerReplica)) and not _tf.is_variable(leaf):
         return type(leaf)(tuple(map(_without_gradient, leaf.values)))
     return tf.stop_gradient(leaf) if isinstance(leaf, tf.Tensor) else leaf
-
-
-def all_values(value: Any, count: int) -> list[Any]:
-    """One value a tower, from what ``merge_call`` grouped (it groups the same object into one)."""
-    if isinstance(value, (_tf.PerReplica, _tf.Mirrored)):
-        return list(value.values)
-    return [value] * count

@@ -17,10 +17,6 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.merge import shares as shares_lib
 from towerstrategy.merge.shares import Value
-from towerstrategy.placement import homes as homes_lib
-
-# Bytes of a tower's value.  Stacking copies it; of small ones, the number of operations counts.
-LARGEST_STACKED = 2**16
 
 
 def total(values: Sequence[Value]) -> Value:
@@ -48,18 +44,16 @@ def divided(value: Value, count: int | None) -> Value:
 def weighted_mean(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
     """The mean of the towers' values, each counted by its tower's share; empty towers count for
     nothing, whatever they computed."""
-    if _are_small(values):
-        return shares.across(tf.reduce_sum(shares.weigh(tf.stack(list(values))), 0))
     return shares.across(total([_times(without_empty(value, tower, shares), shares.each[tower])
                                 for tower, value in enumerate(values)]))
 
 
 def agreed(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
     """What the towers agree on, exactly; where they differ, the mean by share of rows."""
-    first, *others = values
-    same = tf.nest.flatten(first, expand_composites=True)
-    if all(one is part for other in others
-           for one, part in zip(tf.nest.flatten(other, expand_composites=True), same)):
+    first = values[0]
+    same, *others = (list(map(id, tf.nest.flatten(value, expand_composites=True)))
+                     for value in values)
+    if all(parts == same for parts in others):
         return first
     sparse = any(isinstance(value, tf.IndexedSlices) for value in values)
     if sparse or shares.workers is not None or not first.dtype.is_floating:
@@ -101,15 +95,6 @@ def first_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value
     for tower in reversed(range(len(values))):
         found = tf.where(shares.filled[tower], values[tower], found)
     return found
-
-
-def _are_small(values: Sequence[Value]) -> bool:
-    """Whether these are small dense float values of one known shape."""
-    first = values[0]
-    return not any(isinstance(value, tf.IndexedSlices) for value in values) \
-        and first.dtype.is_floating and first.shape.is_fully_defined() \
-        and all(value.shape == first.shape for value in values) \
-        and homes_lib.size_of(first) <= LARGEST_STACKED
 
 
 def total_of_filled(values: Sequence[Value], shares: shares_lib.Shares) -> Value:

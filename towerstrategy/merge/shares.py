@@ -67,7 +67,7 @@ class Shares:
     def prepare(self) -> Shares:
         """Makes the tensors now, in the current graph and on the current device."""
         if not self.are_known:
-            self._columns, self.starts  # noqa: B018
+            self.each, self.filled, self.starts  # noqa: B018
         return self
 
     # Of all towers of all machines.
@@ -125,25 +125,11 @@ class Shares:
             return self._here([sum(self._rows[:tower]) for tower in range(self.number)])
         return self._here(tf.unstack(tf.cumsum(self.counts(), exclusive=True)))
 
-    @functools.cached_property
-    def _columns(self) -> tuple[Any, Any]:
-        """Their shares, and whether they have rows, as vectors."""
-        stack = np.stack if self.are_known else tf.stack
-        return stack(self.each), stack(self.filled)
-
     def in_words(self, tower: int) -> str:
         """The rows of ``tower`` in words, for errors; nothing where they are not known."""
         if not self.counted or not self.are_known:
             return ""
         return f"{self.here[tower] or 'none'} of the batch's {sum(self._rows)} rows"
-
-    def weigh(self, stacked: tf.Tensor) -> tf.Tensor:
-        """The towers' values, stacked, each times its share; 0 for a tower without rows."""
-        shape = [-1] + [1] * (stacked.shape.rank - 1)
-        shares, filled = self._columns
-        if self.may_be_empty:
-            stacked = tf.where(tf.reshape(filled, shape), stacked, tf.zeros([], stacked.dtype))
-        return stacked * tf.reshape(tf.cast(shares, stacked.dtype), shape)
 
     # Over all machines.
 

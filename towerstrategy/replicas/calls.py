@@ -40,11 +40,8 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
       args: its positional arguments.
       kwargs: its keyword arguments.
       compiles: whether XLA compiles what the towers do between their sync points, as it does for a
-        ``fn`` made with ``jit_compile=True`` and in Keras steps of models compiled so.
+        ``fn`` made with ``jit_compile=True``.
     """
-    compiles = compiles or strategy.extended.modes.compiles
-    if isinstance(fn, _tf.Function) and compiles and _tf.is_jit_compiled(fn):
-        fn = fn.python_function  # of tf_keras, which makes it anew for each step that it traces
     if isinstance(fn, _tf.Function):
         with _with_rows_said(strategy, args, kwargs):
             return _inside_function(strategy, fn)(*args, **kwargs)
