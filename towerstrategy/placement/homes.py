@@ -39,11 +39,6 @@ class Homes:
         self._stages = list(zip(*rows))
 
     @property
-    def by_bytes(self) -> bool:
-        """Whether the size of a variable decides where it lives."""
-        return len(self._bytes) > 1
-
-    @property
     def of_stages(self) -> bool:
         """Whether variables live with the stages that use them."""
         return bool(self._stages)
@@ -53,9 +48,9 @@ class Homes:
         """The home that holds the fewest bytes."""
         return min(self._bytes, key=self._bytes.__getitem__)
 
-    def choose(self, size: int, stage: int | None = None, dtype: Any = tf.float32) -> str:
-        """The home of a new variable of ``size`` bytes, of a stage where that is known."""
-        if self._balanced and dtype.is_integer and size <= COUNTER:
+    def choose(self, size: int, stage: int | None = None, is_counter: bool = False) -> str:
+        """The home of a variable of ``size`` bytes, of a stage where that is known."""
+        if self._balanced and is_counter:
             return self._merge
         home = self.least if stage is None or not self._stages else min(
             self._stages[stage], key=self._bytes.__getitem__)
@@ -90,7 +85,7 @@ class Homes:
                         if home_of(variable) in self._bytes)
 
     def add(self, device: str, size: int) -> None:
-        """Counts a variable that lives on ``device`` for another reason."""
+        """Counts ``size`` bytes more on ``device``."""
         if device in self._bytes:
             self._bytes[device] += size
 

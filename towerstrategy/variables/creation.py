@@ -53,6 +53,7 @@ def _create_one_copy(strategy: tf.distribute.Strategy, homes: homes_lib.Homes, c
             "creating distributed tf.Variable with aggregation=MEAN and a non-floating dtype is "
             "not supported, please use a different aggregation or dtype (got "
             f"{variable.dtype.name})")
+    homes.add(home, homes_lib.size_of(variable))
     together = colocate_with is not None and homes.of_stages
     if together:
         homes_lib.follow(variable, _primary(colocate_with))
@@ -126,36 +127,24 @@ def _outside_towers() -> contextlib.AbstractContextManager[str]:
 
 def _home_for(homes: homes_lib.Homes, colocate_with: Any, kwargs: dict[str, Any],
               stage: int | None) -> str:
-    size, dtype = _bytes_of(kwargs) if homes.by_bytes else (0, tf.float32)
-    if colocate_with is not None:
-        colocate_with = _primary(colocate_with)
-        home = homes_lib.home_of(colocate_with)
-        if not homes.of_stages:
-            colocate_with._home_may_change = False
-        homes.add(home, size)
-        return home
-    return homes.choose(size, stage, dtype)
+    if colocate_with is None:
+        return homes.choose(0, stage, _is_counter(kwargs))
+    colocate_with = _primary(colocate_with)
+    if not homes.of_stages:
+        colocate_with._home_may_change = False
+    return homes_lib.home_of(colocate_with)
 
 
 def _primary(variable: Any) -> Any:
     return variable._primary if isinstance(variable, _tf.DistributedVariable) else variable
 
 
-def _bytes_of(kwargs: dict[str, Any]) -> tuple[int, tf.DType]:
-    """Bytes and type of a variable to be made; an initializer of an unknown result is run for it.
-    """
-    shape, dtype = kwargs.get("shape"), kwargs.get("dtype")
-    value = kwargs.get("initial_value")
-    if shape is None or not tf.TensorShape(shape).is_fully_defined() or dtype is None:
-        if callable(value) and not tf.is_tensor(value):
-            if tf.executing_eagerly():
-                value = kwargs["initial_value"] = value()
-            else:
-                with tf.__internal__.FuncGraph("initial_value").as_default():
-                    value = tf.convert_to_tensor(value())
-        value = tf.convert_to_tensor(value, dtype=dtype) if value is not None else None
-        shape = value.shape if value is not None else ()
-        dtype = value.dtype if value is not None else tf.float32
-    dtype = tf.as_dtype(dtype)
+def _is_counter(kwargs: dict[str, Any]) -> bool:
+    """Whether a variable to be made is a few integers, or integers that an initializer makes."""
+    shape, dtype, value = (kwargs.get(name) for name in ("shape", "dtype", "initial_value"))
+    if value is not None and not callable(value):
+        value = tf.convert_to_tensor(value, dtype=dtype)
+        shape, dtype = value.shape, value.dtype
+    dtype = tf.as_dtype(tf.float32 if dtype is None else dtype)
     elements = tf.TensorShape(shape).num_elements() or 0
-    return 0 if dtype in (tf.string, tf.variant, tf.resource) else elements * dtype.size, dtype
+    return dtype.is_integer and elements * dtype.size <= homes_lib.COUNTER
