@@ -337,7 +337,7 @@ class StepsAsideTest(parameterized.TestCase):
             tf.identity(made.mean) for made in strategy.experimental_local_results(
                 strategy.run(distribution, (parts,)))], autograph=False)
         self.assertLen(set(map(float, run(strategy.split(ROWS)))), len(DEVICES))
-        self.assertIn("inside of a Module", strategy.extended.own_trace_reasons[0])
+        self.assertIn("hands on a Module", strategy.extended.own_trace_reasons[0])
 
     def test_a_number_of_rows_that_has_to_be_known(self):
         """Else a shape known for tower 0 alone is built into every tower."""

@@ -1,21 +1,18 @@
-"""Trace once: tower 0 is traced, and its operations are copied for the other towers.
+"""Copies of what tower 0 has traced, for the other towers.
 
-Goes in: the replica function and its arguments, inside a ``tf.function`` that is being traced.
-Comes out: what :mod:`threads` would have made by tracing every tower, for the price of one trace.
+Goes in: tower 0's operations.  Comes out: what :mod:`threads` would have made by tracing every
+tower, for the price of one trace.
 
 Between two sync points (``merge_call``) of the towers, tower 0's operations form a stretch of the
 graph. At the next one the stretch is copied for each other tower: the same operations, on that
 tower's device, with that tower's inputs, tower-local variables, share and random seeds put in.  The
 tensor that another tower has in place of one of tower 0's is looked up in a table; a tensor that
 stands in no table is the same for all.
-
-A function that cannot be copied is traced for every tower; :class:`NeedsOwnTrace` says why.
 """
 
 from __future__ import annotations
 
-import contextlib
-import types
+import enum
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
@@ -217,12 +214,9 @@ class Copier:
     def values(self, first: Any) -> tuple[Any, ...]:
         """What each tower has in place of any value of tower 0's, whose tensors are looked up."""
         for leaf in tf.nest.flatten(first):
-            if isinstance(leaf, tf.TensorArray) or _tf.is_unread_variable(leaf):
-                raise NeedsOwnTrace(f"it hands on a {type(leaf).__name__}, which cannot be looked "
-                                    "up")
-            if not isinstance(leaf, tf.Operation) and _holds_tensors(leaf):
-                raise NeedsOwnTrace(f"it hands on tensors inside of a {type(leaf).__name__}, which "
-                                    "cannot be looked up")
+            if _may_hold_tensors(leaf):
+                raise NeedsOwnTrace(f"it hands on a {type(leaf).__name__}, in which tensors cannot "
+                                    "be looked up")
 
         def of(tower: int) -> Callable[[Any], Any]:
             return lambda leaf: self.operation(leaf, tower) if isinstance(leaf, tf.Operation) \
@@ -257,26 +251,12 @@ def _with_seed_of(operation: Op, tower: int) -> bytes:
     return node.SerializeToString(deterministic=True)
 
 
-# How deep tensors are looked for inside of objects and closures, and where they are not.
-_DEPTH = 4
-_VARIABLES = (tf.Variable, _tf.DistributedVariable)
-_CLOSED = (*_VARIABLES, type, types.ModuleType, tf.Graph, tf.TypeSpec)
+# What has attributes, and no tensors in them that differ between towers.
+_PLAIN = (tf.Tensor, tf.Operation, _tf.CompositeTensor, tf.Variable, _tf.DistributedVariable,
+          tf.DType, tf.TensorShape, tf.TypeSpec, enum.Enum, type)
 
 
-def _holds_tensors(value: Any, depth: int = 0) -> bool:
-    """Whether an object or a function holds tensors of a graph, in attributes or its closure."""
-    if isinstance(value, (tf.Tensor, _tf.CompositeTensor)) and not isinstance(value, _VARIABLES):
-        return depth > 0 and not all(
-            map(_tf.is_eager, tf.nest.flatten(value, expand_composites=True)))
-    # Inside of others, modules are layers and models; handed on itself, one may be a distribution.
-    if isinstance(value, _CLOSED) or depth > _DEPTH or depth and isinstance(value, tf.Module):
-        return False
-    held: list[Any] = list(getattr(value, "__dict__", {}).values())
-    if isinstance(value, dict):
-        held += value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        held += value
-    for cell in getattr(value, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a cell may be empty
-            held.append(cell.cell_contents)
-    return any(_holds_tensors(part, depth + 1) for part in held)
+def _may_hold_tensors(value: Any) -> bool:
+    """Whether an object or a function may hold tensors, in attributes or in its closure."""
+    return _tf.is_unread_variable(value) or (
+        hasattr(value, "__dict__") and not isinstance(value, _PLAIN))

@@ -3,8 +3,8 @@
 Goes in: what makes tensors, as a Python function.  Comes out: what it returned, with tensors of the
 caller's graph, and the one operation there that calls it.
 
-So nothing is left behind when the function turns out to be of no use, and a gradient tape around
-the call sees one operation, whatever threads the towers were traced in.
+So a trace that is of no use leaves nothing behind, and a gradient tape around the call sees one
+operation, whatever threads the towers were traced in.
 """
 
 from __future__ import annotations

@@ -5,12 +5,7 @@ results, grouped.  Tower 0 runs in the calling thread; at its sync points, :mod:
 makes their operations and the function given to ``merge_call`` runs at once.
 
 All of it happens in a function of its own, so that nothing is left behind when the function turns
-out to need a trace for each tower (:class:`NeedsOwnTrace`): its towers' inputs differ in more of
-their static shapes than the number of rows, which is left open, or are no tensors; it needs that
-number to be known; it looks at its replica id as a Python number; it syncs with the others in
-``tf.init_scope``; it draws random numbers in a nested function; it takes the gradient of a loop
-or branch from before a sync point; it hands on something that holds tensors and cannot be looked
-up; it has an assertion, which would name tower 0 whichever tower fails.
+out to need a trace for each tower: :class:`NeedsOwnTrace` says why.
 """
 
 from __future__ import annotations

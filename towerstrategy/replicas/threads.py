@@ -1,10 +1,7 @@
-"""Trace every tower: a thread a tower, in turn.
+"""Run, or trace, every tower: a thread a tower, in turn.
 
-Goes in: the replica function and each tower's arguments.  Comes out: its results, grouped.  Each
-tower has a thread for as long as the call lasts, and only one of them runs at a time; the threads
-exist because a Python function can only be paused in the middle, at a ``merge_call``, by pausing
-its thread. Eager code always runs this way; functions do where :mod:`once` cannot copy tower 0's
-trace.
+Goes in: the replica function and each tower's arguments.  Comes out: its results, grouped.  A
+Python function can only be paused in the middle, at a ``merge_call``, by pausing its thread.
 """
 
 from __future__ import annotations
