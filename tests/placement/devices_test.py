@@ -56,7 +56,7 @@ class PlaceTest(parameterized.TestCase):
             self.assertEqual(short(devices_lib.place([cards[3], cards[1]], cards[1])),
                              (["GPU:3", "GPU:0"], "GPU:0"))
             with self.assertRaisesRegex(ValueError, "devices has .*GPU:2.*2 logical devices, GPU:1 "
-                                                    "and GPU:2: name one of these"):
+                                                    "to GPU:2: name one of these"):
                 devices_lib.place([cards[2]], None)
             with self.assertRaisesRegex(ValueError, "merge_device has .*GPU:0.*not visible"):
                 devices_lib.place(["GPU:1"], cards[0])

@@ -6,8 +6,8 @@ tower, checked.  Numbers are compared over the towers of all machines.
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +20,7 @@ from towerstrategy.placement import names
 MEASURED = "measured"
 MEMORY = "memory"
 
-_CHOICES = f'shares must be None, a list of a number for each device, "{MEASURED}" or "{MEMORY}"'
+_CHOICES = f'None, a list of a number for each device, "{MEASURED}" or "{MEMORY}"'
 
 
 def checked(shares: Any, towers: Sequence[str],
@@ -33,7 +33,7 @@ def checked(shares: Any, towers: Sequence[str],
         return None
     if isinstance(shares, str):
         if shares not in (MEASURED, MEMORY):
-            raise ValueError(f"{_CHOICES}, but got {shares!r}.")
+            raise ValueError(f"shares must be {_CHOICES}, but got {shares!r}.")
         if shares == MEASURED and micro_batches > 1:
             raise ValueError(f'shares="{MEASURED}" does not go with micro_batches={micro_batches}, '
                              "as the parts of a tower have no times of their own. Give a list of a "
@@ -47,30 +47,21 @@ def checked(shares: Any, towers: Sequence[str],
 def _numbers(shares: Any, towers: Sequence[str]) -> tuple[float, ...]:
     if isinstance(shares, (np.ndarray, tf.Tensor)):
         shares = np.asarray(shares).tolist()
-    if not isinstance(shares, (list, tuple)):
-        raise TypeError(f"{_CHOICES}, but got {refused.shown(shares)} of type "
-                        f"{type(shares).__name__}.")
+    refused.check_type("shares", shares, (list, tuple), _CHOICES)
     if len(shares) != len(towers):
         raise ValueError(f"shares must have a number for each of the {len(towers)} devices, but "
                          f"got {len(shares)}: {refused.shown(shares)}. The devices: "
                          f"{names.short_names(towers)}.")
-    return tuple(_number(shares, tower, towers) for tower in range(len(towers)))
-
-
-def _number(shares: Sequence[Any], tower: int, towers: Sequence[str]) -> float:
-    share, where = shares[tower], (
-        f"for {names.short_names(towers[tower:tower + 1])} in {refused.shown(shares)}")
-    if isinstance(share, bool) or not isinstance(share, numbers.Real):
-        raise TypeError(f"shares must be numbers, but got {share!r} of type "
-                        f"{type(share).__name__} {where}.")
-    try:
-        number = float(share)
-    except OverflowError:  # a whole number has no bound
-        number = math.inf
-    if not math.isfinite(number) or number <= 0:
-        raise ValueError(f"shares must be above 0 and finite, but got {share!r} {where}. A device "
-                         "that is to get no rows belongs into no strategy: leave it out.")
-    return number
+    for share, tower in zip(shares, towers):
+        where = f"for {names.short_name(tower)} in {refused.shown(shares)}"
+        if isinstance(share, bool) or not isinstance(share, numbers.Real):
+            raise TypeError(f"shares must be numbers, but got {share!r} of type "
+                            f"{type(share).__name__} {where}.")
+        if not 0 < share <= sys.float_info.max:
+            raise ValueError(f"shares must be above 0 and finite, but got {share!r} {where}. A "
+                             "device that is to get no rows belongs into no strategy: leave it "
+                             "out.")
+    return tuple(map(float, shares))
 
 
 def _memory(towers: Sequence[str]) -> tuple[float, ...]:

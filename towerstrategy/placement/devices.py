@@ -1,9 +1,7 @@
 """What the user asked for -> the tower devices and the merge device.
 
 Goes in: ``devices``, ``merge_device`` and ``shares`` as given to ``TowerStrategy``, and the logical
-devices that TensorFlow shows.  Comes out: a :class:`Placement`, with full device names.  Every
-complaint about a device is raised here; each names the argument, what was given and which devices
-there are.
+devices that TensorFlow shows.  Comes out: a :class:`Placement`, with full device names.
 """
 
 from __future__ import annotations
@@ -165,11 +163,8 @@ def split_cpu(count: int) -> list[str]:
     >>> split_cpu(4)
     ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
     """
-    count = whole_number("count", count)
-    if not 1 <= count <= _MOST_LOGICAL_CPUS:
-        bound = "at least 1" if count < 1 else f"at most {_MOST_LOGICAL_CPUS}"
-        raise ValueError(f"count must be {bound}, but got {count}: it is the number of logical "
-                         "CPU devices to make.")
+    count = names.count("count", count, _MOST_LOGICAL_CPUS,
+                        "the number of logical CPU devices to make")
     cpus = tf.config.list_physical_devices("CPU")
     wanted = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
     try:
@@ -195,7 +190,8 @@ def place(devices: Any, merge_device: Any, shares: Any = None,
         without ``shares``, shares that cannot be, no micro-batch or far too many, towers of
         unequal numbers of stages, what does not go with stages.
     """
-    count = _micro_batches(micro_batches)
+    count = names.count("micro_batches", micro_batches, _MOST_MICRO_BATCHES, "into how many parts, "
+                        "one after another, each tower's rows of a batch are cut")
     rows = rows_of(devices, mixed=shares is not None)
     towers = tuple(row[0] for row in rows)
     if len(rows[0]) > 1:
@@ -240,15 +236,6 @@ def _merge_of_stages(rows: tuple[tuple[str, ...], ...], merge_device: Any,
             f"shares={shares!r} does not go with towers of {len(rows[0])} stages, as it is asked "
             "of one device a tower. Give a list of a number for each tower.")
     return rows[0][0] if len(rows) == 1 else names.tower_name("CPU:0"), False
-
-
-def _micro_batches(given: Any) -> int:
-    count = whole_number("micro_batches", given)
-    if not 1 <= count <= _MOST_MICRO_BATCHES:
-        bound = "at least 1" if count < 1 else f"at most {_MOST_MICRO_BATCHES}"
-        raise ValueError(f"micro_batches must be {bound}, but got {count}: it is into how many "
-                         "parts, one after another, each tower's rows of a batch are cut.")
-    return count
 
 
 def rows_of(devices: Any, mixed: bool = False,

@@ -26,11 +26,23 @@ def whole_number(argument: str, value: Any) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise refused.wrong_type(argument, value, "a whole number")
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if not float(value).is_integer():
+    if not isinstance(value, numbers.Integral) and not float(value).is_integer():
         raise TypeError(f"{argument} must be a whole number, but got {value!r}.")
-    return int(float(value))
+    return int(value)
+
+
+def count(argument: str, value: Any, most: int, what: str) -> int:
+    """``value`` as an int from 1 to ``most``; ``what`` says what it is, in words.
+
+    Raises:
+      TypeError: see :func:`whole_number`.
+      ValueError: it is too small or too large.
+    """
+    number = whole_number(argument, value)
+    if not 1 <= number <= most:
+        bound = "at least 1" if number < 1 else f"at most {most}"
+        raise ValueError(f"{argument} must be {bound}, but got {number}: it is {what}.")
+    return number
 
 
 def short_name(device: str) -> str:
@@ -67,13 +79,12 @@ def name_of_listed(device: Any, argument: str) -> str:
     if device not in visible:
         raise ValueError(f"{argument} has {device!r}, which is not visible to TensorFlow (see "
                          f"tf.config.set_visible_devices). {devices_here()}")
-    counts = [len(tf.config.get_logical_device_configuration(each) or [None])
-              for each in visible[:visible.index(device) + 1]]
-    first, last = sum(counts[:-1]), sum(counts) - 1
-    if first != last:
-        joint = "and" if last == first + 1 else "to"
-        raise ValueError(f"{argument} has {device!r}, which is {counts[-1]} logical devices, "
-                         f"{kind}:{first} {joint} {kind}:{last}: name one of these. "
+    *before, here = (len(tf.config.get_logical_device_configuration(each) or [None])
+                     for each in visible[:visible.index(device) + 1])
+    first = sum(before)
+    if here > 1:
+        raise ValueError(f"{argument} has {device!r}, which is {here} logical devices, "
+                         f"{kind}:{first} to {kind}:{first + here - 1}: name one of these. "
                          f"{devices_here()}")
     return f"{kind}:{first}"
 

@@ -7,6 +7,7 @@ one device and ``MirroredStrategy``.  Activations, which the rows of a tower dec
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -86,9 +87,7 @@ def estimate_memory(model: Any, towers: int = 2) -> Estimate:
     balanced          the fullest tower           3.8    7.6       19.1      30.5
     one memory        the CPU                     3.8    7.6       19.1      30.5
     """
-    count = names.whole_number("towers", towers)
-    if count < 1:
-        raise ValueError(f"towers must be at least 1, but got {count}.")
+    count = names.count("towers", towers, sys.maxsize, "how many there are to be")
     slots = sum(map(_size, _keras.slots_of(model)))
     if not model.weights:
         raise ValueError(f"model {model.name!r} has no weights yet, so nothing is known of it: "
