@@ -158,7 +158,7 @@ def slots_of(model: Any) -> list[Any]:
             optimizer = type(optimizer).from_config(optimizer.get_config())
             with tf.device("CPU:0"):
                 optimizer.build(model.trainable_variables)
-        found += state.optimizer_variables(optimizer, names)
+        found += state.optimizer_variables(optimizer)
     return found
 
 

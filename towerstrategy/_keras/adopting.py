@@ -16,7 +16,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy._keras import batch_norm, hooks, stages, state, twin
 from towerstrategy.placement import kind
-from towerstrategy.variables import one_copy
+from towerstrategy.variables import one_copy, rules
 
 _log = logging.getLogger("towerstrategy")
 # Of steps, in tf_keras' models.
@@ -57,10 +57,10 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
     metrics, optimizers = state.metrics_of(model, names), state.optimizers_of(model, names)
     held = state.variables_of(model, names)
     for optimizer in optimizers:
-        held += state.optimizer_variables(optimizer, names)
+        held += state.optimizer_variables(optimizer)
     check_variables(strategy, model, held)
     for metric in metrics:
-        check_variables(strategy, model, map(names.held, names.variables_of(metric)))
+        check_variables(strategy, model, map(rules.held_variable, names.variables_of(metric)))
     for optimizer in optimizers:
         check_owner(strategy, f"optimizer {getattr(optimizer, 'name', '')!r} of model "
                               f"{model.name!r}", names.owner_of_optimizer(optimizer))

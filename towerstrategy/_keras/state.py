@@ -20,7 +20,7 @@ def variables_of(model: Any, names: Any) -> list[Any]:
     """The TensorFlow variables of ``model``, those of its metrics and optimizers left out."""
     own = {id(variable) for metric in metrics_of(model, names)
            for variable in names.variables_of(metric)}
-    return [names.held(variable) for variable in names.variables_of(model)
+    return [rules.held_variable(variable) for variable in names.variables_of(model)
             if id(variable) not in own]
 
 
@@ -40,11 +40,11 @@ def optimizers_of(model: Any, names: Any) -> list[Any]:
     return [*held, *(part.inner_optimizer for part in held if hasattr(part, "inner_optimizer"))]
 
 
-def optimizer_variables(optimizer: Any, names: Any) -> list[Any]:
+def optimizer_variables(optimizer: Any) -> list[Any]:
     """The TensorFlow variables of an optimizer."""
     held = optimizer.variables  # a method of tf_keras' old ones
-    return [names.held(variable) for variable in (
-        held() if callable(held) and not isinstance(held, list) else held)]
+    return list(map(rules.held_variable,
+                    held() if callable(held) and not isinstance(held, list) else held))
 
 
 def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[Line]:

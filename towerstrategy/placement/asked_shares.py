@@ -57,7 +57,7 @@ def _numbers(shares: Any, towers: Sequence[str]) -> tuple[float, ...]:
         if isinstance(share, bool) or not isinstance(share, numbers.Real):
             raise TypeError(f"shares must be numbers, but got {share!r} of type "
                             f"{type(share).__name__} {where}.")
-        if not 0 < share <= sys.float_info.max:
+        if share <= 0 or not share <= sys.float_info.max:  # NaN is neither
             raise ValueError(f"shares must be above 0 and finite, but got {share!r} {where}. A "
                              "device that is to get no rows belongs into no strategy: leave it "
                              "out.")

@@ -26,9 +26,11 @@ def whole_number(argument: str, value: Any) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise refused.wrong_type(argument, value, "a whole number")
-    if not isinstance(value, numbers.Integral) and not float(value).is_integer():
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if not float(value).is_integer():
         raise TypeError(f"{argument} must be a whole number, but got {value!r}.")
-    return int(value)
+    return int(float(value))
 
 
 def count(argument: str, value: Any, most: int, what: str) -> int:

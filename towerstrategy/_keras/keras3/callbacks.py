@@ -108,7 +108,7 @@ def _hand_on(callback: Any, workers: Workers) -> None:
     # Those that save_weights saves.
     kept = [*state.variables_of(model, names), *(
         variable for part in state.optimizers_of(model, names)
-        for variable in state.optimizer_variables(part, names))]
+        for variable in state.optimizer_variables(part))]
     variables = list({id(variable): variable for variable in kept
                       if isinstance(variable, _tf.BaseResourceVariable)}.values())
     values = workers.chiefs([variable.read_value() for variable in variables])

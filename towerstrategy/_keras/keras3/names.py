@@ -10,7 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src import tree
-from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.layers.core import embedding
 from keras.src.layers.normalization import batch_normalization
@@ -20,7 +19,7 @@ from keras.src.optimizers import base_optimizer
 from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.variables import tower_local
+from towerstrategy.variables import rules, tower_local
 
 # The base class whose methods are hooked, and that of models.
 MODEL, TRAINER = base_trainer.Trainer, tf_trainer.TensorFlowTrainer
@@ -42,11 +41,6 @@ TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), *ENTRIES, "op
                              "stop_training", "stop_evaluating", "stop_predicting",
                              "_compile_config", "_compiled_trainable_state",
                              "_eval_epoch_iterator"} - {"_lock"})
-
-
-def held(variable: Any) -> Any:
-    """The TensorFlow variable that a Keras variable holds."""
-    return variable._value if isinstance(variable, keras_variables.Variable) else variable
 
 
 def variables_of(layer: Any) -> list[Any]:
@@ -78,5 +72,5 @@ def owner_of_optimizer(optimizer: Any) -> Any:
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
     """The TensorFlow variables of a layer that are made, and whether they are trained."""
     for variable in layer.variables:
-        if held(variable) is not None:
-            yield held(variable), variable.trainable
+        if (held := rules.held_variable(variable)) is not None:
+            yield held, variable.trainable

@@ -18,6 +18,7 @@ from towerstrategy import contexts
 from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement import kind
+from towerstrategy.variables import rules
 
 # Keras' way to update -> the kernel that does the same.
 _KERNELS: dict[Any, one_pass.Rule] = {
@@ -40,7 +41,7 @@ def apply(original: Callable[..., Any], self: Any, grads: Any,
     both = min(len(grads), len(targets))  # of other numbers Keras is to say what is wrong
     targets = targets[:both]
     return optimizers_rules.merge_then(
-        tower, grads[:both], [names.held(target) for target in targets],
+        tower, grads[:both], list(map(rules.held_variable, targets)),
         lambda merged: original(self, [*merged, *grads[both:]], trainable_variables),
         ["max" if getattr(target, "overwrite_with_gradient", False) else "sum"
          for target in targets])
@@ -68,7 +69,7 @@ def distributed_update_step(original: Callable[..., Any], self: Any, distributio
     step = one_pass.Step(self, _rule(self), learning_rate)
 
     def is_left(gradient: Any, target: Any) -> bool:
-        return not step.update(target, gradient, lambda held: names.held(
+        return not step.update(target, gradient, lambda held: rules.held_variable(
             getattr(self, held)[self._get_variable_index(target)]))
 
     left = [(gradient, target) for gradient, target in grads_and_vars

@@ -18,7 +18,7 @@ from tf_keras.src.optimizers import optimizer as new_optimizer
 from tf_keras.src.optimizers.legacy import optimizer_v2
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.variables import one_copy, tower_local
+from towerstrategy.variables import one_copy, rules, tower_local
 
 # The base class whose methods are hooked, and that of models.
 MODEL = TRAINER = training.Model
@@ -44,11 +44,6 @@ TRAINING_STATE = frozenset({
     "_steps_per_execution", "_steps_per_execution_tuner", "_test_counter", "_train_counter",
     "_training_state", "compiled_loss", "compiled_metrics", "history", "loss", "optimizer",
     "predict_function", "stop_training", "test_function", "train_function", "train_tf_function"})
-
-
-def held(variable: Any) -> Any:
-    """The TensorFlow variable that another, such as an ``AutoCastVariable``, holds."""
-    return getattr(variable, "_variable", variable)
 
 
 def compiled_metrics(model: Any) -> list[Any]:
@@ -95,8 +90,9 @@ def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
     trained = {id(variable) for part in layer._flatten_layers() if part.trainable
                for variable in part._trainable_weights}  # which stay there where it is frozen
     for variable in variables_of(layer):
-        if isinstance(held(variable), tf.Variable):  # a lookup's table is among the weights, too
-            yield held(variable), id(variable) in trained
+        held = rules.held_variable(variable)
+        if isinstance(held, tf.Variable):  # a lookup's table is among the weights, too
+            yield held, id(variable) in trained
 
 
 def _replace(layer: Any, old: Any, new: Any) -> None:

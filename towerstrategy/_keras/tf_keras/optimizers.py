@@ -16,6 +16,7 @@ from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
+from towerstrategy.variables import rules
 
 # Keras' way to update -> the kernel that does the same.
 _KERNELS: dict[Any, one_pass.Rule] = {
@@ -46,7 +47,7 @@ def apply_gradients(original: Callable[..., Any], self: Any, grads_and_vars: Any
     targets = [target for _, target in grads_and_vars]
     return optimizers_rules.merge_then(
         tower, [gradient for gradient, _ in grads_and_vars],
-        [getattr(target, "_variable", target) for target in targets],
+        list(map(rules.held_variable, targets)),
         lambda merged: original(self, list(zip(merged, targets)), *args, **kwargs),
         ["agreed" if _are_merged(original, args, kwargs) else "sum"] * len(targets))
 
@@ -73,7 +74,7 @@ def distributed_apply(original: Callable[..., Any], self: Any, distribution: Any
     def update_step(gradient: Any, variable: Any) -> Any:
         index = self._index_dict.get(self._var_key(variable))
         if index is None or not step.update(
-                getattr(variable, "_variable", variable), gradient,
+                rules.held_variable(variable), gradient,
                 lambda held: getattr(self, held)[index]):
             return update(gradient, variable)
         return None
