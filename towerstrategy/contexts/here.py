@@ -1,8 +1,7 @@
 """Where code runs: in a tower, in a step with all rows, outside of both.
 
 Goes in: nothing, or a variable that is written.  Comes out: the context of the moment, or its
-strategy; None where there is none of that kind.  Two of the contexts are here: that of a step that
-is traced once with all rows, and that of one whose gradients are merged already.
+strategy; None where there is none of that kind.
 """
 
 from __future__ import annotations

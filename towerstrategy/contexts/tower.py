@@ -1,8 +1,7 @@
 """The replica context of a tower: what it is, what it knows of its rows, and its sync points.
 
 Goes in: a tower's number, the shares of the batch for all towers, and the call that it belongs to.
-Comes out: what ``tf.distribute.get_replica_context()`` gives there.  At the towers' sync points
-(``merge_call``) the function given there runs once, in cross-replica context, on the merge device.
+Comes out: what ``tf.distribute.get_replica_context()`` gives there.
 """
 
 from __future__ import annotations
@@ -61,16 +60,11 @@ class Call:
 
 
 class Fact(NamedTuple):
-    """Something that a tower knows of itself.
-
-    Attributes:
-      dtype: the type of its tensor.
-      outside: what a nested function that a tower has traced finds where no tower calls it.
-      of_all: what the towers of this machine know, given the number of the first and the shares.
-    """
+    """Something that a tower knows of itself."""
 
     dtype: tf.DType
-    outside: Any
+    outside: Any  # what a nested function that a tower has traced finds where no tower calls it
+    # What this machine's towers know, given the number of the first and the shares.
     of_all: Callable[[int, shares_lib.Shares], Sequence[Any]]
 
 
@@ -86,9 +80,9 @@ FACTS = {
 class TowerContext(tf.distribute.ReplicaContext):
     """The replica context of one tower.
 
-    What it knows of itself belongs to the call of the replica function, numbers or scalar tensors.
-    A ``tf.function`` that is called inside of it is traced once and called again, by other towers
-    and for other batches, so in there each is a capture whose value is asked for at each call.
+    What it knows of itself are numbers or scalar tensors.  A ``tf.function`` that is called inside
+    of it is called again by other towers and for other batches, so in there each is a capture whose
+    value is asked for at each call.
 
     Attributes:
       index: this tower's number on this machine, for callers that treat all towers alike.

@@ -1,9 +1,8 @@
 """R results -> one, on the merge device: sum, mean and concatenation, dense and sparse.
 
 Goes in: what the towers computed, one tensor or ``tf.IndexedSlices`` a tower, and the towers'
-:class:`shares.Shares`.  Comes out: one tensor or ``tf.IndexedSlices`` on the device asked for.
-Sparse gradients stay sparse: rows of the towers are concatenated in the towers' order,
-which is the order a single device would have produced.
+:class:`shares.Shares`.  Comes out: one of them, on the device asked for.  Slices stay slices, in
+the towers' order, which is that of a single device.
 """
 
 from __future__ import annotations
@@ -68,10 +67,7 @@ EXTREMES = {"max": (tf.maximum, tf.reduce_max), "min": (tf.minimum, tf.reduce_mi
 def extreme(rule: str, values: Sequence[Value], shares: shares_lib.Shares) -> Value:
     """Element by element the largest, or smallest, of the values of the towers that have rows.
 
-    Args:
-      rule: ``"max"`` or ``"min"``.
-      values: one a tower; what stands behind these counts in any case.
-      shares: those of the towers' batch.
+    ``values`` are one a tower; what stands behind these counts in any case.
     """
     towers = len(shares.here)
     base = first_of_filled(values[:towers], shares)
@@ -183,8 +179,7 @@ def gradients(per_variable: Sequence[Sequence[Value | None] | None], devices: Se
       shares: the shares of this step's batch.
       towers: the devices of the towers.
       micro_batches: how many of the gradients are of one tower, one after another.
-      rules: for each variable "sum", as for all where there are none; "agreed", of gradients that
-        the towers have merged themselves; or "max".
+      rules: for each variable "sum" (of all where there are none), "agreed" or "max".
     """
     rules = rules or ["sum"] * len(devices)
 

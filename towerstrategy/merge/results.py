@@ -1,9 +1,8 @@
 """What the towers returned, which knows the rows that it was computed from.
 
-Goes in: one value a tower, and the :class:`merge.Shares` of the batch.  Comes out:
-:class:`TowerResults`, and the shares of a call that is given some.  A result whose first dimension
-is the tower's rows (an augmented batch) is a batch again.  Scalars, and vectors of another length,
-are not.
+Goes in: one value a tower, and the shares of the batch.  Comes out: :class:`TowerResults`, and the
+shares of a call that is given some.  A result whose first dimension is the tower's rows (an
+augmented batch) is a batch again; scalars, and vectors of another length, are not.
 """
 
 from __future__ import annotations

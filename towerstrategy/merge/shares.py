@@ -25,18 +25,15 @@ class Shares:
     A tower's share is its rows over all rows, a float64 scalar (NumPy's where the row counts are
     known while tracing); without any rows all are 0.
 
-    With several machines ``rows`` are those of the towers of all workers; towers are still counted
-    from this worker's first, and what this module merges with shares is merged over all workers.
-
     Args:
-      rows: the rows of each tower.
-      workers: what synchronizes the workers, or None for a single machine.
+      rows: the rows of each tower, of all machines.
+      workers: what synchronizes the machines, or None for a single one.
       counted: whether these are the rows of a batch; else they only say that all count the same.
       fed: how many rows each of this machine's towers is known to have been given, also where
         others' are not known; None where that is known while it runs alone.
 
     Attributes:
-      counted, workers, fed: as given; ``fed`` is None where nothing was noted.
+      counted, workers, fed: as given.
       are_known: whether the rows are known while tracing.
     """
 

@@ -3,11 +3,10 @@
 Goes in: what one tower has run, or traced, since its last sync point.  Comes out: the variables
 that it has written, each with this tower's value; and, at the next sync point, one value for all.
 
-Each tower writes to a temporary copy of its own, which starts with the variable's value.  What the
-tower does from there on until the next sync point reads and writes that copy, so that no tower sees
-what another has written, in whatever order they run.  In a graph the copy is an anonymous variable,
-put in the variable's place into the operations that are there (:func:`divert`); eager towers take
-turns with the variable itself (:class:`Turns`).
+Each tower writes to a temporary copy of its own, which starts with the variable's value and is what
+the tower reads until the next sync point, so that no tower sees what another has written.  In a
+graph the copy is an anonymous variable, put in the variable's place into the operations that are
+there (:func:`divert`); eager towers take turns with the variable itself (:class:`Turns`).
 
 ``scatter_update``, ``_min`` and ``_max`` write the rows of all towers, so they go to the variable.
 """

@@ -22,11 +22,7 @@ Aggregation = tf.VariableAggregation
 
 
 class TowerVariable(_tf.ResourceVariable):
-    """A variable of which there is one copy, at its home, whatever the number of towers.
-
-    It is a real ``tf.Variable``: reads, gradients, checkpoints and SavedModel are TensorFlow's own.
-    Only the writes differ, see the module.
-    """
+    """See the module: reads, gradients, checkpoints and SavedModel are TensorFlow's own."""
 
     _home_may_change = False
     _written_alone = False  # by a function that towers call, see alone

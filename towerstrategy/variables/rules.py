@@ -1,8 +1,7 @@
 """Rules for state that is no sum and no mean: extremes, in public.
 
 Goes in: a variable of a strategy, one copy or tower-local, and ``"max"`` or ``"min"``.  Comes out:
-the same variable, of whose values the towers' largest, or smallest, counts.  For sums, means and
-tower 0's value ``tf.VariableAggregation`` is the public way.
+the same variable, of whose values the towers' largest, or smallest, counts.
 """
 
 from __future__ import annotations

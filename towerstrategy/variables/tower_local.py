@@ -28,11 +28,10 @@ class _TowerLocalSaveable(_tf.SyncOnReadSaveable):
 
 
 class TowerLocalVariable(_tf.SyncOnReadVariable):
-    """A variable with a part on every tower, aggregated when it is read outside of them.
+    """TensorFlow's ``SyncOnReadVariable``, but for two things.
 
-    Differs from TensorFlow's ``SyncOnReadVariable`` in two things: a tower without rows leaves its
-    part as it is, and a value given to a SUM variable from outside, or restored, goes to tower
-    0's part whole (not 1/R to each), so that counts stay exact.
+    A tower without rows leaves its part as it is, and a value given to a SUM variable from outside,
+    or restored, goes to tower 0's part whole (not 1/R to each), so that counts stay exact.
     """
 
     _extreme: str | None = None  # "max" or "min", see rules

@@ -18,11 +18,8 @@ Scatter writes follow the same rules, slice by slice: SUM writes the slices of a
 as one device would have done; NONE of ``scatter_update``, ``_min`` and ``_max`` does so too (doing
 it twice changes nothing), and of ``scatter_mul`` and ``_div`` takes tower 0's.  A slice
 (``v[a:b].assign``) follows the table element by element, over the towers that have rows and wrote
-it.
-
-A per-replica value that is written from outside the towers is what ``strategy.run`` returned, so it
-is merged by the rule of NONE, unless the aggregation is ONLY_FIRST_REPLICA: towers that agree write
-what they agree on.
+it.  A per-replica value that is written from outside the towers is merged by the rule of NONE,
+unless the aggregation is ONLY_FIRST_REPLICA.
 """
 
 from __future__ import annotations
@@ -186,11 +183,7 @@ def _merged(rule: str, parts: Sequence[tf.IndexedSlices],
            shares: shares_lib.Shares) -> tf.IndexedSlices:
     """Of each element one value of those of the towers that have rows and wrote it.
 
-    Args:
-      rule: ``"sum"``, ``"max"``, ``"min"``; ``"first"``, of the towers in order; or ``"mean"``, by
-        share of rows, of which what they agree on stays exactly what it is.
-      parts: :func:`elements` of each tower.
-      shares: those of the towers' batch.
+    ``parts`` are :func:`_elements` of each tower.  Of a mean what they agree on stays exactly that.
     """
     filled = merging.filled_slices(parts, shares)
     if rule == "mean":
