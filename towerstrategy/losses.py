@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts, refused
+from towerstrategy.batch import rows as rows_lib
 from towerstrategy.merge import merging
 
 __all__ = ["WholeBatch", "whole_batch"]
@@ -189,8 +190,10 @@ class WholeBatch:
             result = inner(*args, **kwargs)
         if result.shape.rank == 0:
             return scaled(tower, result)
-        first = tower.first_row
-        return result[first:first + tower.rows]
+        rows = next(rows_lib.rows_in(leaf) for leaf in flat if _has_rows(leaf))
+        counts = tower.all_gather(tf.stack([rows]), 0)
+        first = tf.reduce_sum(counts[:tower.replica_id_in_sync_group])
+        return result[first:first + rows]
 
     def __repr__(self) -> str:
         return f"WholeBatch({self.inner!r})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -43,9 +43,9 @@ class Call:
                 tf.device(self._strategy.extended.merge_device):
             return merge_fn(self._strategy, *args, **kwargs)
 
-    def own(self, tower: int, name: str, values: Sequence[Any], dtype: tf.DType) -> Any:
-        """What ``tower`` has of the values of one of :data:`FACTS`, one a tower."""
-        del name, dtype
+    def own(self, tower: int, name: str, values: Sequence[Any]) -> Any:
+        """What ``tower`` has of values, one a tower, that are known by a name."""
+        del name
         return values[tower]
 
     def ask(self) -> None:
@@ -59,22 +59,8 @@ class Call:
         """Warns, once, where the sum of the towers' gradients is not one device's gradient."""
 
 
-class Fact(NamedTuple):
-    """Something that a tower knows of itself."""
-
-    dtype: tf.DType
-    outside: Any  # what a nested function that a tower has traced finds where no tower calls it
-    # What this machine's towers know, given the number of the first and the shares.
-    of_all: Callable[[int, shares_lib.Shares], Sequence[Any]]
-
-
-FACTS = {
-    "share": Fact(tf.float64, 1., lambda _, shares: shares.each),
-    "filled": Fact(tf.bool, True, lambda _, shares: shares.filled),
-    "number": Fact(tf.int32, 0, lambda first, shares: [
-        np.int32(first + tower) for tower in range(len(shares.here))]),
-    "rows": Fact(tf.int64, 0, lambda _, shares: shares.here),
-    "first_row": Fact(tf.int64, 0, lambda _, shares: shares.starts)}
+# What a nested function that a tower has traced finds, by name, where no tower calls it.
+_OUTSIDE = {"share": np.float64(1), "number": np.int32(0)}
 
 
 class TowerContext(tf.distribute.ReplicaContext):
@@ -92,14 +78,10 @@ class TowerContext(tf.distribute.ReplicaContext):
       stage_run: the run of the model that runs, see _keras/stages.py.
       share: the tower's rows over all rows of the global batch.
       filled: whether it has rows.
-      rows: how many; in a nested function 0 where the caller has no batch.
-      first_row: how many rows of the whole batch come before.
     """
 
     share = property(lambda self: self.known("share"))
-    filled = property(lambda self: self.known("filled"))
-    rows = property(lambda self: self.known("rows"))
-    first_row = property(lambda self: self.known("first_row"))
+    filled = property(lambda self: self.share > 0)
 
     def __init__(self, strategy: tf.distribute.Strategy, index: int, shares: shares_lib.Shares,
                  call: Call) -> None:
@@ -162,14 +144,15 @@ class TowerContext(tf.distribute.ReplicaContext):
         return tf.bitwise.bitwise_xor(seed, tf.cast(step, seed.dtype))
 
     def known(self, name: str) -> Any:
-        """One of :data:`FACTS`, as this tower has it in this call."""
-        nested, fact = _tf.nested_function(self.graph), FACTS[name]
+        """Its ``"share"`` or its ``"number"``, as this tower has it in this call."""
+        nested = _tf.nested_function(self.graph)
         if nested is not None:
             return _tf.capture_at_call(nested, f"towerstrategy/{name}", functools.partial(
-                _known_of_caller, name), tf.TensorSpec([], fact.dtype))
+                _known_of_caller, name), tf.TensorSpec([], _OUTSIDE[name].dtype))
         if name not in self._found:
-            values = fact.of_all(self._strategy.extended.first_replica, self.shares)
-            self._found[name] = self.call.own(self.index, name, values, fact.dtype)
+            first = self._strategy.extended.first_replica
+            self._found[name] = self.call.own(self.index, name, self.shares.each if name == "share"
+                                              else list(np.arange(self.count, dtype="i") + first))
         return self._found[name]
 
     # Its sync points.
@@ -191,7 +174,7 @@ class TowerContext(tf.distribute.ReplicaContext):
 def _known_of_caller(name: str) -> Any:
     """What the tower knows that calls a nested function, or that traces one which does."""
     tower = tf.distribute.get_replica_context()
-    return tower.known(name) if isinstance(tower, TowerContext) else FACTS[name].outside
+    return tower.known(name) if isinstance(tower, TowerContext) else _OUTSIDE[name]
 
 
 def _without_gradient(leaf: Any) -> Any:

@@ -64,7 +64,7 @@ class Shares:
     def prepare(self) -> Shares:
         """Makes the tensors now, in the current graph and on the current device."""
         if not self.are_known:
-            self.each, self.filled, self.starts  # noqa: B018
+            self.each, self.filled  # noqa: B018
         return self
 
     # Of all towers of all machines.
@@ -114,13 +114,6 @@ class Shares:
     def filled(self) -> list[Any]:
         """Whether they have rows, bools or scalar bool tensors."""
         return [count > 0 for count in self.here]
-
-    @functools.cached_property
-    def starts(self) -> list[Any]:
-        """How many rows of the batch come before each one's."""
-        if self.are_known:
-            return self._here([sum(self._rows[:tower]) for tower in range(self.number)])
-        return self._here(tf.unstack(tf.cumsum(self.counts(), exclusive=True)))
 
     def in_words(self, tower: int) -> str:
         """The rows of ``tower`` in words, for errors; nothing where they are not known."""

@@ -24,7 +24,6 @@ from towerstrategy.placement import scopes
 from towerstrategy.replicas import copies, enclosed
 from towerstrategy.replicas.copies import NeedsOwnTrace
 from towerstrategy.sharding import contract, step
-from towerstrategy.sharding.spec import Size
 from towerstrategy.variables import alone
 
 
@@ -47,11 +46,6 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     if operation is not None and not keeps:
         _tf.forget_trace(operation)
     return result
-
-
-# What a tower knows of itself, beside one device's.
-_STATES = {"share": contract.SHARE, "rows": contract.State(Size()),
-           "number": contract.UNKNOWN, "first_row": contract.UNKNOWN}
 
 
 class _Once(contexts.Call):
@@ -143,7 +137,7 @@ class _Once(contexts.Call):
                 alone.merge_written(self._shares, towers)
             self._copier.skip()
 
-    def own(self, tower: int, name: str, values: Sequence[Any], dtype: tf.DType) -> Any:
+    def own(self, tower: int, name: str, values: Sequence[Any]) -> Any:
         """Tower 0's of one value a tower; the others' are put into the copies.
 
         A value that is the same for all is that, save that the contract is to tell shares.
@@ -154,9 +148,9 @@ class _Once(contexts.Call):
             return values[0]
         before = len(self._graph.get_operations())
         with self._graph.as_default():  # also where a branch or a loop is being traced
-            first = self._stand_for([tf.convert_to_tensor(value, dtype) for value in values])
+            first = self._stand_for(list(map(tf.convert_to_tensor, values)))
         self._copier.keep(before)
-        self.contract.put(first, _STATES.get(name, contract.SAME))
+        self.contract.put(first, contract.SHARE if name == "share" else contract.UNKNOWN)
         return first
 
     def ask(self) -> None:
