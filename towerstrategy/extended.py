@@ -191,7 +191,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _use_merge_call(self) -> bool:
         # Where the gradients are merged already, libraries are to take their single-device way.
-        return not isinstance(tf.distribute.get_replica_context(), contexts.MergedContext)
+        return not isinstance(tf.distribute.get_replica_context(), contexts.OneReplicaContext)
 
     def _in_multi_worker_mode(self) -> bool:
         return self.workers is not None

@@ -40,11 +40,11 @@ def merged_if_alone(gradients: Sequence[Any]) -> Iterator[None]:
     """
     tower, outside = contexts.current_tower(), contexts.outside_of_towers()
     if tower is not None:
-        with contexts.MergedContext(tower.strategy):
+        with contexts.OneReplicaContext(tower.strategy):
             yield
     elif outside is not None:
         _check_one_copy(outside, gradients)
-        with contexts.MergedContext(outside), tf.device(outside.extended.merge_device):
+        with contexts.OneReplicaContext(outside), tf.device(outside.extended.merge_device):
             yield
     else:
         yield
@@ -75,7 +75,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
       tower: where the optimizer was called.
       gradients: this tower's, one a variable: tensors, ``tf.IndexedSlices`` or None.
       variables_: the resource variables they belong to.
-      apply: takes the merged gradients; runs in a :class:`contexts.MergedContext`.
+      apply: takes the merged gradients; runs in a :class:`contexts.OneReplicaContext`.
       rules: how gradients are merged, one a variable: "sum"; "agreed" where the caller has merged
         them (where towers do not agree, each counts by its share of the rows); "max" where one is
         the next value of its variable (the largest numbers seen, in float8 layers).
@@ -107,7 +107,7 @@ def _updated(strategy: tf.distribute.Strategy, update: Callable[[], Any]) -> Any
     placement = strategy.extended.placement
 
     def merged() -> Any:
-        with contexts.MergedContext(strategy), tf.name_scope(scopes.UPDATE):
+        with contexts.OneReplicaContext(strategy), tf.name_scope(scopes.UPDATE):
             return update()
 
     def partitioned() -> Any:  # hands on no operation of its own graph

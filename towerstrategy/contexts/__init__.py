@@ -2,7 +2,6 @@
 
 from towerstrategy.contexts.here import (
     AnyContext as AnyContext,
-    MergedContext as MergedContext,
     OneReplicaContext as OneReplicaContext,
     current as current,
     current_tower as current_tower,

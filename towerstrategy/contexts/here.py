@@ -16,19 +16,18 @@ from towerstrategy.contexts.tower import TowerContext
 from towerstrategy.placement import kind
 
 
-class MergedContext(tf.distribute.ReplicaContext):
-    """The replica context of a step whose gradients are merged already.
+class OneReplicaContext(tf.distribute.ReplicaContext):
+    """The replica context of what is done once: of a step that has all rows, of an update.
 
-    Code written for one replica of many runs in it once, as on a single device: an all-reduce has
-    nothing left to reduce, and a ``merge_call`` finds the merged values.
+    There is one replica, so an all-reduce has nothing to reduce.  A ``merge_call`` runs as in a
+    program without a strategy: so objects that were made in the scope and objects that were made
+    outside of it, an optimizer's variables for one, are both served.
     """
+
+    stage_run: Any = None  # of the model that runs, see _keras/stages.py
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy, 0)
-
-    def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with _tf.cross_replica_context(self._strategy):
-            return merge_fn(self._strategy, *args, **kwargs)
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         del reduce_op, options
@@ -37,16 +36,6 @@ class MergedContext(tf.distribute.ReplicaContext):
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         del axis, options
         return value
-
-
-class OneReplicaContext(MergedContext):
-    """The replica context of a step that is traced once, with all rows: there is one replica.
-
-    A ``merge_call`` runs as in a program without a strategy: so objects that were made in the scope
-    and objects that were made outside of it, an optimizer's variables for one, are both served.
-    """
-
-    stage_run: Any = None  # of the model that runs, see _keras/stages.py
 
     def __enter__(self) -> None:
         self._mode = self._strategy.extended.modes.within(one_replica=True)
