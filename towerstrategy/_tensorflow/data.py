@@ -9,12 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.autograph.operators import control_flow, py_builtins
 from tensorflow.python.data.experimental.ops import distribute
-from tensorflow.python.data.ops import (
-    iterator_ops,
-    map_op,
-    multi_device_iterator_ops,
-    prefetch_op,
-)
+from tensorflow.python.data.ops import iterator_ops, map_op, multi_device_iterator_ops, prefetch_op
 
 OwnedIterator = iterator_ops.OwnedIterator  # what iter(dataset) makes
 # One worker's part of a dataset, by its policy: tf.distribute makes it of its own datasets alone.

@@ -17,10 +17,7 @@ from tensorflow.python.eager.polymorphic_function import (
     concrete_function,
     polymorphic_function,
 )
-from tensorflow.python.framework import (
-    auto_control_deps_utils,
-    func_graph,
-)
+from tensorflow.python.framework import auto_control_deps_utils, func_graph
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow import wrapping

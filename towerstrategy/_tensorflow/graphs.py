@@ -7,11 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import (
-    auto_control_deps,
-    auto_control_deps_utils,
-    op_def_registry,
-)
+from tensorflow.python.framework import auto_control_deps, auto_control_deps_utils, op_def_registry
 from tensorflow.python.ops import handle_data_util
 
 from towerstrategy._tensorflow import functions

@@ -18,11 +18,7 @@ from tensorflow.core.function.polymorphism import function_type
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import atomic_function
-from tensorflow.python.framework import (
-    auto_control_deps_utils,
-    c_api_util,
-    op_def_registry,
-)
+from tensorflow.python.framework import auto_control_deps_utils, c_api_util, op_def_registry
 
 from towerstrategy._tensorflow import functions
 

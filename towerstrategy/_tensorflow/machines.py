@@ -8,10 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import (
-    collective_util,
-    cross_device_utils,
-)
+from tensorflow.python.distribute import collective_util, cross_device_utils
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import control_flow_util_v2

@@ -7,10 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import (
-    collective_util,
-    distribute_lib,
-)
+from tensorflow.python.distribute import collective_util, distribute_lib
 
 # Has read_var, update_non_slot and call_for_each_replica, as MirroredStrategy has;
 # tf.distribute.StrategyExtended (V2) lacks them.

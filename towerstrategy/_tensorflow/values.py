@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 import tensorflow as tf
-from tensorflow.python.distribute import (
-    distribute_utils,
-    reduce_util,
-    values as values_lib,
-)
-from tensorflow.python.framework import (
-    composite_tensor,
-    none_tensor,
-    ops as framework_ops,
-)
+from tensorflow.python.distribute import distribute_utils, reduce_util, values as values_lib
+from tensorflow.python.framework import composite_tensor, none_tensor, ops as framework_ops
 from tensorflow.python.util import nest as private_nest
 
 # The classes behind tf.types.experimental.distributed's.

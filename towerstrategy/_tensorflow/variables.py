@@ -13,10 +13,7 @@ from tensorflow.python.distribute import (
     values_util,
 )
 from tensorflow.python.eager import context as eager_context
-from tensorflow.python.ops import (
-    resource_variable_ops,
-    variable_scope,
-)
+from tensorflow.python.ops import resource_variable_ops, variable_scope
 from tensorflow.python.trackable import base as trackable_base
 
 ResourceVariable = resource_variable_ops.ResourceVariable
