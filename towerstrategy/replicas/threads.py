@@ -176,13 +176,13 @@ class _Tower(_tf.ReplicaThread):
 
     def __init__(self, context: contexts.TowerContext, scope: str, creator: Callable[..., Any],
                  fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        here = tf.debugging.is_traceback_filtering_enabled()
         super().__init__(context.strategy, tf.train.Coordinator(), context.tower,
                          context.strategy.extended.worker_devices, creator,
-                         functools.partial(self._in_tower, fn), None, args, kwargs)
+                         functools.partial(self._in_tower, fn), None, args, kwargs,
+                         () if here else (tf.debugging.disable_traceback_filtering,))
         self.name, self.daemon = f"tower-{context.tower}", True
-        self._context, self._scope = context, scope
-        self._filters = tf.debugging.is_traceback_filtering_enabled()
-        self._running = False
+        self._context, self._scope, self._running = context, scope, False
         self.error: BaseException | None = None
 
     def proceed(self) -> None:
@@ -221,15 +221,7 @@ class _Tower(_tf.ReplicaThread):
         self.should_run.set()
         self.join()
 
-    def run(self) -> None:
-        try:
-            super().run()
-        finally:
-            self.main_fn = self.main_args = self.main_kwargs = None
-
     def _in_tower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._filters:
-            tf.debugging.disable_traceback_filtering()
         try:
             with self._context, tf.name_scope(self._scope):
                 return fn(*args, **kwargs)
