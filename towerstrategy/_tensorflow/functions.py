@@ -64,16 +64,15 @@ def wrap_gradient_functions(make: Callable[[Callable[..., Any]], Callable[..., A
     RECORD.wrap(record_operation)
 
 
-def clone_function(function: polymorphic_function.Function,
-                   python_function: Callable[..., Any]) -> polymorphic_function.Function:
-    """A ``tf.function`` with the options of ``function`` around another Python function."""
-    return function._clone(python_function=python_function)
+def clone_function(function: polymorphic_function.Function, python_function: Callable[..., Any],
+                   compiles: bool) -> polymorphic_function.Function:
+    """A ``tf.function`` with the options of ``function`` around another Python function.
 
-
-def without_xla(function: polymorphic_function.Function) -> polymorphic_function.Function:
-    """``function``, not called yet, as one that XLA does not compile as a whole."""
-    function._jit_compile = False
-    return function
+    ``compiles`` says whether XLA may compile it as a whole.
+    """
+    cloned = function._clone(python_function=python_function)
+    cloned._jit_compile = cloned._jit_compile if compiles else False
+    return cloned
 
 
 def is_jit_compiled(function: Any) -> bool:

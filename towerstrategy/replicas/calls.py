@@ -102,9 +102,7 @@ def _inside_function(strategy: tf.distribute.Strategy, fn: Any) -> Any:
         def run_towers(*args: Any, **kwargs: Any) -> Any:
             return call_each(strategy, reference().python_function, args, kwargs, compiles)
 
-        wrapped = _tf.clone_function(fn, run_towers)
-        if compiles:
-            wrapped = _tf.without_xla(wrapped)
+        wrapped = _tf.clone_function(fn, run_towers, not compiles)
         strategy.extended.functions[fn] = wrapped
     return wrapped
 
