@@ -1,9 +1,8 @@
 """The loss of a replica function: a tower's mean, its part of the batch's, a loss of all rows.
 
 Goes in: what a replica function, run by ``strategy.run``, computes of its tower's rows.  Comes out:
-the tower's part of the global batch's loss.  The towers' gradients are summed, as in every
-``tf.distribute`` strategy, so the parts have to add up to what one device computes: a part of a
-mean is the tower's mean times the tower's share of the rows.
+the tower's part of the global batch's loss: the towers' gradients are summed, so the parts have to
+add up to what one device computes.
 
 Where there is one replica that has all rows (a step of Keras, ``strategy.function``, no strategy)
 each of these functions returns what one device computes.

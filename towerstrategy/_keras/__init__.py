@@ -1,11 +1,8 @@
 """What we hook in Keras 3 and tf_keras.
 
 Goes in: the Keras modules that the process has imported (none is imported from here until a user
-has).  Comes out: the same modules, which have hooks while a strategy is at work, that act inside
-towers and models of a ``TowerStrategy`` and hand everybody else on to Keras' own code.
-
-:mod:`keras3` and :mod:`tf_keras` hold the hooks, each with its why and its place upstream; the
-files beside them what both say the same way.
+has).  Comes out: the same modules, hooked, see :mod:`hooks`.  :mod:`keras3` and :mod:`tf_keras`
+hold the tables; the files beside them what both say the same way.
 """
 
 from __future__ import annotations
@@ -40,11 +37,7 @@ _foreign: list[Any] = []  # as _installed, of a Keras on another backend
 
 
 class Scope:
-    """A strategy's scope: within, the hooks are in place.
-
-    Args:
-      scope: TensorFlow's.
-    """
+    """A strategy's scope, around TensorFlow's own: within, the hooks are in place."""
 
     def __init__(self, scope: Any) -> None:
         self._scope = scope

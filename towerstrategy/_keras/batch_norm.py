@@ -1,10 +1,9 @@
 """Batch norm in a step that has all rows, in fewer operations, or with each tower's own statistics.
 
 Goes in: a strategy, a model and how its Keras names things.  Comes out: the model, whose batch norm
-layers call TensorFlow's fused kernel, which takes fewer operations, and fewer sums over all rows in
-a row, than Keras' code and its gradient.  Where
-``synchronize_batch_norm=False`` asks for it they normalize each tower's rows by themselves instead,
-and moving statistics move by the mean of the towers' statistics, each counted by its rows.
+layers call TensorFlow's fused kernel: fewer operations, and fewer sums over all rows in a row, than
+Keras' code and its gradient.  With ``synchronize_batch_norm=False`` they normalize each tower's
+rows by themselves, and moving statistics move by the mean of the towers', by rows.
 
 With a mask, renormalization or several axes, and where a layer has a ``call`` of its own, Keras'
 code is left as it is; so are statistics of all rows where a layer says ``synchronized=True``.

@@ -14,12 +14,7 @@ _EVENTS = ("batch", "train_batch", "test_batch", "predict_batch", "epoch", "trai
 
 
 class Callback:
-    """A callback of either Keras that looks at epochs and not at batches.
-
-    Attributes:
-      params: what ``fit`` says about the training.
-      model: the model that trains.
-    """
+    """A callback of either Keras that looks at epochs and not at batches."""
 
     # Keras 3 (callbacks/callback_list.py): it does not wait for the batch's logs because of us.
     async_safe = True

@@ -1,13 +1,12 @@
 """Hooks: what a table of them holds, and what puts them in place.
 
-Goes in: a table, ``(owner, name) -> Hook``, one for each Keras (``keras3/hooks.py``,
-``tf_keras/hooks.py``).  Comes out: the same Keras, those names wrapped while a strategy is at work.
-A hook acts in towers and on models of a ``TowerStrategy`` and hands everybody else on to the
-original.
+Goes in: a table, ``(owner, name) -> Hook``, one for each Keras.  Comes out: the same Keras, those
+names wrapped while a strategy is at work.  A hook acts in towers and on models of a
+``TowerStrategy`` and hands everybody else on to the original.
 
-A strategy's own scopes and runs put the hooks in place.  A model is used outside of them, too: the
-methods with which its Keras begins before it enters the model's scope are put into the model
-itself, where they put the hooks in place first.
+Scopes and runs put the hooks in place.  A model is used outside of them, too: the methods with
+which its Keras begins before it enters the model's scope are put into the model itself, where they
+put the hooks in place first.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
 """An optimizer's update as one operation a variable, or a few, in place of a dozen.
 
 Goes in: a Keras optimizer, one of its variables and the merged gradient.  Comes out: the same
-update, done by the kernel that TensorFlow has for it (``ResourceApplyAdam`` and the like).
-
-Both Kerases write their updates out in elementwise operations, each of which goes over memory once.
-A kernel does it at once, and a step has so many operations less to trace and to start.  SGD
-and Adam have one here, whose formulas are the same, the place of epsilon included; other
-optimizers, and those that override what is replaced, do as Keras does.
+update, done by the kernel that TensorFlow has for it (``ResourceApplyAdam`` and the like), in one
+pass over memory.  SGD and Adam have one whose formulas are Keras', the place of epsilon included;
+other optimizers, and those that override what is replaced, do as Keras does.
 
 Kernels take a decay rate and make its complement themselves, in float32: of 0.9 that is exact to
 2e-7, of Adam's 0.999 it is off by 1e-5.  The average of squares is therefore moved outside.
 
-Slices of a sparse gradient are summed into a dense one for the kernel, as Keras does for its
-operations, of which each goes over the whole table.  The average of squares is of each slice's
-square, so it is moved outside, too; not sparsely: TensorFlow would copy the slot at each access.
+Slices of a sparse gradient are summed into a dense one for the kernel, as Keras does.  The average
+of squares is of each slice's square; not written sparsely: TensorFlow would copy the slot.
 """
 
 from __future__ import annotations

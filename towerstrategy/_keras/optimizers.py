@@ -77,8 +77,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
       variables_: the resource variables they belong to.
       apply: takes the merged gradients; runs in a :class:`contexts.OneReplicaContext`.
       rules: how gradients are merged, one a variable: "sum"; "agreed" where the caller has merged
-        them (where towers do not agree, each counts by its share of the rows); "max" where one is
-        the next value of its variable (the largest numbers seen, in float8 layers).
+        them; "max" where one is the next value of its variable (in float8 layers).
 
     Raises:
       RuntimeError: in a branch, a loop or a nested function, where no sync point can be.

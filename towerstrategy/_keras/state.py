@@ -1,8 +1,7 @@
 """The state of a model: its variables, metrics and optimizers; and a table of them.
 
-Goes in: a model, and how its Keras names things.  Comes out: what it holds; and for people to read
-a line for each variable that is not trained by gradients, and one for all that are: where it is
-kept, and how towers' writes are merged.
+Goes in: a model, and how its Keras names things.  Comes out: what it holds; and, for people to
+read, where what is not trained by gradients is kept, and how towers' writes are merged.
 """
 
 from __future__ import annotations

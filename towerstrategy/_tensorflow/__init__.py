@@ -13,12 +13,10 @@ from towerstrategy._tensorflow.errors import *
 from towerstrategy._tensorflow.functions import *
 from towerstrategy._tensorflow.graphs import *
 from towerstrategy._tensorflow.importing import *
-from towerstrategy._tensorflow.losses import *
 from towerstrategy._tensorflow.machines import *
 from towerstrategy._tensorflow.partitioning import *
 from towerstrategy._tensorflow.seeds import *
 from towerstrategy._tensorflow.strategies import *
-from towerstrategy._tensorflow.threads import *
 from towerstrategy._tensorflow.values import *
 from towerstrategy._tensorflow.variables import *
 from towerstrategy._tensorflow.wrapping import *

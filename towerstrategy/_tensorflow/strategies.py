@@ -1,4 +1,4 @@
-"""A strategy's base classes, and the contexts in which TensorFlow looks for one."""
+"""A strategy's base classes, contexts and threads, and helpers that ask for the strategy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import collective_util, distribute_lib
+from tensorflow.python.distribute import collective_util, distribute_lib, mirrored_run
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.ops import nn_impl_distribute
+
+from towerstrategy._tensorflow import wrapping
 
 # Has read_var, update_non_slot and call_for_each_replica, as MirroredStrategy has;
 # tf.distribute.StrategyExtended (V2) lacks them.
@@ -16,6 +20,25 @@ StrategyExtended = distribute_lib.StrategyExtendedV1
 UpdateContext = distribute_lib.UpdateContext
 # The class of tf.distribute.experimental.CommunicationOptions, a function.
 Options = collective_util.Options
+# Takes over the default graph, eager mode, variable creators, the summary writer and op callbacks
+# from the thread that makes it; runs ``main_fn`` when ``should_run`` is set for the first time.
+ReplicaThread = mirrored_run._MirroredReplicaThread
+
+_LOSSES = (nn_impl_distribute, tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
+AVERAGE = wrapping.Place(
+    _LOSSES, "compute_average_loss", "takes all replicas to have as many rows")
+REGULARIZATION = wrapping.Place(
+    _LOSSES, "scale_regularization_loss", "counts a replica without rows")
+
+
+def keep_scopes_per_thread(graph: tf.Graph) -> None:
+    """From here on ``graph`` keeps device, name and control scopes per thread."""
+    graph.switch_to_thread_local()
+
+
+def eager_if(eager: bool) -> contextlib.AbstractContextManager[None]:
+    """Eager mode where ``eager``, nothing otherwise (``tf.init_scope`` inside a tower)."""
+    return eager_context.eager_mode() if eager else contextlib.nullcontext()
 
 
 def cross_replica_context(

@@ -21,11 +21,7 @@ _EXACT = 1e-6  # relative
 
 
 class Cpu:
-    """What is done otherwise where all devices are CPUs.
-
-    Args:
-      towers: how many there are.
-    """
+    """What is done otherwise where all devices are CPUs, ``towers`` of them."""
 
     def __init__(self, towers: int) -> None:
         self._towers = towers
@@ -41,14 +37,9 @@ class Cpu:
     def adam(self, optimizer: Any, known: Mapping[str, tf.Tensor]) -> Callable[..., None] | None:
         """Adam by kernels that do a small variable on the core that they are on.
 
-        The CPU's own kernel wakes the other cores for 1,000 numbers, and waits for them.
-
-        Args:
-          optimizer: Keras' ``Adam`` or ``AdamW``.
-          known: the step's numbers: "lr", "epsilon", "beta1_power" and "beta2_power".
-
-        Returns:
-          What updates a variable, given its gradient and slots; None where it is less exact.
+        The CPU's own kernel wakes the other cores for 1,000 numbers, and waits for them.  ``known``
+        are the step's numbers: "lr", "epsilon", "beta1_power" and "beta2_power".  Comes out: what
+        updates a variable, given its gradient and slots; None where it is less exact.
         """
         betas = {name: getattr(optimizer, name) for name in ("beta_1", "beta_2")}
         if optimizer.amsgrad or not all(map(_is_exact_inverse, betas.values())):

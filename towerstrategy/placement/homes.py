@@ -60,10 +60,8 @@ class Homes:
     def settle(self, used: Iterable[tuple[Any, int | None]]) -> None:
         """Brings variables to the stages that use them, the largest first, slots with them.
 
-        Those stay where they are that a traced function may have, or that have come there before.
-
-        Args:
-          used: pairs of a variable and its stage; None where there are none.
+        ``used`` are pairs of a variable and its stage, or None.  Those stay where they are that a
+        traced function may have, or that have come there before.
         """
         movable = []
         for variable, stage in sorted(used, key=lambda pair: size_of(pair[0]), reverse=True):

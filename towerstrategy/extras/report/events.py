@@ -1,8 +1,7 @@
-"""The report of a training as TensorBoard's events.
+"""The report of a training as TensorBoard's events, written without the package ``tensorboard``.
 
-Goes in: what ``TowerReport`` found, epoch by epoch, and its picture.  Comes out: files for
-TensorBoard, a run for each tower, so that TensorBoard draws the towers into one chart, one for each
-of its stages, and one for the step.  They are written without the package ``tensorboard``.
+Goes in: what ``TowerReport`` found, epoch by epoch, and its picture.  Comes out: files, a run for
+each tower, so that TensorBoard draws the towers into one chart, for each stage, and for the step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a training holds on each device, before it is begun.
 
 Goes in: a compiled model and a number of towers.  Comes out: bytes by device for each merge device,
-one device and ``MirroredStrategy``.  Activations, which the rows of a tower decide, are left out.
+one device and ``MirroredStrategy``.
 """
 
 from __future__ import annotations

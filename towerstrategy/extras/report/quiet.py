@@ -28,10 +28,10 @@ def freed_overwritten() -> Iterator[None]:
     """Has what is freed within overwritten, where the C library is glibc.
 
     As it stops, TensorFlow's profiler looks at notes that it has freed (``HandleCrossThreadEvents``
-    in ``tsl/profiler/backends/cpu/traceme_recorder.cc``, up to TensorFlow 2.21, after the notes'
-    vector has grown), and writes to those in which it finds the number of something that began in
-    another thread.  Collective operations of several machines do: of four workers one was killed
-    (SIGABRT, SIGSEGV) in most trainings.  In overwritten notes it finds no number.
+    in ``tsl/profiler/backends/cpu/traceme_recorder.cc``, up to TensorFlow 2.21), and writes to
+    those in which it finds the number of something that began in another thread, as collective
+    operations do: of four workers one was killed (SIGSEGV) in most trainings.  In overwritten notes
+    it finds no number.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:

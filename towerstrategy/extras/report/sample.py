@@ -3,11 +3,8 @@
 Goes in: a step that runs during a :class:`Recording`.  Comes out: a :class:`Sample`: of each tower,
 each of its stages, and of split, merge and update, how long at least one operation was running.
 
-TensorFlow's profiler notes the start and the end of every operation.  An operation belongs to the
-part of the step in whose name scope it is; those of eager code have none, and are not measured.
-Times of operations that run at once are not added up: a part's time is that of the union of their
-intervals, so it is at most the step's.  A stage's operations are those of its layers, forwards and
-backwards.
+An operation belongs to the part of the step in whose name scope it is; those of eager code have
+none, and are not measured.  A part's time is that of the union of its operations' intervals.
 """
 
 from __future__ import annotations

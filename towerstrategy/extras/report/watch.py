@@ -69,9 +69,7 @@ def followed(towers: int, first: int, dataset: tf.data.Dataset,
 
 
 class Watch:
-    """Looks at one training.
-
-    It wraps ``model.train_function``, which both Keras versions look up for every call.
+    """Looks at one training, by wrapping ``model.train_function``.
 
     Args:
       model: the model that trains, a TowerStrategy's.
