@@ -121,6 +121,13 @@ def in_batch_negatives(y, z):
 
 
 @loss_program
+def retrieval(y, z):
+    similar = normalized(z) @ tf.transpose(normalized(tf.roll(z, 1, 1))) * 5
+    return tf.reduce_sum(tf.nn.softmax_cross_entropy_with_logits(
+        tf.eye(tf.shape(z)[0], dtype=D), similar))
+
+
+@loss_program
 def nt_xent(y, z):
     both = tf.concat([normalized(z), normalized(z ** 2)], 0)
     count = tf.shape(z)[0]

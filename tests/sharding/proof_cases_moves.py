@@ -39,9 +39,30 @@ def _views(x: Any, y: Any) -> Any:
     return both, apart, tape.gradient(loss, [x, y])
 
 
+def _asked_for(sizes: Sequence[int]) -> Callable[[tf.Tensor], tf.Tensor]:
+    """A shape that is made of a tensor's own sizes."""
+    return lambda x: raw.Reshape(
+        tensor=x, shape=tf.stack([at if at < 0 else tf.shape(x)[at] for at in sizes]))
+
+
+def _cross_entropy(x: Any, y: Any) -> Any:
+    """Logits of rows by columns of which nobody knows how many there are."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        losses = tf.nn.softmax_cross_entropy_with_logits(y, x)
+    return losses, tape.gradient(losses, x)
+
+
 def _reshapes() -> None:
-    for type in ("Reshape", "ConcatV2", "ConcatOffset", "Slice"):
-        around(type, _views, real(6, 4), real(6, 4), title="views")
+    around("Reshape", _cross_entropy, real(6, 4), real(6, 4), title="logits")
+    around("Reshape", _cross_entropy, real(6, 12, 3), real(6, 12, 3), title="logits")
+    for shape, sizes in (
+        ((6, 4), ((-1, 0), (0, 1, -1), (0, -1), (1, 0), (-1, 1), (1, -1), (-1, 1, 1), (0, 0, -1))),
+        ((2, 6, 3), ((0, 1, 2), (1, -1, 2), (0, -1), (-1, 2), (0, -1, 2), (0, -1, 0), (2, 1, 0))),
+    ):
+        for asked in sizes:
+            if np.prod(shape) % np.prod([shape[at] for at in asked if at >= 0]) == 0:
+                around("Reshape", _asked_for(asked), real(*shape), title=str(asked))
     for shape, target in (
         ((6, 4), (-1, 4)),
         ((6, 4), (6, 2, 2)),

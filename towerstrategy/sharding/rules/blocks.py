@@ -48,7 +48,7 @@ def reshaped(spec: Sharded, before: Sequence[Any] | None, after: Sequence[Any], 
         if found is None:
             continue
         if not isinstance(target, Size):
-            if after[at] is None or after[at] < 0 or before[spec.dim] is not None:
+            if after[at] in (None, -1) or before[spec.dim] is not None:
                 return found
         elif found.one_block == target.one_block \
                 and found.blocks * (found.times or 0) == target.blocks * (target.times or 0):

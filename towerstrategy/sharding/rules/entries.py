@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -20,6 +20,15 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.elementwise import BINARY, UNARY
 
 Entries = np.ndarray  # of objects: ints, None, or what else stands for a number
+
+
+class _Open(NamedTuple):
+    """A size that is known when the step runs only: that of a tensor along a dimension."""
+
+    tensor: str
+    dim: int
+
+
 
 _DEPTH, _LARGEST = 12, 64
 _INTEGER = (int, np.integer)
@@ -34,7 +43,17 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 
 def entries_of(tensor: tf.Tensor) -> Entries | None:
     """An array of ints and None of the tensor's shape; None where that is not known or is large."""
-    return _entries(tensor, _DEPTH)
+    found = _entries(tensor, _DEPTH)
+    return None if found is None else _array([
+        None if isinstance(entry, _Open) else entry for entry in found.flat], found.shape)
+
+
+def dimensions_in(shape: tf.Tensor, tensor: tf.Tensor) -> list[int | None]:
+    """For each entry of a shape the dimension of ``tensor`` of which it is the open size."""
+    found = _entries(shape, _DEPTH)
+    return [] if found is None else [
+        entry.dim if isinstance(entry, _Open) and entry.tensor == tensor.name else None
+        for entry in found.flat]
 
 
 def outputs_of(operation: tf.Operation, inputs: Sequence[Entries | None]) -> list[Entries | None]:
@@ -76,7 +95,7 @@ def _sizes(tensor: tf.Tensor, depth: int) -> list[int | None] | None:
         found = _broadcast([_sizes(value, depth - 1) for value in tensor.op.inputs])
     if found is None or len(found) != len(own):
         return own
-    return [size if size is not None or other is None or other < 0 else int(other)
+    return [int(other) if size is None and isinstance(other, _INTEGER) and other >= 0 else size
             for size, other in zip(own, found)]
 
 
@@ -98,8 +117,11 @@ def _entries(tensor: tf.Tensor, depth: int) -> Entries | None:
         return None
     operation, found = tensor.op, None
     if depth and operation.type in ("Shape", "ShapeN"):
-        sizes = _sizes(operation.inputs[tensor.value_index], depth - 1)
-        found = None if sizes is None else _array(sizes, [len(sizes)])
+        of = operation.inputs[tensor.value_index]
+        sizes = _sizes(of, depth - 1) or ()
+        found = None if of.shape.rank is None else _array(
+            (_Open(of.name, dim) if size is None else size for dim, size in enumerate(sizes)),
+            [len(sizes)])
     elif depth and operation.type in _MADE:
         inputs = [_entries(each, depth - 1) for each in operation.inputs]
         found = outputs_of(operation, inputs)[tensor.value_index]

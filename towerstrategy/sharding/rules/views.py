@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy.sharding.rules import blocks, shapes
+from towerstrategy.sharding.rules import blocks, reshapes, shapes
 from towerstrategy.sharding.rules.dimensions import (
     DIMS,
     MIXED,
@@ -20,7 +20,7 @@ from towerstrategy.sharding.rules.dimensions import (
     by_names,
     is_plain,
 )
-from towerstrategy.sharding.rules.entries import entries_of, sizes_of
+from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import Op, Plan, Rule, rule
 from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Sharded, Size, Spec
 
@@ -54,128 +54,18 @@ def _view(*types: str, data: slice = slice(1), light: bool = False) -> Callable[
 
 @_view("Reshape", light=True)
 def reshape(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    spec, target = specs
-    if not isinstance(spec, Sharded):
-        return None
-    known = shapes.static_sizes(op, 1, REPLICATED)
-    before, after = sizes_of(op.inputs[0]), _after(op, known)
-    found = None if after is None else _reshaped(before, after, spec, target) \
-        or blocks.reshaped(spec, before, after, target)
-    if found is None:
-        return None
-    if found == spec and _are_one(before, after, spec.dim):
-        return Plan(specs, [spec], passes=True)
-    if isinstance(target, Size):
-        return Plan(specs, [found])
-    if known is not None and known[found.dim] == -1:
-        return Plan([spec, REPLICATED], [found])
-    return Plan([spec, REPLICATED], [found],
-                make=lambda m: [m.each(lambda tower: _reshape(m, tower, found.dim))], alone=0)
-
-
-def _are_one(before: Sequence[Any] | None, after: Sequence[Any] | None, rows: int = -1) -> bool:
-    """Whether these are the same sizes, all known but that of the rows."""
-    if before is None or after is None or len(before) != len(after):
-        return False
-    return all(at == rows or size is not None and size == other
-               for at, (size, other) in enumerate(zip(before, after)))
+    return reshapes.reshape(op, *specs)
 
 
 def _stays(op: Op) -> bool:
     """Whether each entry of a part of a sum stays where it is."""
     if op.type == "Transpose":
         return _is_in_order(op.value(1))
-    return op.type == "Reshape" and _are_one(
-        sizes_of(op.inputs[0]), _after(op, shapes.static_sizes(op, 1, REPLICATED)))
+    return op.type == "Reshape" and reshapes.changes_nothing(op)
 
 
 def _is_in_order(order: Any) -> bool:
     return order is not None and list(order) == list(range(len(order)))
-
-
-def _reshaped(before: Sequence[Any] | None, after: Sequence[Any], spec: Sharded,
-              target: Spec) -> Sharded | None:
-    """Where the rows are behind a reshape.
-
-    A dimension of rows stays one where what is in front of it is the same before and after, and
-    where what it is put together with, or taken from, comes behind it.
-    """
-    if isinstance(target, Size):
-        if target.group != spec.group:
-            return None
-        # All else is in front of the rows, as before, or behind them; so one of the two will do.
-        if spec.dim == target.at == 0 or before is not None and (
-                _same(before[:spec.dim], after[:target.at]) or _same(
-                    [spec.times, *before[spec.dim + 1:]], [target.times, *after[target.at + 1:]])):
-            return dataclasses.replace(spec, dim=target.at, times=target.times)
-        return None
-    place = None
-    if before is not None:
-        place = next((at for at in range(len(after))
-                      if _same(before[:spec.dim], after[:at]) and after[at] != 1
-                      and all(isinstance(size, int) and size > 0 for size in after[at + 1:])),
-                     None)
-        if place is not None and isinstance(after[place], int) and after[place] > 0 \
-                and before[spec.dim] is None:
-            return None  # a constant where the rows should be
-    if place is None or before is None:
-        return None
-    times = _times(spec, before[spec.dim + 1:], after[place + 1:])
-    if times == 0:
-        return None
-    return dataclasses.replace(spec, dim=place, times=times)
-
-
-def _after(op: Op, known: Sequence[Any] | None) -> list[Any] | None:
-    """The sizes that are asked for; None where they are known when the step runs only."""
-    rank = op.outputs[0].shape.rank
-    if rank is None:
-        return None
-    static = op.outputs[0].shape.as_list()
-    if known is None or len(known) != rank:
-        return static
-    return [size if size is not None else own if own is None or own >= 0 else None
-            for size, own in zip(static, known)]
-
-
-def _same(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether these sizes have one product."""
-    if any(not isinstance(size, int) or size < 0 for size in (*first, *second)):
-        return list(first) == list(second) and None not in first
-    return int(np.prod(first, dtype=np.int64)) == int(np.prod(second, dtype=np.int64))
-
-
-def _times(spec: Sharded, before: Sequence[Any], after: Sequence[Any]) -> int | None:
-    """Positions a row has afterwards; None if unknown, 0 if rows would be taken apart."""
-    unknown = [size for size in (*before, *after) if not isinstance(size, int) or size < 0]
-    if unknown:
-        known = int(np.prod([size for size in after if isinstance(size, int) and size > 0],
-                            dtype=np.int64))
-        have = int(np.prod([size for size in before if isinstance(size, int) and size > 0],
-                           dtype=np.int64))
-        more = sum(size is None for size in before) >= sum(size is None for size in after)
-        return None if more and known and have % known == 0 else 0
-    have, want = (int(np.prod(sizes, dtype=np.int64)) for sizes in (before, after))
-    if have == want:
-        return spec.times
-    if want == 0 or spec.times is None:
-        return None if want and have % want == 0 else 0
-    return spec.times * have // want if spec.times * have % want == 0 else 0
-
-
-def _reshape(m: Any, tower: int, dim: int) -> Any:
-    """A tower's reshape: its rows are whatever is left where the batch's would be."""
-    static, rank = m.op.outputs[0].shape, m.op.outputs[0].shape.rank
-    dtype = m.op.inputs[1].dtype
-    others = [size for at, size in enumerate(static) if at != dim]
-    if None not in others and 0 not in others:
-        shape = m.constant([-1 if at == dim else size for at, size in enumerate(static)], dtype,
-                           tower)
-    else:
-        mask = np.arange(rank) == dim
-        shape = m.make("SelectV2", [m.constant(mask, tf.bool, tower),
-                                    m.constant(-1, dtype, tower), m.part(1, tower)], tower)
-    return m.copy([m.part(0, tower), shape], tower)[0]
 
 
 def _with(axis: int, rank: int | None) -> str | None:
