@@ -75,7 +75,7 @@ def large_that_all_take(count):
         towers.on(tower, "Neg", large)
 
     def hand_on():
-        relays.hand_on(towers.builder, towers.halves)
+        relays.hand_on(towers.builder, towers.near)
         assert "merge/half/handed_on" in towers.builder.nodes
 
     return hand_on

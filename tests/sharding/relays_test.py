@@ -1,4 +1,4 @@
-"""Large tensors cross between the halves of many GPUs once, and results stay one device's.
+"""Large tensors cross between the halves of many GPUs once; results stay one device's.
 
 Towers are logical CPU devices that stand for GPUs.
 """
@@ -29,28 +29,29 @@ def dense(library):
                                library.layers.Dense(WIDTH)])
 
 
-def crossing(operations, halves):
-    """How often large tensors go from a half to the other: as they are made and handed on."""
+def crossing(operations, group):
+    """How often large tensors go from a group of devices to another: as made, or handed on."""
     found = set()
     for each in operations:
         for number, index in each.inputs:
             source = operations[number]
-            if source.sizes[index] >= relays.LEAST and halves.get(source.device) is not None \
-                    and halves.get(each.device, halves[source.device]) != halves[source.device]:
+            if source.sizes[index] >= relays.LEAST and source.device in group \
+                    and group.get(each.device, group[source.device]) != group[source.device]:
                 found.add((number, index, each.device))
     return len(found)
 
 
 class RelaysTest(parameterized.TestCase):
 
-    @parameterized.parameters((4, 2 + 2), (7, 2 + 2))
-    def test_crosses_once(self, towers, wanted):
+    @parameterized.parameters((4, [2]), (7, [4, 2]))
+    def test_crosses_once(self, towers, sizes):
         """Else each weight takes the slow way between switches once for each GPU behind it."""
         case = gpus.Case("dense", lambda: dense(keras), (WIDTH,), "float32", 2048)
         operations = gpus.traced(case, towers, "GPU:0").operations
-        middle = (towers + 1) // 2
-        halves = {f"GPU:{number}": number >= middle for number in range(towers)}
-        self.assertEqual(crossing(operations, halves), wanted)
+        for size in sizes:  # of a group
+            group = {f"GPU:{number}": number // size for number in range(towers)}
+            weights = sums = 2 * max(group.values())
+            self.assertEqual(crossing(operations, group), weights + sums)
 
     @wide.product(library=(keras, tf_keras), towers=(4, 7), merge=("balanced", "CPU:2"))
     def test_as_on_one_device(self, library, towers, merge):

@@ -44,7 +44,7 @@ def finish(towers: Towers) -> None:
     if (towers.across.workers is None and len(set(towers.devices)) == len(towers.rows)
             and max(map(len, towers.rows)) == 1):
         pack(towers.builder, homes.ONCE)
-    relays.hand_on(towers.builder, towers.halves)
+    relays.hand_on(towers.builder, towers.near)
 
 
 def pack(builder: Builder, scope: str) -> None:

@@ -2,7 +2,8 @@
 
 Goes in: the nodes of a partitioned step, and towers' parts that are to be added up.  Comes out: the
 same, where a weight that more than one tower of the other half takes is sent to one of these, which
-hands it on; and where parts of the other half are added up there before they cross.
+hands it on; and where parts of the other half are added up there before they cross.  So it is
+within each half, too.
 
 GPUs that are near each other, by number, hang on the same switch or on the same NVLinks; what is
 between the halves is slow (PCI Express, the host), and is crossed once.  No tower holds more by it:
@@ -12,7 +13,7 @@ the one that hands a weight on takes it, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,61 +23,91 @@ from towerstrategy.sharding.builder import Builder, Ref
 LEAST = 2**20  # bytes; what is smaller waits for links less than for one more sync point
 FEWEST = 4  # towers
 
-Halves = dict[str, bool]  # by device, in the towers' order: whether it is in the second half
+_Takers = dict[int, list[tuple[Any, int]]]  # by a device's place: nodes, and as which input
 
 
-def halves(rows: Sequence[Sequence[str]]) -> Halves:
-    """The towers' devices; none where they are few, or a tower is several or no device's."""
+def near(rows: Sequence[Sequence[str]]) -> dict[str, int]:
+    """The towers' devices and their places: those that are near each other are side by side.
+
+    None where they are few, or a tower is several or no device's.
+    """
     devices = dict.fromkeys(row[0] for row in rows)
     if len(devices) < max(FEWEST, len(rows)) or max(map(len, rows)) > 1:
         return {}
-    return {device: 2 * place >= len(devices) for place, device in enumerate(devices)}
+    return {device: place for place, device in enumerate(devices)}
 
 
-def summed(builder: Builder, both: Halves, parts: Sequence[Ref], device: str,
+def summed(builder: Builder, places: Mapping[str, int], parts: Sequence[Ref], device: str,
            shape: tf.TensorShape | None) -> Sequence[Ref]:
     """The towers' parts to add up on ``device``: those of the other half as their sum, if large.
 
     Halves of floats cross as they are, as they are rounded once.
     """
-    if device not in both or shape is None or not _is_large(parts[0], shape) \
+    if device not in places or shape is None or not _is_large(parts[0], shape) \
             or parts[0].dtype not in (tf.float32, tf.float64):
         return parts
-    by_device = dict(zip(both, parts, strict=True))
-    other = [name for name in both if both[name] != both[device]]
-    there = builder.make("AddN", [by_device.pop(name) for name in other],
-                         _leader(both, device, other), "merge/half/AddN")
-    return [*by_device.values(), there]
+    devices = list(places)
+
+    def those(group: Sequence[int], place: int) -> list[Ref]:
+        """What adds up to the parts of ``group`` and is to be added up on one of them."""
+        if len(group) == 1:
+            return [parts[place]]
+        own, other = _halves(group, place)
+        leader = _leader(group, place, other)
+        there = those(other, leader)
+        if len(there) > 1:
+            there = [builder.make("AddN", there, devices[leader], "merge/half/AddN")]
+        return [*those(own, place), *there]
+
+    return those(range(len(devices)), places[device])
 
 
-def hand_on(builder: Builder, both: Halves) -> None:
+def hand_on(builder: Builder, places: Mapping[str, int]) -> None:
     """Sends what is large once to the other half, among the nodes collected so far."""
     large = {ref.input: ref for ref, shape in builder.shapes.items()
-             if builder.device(ref) in both and _is_large(ref, shape)}
-    takers: dict[Ref, dict[str, list[tuple[Any, int]]]] = {}
+             if builder.device(ref) in places and _is_large(ref, shape)}
+    takers: dict[Ref, _Takers] = {}
     for node in builder.nodes.values() if large else ():
-        for place, text in enumerate(node.input):
-            ref = large.get(text)
-            if ref is not None and both.get(node.device) == (not both[builder.device(ref)]):
-                takers.setdefault(ref, {}).setdefault(node.device, []).append((node, place))
+        for number, text in enumerate(node.input):
+            if text in large and node.device in places:
+                takers.setdefault(large[text], {}).setdefault(places[node.device], []).append(
+                    (node, number))
     for ref, found in takers.items():
-        if len(found) > 1:
-            _by_way_of(builder, ref, _leader(both, builder.device(ref), list(found)),
-                       [taker for those in found.values() for taker in those])
+        _spread(builder, list(places), range(len(places)), ref, places[builder.device(ref)], found)
 
 
-def _by_way_of(builder: Builder, ref: Ref, leader: str, takers: Sequence[tuple[Any, int]]) -> None:
-    # Not Identity: TensorFlow takes that away again, and XLA would hold it back until all that the
-    # leader does is done.
-    handed_on = builder.make("PlaceholderWithDefault", [ref], leader, "merge/half/handed_on",
-                             shape=tf.TensorShape(builder.shapes[ref]))
-    for node, place in takers:
-        node.input[place] = handed_on.input
+def _spread(builder: Builder, devices: Sequence[str], group: Sequence[int], ref: Ref, place: int,
+            takers: _Takers) -> None:
+    """Gives ``ref`` to those of ``group``, of which ``place`` has it or is sent it."""
+    if len(group) == 1:
+        for node, number in takers.get(place, ()):
+            node.input[number] = ref.input
+        return
+    own, other = _halves(group, place)
+    _spread(builder, devices, own, ref, place, takers)
+    there = [one for one in other if one in takers]
+    if len(there) > 1:
+        leader, shape = _leader(group, place, there), tf.TensorShape(builder.shapes[ref])
+        # Not Identity: TensorFlow takes that away again, and XLA would hold it back until all that
+        # the leader does is done.
+        handed_on = builder.make("PlaceholderWithDefault", [ref], devices[leader],
+                                 "merge/half/handed_on", shape=shape)
+        builder.note_shape(handed_on, shape)
+        _spread(builder, devices, other, handed_on, leader, takers)
+    elif there:
+        _spread(builder, devices, there, ref, there[0], takers)
 
 
-def _leader(both: Halves, device: str, others: Sequence[str]) -> str:
-    """Who of the other half takes what ``device`` sends: by number, so that all have a share."""
-    return others[list(both).index(device) % len(others)]
+def _halves(group: Sequence[int], place: int) -> tuple[Sequence[int], Sequence[int]]:
+    """The half of ``group`` that ``place`` is in, and the other one."""
+    middle = (len(group) + 1) // 2
+    first, second = group[:middle], group[middle:]
+    return (first, second) if place in first else (second, first)
+
+
+def _leader(group: Sequence[int], place: int, others: Sequence[int]) -> int:
+    """Who of the other half takes what ``place`` sends: by number, so that all have a share."""
+    return others[group.index(place) % len(others)]
 
 
 def _is_large(ref: Ref, shape: Sequence[int | None]) -> bool:

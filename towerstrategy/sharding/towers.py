@@ -52,7 +52,7 @@ class Towers:
         self.builder, self.rows, self.merge, self.host = builder, rows, merge, host
         self.devices = [row[0] for row in rows]
         self.scopes, self.on_cpu, self.draws_rows = scopes, on_cpu, draws_rows
-        self.halves = {} if on_cpu else relays.halves(rows)
+        self.near = {} if on_cpu else relays.near(rows)
         self._counts = counts
         self._known: dict[Any, Ref] = {}
         self.crossings: dict[str, int] = {}
@@ -180,7 +180,7 @@ class Towers:
     def add_up(self, parts: Sequence[Ref], device: str,
                shape: tf.TensorShape | None = None) -> Ref:
         """The sum over the towers of all workers, of the values of those that are here."""
-        parts = relays.summed(self.builder, self.halves, parts, device, shape)
+        parts = relays.summed(self.builder, self.near, parts, device, shape)
         return self.across.cross("sum", self._added(parts, device), device, shape)
 
     def _added(self, parts: Sequence[Ref], device: str) -> Ref:
