@@ -40,6 +40,8 @@ FREE = {"Placeholder", "PlaceholderWithDefault", "Const", "Identity", "IdentityN
 # input lies itself, but for the row that a tower without rows is given, and that is cut off again.
 _SIZED = {"Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput"}
 _CUT = {"Slice", "PadV2", "AddN"}
+# Over axes that are none, or of length 1, as it comes out of a gradient's broadcast.
+_OVER_AXES = {"Sum", "Mean", "Max", "Min", "Prod"}
 OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
 
 UPDATES = "ResourceApply"
@@ -204,9 +206,7 @@ class _Walk:
             if tensor.dtype == tf.resource or (op.type in OF_SHAPES and len(inputs) == 1):
                 device = self.operations[number].device
                 break
-        # Padding by nothing, and cutting nothing off, hands on what it is given.
-        same = op.type in _CUT and len(inputs) == 3 and _size(op.outputs[0]) == _size(op.inputs[0])
-        return self._add("Identity" if same else op.type, device or "GPU:0", inputs, waits,
+        return self._add("Identity" if _hands_on(op) else op.type, device or "GPU:0", inputs, waits,
                          op.outputs, op)
 
     def _add(self, kind: str, device: str, inputs: list[Source], waits: list[int],
@@ -223,6 +223,19 @@ class _Walk:
             made.asked = _asked(op)
         self.operations.append(made)
         return number
+
+
+def _hands_on(op: tf.Operation) -> bool:
+    """Whether ``op`` gives what it is given: padded by nothing, summed over nothing, in order.
+
+    TensorFlow's graph optimizer and XLA leave it out, with any strategy and with none.
+    """
+    if op.type == "Transpose":
+        order = _known(op.inputs[1])
+        return order is not None and list(order) == sorted(order)
+    size = _size(op.inputs[0]) if op.inputs else 0
+    return (op.type in _CUT and len(op.inputs) == 3 or op.type in _OVER_AXES and size > 0) \
+        and size == _size(op.outputs[0])
 
 
 def _asked(op: tf.Operation) -> tuple[bytes, ...]:

@@ -6,10 +6,11 @@ import tempfile
 
 import keras
 import pytest
+import tensorflow as tf
 from absl.testing import parameterized
 from matplotlib import image
 
-from benchmarks import flat, gpus, gpus_chart, links, memory, ring, schedule
+from benchmarks import flat, gpus, gpus_chart, links, memory, on_gpus, ring, schedule
 
 pytestmark = pytest.mark.wide
 
@@ -151,6 +152,19 @@ class StepTest(parameterized.TestCase):
         line = schedule.run(step.operations, seconds, NVLINK)
         self.assertGreater(memory.peaks(step.operations, line)["GPU:0"],
                            4 * (256 * 512 + 64 * 256))
+
+    def test_what_is_given_as_it_is_costs_nothing(self):
+        """Else one GPU and MirroredStrategy pay for what a partitioned step leaves out."""
+        @tf.function(autograph=False)
+        def step(x):
+            with tf.device(on_gpus.towers(1)[0]):
+                return [tf.reduce_sum(x, [1], keepdims=True), tf.reduce_sum(x, []),
+                        tf.transpose(x, [0, 1]), tf.transpose(x), tf.reduce_max(x, 0)]
+
+        made = flat.flatten(step.get_concrete_function(tf.TensorSpec([64, 1])), ["GPU:0"])
+        found = [each.type for each in made if each.type != "Const"
+                 and each.traced_as.startswith(("Sum", "transpose", "Max"))]
+        self.assertCountEqual(found, ["Identity"] * 3 + ["Transpose", "Max"], found)
 
     @parameterized.parameters("balanced", gpus.OWN)
     def test_convolutions_cost_the_same_on_towers(self, merge):
