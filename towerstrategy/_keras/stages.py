@@ -84,7 +84,7 @@ def layer_call(names: Any, original: Callable[..., Any], self: Any, /, *args: An
     tower = contexts.current()
     if tower is None:
         return _called_outside(strategy, original, self, args, kwargs)
-    if not contexts.has_stages_here(tower):  # a branch or a loop is in one stage
+    if not tower.can_merge:  # a branch or a loop is in one stage
         return original(self, *args, **kwargs)
     with _stage_in_tower(strategy, tower, self, names):
         return original(self, *args, **kwargs)

@@ -6,7 +6,6 @@ from towerstrategy.contexts.here import (
     current as current,
     current_tower as current_tower,
     has_all_rows as has_all_rows,
-    has_stages_here as has_stages_here,
     outside_of_towers as outside_of_towers,
     splitting_tower as splitting_tower,
     writer_of as writer_of,

@@ -29,6 +29,11 @@ class OneReplicaContext(tf.distribute.ReplicaContext):
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy, 0)
 
+    @property
+    def can_merge(self) -> bool:
+        """Whether what runs here is in no branch or loop."""
+        return not _tf.is_in_control_flow(None)
+
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         del reduce_op, options
         return value
@@ -86,13 +91,6 @@ def outside_of_towers() -> tf.distribute.Strategy | None:
         return None
     strategy = tf.distribute.get_strategy()
     return strategy if kind.is_tower_strategy(strategy) else None
-
-
-def has_stages_here(context: AnyContext) -> bool:
-    """Whether what runs here may be in another stage than what is around it: in no loop, say."""
-    if isinstance(context, TowerContext):
-        return context.can_merge
-    return not _tf.is_in_control_flow(None)
 
 
 def writer_of(variable: Any) -> TowerContext | None:

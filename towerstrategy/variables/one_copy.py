@@ -158,7 +158,7 @@ class TowerVariable(_tf.ResourceVariable):
             return method(self, value, use_locking=use_locking, name=name, read_value=read_value)
 
         def nested(tower: contexts.TowerContext) -> Any:
-            with_others = _has_workers(tower) and written.rule_of(self) != "first"
+            with_others = tower.shares.workers is not None and written.rule_of(self) != "first"
             # Of a sum it could not be told later whether it was of values or of steps.
             if with_others or self.aggregation is Aggregation.SUM:
                 raise RuntimeError(contexts.NESTED_MERGE)
@@ -180,7 +180,7 @@ class TowerVariable(_tf.ResourceVariable):
                                     tf.convert_to_tensor(slices.indices))
 
         def nested(tower: contexts.TowerContext) -> Any:
-            if _has_workers(tower) or self.aggregation not in (
+            if tower.shares.workers is not None or self.aggregation not in (
                     Aggregation.NONE, Aggregation.ONLY_FIRST_REPLICA):
                 raise RuntimeError(contexts.NESTED_MERGE)
             if method_name in written.REPLACING and self.aggregation is Aggregation.NONE:
@@ -228,11 +228,6 @@ class TowerVariable(_tf.ResourceVariable):
             (where, value),
             lambda given: (given[0], tf.convert_to_tensor(given[1], dtype=self.dtype)),
             lambda given: plain(value=given[1], name=name, **given[0]), merged)
-
-
-def _has_workers(tower: contexts.TowerContext) -> bool:
-    """Whether there are other machines, which cannot sync in control flow either."""
-    return tower.strategy.extended.workers is not None
 
 
 for _kind in ("add", "sub", "mul", "div", "min", "max", "update"):

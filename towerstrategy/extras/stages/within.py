@@ -68,7 +68,7 @@ class Stages(threading.local):
 @contextlib.contextmanager
 def _placed(placement: devices_lib.Placement, index: int | None) -> Iterator[None]:
     tower = contexts.current()
-    if index is None or tower is None or not contexts.has_stages_here(tower) \
+    if index is None or tower is None or not tower.can_merge \
             or tower.strategy.extended.placement is not placement:
         yield
         return
