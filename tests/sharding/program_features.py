@@ -168,5 +168,14 @@ FEATURES = {
     "function_of_several_ranks": lambda h: (lambda f: h * f(tf.reduce_sum(h, 0)) + f(h))(
         tf.function(lambda t: t * t, reduce_retracing=True)
     ),
+    "patches": lambda h: (
+        h
+        * tf.reduce_mean(
+            tf.image.extract_patches(
+                tf.reshape(h[:, :4], [-1, 2, 2, 1]), [1, 2, 2, 1], [1] * 4, [1] * 4, "SAME"
+            ),
+            [1, 2, 3],
+        )[:, None]
+    ),
     "map_defun": lambda h: tf.vectorized_map(lambda r: r - tf.reduce_mean(h, 0) + tf.cumsum(r), h),
 }

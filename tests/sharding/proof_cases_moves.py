@@ -54,6 +54,8 @@ def _cross_entropy(x: Any, y: Any) -> Any:
 
 
 def _reshapes() -> None:
+    around("Reshape", lambda x: tf.reshape(x, [-1, 4 * tf.shape(x)[1]]), real(2, 6, 4))
+    around("Reshape", lambda x, y: tf.reshape(x, [tf.shape(y)[0], -1]), real(12, 4), real(6, 3))
     around("Reshape", _cross_entropy, real(6, 4), real(6, 4), title="logits")
     around("Reshape", _cross_entropy, real(6, 12, 3), real(6, 12, 3), title="logits")
     for shape, sizes in (

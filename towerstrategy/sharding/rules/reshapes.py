@@ -6,6 +6,7 @@ Goes in: an operation.  Comes out: its plan.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,11 +37,37 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
     if found == spec and _are_one(before, after, spec.dim):
         return Plan([spec, target], [spec], passes=True)
     if isinstance(target, Size):
-        return Plan([spec, target], [found])
+        return _to_size(op, spec, target, found, before, known)
     if known is not None and known[found.dim] == -1:
         return Plan([spec, REPLICATED], [found])
     return Plan([spec, REPLICATED], [found],
                 make=lambda m: [m.each(lambda tower: _reshape(m, tower, found.dim))], alone=0)
+
+
+def _to_size(op: Op, spec: Sharded, target: Size, found: Sharded, before: Sequence[Any] | None,
+             known: Sequence[Any] | None) -> Plan | None:
+    """Where the shape counts the rows.
+
+    What is left over, -1, TensorFlow works out of the sizes that are not 0. Of a tower without rows
+    that is wrong if an example has other sizes next to it before than after; so it is told.
+    """
+    left = [at for at, size in enumerate(known or ()) if size == -1 and at != found.dim]
+    if not left or spec.times == found.times is not None:
+        return Plan([spec, target], [found])
+    others = [size for at, size in enumerate(before or [None]) if at != spec.dim]
+    asked = [size for at, size in enumerate(known or ()) if at not in (*left, found.dim)]
+    if not spec.times or not found.times or None in others or None in asked:
+        return None
+    size = math.prod(others) * spec.times * spec.blocks // (
+        math.prod(asked) * found.times * found.blocks)
+
+    def shape(m: Any, tower: int) -> Any:
+        mask = np.arange(len(known or ())) == left[0]
+        return m.make("SelectV2", [m.constant(mask, tf.bool, tower), m.constant(
+            size, op.inputs[1].dtype, tower), m.part(1, tower)], tower)
+
+    return Plan([spec, target], [found], make=lambda m: [m.each(
+        lambda tower: m.copy([m.part(0, tower), shape(m, tower)], tower)[0])], alone=0)
 
 
 def _are_one(before: Sequence[Any] | None, after: Sequence[Any] | None, rows: int = -1) -> bool:
