@@ -95,6 +95,15 @@ class PropagateTest(absltest.TestCase):
         self.assertEqual(counts["Identity"], 2)  # what is returned
         self.assertEqual(counts["Sum"], 1)  # of w's gradient
 
+    def test_a_shape_that_is_known_but_for_the_rows_is_a_constant(self):
+        """Each tower would count its rows for each reshape, on GPUs all of it on the host."""
+        def reshaped(x, w):
+            return tf.reshape(x * w, tf.stack([tf.shape(x)[0], 2, 2]))
+
+        layout = _layout(reshaped, ROWS, WHOLE)
+        plan = next(plan for name, plan in layout.plans.items() if name.startswith("Reshape"))
+        self.assertEqual(plan.sizes, [-1, 2, 2])
+
     def test_what_waits_for_what_is_left_out_waits_for_what_that_waits_for(self):
         """It would begin before what it has to wait for."""
         def waits(x, w):

@@ -192,6 +192,8 @@ class Partition:
         if plan.padded and towers.replicas > 1:
             rows = next(value for value in values if isinstance(value.spec, Sharded))
             values = [value.padded() for value in values]
+        if plan.sizes is not None:
+            values = [*values[:-1], values[-1].known_as(plan.sizes, operation.inputs[-1].dtype)]
         maker = Maker(operation, values, towers, next(filter(None, self._asked(operation)), "")
                       if self._wanted and plan.make is not None else "")
         home = next((values[place].device for place in operation.handles

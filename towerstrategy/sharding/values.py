@@ -121,6 +121,12 @@ class Value:
         return Value(towers, wanted, self.shape, self.whole, None, self.device,
                      None if isinstance(self.spec, (Size, ListOf)) else self.constant)
 
+    def known_as(self, entries: Sequence[int], dtype: tf.DType) -> Value:
+        """With a constant in place of each tower's part."""
+        towers = self.towers
+        return Value(towers, self.spec, self.shape, self.whole, lambda tower: (
+            towers.builder.constant(entries, dtype, towers.devices[tower])))
+
     def padded(self) -> Value:
         """With a row of zeros for each tower that has none."""
         if "padded" not in self._others:

@@ -154,6 +154,8 @@ class Plan:
         ``strategy.run``, where a tower does what was written.
       padded: a tower without rows gets one of zeros, which is cut off behind: for kernels that fail
         on no rows, or give something of a wrong shape.
+      sizes: what may stand for the last input, a shape: -1 where the rows are; so no tower makes
+        the shape of its rows.
       near: an input of which the towers need a few entries: theirs are done where it is, so that
         only the entries are sent.
       passes: each output is the input of its number, as it is: the operation need not be done.
@@ -171,6 +173,7 @@ class Plan:
     once: bool = False
     padded: bool = False
     passes: bool = False
+    sizes: Sequence[int] | None = None
 
 
 Rule = Callable[[Op, Sequence[Spec]], "Plan | None"]

@@ -37,7 +37,12 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
     if found == spec and _are_one(before, after, spec.dim):
         return Plan([spec, target], [spec], passes=True)
     if isinstance(target, Size):
-        return _to_size(op, spec, target, found, before, known)
+        plan = _to_size(op, spec, target, found, before, known)
+        sizes = [-1 if at == found.dim else size for at, size in enumerate(after or ())]
+        if plan is not None and plan.make is None and all(
+                isinstance(size, int) and size for size in sizes):
+            plan.sizes = sizes
+        return plan
     if known is not None and known[found.dim] == -1:
         return Plan([spec, REPLICATED], [found])
     return Plan([spec, REPLICATED], [found],
