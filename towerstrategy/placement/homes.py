@@ -104,9 +104,6 @@ def move(variable: tf.Variable, device: str) -> None:
 
     A ``tf.function`` traced before holds the resource that the variable had; trace it anew.
     """
-    if not isinstance(variable, _tf.BaseResourceVariable):
-        raise TypeError("only a variable with one copy can be moved, but got "
-                        f"{variable!r} of type {type(variable).__name__}.")
     with tf.init_scope(), tf.device(device):
         # Not tf.Variable: a strategy whose scope is entered would choose another device.
         moved = _tf.ResourceVariable(variable.read_value(), trainable=False, dtype=variable.dtype,
