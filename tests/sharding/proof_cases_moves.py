@@ -39,6 +39,18 @@ def _views(x: Any, y: Any) -> Any:
     return both, apart, tape.gradient(loss, [x, y])
 
 
+def _quarters(x: Any, y: Any) -> Any:
+    """Rows of two views beside all of both: one beside the other; and the gradients."""
+    rows = tf.shape(x)[0]
+    with tf.GradientTape() as tape:
+        tape.watch([x, y])
+        both = tf.concat([x, y], 0)
+        similar = tf.matmul(both, tf.stop_gradient(both), transpose_b=True)
+        found = [similar[:rows, rows:], similar[rows:, :rows], similar[rows:, rows:]]
+        loss = tf.add_n([tf.reduce_sum(each ** 2) for each in found])
+    return found, tape.gradient(loss, [x, y])
+
+
 def _asked_for(sizes: Sequence[int]) -> Callable[[tf.Tensor], tf.Tensor]:
     """A shape that is made of a tensor's own sizes."""
     return lambda x: raw.Reshape(
@@ -54,6 +66,10 @@ def _cross_entropy(x: Any, y: Any) -> Any:
 
 
 def _reshapes() -> None:
+    for type in ("Reshape", "ConcatV2", "ConcatOffset", "Slice"):
+        around(type, _views, real(6, 4), real(6, 4), title="views")
+    for type in ("StridedSlice", "StridedSliceGrad"):
+        around(type, _quarters, real(6, 4), real(6, 4), title="quarters")
     around("Reshape", lambda x: tf.reshape(x, [-1, 4 * tf.shape(x)[1]]), real(2, 6, 4))
     around("Reshape", lambda x, y: tf.reshape(x, [tf.shape(y)[0], -1]), real(12, 4), real(6, 3))
     around("Reshape", _cross_entropy, real(6, 4), real(6, 4), title="logits")

@@ -100,7 +100,8 @@ def _between(spec: Sharded, begin: int | None, end: int | None,
              specs: Sequence[Spec]) -> Plan | None:
     if begin is None or end is None or not begin < end <= spec.blocks:
         return None
-    takes = [each if isinstance(each, Size) else REPLICATED for each in specs[1:]]
+    takes = [each if isinstance(each, Size) and each.at == spec.dim else REPLICATED
+             for each in specs[1:]]  # what counts rows along another dimension counts all of them
     return Plan([spec, *takes], [_some(spec, end - begin)])
 
 
