@@ -22,7 +22,7 @@ _WORDS = {"sum": "sum", "mean": "mean by share of rows", "first": "tower 0's", "
 def held_variable(variable: Any) -> Any:
     """The TensorFlow variable that Keras' own holds, in whichever way."""
     if isinstance(variable, tf.Variable):
-        return getattr(variable, "_variable", variable)
+        return vars(variable).get("_variable", variable)
     return getattr(variable, "_value", getattr(variable, "_variable", variable))
 
 

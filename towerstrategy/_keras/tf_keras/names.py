@@ -64,13 +64,16 @@ def variables_of(layer: Any) -> list[Any]:
 
 
 def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
-    """Makes a metric's variables tower-local, or one tower's own, in place; returns them."""
+    """Makes a metric's variables tower-local, in place; returns them.
+
+    Of a lone tower, and those that do not say how parts are put together, there is one copy.
+    """
     local: list[Any] = []
     for layer in metric._flatten_layers():
         for variable in list(layer._trainable_weights) + list(layer._non_trainable_weights):
             if not isinstance(variable, _tf.BaseResourceVariable):
                 pass
-            elif strategy.num_replicas_in_sync > 1:
+            elif strategy.num_replicas_in_sync > 1 and variable.aggregation.name != "NONE":
                 parts = tower_local.make_tower_local(strategy, variable)
                 _replace(layer, variable, parts)
                 variable = parts
