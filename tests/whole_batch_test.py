@@ -1,4 +1,4 @@
-"""whole_batch and WholeBatch in strategy.run: a loss of all rows, on towers with few rows or none."""
+"""whole_batch and WholeBatch in strategy.run: a loss of all rows, with a tower that has none."""
 
 import numpy as np
 import tensorflow as tf
