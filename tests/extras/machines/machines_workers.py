@@ -162,16 +162,19 @@ def looped(strategy, kit):
 
 
 def function(strategy, _):
-    """``strategy.function``: rows that are chosen, sorted, drawn, counted, doubled; and one row."""
+    """``strategy.function``: rows chosen, sorted, drawn, counted, doubled, named, first, one."""
     def step(x):
         chosen = tf.boolean_mask(x, x[:, 0] > 0.5)
         views = tf.concat([x, x * x], 0)
         places = tf.cast(tf.range(tf.shape(views)[0]), x.dtype)[:, tf.newaxis]
+        rows = tf.range(tf.shape(x)[0])
         return (chosen * tf.reduce_sum(x), tf.range(tf.shape(chosen)[0]), tf.sort(x, axis=0),
                 tf.random.stateless_normal([tf.shape(x)[0], 3], [1, 2]),
                 tf.random.stateless_normal([tf.shape(chosen)[0], 3], [1, 2]),
                 tf.reduce_all(x > 0.1, 0), tf.reduce_any(x > 0.9, 0), tf.strings.as_string(x), x,
-                tf.cumsum(views * places), tf.reduce_sum(views * places, 0), tf.split(views, 2)[1])
+                tf.cumsum(views * places), tf.reduce_sum(views * places, 0), tf.split(views, 2)[1],
+                x[:9] + 0., x[0] + 0., tf.gather_nd(x, tf.stack([rows, rows % 2], 1)),
+                tf.scatter_nd(tf.stack([rows, rows % 2], 1), x[:, 0], tf.shape(x)))
 
     x, _, _ = data(13)
     made = strategy.function(step) if hasattr(strategy, "function") else step

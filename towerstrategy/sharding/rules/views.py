@@ -143,27 +143,34 @@ def strided_slice(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _first_rows(op: Op, spec: Sharded) -> Plan | None:
-    """A strided slice that keeps some first positions: they are among each tower's first ones."""
+    """A strided slice of one of the first positions, or some: they are among each tower's first."""
     begin, end, steps = (op.value(index) for index in (1, 2, 3))
-    masks = any(op.attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis", "end"))
-    if begin is None or end is None or steps is None or masks or len(begin) <= spec.dim \
-            or spec.blocks > 1 \
-            or steps[spec.dim] != 1 or end[spec.dim] <= 0 \
-            or not op.attr("begin_mask") >> spec.dim & 1 and begin[spec.dim] != 0:
+    if begin is None or end is None or steps is None or len(begin) <= spec.dim or not op.rank(0) \
+            or spec.blocks > 1 or op.attr("ellipsis_mask") or op.attr("new_axis_mask"):
         return None
+    at_begin, at_end, one = (op.attr(f"{name}_mask") >> spec.dim & 1
+                             for name in ("begin", "end", "shrink_axis"))
+    last = begin[spec.dim] + 1 if one else end[spec.dim]
+    if steps[spec.dim] < 1 or last <= 0 or at_end and not one \
+            or begin[spec.dim] < 0 and not at_begin:
+        return None
+    whole_shape = tf.TensorShape([None if dim == spec.dim else size
+                                  for dim, size in enumerate(op.inputs[0].shape)])
 
-    def make(maker: Any) -> list[Any]:
-        limits = [maker.whole(index) for index in (1, 2, 3)]
-        first = maker.each(lambda tower: maker.copy([maker.part(0, tower), *limits], tower)[0])
-        rows = maker.make("ConcatV2", [*first, maker.constant(spec.dim, tf.int32, None)], None,
-                          N=len(first)) if len(first) > 1 else first[0]
+    def first_of(m: Any, tower: int) -> Any:
         kept = np.eye(spec.dim + 1, dtype=int)[spec.dim]
-        limits = [maker.constant(numbers, tf.int32, None)
-                  for numbers in (0 * kept, end[spec.dim] * kept, 0 * kept + 1)]
+        limits = [m.constant(numbers, tf.int32, tower)
+                  for numbers in (0 * kept, last * kept, 0 * kept + 1)]
         others = (1 << spec.dim) - 1  # their masks
-        rows = maker.make("StridedSlice", [rows, *limits], None, begin_mask=others,
-                          end_mask=others)
-        return [[rows] * len(first)]
+        return m.make("StridedSlice", [m.part(0, tower), *limits], tower, begin_mask=others,
+                      end_mask=others)
+
+    def make(m: Any) -> list[Any]:
+        parts = m.each(lambda tower: first_of(m, tower))
+        rows = m.make("ConcatV2", [*parts, m.constant(spec.dim, tf.int32, None)], None,
+                      N=len(parts)) if len(parts) > 1 else parts[0]
+        rows = m.towers.across.cross("gather", rows, m.home, whole_shape, spec.dim)
+        return [m.copy([rows, *[m.whole(index) for index in (1, 2, 3)]], None) * len(parts)]
 
     return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [REPLICATED], make)
 
