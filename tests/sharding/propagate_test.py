@@ -137,6 +137,19 @@ class PropagateTest(absltest.TestCase):
 
         self.assertEqual(_outputs(gradient, ROWS), [Sharded(0), Sharded(0, 4)])
 
+    def test_gradients_of_rows_that_were_made_flat_keep_rows(self):
+        """All in front of a `reshape(x, [rows, -1])` would be done with all rows in the backward
+        pass, as TensorFlow does not know how long a row is behind it."""
+        def gradient(x, w):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                flat = tf.reshape(x, [tf.shape(x)[0], -1])
+                loss = tf.reduce_sum(tf.reshape(flat, [-1, 4]) * w)
+            return [tape.gradient(loss, x), flat]
+
+        self.assertEqual(_outputs(gradient, ([None, 2, 6], Sharded(0)), ([1, 4], REPLICATED)),
+                         [Sharded(0), Sharded(0)])
+
     def test_gradients_of_labels_of_steps_keep_rows(self):
         """All that a recurrent layer does would be done with all rows where each step has a label,
         as TensorFlow forgets how many classes there are."""

@@ -83,9 +83,9 @@ class Sharded(_Grouped):
     Attributes:
       dim: the dimension, counted from the first.
       times: how many consecutive positions an example of the batch has there; None if unknown.
-      group: which examples. Empty: those of the batch. Else the name of the operation that has
-        chosen among them, as ``tf.boolean_mask`` does, or :class:`Blocks` of such: two tensors go
-        together if their groups are the same.
+      group: which examples. Empty: those of the batch. Else those of another batch of the same
+        step, of another size, or :class:`Blocks` of either: two tensors go together if their
+        groups are the same.
       broadcast: in a wish for an input only: a dimension of size 1 is left as it is.
     """
 

@@ -10,6 +10,7 @@ products and gathers, and forgets static shapes where one is computed from anoth
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,6 @@ class _Open(NamedTuple):
 
     tensor: str
     dim: int
-
 
 
 _DEPTH, _LARGEST = 12, 64
@@ -86,7 +86,7 @@ def _sizes(tensor: tf.Tensor, depth: int) -> list[int | None] | None:
     if own.count(None) < 2 or not depth:  # rows are open, all else is known
         return own
     if tensor.op.type == "Reshape":
-        found = _entries(tensor.op.inputs[1], depth - 1)
+        found = _reshaped_to(tensor.op, depth - 1)
     elif (tensor.op.type, tensor.value_index) in _SHAPED_AS:
         found = _sizes(tensor.op.inputs[_SHAPED_AS[tensor.op.type, tensor.value_index]], depth - 1)
     elif tensor.op.type in UNARY:
@@ -97,6 +97,25 @@ def _sizes(tensor: tf.Tensor, depth: int) -> list[int | None] | None:
         return own
     return [int(other) if size is None and isinstance(other, _INTEGER) and other >= 0 else size
             for size, other in zip(own, found)]
+
+
+def _reshaped_to(operation: tf.Operation, depth: int) -> list[Any] | None:
+    """The sizes that a reshape asks for, and what is left over where it asks for -1."""
+    tensor, shape = operation.inputs
+    asked, sizes = _entries(shape, depth), _sizes(tensor, depth)
+    if asked is None or sizes is None:
+        return None
+    rest, left = list(asked), [_Open(tensor.name, dim) if size is None else size
+                               for dim, size in enumerate(sizes)]
+    for size in tuple(left):
+        if isinstance(size, _Open) and size in rest:
+            rest.remove(size)
+            left.remove(size)
+    if rest.count(-1) != 1 or 0 in rest or not all(
+            isinstance(size, _INTEGER) for size in (*rest, *left)):
+        return list(asked)
+    over = math.prod(left) // -math.prod(rest)  # one of the rest is -1
+    return [over if size == -1 else size for size in asked]
 
 
 def _broadcast(shapes: Sequence[Sequence[int | None] | None]) -> list[int | None] | None:
