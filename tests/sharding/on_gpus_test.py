@@ -73,13 +73,14 @@ def traced(name, policy="float32", towers=TOWERS):
 
 def by_way_of_the_host(operations):
     """Pairs of what makes a tensor and the bytes, once for each device that takes it, for those
-    that cross between the host and a GPU."""
+    that cross between the host and a GPU. Of what is packed to cross together: the bytes of one."""
     found = {(source, each.device) for each in operations for source in each.inputs
              if on_gpus.HOST in (each.device, operations[source[0]].device)
              and each.device != operations[source[0]].device}
-    return [(operations[number], operations[number].sizes[index])
-            for (number, index), _ in sorted(found)
-            if operations[number].sizes[index] and operations[number].type != "Placeholder"]
+    sent = [(operations[number], operations[number].sizes[index])
+            for (number, index), _ in sorted(found)]
+    return [(each, size // len(each.inputs) if each.type == "Pack" else size)
+            for each, size in sent if size and each.type != "Placeholder"]
 
 
 def is_made_on_the_host(operation):
