@@ -49,6 +49,19 @@ class LifetimeTest(parameterized.TestCase):
         gc.collect()
         self.assertEqual([reference() for reference in held], [None, None])
 
+    def test_a_batch_that_was_run(self):
+        """Else a loop of eager steps holds many batches, until Python looks for garbage."""
+        strategy = two_towers()
+        batch = strategy.split(X)
+        held = [weakref.ref(part) for part in batch.values]
+        gc.disable()
+        try:
+            strategy.run(tf.reduce_sum, (batch,))
+            del batch
+            self.assertEqual([reference() for reference in held], [None, None])
+        finally:
+            gc.enable()
+
     @wide.turns(*small_models.KERAS)
     def test_traces_with_a_remainder(self, kit):
         """Else the last batch of each epoch, smaller than the others, is traced again."""

@@ -221,6 +221,12 @@ class _Tower(_tf.ReplicaThread):
         self.should_run.set()
         self.join()
 
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:  # the thread holds itself by its function: it would hold the batch, too
+            self.main_fn = self.main_args = self.main_kwargs = None
+
     def _in_tower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             with self._context, tf.name_scope(self._scope):
