@@ -6,8 +6,8 @@ tower, checked.  Numbers are compared over the towers of all machines.
 
 from __future__ import annotations
 
+import math
 import numbers
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,16 +52,22 @@ def _numbers(shares: Any, towers: Sequence[str]) -> tuple[float, ...]:
         raise ValueError(f"shares must have a number for each of the {len(towers)} devices, but "
                          f"got {len(shares)}: {refused.shown(shares)}. The devices: "
                          f"{names.short_names(towers)}.")
+    found = []
     for share, tower in zip(shares, towers):
         where = f"for {names.short_name(tower)} in {refused.shown(shares)}"
         if isinstance(share, bool) or not isinstance(share, numbers.Real):
             raise TypeError(f"shares must be numbers, but got {share!r} of type "
                             f"{type(share).__name__} {where}.")
-        if share <= 0 or not share <= sys.float_info.max:  # NaN is neither
+        try:
+            number = float(share)  # 0 of a fraction that is too small
+        except OverflowError:  # a whole number has no bound
+            number = math.inf
+        if not 0 < number < math.inf:
             raise ValueError(f"shares must be above 0 and finite, but got {share!r} {where}. A "
                              "device that is to get no rows belongs into no strategy: leave it "
                              "out.")
-    return tuple(map(float, shares))
+        found.append(number)
+    return tuple(found)
 
 
 def _memory(towers: Sequence[str]) -> tuple[float, ...]:
