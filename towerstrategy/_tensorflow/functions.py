@@ -71,7 +71,8 @@ def clone_function(function: polymorphic_function.Function, python_function: Cal
     ``compiles`` says whether XLA may compile it as a whole.
     """
     cloned = function._clone(python_function=python_function)
-    cloned._jit_compile = cloned._jit_compile if compiles else False
+    if not compiles:
+        cloned._jit_compile = False
     return cloned
 
 

@@ -23,8 +23,7 @@ from towerstrategy.sharding.spec import (
 )
 
 AS_IT_IS = ("Identity", "StopGradient", "PreventGradient", "Snapshot")
-LINEAR = ("Identity", "Cast", "Neg", "StopGradient", "PreventGradient", "Snapshot", "Real", "Imag",
-          "Conj", "AddN", "AddV2", "Add", "Sub")
+LINEAR = ("Cast", "Neg", "Real", "Imag", "Conj", "AddN", "AddV2", "Add", "Sub")
 
 
 def _names(text: str) -> list[str]:

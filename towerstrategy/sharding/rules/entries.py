@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding.rules.elementwise import BINARY, UNARY
+from towerstrategy.sharding.rules.elementwise import AS_IT_IS, BINARY, UNARY
 
 Entries = np.ndarray  # of objects: ints, None, or what else stands for a number
 
@@ -244,7 +244,7 @@ def _stitched(operation: tf.Operation, *inputs: Any) -> Entries | None:
 # An operation's type -> what is asked of each input, the last letter for all further ones (e: its
 # entries, k: all of them known, -: nothing), and what makes the outputs' entries of them.
 _MADE: dict[str, tuple[str, Callable[..., Any]]] = {
-    **dict.fromkeys(("Identity", "Cast", "StopGradient"), ("e", lambda _, entries: entries)),
+    **dict.fromkeys((*AS_IT_IS, "Cast"), ("e", lambda _, entries: entries)),
     "IdentityN": ("-", lambda _, *inputs: list(inputs)),
     **dict.fromkeys(("Reshape", "ExpandDims", "Squeeze"), ("e-", _reshaped)),
     "Pack": ("e", lambda operation, *parts: np.stack(parts, operation.get_attr("axis"))),

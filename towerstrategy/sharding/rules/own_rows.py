@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding.rules.elementwise import AS_IT_IS
 from towerstrategy.sharding.rules.entries import entries_of, sizes_of
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.rules.views import sliced
@@ -138,4 +139,4 @@ def _joined(operation: tf.Operation, column: int | None) -> _Counted | None:
 _MADE: dict[str, Callable[[tf.Operation, int | None], _Counted | None]] = {
     "Range": _range, "Reshape": _reshaped, "ExpandDims": _expanded, "StridedSlice": _sliced,
     "Tile": _tiled, "Pack": _packed, "ConcatV2": _joined,
-    **dict.fromkeys(("Identity", "Cast", "StopGradient", "Snapshot"), _same)}
+    **dict.fromkeys((*AS_IT_IS, "Cast"), _same)}

@@ -59,7 +59,6 @@ class Op:
 
     def __init__(self, operation: tf.Operation) -> None:
         self.operation = operation
-        self._definition: Definition | None = None
         self.type: str = operation.type
         self.name: str = operation.name
         self.inputs: list[tf.Tensor] = list(operation.inputs)
@@ -99,20 +98,18 @@ class Op:
         """
         return self.is_stateful and not self.handles or self.has_effect
 
-    @property
+    @functools.cached_property
     def definition(self) -> Definition:
         """What its copies have of it."""
-        if self._definition is None:
-            node = self.operation.node_def
-            device = str(node.device)
-            for field in ("name", "op", "input", "device", "experimental_debug_info"):
-                node.ClearField(field)
-            for name in ("_class", "_output_shapes"):
-                if name in node.attr:
-                    del node.attr[name]
-            self._definition = Definition(device, node.SerializeToString(deterministic=True),
-                                          [tensor.dtype for tensor in self.outputs])
-        return self._definition
+        node = self.operation.node_def
+        device = str(node.device)
+        for field in ("name", "op", "input", "device", "experimental_debug_info"):
+            node.ClearField(field)
+        for name in ("_class", "_output_shapes"):
+            if name in node.attr:
+                del node.attr[name]
+        return Definition(device, node.SerializeToString(deterministic=True),
+                          [tensor.dtype for tensor in self.outputs])
 
     def attr(self, name: str) -> Any:
         """An attribute; strings as ``str``."""
