@@ -294,9 +294,9 @@ class TowerExtended(_tf.StrategyExtended):
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
         del options
-        if self.workers is not None:
+        if self.workers is not None and not self.modes.one_replica:
             return reductions.reduce_across(self.workers, reduce_op, value_destination_pairs)
-        return [reductions.reduce_one(reduce_op, value, destinations, len(self.worker_devices))
+        return [reductions.reduce_one(reduce_op, value, destinations, self._num_replicas_in_sync)
                 for value, destinations in value_destination_pairs]
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int,

@@ -29,6 +29,29 @@ class HereTest(absltest.TestCase):
         self.assertEqual(seen, {1})
         self.assertEqual(strategy.num_replicas_in_sync, 2)
 
+    def test_what_merge_functions_call(self):
+        """Else a loop that merges by itself, or averages weights, fails under strategy.function."""
+        strategy = two_towers()
+        with strategy.scope():
+            weight, other = tf.Variable(1.), tf.Variable(2.)
+            average = tf.train.ExponentialMovingAverage(.5)
+            average.apply([weight])
+
+        def merge(merged, value):
+            one = merged.extended.reduce_to("SUM", value, destinations=weight)
+            merged.extended.update(weight, lambda variable, step: variable.assign_add(step), (one,))
+            both = merged.extended.batch_reduce_to("MEAN", [(value, weight), (one, other)])
+            other.assign(merged.reduce("SUM", both[0] + both[1], axis=None))
+
+        @strategy.function
+        def step(x):
+            tf.distribute.get_replica_context().merge_call(merge, [tf.reduce_sum(x)])
+            average.apply([weight])
+
+        step(strategy.split(tf.range(4.)))
+        self.assertEqual([float(each) for each in (weight, other, average.average(weight))],
+                         [7., 12., 4.])
+
     def test_what_runs_where(self):
         """Else a hook takes a tower for a step of all rows, or a scope for a tower."""
         strategy, seen = two_towers(), {}

@@ -141,14 +141,14 @@ class PropagateTest(absltest.TestCase):
         """All in front of a `reshape(x, [rows, -1])` would be done with all rows in the backward
         pass, as TensorFlow does not know how long a row is behind it."""
         def gradient(x, w):
-            with tf.GradientTape() as tape:
+            with tf.GradientTape(persistent=True) as tape:
                 tape.watch(x)
                 flat = tf.reshape(x, [tf.shape(x)[0], -1])
-                loss = tf.reduce_sum(tf.reshape(flat, [-1, 4]) * w)
-            return [tape.gradient(loss, x), flat]
+                losses = [tf.reshape(flat, [-1, 4]) * w, tf.reduce_mean(flat, 1)]
+            return [flat, *(tape.gradient(loss, x) for loss in losses)]
 
         self.assertEqual(_outputs(gradient, ([None, 2, 6], Sharded(0)), ([1, 4], REPLICATED)),
-                         [Sharded(0), Sharded(0)])
+                         [Sharded(0)] * 3)
 
     def test_gradients_of_labels_of_steps_keep_rows(self):
         """All that a recurrent layer does would be done with all rows where each step has a label,

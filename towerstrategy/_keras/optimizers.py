@@ -59,7 +59,7 @@ def _check_one_copy(strategy: tf.distribute.Strategy, gradients: Sequence[Any]) 
                 f"{refused.shown(gradient)}, outside of them. Call it inside of the function given "
                 "to strategy.run, where gradients are merged, or reduce them first: "
                 "strategy.reduce(\"SUM\", ..., axis=None).")
-    if strategy.extended.workers is not None:
+    if strategy.extended.workers is not None and not strategy.extended.modes.one_replica:
         raise ValueError(
             "an optimizer was called in the strategy's scope, outside of strategy.run, on one of "
             "several machines: its gradients are those of this machine alone, and the machines' "

@@ -19,9 +19,8 @@ from towerstrategy.placement import kind
 class OneReplicaContext(tf.distribute.ReplicaContext):
     """The replica context of what is done once: of a step that has all rows, of an update.
 
-    There is one replica, so an all-reduce has nothing to reduce.  A ``merge_call`` runs as in a
-    program without a strategy: so objects that were made in the scope and objects that were made
-    outside of it, an optimizer's variables for one, are both served.
+    There is one replica, so an all-reduce has nothing to reduce, nor have the reductions that a
+    function given to ``merge_call`` asks for.
     """
 
     stage_run: Any = None  # of the model that runs, see _keras/stages.py
@@ -52,7 +51,7 @@ class OneReplicaContext(tf.distribute.ReplicaContext):
         self._mode.__exit__(None, None, None)
 
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with _tf.no_strategy():
+        with _tf.cross_replica_context(self._strategy):
             return merge_fn(self._strategy, *args, **kwargs)
 
 

@@ -87,6 +87,8 @@ def _sizes(tensor: tf.Tensor, depth: int) -> list[int | None] | None:
         return own
     if tensor.op.type == "Reshape":
         found = _reshaped_to(tensor.op, depth - 1)
+    elif tensor.op.type == "BroadcastTo":
+        found = _entries(tensor.op.inputs[1], depth - 1)
     elif (tensor.op.type, tensor.value_index) in _SHAPED_AS:
         found = _sizes(tensor.op.inputs[_SHAPED_AS[tensor.op.type, tensor.value_index]], depth - 1)
     elif tensor.op.type in UNARY:
