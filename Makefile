@@ -7,9 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(BIN)/python
 
-# What `make test-tf TF=2.18` makes and runs: the newest Keras and tf_keras that go with it.
+# What `make test-tf TF=2.18` makes and runs: the newest Keras and tf_keras that go with it; or the
+# Keras of `make test-tf TF=2.16 KERAS=3.8`.
 TF ?= 2.21
-TF_VENV := .venv-tf-$(TF)
+TF_VENV := .venv-tf-$(TF)$(KERAS:%=-keras-%)
 # Not what is the same on all of them: benchmarks, documents, examples, packaging.
 LEAVES_OUT := benchmarks/benchmarks repository/digits_example repository/doctest \
 	repository/packaging repository/readme
@@ -23,13 +24,14 @@ EXECUTABLE = $(or $(shell $(PYTHON) -c 'import sys; print(sys.executable)' 2>/de
 	$(shell sh .ci/pythons $(PYTHON:python%=%)),$(error no $(PYTHON) here))
 VERSION = $(shell $(EXECUTABLE) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 CORE := batch/split merge/merge replicas/run strategy variables/variables batch/input \
-	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks
+	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks _keras/batch_norm parity/parity
+CHOSEN = $(or $(TESTS:%=tests/%_test.py),$(ALL) $(LEAVES_OUT:%=--ignore=tests/%_test.py))
 
 # pip does it with one process, which is half of the time that it takes.
 COMPILE := python -m compileall -qq -j 0
 
-.PHONY: demo test tests test-all lint test-parity test-slow test-peers test-gpu test-libraries test-tf test-python test-pythons bench \
-	bench-jax docs docs-versions test-site release-check clean
+.PHONY: demo test tests test-all lint test-parity test-slow test-peers test-gpu test-libraries test-tf test-oldest test-python \
+	test-pythons bench bench-jax docs docs-versions test-site release-check clean
 
 $(VENV)/%.installed: setup.cfg setup.py
 	@echo "Installing [$*] into $(VENV), once: a minute or two, TensorFlow is large."
@@ -43,7 +45,7 @@ $(TF_VENV)/test.installed: setup.cfg setup.py
 	test -x $(TF_VENV)/bin/python || $(PYTHON) -m venv $(TF_VENV)
 	$(TF_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(TF_VENV)/bin/python -m pip install --upgrade --upgrade-strategy eager \
-		-e ".[test]" "tensorflow~=$(TF).0" "tf_keras~=$(TF).0"
+		-e ".[test]" "tensorflow~=$(TF).0" "tf_keras~=$(TF).0" $(KERAS:%="keras~=%.0")
 	touch $@
 
 .venv-python%/test.installed: setup.cfg setup.py
@@ -109,12 +111,14 @@ test-libraries: .venv-libraries/libraries.installed
 		tests/slow/libraries_test.py
 
 test-tf: $(TF_VENV)/test.installed
-	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(TF_VENV)/bin/python $(PYTEST) $(ALL) \
-		$(LEAVES_OUT:%=--ignore=tests/%_test.py)
+	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(<D)/bin/python $(PYTEST) $(CHOSEN)
+
+# The oldest Keras and TensorFlow that the package asks for.
+test-oldest:
+	$(MAKE) test-tf TF=2.16 KERAS=3.8 TESTS="$(CORE)"
 
 test-python: .venv-python$(VERSION)/test.installed
-	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(<D)/bin/python $(PYTEST) \
-		$(or $(TESTS:%=tests/%_test.py),$(ALL) $(LEAVES_OUT:%=--ignore=tests/%_test.py))
+	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(<D)/bin/python $(PYTEST) $(CHOSEN)
 
 test-pythons:
 	sh .ci/pythons | sed -n '1p;$$p' | uniq | while read -r python; do \

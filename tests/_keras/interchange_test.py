@@ -130,6 +130,8 @@ class InterchangeTest(parameterized.TestCase):
     @wide.product(kit=[keras, tf_keras], move=MOVES)
     def test_metrics(self, kit, move):
         """Lost otherwise: counts of metrics, checkpointed in the middle of an evaluation."""
+        if kit is keras and not hasattr(keras.Variable, "synchronization"):
+            self.skipTest("before Keras 3.10 each replica adds what all have, under every strategy")
         writer, reader = (STRATEGIES[name]() for name in move)
         folder = self.enter_context(tempfile.TemporaryDirectory())
 

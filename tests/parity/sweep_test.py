@@ -11,6 +11,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import wide
+from towerstrategy import _keras
 
 from . import cases, runner, sweep, sweep_cases, sweep_tables
 
@@ -82,6 +83,8 @@ class SweepTest(parameterized.TestCase):
     def test_the_tables_name_classes_that_exist(self, version):
         """Else an exception outlives its class, or names it wrongly and excepts nothing."""
         module = runner.keras_module(version)
+        if not keras.__version__.startswith(_keras.TESTED["keras"][1]):
+            self.skipTest("the tables have classes of newer releases, too")
         self.assertEmpty(sweep_cases.unknown(module))
         with mock.patch.dict(sweep_tables.CANNOT, {"layers.Dens": "a slip"}):
             self.assertLen(sweep_cases.unknown(module), 1)

@@ -39,8 +39,8 @@ def _call(original: Callable[..., Any], own: bool) -> Callable[..., Any]:
     def call(self: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> Any:
         axis = list(tf.nest.flatten(self.axis))
         by_towers = own and not self.synchronized
-        as_it_is = mask is not None or self.renorm or len(axis) > 1 or getattr(
-            self, "virtual_batch_size", None)
+        as_it_is = mask is not None or len(axis) > 1 or any(  # which not every release has
+            getattr(self, name, None) for name in ("renorm", "virtual_batch_size"))
         if as_it_is or not training or not self.trainable or tf.executing_eagerly() \
                 or not contexts.has_all_rows():
             return original(self, inputs, training=training, mask=mask)
