@@ -125,6 +125,15 @@ FEATURES = {
     ),
     "jit": lambda h: tf.function(lambda t: tf.tanh(t) * 2, jit_compile=True)(h),
     "jit_mean": lambda h: tf.function(lambda t: t - tf.reduce_mean(t, 0), jit_compile=True)(h),
+    "jit_grouped": lambda h: (  # which only XLA has gradients of, on CPUs
+        h
+        + tf.reduce_mean(
+            tf.function(lambda t, k: tf.nn.conv2d(t, k, 1, "SAME"), jit_compile=True)(
+                tf.reshape(h[:, :4], [-1, 2, 1, 2]), tf.reduce_mean(h) + tf.ones([1, 1, 1, 2], D)
+            ),
+            [1, 2, 3],
+        )[:, None]
+    ),
     "ema_rev": lambda h: tf.scan(
         lambda a, r: 0.9 * a + 0.1 * r, h, initializer=tf.zeros([5], D), reverse=True
     ),

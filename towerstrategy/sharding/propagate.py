@@ -216,6 +216,9 @@ class _Propagation:
         body = _tf.called_body(operation.operation)
         self._entered(body, operation.inputs)
         layout = self.layout(body, specs)
+        if _tf.is_compiled(operation.operation) and not operation.handles \
+                and is_local(layout, layout.outputs, compiled=True):
+            return Plan(list(specs), layout.outputs)  # else what XLA alone has could not be done
         return Nested([layout], list(specs), layout.outputs, local=False)
 
     def _inside(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
@@ -362,23 +365,26 @@ def _turned(before: Spec, after: Spec, tensor: tf.Tensor) -> Spec:
     return REPLICATED
 
 
-def is_local(layout: Layout, outputs: Sequence[Spec]) -> bool:
-    """Whether each tower can do all of this by itself, as it was traced, and gets ``outputs``."""
+def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) -> bool:
+    """Whether each tower can do all of this by itself, as it was traced, and gets ``outputs``.
+
+    ``compiled`` says whether XLA compiles it, which has no kernels that fail on no rows.
+    """
     if any(spec != wanted and not (isinstance(spec, Replicated) and isinstance(wanted, Replicated))
            for spec, wanted in zip(layout.outputs, outputs)):
         return False
-    return all(_is_local(layout, operation) for operation in layout.order
+    return all(_is_local(layout, operation, compiled) for operation in layout.order
                if operation.name in layout.plans)
 
 
-def _is_local(layout: Layout, operation: Op) -> bool:
+def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
     plan, specs = layout.plans[operation.name], layout.inputs_of(operation)
     if isinstance(plan, Nested):
         return (plan.local or operation.type in CALLS and is_local(
-            plan.layouts[0], plan.gives)) and _as_taken(specs, plan.takes)
+            plan.layouts[0], plan.gives, compiled)) and _as_taken(specs, plan.takes)
     if plan is None:
         return all(isinstance(spec, Replicated) for spec in specs) and not operation.has_state
-    return plan.make is None and not plan.padded and _as_taken(specs, plan.takes)
+    return plan.make is None and (compiled or not plan.padded) and _as_taken(specs, plan.takes)
 
 
 def _as_taken(specs: Sequence[Spec], takes: Sequence[Spec]) -> bool:
