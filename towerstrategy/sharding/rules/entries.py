@@ -87,8 +87,12 @@ def _sizes(tensor: tf.Tensor, depth: int) -> list[int | None] | None:
         return own
     if tensor.op.type == "Reshape":
         found = _reshaped_to(tensor.op, depth - 1)
-    elif tensor.op.type == "BroadcastTo":
-        found = _entries(tensor.op.inputs[1], depth - 1)
+    elif tensor.op.type in ("BroadcastTo", "Slice"):
+        found = _entries(tensor.op.inputs[-1], depth - 1)
+    elif tensor.op.type == "Transpose":
+        before, order = _sizes(tensor.op.inputs[0], depth - 1), _tf.constant_value(
+            tensor.op.inputs[1])
+        found = None if before is None or order is None else [before[at] for at in order]
     elif (tensor.op.type, tensor.value_index) in _SHAPED_AS:
         found = _sizes(tensor.op.inputs[_SHAPED_AS[tensor.op.type, tensor.value_index]], depth - 1)
     elif tensor.op.type in UNARY:
