@@ -30,6 +30,7 @@ from towerstrategy.sharding.spec import (
     REPLICATED,
     Axes,
     Blocks,
+    Chosen,
     ListOf,
     Partial,
     Replicated,
@@ -463,6 +464,12 @@ def _ill_formed(
     parts: Sequence[np.ndarray], spec: Spec, wanted: np.ndarray, rows: tuple[int, ...]
 ) -> str:
     """What is wrong with the towers' values, as parts of ``wanted``."""
+    if isinstance(spec, (Sharded, Size)) and isinstance(spec.one_block, Chosen):
+        size = wanted.shape[spec.dim] if isinstance(spec, Sharded) else np.ravel(wanted)[spec.at]
+        have = [part.shape[spec.dim] if isinstance(spec, Sharded) else int(np.ravel(part)[spec.at])
+                for part in parts]  # of each tower as many as it has chosen
+        return "" if sum(have) == size or set(have) == {size} == {-1} \
+            else f"towers have {have} positions of {size}"
     if isinstance(spec, Sharded):
         if wanted.shape[spec.dim] % BATCH and not spec.group:
             return f"{wanted.shape} along {spec.dim} is not the batch's"

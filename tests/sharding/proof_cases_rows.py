@@ -92,6 +92,71 @@ def _cropped(x: tf.Tensor, boxes: tf.Tensor) -> Any:
     return crops, tape.gradient(loss, [x, boxes])
 
 
+MASKS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "rows": lambda x: x[:, 0, 0] > 0, "positions": lambda x: x[:, :, 0] > 0, "all": lambda x: x > 0}
+
+
+def _masked(mask: Callable[[tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
+    """Entries that a mask chooses, how many they are, and the gradient of their mean."""
+    def call(x: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = tf.boolean_mask(x, mask(x))
+            loss = tf.reduce_mean(found ** 2)
+        return found, tf.size(found), tape.gradient(loss, x)
+
+    return call
+
+
+def _put_back(mask: Callable[[tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
+    """What is made of chosen entries, where they were, as a loss that ignores a class does."""
+    def call(x: tf.Tensor) -> Any:
+        at = tf.where(mask(x))
+        return tf.scatter_nd(at, tf.exp(tf.gather_nd(x, at)), tf.shape(x, tf.int64))
+
+    return call
+
+
+def _of_both(mask: Callable[[tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
+    """Two tensors of which one mask chooses."""
+    def call(x: tf.Tensor, y: tf.Tensor) -> Any:
+        chosen = mask(x)
+        return tf.boolean_mask(x, chosen) * tf.boolean_mask(y, chosen), tf.gather_nd(
+            x, tf.where(chosen)) + tf.boolean_mask(y, chosen)
+
+    return call
+
+
+def _by_number(x: tf.Tensor, table: tf.Tensor) -> Any:
+    """Chosen rows of another tensor, which has as many, or others."""
+    return tf.gather(table, tf.where(x[:, 0] > 0)[:, 0])
+
+
+def _beside(x: tf.Tensor) -> Any:
+    """As many entries, but not those of the same rows."""
+    return tf.boolean_mask(x, x[:, 0] > 0) * tf.boolean_mask(x, x[:, 0] < 0)
+
+
+def _chosen_again(x: tf.Tensor) -> Any:
+    chosen = tf.boolean_mask(x, x[:, 0] > 0)
+    return tf.boolean_mask(chosen, chosen[:, 1] > 0), tf.gather(
+        chosen, tf.range(tf.shape(chosen)[0]))
+
+
+def _own_choice() -> None:
+    for name, mask in MASKS.items():
+        for type in ("Where", "GatherV2", "UnsortedSegmentSum"):
+            around(type, _masked(mask), real(6, 2, 3), title=name)
+        for type in ("GatherNd", "ScatterNd"):
+            around(type, _put_back(mask), real(6, 2, 3), title=name)
+        around("Where", _of_both(mask), real(6, 2, 3), real(6, 2, 3), title=name)
+    signs = np.array([[1], [1], [-1], [-1], [-1], [1]])
+    for size in (6, 12):
+        around("GatherV2", _by_number, real(6, 4), real(size, 3))
+    around("Where", _beside, np.abs(real(6, 4)) * signs, title="beside")
+    around("Where", _chosen_again, np.abs(real(6, 4)) * signs, title="again")
+
+
 def _own_rows() -> None:
     for name, indices in (INDICES | SEVERAL).items():
         labels = (6, 2) if name in SEVERAL else (6,)
@@ -113,3 +178,4 @@ def _own_rows() -> None:
 
 
 _own_rows()
+_own_choice()

@@ -150,6 +150,64 @@ class PropagateTest(absltest.TestCase):
         self.assertEqual(_outputs(gradient, ([None, 2, 6], Sharded(0)), ([1, 4], REPLICATED)),
                          [Sharded(0)] * 3)
 
+    def test_gradients_of_patches_keep_rows(self):
+        """Keras Hub's ViT would be done with all rows in front of its class token in the backward
+        pass, ESM and RoFormer in front of each attention's output: TensorFlow forgets how many
+        patches there are behind `reshape(x, [rows, -1, size])`, a concatenation and a transpose."""
+        def patches(x, token):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                flat = tf.reshape(x, [tf.shape(x)[0], -1, 3])
+                tokens = tf.tile(token, [tf.shape(x)[0], 1, 1])
+                loss = tf.reduce_sum(tf.sin(tf.concat([tokens, flat], 1)))
+            return tape.gradient(loss, x)
+
+        def heads(x, kernel):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                flat = tf.reshape(x, [tf.shape(x)[0], 4, -1])
+                loss = tf.reduce_sum(tf.sin(tf.tensordot(flat, kernel, 1)))
+            return tape.gradient(loss, x)
+
+        self.assertEqual(_outputs(patches, ([None, 4, 2, 3], Sharded(0)), ([1, 1, 3], REPLICATED)),
+                         [Sharded(0)])
+        self.assertEqual(_outputs(heads, ([None, 4, 2, 3], Sharded(0)), ([6, 5], REPLICATED)),
+                         [Sharded(0)])
+
+    def test_chosen_rows_stay_on_the_towers(self):
+        """A loss of `tf.boolean_mask(logits, mask)` and `tf.boolean_mask(labels, mask)` would be
+        made with all rows, and all that is in front of it in the backward pass."""
+        def loss(x, y):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                mask = y > 0
+                apart = tf.boolean_mask(x, mask) - tf.boolean_mask(y, mask)
+                loss = tf.reduce_sum(apart ** 2)
+            return [loss, tape.gradient(loss, x)]
+
+        self.assertEqual(_outputs(loss, ROWS, ROWS), [SUM, Sharded(0)])
+
+    def test_choices_are_told_apart(self):
+        """Rows of one mask would meet those of another: of a function that is called twice, of a
+        loop's turn before, of a branch."""
+        chosen = tf.function(lambda x, mask: tf.boolean_mask(x, mask))
+
+        def twice(x):
+            return chosen(x, x[:, 0] > 0) * chosen(x, x[:, 0] < 0)
+
+        def turns(x):
+            return tf.while_loop(
+                lambda i, rows: i < 2, lambda i, rows: (i + 1, tf.boolean_mask(
+                    x, x[:, 0] > tf.cast(i, x.dtype))), [0, x],
+                [tf.TensorShape([]), tf.TensorShape([None, 4])])[1]
+
+        def branches(x):
+            return tf.cond(tf.size(x) > 9, lambda: tf.boolean_mask(x, x[:, 0] > 0),
+                           lambda: tf.boolean_mask(x, x[:, 0] < 0))
+
+        for function in (twice, turns, branches):
+            self.assertEqual(_outputs(function, ROWS), [REPLICATED])
+
     def test_gradients_of_labels_of_steps_keep_rows(self):
         """All that a recurrent layer does would be done with all rows where each step has a label,
         as TensorFlow forgets how many classes there are."""

@@ -33,7 +33,8 @@ def needed_in_order(graph: Any) -> list[Op]:
     The order in which they were made is not that: a loop gets its accumulators when its gradient
     is asked for.  Assertions come before writes that they do not need.
     """
-    known = {operation.name: Op(operation) for operation in graph.get_operations()}
+    notes: dict[Any, Any] = {}
+    known = {operation.name: Op(operation, notes) for operation in graph.get_operations()}
     effects = [operation for operation in known.values()
                if operation.type != "Placeholder" and operation.has_effect]
     first = [operation.name for operation in effects if not operation.writes_variables]

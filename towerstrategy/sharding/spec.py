@@ -31,13 +31,27 @@ class Blocks:
     """
 
     count: int
-    of: str = ""
+    of: Group = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chosen:
+    """Some positions of the batch's examples, as of ``tf.boolean_mask``; one for each mask.
+
+    Attributes:
+      times: among how many positions of each example they are chosen; None if unknown.
+    """
+
+    times: int | None
+
+
+Group = Union[str, Chosen]
 
 
 class _Grouped:
     """What counts, or is, positions of the examples of a group."""
 
-    group: str | Blocks
+    group: Group | Blocks
 
     @property
     def blocks(self) -> int:
@@ -45,11 +59,11 @@ class _Grouped:
         return self.group.count if isinstance(self.group, Blocks) else 1
 
     @property
-    def one_block(self) -> str:
+    def one_block(self) -> Group:
         """The group of each of them."""
         return self.group.of if isinstance(self.group, Blocks) else self.group
 
-    def some(self, count: int) -> str | Blocks:
+    def some(self, count: int) -> Group | Blocks:
         """The group of so many of them."""
         return self.one_block if count == 1 else Blocks(count, self.one_block)
 
@@ -84,14 +98,14 @@ class Sharded(_Grouped):
       dim: the dimension, counted from the first.
       times: how many consecutive positions an example of the batch has there; None if unknown.
       group: which examples. Empty: those of the batch. Else those of another batch of the same
-        step, of another size, or :class:`Blocks` of either: two tensors go together if their
-        groups are the same.
+        step, of another size, or :class:`Chosen` ones, or :class:`Blocks` of these: two tensors
+        go together if their groups are the same.
       broadcast: in a wish for an input only: a dimension of size 1 is left as it is.
     """
 
     dim: int
     times: int | None = 1
-    group: str | Blocks = ""
+    group: Group | Blocks = ""
     broadcast: bool = False
 
     def at(self, dim: int) -> Sharded:
@@ -127,7 +141,7 @@ class Size(_Grouped):
 
     at: int = 0
     times: int | None = 1
-    group: str | Blocks = ""
+    group: Group | Blocks = ""
     known: tuple[int | None, ...] | None = None
 
     def moved(self, at: int) -> Size:

@@ -36,6 +36,9 @@ def gather(op: Op, specs: Sequence[Spec]) -> Plan | None:
     axes = op.axes(2, ranks[0])
     if axes is None or None in ranks or batch < 0:
         return None
+    own = None if axes[0] or batch else in_own_rows(op, specs, 1, 0)
+    if own is not None:
+        return own
     front, behind = DIMS[:axes[0]], DIMS[axes[0] + 1:ranks[0]]
     chosen = DIMS.upper()[:ranks[1] - batch]
     plan = by_names(op, specs, [f"{front}{MIXED}{behind}", front[:batch] + chosen],

@@ -1,26 +1,33 @@
 """Rows that are named by number, as in ``tf.gather_nd(logits, tf.stack([tf.range(n), y], 1))``.
 
 Goes in: an operation with indices.  Comes out: its plan, if each index names the very row that it
-is in: a tower needs no rows of others then, and counts its own from its first one.  What indices
-name is read off the operations that made them, from ``tf.range`` on.
+is in, or that ``tf.where`` has chosen: a tower needs no rows of others then, and counts its own
+from its first one.  What indices name is read off the operations that made them, from ``tf.range``
+or ``tf.where`` on.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.elementwise import AS_IT_IS
 from towerstrategy.sharding.rules.entries import entries_of, sizes_of
-from towerstrategy.sharding.rules.registry import Op, Plan
+from towerstrategy.sharding.rules.registry import HOST, Op, Plan, rule
 from towerstrategy.sharding.rules.views import sliced
-from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec
+from towerstrategy.sharding.spec import REPLICATED, Chosen, Sharded, Size, Spec
 
-_Counted = tuple[int, int]  # a dimension, and how many positions in a row have the same number
+
+class _Counted(NamedTuple):
+    """Along which dimension there is a number for each row, or for each chosen position."""
+
+    dim: int
+    each: int  # how many positions one after another have the same number
+    chosen: str = ""  # "rows" or "positions": what has been chosen, if anything
 
 
 def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside: Sequence[int] = (),
@@ -38,8 +45,14 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
     """
     spec, rows, tensor = specs[indices], specs[batch], op.inputs[indices]
     rows = rows.shards(rows.at) if isinstance(rows, Size) else rows
-    if not isinstance(spec, Sharded) or spec.group or rows != Sharded(0) \
-            or _counted(tensor, column) != (spec.dim, spec.times) \
+    if not isinstance(spec, Sharded):
+        return None
+    found = _counted(tensor, column)
+    group = spec.group if isinstance(spec.group, Chosen) else None
+    if found is None or found[:2] != (spec.dim, spec.times) or bool(found.chosen) != bool(group):
+        return None
+    times = group.times if group and found.chosen == "positions" else 1
+    if spec.group and not group or rows != Sharded(0, times) or times is None \
             or column is not None and (tensor.shape[-1] is None
                                        or tensor.shape.rank == spec.dim + 1):
         return None
@@ -49,7 +62,7 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
         return None
 
     def one(m: Any, tower: int) -> Any:
-        first = m.towers.offset(tower, tensor.dtype)
+        first = _first(m, tower, times, tensor.dtype)
         if column is not None:
             first = m.towers.vector(tower, first, column, tensor.shape[-1], 0)
         given = [m.part(index, tower) for index in range(len(takes))]
@@ -58,6 +71,40 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
 
     return Plan(takes, [rows if into else spec],
                 make=lambda m: [m.each(lambda tower: one(m, tower))], alone=0)
+
+
+def _first(m: Any, tower: int, times: int, dtype: tf.DType) -> Any:
+    """The number of a tower's first position, of so many an example."""
+    rows = m.towers.offset(tower, dtype)
+    return rows if times == 1 else m.make("Mul", [rows, m.constant(times, dtype, HOST)], HOST)
+
+
+@rule("Where")
+def where(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Each tower chooses among its own positions, and says their numbers in the batch."""
+    spec, shape = specs[0], op.inputs[0].shape
+    if not isinstance(spec, Sharded) or spec.dim or spec.group or spec.times is None \
+            or not shape.rank or spec.times > 1 < shape.rank:
+        return None
+    times, rank = spec.times, shape.rank
+
+    def one(m: Any, tower: int) -> Any:
+        first = _first(m, tower, times, tf.int64)
+        return m.make("AddV2", [m.copy([m.part(0, tower)], tower)[0],
+                                m.towers.vector(tower, first, 0, rank, 0)], tower)
+
+    group = op.notes.setdefault(("chosen", _mask(op)), Chosen(
+        None if None in shape[1:] else times * math.prod(shape[1:])))
+    return Plan(specs, [Sharded(0, 1, group)],
+                make=lambda m: [m.each(lambda tower: one(m, tower))], alone=0)
+
+
+def _mask(op: Op) -> str:
+    """What chooses, of whatever shape: the same mask chooses the same."""
+    mask = op.inputs[0]
+    while mask.op.type in (*AS_IT_IS, "Reshape"):
+        mask = mask.op.inputs[0]
+    return str(mask.name)
 
 
 def _counted(tensor: tf.Tensor, column: int | None) -> _Counted | None:
@@ -72,7 +119,13 @@ def _counted(tensor: tf.Tensor, column: int | None) -> _Counted | None:
 
 def _range(operation: tf.Operation, _: int | None) -> _Counted | None:
     start, _, step = map(_tf.constant_value, operation.inputs)
-    return (0, 1) if start == 0 and step == 1 else None
+    return _Counted(0, 1) if start == 0 and step == 1 else None
+
+
+def _chosen(operation: tf.Operation, column: int | None) -> _Counted | None:
+    if operation.inputs[0].shape.rank == 1:
+        return _Counted(0, 1, "positions")
+    return _Counted(0, 1, "rows") if column == 0 else None
 
 
 def _same(operation: tf.Operation, column: int | None) -> _Counted | None:
@@ -87,32 +140,34 @@ def _reshaped(operation: tf.Operation, column: int | None) -> _Counted | None:
         return None
     if column is not None and {before.pop()} - {None} != {after.pop()}:
         return None
-    dim, each = found
+    dim, each, _ = found
     place = next((at for at, size in enumerate(after) if size != 1), 0)
     behind = before[dim + 1:], after[place + 1:]
     if set(before[:dim]) - {1} or not after or None in (*behind[0], *behind[1]):
         return None
     had, has = (math.prod(size or 0 for size in sizes) for sizes in behind)
-    return (place, each * had // has) if has and each * had % has == 0 else None
+    return found._replace(dim=place, each=each * had // has) \
+        if has and each * had % has == 0 else None
 
 
 def _expanded(operation: tf.Operation, column: int | None) -> _Counted | None:
     found, axis = _counted(operation.inputs[0], column), _tf.constant_value(operation.inputs[1])
     if found is None or axis is None:
         return None
-    return found[0] + (int(axis) % operation.outputs[0].shape.rank <= found[0]), found[1]
+    return found._replace(
+        dim=found.dim + (int(axis) % operation.outputs[0].shape.rank <= found.dim))
 
 
 def _sliced(operation: tf.Operation, column: int | None) -> _Counted | None:
     found = None if column is not None else _counted(operation.inputs[0], None)
     place = None if found is None else sliced(
-        Op(operation), found[0], operation.inputs[0].shape.rank)
-    return None if found is None or place is None else (place, found[1])
+        Op(operation), found.dim, operation.inputs[0].shape.rank)
+    return None if found is None or place is None else found._replace(dim=place)
 
 
 def _tiled(operation: tf.Operation, column: int | None) -> _Counted | None:
     found, times = _counted(operation.inputs[0], column), entries_of(operation.inputs[1])
-    return found if found is not None and times is not None and times[found[0]] == 1 else None
+    return found if found is not None and times is not None and times[found.dim] == 1 else None
 
 
 def _packed(operation: tf.Operation, column: int | None) -> _Counted | None:
@@ -137,6 +192,7 @@ def _joined(operation: tf.Operation, column: int | None) -> _Counted | None:
 
 
 _MADE: dict[str, Callable[[tf.Operation, int | None], _Counted | None]] = {
-    "Range": _range, "Reshape": _reshaped, "ExpandDims": _expanded, "StridedSlice": _sliced,
+    "Range": _range, "Where": _chosen, "Reshape": _reshaped, "Squeeze": _reshaped,
+    "ExpandDims": _expanded, "StridedSlice": _sliced,
     "Tile": _tiled, "Pack": _packed, "ConcatV2": _joined,
     **dict.fromkeys((*AS_IT_IS, "Cast"), _same)}

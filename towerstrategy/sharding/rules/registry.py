@@ -55,10 +55,12 @@ class Op:
       handles: which inputs are resources.
       is_stateful: whether its type says so.
       has_effect: whether it writes to a variable or to the world outside.
+      notes: what rules remember of a graph while it is gone over once, of all its operations.
     """
 
-    def __init__(self, operation: tf.Operation) -> None:
+    def __init__(self, operation: tf.Operation, notes: dict[Any, Any] | None = None) -> None:
         self.operation = operation
+        self.notes = {} if notes is None else notes
         self.type: str = operation.type
         self.name: str = operation.name
         self.inputs: list[tf.Tensor] = list(operation.inputs)
