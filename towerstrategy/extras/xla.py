@@ -6,7 +6,9 @@ that hang together on a device, and compiles it for each shape that comes again;
 remainder say, runs as it is.
 
 Such a function begins when all its inputs are there.  So it is of one tower or micro-batch, or of
-the update: together with a sum, a tower's work would wait for all of another tower's.
+the update: together with a sum, a tower's work would wait for all of another tower's.  And a tower
+begins a new one with each :data:`STRETCH` of weights: its first layers need not wait for those of
+the last ones.
 
 What stays outside: random numbers, which are those of one device without XLA; variables; lists of
 tensors; small numbers made of small numbers; and what XLA does not have, which is said once a type.
@@ -14,6 +16,7 @@ tensors; small numbers made of small numbers; and what XLA does not have, which 
 
 from __future__ import annotations
 
+import collections
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -24,6 +27,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.placement import scopes
 
 SMALL = 8  # elements: what is known to have no more is not worth compiling
+STRETCH = 2**27  # bytes; of less, a GPU computes while it is to send weights on
 
 _FED = ("Placeholder", "PlaceholderWithDefault")
 
@@ -45,6 +49,7 @@ class Xla:
     def mark(self, graph: tf.Graph, operations: Iterable[tf.Operation] | None = None) -> None:
         """Marks those of ``operations``, where none are given of ``graph``, that XLA can compile.
         """
+        stretches = _Stretches()
         for operation in graph.get_operations() if operations is None else operations:
             kind = self._devices.get(operation.device)
             if kind is None or _is_small(operation):
@@ -55,11 +60,30 @@ class Xla:
             if missing is None and _is_pure(operation) and not any(map(_draws, nodes)):
                 owner = scopes.owner_in(operation.name)
                 if owner and tf.variant not in _dtypes(operation):
-                    _tf.compile_by_xla(operation, f"{owner} {operation.device}")
+                    number = 0 if owner == scopes.UPDATE else stretches.number(operation)
+                    _tf.compile_by_xla(operation, f"{owner} {operation.device} {number}")
             elif missing and missing not in self._missing and not operation.op_def.is_stateful:
                 self._missing.add(missing)
                 _log.info("%s (%s) is not compiled though jit_compile=True: XLA does not have it.",
                           missing, scopes.plain_name(operation.name))
+
+
+class _Stretches:
+    """Counts the bytes of weights, and of all else of known size, that devices have been sent."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, Any]] = set()
+        self._bytes: collections.Counter[str] = collections.Counter()
+
+    def number(self, operation: tf.Operation) -> int:
+        """The stretch of an operation, which comes behind those that it takes."""
+        for tensor in operation.inputs:
+            key = operation.device, tensor.ref()
+            if tensor.shape.is_fully_defined() and key not in self._seen and (
+                    tensor.op.device != operation.device or tensor.op.type in _FED):
+                self._seen.add(key)
+                self._bytes[operation.device] += tensor.shape.num_elements() * tensor.dtype.size
+        return self._bytes[operation.device] // STRETCH
 
 
 def _nodes_in(graph: tf.Graph, node: Any) -> Iterator[Any]:
