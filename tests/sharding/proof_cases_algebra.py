@@ -97,6 +97,14 @@ def _normalization() -> None:
     around("FusedBatchNormV3", _outputs("FusedBatchNormV3", epsilon=0.01, is_training=True,
                                         exponential_avg_factor=0.5),
            image, scale, single(2), single(2), single(2), title="averaged")
+    for format, shape in ("NCHW", (6, 2, 3, 4)), ("NCDHW", (6, 2, 3, 4, 3)):
+        attrs, x = {"epsilon": 0.01, "is_training": True, "data_format": format}, single(*shape)
+        around("FusedBatchNormV3", _outputs("FusedBatchNormV3", **attrs),
+               x, scale, single(2), none, none, title=format)
+        kept = [part.numpy() for part in raw.FusedBatchNormV3(
+            x=x, scale=scale, offset=scale, mean=none, variance=none, data_format=format)[3:5]]
+        around("FusedBatchNormGradV3", _outputs("FusedBatchNormGradV3", 3, **attrs),
+               single(*shape), x, scale, *kept, none, title=format)
     for version in ("", "V2", "V3"):
         for training in (True, False):
             extra = (none,) if version == "V3" else ()

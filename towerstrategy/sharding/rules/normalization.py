@@ -68,21 +68,15 @@ def _normalized(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:
     """The towers' rows, normalized by all rows, and the moments of all rows."""
     kind = m.op.inputs[1].dtype
     sums = _Sums(m, axes, kind)
-    x = m.each(lambda tower: sums.cast(m.part(0, tower), tower))
-    mean = sums.mean(sums.total(sums.parts(x)))
-    centered = m.each(lambda tower: m.make("Sub", [x[tower], sums.spread(mean, tower)], tower))
-    variance = sums.variance(centered)
-    scale = m.make("Mul", [sums.inverse(variance), m.whole(1)], None)
-
-    def one(tower: int) -> Any:
-        scaled = m.make("Mul", [centered[tower], sums.spread(scale, tower)], tower)
-        shifted = m.make("AddV2", [scaled, sums.spread(m.part(2, tower), tower)], tower)
-        return sums.cast(shifted, tower, m.op.inputs[0].dtype)
-
-    outputs = [m.each(one)]
+    x = sums.images(0)
+    mean = sums.mean(sums.parts(x))
+    variance = sums.variance(x, mean)
+    scale = m.whole(1), m.whole(2)
+    y = m.each(lambda tower: sums.normalized(x[tower], [*scale, mean, variance], tower))
     running = [_running(m, 3, mean), _running(m, 4, sums.unbiased(variance))]
     moments = [*running, mean, variance, m.constant([], kind, None)]
-    return outputs + [[moment] * len(m.towers) for moment in moments[:len(m.op.outputs) - 1]]
+    return [sums.given(y, 0)] + [
+        [moment] * len(m.towers) for moment in moments[:len(m.op.outputs) - 1]]
 
 
 def _running(m: Any, index: int, moment: Any) -> Any:
@@ -98,25 +92,29 @@ def _running(m: Any, index: int, moment: Any) -> Any:
 
 
 class _Sums:
-    """Sums over rows and places of an image, for each channel."""
+    """Sums over rows and places of an image, for each channel, and what is made of them."""
 
     def __init__(self, m: Any, axes: tuple[int, list[int]], kind: tf.DType, index: int = 0) -> None:
         self._m, self._kind = m, kind
         self._channel, self._others = axes
-        self._count = self._counted(index)
-
-    def _counted(self, index: int) -> Any:
-        """How many numbers there are of a channel."""
-        m = self._m
         shape = m.shape(index, tf.int32)
         chosen = m.make("GatherV2", [shape, m.constant(self._others, tf.int32, None),
                                      m.constant(0, tf.int32, None)], None)
         count = m.make("Prod", [chosen, m.constant([0], tf.int32, None)], None)
-        return m.make("Cast", [count], None, DstT=self._kind)
+        self.count = m.make("Cast", [count], None, DstT=kind)
 
-    def cast(self, value: Any, tower: int | None, kind: tf.DType | None = None) -> Any:
-        kind = kind or self._kind
-        return value if value.dtype == kind else self._m.make("Cast", [value], tower, DstT=kind)
+    def images(self, index: int) -> list[Any]:
+        """An input of each tower, in the moments' dtype."""
+        m = self._m
+        images = m.each(lambda tower: m.part(index, tower))
+        return images if images[0].dtype == self._kind else m.each(
+            lambda tower: m.make("Cast", [images[tower]], tower, DstT=self._kind))
+
+    def given(self, images: list[Any], index: int) -> list[Any]:
+        """Images in the dtype of an input."""
+        m, dtype = self._m, self._m.op.inputs[index].dtype
+        return images if dtype == self._kind else m.each(
+            lambda tower: m.make("Cast", [images[tower]], tower, DstT=dtype))
 
     def parts(self, images: Sequence[Any]) -> list[Any]:
         """Each tower's sums."""
@@ -124,32 +122,30 @@ class _Sums:
         return list(m.each(lambda tower: m.make("Sum", [images[tower], m.constant(
             self._others, tf.int32, tower)], tower)))
 
-    def total(self, parts: Sequence[Any]) -> Any:
-        """The sum over all rows, of each tower's."""
-        return self._m.towers.add_up(parts, self._m.home)
-
-    def mean(self, total: Any) -> Any:
-        return self._m.make("RealDiv", [total, self._count], None)
-
-    def variance(self, centered: Sequence[Any]) -> Any:
+    def mean(self, parts: Sequence[Any]) -> Any:
+        """The mean of all rows, of each tower's sum."""
         m = self._m
-        return self.mean(self.total(self.parts(m.each(
-            lambda tower: m.make("Square", [centered[tower]], tower)))))
+        return m.make("RealDiv", [m.towers.add_up(parts, m.home), self.count], None)
 
-    def inverse(self, variance: Any) -> Any:
-        """One over the deviation."""
+    def variance(self, images: Sequence[Any], mean: Any) -> Any:
         m = self._m
-        epsilon = m.constant(m.op.attr("epsilon"), self._kind, None)
-        return m.make("Rsqrt", [m.make("AddV2", [variance, epsilon], None)], None)
+        return self.mean(self.parts(m.each(lambda tower: m.make(
+            "SquaredDifference", [images[tower], self._spread(mean, tower)], tower))))
+
+    def normalized(self, image: Any, moments: Sequence[Any], tower: int) -> Any:
+        """``(image - mean) / deviation * scale + offset``, of scale, offset, mean, variance."""
+        m = self._m
+        return m.make("FusedBatchNormV3", [image, *moments], tower, epsilon=m.op.attr("epsilon"),
+                      is_training=False, data_format=m.op.attr("data_format"))
 
     def unbiased(self, variance: Any) -> Any:
         """As the kernel has it: over the count less one, which is at least one."""
         m = self._m
         one = m.constant(1, self._kind, None)
-        rest = m.make("Maximum", [m.make("Sub", [self._count, one], None), one], None)
-        return m.make("Mul", [variance, m.make("RealDiv", [self._count, rest], None)], None)
+        rest = m.make("Maximum", [m.make("Sub", [self.count, one], None), one], None)
+        return m.make("Mul", [variance, m.make("RealDiv", [self.count, rest], None)], None)
 
-    def spread(self, of_channels: Any, tower: int) -> Any:
+    def _spread(self, of_channels: Any, tower: int) -> Any:
         """One number a channel, to be broadcast to images."""
         if self._channel == len(self._others):
             return of_channels
@@ -176,33 +172,45 @@ def fused_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _gradients(m: Any, axes: tuple[int, list[int]], known: bool) -> list[list[Any]]:
-    """``scale * inverse * (dy - mean(dy) - centered * inverse ** 2 * mean(dy * centered))``.
+    """What the kernel gives for moments that stay as they are, less what moves with these.
 
-    Where the variance is not what :func:`_normalized` gave it is made again, as the kernels of GPUs
-    and of CPUs hand on another number; its sum crosses with the two others.
+    That is ``scale * inverse * (mean(dy) + normal * mean(dy * normal))``: the rows, normalized once
+    more.  Where the variance is not what :func:`_normalized` gave it is made again, as the kernels
+    of GPUs and of CPUs hand on another number.
     """
-    kind = m.op.inputs[2].dtype
+    kind, towers = m.op.inputs[2].dtype, range(len(m.towers))
     sums = _Sums(m, axes, kind)
-    dy, x = (m.each(lambda tower, index=index: sums.cast(m.part(index, tower), tower))
-             for index in (0, 1))
-    mean = m.whole(3)
-    # Behind dy: else it is made in the forward pass, and held until it is needed.
-    centered = m.each(lambda tower: m.make("Sub", [x[tower], sums.spread(mean, tower)], tower,
-                                           after=[dy[tower]]))
-    along = sums.total(sums.parts(m.each(
-        lambda tower: m.make("Mul", [dy[tower], centered[tower]], tower))))
-    plain = sums.total(sums.parts(dy))
-    inverse = sums.inverse(m.whole(4) if known else sums.variance(centered))
-    slope = m.make("Mul", [m.make("Square", [inverse], None), sums.mean(along)], None)
-    scale, constant = m.make("Mul", [inverse, m.whole(2)], None), sums.mean(plain)
-
-    def one(tower: int) -> Any:
-        first = m.make("Sub", [dy[tower], sums.spread(constant, tower)], tower)
-        second = m.make("Mul", [centered[tower], sums.spread(slope, tower)], tower)
-        rest = m.make("Sub", [first, second], tower)
-        made = m.make("Mul", [rest, sums.spread(scale, tower)], tower)
-        return sums.cast(made, tower, m.op.inputs[1].dtype)
-
+    dy, x, mean, none = sums.images(0), sums.images(1), m.whole(3), m.constant([], kind, None)
+    variance = m.whole(4) if known else sums.variance(x, mean)
+    own = m.each(lambda tower: _with_given_moments(m, axes, [
+        dy[tower], x[tower], m.whole(2), mean, variance, none], tower))
+    of_scale, of_offset = (m.towers.add_up([one[place] for one in own], m.home)
+                           for place in (1, 2))
+    epsilon = m.constant(m.op.attr("epsilon"), kind, None)
+    inverse = m.make("Rsqrt", [m.make("AddV2", [variance, epsilon], None)], None)
+    factor = m.make("RealDiv", [m.make("Mul", [inverse, m.whole(2)], None), sums.count], None)
+    moved = [m.make("Mul", [total, factor], None) for total in (of_scale, of_offset)]
+    dx = m.each(lambda tower: m.make("Sub", [own[tower][0], sums.normalized(
+        x[tower], [*moved, mean, variance], tower)], tower))
     unused = m.constant(0, kind, None)
-    once = [m.make("Mul", [along, inverse], None), plain, unused, unused]
-    return [m.each(one), *([value] * len(m.towers) for value in once)]
+    return [sums.given(dx, 1), *([value] * len(towers) for value in (
+        of_scale, of_offset, unused, unused))]
+
+
+def _with_given_moments(m: Any, axes: tuple[int, list[int]], inputs: Sequence[Any], tower: int
+                        ) -> list[Any]:
+    """The kernel's gradients for a tower's rows; it has the channels last."""
+    channel, others = axes
+    last = channel == len(others)
+    there = [others[0], *others[1:], channel]
+
+    def moved(image: Any, order: Sequence[int]) -> Any:
+        return image if last else m.make(
+            "Transpose", [image, m.constant(order, tf.int32, tower)], tower)
+
+    images = [moved(image, there) for image in inputs[:2]]
+    first = m.make("FusedBatchNormGradV3", [*images, *inputs[2:]], tower,
+                   epsilon=m.op.attr("epsilon"), is_training=False,
+                   data_format="NHWC" if len(others) == 3 else "NDHWC")
+    back = moved(first, [there.index(dim) for dim in range(len(there))])
+    return [back, first._replace(place=1), first._replace(place=2)]
