@@ -16,9 +16,6 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.registry import Op
 
-# Bytes of an operation's attributes, by which it is compared with others, constants by their value.
-LARGEST_COMPARED = 4096
-
 
 class Ref(NamedTuple):
     """Output number ``place`` of a node, or a tensor that stands outside of the nodes."""
@@ -46,6 +43,8 @@ class Node:
 class Builder:
     """Collects nodes for ``graph``.
 
+    Of nodes that are the same, in one scope on one device, there is one, unless they have a state.
+
     Attributes:
       nodes: what has been collected, by name, each node behind those that it needs.
       shapes: the static shapes of outputs, as far as they were noted (:meth:`note_shape`).
@@ -57,7 +56,7 @@ class Builder:
         self._taken: dict[tuple[str, int], tf.Tensor] = {}
         self._names: dict[str, int] = {}
         self._constants: dict[tuple[Any, ...], Ref] = {}
-        self._copies: dict[tuple[Any, ...], tuple[list[Ref], str]] = {}
+        self._same: dict[Any, tuple[list[Ref], str]] = {}
         self._types: dict[tuple[Any, ...], tuple[bytes, list[tf.DType]]] = {}
         self._made: dict[str, tf.Operation] = {}
         self.shapes: dict[Ref, tuple[int, ...]] = {}
@@ -73,8 +72,6 @@ class Builder:
              ) -> tuple[list[Ref], str]:
         """An operation, with other inputs, on ``device``; and its node.
 
-        Equal constants of a scope are one node.
-
         Args:
           operation: of this graph or another one.
           inputs: in place of its own.
@@ -85,29 +82,18 @@ class Builder:
           attributes: in place of its own.
         """
         _, own, dtypes = operation.definition
-        attributes, key = attributes or own, None
-        if not (inputs or controls or operation.controls or operation.is_stateful) \
-                and len(attributes) <= LARGEST_COMPARED:
-            key = scope, device, operation.type, attributes
-            if key in self._copies:
-                return self._copies[key]
-        made = self._add(name or f"{scope}{operation.name}", operation.type, inputs, device,
-                         attributes, dtypes, controls)
-        if key is not None:
-            self._copies[key] = made
-        return made
+        return self._add(name or f"{scope}{operation.name}", operation.type, inputs, device,
+                         attributes or own, dtypes, controls,
+                         alone=operation.is_stateful or bool(operation.controls))
 
     def make(self, type: str, inputs: Sequence[Ref], device: str, name: str = "",
-             after: Iterable[Ref] = (), **attrs: Any) -> Ref:
-        """The first output of a new operation; attributes that say types follow the inputs.
-
-        It waits for ``after``: where what it is given is there long before it is needed.
-        """
+             **attrs: Any) -> Ref:
+        """The first output of a new operation; attributes that say types follow the inputs."""
         key = type, tuple([ref.dtype for ref in inputs]), repr(attrs)
         if key not in self._types:
             self._types[key] = _typed(type, inputs, attrs)
-        waits = [ref.node for ref in after if (ref.node, ref.place) not in self._taken]
-        return self._add(name or type, type, inputs, device, *self._types[key], waits)[0][0]
+        return self._add(name or type, type, inputs, device, *self._types[key],
+                         alone=_tf.is_stateful(type))[0][0]
 
     def constant(self, value: Any, dtype: tf.DType, device: str) -> Ref:
         """A constant; the same one once a device."""
@@ -138,7 +124,7 @@ class Builder:
                 for name in function:
                     node.attr[key].list.func.add().name = name
         return self._add(f"{scope}{like.name}", type, inputs, device, node.SerializeToString(),
-                         dtypes, controls)
+                         dtypes, controls, alone=True)
 
     def note_shape(self, ref: Ref, shape: tf.TensorShape) -> None:
         """Notes the shape of a node's output, of floats, if it is known."""
@@ -216,14 +202,25 @@ class Builder:
         return self._made[name]
 
     def _add(self, name: str, type: str, inputs: Sequence[Ref], device: str, attributes: bytes,
-             dtypes: Sequence[tf.DType], controls: Iterable[str] = ()) -> tuple[list[Ref], str]:
-        """Collects a node; what stands for its outputs, and its name."""
-        name = self._name(name)
+             dtypes: Sequence[tf.DType], controls: Iterable[str] = (), alone: bool = False
+             ) -> tuple[list[Ref], str]:
+        """Collects a node; what stands for its outputs, and its name.
+
+        A node that is ``alone`` may be told to wait for others yet, or does something else each
+        time that it is done.
+        """
         texts = [f"{node}:{place}" if place else node for node, place, _ in inputs]
         if controls:
             texts += [f"^{control}" for control in dict.fromkeys(controls)]
+        key = None if alone else (name.partition("/")[0], type, device, attributes, *texts)
+        if key in self._same:
+            return self._same[key]
+        name = self._name(name)
         self.nodes[name] = Node(name, type, texts, device, attributes)
-        return [Ref(name, index, dtype) for index, dtype in enumerate(dtypes)], name
+        made = [Ref(name, index, dtype) for index, dtype in enumerate(dtypes)], name
+        if key is not None:
+            self._same[key] = made
+        return made
 
     def _name(self, wanted: str) -> str:
         name = wanted

@@ -255,8 +255,11 @@ def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
         part = inputs.rows.parts[tower]
         if part.shape[0] is not None:
             return builder.constant(part.shape[0], tf.int64, host)
-        with builder.graph.as_default(), tf.device(strategy.extended.host_device):
-            return builder.take(tf.shape(part, tf.int64)[0])
+        # On the tower: where the batch is a GPU's, that has its shape, and the rows need not cross.
+        shape = builder.make("Shape", [builder.take(part)], rows[tower][0], f"{scopes[tower]}Shape",
+                             out_type=tf.int64)
+        first = builder.constant(0, tf.int32, host)
+        return builder.make("GatherV2", [shape, first, first], host)
 
     host = tf.DeviceSpec.from_string(strategy.extended.host_device).to_string()
     across = Across(strategy.extended.workers, builder.graph, builder, builder.take)

@@ -96,9 +96,9 @@ class Towers:
         def make() -> Ref:
             count = self._counts(tower)
             assert count is not None
-            return self._as(count, dtype)
+            return count
 
-        return self.once(("count", tower, dtype), make)
+        return self._as(self.once(("count", tower), make), dtype)
 
     def counts(self) -> Ref:
         """How many rows each tower of all workers has."""
