@@ -87,8 +87,13 @@ def call_nodes(graph: tf.Graph, name: str, nodes: Mapping[str, Any],
     context.add_function_def(definition)
     function = atomic_function.AtomicFunction(
         name, context, function_type.from_structured_signature(
-            ((*inputs.values(),), {}), (*outputs.values(),)), list(graph._functions.values()))
-    return _called(graph, function, list(inputs.values()), _read_only(nodes, texts, inputs))
+            (_specs(inputs), {}), _specs(outputs)), list(graph._functions.values()))
+    return _called(graph, function, list(inputs.values()), _read_only(nodes, inputs))
+
+
+def _specs(tensors: Mapping[Any, tf.Tensor]) -> tuple[tf.TensorSpec, ...]:
+    """Not the tensors: TensorFlow would look for what the handles of variables stand for."""
+    return tuple([tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors.values()])
 
 
 def _called(graph: tf.Graph, function: Any, inputs: Sequence[tf.Tensor],
@@ -144,11 +149,12 @@ def _outputs(type: str) -> tuple[list[Any], bool]:
     return arguments, not any(one.number_attr or one.type_list_attr for one in arguments)
 
 
-def _read_only(nodes: Mapping[str, Any], texts: Mapping[str, str],
-               inputs: Mapping[Any, tf.Tensor]) -> list[int]:
+def _read_only(nodes: Mapping[str, Any], inputs: Mapping[tuple[str, int], tf.Tensor]) -> list[int]:
     """The resources, by number, that nodes do no more than read."""
-    places = {f"taken_{number}": number for number, tensor in enumerate(inputs.values())
+    places = {f"{node}:{place}" if place else node: number
+              for number, ((node, place), tensor) in enumerate(inputs.items())
               if tensor.dtype == tf.resource}
-    written = {texts[text] for node in nodes.values()
-               if node.op not in auto_control_deps_utils.RESOURCE_READ_OPS for text in node.input}
-    return [number for name, number in places.items() if name not in written]
+    written = {text for node in nodes.values()
+               if node.op not in auto_control_deps_utils.RESOURCE_READ_OPS
+               for text in node.input if text in places}
+    return [number for text, number in places.items() if text not in written]

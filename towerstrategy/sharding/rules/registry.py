@@ -101,9 +101,14 @@ class Op:
         return self.is_stateful and not self.handles or self.has_effect
 
     @functools.cached_property
+    def _node(self) -> Any:
+        """What TensorFlow makes anew whenever it is asked, as it does of a single attribute."""
+        return self.operation.node_def
+
+    @functools.cached_property
     def definition(self) -> Definition:
         """What its copies have of it."""
-        node = self.operation.node_def
+        node = vars(self).pop("_node", None) or self.operation.node_def
         device = str(node.device)
         for field in ("name", "op", "input", "device", "experimental_debug_info"):
             node.ClearField(field)
@@ -115,7 +120,10 @@ class Op:
 
     def attr(self, name: str) -> Any:
         """An attribute; strings as ``str``."""
-        value = self.operation.get_attr(name)
+        attributes = self._node.attr
+        kind = attributes[name].WhichOneof("value") if name in attributes else None
+        value = getattr(attributes[name], kind) if kind in ("b", "i", "f", "s") \
+            else self.operation.get_attr(name)
         return value.decode() if isinstance(value, bytes) else value
 
     def value(self, index: int) -> Any:
