@@ -206,8 +206,10 @@ class _Walk:
             if tensor.dtype == tf.resource or (op.type in OF_SHAPES and len(inputs) == 1):
                 device = self.operations[number].device
                 break
-        return self._add("Identity" if _hands_on(op) else op.type, device or "GPU:0", inputs, waits,
-                         op.outputs, op)
+        kind = "Identity" if _hands_on(op) else op.type
+        if kind.startswith("FusedBatchNorm") and not op.get_attr("is_training"):
+            kind = f"Given{kind}"  # of given moments: XLA makes entry by entry what is no sum
+        return self._add(kind, device or "GPU:0", inputs, waits, op.outputs, op)
 
     def _add(self, kind: str, device: str, inputs: list[Source], waits: list[int],
              outputs: Sequence[tf.Tensor], op: tf.Operation | None = None) -> int:

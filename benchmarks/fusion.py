@@ -29,7 +29,7 @@ _WHOLE = ("Conv", "DepthwiseConv", "MatMul", "BatchMatMul", "Einsum", "MaxPool",
           "UnsortedSegment", "Scatter", "TopK", "Sort", "Unique", "While", "Stateless", "Random",
           "Placeholder", "Const", "NoOp", "ReadVariableOp", "VarHandle")
 _REDUCTIONS = ("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "ArgMax", "BiasAddGrad",
-               "Softmax", "LogSoftmax", "SparseSoftmax")
+               "GivenFusedBatchNormGrad", "Softmax", "LogSoftmax", "SparseSoftmax")
 _WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 _SMALL = 64  # bytes: what so few go to is not one kernel for that
 

@@ -35,6 +35,17 @@ class KernelsTest(parameterized.TestCase):
         # What needs the whole sum comes after it.
         self.assertEqual(made[3].inputs, [(1, 0), (1, 1)])
 
+    def test_batch_norm_of_given_moments(self):
+        """Else towers, which are given the moments of all rows, wait for kernels of a library."""
+        steps = [operation("a", "MatMul"), operation("b", "Relu", [0]),
+                 operation("c", "GivenFusedBatchNormV3", [1]), operation("d", "MatMul", [2]),
+                 operation("e", "GivenFusedBatchNormGradV3", [3, 0]), operation("f", "Relu", [4]),
+                 operation("g", "FusedBatchNormV3", [5]), operation("h", "Relu", [6])]
+        made, _ = fusion.kernels(steps, {}, NVLINK, True)
+        self.assertEqual([each.type for each in made], [
+            "MatMul", "Fusion", "MatMul", "GivenFusedBatchNormGradV3", "Relu", "FusedBatchNormV3",
+            "Relu"])
+
     def test_what_only_a_later_kernel_needs_is_not_written(self):
         """Else each tensor of the forward pass costs a kernel of its own."""
         steps = [operation("a", "MatMul"), operation("b", "Relu", [0]),
