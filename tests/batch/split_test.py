@@ -52,6 +52,15 @@ class SplitBatchTest(parameterized.TestCase):
             list(datasets_lib.split_dataset(dataset, 2))
 
 
+    def test_sparse_columns_stay_known(self):
+        """Else a model that is built by its first batch does not know how large its kernel is."""
+        rows = tf.sparse.from_dense(tf.reshape(tf.range(20.), [5, 4]))
+        for batches in (tf.data.Dataset.from_tensor_slices(rows).batch(3),
+                        tf.data.Dataset.from_tensors(rows)):
+            spec = datasets_lib.split_dataset(batches, 2).element_spec
+            self.assertEqual([part.shape[1:] for part in spec._component_specs], [[4], [4]])
+
+
 class GroupTest(parameterized.TestCase):
 
     def test_components_of_every_kind(self):

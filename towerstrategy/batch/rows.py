@@ -152,9 +152,8 @@ def rows_between(tensor: Any, start: Rows, size: Rows) -> Any:
         rest = tensor.dense_shape[1:]
         begin = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(rest)], 0)
         part = tf.sparse.slice(tensor, begin, tf.concat([[tf.cast(size, tf.int64)], rest], 0))
-        shape = [size if isinstance(size, int) else None, *tensor.shape.as_list()[1:]]
-        return tf.SparseTensor(part.indices, part.values,
-                               tf.ensure_shape(part.dense_shape, [len(shape)]))
+        part.set_shape([size if isinstance(size, int) else None, *tensor.shape[1:]])
+        return part
     return tensor[start:start + size]
 
 
