@@ -35,6 +35,11 @@ def scaled(tower: contexts.TowerContext, mean: tf.Tensor) -> tf.Tensor:
     return part
 
 
+def unscaled(tower: contexts.TowerContext, part: tf.Tensor) -> tf.Tensor:
+    """The inverse of :func:`scaled`; 0 of no rows."""
+    return tf.math.divide_no_nan(part, tf.cast(tower.share, part.dtype))
+
+
 def scale_loss(loss: Any) -> tf.Tensor:
     """See ``TowerStrategy.scale_loss``."""
     value = _as_loss(loss)

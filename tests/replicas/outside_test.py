@@ -105,3 +105,25 @@ class OutsideTest(parameterized.TestCase):
             gradients = strategy.run(lambda x: tf.reduce_sum(x), (strategy.split(tf.ones([7])),))
             with self.assertRaisesRegex(ValueError, "inside of the function given to strategy.run"):
                 optimizer.apply_gradients([(gradients, v)])
+
+    @parameterized.parameters(False, True)
+    def test_losses_that_are_logged(self, in_towers):
+        """Else a model's log of its loss is R times it, or counts a tower's by its rows twice."""
+        def logged(strategy):
+            keras.utils.set_random_seed(1)
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                given = keras.Input([2])
+                model = keras.Model(given, [keras.layers.Dense(1)(given) for _ in range(2)])
+                model.compile(keras.optimizers.SGD(0.1), ["mse", "mae"])
+                x, y = tf.constant(ROWS[:, :2]), [tf.constant(ROWS[:, 2:])] * 2
+                if strategy and in_towers:
+                    tf.function(lambda batch: strategy.run(model.train_step, (batch,)))(
+                        strategy.split((x, y)))
+                elif in_towers:
+                    model.train_step((x, y))
+                else:
+                    model.compute_loss(x, y, model(x))
+                # In towers, of which Keras counts each as one there, not those of single outputs.
+                return [float(metric.result()) for metric in model.metrics[:1 if in_towers else 3]]
+
+        np.testing.assert_allclose(logged(strategy_of(3)), logged(None), rtol=1e-5)

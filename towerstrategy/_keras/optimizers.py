@@ -27,6 +27,14 @@ def scale_loss(original: Callable[..., Any], loss: Any) -> Any:
     return losses.scaled(tower, loss)
 
 
+def unscale_loss(original: Callable[..., Any], loss: Any) -> Any:
+    """The hook for ``unscale_loss_for_distribution``: a tower's mean again, for a metric."""
+    tower = contexts.splitting_tower()
+    if tower is None:
+        return loss if contexts.outside_of_towers() is not None else original(loss)
+    return losses.unscaled(tower, loss)
+
+
 @contextlib.contextmanager
 def merged_if_alone(gradients: Sequence[Any]) -> Iterator[None]:
     """For an optimizer in the only tower there is, or outside of towers: nothing is to be merged.

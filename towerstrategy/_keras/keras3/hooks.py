@@ -29,6 +29,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         optimizers_rules.scale_loss,
         "scales a replica's mean by 1/R; a tower's counts by its share of the rows, and outside of "
         "towers a loss is of all rows as it is"),
+    (loss_module, "unscale_loss_for_distribution"): hooks.Hook(
+        optimizers_rules.unscale_loss,
+        "multiplies what a metric is given by R, of a tower's part and outside of towers, too"),
     (base_optimizer.BaseOptimizer, "apply"): hooks.Hook(
         optimizers.apply,
         "merge first, then Keras' own code once"),
