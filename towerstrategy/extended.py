@@ -32,6 +32,7 @@ class Modes(threading.local):
     """What holds for a while, in one thread."""
 
     in_order = False  # whether rows are to come in the dataset's order: a model predicts
+    kept = False  # whether an iterator over a dataset lives longer than an epoch of Keras
     one_replica = False  # whether a step with all rows runs, in whatever context
     keras_step = False  # whether a step of Keras is being traced
     compiles = False  # whether XLA compiles what the towers do
@@ -260,6 +261,9 @@ class TowerExtended(_tf.StrategyExtended):
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`.")
+        if self.modes.kept and dataset.options().autotune.enabled is False:
+            # Keras' threads and processes that load data end with an epoch: to read on is an error.
+            fetch, ready = fetch._replace(devices=()), 0
         return self.inputs.distribute(dataset, self.modes.in_order, ready, fetch)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any],

@@ -147,6 +147,25 @@ class DistributedFitTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "inside of the scope.*strategy.adopt"):
             getattr(model, method)(strategy.experimental_distribute_dataset(rows), verbose=0)
 
+    @parameterized.parameters(None, 20)
+    def test_threads_that_end_with_an_epoch(self, batches):
+        """Else the second epoch of a PyDataset with workers, of which an epoch takes some steps,
+        ends in Keras' error about an iterator that is called between two epochs."""
+        class Rows(keras.utils.PyDataset):
+            num_batches = batches
+
+            def __len__(self):
+                return batches
+
+            def __getitem__(self, index):
+                return np.ones([5, 4]), np.zeros([5, 3])
+
+        with towerstrategy.TowerStrategy(TOWERS).scope():
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3)])
+            model.compile("sgd", "mse")
+        data = Rows(workers=2)
+        self.assertLen(model.fit(data, steps_per_epoch=5, epochs=3, verbose=0).epoch, 3)
+
     @pytest.mark.wide
     def test_one_tower(self):
         """Else a program for several devices fails on a machine with one."""

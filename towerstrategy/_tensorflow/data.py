@@ -76,11 +76,12 @@ def map_ahead(dataset: tf.data.Dataset, function: Callable[..., Any],
 
     What ``dataset`` itself prefetches last is mapped before: one thread less hands elements on.
     """
-    if isinstance(dataset, prefetch_op._PrefetchDataset):
+    if ready and isinstance(dataset, prefetch_op._PrefetchDataset):
         held = tf.get_static_value(dataset._buffer_size)
         if held is not None and (held == tf.data.AUTOTUNE or held >= ready):
             dataset, ready = dataset._input_dataset, int(held)
-    return map_in_place(dataset, function).prefetch(ready)
+    mapped = map_in_place(dataset, function)
+    return mapped.prefetch(ready) if ready else mapped
 
 
 def loop_over(kind: type, instead: Callable[[Any], Any]) -> None:

@@ -70,7 +70,8 @@ def epoch_iterator_init(original: Callable[..., Any], self: Any, distribute_stra
     if not kind.is_tower_strategy(distribute_strategy):
         return original(self, distribute_strategy, *args, **kwargs)
     predicting = "y" not in kwargs  # Model.predict alone hands over no labels, not even None
-    with distribute_strategy.extended.modes.within(in_order=predicting):
+    with distribute_strategy.extended.modes.within(
+            in_order=predicting, kept=kwargs.get("steps_per_epoch") is not None):
         original(self, distribute_strategy, *args, **kwargs)
     if isinstance(self._distributed_dataset, datasets_lib.TowerDataset) and predicting \
             and self.steps_per_execution == 1:
