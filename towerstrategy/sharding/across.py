@@ -51,11 +51,6 @@ class Across:
         self._control_flow: set[str] = set()
         self._last = ""  # what the next collective operation waits for
 
-    @property
-    def count(self) -> int:
-        """How many workers there are."""
-        return 1 if self.workers is None else int(self.workers.count)
-
     def cross(self, kind: str, ref: Ref, device: str,
               shape: tf.TensorShape | None = None, axis: int = 0) -> Ref:
         """What all workers' values make together.

@@ -83,7 +83,7 @@ class Builder:
         """
         _, own, dtypes = operation.definition
         return self._add(name or f"{scope}{operation.name}", operation.type, inputs, device,
-                         attributes or own, dtypes, controls,
+                         attributes or own, dtypes, controls, scope,
                          alone=operation.is_stateful or bool(operation.controls))
 
     def make(self, type: str, inputs: Sequence[Ref], device: str, name: str = "",
@@ -202,8 +202,8 @@ class Builder:
         return self._made[name]
 
     def _add(self, name: str, type: str, inputs: Sequence[Ref], device: str, attributes: bytes,
-             dtypes: Sequence[tf.DType], controls: Iterable[str] = (), alone: bool = False
-             ) -> tuple[list[Ref], str]:
+             dtypes: Sequence[tf.DType], controls: Iterable[str] = (), scope: str = "",
+             alone: bool = False) -> tuple[list[Ref], str]:
         """Collects a node; what stands for its outputs, and its name.
 
         A node that is ``alone`` may be told to wait for others yet, or does something else each
@@ -212,7 +212,8 @@ class Builder:
         texts = [f"{node}:{place}" if place else node for node, place, _ in inputs]
         if controls:
             texts += [f"^{control}" for control in dict.fromkeys(controls)]
-        key = None if alone else (name.partition("/")[0], type, device, attributes, *texts)
+        key = None if alone else (
+            (scope or name).partition("/")[0], type, device, attributes, *texts)
         if key in self._same:
             return self._same[key]
         name = self._name(name)

@@ -166,7 +166,7 @@ def fused_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     takes: list[Spec] = [spec, spec, *[REPLICATED] * (len(specs) - 2)]
     if not op.attr("is_training"):
-        return Plan(takes, [spec, SUM, SUM, REPLICATED, REPLICATED], padded=True)
+        return Plan(takes, [spec, SUM, SUM, REPLICATED, REPLICATED])
     known = isinstance(specs[4], Variance)
     return Plan(takes, [spec, *[REPLICATED] * 4], make=lambda m: _gradients(m, axes, known))
 
