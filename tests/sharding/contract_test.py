@@ -61,6 +61,12 @@ RIGHT = {
         [tf.where(w[0] > .5, w[0], tf.zeros_like(w[0])), w[1]], x, y),
     "lookup": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(
         tf.gather(w[0], tf.cast(x[:, 0] * 3, tf.int32)) @ w[1])),
+    "chosen_in_rows": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(tf.gather(
+        tf.nn.relu(x @ w[0]) @ w[1], tf.cast(y[:, 0] * 2, tf.int32), batch_dims=1) ** 2)),
+    "flat_rows": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(tf.reduce_mean(tf.reshape(
+        (x[:, tf.newaxis, :, tf.newaxis] * w[0] @ w[1]) ** 2, [tf.shape(x)[0], -1]), 1))),
+    "recomputed": lambda s, w, x, y: mean_squared(
+        [tf.eye(4, dtype=x.dtype), w[1]], tf.recompute_grad(lambda x: tf.nn.relu(x @ w[0]))(x), y),
 }
 WRONG = {
     "mean": lambda s, w, x, y: tf.reduce_mean(squares(w, x, y)),
@@ -147,6 +153,32 @@ class ContractTest(parameterized.TestCase):
                 with self.assertRaisesRegex(Exception, "mean over the tower's rows"):
                     train_step(strategy.split((X, Y)))
         np.testing.assert_array_equal(weights[0], WEIGHTS[0])
+
+    @parameterized.parameters(False, True)
+    def test_draws_of_layers(self, scaled):
+        """Else nothing is said of any model with dropout."""
+        strategy = towerstrategy.TowerStrategy(DEVICES[:3])
+        with strategy.scope():
+            dropout = keras.layers.Dropout(.5, dtype="float64")
+        said = trained(strategy, lambda s, w, x, y: (s.scale_loss if scaled else tf.identity)(
+            tf.reduce_mean(squares(w, dropout(x, training=True), y))))[1]
+        self.assertLen(said, 0 if scaled else 1)
+
+    def test_gradients_that_are_merged_already(self):
+        """Else who adds gradients up by hand has them R times, in silence."""
+        strategy = towerstrategy.TowerStrategy(DEVICES[:3])
+        with strategy.scope():
+            weights = [tf.Variable(value) for value in WEIGHTS]
+            optimizer = keras.optimizers.SGD(.1)
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = mean_squared(weights, x, y)
+            context = tf.distribute.get_replica_context()
+            optimizer.apply(context.all_reduce("SUM", tape.gradient(loss, weights)), weights)
+
+        with self.assertWarnsRegex(warned.TowerWarning, "or one that is merged already"):
+            tf.function(lambda *batch: strategy.run(step, batch))(*strategy.split((X, Y)))
 
     def test_gradients_kept_by_each_tower(self):
         """Else accumulation by hand, in variables of each tower's own, is warned of."""

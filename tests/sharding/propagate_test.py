@@ -208,6 +208,19 @@ class PropagateTest(absltest.TestCase):
         for function in (twice, turns, branches):
             self.assertEqual(_outputs(function, ROWS), [REPLICATED])
 
+    def test_gradients_of_rows_of_another_tensors_number_keep_rows(self):
+        """All in front of what attention layers split into heads, by the number of rows of their
+        queries, would be done with all rows in the backward pass."""
+        def gradient(x, queries):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                flat = tf.reshape(x, [tf.shape(queries)[0], -1])
+                loss = tf.reduce_mean(flat, 1)
+            return tape.gradient(loss, x)
+
+        self.assertEqual(_outputs(gradient, ([None, 2, 6], Sharded(0)), ([None, 3], Sharded(0))),
+                         [Sharded(0)])
+
     def test_gradients_of_labels_of_steps_keep_rows(self):
         """All that a recurrent layer does would be done with all rows where each step has a label,
         as TensorFlow forgets how many classes there are."""

@@ -60,7 +60,7 @@ class Call:
 
 
 # What a nested function that a tower has traced finds, by name, where no tower calls it.
-_OUTSIDE = {"share": np.float64(1), "number": np.int32(0)}
+_OUTSIDE = {"share": np.float64(1), "number": np.int32(0), "seed": np.int32(0)}
 
 
 class TowerContext(tf.distribute.ReplicaContext):
@@ -140,11 +140,11 @@ class TowerContext(tf.distribute.ReplicaContext):
 
     def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
         """``seed`` (integers), made this tower's own."""
-        step = tf.cast(self.known("number"), tf.int64) * _tf.SEED_STEP % 2**31
+        step = tf.cast(self.known("seed"), tf.int64) * _tf.SEED_STEP % 2**31
         return tf.bitwise.bitwise_xor(seed, tf.cast(step, seed.dtype))
 
     def known(self, name: str) -> Any:
-        """Its ``"share"`` or its ``"number"``, as this tower has it in this call."""
+        """Its ``"share"``, its ``"number"`` or that as a ``"seed"``, as it has it in this call."""
         nested = _tf.nested_function(self.graph)
         if nested is not None:
             return _tf.capture_at_call(nested, f"towerstrategy/{name}", functools.partial(

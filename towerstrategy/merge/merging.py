@@ -8,7 +8,7 @@ the towers' order, which is that of a single device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,11 +33,14 @@ def total(values: Sequence[Value]) -> Value:
 
 def divided(value: Value, count: int | None) -> Value:
     """``value / count``, of integers as float64; ``value`` itself where that is None."""
-    if count is None:
-        return value
+    return value if count is None else _changed(lambda values: values / count, value)
+
+
+def _changed(change: Callable[[tf.Tensor], tf.Tensor], value: Value) -> Value:
+    """What ``change`` makes of a tensor; of slices it changes the values."""
     if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(value.values / count, value.indices, value.dense_shape)
-    return value / count
+        return tf.IndexedSlices(change(value.values), value.indices, value.dense_shape)
+    return change(value)
 
 
 def weighted_mean(values: Sequence[Value], shares: shares_lib.Shares) -> Value:
@@ -126,9 +129,7 @@ def concat(values: Sequence[Value], axis: int) -> Any:
 
 
 def _times(value: Value, share: Any) -> Value:
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(value.values, share), value.indices, value.dense_shape)
-    return value * tf.cast(share, value.dtype)
+    return _changed(lambda part: part * tf.cast(share, part.dtype), value)
 
 
 def without_empty(value: Value, tower: int, shares: shares_lib.Shares) -> Value:
@@ -140,9 +141,7 @@ def without_empty(value: Value, tower: int, shares: shares_lib.Shares) -> Value:
 
 def kept(filled: Any, value: Value) -> Value:
     """``value``, or zeros where not ``filled`` (a bool or a scalar bool tensor)."""
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(kept(filled, value.values), value.indices, value.dense_shape)
-    return tf.where(filled, value, tf.zeros_like(value))
+    return _changed(lambda part: tf.where(filled, part, tf.zeros_like(part)), value)
 
 
 def _concatenated(values: Sequence[Value]) -> tf.IndexedSlices:

@@ -150,7 +150,7 @@ class _Once(contexts.Call):
         with self._graph.as_default():  # also where a branch or a loop is being traced
             first = self._stand_for(list(map(tf.convert_to_tensor, values)))
         self._copier.keep(before)
-        self.contract.put(first, contract.SHARE if name == "share" else contract.UNKNOWN)
+        self.contract.put(first, contract.KNOWN.get(name, contract.UNKNOWN))
         return first
 
     def ask(self) -> None:

@@ -20,8 +20,8 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import propagate
-from towerstrategy.sharding.rules import scaling
-from towerstrategy.sharding.rules.registry import Op, plan_of
+from towerstrategy.sharding.rules import registry, scaling
+from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import (
     REPLICATED,
     SUM,
@@ -53,12 +53,15 @@ SAME = State(REPLICATED)
 ROWS = State(Sharded(0))
 SHARE = State(REPLICATED, 1)
 UNKNOWN = State(None)
+# Of what a tower knows of itself.  Whatever the seed, a draw is one of the same distribution.
+KNOWN = {"share": SHARE, "seed": SAME}
 
 
 class Contract:
     """The states of a tower's tensors, found out as they are asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, nested: bool = False) -> None:
+        self._nested = nested  # in a function, which others call, too
         self._states: dict[str, State] = {}
 
     def put(self, tensor: tf.Tensor, state: State) -> None:
@@ -91,7 +94,8 @@ class Contract:
         if adds_up or state.spec is None:
             return state.cause
         if isinstance(state.spec, Replicated) and state.power == 0:
-            return "the loss has a term of the weights alone, which counts once a tower"
+            return ("a gradient is the same on all towers, as that of a term of the weights alone, "
+                    "or one that is merged already, and counts once a tower")
         if by_replicas and isinstance(state.spec, (Partial, Sharded)):
             return ""
         return "the loss is a mean over the tower's rows, which nothing has scaled"
@@ -118,11 +122,11 @@ class Contract:
             return [UNKNOWN] * count
         if operation.type in (*propagate.BRANCHES, *propagate.LOOPS):
             return [UNKNOWN] * count
-        return _each(operation, states)
+        return _each(operation, states, self._nested)
 
     def _call(self, operation: tf.Operation, states: Sequence[State]) -> list[State]:
         body = _tf.called_body(operation)
-        inner = Contract()
+        inner = Contract(nested=True)
         for tensor, state in zip(body.inputs, states):
             inner.put(tensor, state)
         inner.look_at(each for each in body.get_operations() if each.type != "Placeholder")
@@ -144,7 +148,7 @@ def _is_part(state: State) -> bool:
     return state in (State(SUM), SHARE)
 
 
-def _each(operation: tf.Operation, states: Sequence[State]) -> list[State]:
+def _each(operation: tf.Operation, states: Sequence[State], nested: bool) -> list[State]:
     """The states of the outputs, the inputs' being known."""
     count = len(operation.outputs)
     if all(isinstance(state.spec, (Replicated, Partial, Size)) for state in states):
@@ -152,15 +156,20 @@ def _each(operation: tf.Operation, states: Sequence[State]) -> list[State]:
         if scalars is not None:
             return [scalars] * count
     specs = [state.spec if state.spec is not None else REPLICATED for state in states]
-    plan = plan_of(Op(operation), specs)
+    plan = registry.plan_of(Op(operation), specs)
     if plan is None or not all(_goes_in(spec, wanted, operation.inputs[index])
                                for index, (spec, wanted) in enumerate(zip(specs, plan.takes))):
         crosses = any(isinstance(spec, (Sharded, Partial)) for spec in specs) and not any(
             isinstance(spec, ListOf) for spec in specs)
         return [State(None, 0, _cause(operation, specs)) if crosses else UNKNOWN] * count
     power = _power(operation, states)
-    if power is None:
+    # As wide as the tower has rows, where one device's is as wide as the batch.
+    as_wide = any(isinstance(spec, Size) and spec != wanted for spec, wanted in zip(
+        specs, plan.takes)) and not all(out.shape.is_fully_defined() for out in operation.outputs)
+    if power is None or as_wide:
         return [UNKNOWN] * count
+    if not nested:
+        registry.tell_sizes(operation.outputs[0], plan)
     if plan.make is not None:
         if plan.alone is None:
             return [State(None, 0, _cause(operation, specs))] * count

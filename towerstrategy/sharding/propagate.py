@@ -120,16 +120,16 @@ def propagate(graph: Any, inputs: Sequence[Spec],
       TypeError: a rule that does not return what a rule must.
     """
     try:
-        return _Propagation(True, traffic).layout(graph, inputs)
+        return _Propagation(graph, True, traffic).layout(graph, inputs)
     except CannotGather:
-        return _Propagation(False, traffic).layout(graph, inputs)
+        return _Propagation(graph, False, traffic).layout(graph, inputs)
 
 
 class _Propagation:
     """One pass; ``lists`` says whether each tower may have ``TensorList``s of its own."""
 
-    def __init__(self, lists: bool, traffic: traffic_lib.Traffic | None = None) -> None:
-        self._lists, self._traffic = lists, traffic or traffic_lib.Traffic()
+    def __init__(self, graph: Any, lists: bool, traffic: traffic_lib.Traffic | None) -> None:
+        self._graph, self._lists, self._traffic = graph, lists, traffic or traffic_lib.Traffic()
         self._depth = 0  # of branches and loops
         self._given: dict[tuple[Any, str], tf.Tensor] = {}  # to functions, for their inputs
 
@@ -183,6 +183,8 @@ class _Propagation:
         if isinstance(plan, Plan) and not self._depth:
             plan = self._traffic.cheaper(operation, plan, list(specs))
         layout.plans[operation.name] = plan
+        if isinstance(plan, Plan) and layout.graph is self._graph:  # others are called elsewhere
+            registry.tell_sizes(operation.outputs[0], plan)
         if plan is not None:
             return plan.gives
         if any(isinstance(spec, ListOf) for spec in specs):

@@ -183,6 +183,12 @@ class Plan:
     sizes: Sequence[int] | None = None
 
 
+def tell_sizes(output: tf.Tensor, plan: Plan) -> None:
+    """Gives a tensor the static sizes that the plan knows, for the rules of what is made of it."""
+    if plan.sizes is not None:
+        output.set_shape([None if size < 0 else size for size in plan.sizes])
+
+
 Rule = Callable[[Op, Sequence[Spec]], "Plan | None"]
 _RULES: dict[str, Rule] = {}
 _LIGHT: set[str] = set()

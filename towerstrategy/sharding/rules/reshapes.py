@@ -37,8 +37,10 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
     if found == spec and _are_one(before, after, spec.dim):
         return Plan([spec, target], [spec], passes=True)
     if isinstance(target, Size):
-        plan = _to_size(op, spec, target, found, before, known)
-        sizes = [-1 if at == found.dim else size for at, size in enumerate(after or ())]
+        left = _left_over(spec, found, before, known)
+        plan = _to_size(op, spec, target, found, left)
+        sizes = [-1 if at == found.dim else left.get(at, size)
+                 for at, size in enumerate(after or ())]
         if plan is not None and plan.make is None and all(
                 isinstance(size, int) and size for size in sizes):
             plan.sizes = sizes
@@ -49,25 +51,34 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
                 make=lambda m: [m.each(lambda tower: _reshape(m, tower, found.dim))], alone=0)
 
 
-def _to_size(op: Op, spec: Sharded, target: Size, found: Sharded, before: Sequence[Any] | None,
-             known: Sequence[Any] | None) -> Plan | None:
-    """Where the shape counts the rows.
-
-    What is left over, -1, TensorFlow works out of the sizes that are not 0. Of a tower without rows
-    that is wrong if an example has other sizes next to it before than after; so it is told.
-    """
+def _left_over(spec: Sharded, found: Sharded, before: Sequence[Any] | None,
+               known: Sequence[Any] | None) -> dict[int, int | None]:
+    """Where a shape that counts the rows asks for what is left over, -1: how much that is."""
     left = [at for at, size in enumerate(known or ()) if size == -1 and at != found.dim]
-    if not left or spec.times == found.times is not None:
-        return Plan([spec, target], [found])
     others = [size for at, size in enumerate(before or [None]) if at != spec.dim]
     asked = [size for at, size in enumerate(known or ()) if at not in (*left, found.dim)]
-    if not spec.times or not found.times or None in others or None in asked:
+    if not spec.times or not found.times or not all(
+            isinstance(size, int) and size for size in (*others, *asked)):
+        return dict.fromkeys(left)
+    return dict.fromkeys(left, math.prod(others) * spec.times * spec.blocks // (
+        math.prod(asked) * found.times * found.blocks))
+
+
+def _to_size(op: Op, spec: Sharded, target: Size, found: Sharded,
+             left: dict[int, int | None]) -> Plan | None:
+    """Where the shape counts the rows.
+
+    What is left over TensorFlow works out of the sizes that are not 0. Of a tower without rows
+    that is wrong if an example has other sizes next to it before than after; so it is told.
+    """
+    if not left or spec.times == found.times is not None:
+        return Plan([spec, target], [found])
+    (place, size), = left.items()
+    if size is None:
         return None
-    size = math.prod(others) * spec.times * spec.blocks // (
-        math.prod(asked) * found.times * found.blocks)
 
     def shape(m: Any, tower: int) -> Any:
-        mask = np.arange(len(known or ())) == left[0]
+        mask = np.arange(op.outputs[0].shape.rank) == place
         return m.make("SelectV2", [m.constant(mask, tf.bool, tower), m.constant(
             size, op.inputs[1].dtype, tower), m.part(1, tower)], tower)
 

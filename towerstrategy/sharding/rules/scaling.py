@@ -37,13 +37,26 @@ _INVERSE: dict[str, int] = {"RealDiv": 1, "Div": 1, "DivNoNan": 1, "Xdivy": 1, "
 ADDITIVE = frozenset({"AddN", "AddV2", "Add", "Sub", "ConcatV2", "Pack", "Select", "SelectV2"})
 
 
+# An operation's type -> the input that is zero where the output is.
+_ZERO_AS = {"Fill": 1, "BroadcastTo": 0, "Cast": 0, "SelectV2": 1}
+
+
 def is_zero(tensor: tf.Tensor) -> bool:
     """Whether a tensor is known to be zero, which is each tower's part of a sum that is zero."""
-    if tensor.op.type in ("ZerosLike", "Fill", "BroadcastTo"):
-        given = {"Fill": 1}.get(tensor.op.type, 0)
-        return tensor.op.type == "ZerosLike" or is_zero(tensor.op.inputs[given])
+    operation = tensor.op
+    if operation.type == "ZerosLike":
+        return True
+    if operation.type in _ZERO_AS and (
+            operation.type != "SelectV2" or _is_true(operation.inputs[0].op)):
+        return is_zero(operation.inputs[_ZERO_AS[operation.type]])
     value = tf.get_static_value(tensor)
     return value is not None and value.dtype.kind in "fc" and not value.any()
+
+
+def _is_true(operation: tf.Operation) -> bool:
+    """Whether it compares what is no NaN with itself, as ``tf.recompute_grad`` does."""
+    return operation.type == "Equal" and not operation.inputs[0].dtype.is_floating \
+        and operation.inputs[0].name == operation.inputs[1].name
 
 
 def degree(operation: tf.Operation, index: int) -> int | None:

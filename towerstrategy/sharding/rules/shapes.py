@@ -227,4 +227,5 @@ def range_(op: Op, specs: Sequence[Spec]) -> Plan | None:
             offset = m.make("AddV2", [offset, m.part(1, tower)], None)
         return [parts]
 
-    return Plan(specs, [limit.shards(0)], make=make)
+    # Alone, a tower names its own rows.
+    return Plan(specs, [limit.shards(0)], make=make, alone=0)
