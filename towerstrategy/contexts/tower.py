@@ -111,11 +111,6 @@ class TowerContext(tf.distribute.ReplicaContext):
         return [self._strategy.extended.worker_devices[self.tower]]
 
     @property
-    def row(self) -> tuple[str, ...]:
-        """The devices of this tower's stages; where the others are copies, those of tower 0."""
-        return self._strategy.extended.placement.row(self.index)
-
-    @property
     def count(self) -> int:
         """How many towers there are on this machine."""
         return len(self._strategy.extended.worker_devices)

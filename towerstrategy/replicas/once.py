@@ -138,14 +138,8 @@ class _Once(contexts.Call):
             self._copier.skip()
 
     def own(self, tower: int, name: str, values: Sequence[Any]) -> Any:
-        """Tower 0's of one value a tower; the others' are put into the copies.
-
-        A value that is the same for all is that, save that the contract is to tell shares.
-        """
+        """Tower 0's of one value a tower; the others' are put into the copies."""
         del tower
-        if all(value is values[0] for value in values) or (
-                name != "share" and len(set(map(repr, values))) == 1):
-            return values[0]
         before = len(self._graph.get_operations())
         with self._graph.as_default():  # also where a branch or a loop is being traced
             first = self._stand_for(list(map(tf.convert_to_tensor, values)))

@@ -95,9 +95,7 @@ class Function:
         return tf.function(self.python_function, self._input_signature, **self._options)
 
     def _is_within_another(self) -> bool:
-        context = tf.distribute.get_replica_context()
-        return (isinstance(context, contexts.OneReplicaContext)
-                and context.strategy is self._strategy)
+        return contexts.has_all_rows() and tf.distribute.get_strategy() is self._strategy
 
     def _scope(self) -> contextlib.AbstractContextManager[Any]:
         inside = tf.distribute.get_strategy() is self._strategy
