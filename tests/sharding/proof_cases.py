@@ -278,6 +278,10 @@ def _contractions() -> None:
         ("abc,abd->dc", (6, 2, 3), (6, 2, 4)),
         ("a,b->ab", (6,), (12,)),
         ("a,a->", (12,), (12,)),
+        ("...b,bc->...c", (6, 12, 2), (2, 6)),
+        ("...n,d->...nd", (6, 2), (6,)),
+        ("a...b,...bc->a...c", (6, 1, 2), (12, 2, 3)),
+        ("...ab,...cb->...ac", (6, 4, 3), (1, 12, 3)),
     ):
         case("Einsum", [real(*first), real(*second)], equation=equation)
     for equation, shape in (

@@ -47,10 +47,20 @@ def _swapped(m: Any) -> list[Any]:
 @rule("Einsum")
 def einsum(op: Op, specs: Sequence[Spec]) -> Plan | None:
     left, out = op.attr("equation").replace(" ", "").split("->")
-    terms = left.split(",")
-    if "." in left or any(len(set(term)) < len(term) for term in (*terms, out)):
+    terms = [*left.split(","), out]
+    *names, made = (_named(term, tensor.shape.rank) for term, tensor in zip(
+        terms, [*op.inputs, op.outputs[0]]))
+    if made is None or None in names or ("." in left) > ("." in out):
+        return None
+    return by_names(op, specs, names, [made], SUM, gathers=True)
+
+
+def _named(term: str, rank: int | None) -> list[str | int] | None:
+    """The dimensions of a term; those that "..." stands for are counted from their last."""
+    before, dots, after = term.partition("...")
+    if len({*before, *after}) < len(before + after) or dots and rank is None:
         return None  # a diagonal
-    return by_names(op, specs, terms, [out], SUM, gathers=True)
+    return [*before, *range(len(before + after) - (rank or 0) if dots else 0, 0), *after]
 
 
 @rule("BiasAdd")
