@@ -39,7 +39,7 @@ FREE = {"Placeholder", "PlaceholderWithDefault", "Const", "Identity", "IdentityN
 # Where a graph does not say how a result lies: as the values of the first input say, or as that
 # input lies itself, but for the row that a tower without rows is given, and that is cut off again.
 _SIZED = {"Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput"}
-_CUT = {"Slice", "PadV2", "AddN"}
+_CUT = {"Slice", "PadV2", "AddN", "PlaceholderWithDefault"}
 # Over axes that are none, or of length 1, as it comes out of a gradient's broadcast.
 _OVER_AXES = {"Sum", "Mean", "Max", "Min", "Prod"}
 OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}

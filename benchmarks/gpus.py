@@ -25,11 +25,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import json
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -156,8 +155,12 @@ class Step:
     state: dict[str, int]
 
 
-def traced(case: Case, count: int, merge: str, rows: int | None = None) -> Step:
-    """Traces a step of ``case`` on ``count`` GPUs; of MirroredStrategy, on the first one."""
+def traced(case: Case, count: int, merge: str, rows: int | None = None,
+           reached: Mapping[int, frozenset[int]] | None = None) -> Step:
+    """Traces a step of ``case`` on ``count`` GPUs; of MirroredStrategy, on the first one.
+
+    ``reached`` is as for :func:`on_gpus.tracing`.
+    """
     rows = case.rows if rows is None else rows
     strategy = None
     if count > 1 and merge != MIRRORED:
@@ -169,7 +172,7 @@ def traced(case: Case, count: int, merge: str, rows: int | None = None) -> Step:
     x = tf.TensorSpec([rows, *case.shape], case.dtype)
     y = tf.TensorSpec([rows], tf.int32)
     keras.backend.clear_session()
-    with on_gpus.tracing():
+    with on_gpus.tracing(reached):
         with first if strategy is None else strategy.scope():
             model = case.build()
             model.compile(case.optimizer,
@@ -229,13 +232,18 @@ class Simulation:
             if count == 1:
                 continue
             for merge in (*merges, *[OWN] * case.normalizes, MIRRORED):
-                step = self._traced(name, case, count, merge, rows)
-                for machine, xla in itertools.product(machines, (True, False)):
-                    yield self._run(name, machine, count, merge, step, xla, ones[machine])
+                plain = self._traced(name, case, count, merge, rows)
+                for machine in machines:
+                    reached = links.MACHINES[machine].reached if merge != MIRRORED else {}
+                    step = self._traced(name, case, count, merge, rows, reached) if reached \
+                        else plain
+                    for xla in (True, False):
+                        yield self._run(name, machine, count, merge, step, xla, ones[machine])
 
-    def _traced(self, name: str, case: Case, count: int, merge: str, rows: int | None) -> Step:
+    def _traced(self, name: str, case: Case, count: int, merge: str, rows: int | None,
+                reached: Mapping[int, frozenset[int]] | None = None) -> Step:
         start = time.process_time()
-        step = traced(case, count, merge, rows)
+        step = traced(case, count, merge, rows, reached)
         gc.collect()
         self._say(f"{name} R={count} {merge}: {len(step.operations):,} operations "
                   f"[{time.process_time() - start:.0f} s of CPU]")

@@ -113,6 +113,12 @@ class Machine:
                 links[f"{switches[1]} down"] = rate
         return links
 
+    @property
+    def reached(self) -> dict[int, frozenset[int]]:
+        """The GPUs that each one reaches, where it reaches some; nothing where all, or none."""
+        return {number: frozenset(joined) for number, joined in enumerate(_DGX_1)} \
+            if self.between == "cube" else {}
+
     def ring(self, size: float, devices: int) -> float:
         """Seconds of an all-reduce of ``size`` bytes in a ring of ``devices``.
 

@@ -11,13 +11,13 @@ cuDNN's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import tensorflow as tf
 
-from towerstrategy.placement import devices as devices_lib
+from towerstrategy.placement import devices as devices_lib, peers
 
 HOST = "CPU:0"
 
@@ -28,11 +28,17 @@ def towers(count: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def tracing() -> Iterator[None]:
-    """Within, a step is traced as for GPUs, without the forms that pay on CPU devices only."""
+def tracing(reached: Mapping[int, frozenset[int]] | None = None) -> Iterator[None]:
+    """Within, a step is traced as for GPUs, without the forms that pay on CPU devices only.
+
+    ``reached`` says which GPUs each one reaches without the host; None for what nobody knows.
+    """
     placement = devices_lib.Placement
+    known = {one + 1: frozenset(other + 1 for other in others)
+             for one, others in (reached or {}).items()}
     with mock.patch.object(placement, "on_cpu", False), \
-            mock.patch.object(placement, "towers_on_host", False):
+            mock.patch.object(placement, "towers_on_host", False), \
+            mock.patch.object(peers, "reached", lambda: known):
         yield
 
 

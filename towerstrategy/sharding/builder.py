@@ -48,6 +48,8 @@ class Builder:
     Attributes:
       nodes: what has been collected, by name, each node behind those that it needs.
       shapes: the static shapes of outputs, as far as they were noted (:meth:`note_shape`).
+      rows: those of towers' rows, of an open number, and how many positions a row has there;
+        where :mod:`relays` asks for them.
     """
 
     def __init__(self, graph: tf.Graph) -> None:
@@ -60,6 +62,7 @@ class Builder:
         self._types: dict[tuple[Any, ...], tuple[bytes, list[tf.DType]]] = {}
         self._made: dict[str, tf.Operation] = {}
         self.shapes: dict[Ref, tuple[int, ...]] = {}
+        self.rows: dict[Ref, tuple[tf.TensorShape, int]] = {}
 
     def take(self, tensor: tf.Tensor) -> Ref:
         """What stands for a tensor of ``graph``."""

@@ -45,6 +45,7 @@ def finish(towers: Towers) -> None:
             and max(map(len, towers.rows)) == 1):
         pack(towers.builder, homes.ONCE)
     relays.hand_on(towers.builder, towers.near)
+    relays.go_round(towers.builder, towers.ways)
 
 
 def pack(builder: Builder, scope: str) -> None:

@@ -3,7 +3,8 @@
 Goes in: the nodes of a partitioned step, and towers' parts that are to be added up.  Comes out: the
 same, where a weight that more than one tower of the other half takes is sent to one of these, which
 hands it on; and where parts of the other half are added up there before they cross.  So it is
-within each half, too.
+within each half, too.  And rows go by a GPU that reaches both ends where these reach each other
+through the host alone: on eight V100s, of which each has NVLinks to four others.
 
 GPUs that are near each other, by number, hang on the same switch or on the same NVLinks; what is
 between the halves is slow (PCI Express, the host), and is crossed once.  No tower holds more by it:
@@ -12,6 +13,7 @@ the one that hands a weight on takes it, too.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +23,7 @@ import tensorflow as tf
 from towerstrategy.sharding.builder import Builder, Ref
 
 LEAST = 2**20  # bytes; what is smaller waits for links less than for one more sync point
+LEAST_ROW = 2**10  # bytes, where nobody knows how many rows there are
 FEWEST = 4  # towers
 
 _Takers = dict[int, list[tuple[Any, int]]]  # by a device's place: nodes, and as which input
@@ -35,6 +38,41 @@ def near(rows: Sequence[Sequence[str]]) -> dict[str, int]:
     if len(devices) < max(FEWEST, len(rows)) or max(map(len, rows)) > 1:
         return {}
     return {device: place for place, device in enumerate(devices)}
+
+
+def ways(places: Mapping[str, int], reached: Mapping[int, frozenset[int]]
+         ) -> dict[tuple[str, str], str]:
+    """By pairs of devices that reach each other through the host alone: one that reaches both.
+
+    Args:
+      places: as :func:`near` gives them.
+      reached: the numbers of the GPUs that each one reaches.
+    """
+    found = {}
+    numbers = {device: tf.DeviceSpec.from_string(device).device_index for device in places}
+    for source, target in itertools.permutations(places, 2):
+        ends = numbers[source], numbers[target]
+        between = [device for device, number in numbers.items()
+                   if number in reached.get(ends[0], ()) and ends[1] in reached.get(number, ())]
+        if between and ends[1] not in reached[ends[0]]:  # in turn, so that all have a share
+            found[source, target] = between[(places[source] + places[target]) % len(between)]
+    return found
+
+
+def go_round(builder: Builder, ways: Mapping[tuple[str, str], str]) -> None:
+    """Sends rows by these ways, among the nodes collected so far."""
+    sent: dict[tuple[str, str], str] = {}
+    rows = {ref.input: ref for ref, known in builder.rows.items() if _has_large_rows(ref, *known)}
+    for node in list(builder.nodes.values()) if rows else ():
+        for number, text in enumerate(node.input):
+            ref = rows.get(text)
+            way = ways.get((builder.device(ref), node.device)) if ref else None
+            if ref and way:
+                if (text, node.device) not in sent:
+                    sent[text, node.device] = builder.make(
+                        "PlaceholderWithDefault", [ref], way, "merge/way/handed_on",
+                        shape=builder.rows[ref][0]).input
+                node.input[number] = sent[text, node.device]
 
 
 def summed(builder: Builder, places: Mapping[str, int], parts: Sequence[Ref], device: str,
@@ -108,6 +146,12 @@ def _halves(group: Sequence[int], place: int) -> tuple[Sequence[int], Sequence[i
 def _leader(group: Sequence[int], place: int, others: Sequence[int]) -> int:
     """Who of the other half takes what ``place`` sends: by number, so that all have a share."""
     return others[group.index(place) % len(others)]
+
+
+def _has_large_rows(ref: Ref, shape: tf.TensorShape, times: int) -> bool:
+    sizes = [size for size in shape if size is not None]
+    return bool(ref.dtype.is_floating and len(sizes) == shape.rank - 1
+                and times * math.prod(sizes) * ref.dtype.size >= LEAST_ROW)
 
 
 def _is_large(ref: Ref, shape: Sequence[int | None]) -> bool:

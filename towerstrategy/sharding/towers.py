@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towerstrategy.placement import peers
 from towerstrategy.sharding import relays
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
@@ -53,6 +54,7 @@ class Towers:
         self.devices = [row[0] for row in rows]
         self.scopes, self.on_cpu, self.draws_rows = scopes, on_cpu, draws_rows
         self.near = {} if on_cpu else relays.near(rows)
+        self.ways = relays.ways(self.near, peers.reached() if self.near else {})
         self._counts = counts
         self._known: dict[Any, Ref] = {}
         self.crossings: dict[str, int] = {}

@@ -79,6 +79,9 @@ class Value:
             made = self._parts[tower] = self._make_part(tower)
             if isinstance(self.spec, Partial):
                 self.towers.builder.note_shape(made, self.shape)
+            elif self.towers.ways and isinstance(self.spec, Sharded) and self.shape.rank:
+                self.towers.builder.rows[made] = (
+                    blocks.opened(self.shape, self.spec.dim), self.spec.times or 1)
         return self._parts[tower]
 
     def on(self, device: str) -> Ref:
