@@ -166,7 +166,7 @@ def fused_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
     takes: list[Spec] = [spec, spec, *[REPLICATED] * (len(specs) - 2)]
     if not op.attr("is_training"):
-        return Plan(takes, [spec, SUM, SUM, REPLICATED, REPLICATED])
+        return Plan(takes, [spec, SUM, SUM, REPLICATED, REPLICATED], padded=True)
     known = isinstance(specs[4], Variance)
     return Plan(takes, [spec, *[REPLICATED] * 4], make=lambda m: _gradients(m, axes, known))
 
@@ -212,5 +212,9 @@ def _with_given_moments(m: Any, axes: tuple[int, list[int]], inputs: Sequence[An
     first = m.make("FusedBatchNormGradV3", [*images, *inputs[2:]], tower,
                    epsilon=m.op.attr("epsilon"), is_training=False,
                    data_format="NHWC" if len(others) == 3 else "NDHWC")
-    back = moved(first, [there.index(dim) for dim in range(len(there))])
+    dx = first
+    if len(others) > 3:  # of no rows, the kernel gives fewer dimensions
+        shape = m.make("Shape", [images[1]], tower, out_type=tf.int32)
+        dx = m.make("Reshape", [first, shape], tower)
+    back = moved(dx, [there.index(dim) for dim in range(len(there))])
     return [back, first._replace(place=1), first._replace(place=2)]
