@@ -183,7 +183,8 @@ class _Propagation:
         if isinstance(plan, Plan) and not self._depth:
             plan = self._traffic.cheaper(operation, plan, list(specs))
         layout.plans[operation.name] = plan
-        if isinstance(plan, Plan) and layout.graph is self._graph:  # others are called elsewhere
+        if isinstance(plan, Plan) and operation.outputs \
+                and layout.graph is self._graph:  # others are called elsewhere
             registry.tell_sizes(operation.outputs[0], plan)
         if plan is not None:
             return plan.gives
