@@ -76,7 +76,7 @@ def _placed(placement: devices_lib.Placement, index: int | None) -> Iterator[Non
         tower.stage_run.entered.add(index)
     # A traced step with all rows is named alone: the towers, which do it, have a row each.
     alone = isinstance(tower, contexts.OneReplicaContext)
-    row = placement.row(0) if alone else tower.row
+    row = placement.row(0 if alone else tower.index)
     named_alone = alone and not tf.executing_eagerly()
     with contextlib.nullcontext() if named_alone else tf.device(row[index]), \
             tf.name_scope(f"{scopes.STAGE}{index}"):
