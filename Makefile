@@ -82,7 +82,7 @@ tests: $(VENV)/test.installed
 
 # What `make test` leaves out: tests that are marked wide. What is the rest is in `make test-slow`.
 test-all: $(VENV)/test.installed
-	$(RUN) $(PYTEST) -m "wide and not rest"
+	$(RUN) $(PYTEST) -m "wide and not rest" tests tests/gpu/devices_test.py
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
@@ -104,7 +104,7 @@ test-peers: $(VENV)/test.installed
 
 # Without tests/conftest.py, which hides the GPUs from all other tests.
 test-gpu: $(VENV)/test.installed
-	$(RUN) -m pytest -rs --confcutdir=tests/gpu tests/gpu
+	$(RUN) -m pytest -rs -m "" --confcutdir=tests/gpu tests/gpu
 
 test-libraries: .venv-libraries/libraries.installed
 	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} .venv-libraries/bin/python -m pytest -rsP \

@@ -69,7 +69,7 @@ def two_workers(implementation, gpus):
 
 class WorkersTest(parameterized.TestCase):
 
-    @pytest.mark.two_gpus
+    @pytest.mark.gpus(2)
     def test_nccl(self):
         """Else machines with GPUs hang where they meet, or train something else."""
         wanted, found = two_workers("NCCL", ("0", "1"))

@@ -1,11 +1,13 @@
 """The core of promise 1 on two GPU towers: every case, with the merge devices in turn."""
 
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import towerstrategy
 from tests.parity import runner
 
+pytestmark = pytest.mark.gpus(1)
 MERGES = ("cpu", "GPU:0", "balanced")
 # cuDNN takes other algorithms for other numbers of rows, each with its own rounding; on a CPU the
 # cases' own bounds hold, 1e-5 mostly.
