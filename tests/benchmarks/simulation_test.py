@@ -185,7 +185,8 @@ class StepTest(parameterized.TestCase):
         self.assertLen(alone, 5)
         # A tower's row of padding is there when it has no rows; else TensorFlow copies nothing.
         self.assertNotIn("PadV2", {each.type for each in two})
-        self.assertLessEqual({each.type for each in two if each.asked and 0 in each.sizes},
+        # A kernel may have further outputs of no entries.
+        self.assertLessEqual({each.type for each in two if each.asked and each.sizes[:1] == [0]},
                              {"Range"})
 
     def test_an_update_in_one_kernel_costs_its_passes(self):
