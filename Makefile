@@ -23,8 +23,9 @@ ALL := -m "not rest"
 EXECUTABLE = $(or $(shell $(PYTHON) -c 'import sys; print(sys.executable)' 2>/dev/null),\
 	$(shell sh .ci/pythons $(PYTHON:python%=%)),$(error no $(PYTHON) here))
 VERSION = $(shell $(EXECUTABLE) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+OF_KERAS := _keras/keras_hooks _keras/adopt _keras/batch_norm _keras/one_pass parity/parity
 CORE := batch/split merge/merge replicas/run strategy variables/variables batch/input \
-	repository/requirements _tensorflow/tensorflow_names _keras/keras_hooks _keras/batch_norm parity/parity
+	repository/requirements _tensorflow/tensorflow_names $(OF_KERAS)
 CHOSEN = $(or $(TESTS:%=tests/%_test.py),$(ALL) $(LEAVES_OUT:%=--ignore=tests/%_test.py))
 
 # pip does it with one process, which is half of the time that it takes.
@@ -115,7 +116,7 @@ test-tf: $(TF_VENV)/test.installed
 
 # The oldest Keras and TensorFlow that the package asks for.
 test-oldest:
-	$(MAKE) test-tf TF=2.16 KERAS=3.8 TESTS="$(CORE)"
+	$(MAKE) test-tf TF=2.16 KERAS=3.8 TESTS="$(OF_KERAS)"
 
 test-python: .venv-python$(VERSION)/test.installed
 	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(<D)/bin/python $(PYTEST) $(CHOSEN)
