@@ -114,7 +114,8 @@ test-libraries: .venv-libraries/libraries.installed
 test-tf: $(TF_VENV)/test.installed
 	TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL:-2} $(<D)/bin/python $(PYTEST) $(CHOSEN)
 
-# The oldest Keras and TensorFlow that the package asks for.
+# The oldest Keras and TensorFlow that the package asks for. Not in .ci/run: behind the last test
+# TensorFlow 2.16 may wait for minutes, or longer, to end an iterator.
 test-oldest:
 	$(MAKE) test-tf TF=2.16 KERAS=3.8 TESTS="$(OF_KERAS)"
 
