@@ -8,6 +8,7 @@ and accumulates before it sums, which is another result than one device's.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,20 +20,18 @@ from towerstrategy.placement import homes as homes_lib, scopes
 from towerstrategy.sharding import step
 
 
-def scale_loss(original: Callable[..., Any], loss: Any) -> Any:
-    """The hook for a Keras' ``scale_loss_for_distribution``: a tower's mean counts by its share."""
+def _by_share(change: Callable[..., Any], original: Callable[..., Any], loss: Any) -> Any:
+    """In a tower ``change`` of it and ``loss``; of all rows a loss stays as it is."""
     tower = contexts.splitting_tower()
     if tower is None:
         return loss if contexts.outside_of_towers() is not None else original(loss)
-    return losses.scaled(tower, loss)
+    return change(tower, loss)
 
 
-def unscale_loss(original: Callable[..., Any], loss: Any) -> Any:
-    """The hook for ``unscale_loss_for_distribution``: a tower's mean again, for a metric."""
-    tower = contexts.splitting_tower()
-    if tower is None:
-        return loss if contexts.outside_of_towers() is not None else original(loss)
-    return losses.unscaled(tower, loss)
+# The hooks for ``scale_loss_for_distribution``: a tower's mean counts by its share; and for
+# ``unscale_loss_for_distribution``: a tower's mean again, for a metric.
+scale_loss = functools.partial(_by_share, losses.scaled)
+unscale_loss = functools.partial(_by_share, losses.unscaled)
 
 
 @contextlib.contextmanager
