@@ -106,14 +106,15 @@ class _Sums:
     def images(self, index: int) -> list[Any]:
         """An input of each tower, in the moments' dtype."""
         m = self._m
-        images = m.each(lambda tower: m.part(index, tower))
-        return images if images[0].dtype == self._kind else m.each(
-            lambda tower: m.make("Cast", [images[tower]], tower, DstT=self._kind))
+        return self._cast(m.each(lambda tower: m.part(index, tower)), self._kind)
 
     def given(self, images: list[Any], index: int) -> list[Any]:
         """Images in the dtype of an input."""
-        m, dtype = self._m, self._m.op.inputs[index].dtype
-        return images if dtype == self._kind else m.each(
+        return self._cast(images, self._m.op.inputs[index].dtype)
+
+    def _cast(self, images: list[Any], dtype: tf.DType) -> list[Any]:
+        m = self._m
+        return images if images[0].dtype == dtype else m.each(
             lambda tower: m.make("Cast", [images[tower]], tower, DstT=dtype))
 
     def parts(self, images: Sequence[Any]) -> list[Any]:
@@ -178,7 +179,7 @@ def _gradients(m: Any, axes: tuple[int, list[int]], known: bool) -> list[list[An
     more.  Where the variance is not what :func:`_normalized` gave it is made again, as the kernels
     of GPUs and of CPUs hand on another number.
     """
-    kind, towers = m.op.inputs[2].dtype, range(len(m.towers))
+    kind = m.op.inputs[2].dtype
     sums = _Sums(m, axes, kind)
     dy, x, mean, none = sums.images(0), sums.images(1), m.whole(3), m.constant([], kind, None)
     variance = m.whole(4) if known else sums.variance(x, mean)
@@ -193,7 +194,7 @@ def _gradients(m: Any, axes: tuple[int, list[int]], known: bool) -> list[list[An
     dx = m.each(lambda tower: m.make("Sub", [own[tower][0], sums.normalized(
         x[tower], [*moved, mean, variance], tower)], tower))
     unused = m.constant(0, kind, None)
-    return [sums.given(dx, 1), *([value] * len(towers) for value in (
+    return [sums.given(dx, 1), *([value] * len(m.towers) for value in (
         of_scale, of_offset, unused, unused))]
 
 
@@ -202,7 +203,7 @@ def _with_given_moments(m: Any, axes: tuple[int, list[int]], inputs: Sequence[An
     """The kernel's gradients for a tower's rows; it has the channels last."""
     channel, others = axes
     last = channel == len(others)
-    there = [others[0], *others[1:], channel]
+    there = [*others, channel]
 
     def moved(image: Any, order: Sequence[int]) -> Any:
         return image if last else m.make(
