@@ -50,7 +50,7 @@ def ways(places: Mapping[str, int], reached: Mapping[int, frozenset[int]]
     """
     found = {}
     numbers = {device: tf.DeviceSpec.from_string(device).device_index for device in places}
-    for source, target in itertools.permutations(places, 2):
+    for source, target in itertools.permutations(places if reached else (), 2):
         ends = numbers[source], numbers[target]
         between = [device for device, number in numbers.items()
                    if number in reached.get(ends[0], ()) and ends[1] in reached.get(number, ())]
