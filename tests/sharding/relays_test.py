@@ -55,6 +55,16 @@ def crossing(operations, group):
     return len(found)
 
 
+def trained(make, optimizer, strategy, x, y, reached=None):
+    """The weights of a model that is trained on batches of which the last has fewer rows."""
+    with on_gpus.tracing(reached):
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            model = make()
+        model.compile(optimizer, "mse", jit_compile=False)
+        model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
 class RelaysTest(parameterized.TestCase):
 
     @parameterized.parameters((4, [2]), (7, [4, 2]))
@@ -71,16 +81,8 @@ class RelaysTest(parameterized.TestCase):
     def test_as_on_one_device(self, library, towers, merge):
         """Else a sum counts a tower twice, or leaves one out; the last batch has fewer rows."""
         x, y = RANDOM.normal(size=[2, 22, WIDTH]).astype("float32")
-        found = []
-        for strategy in (None, towerstrategy.TowerStrategy(on_gpus.towers(towers), merge)):
-            with on_gpus.tracing():
-                model = dense(library)
-                if strategy is not None:
-                    with strategy.scope():
-                        model = dense(library)
-                model.compile("sgd", "mse", jit_compile=False)
-                model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
-            found.append(model.get_weights())
+        found = [trained(lambda: dense(library), "sgd", strategy, x, y) for strategy in (
+            None, towerstrategy.TowerStrategy(on_gpus.towers(towers), merge))]
         for one, other in zip(*found):
             np.testing.assert_allclose(one, other, atol=1e-6)
 
@@ -103,16 +105,9 @@ class RelaysTest(parameterized.TestCase):
     def test_rows_by_another_way_are_as_on_one_device(self, library, towers):
         """Else a tower is handed another's rows, or gradients of some rows are left out."""
         x, y = RANDOM.integers(0, 20_000, [22, 8]), RANDOM.normal(size=[22, 3]).astype("float32")
-        found = []
-        for strategy in (None, towerstrategy.TowerStrategy(on_gpus.towers(towers), "balanced")):
-            with on_gpus.tracing(square(towers)):
-                model = looked_up(library)
-                if strategy is not None:
-                    with strategy.scope():
-                        model = looked_up(library)
-                model.compile("adam", "mse", jit_compile=False)
-                model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
-            found.append(model.get_weights())
+        found = [trained(lambda: looked_up(library), "adam", strategy, x, y, square(towers))
+                 for strategy in (
+                     None, towerstrategy.TowerStrategy(on_gpus.towers(towers), "balanced"))]
         for one, other in zip(*found):
             np.testing.assert_allclose(one, other, atol=1e-6)
 
