@@ -11,6 +11,7 @@ folder ``benchmarks.json`` and ``benchmarks.png``.
     python -m benchmarks micro_batches                    # on one device; see micro_batches.py
     python -m benchmarks stages                           # one model over devices; see stages.py
     python -m benchmarks gpus                             # simulated GPUs; see gpus.py
+    python -m benchmarks one_gpu                          # a real one; see one_gpu.py
     python -m benchmarks inference                        # predict and evaluate; see inference.py
     python -m benchmarks unequal                          # a slower tower; see unequal.py
     python -m benchmarks partition                        # beside the trace; see partition.py
@@ -41,6 +42,7 @@ from benchmarks import (
     jax_peer,
     machines,
     micro_batches,
+    one_gpu,
     results,
     strategies,
     table,
@@ -74,6 +76,15 @@ _GPUS_CASES = flags.DEFINE_list("gpus_cases", ["resnet50", "mlp", "transformer",
 _GPUS_TOWERS = flags.DEFINE_list("gpus_towers", ["1", "2", "4", "8"],
                                  "the numbers of GPUs of `gpus`")
 _GPUS_CHECK = flags.DEFINE_bool("gpus_check", True, "compare `gpus` with published figures")
+_ONE_GPU_CASES = flags.DEFINE_list("one_gpu_cases", list(one_gpu.CASES), "what `one_gpu` measures")
+_ONE_GPU_WHO = flags.DEFINE_list("one_gpu_who", list(one_gpu.WHO), "who `one_gpu` measures")
+_ONE_GPU_LIMIT = flags.DEFINE_float("one_gpu_limit", 900, "seconds after which `one_gpu` ends")
+_ONE_GPU_ROWS = flags.DEFINE_integer("one_gpu_rows", 0, "of a batch of `one_gpu`; 0: the case's")
+_ONE_GPU_MEMORY = flags.DEFINE_integer("one_gpu_memory", 0, "MB of the GPU; 0: as nvidia-smi says")
+_ONE_GPU_CONSTANTS = flags.DEFINE_bool("one_gpu_constants", False,
+                                       "measure what the simulation rests on, and no model")
+_ONE_GPU_COMPARE = flags.DEFINE_string("one_gpu_compare", None,
+                                       "simulate what this file of `one_gpu` measured")
 _UNEQUAL_FACTOR = flags.DEFINE_integer(
     "unequal_factor", 3, "how many times as often the slow tower of `unequal` repeats its work",
     lower_bound=2)
@@ -194,6 +205,9 @@ def main(argv: list[str]) -> None:
     if argv[1:] == ["gpus"]:
         _simulate_gpus()
         return
+    if argv[1:] == ["one_gpu"]:
+        _measure_one_gpu()
+        return
     if argv[1:] == ["inference"]:
         _measure_inference()
         return
@@ -251,6 +265,26 @@ def _simulate_gpus() -> None:
     gpus.main(_GPUS_CASES.value, [int(count) for count in _GPUS_TOWERS.value],
               [name for name in links.MACHINES if not name.startswith("P100")],
               _GPUS_CHECK.value, pathlib.Path(_OUT.value))
+
+
+def _measure_one_gpu() -> None:
+    """``--one_gpu_cases`` by ``--one_gpu_who``; or constants; or a file beside the simulation."""
+    for flag, known in ((_ONE_GPU_CASES, one_gpu.CASES), (_ONE_GPU_WHO, one_gpu.WHO)):
+        wrong = [name for name in flag.value if name not in known]
+        if wrong:
+            raise app.UsageError(f"--{flag.name} takes {', '.join(known)}, but got "
+                                 f"{', '.join(wrong)}.")
+    if _ONE_GPU_COMPARE.value:
+        found = one_gpu.read(pathlib.Path(_ONE_GPU_COMPARE.value))
+        print(one_gpu.compared(found, one_gpu.simulated_as(found)))
+        return
+    quick = _QUICK.value
+    todo = [one_gpu.Cell(one_gpu.CONSTANTS)] if _ONE_GPU_CONSTANTS.value else one_gpu.cells(
+        _ONE_GPU_CASES.value, _ONE_GPU_WHO.value)
+    seconds = 0.5 if quick else _SECONDS.value
+    one_gpu.main(todo, one_gpu.Options(_DEVICE.value, seconds, quick, _ONE_GPU_ROWS.value,
+                                       _ONE_GPU_MEMORY.value),
+                 _ONE_GPU_LIMIT.value, _LIMIT.value, pathlib.Path(_OUT.value), _title("keras"))
 
 
 def _measure_inference() -> None:

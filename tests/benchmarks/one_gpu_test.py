@@ -1,0 +1,63 @@
+"""benchmarks one_gpu: what is measured in minutes that are lent is measured at the first try."""
+
+import json
+import pathlib
+import tempfile
+
+import pytest
+from absl.testing import absltest
+
+from benchmarks import links, one_gpu
+
+pytestmark = pytest.mark.wide
+
+CPU = one_gpu.Options("cpu", seconds=0, quick=True)
+
+
+class OneGpuTest(absltest.TestCase):
+
+    def test_what_tells_most_comes_first(self):
+        """Else the time is up before anything is known of XLA on a large model."""
+        found = one_gpu.cells(one_gpu.CASES, list(one_gpu.WHO))
+        self.assertEqual([str(cell) for cell in found[:6]], [
+            "resnet50 none", "resnet50 none_plain", "resnet50 tower", "resnet50 tower_plain",
+            "resnet50 mirrored", "transformer none"])
+        self.assertLen(set(found), len(found))
+        self.assertEqual(str(found[-1]), "resnet50 tower mixed_float16")
+
+    def test_a_failure_is_shown_and_the_rest_is_measured(self):
+        """Else one error ends the only minutes on a GPU that there are."""
+        todo = [one_gpu.Cell("mlp", "tower", "no policy"), one_gpu.Cell("mlp"),
+                one_gpu.Cell("mlp", "halves_balanced")]
+        with tempfile.TemporaryDirectory() as folder:
+            one_gpu.main(todo, CPU, 600, 300, pathlib.Path(folder), "here")
+            path = pathlib.Path(folder) / "one_gpu.json"
+            found = one_gpu.read(path)
+            self.assertEqual(json.loads(path.read_text())["options"]["device"], "cpu")
+        self.assertEqual(list(found), todo)
+        self.assertIn("no policy", found[todo[0]]["error"])
+        self.assertIn("Traceback", found[todo[0]]["log"])
+        for cell in todo[1:]:
+            self.assertGreater(found[cell]["steps"], 9, found[cell])
+            self.assertFalse(found[cell]["xla"])
+        text = one_gpu.shown(found, [one_gpu.Cell("embedding")])
+        self.assertIn("mlp halves_balanced", text)
+        self.assertIn("no policy failed: ValueError", text)
+        self.assertIn("the time was up: embedding none", text)
+
+    def test_ends_in_time(self):
+        """Else a process that hangs takes all the time with it, and is still there."""
+        todo = [one_gpu.Cell("mlp"), one_gpu.Cell("mlp", "tower")]
+        self.assertEmpty(list(one_gpu.measured(todo, CPU, 1, 300)))
+        (_, figures), *_ = one_gpu.measured(todo[:1], CPU, 300, 0.1)
+        self.assertIn("no end after", figures["error"])
+
+    def test_constants_beside_those_of_the_simulation(self):
+        """Else links.py keeps its estimates though they were measured."""
+        text = one_gpu.constants({"to the GPU, GB/s": 41.5, "an operation on the GPU, us": 4.,
+                                  "group 5 failed": "why"}, "H100")
+        self.assertRegex(text, r"to the GPU, GB/s +41\.50 +50\.00")
+        self.assertRegex(text, rf"on the GPU, us +4\.00 +{1e6 * links.LAUNCH['GPU']:.2f}")
+        self.assertRegex(text, "group 5 failed +why")
+        self.assertEqual(one_gpu.simulated_as({one_gpu.Cell("mlp"): {"gpu": "Tesla V100-SXM2"}}),
+                         "V100")
