@@ -20,8 +20,8 @@ class Gpus:
     def __init__(self, merge):
         self.merge = merge
 
-    def strategy(self):
-        return towerstrategy.TowerStrategy(["GPU:0", "GPU:1"], self.merge)
+    def strategy(self, **options):
+        return towerstrategy.TowerStrategy(["GPU:0", "GPU:1"], self.merge, **options)
 
 
 def _named(index, item):
