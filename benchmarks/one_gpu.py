@@ -3,7 +3,8 @@
 Goes in: a machine with one GPU.  Comes out: for each model and strategy the step, the first step
 and the GPU's peak memory; in the output folder ``one_gpu.json``, written after each of them.
 
-    python -m benchmarks one_gpu                         # 10 minutes or so; see --one_gpu_limit
+    python -m benchmarks one_gpu                         # --one_gpu_limit seconds at most
+    python -m benchmarks one_gpu --limit=150 --seconds=3 # of each process, of each steady step
     python -m benchmarks one_gpu --one_gpu_constants     # what the simulation rests on; a minute
     python -m benchmarks one_gpu --quick                 # does it work? On CPU devices, too
     python -m benchmarks one_gpu --one_gpu_compare=out/benchmarks/one_gpu.json    # needs no GPU
@@ -111,8 +112,8 @@ def cells(cases: Sequence[str], who: Sequence[str]) -> list[Cell]:
     found = [Cell(case, name) for names in (whole, who) for case in large for name in names]
     found += [Cell(case, name) for case in CASES[2:] if case in cases for name in who
               if name in [*whole, "halves_balanced", "halves_mirrored"]]
-    found += [Cell(case, name, "mixed_float16") for case in large[:1] for name in who
-              if name in ("none", "tower")]
+    found += [Cell("resnet50", name, "mixed_float16") for name in who
+              if "resnet50" in cases and name in ("none", "tower")]
     return list(dict.fromkeys(found))
 
 
@@ -240,8 +241,10 @@ def constants(figures: dict[str, float | str], gpu: str) -> str:
 
 def compared(found: dict[Cell, dict[str, Any]], gpu: str) -> str:
     """One GPU's measured steps beside the simulated ones."""
+    import towerstrategy
     from benchmarks import gpus  # it needs Keras 3 and TensorFlow's Grappler
 
+    towerstrategy.split_cpu(2)  # the host, and what stands for the GPU
     simulation = gpus.Simulation(lambda text: print(text, flush=True))
     machine = next(name for name, each in links.MACHINES.items() if each.gpu == gpu)
     rows = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -191,6 +192,8 @@ def main(argv: list[str]) -> None:
         traceback.print_exc()
         result = {"error": _short(error)}
     pathlib.Path(argv[2]).write_text(json.dumps(result))
+    sys.stderr.flush()
+    os._exit(0)  # to end iterators and TensorFlow takes seconds
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 import pytest
 from absl.testing import absltest
 
-from benchmarks import links, one_gpu
+from benchmarks import gpus, links, one_gpu
 
 pytestmark = pytest.mark.wide
 
@@ -61,3 +62,12 @@ class OneGpuTest(absltest.TestCase):
         self.assertRegex(text, "group 5 failed +why")
         self.assertEqual(one_gpu.simulated_as({one_gpu.Cell("mlp"): {"gpu": "Tesla V100-SXM2"}}),
                          "V100")
+
+    def test_beside_the_simulation(self):
+        """Else what was measured is compared with a step that is simulated on the host."""
+        found = {one_gpu.Cell("mlp"): {"step_ms": 1., "gpu_step_peak_mb": 500.},
+                 one_gpu.Cell("mlp", "none_plain"): {"error": "why"}}
+        with mock.patch.object(gpus.Simulation, "factor", lambda self, gpu: 1.):
+            text = one_gpu.compared(found, "H100")
+        self.assertRegex(text, r"mlp +none +1\.00 +0\.\d\d +\d\.\d\d +500 +-")
+        self.assertRegex(text, r"mlp +none_plain +- +1\.\d\d +- +- +4\d\d")
