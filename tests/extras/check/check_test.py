@@ -121,6 +121,16 @@ class CommandTest(parameterized.TestCase):
         self.assert_fits(document, SCHEMA, "document")
         self.assertIn("no kernel", document["same"][0]["error"])
 
+    def test_what_fails_on_one_device_says_nothing_of_towers(self):
+        """Else TensorFlow's own fault on a machine is taken for one of its towers."""
+        with mock.patch.object(same, "_alone", side_effect=RuntimeError("no kernel")):
+            found = same.compare(JOB, DEVICES)
+        self.assertIn("one device alone", command._outcome(found))
+        good = same.Result(JOB, 1e-5, {"weights": 0.})
+        self.assertTrue(command._passed([good, found]))
+        self.assertFalse(command._passed([found]))
+        self.assertNotIn("NOT the same", command._verdict([good, found]))
+
     def test_nothing_compared_is_no_success(self):
         """Else a machine too slow to compare anything passes."""
         with mock.patch.object(command, "_LAST_START", -1):

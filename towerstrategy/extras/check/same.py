@@ -46,12 +46,16 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came out: the difference of each kind, or the error that came instead."""
+    """What came out: the difference of each kind, or the error that came instead.
+
+    ``alone`` says that it came on one device, so nothing is known of the towers.
+    """
 
     job: Job
     bound: float
     differences: dict[str, float]
     error: str | None = None
+    alone: bool = False
 
     @property
     def largest(self) -> float:
@@ -117,13 +121,14 @@ def compare(job: Job, devices: Sequence[str]) -> Result:
     # TensorFloat-32's 10 bits would hide a fault of a thousandth.
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(False)
+    wanted: dict[str, list[np.ndarray]] | None = None
     try:
         wanted = _alone(job.keras, job.network, devices[0])
         got = _train(job.keras, job.network, TowerStrategy(list(devices), job.merge_device).scope())
         return Result(job, bound, {kind: _difference(got[kind], wanted[kind],
                                                      _FLOORS.get(kind, _FLOOR)) for kind in wanted})
     except Exception as error:  # whatever it is, the report is to hold it
-        return Result(job, bound, {}, f"{type(error).__name__}: {error}")
+        return Result(job, bound, {}, f"{type(error).__name__}: {error}", wanted is None)
     finally:
         tf.config.experimental.enable_tensor_float_32_execution(before)
 
