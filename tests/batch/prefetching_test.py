@@ -95,7 +95,9 @@ class ElementTest(parameterized.TestCase):
         self.assertEqual(*found)
 
     def test_where_parts_are(self):
-        """Else a step waits for its batch, or a string, which no GPU holds, is sent to one."""
+        """Else a step waits for its batch, or a string, which no GPU holds, is sent to one, or an
+        int32 that kernels take from the host.
+        """
         with gpus():
             strategy = towerstrategy.TowerStrategy(TOWERS, "CPU:0")
             distributed = strategy.experimental_distribute_dataset(
@@ -104,7 +106,7 @@ class ElementTest(parameterized.TestCase):
         for element in (next(iterator), iterator.get_next_as_optional().get_value()):
             batch, nothing = element
             self.assertEqual(places(batch["x"][0]), TOWERS)
-            self.assertEqual(places(batch["x"][1]), TOWERS)
+            self.assertEqual(places(batch["x"][1]), ["CPU:0"] * 3)
             self.assertEqual([part.values.device[-5:] for part in batch["p"].values], TOWERS)
             self.assertEqual([part.values.device[-5:] for part in batch["r"].values], ["CPU:0"] * 3)
             self.assertEqual(places(batch["s"]), ["CPU:0"] * 3)
@@ -117,7 +119,7 @@ class ElementTest(parameterized.TestCase):
         options = InputOptions(experimental_fetch_to_device=True,
                                experimental_replication_mode=mode)
         for element in strategy.distribute_datasets_from_function(
-                lambda _: Dataset.from_tensor_slices(range(6)), options):
+                lambda _: Dataset.from_tensor_slices(np.arange(6.)), options):
             self.assertEqual(places(element), TOWERS)
 
     def test_one_tower(self):

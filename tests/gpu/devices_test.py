@@ -78,12 +78,14 @@ class InputTest(parameterized.TestCase):
     def test_batches_lie_on_the_gpus(self):
         """Else each step waits until its batch has crossed from the host."""
         strategy = towerstrategy.TowerStrategy(TOWERS)
-        rows = tf.data.Dataset.from_tensor_slices((np.arange(20.), list("abcdefghij" * 2)))
+        rows = tf.data.Dataset.from_tensor_slices(
+            (np.arange(20.), np.arange(20).astype("int32"), list("abcdefghij" * 2)))
         found = []
-        for numbers, letters in strategy.experimental_distribute_dataset(
+        for numbers, words, letters in strategy.experimental_distribute_dataset(
                 rows.batch(6), None if ARE_GPUS else tf.distribute.InputOptions()):
             self.assertEqual([name_of(part.backing_device) for part in numbers.values], TOWERS)
-            self.assertIn("CPU:0", letters.values[0].backing_device)
+            for others in (words, letters):
+                self.assertIn("CPU:0", others.values[0].backing_device)
             found += [number for part in numbers.values for number in part.numpy().tolist()]
         self.assertEqual(found, list(range(20)))
 

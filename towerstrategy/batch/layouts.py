@@ -2,7 +2,7 @@
 
 Goes in: the type spec of split elements.  Comes out: a :class:`Layout`.  TensorFlow's multi-device
 iterator takes one dataset and hands its elements to the devices in turn.  So each becomes
-R + 1: what stays on the host (row counts, strings, ragged components), then each tower's.
+R + 1: what stays on the host (row counts, strings, int32, ragged components), then each tower's.
 """
 
 from __future__ import annotations
@@ -125,6 +125,8 @@ def owners_of(spec: Any, towers: int, counts: bool = True) -> list[int]:
 
 def _moves(spec: Any) -> bool:
     """Whether a component goes to a tower's own memory: strings cannot, ragged operations have CPU
-    kernels alone.
+    kernels alone, and most GPU kernels take int32 from the host's memory, so that what was brought
+    to a GPU goes down again.
     """
-    return isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) and spec.dtype != tf.string
+    return isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) \
+        and spec.dtype not in (tf.string, tf.int32)
