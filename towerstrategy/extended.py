@@ -38,7 +38,6 @@ class Modes(threading.local):
     compiles = False  # whether XLA compiles what the towers do
     keeps_graph = False  # whether the graph of what is traced is asked for, to look at
     adopts = False  # whether variables that are not the strategy's yet are to be adopted
-    updates: tuple[str, Any] = "", None  # the home of what ``update`` was given, and the graph
 
     @contextlib.contextmanager
     def within(self, **modes: Any) -> Iterator[None]:
@@ -325,10 +324,8 @@ class TowerExtended(_tf.StrategyExtended):
         results = []
         for number, part in enumerate(parts):
             pick = _tf.select_replica if several else reductions.the_one
-            home = homes_lib.home_of(part)
-            graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-            with tf.device(home), self.modes.within(updates=(home, graph)), \
-                    _tf.UpdateContext(number), tf.name_scope(f"update_{number}"):
+            with tf.device(homes_lib.home_of(part)), _tf.UpdateContext(number), \
+                    tf.name_scope(f"update_{number}"):
                 results.append(fn(part, *pick(number, args), **pick(number, kwargs)))
         return _tf.update_regroup(self, results, group)
 

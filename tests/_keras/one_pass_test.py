@@ -136,6 +136,21 @@ class UpdateTest(parameterized.TestCase):
         self.assert_same(found, trained(KITS[kit], AS_KERAS[name], None)[0])
         self.assertEmpty(kernels(operations))
 
+    @wide.product(name=("adam", *AS_KERAS))
+    def test_updates_that_xla_would_compile(self, name):
+        """Else tf_keras, which has XLA compile each weight's update where there are GPUs, ends in
+        an error for a rate that is on another GPU than the weight.
+        """
+        def compiled(kit):
+            optimizer = {**KERNELS, **AS_KERAS}[name](kit)
+            optimizer.jit_compile = True  # as it is where there are GPUs
+            return optimizer
+
+        strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2"], "balanced")
+        found, operations = trained(tf_keras, compiled, strategy)
+        self.assert_same(found, trained(tf_keras, compiled, None)[0])
+        self.assertEqual(bool(kernels(operations)), name == "adam")
+
     @parameterized.product(kit=tuple(KITS))
     def test_other_gradients_and_weights(self, kit):
         """Else gradients of another shape and float64 weights fail in a kernel."""

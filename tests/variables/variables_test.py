@@ -433,20 +433,6 @@ class UseTest(parameterized.TestCase):
         self.assertEqual((first.numpy(), second.numpy()), (16., 40.))
         self.assertEqual(plain(strategy.run(tf.function(lambda v: 1.), (first,))), 1.)
 
-    @parameterized.parameters(False, True)
-    def test_a_compiled_update_reads_a_variable_of_another_home(self, in_function):
-        """Else tf_keras, whose optimizers XLA compiles where there are GPUs, fails on several."""
-        strategy = towerstrategy.TowerStrategy(["CPU:1", "CPU:2"], "balanced")
-        first, rate = made(strategy, 1.), made(strategy, 2.)
-        self.assertNotEqual(first.device, rate.device)
-        compiled = tf.function(lambda v, x: v.assign_add(rate * x), jit_compile=True)
-        for value in (3., 7.):
-            update = lambda: strategy.extended.update(first, compiled, (value,))  # noqa: B023, E731
-            with strategy.scope():
-                (tf.function(update) if in_function else update)()
-            rate.assign(10.)
-        self.assertEqual(first.numpy(), 1. + 2. * 3. + 10. * 7.)
-
     def test_as_an_array(self):
         """Else what reads a model's metrics by NumPy, as on one device, ends in an error."""
         strategy = two_towers()

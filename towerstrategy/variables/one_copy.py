@@ -42,22 +42,16 @@ class TowerVariable(_tf.ResourceVariable):
         return super().handle if value is None else value
 
     def _compiled_value(self) -> tf.Tensor | None:
-        """What stands for this variable in a compiled function; None for the variable itself.
+        """What stands for this variable in a compiled function that a tower calls; else None.
 
-        XLA reads no variable of another device, so the function that a tower calls, or the update
-        of a variable with another home, is given the value, which is read at each call where the
-        variable lives.  It stands for the handle, too: tapes inside of the function watch that.
+        XLA reads no variable of another device, so the function is given the value, which is read
+        at each call where the variable lives.  It stands for the handle, too: tapes inside of the
+        function watch that.
         """
         if not _tf.is_compiled_here():
             return None
         tower = contexts.current_tower()
-        if tower is not None:
-            own = tower.graph
-        else:
-            home, own = self._distribute_strategy.extended.modes.updates
-            if home in ("", homes_lib.home_of(self)):
-                return None
-        nested = _tf.nested_function(own)
+        nested = None if tower is None else _tf.nested_function(tower.graph)
         if nested is None:
             return None
         return _tf.capture_at_call(nested, f"towerstrategy/value of {id(self)}", self.value,

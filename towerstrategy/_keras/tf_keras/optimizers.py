@@ -71,7 +71,10 @@ def distributed_apply(original: Callable[..., Any], self: Any, distribution: Any
     rule, update = _KERNELS.get(getattr(self.update_step, "__func__", None)), self._update_step
     step = one_pass.Step(self, rule, self.learning_rate)
 
-    def update_step(gradient: Any, variable: Any) -> Any:
+    # Where there are GPUs Keras has XLA compile each variable's update, and gives it a key.  XLA
+    # reads and writes no variable of another device, as the learning rate's may be.
+    def update_step(gradient: Any, variable: Any, key: int | None = None) -> Any:
+        del key
         index = self._index_dict.get(self._var_key(variable))
         if index is None or not step.update(
                 rules.held_variable(variable), gradient,
@@ -79,8 +82,10 @@ def distributed_apply(original: Callable[..., Any], self: Any, distribution: Any
             return update(gradient, variable)
         return None
 
-    vars(self)["_update_step"] = update_step
+    own = dict.fromkeys(("_update_step", "_update_step_xla"), update_step)
+    vars(self).update(own)
     try:
         return original(self, distribution, *args, **kwargs)
     finally:
-        del vars(self)["_update_step"]
+        for name in own:
+            del vars(self)[name]
