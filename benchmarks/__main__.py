@@ -36,6 +36,7 @@ from typing import Any
 import tensorflow as tf
 from absl import app, flags
 
+import towerstrategy
 from benchmarks import (
     cases,
     chart,
@@ -276,6 +277,7 @@ def _measure_one_gpu() -> None:
                                  f"{', '.join(wrong)}.")
     if _ONE_GPU_COMPARE.value:
         found = one_gpu.read(pathlib.Path(_ONE_GPU_COMPARE.value))
+        towerstrategy.split_cpu(2)  # the host, and what stands for the GPU
         print(one_gpu.compared(found, one_gpu.simulated_as(found)))
         return
     quick = _QUICK.value

@@ -275,10 +275,8 @@ class Simulation:
 
     def factor(self, gpu: str) -> float:
         """How many times TensorFlow's costs one GPU of that name takes."""
-        given = links.GPUS[gpu]
-        if not given.rows_per_second:
-            return self.factor("A100")
         if gpu not in self._factors:
+            given = links.GPUS[gpu]
             machine = next(each for each in links.MACHINES.values() if each.gpu == gpu)
             case = dataclasses.replace(CASES["resnet50"], optimizer="sgd")  # as published
             step = self._traced("resnet50", case, 1, f"to calibrate {gpu}", given.rows)

@@ -31,8 +31,7 @@ class Gpu:
       memory: GB/s of its memory.
       nvlink: GB/s a way over all its NVLinks; 0 for none.
       pcie: the generation of its PCI Express.
-      rows_per_second: images a second of ResNet-50 on one, as published; 0: as far from
-        TensorFlow's costs as on an A100.
+      rows_per_second: images a second of ResNet-50 on one, as published or measured.
       rows: with so many rows.
       compiled: by XLA.
     """
@@ -49,12 +48,13 @@ class Gpu:
 # Peaks, memory and NVLink: NVIDIA's data sheets and white papers of P100, V100 (SXM2), A100 (SXM4
 # 40GB; TF32) and H100 (SXM5; TF32 without sparsity). Images a second: P100, tensorflow.org's
 # performance/benchmarks of 2017, batch 64, without XLA; V100 (float32) and A100 (TF32),
-# NVIDIA/DeepLearningExamples, TensorFlow/Classification/ConvNets/resnet50v1.5, with XLA.
+# NVIDIA/DeepLearningExamples, TensorFlow/Classification/ConvNets/resnet50v1.5, with XLA; H100
+# (TF32), `python -m benchmarks one_gpu`, Keras 3 with XLA, see RESULTS.md, "On an H100".
 GPUS = {
     "P100": Gpu(10.6, 732, 0, 3, 219, 64, compiled=False),
     "V100": Gpu(15.7, 900, 150, 3, 412, 128),
     "A100": Gpu(156, 1555, 300, 4, 909, 256),
-    "H100": Gpu(494, 3350, 450, 5, 0, 256),
+    "H100": Gpu(494, 3350, 450, 5, 2791, 256),
 }
 
 # How many of its six NVLinks, 25 GB/s a way each, a V100 of a DGX-1 has to each other one, as

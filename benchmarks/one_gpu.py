@@ -19,7 +19,7 @@ Each runs in a process of its own, one after another. While one builds its model
 imports TensorFlow; it asks for the GPU when the one before has ended.
 
 ``--one_gpu_compare`` takes such a file and puts beside it what ``gpus`` simulates of one GPU: the
-factor by which all is off is that of the published figures of an A100, see :mod:`gpus`.
+factor by which all is off is that of the GPU's ResNet-50 with XLA, see :mod:`links`.
 """
 
 from __future__ import annotations
@@ -240,11 +240,9 @@ def constants(figures: dict[str, float | str], gpu: str) -> str:
 
 
 def compared(found: dict[Cell, dict[str, Any]], gpu: str) -> str:
-    """One GPU's measured steps beside the simulated ones."""
-    import towerstrategy
+    """One GPU's measured steps beside the simulated ones; needs two logical CPU devices."""
     from benchmarks import gpus  # it needs Keras 3 and TensorFlow's Grappler
 
-    towerstrategy.split_cpu(2)  # the host, and what stands for the GPU
     simulation = gpus.Simulation(lambda text: print(text, flush=True))
     machine = next(name for name, each in links.MACHINES.items() if each.gpu == gpu)
     rows = []
