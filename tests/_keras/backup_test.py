@@ -119,13 +119,36 @@ class BackupTest(parameterized.TestCase):
                 self.assertEqual(json.load(file)["epoch"], 2)
             self.assertLen(os.listdir(folder), 4)
 
+    @parameterized.parameters(keras, tf_keras)
+    def test_state_is_the_users(self, keras_):
+        """Else what a callback of the user's own has counted is not there after ``fit``."""
+
+        class Counting(keras_.callbacks.BackupAndRestore):
+            epochs = 0
+
+            def on_epoch_end(self, epoch, logs=None):
+                super().on_epoch_end(epoch, logs)
+                self.epochs += 1
+
+        with two_towers().scope():
+            model = keras_.Sequential([keras_.Input([3]), keras_.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        with tempfile.TemporaryDirectory() as folder:
+            backup = Counting(os.path.join(folder, "backup"))
+            for _ in range(2):
+                model.fit(X, X.sum(1), epochs=3, verbose=0, callbacks=[backup])
+        self.assertEqual(backup.epochs, 6)
+        self.assertIs(type(backup), Counting)
+        self.assertIs(backup.model, model)
+
     @parameterized.parameters(True, False)
     def test_one_machine_writes(self, is_chief):
         """Else several machines write the same files, or a callback is another one afterwards."""
         made = keras.callbacks
         with tempfile.TemporaryDirectory() as folder:
             callbacks = [
-                made.ModelCheckpoint(f"{folder}/{{epoch}}.keras"), made.CSVLogger(f"{folder}/csv"),
+                made.ModelCheckpoint(f"{folder}/{{epoch}}.keras", "loss", save_best_only=True),
+                made.CSVLogger(f"{folder}/csv"),
                 made.TensorBoard(f"{folder}/events"), made.BackupAndRestore(f"{folder}/backup")]
             before = [{name: value for name, value in vars(callback).items()
                        if isinstance(value, str)} for callback in callbacks]
@@ -147,6 +170,7 @@ class BackupTest(parameterized.TestCase):
                         now = vars(callback)
                         self.assertEqual({name: now[name] for name in attributes}, attributes)
                         self.assertNotIn("_save_model", now)
+                    self.assertEqual(callbacks[0].best, 1.0)
             wanted = ["1.keras", "backup", "csv", "events"] if is_chief else []
             self.assertEqual(sorted(os.listdir(folder)), wanted)
 

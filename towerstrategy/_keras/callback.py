@@ -1,12 +1,11 @@
 """Callbacks that both Kerases take, without importing either.
 
-Goes in: nothing, or a callback of theirs.  Comes out: a base class whose methods do nothing; a copy
-of the callback with other methods.
+Goes in: nothing, or a callback of theirs.  Comes out: a base class whose methods do nothing; the
+callback with other methods.
 """
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 _EVENTS = ("batch", "train_batch", "test_batch", "predict_batch", "epoch", "train", "test",
@@ -44,7 +43,11 @@ for _event in _EVENTS:
 
 
 def with_methods(callback: Any, methods: type) -> Any:
-    """A copy of a Keras callback, whose methods are these, then those of its own class."""
-    made = copy.copy(callback)
-    made.__class__ = type(type(callback).__name__, (methods, type(callback)), {})
+    """A Keras callback again, whose methods are these, then those of its own class.
+
+    Both have one state: what is counted in either is what the user reads off ``callback``.
+    """
+    made_class = type(type(callback).__name__, (methods, type(callback)), {})
+    made = made_class.__new__(made_class)
+    made.__dict__ = callback.__dict__
     return made

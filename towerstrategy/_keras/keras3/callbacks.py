@@ -7,7 +7,6 @@ as is TensorFlow's and tf_keras' own habit.
 
 from __future__ import annotations
 
-import copy
 import os
 import tempfile
 from collections.abc import Callable
@@ -35,7 +34,7 @@ def set_model(original: Callable[..., Any], self: Any, model: Any) -> None:
 
 
 def _on_towers(callback: Any, is_chief: bool) -> Any:
-    """What is called in the place of a user's callback, which stays as it is."""
+    """What is called in the place of a user's callback, whose class and paths stay."""
     if isinstance(callback, (_WholeBackup, _Emptied)):
         return callback
     if isinstance(callback, backup_and_restore.BackupAndRestore):
@@ -49,15 +48,14 @@ def _on_towers(callback: Any, is_chief: bool) -> Any:
 
 
 def _elsewhere(callback: Any, attribute: str) -> Any:
-    """A copy of ``callback`` that writes to a folder which is thrown away with it.
+    """``callback``, writing to a folder which is thrown away.
 
     ``attribute`` is where the callback has the path that it writes to.
     """
-    made = copy.copy(callback)
-    made._folder = tempfile.TemporaryDirectory()
-    setattr(made, attribute, os.path.join(made._folder.name,
-                                          os.path.basename(getattr(callback, attribute))))
-    return made
+    folder = tempfile.TemporaryDirectory()
+    path = os.path.join(folder.name, os.path.basename(getattr(callback, attribute)))
+    return callback_lib.with_methods(callback, type("_Elsewhere", (), {
+        "_folder": folder, attribute: property(lambda _: path)}))
 
 
 class _Emptied(model_checkpoint.ModelCheckpoint):
