@@ -47,7 +47,7 @@ def with_methods(callback: Any, methods: type) -> Any:
 
     Both have one state: what is counted in either is what the user reads off ``callback``.
     """
-    made_class = type(type(callback).__name__, (methods, type(callback)), {})
+    made_class: Any = type(type(callback).__name__, (methods, type(callback)), {})
     made = made_class.__new__(made_class)
     made.__dict__ = callback.__dict__
     return made
