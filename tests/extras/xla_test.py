@@ -18,6 +18,7 @@ from tensorflow.python.eager import context
 
 import towerstrategy
 import wide
+from towerstrategy import _tensorflow
 from towerstrategy.extras import xla
 
 IN_TURN = wide.turns(("keras", keras), ("tf_keras", tf_keras))
@@ -83,6 +84,27 @@ def assert_same(got, wanted):
     for name in wanted:
         for one, other in zip(tf.nest.flatten(got[name]), tf.nest.flatten(wanted[name])):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+class MarkTest(parameterized.TestCase):
+
+    def test_sums_are_compiled_with_the_rest(self):
+        """Lost otherwise: one stretch for a layer, which Grappler cuts at sums that it rewrites."""
+        @tf.function
+        def normalized(x, offset):
+            scale = tf.math.rsqrt(tf.reduce_mean(tf.square(x), -1, keepdims=True)) * offset
+            result = tf.exp(tf.tanh(x) * scale + tf.sin(x) * scale + offset)
+            for operation in result.graph.get_operations():
+                if operation.type not in ("Placeholder", "Const"):
+                    _tensorflow.compile_by_xla(operation, "tower_0")
+            return result
+
+        context.enable_run_metadata()
+        self.addCleanup(context.disable_run_metadata)
+        normalized(tf.ones([2, 4, 16]), tf.ones([16]))
+        made = [node.op for each in context.export_run_metadata().function_graphs
+                for graph in each.partition_graphs for node in graph.node]
+        self.assertEqual(made.count("_XlaRun"), 1, made)
 
 
 class KerasTest(parameterized.TestCase):

@@ -37,8 +37,13 @@ def _prepare() -> None:
 
 
 def compile_by_xla(operation: tf.Operation, scope: str) -> None:
-    """Marks ``operation`` for XLA, as ``jit_scope`` marks what is made within."""
-    operation._set_attr("_XlaCompile", tf.compat.v1.AttrValue(b=True))
+    """Marks ``operation`` for XLA, as ``jit_scope`` marks what is made within.
+
+    Also as what Grappler's arithmetic optimizer has seen (``kAddOpsRewriteTag``): it would put sums
+    in the place of others, as of each normalization, that are not marked for XLA.
+    """
+    for mark in ("_XlaCompile", "_grappler_ArithmeticOptimizer_AddOpsRewriteStage"):
+        operation._set_attr(mark, tf.compat.v1.AttrValue(b=True))
     operation._set_attr("_XlaScope", tf.compat.v1.AttrValue(s=scope.encode()))
 
 
