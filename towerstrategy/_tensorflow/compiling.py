@@ -13,7 +13,7 @@ from tensorflow.python.framework import kernels as kernels_lib
 def has_xla_kernel(node: Any, device_type: str) -> bool:
     """Whether XLA compiles an operation (its NodeDef), as far as types say, without trying."""
     _prepare()
-    return any(_fits(node, kernel) for kernel in _xla_kernels(node.op, device_type))
+    return any(_fits(node, kernel) for kernel in _kernels(node.op, f"XLA_{device_type}_JIT"))
 
 
 def _fits(node: Any, kernel: Any) -> bool:
@@ -23,10 +23,9 @@ def _fits(node: Any, kernel: Any) -> bool:
 
 
 @functools.cache
-def _xla_kernels(name: str, device_type: str) -> list[Any]:
-    wanted = f"XLA_{device_type}_JIT"
+def _kernels(name: str, device_type: str) -> list[Any]:
     return [kernel for kernel in kernels_lib.get_registered_kernels_for_op(name).kernel
-            if kernel.device_type == wanted]
+            if kernel.device_type == device_type]
 
 
 @functools.cache
@@ -34,6 +33,32 @@ def _prepare() -> None:
     """XLA registers its kernels when it compiles for the first time."""
     with tf.init_scope(), tf.device("CPU:0"):
         tf.function(lambda: tf.zeros([]) + 1., jit_compile=True, autograph=False)()
+
+
+def host_memory(operation: tf.Operation, of_any_type: bool = False
+                ) -> tuple[list[bool], list[bool]]:
+    """For each input and output of an operation on a GPU whether it is in the host's memory.
+
+    As its kernel says, or ``of_any_type`` all kernels of its type; all are where TensorFlow has
+    none for GPUs.
+    """
+    definition, node = operation.op_def, operation.node_def
+    kernels = [each for kind in ("GPU", "DEFAULT") for each in _kernels(node.op, kind)]
+    if not of_any_type:
+        kernels = [each for each in kernels if _fits(node, each)][:1]
+
+    def on_host(args: Any) -> list[bool]:
+        return [all(arg.name in kernel.host_memory_arg for kernel in kernels)
+                for arg in args for _ in range(_length(node, arg))]
+
+    return on_host(definition.input_arg), on_host(definition.output_arg)
+
+
+def _length(node: Any, arg: Any) -> int:
+    """How many tensors an argument of an operation is."""
+    if arg.number_attr:
+        return int(node.attr[arg.number_attr].i)
+    return len(node.attr[arg.type_list_attr].list.type) if arg.type_list_attr else 1
 
 
 def compile_by_xla(operation: tf.Operation, scope: str) -> None:

@@ -11,7 +11,8 @@ begins a new one with each :data:`STRETCH` of weights: its first layers need not
 the last ones.
 
 What stays outside: random numbers, which are those of one device without XLA; variables; lists of
-tensors; small numbers made of small numbers; and what XLA does not have, which is said once a type.
+tensors; small numbers made of small numbers, but for those that never change; and what XLA does not
+have, which is said once a type.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ class Xla:
     def mark(self, graph: tf.Graph, operations: Iterable[tf.Operation] | None = None) -> None:
         """Marks those of ``operations``, where none are given of ``graph``, that XLA can compile.
         """
-        stretches = _Stretches()
+        stretches, small, marked = _Stretches(), [], {}
         for operation in graph.get_operations() if operations is None else operations:
             kind = self._devices.get(operation.device)
             if kind is None or _is_small(operation):
+                small += [operation] if kind else []
                 continue
             nodes = list(_nodes_in(graph, operation.node_def))
             missing = next((node.op for node in nodes if node.op != "Const"
@@ -61,11 +63,19 @@ class Xla:
                 owner = scopes.owner_in(operation.name)
                 if owner and tf.variant not in _dtypes(operation):
                     number = 0 if owner == scopes.UPDATE else stretches.number(operation)
-                    _tf.compile_by_xla(operation, f"{owner} {operation.device} {number}")
+                    marked[operation] = f"{owner} {operation.device} {number}"
+                    _tf.compile_by_xla(operation, marked[operation])
             elif missing and missing not in self._missing and not operation.op_def.is_stateful:
                 self._missing.add(missing)
                 _log.info("%s (%s) is not compiled though jit_compile=True: XLA does not have it.",
                           missing, scopes.plain_name(operation.name))
+        for operation in small:  # what others take of these, TensorFlow makes again outside
+            own = f"{scopes.owner_in(operation.name)} "
+            takers = (marked.get(taker, "") for tensor in operation.outputs
+                      for taker in tensor.consumers())
+            taken = next((scope for scope in takers if scope.startswith(own)), "")
+            if taken and _is_sent(operation):
+                _tf.compile_by_xla(operation, taken)
 
 
 class _Stretches:
@@ -98,6 +108,13 @@ def _nodes_in(graph: tf.Graph, node: Any) -> Iterator[Any]:
 def _is_small(operation: tf.Operation) -> bool:
     return all(tensor.shape.is_fully_defined() and tensor.shape.num_elements() <= SMALL
                for tensor in (*operation.inputs, *operation.outputs))
+
+
+def _is_sent(operation: tf.Operation) -> bool:
+    """Whether a GPU would be sent numbers that never change, for a kernel keeps them on the host.
+    """
+    return _is_pure(operation) and all(_tf.host_memory(operation)[1]) and all(
+        _tf.constant_value(tensor) is not None for tensor in operation.outputs)
 
 
 def _is_pure(operation: tf.Operation) -> bool:

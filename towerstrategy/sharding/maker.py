@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from towerstrategy.sharding import homes
 from towerstrategy.sharding.builder import Ref
+from towerstrategy.sharding.rules.entries import sizes_of
 from towerstrategy.sharding.rules.registry import HOST, Op
 from towerstrategy.sharding.spec import Sharded, Size
 from towerstrategy.sharding.towers import Towers
@@ -101,10 +102,31 @@ class Maker:
                 size for dim, size in enumerate(static) if dim != spec.dim]:
             return self.make("Pack", [rows if dim == spec.dim else self.constant(size, dtype, HOST)
                                       for dim, size in enumerate(static)], HOST, axis=0)
-        first = self.make("Shape", [value.part(0)], 0, out_type=dtype)
+        first = self.own_shape(index, 0, dtype)
         rows = self.make("Reshape", [rows, self.constant([1], tf.int32, HOST)], HOST)
         return self.make("TensorScatterUpdate", [
             first, self.constant([[spec.dim]], tf.int32, HOST), rows], HOST)
+
+    def own_shape(self, index: int, tower: int, dtype: tf.DType) -> Ref:
+        """The shape of what a tower has of an input.
+
+        Of what the host knows, where that says it: it does not wait for the tensor, and what XLA
+        compiles need not give it back from the GPU.
+        """
+        towers, spec = self.towers, self.inputs[index].spec
+        sizes, device = sizes_of(self.op.inputs[index]), towers.packed_on(tower, dtype)
+        dim = spec.dim if isinstance(spec, Sharded) else None
+        if sizes is None or None in [size for at, size in enumerate(sizes) if at != dim] \
+                or isinstance(spec, Sharded) and (spec.times is None or spec.group):
+            return self.make("Shape", [self.part(index, tower)], tower, out_type=dtype)
+        if not isinstance(spec, Sharded):
+            return towers.builder.constant(sizes, dtype, device)
+        rows = towers.count(tower, dtype)
+        if spec.times != 1:
+            rows = towers.on_host("Mul", rows, towers.number(spec.times, dtype))
+        return towers.builder.make("Pack", [
+            rows if at == dim else towers.builder.constant(size, dtype, device)
+            for at, size in enumerate(sizes)], device, f"{towers.scopes[tower]}Pack", axis=0)
 
     def _entry(self, vector: Ref, index: int, tower: int | None) -> Ref:
         return self.make("GatherV2", [vector, self.constant(index, tf.int32, tower),

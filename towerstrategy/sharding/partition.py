@@ -230,10 +230,11 @@ class Partition:
             return lambda tower: [output[tower] for output in each.made()]
         made: dict[int, list[Ref]] = {}
         operation, towers = maker.op, maker.towers
+        own = None if towers.on_cpu else plan.part
 
         def part(tower: int) -> list[Ref]:
             if tower not in made:
-                made[tower] = self._copied(
+                made[tower] = own(maker, tower) if own is not None else self._copied(
                     operation, [value.part(tower) for value in maker.inputs],
                     home or (towers.shapes_on(tower) if of_shapes else towers.devices[tower]),
                     tower, controls if operation.has_effect else self._own(controls, tower))

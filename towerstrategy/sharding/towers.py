@@ -168,10 +168,18 @@ class Towers:
         """Where a tower's shapes are made: on the tower if it is a CPU, else on the host."""
         return self.devices[tower] if self.on_cpu else self.host
 
+    def packed_on(self, tower: int, dtype: tf.DType) -> str:
+        """Where numbers become a shape for a tower.
+
+        GPUs' kernels keep int32 in the host's memory. What the host has made itself TensorFlow's
+        layout optimizer takes to a GPU and back, to permute it.
+        """
+        return self.devices[tower] if dtype == tf.int32 else self.shapes_on(tower)
+
     def vector(self, tower: int, number: Ref, at: int, length: int, other: int) -> Ref:
         """A vector with ``number`` in one place and ``other`` in all others, for a tower."""
         def make() -> Ref:
-            device = self.shapes_on(tower)
+            device = self.packed_on(tower, number.dtype)
             rest = self.builder.constant(other, number.dtype, device)
             return self.builder.make("Pack", [number if place == at else rest
                                               for place in range(length)], device,

@@ -152,13 +152,13 @@ class Value:
         towers, dim, rank, part = self.towers, self.spec.dim, self.shape.rank, self.part(tower)
         build = towers.builder
         after = towers.vector(tower, self._missing(tower), dim, rank, 0)
-        host = towers.shapes_on(tower)
-        paddings = towers.once(("paddings", after), lambda: build.make(
-            "Pack", [build.constant([0] * rank, tf.int32, host), after], host,
-            f"{towers.scopes[tower]}Pack", axis=1))
-        # Not Pad, which oneDNN fuses with a convolution that gives no rows a wrong shape.
+        paddings = towers.once(("paddings", after), lambda: towers.on(
+            tower, "Pack", build.constant([0] * rank, tf.int32, towers.devices[tower]), after,
+            axis=1))
+        # Not Pad, which oneDNN fuses with a convolution that gives no rows a wrong shape. Its
+        # kernel for GPUs takes what it pads with from the host.
         return towers.on(tower, "PadV2", part, paddings, build.constant(
-            0, part.dtype, towers.devices[tower]))
+            0, part.dtype, towers.shapes_on(tower)))
 
     def without_padding(self, like: Value) -> Value:
         """The inverse of :meth:`padded`, where ``like`` tells which towers have no rows."""
@@ -181,10 +181,10 @@ class Value:
         towers = self.towers
         if not self.spec.group:
             return towers.missing(tower)
-        none, dim = (towers.builder.constant(number, tf.int32, towers.devices[tower])
-                     for number in (0, self.spec.dim))
-        rows = towers.on(tower, "GatherV2", towers.on(tower, "Shape", self.part(tower)), dim, none)
-        return towers.on(tower, "Cast", towers.on(tower, "Equal", rows, none), DstT=tf.int32)
+        none, dim = (towers.number(number, tf.int32) for number in (0, self.spec.dim))
+        shape = towers.on(tower, "Shape", self.part(tower))
+        rows = towers.on_host("GatherV2", shape, dim, none)
+        return towers.on_host("Cast", towers.on_host("Equal", rows, none), DstT=tf.int32)
 
     def _first_or_zeros(self, tower: int) -> Ref:
         if self.towers.first + tower == 0:

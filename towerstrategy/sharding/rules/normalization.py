@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.sharding.rules.dimensions import MIXED, by_names, is_plain, one_sharded
-from towerstrategy.sharding.rules.registry import Op, Plan, rule
+from towerstrategy.sharding.rules.registry import HOST, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Spec, Variance
 
 
@@ -98,9 +98,9 @@ class _Sums:
         self._m, self._kind = m, kind
         self._channel, self._others = axes
         shape = m.shape(index, tf.int32)
-        chosen = m.make("GatherV2", [shape, m.constant(self._others, tf.int32, None),
-                                     m.constant(0, tf.int32, None)], None)
-        count = m.make("Prod", [chosen, m.constant([0], tf.int32, None)], None)
+        chosen = m.make("GatherV2", [shape, m.constant(self._others, tf.int32, HOST),
+                                     m.constant(0, tf.int32, HOST)], HOST)
+        count = m.make("Prod", [chosen, m.constant([0], tf.int32, HOST)], HOST)
         self.count = m.make("Cast", [count], None, DstT=kind)
 
     def images(self, index: int) -> list[Any]:

@@ -167,6 +167,7 @@ class Plan:
         only the entries are sent.
       passes: each output is the input of its number, as it is: the operation need not be done.
       once: it is done once with all rows, of which each tower then takes its own.
+      part: makes a GPU tower's outputs, those that a copy of the operation gives, at less cost.
       whole: likewise makes the whole batch's outputs: of sizes that are made of sharded inputs, and
         of what is done once in another way.
     """
@@ -174,6 +175,7 @@ class Plan:
     takes: Sequence[Spec]
     gives: Sequence[Spec]
     make: Callable[[Any], list[list[Any]]] | None = None
+    part: Callable[[Any, int], list[Any]] | None = None
     whole: Callable[[Any], list[Any]] | None = None
     alone: int | None = None
     near: int | None = None

@@ -46,7 +46,8 @@ def shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
     if op.type == "Shape" and not isinstance(specs[0], Sharded):
         return Plan(specs, [REPLICATED])  # a part of a sum has the sum's shape
-    return Plan(specs, gives, whole=whole)
+    return Plan(specs, gives, whole=whole, part=lambda m, tower: [
+        m.own_shape(index, tower, op.outputs[0].dtype) for index in range(len(specs))])
 
 
 @rule("Size")
