@@ -66,6 +66,7 @@ class Operation:
     traced_as: str = ""  # its name in the traced graph
     link: str = ""  # what it occupies, where that is not its device
     compiled: str = ""  # marked for XLA, and what is compiled with it is marked alike
+    traced: tf.Operation | None = None
 
 
 def flatten(function: Any, devices: Sequence[str]) -> list[Operation]:
@@ -132,6 +133,7 @@ def _find_shapes(graph: tf.Graph) -> None:
                        is not None else tf.compat.v1.placeholder(tensor.dtype, tensor.shape)
                        for place, tensor in enumerate(op.inputs)}
                 made.node[0].input[:] = put
+                made.node[0].attr.pop("_class", None)  # beside what is not here
                 found = tf.graph_util.import_graph_def(
                     made, put, [tensor.name for tensor in op.outputs], name="")
             for tensor, same in zip(op.outputs, found):
@@ -217,7 +219,8 @@ class _Walk:
         made = Operation(f"n{number}", kind, device, inputs, waits,
                          [_size(tensor) for tensor in outputs],
                          traced_as="" if op is None else op.name,
-                         compiled="" if op is None else op.node_def.attr["_XlaScope"].s.decode())
+                         compiled="" if op is None else op.node_def.attr["_XlaScope"].s.decode(),
+                         traced=op)
         if kind.startswith(UPDATES):
             variables = sum(tensor.dtype == tf.resource for tensor in op.inputs)
             made.moved = (2 * variables + 1) * max(map(_size, op.inputs))

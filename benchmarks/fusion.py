@@ -53,7 +53,7 @@ def kernels(operations: Sequence[flat.Operation], seconds: dict[str, float],
     # When XLA compiles, shapes are known.
     operations = [dataclasses.replace(each, inputs=[]) if each.type in flat.OF_SHAPES else each
                   for each in (_handed_on(operations) if everything else operations)]
-    groups = _groups(operations, list(map(joins, operations)), of_kernels=True)
+    groups = groups_of(operations, list(map(joins, operations)), of_kernels=True)
     made, seconds = _merged(operations, groups, seconds)
     rate = 1e9 * links.GPUS[machine.gpu].memory
     seconds.update({each.name: each.moved / rate for each in made if each.type == "Fusion"})
@@ -68,7 +68,7 @@ def clusters(operations: Sequence[flat.Operation], seconds: dict[str, float],
       operations, seconds, machine: as for :func:`kernels`, which are these of a cluster.
       factor: how much longer than ``seconds`` a GPU takes.
     """
-    groups = _groups(operations, [bool(each.compiled) for each in operations], of_kernels=False)
+    groups = groups_of(operations, [bool(each.compiled) for each in operations], of_kernels=False)
     names: dict[int, str] = {}
     for each, group in zip(operations, groups):
         names.setdefault(group, each.name)
@@ -97,7 +97,7 @@ def _handed_on(operations: Sequence[flat.Operation]) -> list[flat.Operation]:
     return made
 
 
-def _groups(operations: Sequence[flat.Operation], member: Sequence[bool], of_kernels: bool
+def groups_of(operations: Sequence[flat.Operation], member: Sequence[bool], of_kernels: bool = False
             ) -> list[int]:
     """For each operation the first one of its group.
 

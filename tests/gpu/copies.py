@@ -1,6 +1,7 @@
 """What a step copies between the host and GPUs: by TensorFlow's profiler, or on the step's graph.
 
-A graph's devices are CPU devices that stand for GPUs, and ``CPU:0`` for the host.
+A graph's devices are CPU devices that stand for GPUs, and ``CPU:0`` for the host; see
+:mod:`host_memory`.
 """
 
 import collections
@@ -12,7 +13,9 @@ import tempfile
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from benchmarks import on_gpus, traffic
+from benchmarks import flat
+from tests.gpu import host_memory
+from tests.gpu.host_memory import HOST
 from tests.placement.placement_test import function_in
 
 UP, DOWN, BETWEEN, WITHIN = "host to GPU", "GPU to host", "between GPUs", "within a GPU"
@@ -84,13 +87,14 @@ def copies_of(plane, event):
         yield Copy(way, int(size.group(1)), what)
 
 
-def traced(strategy, model, data, rows):
-    """What crosses devices in a step of ``rows`` a tower, but the batch, by the step's graph."""
-    with strategy.scope(), strategy.extended.step():
+def traced(strategy, model, data, rows, compiles=False):
+    """What is copied in a step of ``rows`` a tower, but the batch, by the step's graph."""
+    with strategy.scope(), strategy.extended.step(compiles):
         iterator = iter(strategy.experimental_distribute_dataset(data))
         step = function_in(model.train_function).get_concrete_function(iterator)
-    replicas = strategy.num_replicas_in_sync
-    crossings = traffic.count(step, replicas, unknown_dimension=rows).crossings
-    return Copies([Copy(DOWN if each.target == on_gpus.HOST else
-                        UP if each.source == on_gpus.HOST else BETWEEN, each.size, each.name)
-                   for each in crossings if not each.from_batch])
+    memories = host_memory.Memories(flat.flatten(step, [HOST]))
+    return Copies([Copy(DOWN if target == HOST else UP if start == HOST else BETWEEN, size,
+                        operation.traced_as)
+                   for operation, index, start, target in memories.crossings()
+                   if operation.type not in host_memory.OF_BATCH
+                   and (size := host_memory.size_of(operation, index, rows))])
