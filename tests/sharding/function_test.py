@@ -38,6 +38,39 @@ class FunctionTest(parameterized.TestCase):
         self.assertEqual(normalize.experimental_get_tracing_count(), 1)
         self.assertIn("scale", normalize.pretty_printed_concrete_signatures())
 
+    @parameterized.parameters(1, 3)
+    def test_rows_counted_in_python(self, towers):
+        """Else a published loop that asks for ``x.shape[0]`` ends in an error on towers."""
+        strategy = strategy_of(towers)
+
+        @strategy.function
+        def in_turn(x):
+            weights = np.arange(x.shape[0], dtype=np.float32)
+            return x * weights, tf.reduce_sum(x * tf.ones([x.shape[0]]))
+
+        for x in (X, X[:8], X[:1]):
+            scaled, total = in_turn(strategy.split(x))
+            np.testing.assert_allclose(scaled, x * np.arange(len(x)), rtol=1e-6)
+            np.testing.assert_allclose(total, x.sum(), rtol=1e-6)
+        dataset = strategy.experimental_distribute_dataset(
+            tf.data.Dataset.from_tensor_slices(X).batch(5, drop_remainder=True))
+        totals = [in_turn(x)[1].numpy() for x in dataset]
+        np.testing.assert_allclose(totals, [10, 35])
+        self.assertEqual(in_turn.get_concrete_function(strategy.split(X))(
+            strategy.split(X))[1].numpy(), 45)
+
+    def test_an_error_of_ones_own(self):
+        """Else what is broken for any number of rows is told of another trace than the first."""
+        strategy = strategy_of(3)
+
+        @strategy.function
+        def broken(x):
+            raise ValueError(f"broken for {x.shape[0]} rows")
+
+        for _ in range(2):
+            with self.assertRaisesRegex(ValueError, "broken for None rows"):
+                broken(strategy.split(X))
+
     def test_a_batch_that_is_not_split_is_told_of(self):
         """Else who changes the decorator alone trains on one device and never knows."""
         strategy = strategy_of(3)

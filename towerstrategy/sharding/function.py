@@ -47,14 +47,14 @@ class Function:
         self._parameters = inspect.signature(python_function)
         self._functions: dict[Any, Any] = {}  # one for each choice of sharded arguments
         self._has_loops = False
+        self._any_rows, self._failed = True, False  # how it is traced; whether its last trace has
 
     @_tf.with_short_tracebacks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_within_another():
             return self._within(*args, **kwargs)
-        function, args, kwargs = self._prepared(args, kwargs)
-        with self._scope():
-            result = function(*args, **kwargs)
+        result = self._done(lambda function, *args, **kwargs: function(*args, **kwargs),
+                            args, kwargs)
         if self._has_loops and tf.executing_eagerly():
             return tf.nest.map_structure(_not_differentiated, result, expand_composites=True)
         return result
@@ -72,9 +72,9 @@ class Function:
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
         """As that of ``tf.function``; what is sharded is given as ``strategy.split`` gives it."""
-        function, args, kwargs = self._prepared(args, kwargs)
-        with self._scope(), self._strategy.extended.modes.within(keeps_graph=True):
-            return function.get_concrete_function(*args, **kwargs)
+        with self._strategy.extended.modes.within(keeps_graph=True):
+            return self._done(lambda function, *args, **kwargs: function.get_concrete_function(
+                *args, **kwargs), args, kwargs)
 
     def experimental_get_tracing_count(self) -> int:
         """How often it has been traced."""
@@ -102,6 +102,30 @@ class Function:
         return contextlib.nullcontext() if inside else self._strategy.extended.bare_scope(
             self._strategy)
 
+    def _done(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``call`` of the ``tf.function`` with these arguments.
+
+        It is traced for any number of rows; where it cannot be, as it asks for the number in
+        Python, for each batch's.
+        """
+        self._failed = False
+        try:
+            return self._done_once(call, args, kwargs)
+        except Exception as error:
+            if not (self._failed and self._any_rows and self._input_signature is None):
+                raise
+            self._any_rows = False
+            try:
+                return self._done_once(call, args, kwargs)
+            except Exception:
+                self._any_rows = True
+                raise error from None
+
+    def _done_once(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        function, args, kwargs = self._prepared(args, kwargs)
+        with self._scope():
+            return call(function, *args, **kwargs)
+
     def _prepared(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """The ``tf.function`` for these arguments, and they as it takes them."""
         arguments.check_scope(self._strategy)
@@ -112,7 +136,7 @@ class Function:
                 "of a model's train_step. There, use tf.function.")
         bound = self._parameters.bind(*args, **kwargs)
         arguments.check_sharded(self._strategy, bound.arguments)
-        bound.arguments = signatures.opened(bound.arguments)
+        bound.arguments = signatures.one_batch(bound.arguments, self._any_rows)
         signature = None
         if self._input_signature is not None:
             bound.apply_defaults()
@@ -120,7 +144,7 @@ class Function:
         return self._function(signature), bound.args, bound.kwargs
 
     def _function(self, signature: tuple[Any, ...] | None) -> Any:
-        key = None if signature is None else tuple(tf.nest.flatten(signature))
+        key = self._any_rows if signature is None else tuple(tf.nest.flatten(signature))
         if key not in self._functions:
             self._functions[key] = tf.function(self._step(), signature, **self._options)
         return self._functions[key]
@@ -131,8 +155,10 @@ class Function:
 
         def on_towers(*args: Any, **kwargs: Any) -> Any:
             _note_whole_batches(strategy, self.__name__, (args, kwargs))
+            self._failed = True  # until the end is reached
             with strategy.scope(), strategy.extended.modes.within(compiles=self._compiles):
                 result = run.run(strategy, python_function, args, kwargs)
+            self._failed = False
             self._has_loops = self._has_loops or _loops_here(strategy)
             return result
 

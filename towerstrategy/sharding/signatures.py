@@ -19,8 +19,8 @@ from towerstrategy.batch import rows as rows_lib, sub_batches
 from towerstrategy.merge import merging
 
 
-def opened(bound: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, with which a function is traced once for all numbers of rows.
+def one_batch(bound: Mapping[str, Any], any_rows: bool) -> dict[str, Any]:
+    """The arguments, with which a function is traced once for ``any_rows``, or for their number.
 
     What has other numbers of rows than the first of them, as a second batch beside the first, is
     put together to be the same for all towers: only the rows of one batch are sharded.
@@ -28,16 +28,18 @@ def opened(bound: Mapping[str, Any]) -> dict[str, Any]:
     sharded = [leaf for leaf in tf.nest.flatten(bound) if isinstance(leaf, sub_batches.SubBatches)]
     if not sharded:
         return dict(bound)
-    return {name: tf.nest.map_structure(functools.partial(_opened, sharded[0]), value)
+    return {name: tf.nest.map_structure(functools.partial(_one_batch, sharded[0], any_rows), value)
             for name, value in bound.items()}
 
 
-def _opened(first: sub_batches.SubBatches, leaf: Any) -> Any:
+def _one_batch(first: sub_batches.SubBatches, any_rows: bool, leaf: Any) -> Any:
     if not isinstance(leaf, sub_batches.SubBatches):
         return leaf
     if leaf.batch == first.batch and not _has_rows_of(leaf, first):
         return merging.concat(leaf.values, 0)
-    return leaf if leaf.open_rows else sub_batches.with_open_rows(copy.copy(leaf))
+    if not any_rows or leaf.open_rows:
+        return leaf
+    return sub_batches.with_open_rows(copy.copy(leaf))
 
 
 def _has_rows_of(leaf: sub_batches.SubBatches, first: sub_batches.SubBatches) -> bool:
