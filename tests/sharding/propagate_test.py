@@ -116,6 +116,15 @@ class PropagateTest(absltest.TestCase):
                           if operation.type not in ("Placeholder", "Identity")},
                          {"Tanh": [], "Mul": ["Tanh"]})
 
+    def test_a_constant_waits_for_nothing(self):
+        """Constants of gradients wait for what they are multiplied with, and XLA would compile what
+        is in front of each apart from what is behind it, as of each normalization."""
+        layout = _layout(lambda x, w: tf.gradients(tf.math.squared_difference(x, w), x)[0],
+                         ROWS, WHOLE)
+        constants = [one for one in layout.order if one.type == "Const"]
+        self.assertTrue(any(one.operation.control_inputs for one in constants))
+        self.assertEqual({tuple(one.controls) for one in constants}, {()})
+
     def test_gradients_of_matrices_keep_rows(self):
         """A Gaussian's Cholesky factors would be gathered, as of the zeros that TensorFlow puts
         in their diagonals' places the rank is unknown."""

@@ -68,10 +68,12 @@ class Op:
         self.input_names: list[str] = [tensor.name for tensor in self.inputs]
         self.before = [name.partition(":")[0] for name in self.input_names]
         self.output_names: list[str] = [tensor.name for tensor in self.outputs]
-        self.controls = sorted([control.name for control in operation.control_inputs])
         self.handles = [place for place, tensor in enumerate(self.inputs)
                         if tensor.dtype == tf.resource]
         self.is_stateful = _tf.is_stateful(self.type)
+        waits = self.inputs or self.is_stateful  # a constant need not, as gradients have them do
+        self.controls = sorted([control.name for control in operation.control_inputs]
+                               if waits else [])
         self.has_effect = (self.is_stateful or bool(self.handles)) and _tf.has_effect(
             operation, self.handles)
 
