@@ -164,8 +164,9 @@ class ContractTest(parameterized.TestCase):
             tf.reduce_mean(squares(w, dropout(x, training=True), y))))[1]
         self.assertLen(said, 0 if scaled else 1)
 
-    def test_gradients_that_are_merged_already(self):
-        """Else who adds gradients up by hand has them R times, in silence."""
+    @parameterized.parameters(False, True)
+    def test_gradients_that_are_merged_already(self, divided):
+        """Else who adds gradients up by hand has them R times in silence, or is told if right."""
         strategy = towerstrategy.TowerStrategy(DEVICES[:3])
         with strategy.scope():
             weights = [tf.Variable(value) for value in WEIGHTS]
@@ -175,10 +176,19 @@ class ContractTest(parameterized.TestCase):
             with tf.GradientTape() as tape:
                 loss = mean_squared(weights, x, y)
             context = tf.distribute.get_replica_context()
-            optimizer.apply(context.all_reduce("SUM", tape.gradient(loss, weights)), weights)
+            merged = context.all_reduce("SUM", tape.gradient(loss, weights))
+            replicas = context.num_replicas_in_sync if divided else 1
+            optimizer.apply([gradient / replicas for gradient in merged], weights)
 
-        with self.assertWarnsRegex(warned.TowerWarning, "or one that is merged already"):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             tf.function(lambda *batch: strategy.run(step, batch))(*strategy.split((X, Y)))
+        if not divided:
+            self.assertIn("or one that is merged already", str(said[0].message))
+        else:
+            self.assertEmpty(said)
+            for one, other in zip(weights, one_device(RIGHT["loss_object"])):
+                np.testing.assert_allclose(one, other, rtol=1e-6)
 
     def test_gradients_kept_by_each_tower(self):
         """Else accumulation by hand, in variables of each tower's own, is warned of."""

@@ -379,6 +379,10 @@ def _images() -> None:
     case("RGBToHSV", single(6, 12, 3))
     case("SpaceToDepth", image, block_size=2)
     case("DepthToSpace", single(6, 2, 3, 4), block_size=2)
+    for rows, strides in ((6, [2, 1]), (6, [1, 1]), (12, [2, 1])):
+        case("SpaceToBatchND", real(rows, 3, 4, 2), strides, [[0, 1], [1, 1]])
+    for rows, strides in ((12, [2, 1]), (12, [1, 1]), (24, [2, 1]), (24, [2, 2])):
+        case("BatchToSpaceND", real(rows, 3, 4, 2), strides, [[0, 1], [1, 1]])
     case(
         "ExtractImagePatches", image, ksizes=window, strides=window, rates=[1, 1, 1, 1],
         padding="VALID")

@@ -153,7 +153,7 @@ class _Once(contexts.Call):
     def check_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         evenly = self._shares.are_equal or not self._shares.are_known
         for gradient, variable in zip(gradients, variables):
-            problem = self.contract.problem(gradient, self.asked and evenly)
+            problem = self.contract.problem(gradient, self.asked, evenly)
             if problem and variable._warned_of != problem:
                 self._warn(problem, variable)
                 variable._warned_of = problem

@@ -75,13 +75,15 @@ class Contract:
                 given = self._operation(operation)
                 self._states.update(zip((tensor.name for tensor in operation.outputs), given))
 
-    def problem(self, gradient: tf.Tensor | tf.IndexedSlices | None, by_replicas: bool) -> str:
+    def problem(self, gradient: tf.Tensor | tf.IndexedSlices | None, asked: bool,
+                evenly: bool) -> str:
         """Why the towers' gradients do not add up to one device's; "" where they do.
 
         Args:
           gradient: what the tower gives an optimizer.
-          by_replicas: whether the function divides means by the number of replicas, which is right
-            for towers with equally many rows.
+          asked: whether the function has asked for the number of replicas, and so divides by it
+            what is the same on all towers, or means.
+          evenly: whether all towers have equally many rows, or may: that is right for means then.
         """
         if gradient is None:
             return ""
@@ -94,9 +96,10 @@ class Contract:
         if adds_up or state.spec is None:
             return state.cause
         if isinstance(state.spec, Replicated) and state.power == 0:
-            return ("a gradient is the same on all towers, as that of a term of the weights alone, "
-                    "or one that is merged already, and counts once a tower")
-        if by_replicas and isinstance(state.spec, (Partial, Sharded)):
+            return "" if asked else (
+                "a gradient is the same on all towers, as that of a term of the weights alone, or "
+                "one that is merged already, and counts once a tower")
+        if asked and evenly and isinstance(state.spec, (Partial, Sharded)):
             return ""
         return "the loss is a mean over the tower's rows, which nothing has scaled"
 

@@ -126,3 +126,15 @@ def concat_offset(op: Op, specs: Sequence[Spec]) -> Plan | None:
     before = itertools.accumulate(size.blocks for size in sizes[:-1])
     return Plan([REPLICATED, *sizes], [REPLICATED, *(
         Size(whole.dim, (whole.times or 0) * count, whole.one_block) for count in before)])
+
+
+@rule("SpaceToBatchND", "BatchToSpaceND")
+def space_to_batch(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Some of each example's positions behind others of it, and back: a dilated convolution."""
+    spec, strides = specs[0], op.value(1)
+    if not isinstance(spec, Sharded) or spec.dim or not spec.times or strides is None:
+        return None
+    count = math.prod(map(int, strides))
+    before, after = (1, count) if op.type == "SpaceToBatchND" else (count, 1)
+    return Plan([spec, REPLICATED, REPLICATED], [_some(spec, after)]) \
+        if spec.blocks == before else None
