@@ -1,4 +1,4 @@
-"""Views of a batch behind each other: the towers do them, and one device's result comes out."""
+"""Rows behind each other, and one after another: the towers do them, and one device's result comes out."""
 
 import numpy as np
 import tensorflow as tf
@@ -60,8 +60,8 @@ def worst(w, x):
 
 def dilated(w, x):
     """On CPUs of rows of which TensorFlow makes more, and back."""
-    return tf.reduce_mean(tf.nn.conv1d(
-        (x @ w)[..., tf.newaxis], w[:2, tf.newaxis], 1, "SAME", dilations=2) ** 2)
+    return tf.reduce_mean(tf.nn.convolution(
+        (x @ w)[..., tf.newaxis], w[:2, tf.newaxis], padding="SAME", dilations=2) ** 2)
 
 
 def each_example(w, x):
