@@ -1,4 +1,4 @@
-"""Rows behind each other, and each for itself: the towers do them, one device's result comes out."""
+"""Rows behind each other, and each for itself: the towers do them, one device's result comes."""
 
 import numpy as np
 import tensorflow as tf
