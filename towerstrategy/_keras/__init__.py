@@ -124,23 +124,14 @@ def names_of(model: Any) -> Any:
 
 
 def tables_of(model: Any) -> list[Any]:
-    """The weights of ``model`` in which rows are looked up: gradients have these rows alone.
-
-    Raises:
-      TypeError: ``model`` is no Keras model.
-    """
+    """The weights of ``model`` in which rows are looked up: gradients have these rows alone."""
     names = names_of(model)
     return [weight for layer in model._flatten_layers() if isinstance(layer, names.LOOK_UP)
             for weight in layer.trainable_weights]
 
 
 def slots_of(model: Any) -> list[Any]:
-    """What the optimizers of ``model`` keep, or, where they have seen no weights, will keep.
-
-    Raises:
-      TypeError: ``model`` is no Keras model.
-      ValueError: it is not compiled.
-    """
+    """What the optimizers of a compiled model keep, or will keep once they have seen weights."""
     names, found = names_of(model), []
     optimizers = state.optimizers_of(model, names)
     if not optimizers:

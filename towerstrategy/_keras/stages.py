@@ -33,28 +33,18 @@ Plan = Sequence[tuple[Any, int]]  # a layer and a stage for each call, in order
 
 
 class Call(NamedTuple):
-    """A call of a layer in a model whose calls are known beforehand.
-
-    Attributes:
-      layer: the layer.
-      said: the stage that was said by hand, or None.
-      result_bytes: of its results for a micro-batch; 0 where they are not known.
-    """
+    """A call of a layer in a model whose calls are known beforehand."""
 
     layer: Any
-    said: int | None
-    result_bytes: int
+    said: int | None  # the stage that was said by hand
+    result_bytes: int  # for a micro-batch; 0 where they are not known
 
 
 class Run:
-    """A model's run in a tower.
-
-    Attributes:
-      entered: the stages in which something has run.
-    """
+    """A model's run in a tower."""
 
     def __init__(self, plan: Plan) -> None:
-        self.entered: set[int] = set()
+        self.entered: set[int] = set()  # stages in which something has run
         self._to_come: dict[int, list[int]] = collections.defaultdict(list)
         for layer, stage in plan:
             self._to_come[id(layer)].append(stage)

@@ -47,11 +47,7 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
 
 
 def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[Line]:
-    """Name, where it is kept, how it is merged.
-
-    Raises:
-      ValueError: the model is not the strategy's.
-    """
+    """Name, where it is kept, how it is merged."""
     if getattr(model, names.OWNER) is not strategy:
         raise ValueError(f"model must be one of this strategy, but {model.name!r} is not: compile "
                          "it in the strategy's scope, or call strategy.adopt(model).")

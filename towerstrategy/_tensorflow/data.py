@@ -19,15 +19,10 @@ AutoShardDataset = distribute._AutoShardDataset
 def over_devices(dataset: tf.data.Dataset, devices: Sequence[str], ready: int) -> Any:
     """An iterator whose elements go to ``devices`` in turn, ``ready`` of them held on each.
 
-    ``tf.data.experimental.prefetch_to_device`` knows one device.
-    As ``OwnedMultiDeviceIterator`` makes it, but that the devices' parts have no autotuning thread,
-    which a buffer of a fixed size does not need.  Such a thread may miss that it is to end, and
-    holds up whoever ends the iterator for up to a minute.
-
-    Args:
-      dataset: what the first device, the host, runs.
-      devices: the host, then the others.
-      ready: with 0 nothing is fetched ahead.
+    The first device is the host, which runs the dataset.  As ``OwnedMultiDeviceIterator`` makes it
+    (``tf.data.experimental.prefetch_to_device`` knows one device), but that the devices' parts have
+    no autotuning thread, which a buffer of a fixed size does not need.  Such a thread may miss that
+    it is to end, and holds up whoever ends the iterator for up to a minute.
     """
     options = tf.data.Options()
     options.experimental_distribute.num_devices = len(devices)

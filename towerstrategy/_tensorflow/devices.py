@@ -8,8 +8,6 @@ from tensorflow.python.eager import context as eager_context
 
 def current_device() -> str:
     """The full name of the device of the ``tf.device`` around eager code; "" where there is none.
-
-    No tensor is made to find out.
     """
     return eager_context.context().device_name or ""
 

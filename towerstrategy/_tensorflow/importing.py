@@ -20,7 +20,7 @@ from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import auto_control_deps_utils, c_api_util, op_def_registry
 
-from towerstrategy._tensorflow import functions
+from towerstrategy._tensorflow import compiling, functions
 
 _READ_ONLY = auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR
 
@@ -132,10 +132,9 @@ def _output_of(node: Any, place: int) -> str:
     arguments, are_single = _outputs(node.op)
     if are_single:
         return f"{arguments[place].name}:0"
-    attributes = tf.compat.v1.NodeDef.FromString(node.attributes).attr
+    definition = tf.compat.v1.NodeDef.FromString(node.attributes)
     for argument in arguments:
-        count = attributes[argument.number_attr].i if argument.number_attr else len(
-            attributes[argument.type_list_attr].list.type) if argument.type_list_attr else 1
+        count = compiling.length(definition, argument)
         if place < count:
             return f"{argument.name}:{place}"
         place -= count

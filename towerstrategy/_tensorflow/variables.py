@@ -37,11 +37,6 @@ check_aggregation = distribute_utils._validate_aggregation
 variable_creator_scope = variable_scope.variable_creator_scope
 
 
-def replace_resource(variable: Any, other: Any) -> None:
-    """Puts the resource of ``other`` behind ``variable``, whose identity and name stay."""
-    variable._handle = other._handle
-
-
 def share_dependencies(copied: Any, original: Any, but: Collection[str]) -> None:
     """Gives ``copied``, a shallow copy, the checkpoint dependencies of ``original``.
 

@@ -20,13 +20,7 @@ MARK = "_towerstrategy_original"
 
 @dataclasses.dataclass
 class Place:
-    """A function that is replaced, and why.
-
-    Attributes:
-      owners: the modules or classes that have it.
-      name: its name there.
-      why: what it does that towers cannot do with.
-    """
+    """A function of modules or classes, ``owners``, and what it does that towers cannot do with."""
 
     owners: Sequence[Any]
     name: str

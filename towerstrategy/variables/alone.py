@@ -44,8 +44,9 @@ def divert(graph: tf.Graph, operations: Sequence[tf.Operation], owned: Iterable[
     """
     called = {operation for operation in operations
               if operation.op_def.is_stateful and not _initializes(operation)
-              and any(tensor.dtype == tf.resource for tensor in operation.inputs)
-              and _tf.written_resources(operation)}
+              and (resources := [tensor for tensor in operation.inputs
+                                 if tensor.dtype == tf.resource])
+              and _tf.has_effect(operation, resources)}
     if not called:
         return {}
     by_id = {id(variable._handle): variable for variable in owned

@@ -10,14 +10,14 @@ from typing import Any
 
 from tf_keras.src import callbacks
 
-from towerstrategy._keras import backup, callback as callback_lib
+from towerstrategy._keras import callbacks as callbacks_lib
 from towerstrategy.placement import kind
 
 
 def set_model(original: Callable[..., Any], self: Any, model: Any) -> None:
     if kind.is_tower_strategy(model.distribute_strategy):
         self.callbacks = [
-            callback_lib.with_methods(callback, _WholeBackup)
+            callbacks_lib.with_methods(callback, _WholeBackup)
             if isinstance(callback, callbacks.BackupAndRestore)
             and not isinstance(callback, _WholeBackup) else callback
             for callback in self.callbacks]
@@ -36,5 +36,5 @@ class _WholeBackup(callbacks.BackupAndRestore):
         state = self._training_state
         if (self.delete_checkpoint
                 and state.write_checkpoint_manager is state.read_checkpoint_manager):
-            backup.delete(state.write_checkpoint_manager.directory)
+            callbacks_lib.delete_backup(state.write_checkpoint_manager.directory)
         super().on_train_end(logs)

@@ -62,8 +62,7 @@ class Machines:
         _made.append(self)
         self.count, self.index = len(cluster.tasks), cluster.index
         self.towers, self._device = len(placement.towers), placement.merge
-        _tf.hand_keys_to_branches()
-        self._launcher = _tf.collective_launcher(self._device, self.count, options)
+        self._launcher = _tf.CollectiveLauncher(self._device, self.count, options)
         # TensorFlow gathers in an order of its own; this is where each worker's part is.
         self._order = list(range(self.count))
         found = self._start(options, placement.shares_from)
@@ -83,7 +82,7 @@ class Machines:
         own = tf.constant([[self.index, self.towers, alike]], tf.int64)
         seconds = getattr(options, "timeout_seconds", None) or START
         try:
-            found = _tf.all_gather(self._launcher, own, _tf.Options(timeout_seconds=seconds))
+            found = self._launcher.all_gather(own, _tf.Options(timeout_seconds=seconds))
         except tf.errors.OpError as error:
             silent = health.silent(self.cluster)
             late = isinstance(error, tf.errors.DeadlineExceededError)
@@ -242,7 +241,7 @@ class Machines:
 
     def _gather(self, value: tf.Tensor) -> tf.Tensor:
         """The workers' values, of one shape, concatenated in the workers' order."""
-        gathered = _tf.all_gather(self._launcher, value)
+        gathered = self._launcher.all_gather(value, None)
         if self._order == list(range(self.count)):
             return gathered
         return tf.gather(gathered, self._order)
