@@ -41,7 +41,6 @@ def check_made(cross_device_ops: Any, communication_options: Any, synchronize_ba
 
 def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
               options: Any) -> None:
-    """The arguments of ``strategy.run``."""
     check_function("fn", fn)
     refused.check_type("kwargs", kwargs, (type(None), dict),
                        "None or a dictionary of keyword arguments")
@@ -51,7 +50,6 @@ def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
 
 
 def check_op(reduce_op: Any) -> None:
-    """The argument ``reduce_op`` of ``strategy.reduce``."""
     known = [op.name for op in _tf.ReduceOp]
     refused.check_type("reduce_op", reduce_op, (str, _tf.ReduceOp),
                        f"one of {known} or a tf.distribute.ReduceOp")
@@ -195,7 +193,6 @@ def _name(strategy: tf.distribute.Strategy, tower: int) -> str:
 
 
 def check_stage(strategy: Any, index: Any) -> None:
-    """The argument of ``TowerStrategy.stage``."""
     index, placement = names.whole_number("index", index), strategy.extended.placement
     if not placement.rows:
         raise ValueError(

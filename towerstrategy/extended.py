@@ -50,15 +50,9 @@ class Modes(threading.local):
 
 
 class TowerExtended(_tf.StrategyExtended):
-    """What ``strategy.extended`` is for a ``TowerStrategy``.
+    """What ``strategy.extended`` is for a ``TowerStrategy``, which says what it is made with.
 
-    Args:
-      container_strategy: the strategy.
-      placement: where it runs.
-      workers: the collectives of the machines; None with a single one.
-      cluster_resolver: what said which machines there are; None where nothing did.
-      draws_rows, synchronizes_batch_norm: of steps with all rows, see ``TowerStrategy``.
-      measuring: what measures the towers; None where nothing does.
+    ``workers`` are None with one machine, ``measuring`` where nothing measures the towers.
     """
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
@@ -111,10 +105,7 @@ class TowerExtended(_tf.StrategyExtended):
 
     @contextlib.contextmanager
     def step(self, compiles: bool = False) -> Iterator[None]:
-        """Entered around a Keras step that the strategy's towers run.
-
-        ``compiles`` says whether XLA compiles the towers' part of it.
-        """
+        """Around a Keras step that towers run; whether XLA ``compiles`` the towers' part of it."""
         here = self.cpu
         with contextlib.nullcontext() if here is None else here.step(), \
                 self.modes.within(keras_step=True, compiles=compiles):

@@ -89,7 +89,6 @@ def _made_before(names: Any) -> list[Any]:
 
 
 def _tables(package: str) -> Any:
-    """The module in which a Keras' tables of hooks are."""
     folder = {"keras": "keras3"}.get(package, package)
     return importlib.import_module(f"towerstrategy._keras.{folder}.hooks")
 

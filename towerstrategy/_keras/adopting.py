@@ -41,7 +41,6 @@ def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
 
 
 def forget_functions(model: Any) -> None:
-    """Drops the functions that ``model`` has traced."""
     for name in ("train_function", "test_function", "predict_function", "train_tf_function"):
         if name in vars(model):
             setattr(model, name, None)
@@ -128,7 +127,6 @@ def take_optimizer(optimizer: Any, names: Any) -> None:
 
 
 def set_owner(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
-    """Makes an optimizer the strategy's."""
     # tf_keras' LossScaleOptimizer has none of its own and asks the one inside.
     if "_distribution_strategy" in vars(optimizer):
         optimizer._distribution_strategy = strategy

@@ -44,7 +44,6 @@ Rule = Callable[[Any, Any, Any], Kernel | None]
 
 
 def sgd(optimizer: Any, learning_rate: Any, cpu: Any) -> Kernel:
-    """How ``SGD`` updates."""
     del cpu
     rate = _number(learning_rate)
     if not optimizer.momentums:  # tf_keras makes them without momentum, too

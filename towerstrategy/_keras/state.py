@@ -40,7 +40,6 @@ def optimizers_of(model: Any, names: Any) -> list[Any]:
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """The TensorFlow variables of an optimizer."""
     held = optimizer.variables  # a method of tf_keras' old ones
     return list(map(rules.held_variable,
                     held() if callable(held) and not isinstance(held, list) else held))

@@ -53,7 +53,6 @@ def over_devices(dataset: tf.data.Dataset, devices: Sequence[str], ready: int) -
 
 
 def inputs_of_dataset(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """The datasets that ``dataset`` is made of."""
     return list(dataset._inputs())
 
 

@@ -197,7 +197,6 @@ def writers_of(graph: tf.Graph, operation: tf.Operation, index: int) -> set[str]
 
 
 def functions_of(operation: tf.Operation) -> list[str]:
-    """The names of the functions that ``operation`` calls."""
     return functions_in_attributes(operation.node_def) if operation.type in CALLERS else []
 
 
@@ -219,7 +218,6 @@ def functions_in_attributes(node: Any) -> list[str]:
 
 
 def function_definition(graph: tf.Graph, name: str) -> Any:
-    """The FunctionDef of a function of ``graph``, or None."""
     function = graph._get_function(name)
     return None if function is None else function.cached_definition
 

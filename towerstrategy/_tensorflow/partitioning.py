@@ -58,7 +58,6 @@ def trace(fn: Callable[..., Any], specs: Sequence[Any], name: str) -> Any:
 
 
 def body_of(graph: tf.Graph, name: str) -> Any:
-    """The graph of a function of ``graph``."""
     function = graph._get_function(name)
     body = getattr(function, "graph", None)
     return _graph_of(function.cached_definition, graph) if body is None else body
@@ -152,7 +151,6 @@ def new_function_graph(like: tf.Graph, name: str) -> Any:
 
 
 def new_name(name: str) -> str:
-    """A name for a function of the towers."""
     return f"__inference_{name.replace('/', '_')}_towers_{next(_numbers)}"
 
 

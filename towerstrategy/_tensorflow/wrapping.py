@@ -85,7 +85,6 @@ def enter_work() -> None:
 
 
 def leave_work() -> None:
-    """See :func:`enter_work`."""
     global _entered
     with _lock:
         _entered -= 1
@@ -95,7 +94,6 @@ def leave_work() -> None:
 
 @contextlib.contextmanager
 def at_work() -> Iterator[None]:
-    """Within, all that is to be replaced is."""
     enter_work()
     try:
         yield

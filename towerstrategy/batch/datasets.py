@@ -200,14 +200,11 @@ class TowerDataset(tf.distribute.DistributedDataset):
       dataset: its elements hold :class:`SubBatches`.
       mapped: the like of it, of batches that a function has changed before they were split.
       open_rows: whether functions are traced for any number of rows.
-
-    Attributes:
-      fetch: the devices on which each tower's part of an element is put ahead of the step.
-      watcher: what is notified of steps in Python's own loops, or None: by ``between`` where a step
-        ends and another begins, by ``end_of_loop`` when an iterator is no more.
     """
 
-    fetch = prefetching.Fetch()
+    fetch = prefetching.Fetch()  # where each tower's part of an element is put ahead of the step
+    # Is notified of steps in Python's own loops: by ``between`` where a step ends and another
+    # begins, by ``end_of_loop`` when an iterator is no more.
     watcher: Any = None
     _agreement: Any = None  # see :class:`iterators.Steps`
 
@@ -248,29 +245,29 @@ class TowerDataset(tf.distribute.DistributedDataset):
         return True
 
     def __iter__(self) -> iterators.TowerIterator | prefetching.PrefetchedIterator:
-        iterator = self._iterator(iterators.counting.follow)
+        dataset, follow, layout = self.dataset, iterators.counting.follow, None
+        if self.fetch.devices and self.fetch.is_safe:
+            layout = self._layout(dataset.element_spec)
+        iterator: Any
+        if layout is not None and layout.moves:
+            iterator = prefetching.iterate(dataset, layout, self.fetch, follow, self._rows_of)
+        else:
+            row_count = None
+            if follow is not None:
+                dataset, row_count = follow(dataset, self._rows_of)
+            iterator = iter(dataset)
+            iterator.__class__ = iterators.TowerIterator
+            iterator.row_count = row_count
         iterator._open_rows, iterator.agreement = self._open_rows, self._agreement
         if self.watcher is not None:
             iterator._between = self.watcher.between
             weakref.finalize(iterator, self.watcher.end_of_loop)
         return iterator
 
-    def _iterator(self, follow: iterators.Follow | None) -> Any:
-        dataset, row_count = self.dataset, None
-        if self.fetch.devices and self.fetch.is_safe:
-            layout = self._layout(dataset.element_spec)
-            if layout.moves:
-                return prefetching.iterate(dataset, layout, self.fetch, follow, self._rows_of)
-        if follow is not None:
-            dataset, row_count = follow(dataset, self._rows_of)
-        iterator = iter(dataset)
-        iterator.__class__ = iterators.TowerIterator
-        iterator.row_count = row_count
-        return iterator
-
     def _layout(self, spec: Nest) -> layouts.Layout:
         """Where an element's tensors are to be fetched to."""
-        return layouts.Layout.of(spec, len(self.fetch.devices))
+        return layouts.Layout(spec, [owner for leaf in tf.nest.flatten(spec)
+                                     for owner in layouts.owners_of(leaf, len(self.fetch.devices))])
 
     def _rows_of(self, element: Nest) -> Any:
         """The rows of each tower in an element, a vector; None where none are known."""

@@ -27,17 +27,11 @@ _OUT_OF_STEP = (
 
 
 class Fetch(NamedTuple):
-    """Where the parts of elements are to be.
+    """Where the parts of elements are to be."""
 
-    Attributes:
-      devices: the towers'; empty where all stays on the host.
-      host: the CPU that feeds them.
-      ready: how many elements each device holds; with 0 none is fetched ahead of the step.
-    """
-
-    devices: tuple[str, ...] = ()
-    host: str = ""
-    ready: int = 1
+    devices: tuple[str, ...] = ()  # the towers'; none where all stays on the host
+    host: str = ""  # the CPU that feeds them
+    ready: int = 1  # elements that each device holds; with 0 none is fetched ahead of the step
 
     @property
     def is_safe(self) -> bool:
@@ -58,8 +52,6 @@ def threads() -> int:
 
 
 class PrefetchedSpec(sub_batches.HashedOnce, tf.TypeSpec):
-    """The type spec of :class:`PrefetchedIterator`."""
-
     value_type = property(lambda _: PrefetchedIterator)
 
     def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any, once: bool,
@@ -90,12 +82,7 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
     these says that its data has ended, or gives parts of the batch before.  So a variable on the
     host is true while an element is being taken: one that failed leaves it so.
 
-    Args:
-      layout: what of an element is where.
-      make: makes the streams, the handle of that variable, and what counts rows.
-
-    Attributes:
-      row_count: what counts the rows, see :func:`iterators.count_rows`; None where nothing does.
+    ``make`` makes the streams, the handle of that variable, and what counts rows or None.
     """
 
     _once = False

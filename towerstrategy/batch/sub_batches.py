@@ -50,12 +50,7 @@ class HashedOnce:
 
 
 class SubBatchesSpec(HashedOnce, _tf.PerReplicaSpec):
-    """The type spec of :class:`SubBatches`: one spec a tower, then that of the row counts.
-
-    Args:
-      specs: those.
-      batch: the number of the batch.
-      counted: whether the last spec is that of row counts.
+    """The type spec of :class:`SubBatches`: one spec a tower; then, if ``counted``, of row counts.
     """
 
     value_type = property(lambda _: SubBatches)

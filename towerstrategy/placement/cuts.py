@@ -13,15 +13,10 @@ import numpy as np
 
 
 class Cost(NamedTuple):
-    """The bytes that a layer costs its stage.
+    """The bytes that a layer costs its stage."""
 
-    Attributes:
-      held: what is there once: weights, gradients and slots.
-      in_flight: what is there for each micro-batch that the stage holds: activations.
-    """
-
-    held: float
-    in_flight: float = 0.
+    held: float  # what is there once: weights, gradients and slots
+    in_flight: float = 0.  # what is there for each micro-batch that the stage holds: activations
 
 
 def cut(costs: Sequence[Cost], stages: int, micro_batches: int = 1) -> list[int]:
@@ -29,11 +24,7 @@ def cut(costs: Sequence[Cost], stages: int, micro_batches: int = 1) -> list[int]
 
     A stage holds as many micro-batches as there are stages from it to the end, so that early ones
     pay more for activations.  Of cuts that are as good the one with the early layers together.
-
-    Args:
-      costs: of each layer, as many as there are stages at least.
-      stages: how many.
-      micro_batches: how many there are at the most.
+    There are as many layers as stages, at least.
     """
     count = len(costs)
     held = np.cumsum([0., *(cost.held for cost in costs)])

@@ -21,12 +21,6 @@ import tensorflow as tf
 
 from towerstrategy import refused, warned
 from towerstrategy.placement import asked_shares, names
-from towerstrategy.placement.names import (
-    BALANCED as BALANCED,
-    gpu_count as gpu_count,
-    short_name as short_name,
-    whole_number as whole_number,
-)
 
 # TensorFlow makes as many as it is asked for, until memory ends.
 _MOST_LOGICAL_CPUS = 1024
@@ -60,7 +54,6 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """How many stages a tower has."""
         return len(self.rows[0]) if self.rows else 1
 
     def row(self, replica: int) -> tuple[str, ...]:
@@ -86,33 +79,33 @@ class Placement:
         """What an error says that was raised in a replica, whose ``rows`` are in words."""
         none = (" Some operations cannot work on no rows, TensorFlow's convolutions on the CPU "
                 "among them: give each batch as many rows as there are towers.")
-        return (f"This happened in {self.name(replica)} on {short_name(self.towers[replica])}"
+        return (f"This happened in {self.name(replica)} on {names.short_name(self.towers[replica])}"
                 + (f", which has {rows}." if rows else ".") + none * rows.startswith("none"))
 
     @property
     def merge_note(self) -> str:
         """What an error says that was raised in the function given to ``merge_call``."""
         return ("This happened at the sync point (merge_call), on the merge device "
-                f"{short_name(self.merge)}.")
+                f"{names.short_name(self.merge)}.")
 
     @property
     def merge_name(self) -> str:
         """The merge device as people write it: ``CPU:0``, ``balanced`` or ``each stage's``."""
         if self.rows:
             return "each stage's"
-        return BALANCED if self.balanced else short_name(self.merge)
+        return names.BALANCED if self.balanced else names.short_name(self.merge)
 
     @property
     def title(self) -> str:
         """What the towers are: ``4 towers``, or ``1 tower of 4 stages and 2 micro-batches``."""
         number, micro = len(self.devices), self.micro_batches
-        parts = ([f"{self.stages} stages"] if self.rows else []) + [f"{micro} micro-batches"] * (
-            micro > 1)
+        parts = [f"{self.stages} stages"] * bool(self.rows)
+        parts += [f"{micro} micro-batches"] * (micro > 1)
         return f"{number} tower{'s' * (number > 1)}{' of ' * bool(parts)}{' and '.join(parts)}"
 
     def __str__(self) -> str:
         rows = ([f"[{names.short_names(row)}]" for row in self.rows]
-                or list(map(short_name, self.devices)))
+                or list(map(names.short_name, self.devices)))
         shares = self.shares_from or ", ".join(
             f"{share:g}" for share in (self.shares or ())[::self.micro_batches])
         return (f"{self.title} ({', '.join(rows)}), merge device {self.merge_name}"
@@ -126,7 +119,7 @@ class Placement:
         """
         if self.micro_batches > 1 or self.rows:
             return False
-        default = "GPU:0" if gpu_count() else "CPU:0"
+        default = "GPU:0" if names.gpu_count() else "CPU:0"
         return {*self.towers, self.merge} == {names.tower_name(default)}
 
     @functools.cached_property
@@ -194,14 +187,13 @@ def place(devices: Any, merge_device: Any, shares: Any = None,
                         "one after another, each tower's rows of a batch are cut")
     rows = rows_of(devices, mixed=shares is not None)
     towers = tuple(row[0] for row in rows)
-    if len(rows[0]) > 1:
-        merge, balanced = _merge_of_stages(rows, merge_device, shares)
-    else:
-        merge, balanced = _merge(towers, merge_device)
+    staged = len(rows[0]) > 1
+    merge, balanced = (_merge_of_stages(rows, merge_device, shares) if staged
+                       else _merge(towers, merge_device))
     return Placement(tuple(tower for tower in towers for _ in range(count)), merge, balanced,
                      asked_shares.checked(shares, towers, count),
                      shares if isinstance(shares, str) else "", count,
-                     rows if len(rows[0]) > 1 else ())
+                     rows if staged else ())
 
 
 def _merge(towers: Sequence[str], asked: Any) -> tuple[str, bool]:
@@ -211,15 +203,15 @@ def _merge(towers: Sequence[str], asked: Any) -> tuple[str, bool]:
     """
     if asked is None:
         gpus = set(map(names.kind_of, towers)) == {"GPU"}
-        asked = towers[0] if len(towers) == 1 else BALANCED if gpus else "cpu"
+        asked = towers[0] if len(towers) == 1 else names.BALANCED if gpus else "cpu"
     given = asked
     if names.is_listed(asked):
         asked = names.name_of_listed(asked, "merge_device")
     if not isinstance(asked, str):
         raise TypeError(
-            f'merge_device must be None, "cpu", "{BALANCED}" or a device string, but got '
+            f'merge_device must be None, "cpu", "{names.BALANCED}" or a device string, but got '
             f"{refused.shown(asked)} of type {type(asked).__name__}. {names.devices_here()}")
-    balanced = asked.lower() == BALANCED
+    balanced = asked.lower() == names.BALANCED
     name = "CPU:0" if balanced or asked.lower() == "cpu" else asked
     return names.full_name(name, "merge_device", given), balanced and len(towers) > 1
 
@@ -245,7 +237,7 @@ def rows_of(devices: Any, mixed: bool = False,
     ``mixed`` says whether CPU and GPU may be in it, ``argument`` what the user calls ``devices``.
     """
     if devices is None:
-        asked: list[Any] = [f"GPU:{index}" for index in range(gpu_count())] or [_only_cpu()]
+        asked: list[Any] = [f"GPU:{index}" for index in range(names.gpu_count())] or [_only_cpu()]
     elif isinstance(devices, str) or names.is_listed(devices):
         asked = [devices]
     elif isinstance(devices, (bool, numbers.Number)):
@@ -265,8 +257,8 @@ def rows_of(devices: Any, mixed: bool = False,
     for name, count in collections.Counter(found).items():
         if count > 1:
             whose = "stage of each tower" if len(rows[0]) > 1 else "tower"
-            raise ValueError(f"{argument} names {short_name(name)} twice, but each {whose} needs a "
-                             f"device of its own: got {devices!r}. {names.devices_here()}")
+            raise ValueError(f"{argument} names {names.short_name(name)} twice, but each {whose} "
+                             f"needs a device of its own: got {devices!r}. {names.devices_here()}")
     kinds = sorted(set(map(names.kind_of, found)))
     if len(kinds) > 1 and not mixed:
         hint = ('Say what each is to get, with shares=[...] or shares="measured". '
@@ -326,10 +318,10 @@ def _of_stages(asked: list[Any]) -> list[list[Any]]:
 
 def _counted(devices: Any) -> list[str]:
     try:
-        count = whole_number("devices", devices)
+        count = names.whole_number("devices", devices)
     except TypeError as error:
         raise TypeError(f"{error} {names.devices_here()}") from None
-    kind = "GPU" if gpu_count() else "CPU"
+    kind = "GPU" if names.gpu_count() else "CPU"
     there = len(tf.config.list_logical_devices(kind))
     if not 1 <= count <= there:
         hint = "" if kind == "GPU" else " (split_cpu(n) makes more logical CPU devices)"

@@ -166,7 +166,6 @@ def _outcome(result: same.Result) -> str:
 
 
 def _way(way: str) -> str:
-    """A way to train as people read it."""
     return way if way.startswith((speed.ONE_DEVICE, speed.MIRRORED)) else f"merge device {way}"
 
 

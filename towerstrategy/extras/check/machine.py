@@ -56,7 +56,6 @@ def prepare(count: int | None) -> tuple[list[str], bool]:
 
 
 def facts() -> dict[str, Any]:
-    """Versions and devices."""
     return {
         "towerstrategy": _version.__version__, "python": platform.python_version(),
         "platform": platform.platform(),

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
-from towerstrategy.extras.machines import carried, clusters, health
+from towerstrategy.extras.machines import clusters, health
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 
 # Seconds for all workers to start, where communication_options sets no timeout.
@@ -35,7 +35,6 @@ _made: list[Machines] = []
 
 
 def numbered(number: int) -> Machines:
-    """The :class:`Machines` of that number."""
     return _made[number]
 
 
@@ -165,7 +164,7 @@ class Machines:
     def gather(self, value: Any, axis: int = 0) -> Any:
         """The workers' dense, ragged or sparse values, in order, concatenated along ``axis``."""
         if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
-            return carried.gather(value, axis % value.shape.rank, self.count, self.gather_rows)
+            return _gather_composite(value, axis % value.shape.rank, self.count, self.gather_rows)
         if isinstance(value, _tf.CompositeTensor) and not isinstance(value, tf.Variable):
             raise TypeError(f"a {type(value).__name__} cannot be gathered from several machines: "
                             "give a dense, ragged or sparse tensor.")
@@ -195,10 +194,10 @@ class Machines:
         if not values:
             return []
         if any(value.dtype == tf.string for value in values):
-            sent = [carried.numbers_of(value) if value.dtype == tf.string else [value]
+            sent = [_numbers_of(value) if value.dtype == tf.string else [value]
                     for value in values]
             got = iter(self.gather_rows([part for parts in sent for part in parts]))
-            return [carried.strings_of(next(got), next(got)) if value.dtype == tf.string
+            return [_strings_of(next(got), next(got)) if value.dtype == tf.string
                     else next(got) for value in values]
         with tf.device(self._device):
             rows = tf.stack([tf.shape(value, out_type=tf.int64)[0] for value in values])
@@ -293,3 +292,32 @@ def _unpacked(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if dtype.is_complex:
         return tf.complex(value[..., 0], value[..., 1])
     return value if value.dtype == dtype else tf.cast(value, dtype)
+
+
+def _numbers_of(strings: tf.Tensor) -> list[tf.Tensor]:
+    """Strings as the length of each, in their shape, and all their bytes."""
+    return [tf.strings.length(strings), tf.io.decode_raw(tf.strings.reduce_join(strings), tf.uint8)]
+
+
+def _strings_of(lengths: tf.Tensor, codes: tf.Tensor) -> tf.Tensor:
+    """The inverse of :func:`_numbers_of`."""
+    letters = tf.constant([bytes([code]) for code in range(256)])
+    split = tf.RaggedTensor.from_row_lengths(tf.gather(letters, tf.cast(codes, tf.int32)),
+                                             tf.reshape(lengths, [-1]), validate=False)
+    strings = tf.reshape(tf.strings.reduce_join(split, -1), tf.shape(lengths))
+    strings.set_shape(lengths.shape)
+    return strings
+
+
+def _gather_composite(value: tf.RaggedTensor | tf.SparseTensor, axis: int, workers: int,
+                      gather_rows: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]) -> Any:
+    """The workers' ragged or sparse tensors, all of one kind, concatenated along ``axis``."""
+    parts = tf.nest.flatten(value, expand_composites=True)
+    lengths = tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
+    counts, *gathered = gather_rows([lengths[tf.newaxis], *parts])
+    each = zip(*(tf.split(part, counts[:, number], num=workers)
+                 for number, part in enumerate(gathered)))
+    if isinstance(value, tf.SparseTensor):
+        return tf.sparse.concat(axis, [tf.SparseTensor(*own) for own in each], True)
+    return tf.concat([tf.RaggedTensor.from_nested_row_splits(flat, splits, validate=False)
+                      for flat, *splits in each], axis)

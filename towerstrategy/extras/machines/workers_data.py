@@ -30,14 +30,10 @@ class Agreement(NamedTuple):
 
     It is part of iterators' type specs, so it holds plain values.  The pipelines' own elements are
     ``(there, rows, values)``, see :class:`WorkersDataset`.
-
-    Attributes:
-      packed: the specs of an element as this worker's pipeline has split it.
-      number: of the :class:`collectives.Machines`.
     """
 
-    packed: Nest
-    number: int
+    packed: Nest  # the specs of an element as this worker's pipeline has split it
+    number: int  # of the :class:`collectives.Machines`
 
     @property
     def _workers(self) -> collectives.Machines:
@@ -113,13 +109,8 @@ def _raise_ended() -> tf.Tensor:
 class WorkersDataset(datasets_lib.TowerDataset):
     """What a strategy's workers iterate over: this worker's part of each global batch.
 
-    Args:
-      dataset: elements hold :class:`sub_batches.SubBatches` with this worker's row counts,
-        or ``PerReplica`` values where elements are no batches.
-      workers: their collectives.
-      ready: how many elements the pipeline holds ready.
-      length: its ``cardinality``; unknown where workers may have others.
-      mapped: see :class:`datasets.TowerDataset`.
+    Elements of ``dataset`` hold :class:`sub_batches.SubBatches` with this worker's row counts, or
+    ``PerReplica`` values where they are no batches.  ``length`` is its ``cardinality``.
     """
 
     def __init__(self, dataset: tf.data.Dataset, workers: collectives.Machines, ready: int,

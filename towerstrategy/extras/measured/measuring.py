@@ -61,20 +61,10 @@ def of(placement: devices_lib.Placement, workers: Workers | None) -> Measuring |
 
 
 class Measuring:
-    """Measures the towers of one strategy.
-
-    Args:
-      placement: where the strategy runs.
-      workers: their collectives; None with a single machine.
-
-    Attributes:
-      shares: those of all towers, as they are now.
-      rounds: how many times the towers have been measured.
-      changes: how many times shares were changed, those taken back included.
-    """
+    """Measures the towers of one strategy; ``shares`` are those of all towers, as they are now."""
 
     def __init__(self, placement: devices_lib.Placement, workers: Workers | None) -> None:
-        self.rounds = self.changes = 0
+        self.rounds = self.changes = 0  # changes taken back included
         self._placement, self._workers = placement, workers
         here = len(placement.towers)
         self.shares = shares_lib.MeasuredShares(workers.replicas if workers else here, here)
@@ -128,10 +118,7 @@ class Measuring:
     def _decide(self, rates: Sequence[float], errors: Sequence[float], rows: int) -> None:
         """Changes the shares of all towers, if their rates, and the rows of a batch, say so.
 
-        Args:
-          rates: rows a second.
-          errors: the standard errors of the rates' logarithms.
-          rows: of a batch.
+        ``rates`` are rows a second, ``errors`` the standard errors of their logarithms.
         """
         self._found = None
         if rows < len(rates):

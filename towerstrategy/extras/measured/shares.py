@@ -15,14 +15,9 @@ from towerstrategy.batch import rows as rows_lib
 
 
 class MeasuredShares:
-    """The shares of all towers, as they are now.
+    """The shares of all towers, as they are now: equal ``units`` until others are chosen.
 
-    Args:
-      towers: how many towers there are, on all machines.
-      here: how many this machine has.
-
-    Attributes:
-      units: as :func:`rows.units_of` has them; equal ones until others are chosen.
+    ``towers`` are on all machines, of which this one has so many ``here``.
     """
 
     def __init__(self, towers: int, here: int) -> None:

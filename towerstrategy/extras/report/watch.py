@@ -61,7 +61,7 @@ class RowCount:
 
 def followed(towers: int, first: int, dataset: tf.data.Dataset,
              rows_of: Callable[[Any], Any]) -> tuple[tf.data.Dataset, RowCount | None]:
-    """What ``iterators.count_rows`` takes, of these towers: a dataset, counted, and its count."""
+    """An :data:`iterators.Follow` of these towers: a dataset, counted, and its count."""
     with quiet.harmless("count the towers' rows"):
         count = RowCount(towers, first)
         return count.follow(dataset, rows_of), count
@@ -105,18 +105,16 @@ class Watch:
         # A training that an error ended between two steps may have left a wrapper.
         self._function = getattr(model.train_function, _WRAPPED, model.train_function)
         model.train_function = self._wrapper = self._wrapped(self._function)
-        iterators.count_rows(functools.partial(
-            followed, len(self.placement.towers), extended.first_replica))
+        iterators.counting.follow = functools.partial(
+            followed, len(self.placement.towers), extended.first_replica)
 
     def begin(self, epoch: int) -> None:
-        """An epoch begins."""
         self._epoch = epoch
         self._calls = 0
         self._before = {count: count.read() for count in self._before if count is not None}
         self._epoch_start = time.perf_counter()
 
     def end(self) -> None:
-        """The epoch has ended."""
         self.seconds = time.perf_counter() - self._epoch_start
         self.rows = self._rows_taken()
         # Neither an epoch's first step nor its last, which may have fewer rows, if others are left.
@@ -124,7 +122,7 @@ class Watch:
 
     def close(self) -> None:
         """The training has ended, well or not."""
-        iterators.count_rows(None)
+        iterators.counting.follow = None
         if self._model.train_function is self._wrapper:
             self._model.train_function = self._function
 

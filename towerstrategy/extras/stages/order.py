@@ -49,13 +49,9 @@ class Leg(NamedTuple):
 
 def put(graph: tf.Graph, replicas: Sequence[Collection[str]], placement: devices_lib.Placement,
         results: Any) -> None:
-    """Puts each device's micro-batches in order.
+    """Puts each device's micro-batches in order, when all replicas have been traced.
 
-    Args:
-      graph: in which all replicas have been traced.
-      replicas: for each replica the names of its operations.
-      placement: their devices, and how many replicas in a row are one tower's.
-      results: what the replicas returned, a nest.
+    ``replicas`` are the names of each one's operations, ``results`` what they returned, a nest.
     """
     if placement.micro_batches == 1:
         return

@@ -25,13 +25,7 @@ _READ = "ReadVariableOp"
 
 
 class Placer:
-    """Puts the operations of one replica on the devices of its stages.
-
-    Args:
-      graph: the graph that is being traced.
-      placement: where the strategy runs.
-      replica: whose operations they are.
-    """
+    """Puts the operations of one replica on the devices of its stages."""
 
     def __init__(self, graph: tf.Graph, placement: devices_lib.Placement, replica: int) -> None:
         self._graph = graph

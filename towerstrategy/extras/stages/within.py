@@ -21,18 +21,10 @@ from towerstrategy.placement import devices as devices_lib, kind, scopes
 
 
 class Stages(threading.local):
-    """The stages, and the micro-batches, of the towers of one strategy.
+    """The stages, and the micro-batches, of the towers of one strategy."""
 
-    Args:
-      placement: where the strategy runs.
-
-    Attributes:
-      index: the stage of what this thread makes or calls here, or None.
-      asked: the same, where the user has said it around what runs here.
-    """
-
-    index: int | None = None
-    asked: int | None = None
+    index: int | None = None  # the stage of what this thread makes or calls here
+    asked: int | None = None  # the same, where the user has said it around what runs here
 
     def __init__(self, placement: devices_lib.Placement) -> None:
         self._placement = placement
