@@ -29,11 +29,11 @@ _LAST = {"keras": "keras.src.backend.tensorflow.trainer",
 # The same of Keras 3 on other backends.
 _FOREIGN = tuple(f"keras.src.backend.{name}.trainer"
                  for name in ("jax", "torch", "numpy", "openvino"))
+_REFUSED = "keras.src.trainers.trainer"  # the class of their models is there
 
-# Kerases that are hooked -> their ``hooks``; those hooked for stages, too.
+# Kerases that are hooked -> their ``hooks``; those hooked for stages, too, and _REFUSED.
 _installed: dict[str, Any] = {}
 _staged: set[str] = set()
-_foreign: list[Any] = []  # as _installed, of a Keras on another backend
 
 
 class Scope:
@@ -77,9 +77,21 @@ def install_hooks() -> None:
             with _naming_versions(package):
                 hooks.install(_installed[package].STAGES)
             _staged.add(package)
-    if not _foreign and any(_imported("keras", last_module) for last_module in _FOREIGN):
-        _foreign.append(importlib.import_module("towerstrategy._keras.keras3.foreign"))
-        hooks.install(_foreign[0].HOOKS)
+    if _REFUSED not in _staged and any(_imported("keras", module) for module in _FOREIGN):
+        hooks.install({(sys.modules[_REFUSED].Trainer, "compile"): hooks.Hook(
+            _compile_elsewhere, "on another backend than TensorFlow it knows no strategy")})
+        _staged.add(_REFUSED)
+
+
+def _compile_elsewhere(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Keras 3's ``compile`` on JAX or PyTorch: such models would train on one device in a scope."""
+    scope, backend = tf.distribute.get_strategy(), sys.modules["keras.src.backend"].backend()
+    if kind.is_tower_strategy(scope) and backend != "tensorflow":
+        raise ValueError(
+            f"model {self.name!r} is compiled in the scope of {scope!r}, whose towers are "
+            f"TensorFlow's, but Keras runs on {backend!r} here. Set KERAS_BACKEND=tensorflow "
+            'before Keras is imported (or "backend" in ~/.keras/keras.json).')
+    original(self, *args, **kwargs)
 
 
 def _made_before(names: Any) -> list[Any]:

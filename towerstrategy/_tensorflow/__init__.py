@@ -8,7 +8,6 @@ TensorFlow release that moves a name fails loudly and here.
 
 from towerstrategy._tensorflow.compiling import *
 from towerstrategy._tensorflow.data import *
-from towerstrategy._tensorflow.devices import *
 from towerstrategy._tensorflow.errors import *
 from towerstrategy._tensorflow.functions import *
 from towerstrategy._tensorflow.graphs import *

@@ -1,4 +1,4 @@
-"""TensorFlow's cluster and its collective operations."""
+"""TensorFlow's devices, its cluster and its collective operations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.client import device_lib
 from tensorflow.python.distribute import collective_util, cross_device_utils
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import func_graph
@@ -100,3 +101,16 @@ def ask_worker(task: str, seconds: float) -> str | None:
 def end_collectives(message: str) -> None:
     """Makes all collective ops, waiting and to come, raise UnavailableError with ``message``."""
     eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+def current_device() -> str:
+    """The full name of the device of the ``tf.device`` around eager code; "" where there is none.
+    """
+    return eager_context.context().device_name or ""
+
+
+def memory_limits() -> dict[int, int]:
+    """Bytes that each logical GPU may use, by its index; tf.config has memory in use alone."""
+    devices = device_lib.list_local_devices(eager_context.context().config)
+    gpus = (device for device in devices if device.device_type == "GPU")
+    return {int(device.name.rpartition(":")[2]): device.memory_limit for device in gpus}

@@ -51,7 +51,7 @@ class ShardingMachines(collectives.Machines):
           dataset: elements are batches, see :func:`splitting.split_batch`.
           ready: how many elements the pipeline holds ready.
           in_order: whether ``AUTO`` is to keep the rows' order, which ``DATA`` does.
-          measured: the shares, where they change (see :mod:`measured.shares`); the workers' else.
+          measured: the shares, where they change (see :mod:`extras.measured`); the workers' else.
         """
         datasets_lib.check_batched(dataset)
         own = _own_batches(dataset, self, in_order)
