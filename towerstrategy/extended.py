@@ -94,9 +94,9 @@ class TowerExtended(_tf.StrategyExtended):
         return copied
 
     @property
-    def cpu(self) -> cpu.Cpu | None:
-        """What is done otherwise where all devices are CPUs."""
-        return cpu.of(self.placement)
+    def cpu(self) -> Any:
+        """What is done otherwise where all devices are CPUs, a module; else None."""
+        return cpu if self.placement.on_cpu else None
 
     @property
     def compiles_whole(self) -> bool:
@@ -106,8 +106,7 @@ class TowerExtended(_tf.StrategyExtended):
     @contextlib.contextmanager
     def step(self, compiles: bool = False) -> Iterator[None]:
         """Around a Keras step that towers run; whether XLA ``compiles`` the towers' part of it."""
-        here = self.cpu
-        with contextlib.nullcontext() if here is None else here.step(), \
+        with self.cpu.step(len(self.placement.towers)) if self.cpu else contextlib.nullcontext(), \
                 self.modes.within(keras_step=True, compiles=compiles):
             yield
 

@@ -110,7 +110,7 @@ def _naming_versions(package: str) -> Iterator[None]:
     """Within, a private name that is not there becomes an error that says which Keras will do."""
     try:
         yield
-    except (ImportError, AttributeError, hooks.MovedError) as error:
+    except (ImportError, AttributeError) as error:
         oldest, newest = TESTED[package]
         major, minor = newest.split(".")
         raise RuntimeError(

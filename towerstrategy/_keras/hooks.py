@@ -35,19 +35,15 @@ class Hook(NamedTuple):
 _in_models: dict[tuple[Any, str], Hook] = {}
 
 
-class MovedError(Exception):
-    """This Keras release does not have a name that we hook."""
-
-
 def install(table: Mapping[tuple[Any, str], Hook]) -> None:
     """Has every name of ``table`` wrapped, or none.
 
     Raises:
-      MovedError: one of them is not there.
+      AttributeError: one of them is not there; this Keras release has moved it.
     """
     for owner, name in table:
         if name not in owner.__dict__:
-            raise MovedError(f"{_tf.owner_name(owner)}.{name}")
+            raise AttributeError(f"{_tf.owner_name(owner)}.{name}")
     for (owner, name), hook in table.items():
         if hook.in_models:
             _in_models[owner, name] = hook

@@ -16,6 +16,5 @@ from towerstrategy._tensorflow.machines import *
 from towerstrategy._tensorflow.partitioning import *
 from towerstrategy._tensorflow.seeds import *
 from towerstrategy._tensorflow.strategies import *
-from towerstrategy._tensorflow.values import *
 from towerstrategy._tensorflow.variables import *
 from towerstrategy._tensorflow.wrapping import *

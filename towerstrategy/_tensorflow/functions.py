@@ -66,10 +66,7 @@ def wrap_gradient_functions(make: Callable[[Callable[..., Any]], Callable[..., A
 
 def clone_function(function: polymorphic_function.Function, python_function: Callable[..., Any],
                    compiles: bool) -> polymorphic_function.Function:
-    """A ``tf.function`` with the options of ``function`` around another Python function.
-
-    ``compiles`` says whether XLA may compile it as a whole.
-    """
+    """A ``tf.function`` with the options of ``function`` around another Python function."""
     cloned = function._clone(python_function=python_function)
     if not compiles:
         cloned._jit_compile = False

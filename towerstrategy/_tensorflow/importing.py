@@ -133,12 +133,8 @@ def _output_of(node: Any, place: int) -> str:
     if are_single:
         return f"{arguments[place].name}:0"
     definition = tf.compat.v1.NodeDef.FromString(node.attributes)
-    for argument in arguments:
-        count = compiling.length(definition, argument)
-        if place < count:
-            return f"{argument.name}:{place}"
-        place -= count
-    raise IndexError(f"{node.name} has no output {place}")
+    return [f"{argument.name}:{number}" for argument in arguments
+            for number in range(compiling.length(definition, argument))][place]
 
 
 @functools.cache

@@ -32,10 +32,7 @@ READY = 2
 
 def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
                   cuts: rows_lib.CutRows | None = None) -> TowerDataset:
-    """A dataset of global batches, each split by :func:`splitting.split_batch` in the pipeline.
-
-    The pipeline holds ``ready`` split elements ready.
-    """
+    """A dataset of global batches, each split by :func:`splitting.split_batch` in the pipeline."""
     batches = _batches_in(dataset)
     check_batched(dataset, batches)
     split = dataset

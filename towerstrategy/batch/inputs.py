@@ -68,10 +68,7 @@ class TowerInputContext(tf.distribute.InputContext):
 
 
 def read(options: Any, extended: Any) -> tuple[bool, prefetching.Fetch, int]:
-    """Whether each tower has a pipeline, where parts are fetched to, elements held ready.
-
-    ``options`` are a ``tf.distribute.InputOptions`` or None.
-    """
+    """Whether each tower has a pipeline, where parts are fetched to, elements held ready."""
     towers = extended.worker_devices
     on_host = extended.placement.towers_on_host
     fetch = prefetching.Fetch(() if on_host else towers, extended.host_device)

@@ -47,10 +47,7 @@ def _one_copy_of_means(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def set_attribute(original: Callable[..., Any], self: Any, name: str, value: Any) -> None:
-    """Wraps the functions that run steps into what is around a step of towers.
-
-    Hooks are put into a model that is made in the scope.
-    """
+    """Wraps functions that run steps; puts hooks into a model that is made in the scope."""
     if name in _FUNCTIONS and value is not None and not hasattr(value, "in_step_of"):
         value = _in_step(self, name, value)
     original(self, name, value)

@@ -194,10 +194,7 @@ def _intervals(spaces: Iterable[Any], placement: devices_lib.Placement
 
 
 def _parts(name: str, alone: bool, micro_batches: int) -> Sequence[Part]:
-    """The parts that an operation, ``name:Type``, or another event counts for.
-
-    ``alone`` says whether all operations are the only tower's.
-    """
+    """The parts for which an operation, ``name:Type``, counts; ``alone``: if there is one tower."""
     if name == _WINDOW or _GET_NEXT.search(name):
         return [_WINDOW if name == _WINDOW else "input"]
     if not _OPERATION.search(name):
