@@ -141,15 +141,11 @@ def check_sharded(strategy: tf.distribute.Strategy, bound: dict[str, Any]) -> No
                 "but must be a batch: a function made by strategy.function is written for one "
                 "device, which takes no part of a batch. Give it next(iterator), or each batch of "
                 "a loop, in eager code or in a tf.function around it.")
-        if _is_per_replica(leaf) and any(_rank(part) == 0 for part in leaf.values):
+        if _is_per_replica(leaf) and any(tf.TensorShape(getattr(part, "shape", ())).rank == 0
+                                         for part in leaf.values):
             raise ValueError(
                 f"{path} has a scalar for each tower, but must have rows, or be the same for all "
                 "towers. strategy.reduce makes one value of it.")
-
-
-def _rank(part: Any) -> int | None:
-    shape = getattr(part, "shape", ())
-    return shape.rank if isinstance(shape, tf.TensorShape) else len(shape)
 
 
 def check_structures(argument: str, values: list[Any]) -> None:
@@ -179,8 +175,7 @@ def _check_parts(strategy: tf.distribute.Strategy, arguments: dict[str, Any]) ->
 
 
 def _is_per_replica(leaf: Any) -> bool:
-    return (isinstance(leaf, tf.distribute.DistributedValues)
-            and not isinstance(leaf, (tf.Variable, _tf.DistributedVariable)))
+    return isinstance(leaf, tf.distribute.DistributedValues) and not _tf.is_variable(leaf)
 
 
 def _leaves(arguments: dict[str, Any]) -> list[tuple[str, Any]]:

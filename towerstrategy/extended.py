@@ -110,10 +110,10 @@ class TowerExtended(_tf.StrategyExtended):
                 self.modes.within(keras_step=True, compiles=compiles):
             yield
 
-    def train_step(self, call: Callable[[], Any], compiles: bool = False) -> Any:
-        """Calls a Keras training step that the strategy's towers run, see :meth:`step`."""
+    def call_step(self, call: Callable[[], Any], compiles: bool, trains: bool) -> Any:
+        """Calls a Keras step that the strategy's towers run, see :meth:`step`."""
         with self.step(compiles):
-            measuring = self.inputs.measuring
+            measuring = self.inputs.measuring if trains else None
             return call() if measuring is None else measuring.step(call)
 
     # Where things are.

@@ -128,10 +128,8 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _rows_of_all(tower: contexts.TowerContext, value: Any) -> Any:
-    """``value``, a nest of this tower's rows, with the rows of all towers, on every tower.
-
-    The gradient for a tower's rows is the sum over the towers of what each asks for.
-    """
+    """``value``, a nest of this tower's rows, with the rows of all towers, on every tower."""
+    # The gradient for a tower's rows is the sum over the towers of what each asks for.
     def gathered(leaf: Any) -> Any:
         if isinstance(leaf, tf.SparseTensor):
             raise TypeError(f"a SparseTensor has no rows to gather: {leaf!r}. Make it dense first.")

@@ -101,9 +101,8 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
     held = state.variables_of(model, names)
     for optimizer in optimizers:
         held += state.optimizer_variables(optimizer)
-    check_variables(strategy, model, held)
-    for metric in metrics:
-        check_variables(strategy, model, map(rules.held_variable, names.variables_of(metric)))
+    check_variables(strategy, model, [*held, *(rules.held_variable(
+        variable) for metric in metrics for variable in names.variables_of(metric))])
     for optimizer in optimizers:
         check_owner(strategy, f"optimizer {getattr(optimizer, 'name', '')!r} of model "
                               f"{model.name!r}", names.owner_of_optimizer(optimizer))

@@ -54,10 +54,8 @@ for _event in ("batch", "train_batch", "test_batch", "predict_batch", "epoch", "
 
 
 def with_methods(callback: Any, methods: type) -> Any:
-    """A Keras callback again, whose methods are these, then those of its own class.
-
-    Both have one state: what is counted in either is what the user reads off ``callback``.
-    """
+    """A Keras callback again, whose methods are these, then those of its own class."""
+    # Both have one state: what is counted in either is what the user reads off `callback`.
     made_class: Any = type(type(callback).__name__, (methods, type(callback)), {})
     made = made_class.__new__(made_class)
     made.__dict__ = callback.__dict__

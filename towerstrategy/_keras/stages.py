@@ -204,11 +204,9 @@ def _result_bytes(node: Any) -> int:
 
 
 def _kept(layer: Any, trained: bool, names: Any) -> int | None:
-    """The stage in which a layer's weights are to stay.
-
-    A part of a larger model leaves weights where that has put them.  A model that is trained may
-    bring them elsewhere, unless functions hold them.
-    """
+    """The stage in which a layer's weights are to stay."""
+    # A part of a larger model leaves weights where that has put them.  A model that is trained may
+    # bring them elsewhere, unless functions hold them.
     return next((variable._settled for variable, _ in names.variables_of_layer(layer)
                  if getattr(variable, "_settled", None) is not None
                  and not (trained and variable._home_may_change)), None)

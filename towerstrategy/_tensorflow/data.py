@@ -57,19 +57,15 @@ def inputs_of_dataset(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 
 
 def map_in_place(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-    """``dataset.map(function)`` in the caller's thread, for functions of an operation or two.
-
-    That takes 10 us an element and not 100.
-    """
+    """``dataset.map(function)`` in the caller's thread, for functions of an operation or two."""
+    # That takes 10 us an element and not 100.
     return map_op._MapDataset(dataset, function, use_inter_op_parallelism=False)
 
 
 def map_ahead(dataset: tf.data.Dataset, function: Callable[..., Any],
               ready: int) -> tf.data.Dataset:
-    """``dataset.map(function)``, of which ``ready`` elements are held ready.
-
-    What ``dataset`` itself prefetches last is mapped before: one thread less hands elements on.
-    """
+    """``dataset.map(function)``, of which ``ready`` elements are held ready."""
+    # What `dataset` itself prefetches last is mapped before: one thread less hands elements on.
     if ready and isinstance(dataset, prefetch_op._PrefetchDataset):
         held = tf.get_static_value(dataset._buffer_size)
         if held is not None and (held == tf.data.AUTOTUNE or held >= ready):

@@ -51,10 +51,8 @@ def autograph_convert(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_gradient_functions(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Records what ``make`` makes of a gradient that is a Python function, in its place.
-
-    Such are those of ``tf.custom_gradient``, of ``tf.recompute_grad`` and of calls of functions.
-    """
+    """Records what ``make`` makes of a gradient that is a Python function, in its place."""
+    # Such are those of `tf.custom_gradient`, of `tf.recompute_grad` and of calls of functions.
     def record_operation(original: Callable[..., Any], op_type: Any, output_tensors: Any,
                          input_tensors: Any, backward_function: Any,
                          forward_function: Any = None) -> Any:

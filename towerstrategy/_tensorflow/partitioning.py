@@ -118,10 +118,8 @@ def called_by_each_tower(call: tf.Operation) -> list[list[str]]:
 
 
 def called_body(call: tf.Operation) -> Any:
-    """The graph of the function that ``call`` calls, with what is known of its inputs put in.
-
-    A function's gradient gets axes and permutations that way.
-    """
+    """The graph of the function that ``call`` calls, with what is known of its inputs put in."""
+    # A function's gradient gets axes and permutations that way.
     known = {index: value for index, tensor in enumerate(call.inputs)
              if tensor.dtype.is_integer and (value := constant_value(tensor)) is not None}
     name = call.get_attr("f").name

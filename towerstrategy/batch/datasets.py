@@ -44,10 +44,8 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
 
 
 def _batches_in(dataset: Any) -> list[int] | None:
-    """For each component of an element the number of the batch it is of; None: all are of one.
-
-    Datasets of batches of different sizes may have been zipped.  Only their elements tell.
-    """
+    """For each component of an element the number of the batch it is of; None: all are of one."""
+    # Datasets of batches of different sizes may have been zipped.  Only their elements tell.
     if not isinstance(dataset, tf.data.Dataset) or not _zips_different(
             dataset, len(tf.nest.flatten(dataset.element_spec))):
         return None
@@ -80,10 +78,8 @@ def _puts_in_batches(before: Any, after: Any) -> bool:
 
 
 def _rows_of_first(dataset: tf.data.Dataset) -> list[int | None]:
-    """How many rows each component of the first element has; nothing where there is none.
-
-    It is read where that is not known without, as a dataset that shuffles counts its readers.
-    """
+    """How many rows each component of the first element has; nothing where there is none."""
+    # It is read where that is not known without, as a dataset that shuffles counts its readers.
     shapes = [tf.TensorShape(getattr(leaf, "shape", None))
               for leaf in tf.nest.flatten(dataset.element_spec)]
     if all(shape.rank is not None and None not in shape[:1] for shape in shapes):
@@ -271,11 +267,9 @@ class TowerDataset(tf.distribute.DistributedDataset):
         return sub_batches.rows_of(element)
 
     def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
-        """Folds ``reduce_func(state, element)`` over the elements (autograph's ``for``).
-
-        The body runs in the caller's graph, where towers have their devices, and not inside the
-        input pipeline.
-        """
+        """Folds ``reduce_func(state, element)`` over the elements (autograph's ``for``)."""
+        # The body runs in the caller's graph, where towers have their devices, and not inside the
+        # input pipeline.
         iterator = iter(self).read_once()
 
         def body(element: tf.experimental.Optional, state: Nest) -> tuple[Any, Nest]:

@@ -35,11 +35,9 @@ class Fetch(NamedTuple):
 
     @property
     def is_safe(self) -> bool:
-        """Whether the iterators made here can end.
-
-        Those of a graph end in TensorFlow's threads: each holds one until what it fetches has come,
-        which takes a thread, too.  Where all are held, nothing goes on.
-        """
+        """Whether the iterators made here can end."""
+        # Those of a graph end in TensorFlow's threads: each holds one until what it fetches has
+        # come, which takes a thread, too.  Where all are held, nothing goes on.
         return tf.executing_eagerly() or threads() >= 2 * (1 + len(self.devices))
 
 
@@ -132,10 +130,8 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
             raise
 
     def _from_first(self, take: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """What ``take`` takes from the host's stream, in a graph: whether it goes on, and more.
-
-        Where it has ended, so have the others then: one that went on would hold a thread.
-        """
+        """What ``take`` takes from the host's stream, in a graph: whether it goes on, and more."""
+        # Where it has ended, so have the others then: one that went on would hold a thread.
         with tf.device(self._host):
             there, *held = self._begun(take)
             with tf.control_dependencies(tf.nest.flatten(held, expand_composites=True)):

@@ -72,10 +72,8 @@ def _splitter(counted: Sequence[tuple[str, Any]], towers: int, cuts: rows_lib.Cu
 
 
 def as_batch(grouped: Nest) -> Nest:
-    """Per-replica values, as sub-batches where their first dimensions differ between the towers.
-
-    These are rows then, unless components contradict each other.
-    """
+    """Per-replica values, as sub-batches where their first dimensions differ between the towers."""
+    # These are rows then, unless components contradict each other.
     lengths = {}
     for leaf in tf.nest.flatten(grouped):
         if isinstance(leaf, _tf.PerReplica):

@@ -59,10 +59,8 @@ def adam(optimizer: Any, known: Mapping[str, tf.Tensor]) -> Callable[..., None] 
 
 
 def _is_exact_inverse(rate: Any) -> bool:
-    """Whether dividing by ``1 / rate``, made in float32, decays as ``rate`` does.
-
-    Of an average that is divided so in each step, it is what it ends at that would be off.
-    """
+    """Whether dividing by ``1 / rate``, made in float32, decays as ``rate`` does."""
+    # Of an average that is divided so in each step, it is what it ends at that would be off.
     if not isinstance(rate, (int, float)) or not 0 < rate < 1:
         return False
     inverse = float(np.float32(1) + np.float32(1 / rate - 1))

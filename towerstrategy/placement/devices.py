@@ -113,10 +113,8 @@ class Placement:
 
     @property
     def compiles(self) -> bool:
-        """Whether XLA can compile a whole step: all of it is on TensorFlow's default device.
-
-        A compiled step has an order of its own, which would run the micro-batches side by side.
-        """
+        """Whether XLA can compile a whole step: all of it is on TensorFlow's default device."""
+        # A compiled step has an order of its own, which would run the micro-batches side by side.
         if self.micro_batches > 1 or self.rows:
             return False
         default = "GPU:0" if names.gpu_count() else "CPU:0"
@@ -197,10 +195,8 @@ def place(devices: Any, merge_device: Any, shares: Any = None,
 
 
 def _merge(towers: Sequence[str], asked: Any) -> tuple[str, bool]:
-    """The merge device, and whether each variable has a home of its own.
-
-    By default it is for GPUs what a simulation shows to be best over any links.
-    """
+    """The merge device, and whether each variable has a home of its own."""
+    # By default it is for GPUs what a simulation shows to be best over any links.
     if asked is None:
         gpus = set(map(names.kind_of, towers)) == {"GPU"}
         asked = towers[0] if len(towers) == 1 else names.BALANCED if gpus else "cpu"

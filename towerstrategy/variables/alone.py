@@ -118,10 +118,8 @@ class Turns:
 
 
 def _initializes(operation: tf.Operation) -> bool:
-    """Whether this is TensorFlow's initialization of a variable that a function makes.
-
-    The question whether that is needed counts as a write for TensorFlow.
-    """
+    """Whether this is TensorFlow's initialization of a variable that a function makes."""
+    # The question whether that is needed counts as a write for TensorFlow.
     asks = "VarIsInitializedOp"
     return operation.type == asks or (
         bool(operation.inputs) and operation.inputs[0].op.type == asks)

@@ -125,10 +125,7 @@ def make_function(original: Callable[..., Any], self: Any, step_function: Any) -
             call = step
         elif isinstance(iterator, prefetching.PrefetchedIterator) and take is step:
             iterator.read_once()  # as Keras' loop over several steps does
-        if trains:
-            return strategy.extended.train_step(lambda: call(iterator), compiles)
-        with strategy.extended.step(compiles):
-            return call(iterator)
+        return strategy.extended.call_step(lambda: call(iterator), compiles, trains)
 
     return function
 

@@ -64,10 +64,8 @@ def variables_of(layer: Any) -> list[Any]:
 
 
 def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
-    """Makes a metric's variables tower-local, in place; returns them.
-
-    Of a lone tower, and those that do not say how parts are put together, there is one copy.
-    """
+    """Makes a metric's variables tower-local, in place; returns them."""
+    # Of a lone tower, and those that do not say how parts are put together, there is one copy.
     local: list[Any] = []
     for layer in metric._flatten_layers():
         for variable in list(layer._trainable_weights) + list(layer._non_trainable_weights):

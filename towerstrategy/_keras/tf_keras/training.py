@@ -73,10 +73,8 @@ def _in_step(model: Any, name: str, step: Callable[..., Any]) -> Callable[..., A
 
     @_tf.with_short_tracebacks
     def function(iterator: Any) -> Any:
-        if name == "train_function":
-            return strategy.extended.train_step(lambda: step(iterator), compiles)
-        with strategy.extended.step(compiles):
-            return step(iterator)
+        return strategy.extended.call_step(lambda: step(iterator), compiles,
+                                           trains=name == "train_function")
 
     function.in_step_of = strategy  # type: ignore[attr-defined]
     return function

@@ -150,10 +150,8 @@ class Machines:
         return results
 
     def chiefs(self, values: Sequence[Any]) -> list[Any]:
-        """Worker 0's ``values``: tensors, of the same shapes on every worker.
-
-        What collective ops do not carry, strings above all, stays each worker's own.
-        """
+        """Worker 0's ``values``: tensors, of the same shapes on every worker."""
+        # What collective ops do not carry, strings above all, stays each worker's own.
         tensors = [tf.convert_to_tensor(value) for value in values]
         sent = [None if tensor.dtype in _NOT_CARRIED else _packed(tensor) for tensor in tensors]
         if not self.is_chief:
@@ -247,10 +245,8 @@ class Machines:
 
 
 def _packs(values: dict[int, tf.Tensor]) -> list[list[int]]:
-    """Which of ``values`` cross together; who waits for the last values alone is first.
-
-    Large ones cross alone: packing copies them, and keeps what is ready waiting.
-    """
+    """Which of ``values`` cross together; who waits for the last values alone is first."""
+    # Large ones cross alone: packing copies them, and keeps what is ready waiting.
     packs: list[list[int]] = []
     filling: dict[tf.DType, tuple[list[int], int]] = {}
     for position, value in reversed(values.items()):

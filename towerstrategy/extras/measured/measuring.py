@@ -234,10 +234,8 @@ class MeasuredShares:
         return begin.flat_map(lambda units: tf.data.Dataset.from_tensors(units).repeat())
 
     def note(self, rows: rows_lib.Rows, sizes: rows_lib.Sizes) -> None:
-        """Remembers how many rows of ``rows`` this machine's towers got.
-
-        Pipelines run ahead, and the last batch of many has fewer rows: the largest one counts.
-        """
+        """Remembers how many rows of ``rows`` this machine's towers got."""
+        # Pipelines run ahead, and the last batch of many has fewer rows: the largest one counts.
         now = tf.concat([tf.cast([rows], tf.int64), tf.cast(sizes, tf.int64)], 0)
         before = self._split.read_value()
         self._split.assign(tf.where(now[0] >= before[0], now, before), read_value=False)
@@ -253,10 +251,8 @@ class MeasuredShares:
         return sizes, slice(None), None
 
     def left_out_of_checkpoints(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """``dataset``, whose iterators can be saved in a checkpoint, which has no shares.
-
-        TensorFlow refuses pipelines that have state of other kinds, unless asked; now it warns.
-        """
+        """``dataset``, whose iterators can be saved in a checkpoint, which has no shares."""
+        # TensorFlow refuses pipelines that have state of other kinds, unless asked; now it warns.
         if dataset.options().experimental_external_state_policy is not None:
             return dataset
         options = tf.data.Options()
