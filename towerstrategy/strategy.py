@@ -123,7 +123,8 @@ class TowerStrategy(kind.Kind):
                                                 measuring.of(placement, workers),
                                                 synchronize_batch_norm))
         losses.install()
-        _tf.wrap_generators(contexts.has_all_rows)
+        _tf.KEYS.wrap(lambda original, generator, key: (
+            key if contexts.has_all_rows() else original(generator, key)))
         _keras.install_hooks()
         if workers is not None:  # whose process makes callbacks that write files in no scope, too
             _tf.enter_work()

@@ -22,6 +22,7 @@ from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow import wrapping
 
+# Such gradients are those of tf.custom_gradient, of tf.recompute_grad and of calls of functions.
 RECORD = wrapping.Place(
     [record], "record_operation",
     "does not know in which stage of a tower a gradient that is a Python function recomputes")
@@ -48,18 +49,6 @@ autograph_config.CONVERSION_RULES = (
 def autograph_convert(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` as autograph would call it from here (unchanged outside converted code)."""
     return autograph_api.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)
-
-
-def wrap_gradient_functions(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Records what ``make`` makes of a gradient that is a Python function, in its place."""
-    # Such are those of `tf.custom_gradient`, of `tf.recompute_grad` and of calls of functions.
-    def record_operation(original: Callable[..., Any], op_type: Any, output_tensors: Any,
-                         input_tensors: Any, backward_function: Any,
-                         forward_function: Any = None) -> Any:
-        return original(op_type, output_tensors, input_tensors, make(backward_function),
-                        forward_function)
-
-    RECORD.wrap(record_operation)
 
 
 def clone_function(function: polymorphic_function.Function, python_function: Callable[..., Any],

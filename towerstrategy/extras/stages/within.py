@@ -39,7 +39,7 @@ class Stages(threading.local):
         self._placement = placement
         if placement.rows:
             kind.staged = True
-            _tf.wrap_gradient_functions(_in_its_stage)
+            _tf.RECORD.wrap(_recorded_in_its_stage)
 
     @contextlib.contextmanager
     def within(self, index: int | None, asked: bool = False) -> Iterator[None]:
@@ -82,6 +82,13 @@ def _placed(placement: devices_lib.Placement, index: int | None) -> Iterator[Non
     with contextlib.nullcontext() if named_alone else tf.device(row[index]), \
             tf.name_scope(f"{scopes.STAGE}{index}"):
         yield
+
+
+def _recorded_in_its_stage(original: Callable[..., Any], op_type: Any, output_tensors: Any,
+                           input_tensors: Any, backward_function: Any,
+                           forward_function: Any = None) -> Any:
+    return original(op_type, output_tensors, input_tensors, _in_its_stage(backward_function),
+                    forward_function)
 
 
 def _in_its_stage(gradient: Callable[..., Any]) -> Callable[..., Any]:
