@@ -14,12 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import refused
-from towerstrategy.batch import (
-    datasets as datasets_lib,
-    prefetching,
-    rows as rows_lib,
-    splitting,
-)
+from towerstrategy.batch import datasets as datasets_lib, prefetching, rows as rows_lib, splitting
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement.workers import Workers
 

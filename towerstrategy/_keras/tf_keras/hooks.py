@@ -20,12 +20,7 @@ from tf_keras.src.optimizers.legacy import optimizer_v2
 from tf_keras.src.utils import losses_utils
 
 from towerstrategy._keras import hooks, optimizers as optimizers_rules, stages
-from towerstrategy._keras.tf_keras import (
-    callbacks as callbacks_lib,
-    names,
-    optimizers,
-    training as training_lib,
-)
+from towerstrategy._keras.tf_keras import names, optimizers, training as training_lib
 
 # What is hooked and why; the test of upstream names reads this.
 HOOKS: dict[tuple[Any, str], hooks.Hook] = {
@@ -60,7 +55,7 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         "makes functions for steps of which TensorFlow optimizes the graph too long, and around "
         "weights that were built since compile, or of a model that is not adopted"),
     (callbacks.CallbackList, "set_model"): hooks.Hook(
-        callbacks_lib.set_model,
+        training_lib.set_model,
         "BackupAndRestore lists the strategies that it works with, and deletes a backup file by "
         "file"),
 }
