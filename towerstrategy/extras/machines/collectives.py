@@ -39,20 +39,14 @@ def numbered(number: int) -> Machines:
 
 
 class Machines:
-    """The collectives of one strategy's workers.
+    """The collectives of one strategy's workers, a :class:`placement.workers.Workers`.
 
-    Args:
-      cluster: this process' place among them.
-      placement: where this worker's towers are; everything crosses from and to its merge device.
-      options: ``tf.distribute.experimental.CommunicationOptions`` or None.
+    Everything crosses from and to the merge device.  ``number`` is this object's among those made
+    in this process, see :func:`numbered`; ``towers_of`` are the numbers of each worker's towers.
 
     Raises:
       ValueError: workers have shares of different kinds, or different clusters.
       RuntimeError: not all workers have come in time.
-
-    Attributes (the others are those of :class:`placement.workers.Workers`):
-      number: this object's among those made in this process, see :func:`numbered`.
-      towers_of: how many towers each worker has.
     """
 
     def __init__(self, cluster: clusters.Cluster, placement: devices_lib.Placement,

@@ -48,8 +48,6 @@ class ShardingMachines(collectives.Machines):
         it reads: docs/several_machines.md says which policy does what.
 
         Args:
-          dataset: elements are batches, see :func:`splitting.split_batch`.
-          ready: how many elements the pipeline holds ready.
           in_order: whether ``AUTO`` is to keep the rows' order, which ``DATA`` does.
           measured: the shares, where they change (see :mod:`extras.measured`); the workers' else.
         """

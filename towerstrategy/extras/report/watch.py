@@ -69,28 +69,16 @@ def followed(towers: int, first: int, dataset: tf.data.Dataset,
 
 
 class Watch:
-    """Looks at one training, by wrapping ``model.train_function``.
+    """Looks at one training of a TowerStrategy's model, by wrapping ``model.train_function``.
 
-    Args:
-      model: the model that trains, a TowerStrategy's.
-      most: the share of the training's time that may be spent.
-
-    Attributes:
-      placement: where the towers are.
-      rows: the towers' rows of the last epoch; None where its batches could not be counted.
-      once: whether one device does eager steps, which are not timed, with all rows.
-      seconds: how long the last epoch took.
-      sample: the latest sample, or None.
-      sampled_in: the epoch it is of.
-      tried_in: the epoch in which a sample was last tried; there is one try an epoch.
-      spent: the seconds spent on samples so far.
+    ``most`` is the share of the training's time that may be spent.
     """
 
-    rows: list[int] | None = None
-    sample: Sample | None = None
-    sampled_in: int | None = None
-    tried_in: int | None = None
-    seconds = spent = _sample_cost = 0.0
+    rows: list[int] | None = None  # the towers', of the last epoch; None where not counted
+    sample: Sample | None = None  # the latest
+    sampled_in: int | None = None  # the epoch it is of
+    tried_in: int | None = None  # the epoch in which one was last tried; there is one try an epoch
+    seconds = spent = _sample_cost = 0.0  # of the last epoch, of all samples, of the last one
     _epoch = _calls = 0
     _from_call = _WARM_UP
 
@@ -98,6 +86,7 @@ class Watch:
         extended = model.distribute_strategy.extended
         self.placement: devices_lib.Placement = extended.placement
         self._eager = bool(model.run_eagerly or tf.config.functions_run_eagerly())
+        # Whether one device does eager steps, which are not timed, with all rows.
         self.once = len(self.placement.towers) > 1 and self._eager
         self._model, self._most = model, most
         self._start = self._epoch_start = time.perf_counter()
