@@ -37,6 +37,7 @@ class Modes(threading.local):
     keras_step = False  # whether a step of Keras is being traced
     compiles = False  # whether XLA compiles what the towers do
     keeps_graph = False  # whether the graph of what is traced is asked for, to look at
+    takes_iterators = False  # whether the function that a Keras model predicts by takes iterators
     adopts = False  # whether variables that are not the strategy's yet are to be adopted
 
     @contextlib.contextmanager

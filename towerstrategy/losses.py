@@ -53,8 +53,7 @@ def _as_loss(loss: Any) -> tf.Tensor:
     except (TypeError, ValueError) as error:
         raise refused.wrong_type("loss", loss, "a floating point tensor") from error
     if not value.dtype.is_floating:
-        raise TypeError(f"loss must be a floating point tensor, but got "
-                        f"{refused.shown(value)}.")
+        raise refused.wrong_type("loss", value, "a floating point tensor")
     return value
 
 

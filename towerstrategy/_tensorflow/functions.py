@@ -118,11 +118,10 @@ def nested_function(own: tf.Graph | None) -> func_graph.FuncGraph | None:
     return graph if graph is not own and isinstance(graph, func_graph.FuncGraph) else None
 
 
-def is_in_control_flow(own: tf.Graph | None) -> bool:
-    """Whether a branch or loop of ``own`` (None: of any function) is being traced, however deep."""
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    return (graph is not own and (own is None or nested_function(own) is None)
-            and isinstance(graph, _ControlFlow))
+def is_in_control_flow() -> bool:
+    """Whether a branch or loop is being traced, however deep."""
+    return not tf.executing_eagerly() and isinstance(
+        tf.compat.v1.get_default_graph(), _ControlFlow)
 
 
 def is_compiled_here() -> bool:

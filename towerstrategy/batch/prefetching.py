@@ -44,9 +44,8 @@ class Fetch(NamedTuple):
 def threads() -> int:
     """How many operations TensorFlow runs side by side."""
     asked = os.environ.get("TF_NUM_INTEROP_THREADS", "")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (tf.config.threading.get_inter_op_parallelism_threads()
-            or (int(asked) if asked.isdigit() else 0) or cores or 1)
+            or (int(asked) if asked.isdigit() else 0) or len(os.sched_getaffinity(0)))
 
 
 class PrefetchedSpec(sub_batches.HashedOnce, tf.TypeSpec):

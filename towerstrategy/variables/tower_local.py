@@ -6,6 +6,7 @@ part there, and is aggregated when it is read outside of towers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -94,15 +95,8 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
     def _saveable(self, name: str | None = None) -> _TowerLocalSaveable:
         return _TowerLocalSaveable(self, name or self._common_name)
 
-    def assign_add(self, value: Any, use_locking: bool = False, name: Any = None,
-                   read_value: bool = True) -> Any:
-        return self._step("assign_add", value, use_locking, name, read_value)
-
-    def assign_sub(self, value: Any, use_locking: bool = False, name: Any = None,
-                   read_value: bool = True) -> Any:
-        return self._step("assign_sub", value, use_locking, name, read_value)
-
-    def _step(self, method: str, value: Any, use_locking: bool, name: Any, read_value: bool) -> Any:
+    def _step(self, method: str, value: Any, use_locking: bool = False, name: Any = None,
+              read_value: bool = True) -> Any:
         if contexts.has_all_rows() and not self._is_total:
             step = tf.add if method == "assign_add" else tf.subtract
             return self._assign_for_all(step(self._values[0], tf.cast(value, self.dtype)),
@@ -117,6 +111,9 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
                 getattr(_tf.ResourceVariable, method)(part, tf.cast(value, self.dtype),
                                                       read_value=False)
         return self if read_value else None
+
+    assign_add = functools.partialmethod(_step, "assign_add")
+    assign_sub = functools.partialmethod(_step, "assign_sub")
 
     @property
     def _is_total(self) -> bool:
