@@ -122,11 +122,7 @@ def _naming_versions(package: str) -> Iterator[None]:
 
 
 def names_of(model: Any) -> Any:
-    """How the Keras that ``model`` is of names things: ``keras3.names`` or ``tf_keras.names``.
-
-    Raises:
-      TypeError: ``model`` is no Keras model.
-    """
+    """How the Keras that ``model`` is of names things: ``keras3.names`` or ``tf_keras.names``."""
     install_hooks()
     for tables in _installed.values():
         if isinstance(model, tables.names.TRAINER):

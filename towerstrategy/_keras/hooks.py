@@ -36,11 +36,7 @@ _in_models: dict[tuple[Any, str], Hook] = {}
 
 
 def install(table: Mapping[tuple[Any, str], Hook]) -> None:
-    """Has every name of ``table`` wrapped, or none.
-
-    Raises:
-      AttributeError: one of them is not there; this Keras release has moved it.
-    """
+    """Has every name of ``table`` wrapped, or none: ``AttributeError`` where one is not there."""
     for owner, name in table:
         if name not in owner.__dict__:
             raise AttributeError(f"{_tf.owner_name(owner)}.{name}")

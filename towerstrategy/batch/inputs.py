@@ -22,14 +22,7 @@ _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 
 
 class TowerInputContext(tf.distribute.InputContext):
-    """The ``tf.distribute.InputContext`` of a ``TowerStrategy``.
-
-    Args:
-      pipelines: how many input pipelines there are, on all machines.
-      pipeline: this one's number.
-      towers: the numbers of the towers that it feeds, among those of all machines.
-      replicas: how many towers there are, on all machines.
-      units: the shares of all of them, see :func:`rows.units_of`.
+    """The ``tf.distribute.InputContext`` of a pipeline that feeds ``towers``.
 
     Attributes:
       shares: of each tower that this pipeline feeds, its part of a global batch; with two towers,

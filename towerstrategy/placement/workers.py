@@ -34,6 +34,7 @@ class Workers(Protocol):
     @property
     def is_chief(self) -> bool:
         """Whether this is worker 0, whose initial values and files count."""
+        return self.index == 0
 
     def sum(self, values: Sequence[Any]) -> list[Any]:
         """The sums over the workers of their ``values``, tensors or slices; None stays None."""

@@ -63,11 +63,7 @@ _joined: list[Cluster] = []
 
 
 def resolver_of_environment() -> tf.distribute.cluster_resolver.ClusterResolver | None:
-    """What ``TF_CONFIG`` says, or None where it is not set.
-
-    Raises:
-      ValueError: it cannot be read.
-    """
+    """What ``TF_CONFIG`` says, or None where it is not set."""
     config = os.environ.get("TF_CONFIG")
     if not config:
         return None
@@ -83,13 +79,7 @@ def resolver_of_environment() -> tf.distribute.cluster_resolver.ClusterResolver 
 
 def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
          stages: int = 1) -> Cluster | None:
-    """Makes this process a worker of the resolver's cluster, once; None without several workers.
-
-    Raises:
-      TypeError: ``resolver`` is no cluster resolver.
-      ValueError: the cluster or this process' task cannot be used, or not with ``stages``.
-      RuntimeError: TensorFlow has started already without this cluster.
-    """
+    """Makes this process a worker of the resolver's cluster, once; None without several workers."""
     if resolver is None:
         return None
     refused.check_type("cluster_resolver", resolver,

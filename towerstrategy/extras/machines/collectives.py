@@ -18,6 +18,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
 from towerstrategy.extras.machines import clusters, health
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
+from towerstrategy.placement.workers import Workers
 
 # Seconds for all workers to start, where communication_options sets no timeout.
 START = 600.
@@ -38,8 +39,8 @@ def numbered(number: int) -> Machines:
     return _made[number]
 
 
-class Machines:
-    """The collectives of one strategy's workers, a :class:`placement.workers.Workers`.
+class Machines(Workers):
+    """The collectives of one strategy's workers.
 
     Everything crosses from and to the merge device.  ``number`` is this object's among those made
     in this process, see :func:`numbered`; ``towers_of`` are the numbers of each worker's towers.
@@ -110,11 +111,6 @@ class Machines:
         if int(others):
             tf.random.set_seed(agreed)
 
-    @property
-    def is_chief(self) -> bool:
-        """Whether this is worker 0, whose initial values and files count."""
-        return self.index == 0
-
     def sum(self, values: Sequence[Any]) -> list[Any]:
         """The sums over the workers of their ``values``, packed: an all-reduce a dtype and 4 MiB.
 
@@ -182,7 +178,6 @@ class Machines:
         return [_EXTREMES[kind](rows, 0) for rows, kind in zip(gathered, kinds)]
 
     def gather_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Each of ``values`` gathered along its first dimension; rows may differ in number."""
         if not values:
             return []
         if any(value.dtype == tf.string for value in values):
