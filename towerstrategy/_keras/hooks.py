@@ -20,15 +20,12 @@ from towerstrategy import _tensorflow as _tf
 
 
 class Hook(NamedTuple):
-    """What is called in the place of a name of Keras, the original before its arguments, and why.
-
-    Attributes:
-      in_models: whether it is put into a strategy's models, and Keras' own class left as it is. The
-        name is to stand in that Keras' ``names.ENTRIES``, too.
-    """
+    """What is called in the place of a name of Keras, that before its arguments, and why."""
 
     instead: Callable[..., Any]
     why: str
+    # Whether it is put into a strategy's models, and Keras' own class left as it is.  The name is
+    # to stand in that Keras' ``names.ENTRIES``, too.
     in_models: bool = False
 
 

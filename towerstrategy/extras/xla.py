@@ -36,11 +36,7 @@ _log = logging.getLogger("towerstrategy")
 
 
 class Xla:
-    """Marks what the towers of one strategy do, for XLA: ``strategy.extended.xla``.
-
-    Args:
-      devices: the towers'; what is on others is not compiled.
-    """
+    """Marks what towers do on ``devices``, their own, for XLA: ``strategy.extended.xla``."""
 
     def __init__(self, devices: Iterable[str]) -> None:
         specs = map(tf.DeviceSpec.from_string, devices)

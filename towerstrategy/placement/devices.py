@@ -29,27 +29,16 @@ _MOST_MICRO_BATCHES = 1024  # each is a replica, which costs memory and tracing 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a strategy runs.
+    """Where a strategy runs."""
 
-    Attributes:
-      towers: full device names, one a replica, in order: a tower's device once for each of its
-        micro-batches.
-      merge: the device where results are merged that belong to no variable, and, unless
-        ``balanced``, where every variable lives.
-      balanced: whether each variable has a tower of its own choosing as home.
-      shares: a number a replica, to which its rows are in proportion; None where all get as many.
-      shares_from: what they were taken from: ``"measured"``, ``"memory"``, or nothing of these.
-      micro_batches: into how many parts, one after another, a tower's rows are cut.
-      rows: where a tower is several *stages*, the devices of each tower, stage by stage, of which
-        ``towers`` has the first; empty where a tower is one device.
-    """
-
-    towers: tuple[str, ...]
+    towers: tuple[str, ...]  # full device names, one a replica: a tower's for each micro-batch
+    # Where results are merged that belong to no variable, and, if not ``balanced``, variables live.
     merge: str
-    balanced: bool
-    shares: tuple[float, ...] | None = None
-    shares_from: str = ""
-    micro_batches: int = 1
+    balanced: bool  # whether each variable has a tower of its own choosing as home
+    shares: tuple[float, ...] | None = None  # a number a replica; None where all get as many rows
+    shares_from: str = ""  # what they were taken from: "measured", "memory", or nothing of these
+    micro_batches: int = 1  # into how many parts, one after another, a tower's rows are cut
+    # Of towers of several *stages* the devices, stage by stage, of which ``towers`` has the first.
     rows: tuple[tuple[str, ...], ...] = ()
 
     @property
