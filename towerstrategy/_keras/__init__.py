@@ -68,11 +68,14 @@ def install_hooks() -> None:
     for package, last_module in _LAST.items():
         if package not in _installed and _imported(package, last_module):
             with _naming_versions(package):
-                tables = _tables(package)
+                folder = {"keras": "keras3"}.get(package, package)
+                tables = importlib.import_module(f"towerstrategy._keras.{folder}.hooks")
                 hooks.install(tables.HOOKS)
-            _installed[package] = tables
-            for model in _made_before(tables.names):
-                hooks.enter_with(model, tables.names.ENTRIES)
+            _installed[package], names = tables, tables.names
+            for made in gc.get_objects():  # within a scope, since it was imported there
+                if issubclass(type(made), names.MODEL) \
+                        and kind.is_tower_strategy(vars(made).get(names.OWNER)):
+                    hooks.enter_with(made, names.ENTRIES)
         if kind.staged and package in _installed and package not in _staged:
             with _naming_versions(package):
                 hooks.install(_installed[package].STAGES)
@@ -92,17 +95,6 @@ def _compile_elsewhere(original: Any, self: Any, *args: Any, **kwargs: Any) -> N
             f"TensorFlow's, but Keras runs on {backend!r} here. Set KERAS_BACKEND=tensorflow "
             'before Keras is imported (or "backend" in ~/.keras/keras.json).')
     original(self, *args, **kwargs)
-
-
-def _made_before(names: Any) -> list[Any]:
-    """The strategies' models that a Keras has made since it was imported within a scope."""
-    return [found for found in gc.get_objects() if issubclass(type(found), names.MODEL)
-            and kind.is_tower_strategy(vars(found).get(names.OWNER))]
-
-
-def _tables(package: str) -> Any:
-    folder = {"keras": "keras3"}.get(package, package)
-    return importlib.import_module(f"towerstrategy._keras.{folder}.hooks")
 
 
 @contextlib.contextmanager

@@ -49,11 +49,6 @@ class Place:
         for owner in self.owners:
             setattr(owner, self.name, self._hooked)
 
-    def take_back(self) -> None:
-        for owner in self.owners:
-            if getattr(owner, self.name, None) is self._hooked:
-                setattr(owner, self.name, self._original)
-
     def _made_of(self, original: Callable[..., Any]) -> Any:
         instead = self._instead
 
@@ -88,8 +83,10 @@ def leave_work() -> None:
     global _entered
     with _lock:
         _entered -= 1
-        for wrapped in () if _entered else _wrapped.values():
-            wrapped.take_back()
+        for its in () if _entered else _wrapped.values():
+            for owner in its.owners:
+                if getattr(owner, its.name, None) is its._hooked:
+                    setattr(owner, its.name, its._original)
 
 
 @contextlib.contextmanager

@@ -181,8 +181,10 @@ class Machines(Workers):
         if not values:
             return []
         if any(value.dtype == tf.string for value in values):
-            sent = [_numbers_of(value) if value.dtype == tf.string else [value]
-                    for value in values]
+            # Strings as the length of each, in their shape, and all their bytes.
+            sent = [[value] if value.dtype != tf.string else [tf.strings.length(
+                value), tf.io.decode_raw(tf.strings.reduce_join(value), tf.uint8)]
+                for value in values]
             got = iter(self.gather_rows([part for parts in sent for part in parts]))
             return [_strings_of(next(got), next(got)) if value.dtype == tf.string
                     else next(got) for value in values]
@@ -279,13 +281,8 @@ def _unpacked(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return value if value.dtype == dtype else tf.cast(value, dtype)
 
 
-def _numbers_of(strings: tf.Tensor) -> list[tf.Tensor]:
-    """Strings as the length of each, in their shape, and all their bytes."""
-    return [tf.strings.length(strings), tf.io.decode_raw(tf.strings.reduce_join(strings), tf.uint8)]
-
-
 def _strings_of(lengths: tf.Tensor, codes: tf.Tensor) -> tf.Tensor:
-    """The inverse of :func:`_numbers_of`."""
+    """Strings of the length of each, in their shape, and all their bytes."""
     letters = tf.constant([bytes([code]) for code in range(256)])
     split = tf.RaggedTensor.from_row_lengths(tf.gather(letters, tf.cast(codes, tf.int32)),
                                              tf.reshape(lengths, [-1]), validate=False)

@@ -43,7 +43,8 @@ class Agreement(NamedTuple):
         """The next element that any worker has."""
         there, rows, own = self._taken_from(iterator)
         # An iterator without elements raises the error that says that data has ended.
-        ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
+        ended = tf.cond(there, lambda: tf.constant(0, tf.int64),
+                        lambda: iter(tf.data.Dataset.range(0)).get_next())
         with tf.control_dependencies([ended]):
             own = own if tf.executing_eagerly() else iterators.copied(own)
         return self.element(own, rows)
@@ -99,11 +100,6 @@ class Agreement(NamedTuple):
             return (batched if isinstance(spec, sub_batches.SubBatchesSpec) else plain)(parts)
 
         return tf.nest.map_structure(of, self.packed)
-
-
-def _raise_ended() -> tf.Tensor:
-    """Raises ``tf.errors.OutOfRangeError``, in eager code or when the graph runs."""
-    return iter(tf.data.Dataset.range(0)).get_next()
 
 
 class WorkersDataset(datasets_lib.TowerDataset):
