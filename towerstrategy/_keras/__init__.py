@@ -60,11 +60,7 @@ class Scope:
 
 
 def install_hooks() -> None:
-    """Hooks each Keras that has been imported, once; for stages once a strategy has them.
-
-    Raises:
-      RuntimeError: a Keras in which a name has moved; none of its names is hooked then.
-    """
+    """Hooks each Keras that has been imported, once; for stages once a strategy has them."""
     for package, last_module in _LAST.items():
         if package not in _installed and _imported(package, last_module):
             with _naming_versions(package):

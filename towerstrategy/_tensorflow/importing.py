@@ -58,8 +58,7 @@ def call_nodes(graph: tf.Graph, name: str, nodes: Mapping[str, Any],
     """Makes a function of nodes and calls it in ``graph``.
 
     Args:
-      graph: the graph, which has the functions that the nodes call.
-      name: of the new function.
+      graph: has the functions that the nodes call.
       nodes: by name, each with ``name``, ``op``, ``input``, ``device`` and ``attributes`` (a
         serialized ``NodeDef`` of these alone).
       inputs: the tensors of ``graph`` for outputs of operations that are no nodes.

@@ -90,12 +90,11 @@ def call_by_each_tower(fn: Callable[..., Any], takes: Sequence[str], gives: Sequ
     """Calls ``fn``, which each tower of a step that has all rows calls with what it has.
 
     Args:
-      fn: a function of tensors, without variables.
       takes: what its arguments are: "rows", in the first dimension; a tower's "own", which such a
         call has given; or the same for all, made "once".
       gives: what it returns: "rows"; a tower's "own", whose mean is taken wherever it is asked for
         outside of such calls; or parts of a "sum".
-      tensors: its arguments, of rows the first.
+      tensors: its arguments, of rows the first; it has no variables.
     """
     function = tf.function(fn, autograph=False).get_concrete_function(
         *(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors))

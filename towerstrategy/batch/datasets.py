@@ -189,10 +189,8 @@ def _as_long(there: Sequence[tf.Tensor], parts: Sequence[Any]) -> list[Any]:
 class TowerDataset(tf.distribute.DistributedDataset):
     """A dataset whose elements are split for the towers: what Keras and loops iterate over.
 
-    Args:
-      dataset: its elements hold :class:`SubBatches`.
-      mapped: the like of it, of batches that a function has changed before they were split.
-      open_rows: whether functions are traced for any number of rows.
+    ``mapped`` makes the like of it, of batches that a function has changed before they were split.
+    With ``open_rows`` functions are traced for any number of rows.
     """
 
     fetch = prefetching.Fetch()  # where each tower's part of an element is put ahead of the step

@@ -238,12 +238,10 @@ _tf.loop_over(PrefetchedIterator, PrefetchedIterator.copy_read_once)
 
 
 def iterate(dataset: tf.data.Dataset, layout: layouts.Layout, fetch: Fetch,
-            follow: iterators.Follow | None = None,
-            rows_of: Callable[[Nest], Any] | None = None) -> PrefetchedIterator:
+            follow: iterators.Follow | None, rows_of: Callable[[Nest], Any]) -> PrefetchedIterator:
     """An iterator over ``dataset`` whose parts are on ``fetch.devices``.
 
-    What ``follow`` counts (:func:`iterators.count_rows`) has been taken, not read ahead;
-    ``rows_of`` gives the rows of each tower in an element.
+    What ``follow`` counts has been taken, not read ahead; ``rows_of`` gives an element's rows.
     """
     eager = tf.executing_eagerly()
 

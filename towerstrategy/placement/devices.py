@@ -162,14 +162,7 @@ def split_cpu(count: int) -> list[str]:
 
 def place(devices: Any, merge_device: Any, shares: Any = None,
           micro_batches: int = 1) -> Placement:
-    """Resolves the arguments of ``TowerStrategy``, as it is given them, that say where.
-
-    Raises:
-      TypeError: an argument of the wrong type.
-      ValueError: a device that is not there, a duplicate, an empty list, CPU and GPU mixed
-        without ``shares``, shares that cannot be, no micro-batch or far too many, towers of
-        unequal numbers of stages, what does not go with stages.
-    """
+    """Resolves, and checks, the arguments of ``TowerStrategy`` that say where."""
     count = names.count("micro_batches", micro_batches, _MOST_MICRO_BATCHES, "into how many parts, "
                         "one after another, each tower's rows of a batch are cut")
     rows = rows_of(devices, mixed=shares is not None)
