@@ -59,8 +59,7 @@ def is_stateful(type: str) -> bool:
 
 
 def has_effect(operation: tf.Operation, resources: Collection[Any]) -> bool:
-    """Whether ``operation`` writes one of its inputs that are ``resources``, or the world outside.
-    """
+    """Whether ``operation`` writes one of its inputs, ``resources``, or the world outside."""
     if crosses_machines(operation):
         return True
     if not resources:

@@ -104,8 +104,7 @@ def end_collectives(message: str) -> None:
 
 
 def current_device() -> str:
-    """The full name of the device of the ``tf.device`` around eager code; "" where there is none.
-    """
+    """The full name of the device of ``tf.device`` around eager code; "" where there is none."""
     return eager_context.context().device_name or ""
 
 

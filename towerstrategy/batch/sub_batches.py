@@ -48,8 +48,7 @@ class HashedOnce:
 
 
 class SubBatchesSpec(HashedOnce, _tf.PerReplicaSpec):
-    """The type spec of :class:`SubBatches`: one spec a tower; then, if ``counted``, of row counts.
-    """
+    """The type spec of :class:`SubBatches`: a spec a tower; then, if ``counted``, of row counts."""
 
     value_type = property(lambda _: SubBatches)
 

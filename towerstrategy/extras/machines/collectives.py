@@ -70,8 +70,7 @@ class Machines(Workers):
         self._agree_on_seed()
 
     def _start(self, options: Any, shares_from: str) -> list[list[int]]:
-        """Each worker's number, its towers and a digest of what is to be alike, once all started.
-        """
+        """Each worker's number, towers and digest of what is to be alike, once all have started."""
         alike = zlib.crc32(repr((self.cluster.tasks, shares_from)).encode())
         own = tf.constant([[self.index, self.towers, alike]], tf.int64)
         seconds = getattr(options, "timeout_seconds", None) or START

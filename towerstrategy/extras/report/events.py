@@ -18,8 +18,7 @@ _Metadata = type(tf.compat.v1.Summary.Value().metadata)
 
 
 class Events:
-    """Writes one training into ``folder``; ``first_tower`` is the number of this machine's first.
-    """
+    """Writes one training into ``folder``; ``first_tower`` is this machine's first one's number."""
 
     def __init__(self, folder: str | os.PathLike[str], first_tower: int) -> None:
         self._folder = os.fspath(folder)

@@ -28,8 +28,7 @@ _WRAPPED = "_towerstrategy_wrapped"
 
 
 class RowCount:
-    """The rows that each of this machine's ``towers``, from number ``first``, got from an iterator.
-    """
+    """The rows that each of this machine's ``towers``, from ``first`` on, got from an iterator."""
 
     def __init__(self, towers: int, first: int) -> None:
         self._here, self._counted = slice(first, first + towers), True

@@ -116,8 +116,7 @@ def _alternate(leg: Leg, placement: devices_lib.Placement) -> Leg:
 def _is_possible(traced: _Traced, begins: Mapping[Leg, Sequence[tf.Operation]],
                  ends: Mapping[Leg, Sequence[tf.Operation]],
                  before: Mapping[Leg, Sequence[Leg]]) -> bool:
-    """Whether nothing waits for itself: a forward pass may need an earlier backward pass' results.
-    """
+    """Whether nothing waits for itself: a forward pass may need an earlier backward pass'."""
     waits: dict[Any, Collection[Any]] = dict(traced.waits)
     for leg, legs_before in before.items():
         waits[leg] = {operation.name for other in legs_before for operation in ends[other]}
