@@ -105,11 +105,15 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
         if tf.executing_eagerly():
             return self._layout.element(self._from_all(self._streams.get_next))
         # Only the host's stream is to say that the data has ended.
-        first = self._streams._device_iterators[0]
-        there, optional = self._from_first(lambda: _with_flag(first.get_next_as_optional()))
+        there, optional = self._from_first(self._of_host)
         with tf.device(self._host):
-            host = tf.cond(there, optional.get_value, first.get_next)  # which raises then
+            host = tf.cond(there, optional.get_value,
+                           self._streams._device_iterators[0].get_next)  # which raises then
         return self._layout.element(self._with_others(host))
+
+    def _of_host(self) -> tuple[Any, ...]:
+        optional = self._streams._device_iterators[0].get_next_as_optional()
+        return optional.has_value(), optional
 
     def _from_all(self, take: Callable[[], list[Any]]) -> list[Any]:
         """What ``take`` takes from all streams; ``tf.errors.OpError`` where a call has failed."""
@@ -194,10 +198,9 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
     def get_next_as_optional(self) -> tf.experimental.Optional:
         if not self._once:
             return super().get_next_as_optional()
-        first, agreement = self._streams._device_iterators[0], self.agreement
-        there, *held = self._from_first(
-            (lambda: _with_flag(first.get_next_as_optional())) if agreement is None
-            else lambda: agreement.of_host(first.get_next()[0]))
+        agreement = self.agreement
+        there, *held = self._from_first(self._of_host if agreement is None else (
+            lambda: agreement.of_host(self._streams._device_iterators[0].get_next()[0])))
         return iterators.HeldOptional(self.element_spec, there, held, self)
 
     def _optional(self) -> tf.experimental.Optional:
@@ -227,10 +230,6 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
                 self._layout.spec, self._layout.owners, self._streams._type_spec, self._once,
                 self.agreement)
         return self._kept_spec
-
-
-def _with_flag(optional: tf.experimental.Optional) -> tuple[Any, ...]:
-    return optional.has_value(), optional
 
 
 # Autograph reads each optional's value once, where there is one.
