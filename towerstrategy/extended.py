@@ -37,7 +37,6 @@ class Modes(threading.local):
     keras_step = False  # whether a step of Keras is being traced
     compiles = False  # whether XLA compiles what the towers do
     keeps_graph = False  # whether the graph of what is traced is asked for, to look at
-    takes_iterators = False  # whether the function that a Keras model predicts by takes iterators
     adopts = False  # whether variables that are not the strategy's yet are to be adopted
 
     @contextlib.contextmanager
@@ -51,9 +50,15 @@ class Modes(threading.local):
 
 
 class TowerExtended(_tf.StrategyExtended):
-    """What ``strategy.extended`` is for a ``TowerStrategy``, which says what it is made with.
+    """What ``strategy.extended`` is for a ``TowerStrategy``.
 
-    ``workers`` are None with one machine, ``measuring`` where nothing measures the towers.
+    Args:
+      container_strategy: the strategy.
+      placement: where it runs.
+      workers: the collectives of the machines; None with a single one.
+      cluster_resolver: what said which machines there are; None where nothing did.
+      draws_rows, synchronizes_batch_norm: of steps with all rows, see ``TowerStrategy``.
+      measuring: what measures the towers; None where nothing does.
     """
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
@@ -95,9 +100,9 @@ class TowerExtended(_tf.StrategyExtended):
         return copied
 
     @property
-    def cpu(self) -> Any:
-        """What is done otherwise where all devices are CPUs, a module; else None."""
-        return cpu if self.placement.on_cpu else None
+    def cpu(self) -> cpu.Cpu | None:
+        """What is done otherwise where all devices are CPUs."""
+        return cpu.of(self.placement)
 
     @property
     def compiles_whole(self) -> bool:
@@ -106,15 +111,19 @@ class TowerExtended(_tf.StrategyExtended):
 
     @contextlib.contextmanager
     def step(self, compiles: bool = False) -> Iterator[None]:
-        """Around a Keras step that towers run; whether XLA ``compiles`` the towers' part of it."""
-        with self.cpu.step(len(self.placement.towers)) if self.cpu else contextlib.nullcontext(), \
+        """Entered around a Keras step that the strategy's towers run.
+
+        ``compiles`` says whether XLA compiles the towers' part of it.
+        """
+        here = self.cpu
+        with contextlib.nullcontext() if here is None else here.step(), \
                 self.modes.within(keras_step=True, compiles=compiles):
             yield
 
-    def call_step(self, call: Callable[[], Any], compiles: bool, trains: bool) -> Any:
-        """Calls a Keras step that the strategy's towers run, see :meth:`step`."""
+    def train_step(self, call: Callable[[], Any], compiles: bool = False) -> Any:
+        """Calls a Keras training step that the strategy's towers run, see :meth:`step`."""
         with self.step(compiles):
-            measuring = self.inputs.measuring if trains else None
+            measuring = self.inputs.measuring
             return call() if measuring is None else measuring.step(call)
 
     # Where things are.
