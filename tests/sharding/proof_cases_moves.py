@@ -412,6 +412,10 @@ def _sizes() -> None:
     case("Range", 2, np.asarray(12, np.int32), 1)
     case("Range", 0, np.asarray(12, np.int32), 2)
     case("Range", np.asarray(0, np.int32), np.asarray(6, np.int32), 1)
+    for type in ("Maximum", "Minimum"):
+        larger = getattr(tf, type.lower())
+        around(type, lambda x, y, of=larger: tf.broadcast_to(
+            x, [of(tf.shape(x)[0], tf.shape(y)[0]), 4]), real(6, 4), real(6, 2))
     around("Range", lambda x: raw.Range(start=0, limit=tf.shape(x)[1], delta=1), real(4, 12))
 
 

@@ -86,10 +86,12 @@ def _of_rows(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 
 def _of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """A number of rows times, or over, what is no number of rows; a cast or a copy of it."""
+    """A number of rows times, or over, what is none; a cast of it; the larger of two alike."""
     size = next(spec for spec in specs if isinstance(spec, Size))
     if op.type == "Cast" and op.outputs[0].dtype.is_integer:
         return Plan(specs, specs)
+    if op.type in ("Maximum", "Minimum") and specs[0] == specs[1] and op.rank(0) == op.rank(1) == 0:
+        return Plan(specs, specs[:1])
     if op.type == "Mul" and op.out_rank() == 0 and sum(isinstance(s, Size) for s in specs) == 1:
         factor = op.value(0 if specs[1] is size else 1)
         times = None if factor is None or size.times is None else size.times * int(factor)
