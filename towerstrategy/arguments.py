@@ -41,7 +41,6 @@ def check_made(cross_device_ops: Any, communication_options: Any, synchronize_ba
 
 def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
               options: Any) -> None:
-    """The arguments of ``strategy.run``."""
     check_function("fn", fn)
     refused.check_type("kwargs", kwargs, (type(None), dict),
                        "None or a dictionary of keyword arguments")
@@ -51,7 +50,6 @@ def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
 
 
 def check_op(reduce_op: Any) -> None:
-    """The argument ``reduce_op`` of ``strategy.reduce``."""
     known = [op.name for op in _tf.ReduceOp]
     refused.check_type("reduce_op", reduce_op, (str, _tf.ReduceOp),
                        f"one of {known} or a tf.distribute.ReduceOp")
@@ -143,15 +141,11 @@ def check_sharded(strategy: tf.distribute.Strategy, bound: dict[str, Any]) -> No
                 "but must be a batch: a function made by strategy.function is written for one "
                 "device, which takes no part of a batch. Give it next(iterator), or each batch of "
                 "a loop, in eager code or in a tf.function around it.")
-        if _is_per_replica(leaf) and any(_rank(part) == 0 for part in leaf.values):
+        if _is_per_replica(leaf) and any(tf.TensorShape(getattr(part, "shape", ())).rank == 0
+                                         for part in leaf.values):
             raise ValueError(
                 f"{path} has a scalar for each tower, but must have rows, or be the same for all "
                 "towers. strategy.reduce makes one value of it.")
-
-
-def _rank(part: Any) -> int | None:
-    shape = getattr(part, "shape", ())
-    return shape.rank if isinstance(shape, tf.TensorShape) else len(shape)
 
 
 def check_structures(argument: str, values: list[Any]) -> None:
@@ -181,8 +175,7 @@ def _check_parts(strategy: tf.distribute.Strategy, arguments: dict[str, Any]) ->
 
 
 def _is_per_replica(leaf: Any) -> bool:
-    return (isinstance(leaf, tf.distribute.DistributedValues)
-            and not isinstance(leaf, (tf.Variable, _tf.DistributedVariable)))
+    return isinstance(leaf, tf.distribute.DistributedValues) and not _tf.is_variable(leaf)
 
 
 def _leaves(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -195,7 +188,6 @@ def _name(strategy: tf.distribute.Strategy, tower: int) -> str:
 
 
 def check_stage(strategy: Any, index: Any) -> None:
-    """The argument of ``TowerStrategy.stage``."""
     index, placement = names.whole_number("index", index), strategy.extended.placement
     if not placement.rows:
         raise ValueError(

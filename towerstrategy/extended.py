@@ -37,6 +37,7 @@ class Modes(threading.local):
     keras_step = False  # whether a step of Keras is being traced
     compiles = False  # whether XLA compiles what the towers do
     keeps_graph = False  # whether the graph of what is traced is asked for, to look at
+    takes_iterators = False  # whether the function that a Keras model predicts by takes iterators
     adopts = False  # whether variables that are not the strategy's yet are to be adopted
 
     @contextlib.contextmanager
@@ -50,15 +51,9 @@ class Modes(threading.local):
 
 
 class TowerExtended(_tf.StrategyExtended):
-    """What ``strategy.extended`` is for a ``TowerStrategy``.
+    """What ``strategy.extended`` is for a ``TowerStrategy``, which says what it is made with.
 
-    Args:
-      container_strategy: the strategy.
-      placement: where it runs.
-      workers: the collectives of the machines; None with a single one.
-      cluster_resolver: what said which machines there are; None where nothing did.
-      draws_rows, synchronizes_batch_norm: of steps with all rows, see ``TowerStrategy``.
-      measuring: what measures the towers; None where nothing does.
+    ``workers`` are None with one machine, ``measuring`` where nothing measures the towers.
     """
 
     def __init__(self, container_strategy: tf.distribute.Strategy,
@@ -100,9 +95,9 @@ class TowerExtended(_tf.StrategyExtended):
         return copied
 
     @property
-    def cpu(self) -> cpu.Cpu | None:
-        """What is done otherwise where all devices are CPUs."""
-        return cpu.of(self.placement)
+    def cpu(self) -> Any:
+        """What is done otherwise where all devices are CPUs, a module; else None."""
+        return cpu if self.placement.on_cpu else None
 
     @property
     def compiles_whole(self) -> bool:
@@ -111,19 +106,15 @@ class TowerExtended(_tf.StrategyExtended):
 
     @contextlib.contextmanager
     def step(self, compiles: bool = False) -> Iterator[None]:
-        """Entered around a Keras step that the strategy's towers run.
-
-        ``compiles`` says whether XLA compiles the towers' part of it.
-        """
-        here = self.cpu
-        with contextlib.nullcontext() if here is None else here.step(), \
+        """Around a Keras step that towers run; whether XLA ``compiles`` the towers' part of it."""
+        with self.cpu.step(len(self.placement.towers)) if self.cpu else contextlib.nullcontext(), \
                 self.modes.within(keras_step=True, compiles=compiles):
             yield
 
-    def train_step(self, call: Callable[[], Any], compiles: bool = False) -> Any:
-        """Calls a Keras training step that the strategy's towers run, see :meth:`step`."""
+    def call_step(self, call: Callable[[], Any], compiles: bool, trains: bool) -> Any:
+        """Calls a Keras step that the strategy's towers run, see :meth:`step`."""
         with self.step(compiles):
-            measuring = self.inputs.measuring
+            measuring = self.inputs.measuring if trains else None
             return call() if measuring is None else measuring.step(call)
 
     # Where things are.

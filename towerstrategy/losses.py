@@ -53,8 +53,7 @@ def _as_loss(loss: Any) -> tf.Tensor:
     except (TypeError, ValueError) as error:
         raise refused.wrong_type("loss", loss, "a floating point tensor") from error
     if not value.dtype.is_floating:
-        raise TypeError(f"loss must be a floating point tensor, but got "
-                        f"{refused.shown(value)}.")
+        raise refused.wrong_type("loss", value, "a floating point tensor")
     return value
 
 
@@ -128,10 +127,8 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _rows_of_all(tower: contexts.TowerContext, value: Any) -> Any:
-    """``value``, a nest of this tower's rows, with the rows of all towers, on every tower.
-
-    The gradient for a tower's rows is the sum over the towers of what each asks for.
-    """
+    """``value``, a nest of this tower's rows, with the rows of all towers, on every tower."""
+    # The gradient for a tower's rows is the sum over the towers of what each asks for.
     def gathered(leaf: Any) -> Any:
         if isinstance(leaf, tf.SparseTensor):
             raise TypeError(f"a SparseTensor has no rows to gather: {leaf!r}. Make it dense first.")

@@ -68,7 +68,7 @@ def multi_gpu_model(model: Any, gpus: int | Sequence[int | str] | None = None,
 def _towers(gpus: Any) -> list[str]:
     """The full names of the towers' devices; none where ``gpus`` leaves one device."""
     if gpus is None:
-        count = devices_lib.gpu_count()
+        count = names.gpu_count()
         asked: Any = list(range(count)) if count > 1 else []
     elif isinstance(gpus, (list, tuple, range, np.ndarray)):
         asked = list(gpus)
@@ -91,12 +91,12 @@ def _check_switch(argument: str, value: Any) -> None:
 
 def _counted(gpus: Any) -> list[int]:
     try:
-        count = devices_lib.whole_number("gpus", gpus)
+        count = names.whole_number("gpus", gpus)
     except (TypeError, ValueError, OverflowError):
         count = 0
     if count < 2:
         raise _wrong(gpus, _EXPECTED)
-    there = devices_lib.gpu_count()
+    there = names.gpu_count()
     if count > there:
         raise _wrong(gpus, f"gpus, a count, must be at most the number of GPUs, {there} (without "
                      'GPUs name CPU devices, which split_cpu makes: gpus=["CPU:1", "CPU:2"])')
@@ -108,14 +108,13 @@ def _wrong(gpus: Any, expected: str) -> ValueError:
 
 
 def _relocate(model: Any, held: list[tf.Variable]) -> None:
-    """Moves the weights to the CPU."""
     cpu = devices_lib.place(["CPU:0"], None).towers[0]
     elsewhere = [variable for variable in held if variable.device != cpu]
     for variable in elsewhere:
         if isinstance(variable, one_copy.TowerVariable):
             raise ValueError(
                 f"cpu_relocation=True comes too late: variable {variable.name!r} of model "
-                f"{model.name!r} is on {devices_lib.short_name(variable.device)} and already "
+                f"{model.name!r} is on {names.short_name(variable.device)} and already "
                 f"trained by {variable.distribute_strategy!r}. Ask for it in the first call of "
                 "multi_gpu_model for this model.")
     for variable in elsewhere:

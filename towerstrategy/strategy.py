@@ -20,7 +20,7 @@ from towerstrategy._keras import adopting, stages, state
 from towerstrategy.extras.machines import clusters, shards
 from towerstrategy.extras.measured import measuring
 from towerstrategy.extras.report import description
-from towerstrategy.placement import devices as devices_lib, kind
+from towerstrategy.placement import devices as devices_lib, kind, names
 from towerstrategy.sharding import function as functions
 from towerstrategy.variables import rules
 
@@ -123,7 +123,8 @@ class TowerStrategy(kind.Kind):
                                                 measuring.of(placement, workers),
                                                 synchronize_batch_norm))
         losses.install()
-        _tf.wrap_generators(contexts.has_all_rows)
+        _tf.KEYS.wrap(lambda original, generator, key: (
+            key if contexts.has_all_rows() else original(generator, key)))
         _keras.install_hooks()
         if workers is not None:  # whose process makes callbacks that write files in no scope, too
             _tf.enter_work()
@@ -228,8 +229,8 @@ class TowerStrategy(kind.Kind):
         ['CPU:0', 'CPU:1']
         """
         placement = self.extended.placement
-        rows = [list(map(devices_lib.short_name, row)) for row in placement.rows]
-        return rows or list(map(devices_lib.short_name, placement.devices))
+        rows = [list(map(names.short_name, row)) for row in placement.rows]
+        return rows or list(map(names.short_name, placement.devices))
 
     @property
     def num_towers(self) -> int:

@@ -1,4 +1,4 @@
-"""_keras.backup: a run killed at any moment of a backup goes on as if it had not been."""
+"""_keras.callbacks: a run killed at any moment of a backup goes on as if it had not been."""
 
 import contextlib
 import json

@@ -109,7 +109,7 @@ class HooksTest(parameterized.TestCase):
     def test_keras_on_another_backend_is_refused(self):
         """Else its models train on one device in the scope, without a word."""
         with mock.patch.dict(sys.modules, {"keras.src.backend.jax.trainer": mock.Mock()}), \
-                mock.patch.object(_keras, "_foreign", []), \
+                mock.patch.object(_keras, "_staged", {"keras", "tf_keras"}), \
                 mock.patch.object(_keras.hooks, "install") as install:
             strategy = towerstrategy.TowerStrategy(1)
             towerstrategy.TowerStrategy(1)

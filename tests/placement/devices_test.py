@@ -9,11 +9,11 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import towerstrategy
-from towerstrategy.placement import devices as devices_lib
+from towerstrategy.placement import devices as devices_lib, names
 
 
 def short(placement):
-    return [devices_lib.short_name(name) for name in placement.towers], devices_lib.short_name(
+    return [names.short_name(name) for name in placement.towers], names.short_name(
         placement.merge)
 
 
@@ -112,9 +112,9 @@ class PlaceTest(parameterized.TestCase):
     def test_micro_batches(self):
         """Else a tower's micro-batches run elsewhere, or XLA orders them as it likes."""
         placed = devices_lib.place(["CPU:0", "CPU:1"], "balanced", micro_batches=3)
-        self.assertEqual([devices_lib.short_name(device) for device in placed.towers],
+        self.assertEqual([names.short_name(device) for device in placed.towers],
                          ["CPU:0"] * 3 + ["CPU:1"] * 3)
-        self.assertEqual([devices_lib.short_name(device) for device in placed.devices],
+        self.assertEqual([names.short_name(device) for device in placed.devices],
                          ["CPU:0", "CPU:1"])
         self.assertEqual(placed.name(4), "micro-batch 1 of tower 1")
         alone = devices_lib.place(["CPU:0"], None, micro_batches=2)

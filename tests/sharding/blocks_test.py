@@ -1,4 +1,4 @@
-"""Views of a batch behind each other: the towers do them, and one device's result comes out."""
+"""Rows behind each other, and each for itself: the towers do them, one device's result comes."""
 
 import numpy as np
 import tensorflow as tf
@@ -58,9 +58,22 @@ def worst(w, x):
     return tf.reduce_sum(tf.cumsum(views) * places) + tf.reduce_sum(views[:3])
 
 
+def dilated(w, x):
+    """On CPUs of rows of which TensorFlow makes more, and back."""
+    return tf.reduce_mean(tf.nn.convolution(
+        (x @ w)[..., tf.newaxis], w[:2, tf.newaxis], padding="SAME", dilations=2) ** 2)
+
+
+def each_example(w, x):
+    """Of examples in two tensors, one after another."""
+    return tf.reduce_mean(tf.vectorized_map(
+        lambda both: tf.reduce_sum(both[0]) * tf.reduce_max(both[1]), (x @ w, x)))
+
+
 class BlocksTest(parameterized.TestCase):
 
-    @wide.product(loss=[simclr, slices, split, halves, noisy_labels, worst],
+    @wide.product(loss=[simclr, slices, split, halves, noisy_labels, worst, dilated,
+                        each_example],
                   towers=[3, 4])
     def test_as_on_one_device(self, loss, towers):
         """Else contrastive losses and GANs train wrongly, or on one device alone."""
@@ -80,7 +93,7 @@ class BlocksTest(parameterized.TestCase):
             found.append((losses, weights.numpy()))
         for expected, given in zip(*found):
             np.testing.assert_allclose(given, expected, rtol=1e-9, atol=1e-12)
-        if loss in (slices, split, halves):
+        if loss in (slices, split, halves, dilated, each_example):
             self.assertEmpty(strategy.extended.done_with_all_rows)
         self.assertNotIn("Relu", strategy.extended.done_with_all_rows)
 

@@ -396,6 +396,8 @@ def _sizes() -> None:
             "BroadcastGradientArgs", lambda x, y: _summed_again(x, y), real(*first), real(*second)
         )
         case("BroadcastGradientArgs", np.asarray(first, np.int32), np.asarray(second, np.int32))
+    for equation in ("...x,xy->...y", "...ax,xy->...ya"):
+        around("AddV2", _of_einsum(equation), real(6, 3, 4), real(4, 2), title=equation)
     for values in ([4, 6, 2], [6], [12, 4]):
         case("Prod", np.asarray(values, np.int32), [0])
     around("Prod", lambda x: raw.Prod(input=tf.shape(x), axis=[0]), real(6, 4))
@@ -417,6 +419,17 @@ def _sizes() -> None:
         around(type, lambda x, y, of=larger: tf.broadcast_to(
             x, [of(tf.shape(x)[0], tf.shape(y)[0]), 4]), real(6, 4), real(6, 2))
     around("Range", lambda x: raw.Range(start=0, limit=tf.shape(x)[1], delta=1), real(4, 12))
+
+
+def _of_einsum(equation: str) -> Callable[..., Any]:
+    """The gradients of an einsum, summed over what is broadcast of its dots."""
+    def call(x: Any, w: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch([x, w])
+            made = tf.einsum(equation, x, w) ** 2
+        return tape.gradient(made, [x, w])
+
+    return call
 
 
 def _summed_again(x: tf.Tensor, y: tf.Tensor) -> Any:

@@ -43,6 +43,22 @@ SEVERAL: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
 }
 
 
+# Which row each row takes: its own, as tf.vectorized_map writes it, or only seemingly so.
+GUARDS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
+    "own": lambda x, i: tf.where(tf.shape(x)[0] > 1, i, 0),
+    "columns": lambda x, i: tf.where(tf.shape(x)[1] > 1, i, 0),
+    "many": lambda x, i: tf.where(tf.shape(x)[0] > 9, i, 0),
+    "first": lambda x, i: tf.where(tf.shape(x)[0] > 1, i, 1),
+    "rows": lambda x, i: tf.where(x[:, 0] > .5, i, 0),
+}
+
+
+def _guarded(guard: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
+    """Rows, gathered by the numbers of as many as two tensors have."""
+    return lambda x, y: tf.gather(x, guard(x, tf.range(
+        tf.reduce_max([tf.shape(x)[0], tf.shape(y)[0]]))))
+
+
 def _chosen(indices: Callable[[tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
     """Entries that are gathered, and their gradient."""
     def call(x: tf.Tensor, y: tf.Tensor) -> Any:
@@ -170,6 +186,11 @@ def _own_rows() -> None:
                        real(6, 4, *inner), whole(*labels), new, title=name)
         if name in ("long", "flat", "moved_on"):
             around("ScatterNd", _scattered(indices), real(6, 4, 3), whole(*labels), new, title=name)
+    for name, guard in GUARDS.items():
+        around("GatherV2", _guarded(guard), real(6, 1), real(6, 3), title=name)
+    for rows in (6, 12):
+        around("Max", _guarded(lambda x, i: i % 6), real(6, 1), real(rows, 3))
+        around("Min", lambda x: tf.range(raw.Min(input=[tf.shape(x)[0]], axis=[0])), real(rows, 3))
     for kind in ("Sum", "Max", "Min", "Prod"):
         around(f"UnsortedSegment{kind}", _summed(f"UnsortedSegment{kind}"), real(6, 2, 3))
     corners = np.sort(real(6, 2, 2, 2, dtype=np.float32), 2).reshape(6, 2, 4)

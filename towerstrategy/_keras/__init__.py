@@ -29,11 +29,11 @@ _LAST = {"keras": "keras.src.backend.tensorflow.trainer",
 # The same of Keras 3 on other backends.
 _FOREIGN = tuple(f"keras.src.backend.{name}.trainer"
                  for name in ("jax", "torch", "numpy", "openvino"))
+_REFUSED = "keras.src.trainers.trainer"  # the class of their models is there
 
-# Kerases that are hooked -> their ``hooks``; those hooked for stages, too.
+# Kerases that are hooked -> their ``hooks``; those hooked for stages, too, and _REFUSED.
 _installed: dict[str, Any] = {}
 _staged: set[str] = set()
-_foreign: list[Any] = []  # as _installed, of a Keras on another backend
 
 
 class Scope:
@@ -60,38 +60,37 @@ class Scope:
 
 
 def install_hooks() -> None:
-    """Hooks each Keras that has been imported, once; for stages once a strategy has them.
-
-    Raises:
-      RuntimeError: a Keras in which a name has moved; none of its names is hooked then.
-    """
+    """Hooks each Keras that has been imported, once; for stages once a strategy has them."""
     for package, last_module in _LAST.items():
         if package not in _installed and _imported(package, last_module):
             with _naming_versions(package):
-                tables = _tables(package)
+                folder = {"keras": "keras3"}.get(package, package)
+                tables = importlib.import_module(f"towerstrategy._keras.{folder}.hooks")
                 hooks.install(tables.HOOKS)
-            _installed[package] = tables
-            for model in _made_before(tables.names):
-                hooks.enter_with(model, tables.names.ENTRIES)
+            _installed[package], names = tables, tables.names
+            for made in gc.get_objects():  # within a scope, since it was imported there
+                if issubclass(type(made), names.MODEL) \
+                        and kind.is_tower_strategy(vars(made).get(names.OWNER)):
+                    hooks.enter_with(made, names.ENTRIES)
         if kind.staged and package in _installed and package not in _staged:
             with _naming_versions(package):
                 hooks.install(_installed[package].STAGES)
             _staged.add(package)
-    if not _foreign and any(_imported("keras", last_module) for last_module in _FOREIGN):
-        _foreign.append(importlib.import_module("towerstrategy._keras.keras3.foreign"))
-        hooks.install(_foreign[0].HOOKS)
+    if _REFUSED not in _staged and any(_imported("keras", module) for module in _FOREIGN):
+        hooks.install({(sys.modules[_REFUSED].Trainer, "compile"): hooks.Hook(
+            _compile_elsewhere, "on another backend than TensorFlow it knows no strategy")})
+        _staged.add(_REFUSED)
 
 
-def _made_before(names: Any) -> list[Any]:
-    """The strategies' models that a Keras has made since it was imported within a scope."""
-    return [found for found in gc.get_objects() if issubclass(type(found), names.MODEL)
-            and kind.is_tower_strategy(vars(found).get(names.OWNER))]
-
-
-def _tables(package: str) -> Any:
-    """The module in which a Keras' tables of hooks are."""
-    folder = {"keras": "keras3"}.get(package, package)
-    return importlib.import_module(f"towerstrategy._keras.{folder}.hooks")
+def _compile_elsewhere(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Keras 3's ``compile`` on JAX or PyTorch: such models would train on one device in a scope."""
+    scope, backend = tf.distribute.get_strategy(), sys.modules["keras.src.backend"].backend()
+    if kind.is_tower_strategy(scope) and backend != "tensorflow":
+        raise ValueError(
+            f"model {self.name!r} is compiled in the scope of {scope!r}, whose towers are "
+            f"TensorFlow's, but Keras runs on {backend!r} here. Set KERAS_BACKEND=tensorflow "
+            'before Keras is imported (or "backend" in ~/.keras/keras.json).')
+    original(self, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -99,7 +98,7 @@ def _naming_versions(package: str) -> Iterator[None]:
     """Within, a private name that is not there becomes an error that says which Keras will do."""
     try:
         yield
-    except (ImportError, AttributeError, hooks.MovedError) as error:
+    except (ImportError, AttributeError) as error:
         oldest, newest = TESTED[package]
         major, minor = newest.split(".")
         raise RuntimeError(
@@ -111,11 +110,7 @@ def _naming_versions(package: str) -> Iterator[None]:
 
 
 def names_of(model: Any) -> Any:
-    """How the Keras that ``model`` is of names things: ``keras3.names`` or ``tf_keras.names``.
-
-    Raises:
-      TypeError: ``model`` is no Keras model.
-    """
+    """How the Keras that ``model`` is of names things: ``keras3.names`` or ``tf_keras.names``."""
     install_hooks()
     for tables in _installed.values():
         if isinstance(model, tables.names.TRAINER):
@@ -124,23 +119,14 @@ def names_of(model: Any) -> Any:
 
 
 def tables_of(model: Any) -> list[Any]:
-    """The weights of ``model`` in which rows are looked up: gradients have these rows alone.
-
-    Raises:
-      TypeError: ``model`` is no Keras model.
-    """
+    """The weights of ``model`` in which rows are looked up: gradients have these rows alone."""
     names = names_of(model)
     return [weight for layer in model._flatten_layers() if isinstance(layer, names.LOOK_UP)
             for weight in layer.trainable_weights]
 
 
 def slots_of(model: Any) -> list[Any]:
-    """What the optimizers of ``model`` keep, or, where they have seen no weights, will keep.
-
-    Raises:
-      TypeError: ``model`` is no Keras model.
-      ValueError: it is not compiled.
-    """
+    """What the optimizers of a compiled model keep, or will keep once they have seen weights."""
     names, found = names_of(model), []
     optimizers = state.optimizers_of(model, names)
     if not optimizers:

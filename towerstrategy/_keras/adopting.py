@@ -1,26 +1,29 @@
 """Adopting: a model that was built anywhere becomes a strategy's, in both Kerases.
 
 Goes in: a strategy, a model, and how the model's Keras names things (``keras3.names`` or
-``tf_keras.names``).  Comes out: the same model, whose variables, optimizers and metrics are the
-strategy's; or an error before anything has changed.
+``tf_keras.names``).  Comes out: the same model, or a second handle on it, whose variables,
+optimizers and metrics are the strategy's; or an error before anything has changed.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy._keras import batch_norm, hooks, stages, state, twin
+from towerstrategy._keras import batch_norm, hooks, stages, state
 from towerstrategy.placement import kind
 from towerstrategy.variables import one_copy, rules
 
 _log = logging.getLogger("towerstrategy")
 # Of steps, in tf_keras' models.
 _COUNTERS = ("_train_counter", "_test_counter", "_predict_counter")
+_MISSING = object()
 
 
 def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
@@ -38,17 +41,57 @@ def adopt(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
 
 
 def forget_functions(model: Any) -> None:
-    """Drops the functions that ``model`` has traced."""
     for name in ("train_function", "test_function", "predict_function", "train_tf_function"):
         if name in vars(model):
             setattr(model, name, None)
 
 
 def make_twin(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Any:
-    """A second handle on ``model`` that trains on the strategy's towers, see :mod:`twin`."""
+    """A second handle on ``model`` that trains on the strategy's towers."""
     check_owner(strategy, f"model {model.name!r}", getattr(model, names.OWNER))
     check_variables(strategy, model, state.variables_of(model, names))
-    return adopt(strategy, twin.make(model, names), names)
+    return adopt(strategy, _twin_of(model, names), names)
+
+
+def _twin_of(model: Any, names: Any) -> Any:
+    """A twin of ``model``: another object of its class, with a training state of its own.
+
+    All that makes the model what it is is shared, so that it saves as the model does; what
+    ``compile`` and ``fit`` set is not.  It builds the model where that is built when it is first
+    used.
+    """
+    own = names.TRAINING_STATE
+    twin = object.__new__(type(model))
+    seen = {name: value for name, value in vars(model).items() if name not in own}
+    vars(twin).update(seen, **{name: value for name, value in vars(names.TRAINER()).items()
+                               if name in own and name not in names.ENTRIES})
+    if "_checkpoint" in vars(twin):  # tf_keras'
+        vars(twin)["_checkpoint"] = tf.train.Checkpoint(root=weakref.ref(twin))
+    _tf.share_dependencies(twin, model, own)
+
+    def follow() -> None:
+        """Takes over what building has changed in the model."""
+        for name, value in list(vars(model).items()):
+            before = seen.get(name, _MISSING)
+            changed = name not in own and value is not before
+            if changed and vars(twin).get(name, _MISSING) is before:
+                seen[name] = vars(twin)[name] = value
+        _tf.share_dependencies(twin, model, own)
+
+    for name in names.BUILDERS:
+        if hasattr(model, name):
+            vars(twin)[name] = _handed_on(getattr(model, name), follow)
+    return twin
+
+
+def _handed_on(method: Callable[..., Any], follow: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        follow()
+        return result
+
+    return call
 
 
 def adopt_state(strategy: tf.distribute.Strategy, model: Any,
@@ -58,9 +101,8 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
     held = state.variables_of(model, names)
     for optimizer in optimizers:
         held += state.optimizer_variables(optimizer)
-    check_variables(strategy, model, held)
-    for metric in metrics:
-        check_variables(strategy, model, map(rules.held_variable, names.variables_of(metric)))
+    check_variables(strategy, model, [*held, *(rules.held_variable(
+        variable) for metric in metrics for variable in names.variables_of(metric))])
     for optimizer in optimizers:
         check_owner(strategy, f"optimizer {getattr(optimizer, 'name', '')!r} of model "
                               f"{model.name!r}", names.owner_of_optimizer(optimizer))
@@ -84,7 +126,6 @@ def take_optimizer(optimizer: Any, names: Any) -> None:
 
 
 def set_owner(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
-    """Makes an optimizer the strategy's."""
     # tf_keras' LossScaleOptimizer has none of its own and asks the one inside.
     if "_distribution_strategy" in vars(optimizer):
         optimizer._distribution_strategy = strategy

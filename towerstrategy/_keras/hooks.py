@@ -20,34 +20,23 @@ from towerstrategy import _tensorflow as _tf
 
 
 class Hook(NamedTuple):
-    """What is called in the place of a name of Keras, the original before its arguments, and why.
-
-    Attributes:
-      in_models: whether it is put into a strategy's models, and Keras' own class left as it is. The
-        name is to stand in that Keras' ``names.ENTRIES``, too.
-    """
+    """What is called in the place of a name of Keras, that before its arguments, and why."""
 
     instead: Callable[..., Any]
     why: str
+    # Whether it is put into a strategy's models, and Keras' own class left as it is.  The name is
+    # to stand in that Keras' ``names.ENTRIES``, too.
     in_models: bool = False
 
 
 _in_models: dict[tuple[Any, str], Hook] = {}
 
 
-class MovedError(Exception):
-    """This Keras release does not have a name that we hook."""
-
-
 def install(table: Mapping[tuple[Any, str], Hook]) -> None:
-    """Has every name of ``table`` wrapped, or none.
-
-    Raises:
-      MovedError: one of them is not there.
-    """
+    """Has every name of ``table`` wrapped, or none: ``AttributeError`` where one is not there."""
     for owner, name in table:
         if name not in owner.__dict__:
-            raise MovedError(f"{_tf.owner_name(owner)}.{name}")
+            raise AttributeError(f"{_tf.owner_name(owner)}.{name}")
     for (owner, name), hook in table.items():
         if hook.in_models:
             _in_models[owner, name] = hook

@@ -31,17 +31,11 @@ _raw = tf.raw_ops
 
 
 class Kernel(NamedTuple):
-    """What updates a variable.
+    """What updates a variable."""
 
-    Attributes:
-      slots: a name for each slot -> the optimizer's attribute, a list with one a variable.
-      apply: takes the variable, its gradient and, by name, the slots.
-      sparse: the same for a gradient of slices; None where Keras' way is taken.
-    """
-
-    slots: Mapping[str, str]
-    apply: Callable[..., Any]
-    sparse: Callable[..., Any] | None = None
+    slots: Mapping[str, str]  # a name for each -> the optimizer's attribute, a list
+    apply: Callable[..., Any]  # takes the variable, its gradient and, by name, the slots
+    sparse: Callable[..., Any] | None = None  # the same for slices; None where Keras' way is taken
 
 
 # An optimizer, the step's learning rate, and what CPU devices do otherwise (None on others) -> the
@@ -50,7 +44,6 @@ Rule = Callable[[Any, Any, Any], Kernel | None]
 
 
 def sgd(optimizer: Any, learning_rate: Any, cpu: Any) -> Kernel:
-    """How ``SGD`` updates."""
     del cpu
     rate = _number(learning_rate)
     if not optimizer.momentums:  # tf_keras makes them without momentum, too
@@ -117,18 +110,15 @@ class Step:
             if home not in self._kernels:
                 cpu = variable.distribute_strategy.extended.cpu
                 self._kernels[home] = self._rule(self._optimizer, self._learning_rate, cpu)
-            kernel = self._kernels[home]
-            if kernel is None:
-                return False
-            is_sparse = isinstance(gradient, tf.IndexedSlices)
-            apply = kernel.sparse if is_sparse else kernel.apply
-            if apply is None:
+            kernel, is_sparse = self._kernels[home], isinstance(gradient, tf.IndexedSlices)
+            apply = kernel and (kernel.sparse if is_sparse else kernel.apply)
+            if kernel is None or apply is None:
                 return False
             slots = {name: slot(held) for name, held in kernel.slots.items()}
-            if not all(_is_beside(variable, held) for held in slots.values()):
-                return False
-            apply(variable, gradient, **slots)
-        return True
+            fits = all(_is_beside(variable, held) for held in slots.values())
+            if fits:
+                apply(variable, gradient, **slots)
+        return fits
 
 
 def _fits(variable: Any, gradient: Any) -> bool:

@@ -79,8 +79,7 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
     """Sums the towers' gradients, then runs the optimizer's own single-device code once.
 
     Args:
-      tower: where the optimizer was called.
-      gradients: this tower's, one a variable: tensors, ``tf.IndexedSlices`` or None.
+      tower: where the optimizer was called, with these gradients, tensors, slices or None.
       variables_: the resource variables they belong to.
       apply: takes the merged gradients; runs in a :class:`contexts.OneReplicaContext`.
       rules: how gradients are merged, one a variable: "sum"; "agreed" where the caller has merged

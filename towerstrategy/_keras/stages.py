@@ -16,11 +16,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
 from towerstrategy._keras import state
-from towerstrategy.placement import cuts, homes as homes_lib, kind
+from towerstrategy.placement import homes as homes_lib, kind
 
 # Attributes of layers, MADE of the nodes of functional models, too: stages that were said by hand.
 MADE, CALLED = "_tower_stage", "_tower_stage_called"
@@ -33,28 +34,18 @@ Plan = Sequence[tuple[Any, int]]  # a layer and a stage for each call, in order
 
 
 class Call(NamedTuple):
-    """A call of a layer in a model whose calls are known beforehand.
-
-    Attributes:
-      layer: the layer.
-      said: the stage that was said by hand, or None.
-      result_bytes: of its results for a micro-batch; 0 where they are not known.
-    """
+    """A call of a layer in a model whose calls are known beforehand."""
 
     layer: Any
-    said: int | None
-    result_bytes: int
+    said: int | None  # the stage that was said by hand
+    result_bytes: int  # for a micro-batch; 0 where they are not known
 
 
 class Run:
-    """A model's run in a tower.
-
-    Attributes:
-      entered: the stages in which something has run.
-    """
+    """A model's run in a tower."""
 
     def __init__(self, plan: Plan) -> None:
-        self.entered: set[int] = set()
+        self.entered: set[int] = set()  # stages in which something has run
         self._to_come: dict[int, list[int]] = collections.defaultdict(list)
         for layer, stage in plan:
             self._to_come[id(layer)].append(stage)
@@ -172,8 +163,8 @@ def _plan_of(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Plan:
         kept = [_kept(call.layer, trained, names) for call in calls]
         stages = _followed(kept, next((stage for stage in kept if stage is not None), 0))
         if not stages or trained and len({*stages}) < placement.stages:
-            stages = cuts.cut(list(_costs(calls, names)), min(placement.stages, len(calls)),
-                              placement.micro_batches)
+            stages = cut(list(_costs(calls, names)), min(placement.stages, len(calls)),
+                         placement.micro_batches)
     return [(call.layer, stage) for call, stage in zip(calls, stages)]
 
 
@@ -214,11 +205,9 @@ def _result_bytes(node: Any) -> int:
 
 
 def _kept(layer: Any, trained: bool, names: Any) -> int | None:
-    """The stage in which a layer's weights are to stay.
-
-    A part of a larger model leaves weights where that has put them.  A model that is trained may
-    bring them elsewhere, unless functions hold them.
-    """
+    """The stage in which a layer's weights are to stay."""
+    # A part of a larger model leaves weights where that has put them.  A model that is trained may
+    # bring them elsewhere, unless functions hold them.
     return next((variable._settled for variable, _ in names.variables_of_layer(layer)
                  if getattr(variable, "_settled", None) is not None
                  and not (trained and variable._home_may_change)), None)
@@ -233,14 +222,52 @@ def _followed(found: Sequence[int | None], last: int = 0) -> list[int]:
     return stages if any(stage is not None for stage in found) else []
 
 
-def _costs(calls: Sequence[Call], names: Any) -> Iterator[cuts.Cost]:
+def _costs(calls: Sequence[Call], names: Any) -> Iterator[Cost]:
     seen: set[int] = set()
     for call in calls:
         held = {id(variable): homes_lib.size_of(variable) * (TRAINED if trained else 1)
                 for variable, trained in names.variables_of_layer(call.layer)
                 if id(variable) not in seen}
         seen.update(held)
-        yield cuts.Cost(sum(held.values()), call.result_bytes)
+        yield Cost(sum(held.values()), call.result_bytes)
+
+
+class Cost(NamedTuple):
+    """The bytes that a layer costs its stage."""
+
+    held: float  # what is there once: weights, gradients and slots
+    in_flight: float = 0.  # what is there for each micro-batch that the stage holds: activations
+
+
+def cut(costs: Sequence[Cost], stages: int, micro_batches: int = 1) -> list[int]:
+    """The stage of each of a row of layers; each stage has a layer.
+
+    A stage holds as many micro-batches as there are stages from it to the end, so that early ones
+    pay more for activations.  Of cuts that are as good the one with the early layers together.
+    There are as many layers as stages, at least.
+    """
+    count = len(costs)
+    held = np.cumsum([0., *(cost.held for cost in costs)])
+    in_flight = np.cumsum([0., *(cost.in_flight for cost in costs)])
+    worst = np.full(count + 1, np.inf)
+    worst[0] = 0.
+    begins: list[np.ndarray] = []
+    for stage in range(stages):
+        each = (held + in_flight * min(micro_batches, stages - stage))
+        reached, begin = np.full(count + 1, np.inf), np.zeros(count + 1, int)
+        for end in range(stage + 1, count + 1):
+            through = np.maximum(worst[:end], each[end] - each[:end])
+            # The latest begin of the best: what costs nothing stays with the stage before.
+            begin[end] = end - 1 - int(np.argmin(through[::-1]))
+            reached[end] = through[begin[end]]
+        worst = reached
+        begins.append(begin)
+    found, end = [0] * count, count
+    for stage in reversed(range(stages)):
+        start = int(begins[stage][end])
+        found[start:end] = [stage] * (end - start)
+        end = start
+    return found
 
 
 def settle(strategy: tf.distribute.Strategy, model: Any, names: Any) -> Plan:

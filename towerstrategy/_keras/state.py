@@ -40,18 +40,13 @@ def optimizers_of(model: Any, names: Any) -> list[Any]:
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """The TensorFlow variables of an optimizer."""
     held = optimizer.variables  # a method of tf_keras' old ones
     return list(map(rules.held_variable,
                     held() if callable(held) and not isinstance(held, list) else held))
 
 
 def lines(strategy: tf.distribute.Strategy, model: Any, names: Any) -> list[Line]:
-    """Name, where it is kept, how it is merged.
-
-    Raises:
-      ValueError: the model is not the strategy's.
-    """
+    """Name, where it is kept, how it is merged."""
     if getattr(model, names.OWNER) is not strategy:
         raise ValueError(f"model must be one of this strategy, but {model.name!r} is not: compile "
                          "it in the strategy's scope, or call strategy.adopt(model).")

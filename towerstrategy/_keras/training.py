@@ -43,7 +43,6 @@ def compile(names: Any, compiling: Callable[..., contextlib.AbstractContextManag
 
 
 def strategy_of(model: Any, names: Any) -> Any:
-    """The model's TowerStrategy, or None."""
     strategy = getattr(model, names.OWNER, None)
     return strategy if kind.is_tower_strategy(strategy) else None
 

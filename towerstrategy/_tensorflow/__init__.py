@@ -8,7 +8,6 @@ TensorFlow release that moves a name fails loudly and here.
 
 from towerstrategy._tensorflow.compiling import *
 from towerstrategy._tensorflow.data import *
-from towerstrategy._tensorflow.devices import *
 from towerstrategy._tensorflow.errors import *
 from towerstrategy._tensorflow.functions import *
 from towerstrategy._tensorflow.graphs import *
@@ -17,6 +16,5 @@ from towerstrategy._tensorflow.machines import *
 from towerstrategy._tensorflow.partitioning import *
 from towerstrategy._tensorflow.seeds import *
 from towerstrategy._tensorflow.strategies import *
-from towerstrategy._tensorflow.values import *
 from towerstrategy._tensorflow.variables import *
 from towerstrategy._tensorflow.wrapping import *

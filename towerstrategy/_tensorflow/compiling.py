@@ -49,12 +49,12 @@ def host_memory(operation: tf.Operation, of_any_type: bool = False
 
     def on_host(args: Any) -> list[bool]:
         return [all(arg.name in kernel.host_memory_arg for kernel in kernels)
-                for arg in args for _ in range(_length(node, arg))]
+                for arg in args for _ in range(length(node, arg))]
 
     return on_host(definition.input_arg), on_host(definition.output_arg)
 
 
-def _length(node: Any, arg: Any) -> int:
+def length(node: Any, arg: Any) -> int:
     """How many tensors an argument of an operation is."""
     if arg.number_attr:
         return int(node.attr[arg.number_attr].i)

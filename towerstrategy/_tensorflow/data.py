@@ -19,15 +19,10 @@ AutoShardDataset = distribute._AutoShardDataset
 def over_devices(dataset: tf.data.Dataset, devices: Sequence[str], ready: int) -> Any:
     """An iterator whose elements go to ``devices`` in turn, ``ready`` of them held on each.
 
-    ``tf.data.experimental.prefetch_to_device`` knows one device.
-    As ``OwnedMultiDeviceIterator`` makes it, but that the devices' parts have no autotuning thread,
-    which a buffer of a fixed size does not need.  Such a thread may miss that it is to end, and
-    holds up whoever ends the iterator for up to a minute.
-
-    Args:
-      dataset: what the first device, the host, runs.
-      devices: the host, then the others.
-      ready: with 0 nothing is fetched ahead.
+    The first device is the host, which runs the dataset.  As ``OwnedMultiDeviceIterator`` makes it
+    (``tf.data.experimental.prefetch_to_device`` knows one device), but that the devices' parts have
+    no autotuning thread, which a buffer of a fixed size does not need.  Such a thread may miss that
+    it is to end, and holds up whoever ends the iterator for up to a minute.
     """
     options = tf.data.Options()
     options.experimental_distribute.num_devices = len(devices)
@@ -58,24 +53,19 @@ def over_devices(dataset: tf.data.Dataset, devices: Sequence[str], ready: int) -
 
 
 def inputs_of_dataset(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """The datasets that ``dataset`` is made of."""
     return list(dataset._inputs())
 
 
 def map_in_place(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-    """``dataset.map(function)`` in the caller's thread, for functions of an operation or two.
-
-    That takes 10 us an element and not 100.
-    """
+    """``dataset.map(function)`` in the caller's thread, for functions of an operation or two."""
+    # That takes 10 us an element and not 100.
     return map_op._MapDataset(dataset, function, use_inter_op_parallelism=False)
 
 
 def map_ahead(dataset: tf.data.Dataset, function: Callable[..., Any],
               ready: int) -> tf.data.Dataset:
-    """``dataset.map(function)``, of which ``ready`` elements are held ready.
-
-    What ``dataset`` itself prefetches last is mapped before: one thread less hands elements on.
-    """
+    """``dataset.map(function)``, of which ``ready`` elements are held ready."""
+    # What `dataset` itself prefetches last is mapped before: one thread less hands elements on.
     if ready and isinstance(dataset, prefetch_op._PrefetchDataset):
         held = tf.get_static_value(dataset._buffer_size)
         if held is not None and (held == tf.data.AUTOTUNE or held >= ready):

@@ -58,7 +58,6 @@ def add_note(error: Any, note: str, traced: bool) -> None:
 
 @contextlib.contextmanager
 def noting(note: str) -> Iterator[None]:
-    """Within, an error gets ``note``."""
     try:
         yield
     except Exception as error:

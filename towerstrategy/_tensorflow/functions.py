@@ -22,6 +22,7 @@ from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from towerstrategy._tensorflow import wrapping
 
+# Such gradients are those of tf.custom_gradient, of tf.recompute_grad and of calls of functions.
 RECORD = wrapping.Place(
     [record], "record_operation",
     "does not know in which stage of a tower a gradient that is a Python function recomputes")
@@ -50,26 +51,9 @@ def autograph_convert(fn: Callable[..., Any]) -> Callable[..., Any]:
     return autograph_api.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)
 
 
-def wrap_gradient_functions(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Records what ``make`` makes of a gradient that is a Python function, in its place.
-
-    Such are those of ``tf.custom_gradient``, of ``tf.recompute_grad`` and of calls of functions.
-    """
-    def record_operation(original: Callable[..., Any], op_type: Any, output_tensors: Any,
-                         input_tensors: Any, backward_function: Any,
-                         forward_function: Any = None) -> Any:
-        return original(op_type, output_tensors, input_tensors, make(backward_function),
-                        forward_function)
-
-    RECORD.wrap(record_operation)
-
-
 def clone_function(function: polymorphic_function.Function, python_function: Callable[..., Any],
                    compiles: bool) -> polymorphic_function.Function:
-    """A ``tf.function`` with the options of ``function`` around another Python function.
-
-    ``compiles`` says whether XLA may compile it as a whole.
-    """
+    """A ``tf.function`` with the options of ``function`` around another Python function."""
     cloned = function._clone(python_function=python_function)
     if not compiles:
         cloned._jit_compile = False
@@ -134,11 +118,10 @@ def nested_function(own: tf.Graph | None) -> func_graph.FuncGraph | None:
     return graph if graph is not own and isinstance(graph, func_graph.FuncGraph) else None
 
 
-def is_in_control_flow(own: tf.Graph | None) -> bool:
-    """Whether a branch or loop of ``own`` (None: of any function) is being traced, however deep."""
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    return (graph is not own and (own is None or nested_function(own) is None)
-            and isinstance(graph, _ControlFlow))
+def is_in_control_flow() -> bool:
+    """Whether a branch or loop is being traced, however deep."""
+    return not tf.executing_eagerly() and isinstance(
+        tf.compat.v1.get_default_graph(), _ControlFlow)
 
 
 def is_compiled_here() -> bool:
@@ -197,7 +180,6 @@ def writers_of(graph: tf.Graph, operation: tf.Operation, index: int) -> set[str]
 
 
 def functions_of(operation: tf.Operation) -> list[str]:
-    """The names of the functions that ``operation`` calls."""
     return functions_in_attributes(operation.node_def) if operation.type in CALLERS else []
 
 
@@ -219,7 +201,6 @@ def functions_in_attributes(node: Any) -> list[str]:
 
 
 def function_definition(graph: tf.Graph, name: str) -> Any:
-    """The FunctionDef of a function of ``graph``, or None."""
     function = graph._get_function(name)
     return None if function is None else function.cached_definition
 

@@ -12,6 +12,11 @@ from tensorflow.python.ops import handle_data_util
 
 from towerstrategy._tensorflow import functions
 
+# Of an operation that is there: to wait for another, to be on a device, to have another input.
+add_control_input = tf.Operation._add_control_input
+set_device = tf.Operation._set_device
+set_input = tf.Operation._update_input
+
 
 def control_dependencies_of(graph: tf.Graph) -> list[Any]:
     """The control inputs that an operation made now in ``graph`` would get."""
@@ -22,21 +27,6 @@ def copy_handle_data(source: tf.Tensor, target: tf.Tensor) -> None:
     """Hands on what is known of the variable or list behind a resource or variant tensor."""
     if source.dtype in (tf.resource, tf.variant):
         handle_data_util.copy_handle_data(source, target)
-
-
-def add_control_input(operation: tf.Operation, control: tf.Operation) -> None:
-    """Makes ``operation`` wait for ``control``."""
-    operation._add_control_input(control)
-
-
-def set_device(operation: tf.Operation, device: str) -> None:
-    """Puts ``operation`` on ``device``, a full name."""
-    operation._set_device(device)
-
-
-def set_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
-    """Gives ``operation`` another input."""
-    operation._update_input(index, tensor)
 
 
 _HALVES = (tf.float16, tf.bfloat16)
@@ -56,12 +46,6 @@ def half_of(value: Any) -> tf.Tensor | None:
     return None if half is None or half.dtype not in _HALVES else half
 
 
-def written_resources(operation: tf.Operation) -> Collection[tf.Tensor]:
-    """The resources among the inputs of ``operation`` that it writes."""
-    _, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)
-    return written
-
-
 def crosses_machines(operation: tf.Operation) -> bool:
     """Whether ``operation`` is a collective one, which waits for those of other machines."""
     return bool(operation.type.startswith("Collective"))
@@ -74,9 +58,8 @@ def is_stateful(type: str) -> bool:
     return definition is None or bool(definition.is_stateful)
 
 
-def has_effect(operation: tf.Operation, resources: Collection[int]) -> bool:
-    """Whether ``operation`` writes one of its inputs that are ``resources``, or the world outside.
-    """
+def has_effect(operation: tf.Operation, resources: Collection[Any]) -> bool:
+    """Whether ``operation`` writes one of its inputs, ``resources``, or the world outside."""
     if crosses_machines(operation):
         return True
     if not resources:

@@ -20,7 +20,7 @@ from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import auto_control_deps_utils, c_api_util, op_def_registry
 
-from towerstrategy._tensorflow import functions
+from towerstrategy._tensorflow import compiling, functions
 
 _READ_ONLY = auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR
 
@@ -58,8 +58,7 @@ def call_nodes(graph: tf.Graph, name: str, nodes: Mapping[str, Any],
     """Makes a function of nodes and calls it in ``graph``.
 
     Args:
-      graph: the graph, which has the functions that the nodes call.
-      name: of the new function.
+      graph: has the functions that the nodes call.
       nodes: by name, each with ``name``, ``op``, ``input``, ``device`` and ``attributes`` (a
         serialized ``NodeDef`` of these alone).
       inputs: the tensors of ``graph`` for outputs of operations that are no nodes.
@@ -132,14 +131,9 @@ def _output_of(node: Any, place: int) -> str:
     arguments, are_single = _outputs(node.op)
     if are_single:
         return f"{arguments[place].name}:0"
-    attributes = tf.compat.v1.NodeDef.FromString(node.attributes).attr
-    for argument in arguments:
-        count = attributes[argument.number_attr].i if argument.number_attr else len(
-            attributes[argument.type_list_attr].list.type) if argument.type_list_attr else 1
-        if place < count:
-            return f"{argument.name}:{place}"
-        place -= count
-    raise IndexError(f"{node.name} has no output {place}")
+    definition = tf.compat.v1.NodeDef.FromString(node.attributes)
+    return [f"{argument.name}:{number}" for argument in arguments
+            for number in range(compiling.length(definition, argument))][place]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""TensorFlow's cluster and its collective operations."""
+"""TensorFlow's devices, its cluster and its collective operations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.client import device_lib
 from tensorflow.python.distribute import collective_util, cross_device_utils
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import func_graph
@@ -31,11 +32,24 @@ def call_once() -> None:
     _called_once.add(tf.compat.v1.get_default_graph())
 
 
-class CollectiveLauncher(cross_device_utils.CollectiveReplicaLauncher):
-    """Makes collective ops as MultiWorkerMirroredStrategy does, also in branches.
+# Of all strategies in this process; far from where MultiWorkerMirroredStrategy starts counting.
+_collective_keys = cross_device_utils.CollectiveKeys(group_key_start=7000)
 
-    They are in one order on every worker, with a new key for each call of a tf.function.
+
+class CollectiveLauncher(cross_device_utils.CollectiveReplicaLauncher):
+    """Makes collective ops as MultiWorkerMirroredStrategy does, on one device a worker.
+
+    They are in one order on every worker, with a new key for each call of a tf.function; also in
+    branches, and in functions that are called there, which TensorFlow hands no keys to.
     """
+
+    def __init__(self, device: str, workers: int, options: collective_util.Options | None) -> None:
+        CAPTURE.wrap(_from_around)
+        super().__init__(_collective_keys.get_group_key([device]), workers, _collective_keys,
+                         device, options or Options())
+
+    # The workers' values, all of one shape, concatenated; in eager code, too.
+    all_gather = cross_device_utils.CollectiveReplicaLauncher._all_gather
 
     def _next_instance_key(self) -> Any:
         graph = tf.compat.v1.get_default_graph()
@@ -47,14 +61,6 @@ class CollectiveLauncher(cross_device_utils.CollectiveReplicaLauncher):
             return super()._next_instance_key()
 
 
-def hand_keys_to_branches() -> None:
-    """Makes keys of collective ops reach functions that are called in a branch, once a process.
-
-    TensorFlow has them reach those that are called in a function or in a loop.
-    """
-    CAPTURE.wrap(_from_around)
-
-
 def _from_around(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(self.outer_graph, func_graph.FuncGraph):
         return original(self, *args, **kwargs)
@@ -62,19 +68,11 @@ def _from_around(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
     return tf.nest.map_structure(self.capture, around)
 
 
-# Of all strategies in this process; far from where MultiWorkerMirroredStrategy starts counting.
-_collective_keys = cross_device_utils.CollectiveKeys(group_key_start=7000)
-
-
 def start_worker(server: tf.train.ServerDef, leader: str) -> None:
-    """Makes this process a worker with a server of its own, as MultiWorkerMirroredStrategy does.
+    """Makes this process the worker of ``server``, as MultiWorkerMirroredStrategy does.
 
-    Args:
-      server: says which one.
-      leader: the name of the task that numbers the collective ops' groups.
-
-    Raises:
-      RuntimeError: TensorFlow has started already.
+    ``leader`` is the task that numbers the groups of collective ops.  ``RuntimeError`` where
+    TensorFlow has started already.
     """
     context = eager_context.context()
     context.configure_collective_ops(
@@ -83,19 +81,6 @@ def start_worker(server: tf.train.ServerDef, leader: str) -> None:
     server.default_session_config.CopyFrom(context.config)
     context.enable_collective_ops(server)
     eager_context.ensure_initialized()
-
-
-def collective_launcher(device: str, workers: int,
-                        options: collective_util.Options | None) -> CollectiveLauncher:
-    """What makes collective ops on ``device``, one device a worker."""
-    return CollectiveLauncher(_collective_keys.get_group_key([device]), workers, _collective_keys,
-                              device, options or Options())
-
-
-def all_gather(launcher: CollectiveLauncher, value: tf.Tensor,
-               options: collective_util.Options | None = None) -> tf.Tensor:
-    """The workers' values, all of one shape, concatenated; in eager code, too."""
-    return launcher._all_gather(value, options)
 
 
 def ask_worker(task: str, seconds: float) -> str | None:
@@ -116,3 +101,15 @@ def ask_worker(task: str, seconds: float) -> str | None:
 def end_collectives(message: str) -> None:
     """Makes all collective ops, waiting and to come, raise UnavailableError with ``message``."""
     eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+def current_device() -> str:
+    """The full name of the device of ``tf.device`` around eager code; "" where there is none."""
+    return eager_context.context().device_name or ""
+
+
+def memory_limits() -> dict[int, int]:
+    """Bytes that each logical GPU may use, by its index; tf.config has memory in use alone."""
+    devices = device_lib.list_local_devices(eager_context.context().config)
+    gpus = (device for device in devices if device.device_type == "GPU")
+    return {int(device.name.rpartition(":")[2]): device.memory_limit for device in gpus}

@@ -58,7 +58,6 @@ def trace(fn: Callable[..., Any], specs: Sequence[Any], name: str) -> Any:
 
 
 def body_of(graph: tf.Graph, name: str) -> Any:
-    """The graph of a function of ``graph``."""
     function = graph._get_function(name)
     body = getattr(function, "graph", None)
     return _graph_of(function.cached_definition, graph) if body is None else body
@@ -91,12 +90,11 @@ def call_by_each_tower(fn: Callable[..., Any], takes: Sequence[str], gives: Sequ
     """Calls ``fn``, which each tower of a step that has all rows calls with what it has.
 
     Args:
-      fn: a function of tensors, without variables.
       takes: what its arguments are: "rows", in the first dimension; a tower's "own", which such a
         call has given; or the same for all, made "once".
       gives: what it returns: "rows"; a tower's "own", whose mean is taken wherever it is asked for
         outside of such calls; or parts of a "sum".
-      tensors: its arguments, of rows the first.
+      tensors: its arguments, of rows the first; it has no variables.
     """
     function = tf.function(fn, autograph=False).get_concrete_function(
         *(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors))
@@ -119,10 +117,8 @@ def called_by_each_tower(call: tf.Operation) -> list[list[str]]:
 
 
 def called_body(call: tf.Operation) -> Any:
-    """The graph of the function that ``call`` calls, with what is known of its inputs put in.
-
-    A function's gradient gets axes and permutations that way.
-    """
+    """The graph of the function that ``call`` calls, with what is known of its inputs put in."""
+    # A function's gradient gets axes and permutations that way.
     known = {index: value for index, tensor in enumerate(call.inputs)
              if tensor.dtype.is_integer and (value := constant_value(tensor)) is not None}
     name = call.get_attr("f").name
@@ -152,7 +148,6 @@ def new_function_graph(like: tf.Graph, name: str) -> Any:
 
 
 def new_name(name: str) -> str:
-    """A name for a function of the towers."""
     return f"__inference_{name.replace('/', '_')}_towers_{next(_numbers)}"
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
@@ -52,10 +51,3 @@ def operation_seeds_of_caller() -> Iterator[None]:
     yield
     given[graph.outer_graph] = given[graph]
 
-
-def wrap_generators(is_one_replica: Callable[[], bool]) -> None:
-    """Leaves the keys of a ``tf.random.Generator`` alone where there is one replica, once."""
-    def _preprocess_key(original: Callable[..., Any], self: Any, key: tf.Tensor) -> tf.Tensor:
-        return key if is_one_replica() else original(self, key)
-
-    KEYS.wrap(_preprocess_key)

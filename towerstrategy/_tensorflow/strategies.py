@@ -31,11 +31,6 @@ REGULARIZATION = wrapping.Place(
     _LOSSES, "scale_regularization_loss", "counts a replica without rows")
 
 
-def keep_scopes_per_thread(graph: tf.Graph) -> None:
-    """From here on ``graph`` keeps device, name and control scopes per thread."""
-    graph.switch_to_thread_local()
-
-
 def eager_if(eager: bool) -> contextlib.AbstractContextManager[None]:
     """Eager mode where ``eager``, nothing otherwise (``tf.init_scope`` inside a tower)."""
     return eager_context.eager_mode() if eager else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Variables: their classes, their resources, and what is behind a checkpoint's."""
+"""Per-replica values and composite tensors; variables, and what is behind a checkpoint's."""
 
 from __future__ import annotations
 
@@ -8,14 +8,31 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import (
     distribute_utils,
+    reduce_util,
     shared_variable_creator,
     values as values_lib,
     values_util,
 )
 from tensorflow.python.eager import context as eager_context
+from tensorflow.python.framework import composite_tensor, none_tensor, ops as framework_ops
 from tensorflow.python.ops import resource_variable_ops, variable_scope
 from tensorflow.python.trackable import base as trackable_base
+from tensorflow.python.util import nest as private_nest
 
+# The classes behind tf.types.experimental.distributed's.
+PerReplica = values_lib.PerReplica
+PerReplicaSpec = values_lib.PerReplicaSpec
+Mirrored = values_lib.Mirrored
+ReduceOp = reduce_util.ReduceOp  # of which tf.distribute.ReduceOp is an alias
+CompositeTensor = composite_tensor.CompositeTensor  # the base of ragged and sparse values
+NoneTensorSpec = none_tensor.NoneTensorSpec  # tf.NoneTensorSpec is not in every release
+# Group per-tower results exactly as TensorFlow groups them.
+regroup = distribute_utils.regroup
+select_replica = distribute_utils.select_replica
+update_regroup = distribute_utils.update_regroup
+value_container = distribute_utils.value_container
+# Names components in errors.
+flatten_with_paths = private_nest.flatten_with_joined_string_paths
 ResourceVariable = resource_variable_ops.ResourceVariable
 BaseResourceVariable = resource_variable_ops.BaseResourceVariable
 # TensorFlow's own tower-local variable; checkpoints and SavedModel know it.
@@ -35,11 +52,6 @@ check_synchronization = distribute_utils._validate_synchronization
 check_aggregation = distribute_utils._validate_aggregation
 # Without tf.variable_creator_scope's deprecation of stacked graphs.
 variable_creator_scope = variable_scope.variable_creator_scope
-
-
-def replace_resource(variable: Any, other: Any) -> None:
-    """Puts the resource of ``other`` behind ``variable``, whose identity and name stay."""
-    variable._handle = other._handle
 
 
 def share_dependencies(copied: Any, original: Any, but: Collection[str]) -> None:
@@ -72,3 +84,8 @@ def anonymous_variable(dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
     """The handle of a new variable, which is freed when nothing in the step needs it any more."""
     return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape,
                                   shared_name=eager_context.anonymous_name())
+
+
+def is_eager(tensor: tf.Tensor) -> bool:
+    """Whether ``tensor`` holds a value now."""
+    return isinstance(tensor, framework_ops.EagerTensor)

@@ -20,13 +20,7 @@ MARK = "_towerstrategy_original"
 
 @dataclasses.dataclass
 class Place:
-    """A function that is replaced, and why.
-
-    Attributes:
-      owners: the modules or classes that have it.
-      name: its name there.
-      why: what it does that towers cannot do with.
-    """
+    """A function of modules or classes, ``owners``, and what it does that towers cannot do with."""
 
     owners: Sequence[Any]
     name: str
@@ -54,11 +48,6 @@ class Place:
             self._original, self._hooked = original, self._made_of(original)
         for owner in self.owners:
             setattr(owner, self.name, self._hooked)
-
-    def take_back(self) -> None:
-        for owner in self.owners:
-            if getattr(owner, self.name, None) is self._hooked:
-                setattr(owner, self.name, self._original)
 
     def _made_of(self, original: Callable[..., Any]) -> Any:
         instead = self._instead
@@ -91,17 +80,17 @@ def enter_work() -> None:
 
 
 def leave_work() -> None:
-    """See :func:`enter_work`."""
     global _entered
     with _lock:
         _entered -= 1
-        for wrapped in () if _entered else _wrapped.values():
-            wrapped.take_back()
+        for its in () if _entered else _wrapped.values():
+            for owner in its.owners:
+                if getattr(owner, its.name, None) is its._hooked:
+                    setattr(owner, its.name, its._original)
 
 
 @contextlib.contextmanager
 def at_work() -> Iterator[None]:
-    """Within, all that is to be replaced is."""
     enter_work()
     try:
         yield

@@ -32,10 +32,7 @@ READY = 2
 
 def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
                   cuts: rows_lib.CutRows | None = None) -> TowerDataset:
-    """A dataset of global batches, each split by :func:`splitting.split_batch` in the pipeline.
-
-    The pipeline holds ``ready`` split elements ready.
-    """
+    """A dataset of global batches, each split by :func:`splitting.split_batch` in the pipeline."""
     batches = _batches_in(dataset)
     check_batched(dataset, batches)
     split = dataset
@@ -47,10 +44,8 @@ def split_dataset(dataset: tf.data.Dataset, towers: int, ready: int = READY,
 
 
 def _batches_in(dataset: Any) -> list[int] | None:
-    """For each component of an element the number of the batch it is of; None: all are of one.
-
-    Datasets of batches of different sizes may have been zipped.  Only their elements tell.
-    """
+    """For each component of an element the number of the batch it is of; None: all are of one."""
+    # Datasets of batches of different sizes may have been zipped.  Only their elements tell.
     if not isinstance(dataset, tf.data.Dataset) or not _zips_different(
             dataset, len(tf.nest.flatten(dataset.element_spec))):
         return None
@@ -83,10 +78,8 @@ def _puts_in_batches(before: Any, after: Any) -> bool:
 
 
 def _rows_of_first(dataset: tf.data.Dataset) -> list[int | None]:
-    """How many rows each component of the first element has; nothing where there is none.
-
-    It is read where that is not known without, as a dataset that shuffles counts its readers.
-    """
+    """How many rows each component of the first element has; nothing where there is none."""
+    # It is read where that is not known without, as a dataset that shuffles counts its readers.
     shapes = [tf.TensorShape(getattr(leaf, "shape", None))
               for leaf in tf.nest.flatten(dataset.element_spec)]
     if all(shape.rank is not None and None not in shape[:1] for shape in shapes):
@@ -196,18 +189,13 @@ def _as_long(there: Sequence[tf.Tensor], parts: Sequence[Any]) -> list[Any]:
 class TowerDataset(tf.distribute.DistributedDataset):
     """A dataset whose elements are split for the towers: what Keras and loops iterate over.
 
-    Args:
-      dataset: its elements hold :class:`SubBatches`.
-      mapped: the like of it, of batches that a function has changed before they were split.
-      open_rows: whether functions are traced for any number of rows.
-
-    Attributes:
-      fetch: the devices on which each tower's part of an element is put ahead of the step.
-      watcher: what is notified of steps in Python's own loops, or None: by ``between`` where a step
-        ends and another begins, by ``end_of_loop`` when an iterator is no more.
+    ``mapped`` makes the like of it, of batches that a function has changed before they were split.
+    With ``open_rows`` functions are traced for any number of rows.
     """
 
-    fetch = prefetching.Fetch()
+    fetch = prefetching.Fetch()  # where each tower's part of an element is put ahead of the step
+    # Is notified of steps in Python's own loops: by ``between`` where a step ends and another
+    # begins, by ``end_of_loop`` when an iterator is no more.
     watcher: Any = None
     _agreement: Any = None  # see :class:`iterators.Steps`
 
@@ -248,40 +236,38 @@ class TowerDataset(tf.distribute.DistributedDataset):
         return True
 
     def __iter__(self) -> iterators.TowerIterator | prefetching.PrefetchedIterator:
-        iterator = self._iterator(iterators.counting.follow)
+        dataset, follow, layout = self.dataset, iterators.counting.follow, None
+        if self.fetch.devices and self.fetch.is_safe:
+            layout = self._layout(dataset.element_spec)
+        iterator: Any
+        if layout is not None and layout.moves:
+            iterator = prefetching.iterate(dataset, layout, self.fetch, follow, self._rows_of)
+        else:
+            row_count = None
+            if follow is not None:
+                dataset, row_count = follow(dataset, self._rows_of)
+            iterator = iter(dataset)
+            iterator.__class__ = iterators.TowerIterator
+            iterator.row_count = row_count
         iterator._open_rows, iterator.agreement = self._open_rows, self._agreement
         if self.watcher is not None:
             iterator._between = self.watcher.between
             weakref.finalize(iterator, self.watcher.end_of_loop)
         return iterator
 
-    def _iterator(self, follow: iterators.Follow | None) -> Any:
-        dataset, row_count = self.dataset, None
-        if self.fetch.devices and self.fetch.is_safe:
-            layout = self._layout(dataset.element_spec)
-            if layout.moves:
-                return prefetching.iterate(dataset, layout, self.fetch, follow, self._rows_of)
-        if follow is not None:
-            dataset, row_count = follow(dataset, self._rows_of)
-        iterator = iter(dataset)
-        iterator.__class__ = iterators.TowerIterator
-        iterator.row_count = row_count
-        return iterator
-
     def _layout(self, spec: Nest) -> layouts.Layout:
         """Where an element's tensors are to be fetched to."""
-        return layouts.Layout.of(spec, len(self.fetch.devices))
+        return layouts.Layout(spec, [owner for leaf in tf.nest.flatten(spec)
+                                     for owner in layouts.owners_of(leaf, len(self.fetch.devices))])
 
     def _rows_of(self, element: Nest) -> Any:
         """The rows of each tower in an element, a vector; None where none are known."""
         return sub_batches.rows_of(element)
 
     def reduce(self, initial_state: Nest, reduce_func: Callable[[Nest, Nest], Nest]) -> Nest:
-        """Folds ``reduce_func(state, element)`` over the elements (autograph's ``for``).
-
-        The body runs in the caller's graph, where towers have their devices, and not inside the
-        input pipeline.
-        """
+        """Folds ``reduce_func(state, element)`` over the elements (autograph's ``for``)."""
+        # The body runs in the caller's graph, where towers have their devices, and not inside the
+        # input pipeline.
         iterator = iter(self).read_once()
 
         def body(element: tf.experimental.Optional, state: Nest) -> tuple[Any, Nest]:

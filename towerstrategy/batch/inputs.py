@@ -14,12 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import refused
-from towerstrategy.batch import (
-    datasets as datasets_lib,
-    prefetching,
-    rows as rows_lib,
-    splitting,
-)
+from towerstrategy.batch import datasets as datasets_lib, prefetching, rows as rows_lib, splitting
 from towerstrategy.placement import devices as devices_lib
 from towerstrategy.placement.workers import Workers
 
@@ -27,14 +22,7 @@ _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 
 
 class TowerInputContext(tf.distribute.InputContext):
-    """The ``tf.distribute.InputContext`` of a ``TowerStrategy``.
-
-    Args:
-      pipelines: how many input pipelines there are, on all machines.
-      pipeline: this one's number.
-      towers: the numbers of the towers that it feeds, among those of all machines.
-      replicas: how many towers there are, on all machines.
-      units: the shares of all of them, see :func:`rows.units_of`.
+    """The ``tf.distribute.InputContext`` of a pipeline that feeds ``towers``.
 
     Attributes:
       shares: of each tower that this pipeline feeds, its part of a global batch; with two towers,
@@ -68,10 +56,7 @@ class TowerInputContext(tf.distribute.InputContext):
 
 
 def read(options: Any, extended: Any) -> tuple[bool, prefetching.Fetch, int]:
-    """Whether each tower has a pipeline, where parts are fetched to, elements held ready.
-
-    ``options`` are a ``tf.distribute.InputOptions`` or None.
-    """
+    """Whether each tower has a pipeline, where parts are fetched to, elements held ready."""
     towers = extended.worker_devices
     on_host = extended.placement.towers_on_host
     fetch = prefetching.Fetch(() if on_host else towers, extended.host_device)

@@ -37,26 +37,15 @@ class _Counting(threading.local):
     follow: Follow | None = None
 
 
+# By its ``follow`` this thread's new iterators over a :class:`TowerDataset` are counted; what that
+# counts with becomes their ``row_count``.
 counting = _Counting()
 
 
-def count_rows(follow: Follow | None) -> None:
-    """From now on this thread's new iterators over a :class:`TowerDataset` are counted.
-
-    What ``follow`` counts with becomes the iterator's ``row_count``; None ends it.
-    """
-    counting.follow = follow
-
-
 class Steps:
-    """What an iterator over a :class:`TowerDataset` does with each batch.
+    """What an iterator over a :class:`TowerDataset` does with each batch."""
 
-    Attributes:
-      agreement: what several machines agree on at each element, see
-        :class:`extras.machines.workers_data.Agreement`; None with one.
-    """
-
-    agreement: Any = None
+    agreement: Any = None  # of several machines, at each element: a workers_data.Agreement
     _open_rows = False
     _between: Callable[[], None] | None = None
 
@@ -136,13 +125,9 @@ class TowerIteratorSpec(sub_batches.HashedOnce, tf.data.IteratorSpec):
 
 # TensorFlow's comes first: an iterator that is there could not become one of this class else.
 class TowerIterator(_tf.OwnedIterator, tf.distribute.DistributedIterator, Steps):
-    """Iterates over a :class:`TowerDataset`; a ``tf.data`` iterator, so it can be checkpointed.
+    """Iterates over a :class:`TowerDataset`; a ``tf.data`` iterator, so it can be checkpointed."""
 
-    Attributes:
-      row_count: what counts the rows taken, see :func:`count_rows`; None where nothing does.
-    """
-
-    row_count: Any = None
+    row_count: Any = None  # what counts the rows taken, see :data:`counting`
     __next__, get_next = Steps.__next__, Steps.get_next
     get_next_as_optional = Steps.get_next_as_optional
     element_spec = Steps.element_spec
@@ -159,8 +144,6 @@ _later: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class HeldOptionalSpec(tf.TypeSpec):
-    """The type spec of :class:`HeldOptional`."""
-
     __slots__ = ["_spec", "_held", "_number"]
     value_type = property(lambda _: HeldOptional)
     _component_specs = property(lambda self: (tf.TensorSpec([], tf.bool), self._held))
@@ -182,13 +165,8 @@ class HeldOptionalSpec(tf.TypeSpec):
 class HeldOptional(tf.experimental.Optional):
     """An element that is there or not, its parts where they are, on several devices.
 
-    TensorFlow's optionals hold all tensors of a value on one device.
-
-    Args:
-      spec: the element's.
-      there: whether it is, a bool.
-      held: the element, without rows where it is not there; or what the iterator ``later`` makes
-        one of, once.
+    TensorFlow's optionals hold all tensors of a value on one device.  ``held`` is the element,
+    without rows where it is not there; or what the iterator ``later`` makes one of, once.
     """
 
     def __init__(self, spec: Nest, there: tf.Tensor, held: Nest, later: Any = None) -> None:

@@ -23,9 +23,7 @@ HOST = -1
 class Layout:
     """Which of an element's tensors belongs to which tower, and which stays on the host.
 
-    Args:
-      spec: the nest of type specs of an element.
-      owners: for each tensor of an element, in order, the number of a tower or -1, the host.
+    ``owners`` are, for each tensor of an element, the number of a tower or :data:`HOST`.
     """
 
     def __init__(self, spec: Nest, owners: Sequence[int]) -> None:
@@ -33,12 +31,6 @@ class Layout:
         self._tensors = tf.nest.flatten(spec, expand_composites=True)
         self._places = [[place for place, owner in enumerate(owners) if owner == number]
                         for number in range(HOST, max(owners, default=HOST) + 1)]
-
-    @classmethod
-    def of(cls, spec: Nest, towers: int) -> Layout:
-        """The layout of the split elements that ``spec`` describes."""
-        return cls(spec, [owner for leaf in tf.nest.flatten(spec)
-                          for owner in owners_of(leaf, towers)])
 
     @property
     def moves(self) -> bool:

@@ -27,39 +27,28 @@ _OUT_OF_STEP = (
 
 
 class Fetch(NamedTuple):
-    """Where the parts of elements are to be.
+    """Where the parts of elements are to be."""
 
-    Attributes:
-      devices: the towers'; empty where all stays on the host.
-      host: the CPU that feeds them.
-      ready: how many elements each device holds; with 0 none is fetched ahead of the step.
-    """
-
-    devices: tuple[str, ...] = ()
-    host: str = ""
-    ready: int = 1
+    devices: tuple[str, ...] = ()  # the towers'; none where all stays on the host
+    host: str = ""  # the CPU that feeds them
+    ready: int = 1  # elements that each device holds; with 0 none is fetched ahead of the step
 
     @property
     def is_safe(self) -> bool:
-        """Whether the iterators made here can end.
-
-        Those of a graph end in TensorFlow's threads: each holds one until what it fetches has come,
-        which takes a thread, too.  Where all are held, nothing goes on.
-        """
+        """Whether the iterators made here can end."""
+        # Those of a graph end in TensorFlow's threads: each holds one until what it fetches has
+        # come, which takes a thread, too.  Where all are held, nothing goes on.
         return tf.executing_eagerly() or threads() >= 2 * (1 + len(self.devices))
 
 
 def threads() -> int:
     """How many operations TensorFlow runs side by side."""
     asked = os.environ.get("TF_NUM_INTEROP_THREADS", "")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (tf.config.threading.get_inter_op_parallelism_threads()
-            or (int(asked) if asked.isdigit() else 0) or cores or 1)
+            or (int(asked) if asked.isdigit() else 0) or len(os.sched_getaffinity(0)))
 
 
 class PrefetchedSpec(sub_batches.HashedOnce, tf.TypeSpec):
-    """The type spec of :class:`PrefetchedIterator`."""
-
     value_type = property(lambda _: PrefetchedIterator)
 
     def __init__(self, spec: Nest, owners: tuple[int, ...], streams: Any, once: bool,
@@ -90,12 +79,7 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
     these says that its data has ended, or gives parts of the batch before.  So a variable on the
     host is true while an element is being taken: one that failed leaves it so.
 
-    Args:
-      layout: what of an element is where.
-      make: makes the streams, the handle of that variable, and what counts rows.
-
-    Attributes:
-      row_count: what counts the rows, see :func:`iterators.count_rows`; None where nothing does.
+    ``make`` makes the streams, the handle of that variable, and what counts rows or None.
     """
 
     _once = False
@@ -121,11 +105,15 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
         if tf.executing_eagerly():
             return self._layout.element(self._from_all(self._streams.get_next))
         # Only the host's stream is to say that the data has ended.
-        first = self._streams._device_iterators[0]
-        there, optional = self._from_first(lambda: _with_flag(first.get_next_as_optional()))
+        there, optional = self._from_first(self._of_host)
         with tf.device(self._host):
-            host = tf.cond(there, optional.get_value, first.get_next)  # which raises then
+            host = tf.cond(there, optional.get_value,
+                           self._streams._device_iterators[0].get_next)  # which raises then
         return self._layout.element(self._with_others(host))
+
+    def _of_host(self) -> tuple[Any, ...]:
+        optional = self._streams._device_iterators[0].get_next_as_optional()
+        return optional.has_value(), optional
 
     def _from_all(self, take: Callable[[], list[Any]]) -> list[Any]:
         """What ``take`` takes from all streams; ``tf.errors.OpError`` where a call has failed."""
@@ -145,10 +133,8 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
             raise
 
     def _from_first(self, take: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """What ``take`` takes from the host's stream, in a graph: whether it goes on, and more.
-
-        Where it has ended, so have the others then: one that went on would hold a thread.
-        """
+        """What ``take`` takes from the host's stream, in a graph: whether it goes on, and more."""
+        # Where it has ended, so have the others then: one that went on would hold a thread.
         with tf.device(self._host):
             there, *held = self._begun(take)
             with tf.control_dependencies(tf.nest.flatten(held, expand_composites=True)):
@@ -212,10 +198,9 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
     def get_next_as_optional(self) -> tf.experimental.Optional:
         if not self._once:
             return super().get_next_as_optional()
-        first, agreement = self._streams._device_iterators[0], self.agreement
-        there, *held = self._from_first(
-            (lambda: _with_flag(first.get_next_as_optional())) if agreement is None
-            else lambda: agreement.of_host(first.get_next()[0]))
+        agreement = self.agreement
+        there, *held = self._from_first(self._of_host if agreement is None else (
+            lambda: agreement.of_host(self._streams._device_iterators[0].get_next()[0])))
         return iterators.HeldOptional(self.element_spec, there, held, self)
 
     def _optional(self) -> tf.experimental.Optional:
@@ -247,21 +232,15 @@ class PrefetchedIterator(iterators.Steps, _tf.CompositeTensor, tf.distribute.Dis
         return self._kept_spec
 
 
-def _with_flag(optional: tf.experimental.Optional) -> tuple[Any, ...]:
-    return optional.has_value(), optional
-
-
 # Autograph reads each optional's value once, where there is one.
 _tf.loop_over(PrefetchedIterator, PrefetchedIterator.copy_read_once)
 
 
 def iterate(dataset: tf.data.Dataset, layout: layouts.Layout, fetch: Fetch,
-            follow: iterators.Follow | None = None,
-            rows_of: Callable[[Nest], Any] | None = None) -> PrefetchedIterator:
+            follow: iterators.Follow | None, rows_of: Callable[[Nest], Any]) -> PrefetchedIterator:
     """An iterator over ``dataset`` whose parts are on ``fetch.devices``.
 
-    What ``follow`` counts (:func:`iterators.count_rows`) has been taken, not read ahead;
-    ``rows_of`` gives the rows of each tower in an element.
+    What ``follow`` counts has been taken, not read ahead; ``rows_of`` gives an element's rows.
     """
     eager = tf.executing_eagerly()
 

@@ -158,10 +158,8 @@ def rows_between(tensor: Any, start: Rows, size: Rows) -> Any:
 
 
 def no_rows(spec: tf.TypeSpec) -> Any:
-    """A value of ``spec`` with no rows; a scalar 0 where it has none to have.
-
-    An open length is 1: there are operations that take none of 0, even of no rows.
-    """
+    """A value of ``spec`` with no rows; a scalar 0 where it has none to have."""
+    # An open length is 1: there are operations that take none of 0, even of no rows.
     if isinstance(spec, tf.RaggedTensorSpec):
         inner = [size or 0 for size in spec.shape.as_list()[1:]]
         flat = tf.zeros([0] + inner[spec.ragged_rank:], spec.dtype)

@@ -22,20 +22,17 @@ _LIST_HINT = " (A list or tuple is a nest of components: make an array of a list
 
 def split_batch(batch: Nest, towers: int, cuts: rows_lib.CutRows | None = None,
                 batches: Sequence[int] | None = None) -> Nest:
-    """Splits the rows of ``batch`` over the towers.
+    """The nest ``batch`` with a :class:`SubBatches` for each leaf, by rows; None stays None.
+
+    With one tower it is the batch itself, its leaves as tensors.  Row counts that differ raise
+    ``ValueError``; where they are only known while the pipeline runs,
+    ``tf.errors.InvalidArgumentError`` says the same.
 
     Args:
-      batch: a nest of tensors or arrays with one row an example in the first dimension, of any
-        dtype: dense, ragged, sparse, strings.  ``None`` leaves stay ``None``.
+      batch: dense, ragged or sparse tensors or arrays of any dtype, a row an example.
       towers: how many sub-batches.
-      cuts: where rows are cut if some go to other machines, or towers have unequal shares; None
-        where all stay here, and towers get as many.
+      cuts: where rows are cut if towers are elsewhere, too, or have unequal shares.
       batches: for each leaf the number of the batch it is of; None where all are of one.
-
-    Returns:
-      The same nest with a :class:`SubBatches` for each leaf; with one tower the batch itself, its
-      leaves as tensors.  Row counts that differ raise ``ValueError``; where they are only known
-      while the pipeline runs, ``tf.errors.InvalidArgumentError`` says the same.
     """
     paths, leaves = named_leaves(batch)
     tensors = [_as_batch(path, leaf) for path, leaf in zip(paths, leaves)]
@@ -72,10 +69,8 @@ def _splitter(counted: Sequence[tuple[str, Any]], towers: int, cuts: rows_lib.Cu
 
 
 def as_batch(grouped: Nest) -> Nest:
-    """Per-replica values, as sub-batches where their first dimensions differ between the towers.
-
-    These are rows then, unless components contradict each other.
-    """
+    """Per-replica values, as sub-batches where their first dimensions differ between the towers."""
+    # These are rows then, unless components contradict each other.
     lengths = {}
     for leaf in tf.nest.flatten(grouped):
         if isinstance(leaf, _tf.PerReplica):

@@ -16,10 +16,8 @@ from towerstrategy.batch import rows as rows_lib
 
 
 def with_open_rows(element: Any) -> Any:
-    """``element``, of which functions are traced for any number of rows.
-
-    Where towers have unequal shares, one trace serves all of them then, whatever their shares.
-    """
+    """``element``, of which functions are traced for any number of rows."""
+    # Where towers have unequal shares, one trace serves all of them then, whatever their shares.
     for leaf in tf.nest.flatten(element):
         if isinstance(leaf, SubBatches):
             leaf.open_rows = True
@@ -50,13 +48,7 @@ class HashedOnce:
 
 
 class SubBatchesSpec(HashedOnce, _tf.PerReplicaSpec):
-    """The type spec of :class:`SubBatches`: one spec a tower, then that of the row counts.
-
-    Args:
-      specs: those.
-      batch: the number of the batch.
-      counted: whether the last spec is that of row counts.
-    """
+    """The type spec of :class:`SubBatches`: a spec a tower; then, if ``counted``, of row counts."""
 
     value_type = property(lambda _: SubBatches)
 
@@ -65,10 +57,8 @@ class SubBatchesSpec(HashedOnce, _tf.PerReplicaSpec):
         self.batch, self.counted = batch, counted
 
     def most_specific_common_supertype(self, others: Sequence[Any]) -> SubBatchesSpec | None:
-        """Open for all towers where it is for one.
-
-        A tower with as many rows of both batches by chance would have a function traced once more.
-        """
+        """Open for all towers where it is for one."""
+        # A tower with as many rows of both batches by chance would have a function traced once more
         common = super().most_specific_common_supertype(others)
         if common is None:
             return None

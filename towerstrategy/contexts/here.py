@@ -31,7 +31,7 @@ class OneReplicaContext(tf.distribute.ReplicaContext):
     @property
     def can_merge(self) -> bool:
         """Whether what runs here is in no branch or loop."""
-        return not _tf.is_in_control_flow(None)
+        return not _tf.is_in_control_flow()
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         del reduce_op, options

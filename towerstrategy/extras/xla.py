@@ -36,11 +36,7 @@ _log = logging.getLogger("towerstrategy")
 
 
 class Xla:
-    """Marks what the towers of one strategy do, for XLA: ``strategy.extended.xla``.
-
-    Args:
-      devices: the towers'; what is on others is not compiled.
-    """
+    """Marks what towers do on ``devices``, their own, for XLA: ``strategy.extended.xla``."""
 
     def __init__(self, devices: Iterable[str]) -> None:
         specs = map(tf.DeviceSpec.from_string, devices)
@@ -48,8 +44,7 @@ class Xla:
         self._missing: set[str] = set()  # types of operations, which were said once
 
     def mark(self, graph: tf.Graph, operations: Iterable[tf.Operation] | None = None) -> None:
-        """Marks those of ``operations``, where none are given of ``graph``, that XLA can compile.
-        """
+        """Marks those of ``operations``, if none are given of ``graph``, that XLA can compile."""
         stretches, small, marked = _Stretches(), [], {}
         for operation in graph.get_operations() if operations is None else operations:
             kind = self._devices.get(operation.device)
@@ -111,8 +106,7 @@ def _is_small(operation: tf.Operation) -> bool:
 
 
 def _is_sent(operation: tf.Operation) -> bool:
-    """Whether a GPU would be sent numbers that never change, for a kernel keeps them on the host.
-    """
+    """Whether a GPU would be sent numbers that never change, as a kernel has them on the host."""
     return _is_pure(operation) and all(_tf.host_memory(operation)[1]) and all(
         _tf.constant_value(tensor) is not None for tensor in operation.outputs)
 

@@ -71,9 +71,7 @@ def _numbers(shares: Any, towers: Sequence[str]) -> tuple[float, ...]:
 
 
 def _memory(towers: Sequence[str]) -> tuple[float, ...]:
-    limits = {}
-    if set(map(names.kind_of, towers)) == {"GPU"}:
-        limits = _tf.memory_limits()
+    limits = _tf.memory_limits() if {*map(names.kind_of, towers)} == {"GPU"} else {}
     known = [limits.get(tf.DeviceSpec.from_string(tower).device_index) for tower in towers]
     if not all(known):
         raise ValueError(f'shares="{MEMORY}" needs to know the memory of each tower, which '

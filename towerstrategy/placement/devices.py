@@ -21,12 +21,6 @@ import tensorflow as tf
 
 from towerstrategy import refused, warned
 from towerstrategy.placement import asked_shares, names
-from towerstrategy.placement.names import (
-    BALANCED as BALANCED,
-    gpu_count as gpu_count,
-    short_name as short_name,
-    whole_number as whole_number,
-)
 
 # TensorFlow makes as many as it is asked for, until memory ends.
 _MOST_LOGICAL_CPUS = 1024
@@ -35,32 +29,20 @@ _MOST_MICRO_BATCHES = 1024  # each is a replica, which costs memory and tracing 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a strategy runs.
+    """Where a strategy runs."""
 
-    Attributes:
-      towers: full device names, one a replica, in order: a tower's device once for each of its
-        micro-batches.
-      merge: the device where results are merged that belong to no variable, and, unless
-        ``balanced``, where every variable lives.
-      balanced: whether each variable has a tower of its own choosing as home.
-      shares: a number a replica, to which its rows are in proportion; None where all get as many.
-      shares_from: what they were taken from: ``"measured"``, ``"memory"``, or nothing of these.
-      micro_batches: into how many parts, one after another, a tower's rows are cut.
-      rows: where a tower is several *stages*, the devices of each tower, stage by stage, of which
-        ``towers`` has the first; empty where a tower is one device.
-    """
-
-    towers: tuple[str, ...]
+    towers: tuple[str, ...]  # full device names, one a replica: a tower's for each micro-batch
+    # Where results are merged that belong to no variable, and, if not ``balanced``, variables live.
     merge: str
-    balanced: bool
-    shares: tuple[float, ...] | None = None
-    shares_from: str = ""
-    micro_batches: int = 1
+    balanced: bool  # whether each variable has a tower of its own choosing as home
+    shares: tuple[float, ...] | None = None  # a number a replica; None where all get as many rows
+    shares_from: str = ""  # what they were taken from: "measured", "memory", or nothing of these
+    micro_batches: int = 1  # into how many parts, one after another, a tower's rows are cut
+    # Of towers of several *stages* the devices, stage by stage, of which ``towers`` has the first.
     rows: tuple[tuple[str, ...], ...] = ()
 
     @property
     def stages(self) -> int:
-        """How many stages a tower has."""
         return len(self.rows[0]) if self.rows else 1
 
     def row(self, replica: int) -> tuple[str, ...]:
@@ -86,33 +68,33 @@ class Placement:
         """What an error says that was raised in a replica, whose ``rows`` are in words."""
         none = (" Some operations cannot work on no rows, TensorFlow's convolutions on the CPU "
                 "among them: give each batch as many rows as there are towers.")
-        return (f"This happened in {self.name(replica)} on {short_name(self.towers[replica])}"
+        return (f"This happened in {self.name(replica)} on {names.short_name(self.towers[replica])}"
                 + (f", which has {rows}." if rows else ".") + none * rows.startswith("none"))
 
     @property
     def merge_note(self) -> str:
         """What an error says that was raised in the function given to ``merge_call``."""
         return ("This happened at the sync point (merge_call), on the merge device "
-                f"{short_name(self.merge)}.")
+                f"{names.short_name(self.merge)}.")
 
     @property
     def merge_name(self) -> str:
         """The merge device as people write it: ``CPU:0``, ``balanced`` or ``each stage's``."""
         if self.rows:
             return "each stage's"
-        return BALANCED if self.balanced else short_name(self.merge)
+        return names.BALANCED if self.balanced else names.short_name(self.merge)
 
     @property
     def title(self) -> str:
         """What the towers are: ``4 towers``, or ``1 tower of 4 stages and 2 micro-batches``."""
         number, micro = len(self.devices), self.micro_batches
-        parts = ([f"{self.stages} stages"] if self.rows else []) + [f"{micro} micro-batches"] * (
-            micro > 1)
+        parts = [f"{self.stages} stages"] * bool(self.rows)
+        parts += [f"{micro} micro-batches"] * (micro > 1)
         return f"{number} tower{'s' * (number > 1)}{' of ' * bool(parts)}{' and '.join(parts)}"
 
     def __str__(self) -> str:
         rows = ([f"[{names.short_names(row)}]" for row in self.rows]
-                or list(map(short_name, self.devices)))
+                or list(map(names.short_name, self.devices)))
         shares = self.shares_from or ", ".join(
             f"{share:g}" for share in (self.shares or ())[::self.micro_batches])
         return (f"{self.title} ({', '.join(rows)}), merge device {self.merge_name}"
@@ -120,13 +102,11 @@ class Placement:
 
     @property
     def compiles(self) -> bool:
-        """Whether XLA can compile a whole step: all of it is on TensorFlow's default device.
-
-        A compiled step has an order of its own, which would run the micro-batches side by side.
-        """
+        """Whether XLA can compile a whole step: all of it is on TensorFlow's default device."""
+        # A compiled step has an order of its own, which would run the micro-batches side by side.
         if self.micro_batches > 1 or self.rows:
             return False
-        default = "GPU:0" if gpu_count() else "CPU:0"
+        default = "GPU:0" if names.gpu_count() else "CPU:0"
         return {*self.towers, self.merge} == {names.tower_name(default)}
 
     @functools.cached_property
@@ -182,44 +162,34 @@ def split_cpu(count: int) -> list[str]:
 
 def place(devices: Any, merge_device: Any, shares: Any = None,
           micro_batches: int = 1) -> Placement:
-    """Resolves the arguments of ``TowerStrategy``, as it is given them, that say where.
-
-    Raises:
-      TypeError: an argument of the wrong type.
-      ValueError: a device that is not there, a duplicate, an empty list, CPU and GPU mixed
-        without ``shares``, shares that cannot be, no micro-batch or far too many, towers of
-        unequal numbers of stages, what does not go with stages.
-    """
+    """Resolves, and checks, the arguments of ``TowerStrategy`` that say where."""
     count = names.count("micro_batches", micro_batches, _MOST_MICRO_BATCHES, "into how many parts, "
                         "one after another, each tower's rows of a batch are cut")
     rows = rows_of(devices, mixed=shares is not None)
     towers = tuple(row[0] for row in rows)
-    if len(rows[0]) > 1:
-        merge, balanced = _merge_of_stages(rows, merge_device, shares)
-    else:
-        merge, balanced = _merge(towers, merge_device)
+    staged = len(rows[0]) > 1
+    merge, balanced = (_merge_of_stages(rows, merge_device, shares) if staged
+                       else _merge(towers, merge_device))
     return Placement(tuple(tower for tower in towers for _ in range(count)), merge, balanced,
                      asked_shares.checked(shares, towers, count),
                      shares if isinstance(shares, str) else "", count,
-                     rows if len(rows[0]) > 1 else ())
+                     rows if staged else ())
 
 
 def _merge(towers: Sequence[str], asked: Any) -> tuple[str, bool]:
-    """The merge device, and whether each variable has a home of its own.
-
-    By default it is for GPUs what a simulation shows to be best over any links.
-    """
+    """The merge device, and whether each variable has a home of its own."""
+    # By default it is for GPUs what a simulation shows to be best over any links.
     if asked is None:
         gpus = set(map(names.kind_of, towers)) == {"GPU"}
-        asked = towers[0] if len(towers) == 1 else BALANCED if gpus else "cpu"
+        asked = towers[0] if len(towers) == 1 else names.BALANCED if gpus else "cpu"
     given = asked
     if names.is_listed(asked):
         asked = names.name_of_listed(asked, "merge_device")
     if not isinstance(asked, str):
         raise TypeError(
-            f'merge_device must be None, "cpu", "{BALANCED}" or a device string, but got '
+            f'merge_device must be None, "cpu", "{names.BALANCED}" or a device string, but got '
             f"{refused.shown(asked)} of type {type(asked).__name__}. {names.devices_here()}")
-    balanced = asked.lower() == BALANCED
+    balanced = asked.lower() == names.BALANCED
     name = "CPU:0" if balanced or asked.lower() == "cpu" else asked
     return names.full_name(name, "merge_device", given), balanced and len(towers) > 1
 
@@ -245,7 +215,7 @@ def rows_of(devices: Any, mixed: bool = False,
     ``mixed`` says whether CPU and GPU may be in it, ``argument`` what the user calls ``devices``.
     """
     if devices is None:
-        asked: list[Any] = [f"GPU:{index}" for index in range(gpu_count())] or [_only_cpu()]
+        asked: list[Any] = [f"GPU:{index}" for index in range(names.gpu_count())] or [_only_cpu()]
     elif isinstance(devices, str) or names.is_listed(devices):
         asked = [devices]
     elif isinstance(devices, (bool, numbers.Number)):
@@ -265,8 +235,8 @@ def rows_of(devices: Any, mixed: bool = False,
     for name, count in collections.Counter(found).items():
         if count > 1:
             whose = "stage of each tower" if len(rows[0]) > 1 else "tower"
-            raise ValueError(f"{argument} names {short_name(name)} twice, but each {whose} needs a "
-                             f"device of its own: got {devices!r}. {names.devices_here()}")
+            raise ValueError(f"{argument} names {names.short_name(name)} twice, but each {whose} "
+                             f"needs a device of its own: got {devices!r}. {names.devices_here()}")
     kinds = sorted(set(map(names.kind_of, found)))
     if len(kinds) > 1 and not mixed:
         hint = ('Say what each is to get, with shares=[...] or shares="measured". '
@@ -326,10 +296,10 @@ def _of_stages(asked: list[Any]) -> list[list[Any]]:
 
 def _counted(devices: Any) -> list[str]:
     try:
-        count = whole_number("devices", devices)
+        count = names.whole_number("devices", devices)
     except TypeError as error:
         raise TypeError(f"{error} {names.devices_here()}") from None
-    kind = "GPU" if gpu_count() else "CPU"
+    kind = "GPU" if names.gpu_count() else "CPU"
     there = len(tf.config.list_logical_devices(kind))
     if not 1 <= count <= there:
         hint = "" if kind == "GPU" else " (split_cpu(n) makes more logical CPU devices)"

@@ -108,7 +108,7 @@ def move(variable: tf.Variable, device: str) -> None:
         # Not tf.Variable: a strategy whose scope is entered would choose another device.
         moved = _tf.ResourceVariable(variable.read_value(), trainable=False, dtype=variable.dtype,
                                      shape=variable.shape, name=variable.name.split(":")[0])
-    _tf.replace_resource(variable, moved)
+    variable._handle = moved._handle
     if hasattr(variable, "_home"):
         variable._home = variable.device
 

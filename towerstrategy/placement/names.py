@@ -19,11 +19,7 @@ _HERE = tf.DeviceSpec(job="localhost", replica=0, task=0)
 
 
 def whole_number(argument: str, value: Any) -> int:
-    """``value`` as an int, for ints, NumPy ints and whole floats (R has no other numbers).
-
-    Raises:
-      TypeError: it is a bool, a fraction or not a number.
-    """
+    """``value`` as an int, for ints, NumPy ints and whole floats (R has no other numbers)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise refused.wrong_type(argument, value, "a whole number")
     if isinstance(value, numbers.Integral):
@@ -34,12 +30,7 @@ def whole_number(argument: str, value: Any) -> int:
 
 
 def count(argument: str, value: Any, most: int, what: str) -> int:
-    """``value`` as an int from 1 to ``most``; ``what`` says what it is, in words.
-
-    Raises:
-      TypeError: see :func:`whole_number`.
-      ValueError: it is too small or too large.
-    """
+    """``value`` as an int from 1 to ``most``; ``what`` says what it is, in words."""
     number = whole_number(argument, value)
     if not 1 <= number <= most:
         bound = "at least 1" if number < 1 else f"at most {most}"
@@ -54,7 +45,6 @@ def short_name(device: str) -> str:
 
 
 def kind_of(device: str) -> str:
-    """``CPU`` or ``GPU``."""
     return str(tf.DeviceSpec.from_string(device).device_type)
 
 
@@ -64,7 +54,6 @@ def short_names(devices: Iterable[str]) -> str:
 
 
 def gpu_count() -> int:
-    """How many logical GPUs there are."""
     return len(tf.config.list_logical_devices("GPU"))
 
 

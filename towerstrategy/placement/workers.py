@@ -13,27 +13,19 @@ import tensorflow as tf
 
 
 class Workers(Protocol):
-    """The workers of one strategy: all must call its methods in the same order.
+    """The workers of one strategy: all must call its methods in the same order."""
 
-    Attributes:
-      count: how many workers there are.
-      index: this worker's number.
-      towers: how many towers this worker has.
-      first: the global number of this worker's first tower.
-      replicas: how many towers all workers have.
-      units: the shares of all towers, see :func:`rows.units_of`; None where all are equal.
-    """
-
-    count: int
-    index: int
-    towers: int
-    first: int
-    replicas: int
-    units: tuple[int, ...] | None
+    count: int  # how many workers there are
+    index: int  # this worker's number
+    towers: int  # how many towers this worker has
+    first: int  # the number, among all towers, of this worker's first
+    replicas: int  # how many towers all workers have
+    units: tuple[int, ...] | None  # the shares of all towers; None where all are equal
 
     @property
     def is_chief(self) -> bool:
         """Whether this is worker 0, whose initial values and files count."""
+        return self.index == 0
 
     def sum(self, values: Sequence[Any]) -> list[Any]:
         """The sums over the workers of their ``values``, tensors or slices; None stays None."""

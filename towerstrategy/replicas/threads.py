@@ -75,7 +75,7 @@ class _Call(contexts.Call):
         self._shares, self._eager = shares, tf.executing_eagerly()
         self._graph: Any = tf.compat.v1.get_default_graph()
         if not self._eager:
-            _tf.keep_scopes_per_thread(self._graph)
+            self._graph.switch_to_thread_local()
         self._graph_seed = _tf.graph_seed()
         outer = self._graph.get_name_scope()
         self._scope = f"{outer}/" if outer else ""

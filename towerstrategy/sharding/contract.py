@@ -31,6 +31,7 @@ from towerstrategy.sharding.spec import (
     Replicated,
     Sharded,
     Size,
+    Sizes,
     Spec,
 )
 
@@ -177,7 +178,8 @@ def _each(operation: tf.Operation, states: Sequence[State], nested: bool) -> lis
         if plan.alone is None:
             return [State(None, 0, _cause(operation, specs))] * count
         power += plan.alone
-    return [State(spec, 0 if isinstance(spec, (Size, Axes)) else power) for spec in plan.gives]
+    return [UNKNOWN if isinstance(spec, Sizes) else  # a tower has its own
+            State(spec, 0 if isinstance(spec, (Size, Axes)) else power) for spec in plan.gives]
 
 
 def _goes_in(spec: Spec, wanted: Spec, tensor: tf.Tensor) -> bool:

@@ -86,6 +86,13 @@ class Axes(Replicated):
 
 
 @dataclasses.dataclass(frozen=True)
+class Sizes(Replicated):
+    """Several numbers of rows, each like :class:`Size` ``each``."""
+
+    each: Size
+
+
+@dataclasses.dataclass(frozen=True)
 class Variance(Replicated):
     """The variance of all rows, in place of what a kernel of normalization keeps of it."""
 

@@ -44,8 +44,9 @@ def divert(graph: tf.Graph, operations: Sequence[tf.Operation], owned: Iterable[
     """
     called = {operation for operation in operations
               if operation.op_def.is_stateful and not _initializes(operation)
-              and any(tensor.dtype == tf.resource for tensor in operation.inputs)
-              and _tf.written_resources(operation)}
+              and (resources := [tensor for tensor in operation.inputs
+                                 if tensor.dtype == tf.resource])
+              and _tf.has_effect(operation, resources)}
     if not called:
         return {}
     by_id = {id(variable._handle): variable for variable in owned
@@ -117,10 +118,8 @@ class Turns:
 
 
 def _initializes(operation: tf.Operation) -> bool:
-    """Whether this is TensorFlow's initialization of a variable that a function makes.
-
-    The question whether that is needed counts as a write for TensorFlow.
-    """
+    """Whether this is TensorFlow's initialization of a variable that a function makes."""
+    # The question whether that is needed counts as a write for TensorFlow.
     asks = "VarIsInitializedOp"
     return operation.type == asks or (
         bool(operation.inputs) and operation.inputs[0].op.type == asks)

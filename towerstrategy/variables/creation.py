@@ -20,12 +20,12 @@ from towerstrategy.variables import one_copy, tower_local
 
 
 def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
-           next_creator: Callable[..., Any],
-           **kwargs: Any) -> Any:
+           next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     """Makes a variable of ``strategy``; the arguments are those of a variable creator."""
     kwargs.pop("experimental_batch_initialization", None)
     kwargs.pop("caching_device", None)
-    colocate_with = kwargs.pop("colocate_with", None)
+    beside = kwargs.pop("colocate_with", None)
+    beside = beside._primary if isinstance(beside, _tf.DistributedVariable) else beside
     on_read = _check_modes(kwargs)
     workers = strategy.extended.workers
     if workers is not None:
@@ -33,16 +33,16 @@ def create(strategy: tf.distribute.Strategy, homes: homes_lib.Homes,
     if on_read and (len(strategy.extended.worker_devices) > 1 or workers is not None):
         variable = _create_tower_local(strategy, next_creator, **kwargs)
     else:
-        variable = _create_one_copy(strategy, homes, colocate_with, next_creator, kwargs)
+        variable = _create_one_copy(strategy, homes, beside, next_creator, kwargs)
     if workers is not None and not tf.executing_eagerly():
         variable.chiefs_initial_value = kwargs["initial_value"]
     return variable
 
 
-def _create_one_copy(strategy: tf.distribute.Strategy, homes: homes_lib.Homes, colocate_with: Any,
+def _create_one_copy(strategy: tf.distribute.Strategy, homes: homes_lib.Homes, beside: Any,
                      next_creator: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
     stage = strategy.extended.stages.index
-    home = _home_for(homes, colocate_with, kwargs, stage)
+    home = _home_for(homes, beside, kwargs, stage)
     with tf.device(home), _outside_towers():
         variable = next_creator(**kwargs)
     if not isinstance(variable, _tf.BaseResourceVariable):
@@ -54,10 +54,10 @@ def _create_one_copy(strategy: tf.distribute.Strategy, homes: homes_lib.Homes, c
             "not supported, please use a different aggregation or dtype (got "
             f"{variable.dtype.name})")
     homes.add(home, homes_lib.size_of(variable))
-    together = colocate_with is not None and homes.of_stages
+    together = beside is not None and homes.of_stages
     if together:
-        homes_lib.follow(variable, _primary(colocate_with))
-    variable._home_may_change = tf.executing_eagerly() and (colocate_with is None or together)
+        homes_lib.follow(variable, beside)
+    variable._home_may_change = tf.executing_eagerly() and (beside is None or together)
     if contexts.current() is not None:  # what runs there takes it from there from now on
         variable._settled = stage
     return one_copy.into_tower_variable(variable, strategy, home)
@@ -125,18 +125,13 @@ def _outside_towers() -> contextlib.AbstractContextManager[str]:
     return tf.name_scope(f"{kept}/" if kept else "")
 
 
-def _home_for(homes: homes_lib.Homes, colocate_with: Any, kwargs: dict[str, Any],
+def _home_for(homes: homes_lib.Homes, beside: Any, kwargs: dict[str, Any],
               stage: int | None) -> str:
-    if colocate_with is None:
+    if beside is None:
         return homes.choose(0, stage, _is_counter(kwargs))
-    colocate_with = _primary(colocate_with)
     if not homes.of_stages:
-        colocate_with._home_may_change = False
-    return homes_lib.home_of(colocate_with)
-
-
-def _primary(variable: Any) -> Any:
-    return variable._primary if isinstance(variable, _tf.DistributedVariable) else variable
+        beside._home_may_change = False
+    return homes_lib.home_of(beside)
 
 
 def _is_counter(kwargs: dict[str, Any]) -> bool:

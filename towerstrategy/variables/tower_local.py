@@ -6,6 +6,7 @@ part there, and is aggregated when it is read outside of towers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,14 +66,11 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
 
     def assign(self, value: Any, use_locking: bool = False, name: Any = None,
                read_value: bool = True) -> Any:
-        if contexts.has_all_rows():
+        if contexts.has_all_rows() or self._assigned_from_outside():
             return self._assign_for_all(value, read_value)
-        if not self._assigned_from_outside():
-            self._has_parts = True
-            kept = self._kept_if_empty(value, lambda: self._get().value())
-            return super().assign(kept, use_locking, name, read_value)
-        self.spread(tf.cast(tf.convert_to_tensor(value), self.dtype))
-        return self if read_value else None
+        self._has_parts = True
+        kept = self._kept_if_empty(value, lambda: self._get().value())
+        return super().assign(kept, use_locking, name, read_value)
 
     def spread(self, value: tf.Tensor, known_zero: bool = False) -> list[Any]:
         """Writes the parts so that reading them together gives ``value``; returns the writes.
@@ -89,20 +87,12 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
         return writes
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        return dict.fromkeys(super()._gather_saveables_for_checkpoint(), self._saveable)
+        return dict.fromkeys(
+            super()._gather_saveables_for_checkpoint(),
+            lambda name=None: _TowerLocalSaveable(self, name or self._common_name))
 
-    def _saveable(self, name: str | None = None) -> _TowerLocalSaveable:
-        return _TowerLocalSaveable(self, name or self._common_name)
-
-    def assign_add(self, value: Any, use_locking: bool = False, name: Any = None,
-                   read_value: bool = True) -> Any:
-        return self._step("assign_add", value, use_locking, name, read_value)
-
-    def assign_sub(self, value: Any, use_locking: bool = False, name: Any = None,
-                   read_value: bool = True) -> Any:
-        return self._step("assign_sub", value, use_locking, name, read_value)
-
-    def _step(self, method: str, value: Any, use_locking: bool, name: Any, read_value: bool) -> Any:
+    def _step(self, method: str, value: Any, use_locking: bool = False, name: Any = None,
+              read_value: bool = True) -> Any:
         if contexts.has_all_rows() and not self._is_total:
             step = tf.add if method == "assign_add" else tf.subtract
             return self._assign_for_all(step(self._values[0], tf.cast(value, self.dtype)),
@@ -118,16 +108,19 @@ class TowerLocalVariable(_tf.SyncOnReadVariable):
                                                       read_value=False)
         return self if read_value else None
 
+    assign_add = functools.partialmethod(_step, "assign_add")
+    assign_sub = functools.partialmethod(_step, "assign_sub")
+
     @property
     def _is_total(self) -> bool:
         """Whether the parts are added up, whoever has written them."""
         return self.aggregation is one_copy.Aggregation.SUM
 
     def _assign_for_all(self, value: Any, read_value: bool) -> Any:
-        """In a step that has all rows: all parts are to read as ``value`` together."""
+        """In a step with all rows, and from outside: parts are to read as ``value`` together."""
         contexts.writer_of(self)
         self.spread(tf.cast(tf.convert_to_tensor(value), self.dtype),
-                    known_zero=self._is_total and not self._has_parts)
+                    known_zero=(contexts.has_all_rows() and self._is_total and not self._has_parts))
         return self if read_value else None
 
     def _kept_if_empty(self, value: Any, neutral: Callable[[], tf.Tensor]) -> Any:

@@ -143,10 +143,7 @@ _SEGMENTS = {"sum": tf.math.unsorted_segment_sum, "max": tf.math.unsorted_segmen
 
 
 def nd_slices(shape: tf.Tensor, indices: Any, updates: tf.Tensor) -> tf.IndexedSlices:
-    """``scatter_nd`` indices and updates with one dimension in place of all but the last.
-
-    ``shape`` is the variable's, an int64 vector.
-    """
+    """``scatter_nd`` indices and updates with one dimension in place of all but the last."""
     indices = tf.cast(indices, tf.int64)
     depth = tf.shape(indices)[-1]
     return tf.IndexedSlices(tf.reshape(updates, tf.concat([[-1], shape[depth:]], 0)),

@@ -106,7 +106,7 @@ class LeavesEarlyTest(parameterized.TestCase):
         machines.__dict__.update(
             count=2, index=0, first=0, towers=1, replicas=2,
             _device="/device:CPU:0", _order=[0, 1],
-            _launcher=_tf.collective_launcher("/device:CPU:0", 2, None))
+            _launcher=_tf.CollectiveLauncher("/device:CPU:0", 2, None))
         return machines
 
     @parameterized.parameters(False, True)

@@ -367,11 +367,11 @@ def ends_early(strategy, _):
     seen = {"steps": steps, "found": found}
     extended = strategy.extended
     for name, options in (("", None), ("fetched_", FETCHED)):
-        iterators.count_rows(functools.partial(
-            watch.followed, extended.workers.towers, extended.first_replica))
+        iterators.counting.follow = functools.partial(
+            watch.followed, extended.workers.towers, extended.first_replica)
         iterator = iter(strategy.distribute_datasets_from_function(dataset_fn, options))
         seen[f"{name}eager_steps"] = sum(1 for _ in iterator)
-        iterators.count_rows(None)
+        iterators.counting.follow = None
         seen[f"{name}rows"] = extended.workers.gather(tf.constant(iterator.row_count.read()))
     return seen
 

@@ -15,7 +15,7 @@ from absl.testing import absltest, parameterized
 import towerstrategy
 import wide
 from tests.extras.measured.clock import Clock
-from towerstrategy.extras.measured import measuring, shares as shares_lib
+from towerstrategy.extras.measured import measuring
 from towerstrategy.extras.report.sample import Sample
 from towerstrategy.report import TowerReport
 
@@ -48,7 +48,7 @@ class RowsForTest(parameterized.TestCase):
                            rows=[3, 4, 8, 97, 256])
     def test_all_rows_and_none_without(self, rates, rows):
         """Else a slow tower gets nothing, and is never measured again."""
-        sizes = shares_lib.rows_for(rates, rows)
+        sizes = measuring.rows_for(rates, rows)
         self.assertEqual(sum(sizes), rows)
         self.assertGreaterEqual(min(sizes), 1)
         wanted = np.maximum(rows * np.array(rates) / sum(rates), 1)

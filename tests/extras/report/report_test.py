@@ -739,8 +739,9 @@ class QuietTest(absltest.TestCase):
             left.append(ctypes.string_at(address + 64, 1000))
 
         recording = sample_lib.Recording("sample")
-        with mock.patch.object(tf.profiler.experimental, "stop", stop):
-            recording.drop()
+        with mock.patch.object(tf.profiler.experimental, "stop", stop), \
+                self.assertRaisesRegex(OSError, "no space"):
+            recording.of(fails)
         tf.profiler.experimental.stop(save=False)
         return left[0]
 

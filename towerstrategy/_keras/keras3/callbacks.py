@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras.src.callbacks import backup_and_restore, csv_logger, model_checkpoint, tensorboard
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import backup, callback as callback_lib, state, training
+from towerstrategy._keras import callbacks as callbacks_lib, state, training
 from towerstrategy._keras.keras3 import names
 from towerstrategy.placement.workers import Workers
 
@@ -38,23 +38,20 @@ def _on_towers(callback: Any, is_chief: bool) -> Any:
     if isinstance(callback, (_WholeBackup, _Emptied)):
         return callback
     if isinstance(callback, backup_and_restore.BackupAndRestore):
-        return callback_lib.with_methods(callback, _WholeBackup)
+        return callbacks_lib.with_methods(callback, _WholeBackup)
     for kind, attribute in () if is_chief else _PATHS.items():
         if isinstance(callback, kind):
             callback = _elsewhere(callback, attribute)
     if not is_chief and isinstance(callback, model_checkpoint.ModelCheckpoint):
-        return callback_lib.with_methods(callback, _Emptied)
+        return callbacks_lib.with_methods(callback, _Emptied)
     return callback
 
 
 def _elsewhere(callback: Any, attribute: str) -> Any:
-    """``callback``, writing to a folder which is thrown away.
-
-    ``attribute`` is where the callback has the path that it writes to.
-    """
+    """``callback``, writing to a folder which is thrown away; ``attribute`` has its path."""
     folder = tempfile.TemporaryDirectory()
     path = os.path.join(folder.name, os.path.basename(getattr(callback, attribute)))
-    return callback_lib.with_methods(callback, type("_Elsewhere", (), {
+    return callbacks_lib.with_methods(callback, type("_Elsewhere", (), {
         "_folder": folder, attribute: property(lambda _: path)}))
 
 
@@ -68,7 +65,7 @@ class _Emptied(model_checkpoint.ModelCheckpoint):
 
 
 class _WholeBackup(backup_and_restore.BackupAndRestore):
-    """A ``BackupAndRestore`` whose backups are whole, and the chief's alone, see :mod:`backup`."""
+    """A ``BackupAndRestore`` whose backups are whole, and the chief's alone."""
 
     @property
     def _here(self) -> Any:
@@ -76,11 +73,11 @@ class _WholeBackup(backup_and_restore.BackupAndRestore):
 
     def _save_model(self) -> None:
         if self._here.should_checkpoint:
-            backup.save(self, super()._save_model)
+            callbacks_lib.save_backup(self, super()._save_model)
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._here.should_checkpoint:
-            backup.clean(self)
+            callbacks_lib.clean_backup(self)
             super().on_train_begin(logs)
         if self._here.workers is not None:
             _hand_on(self, self._here.workers)
@@ -88,7 +85,7 @@ class _WholeBackup(backup_and_restore.BackupAndRestore):
     def on_train_end(self, logs: Any = None) -> None:
         if self._here.should_checkpoint:
             if self.delete_checkpoint:
-                backup.delete(self.backup_dir)
+                callbacks_lib.delete_backup(self.backup_dir)
             super().on_train_end(logs)
 
 

@@ -65,7 +65,6 @@ def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
 
 
 def owner_of_optimizer(optimizer: Any) -> Any:
-    """The strategy that an optimizer belongs to."""
     return optimizer._distribution_strategy
 
 

@@ -30,12 +30,10 @@ _KERNELS: dict[Any, one_pass.Rule] = {
 def apply(original: Callable[..., Any], self: Any, grads: Any,
           trainable_variables: Any = None) -> Any:
     adopting.take_optimizer(self, names)
-    tower = contexts.splitting_tower()
+    tower, grads = contexts.splitting_tower(), list(grads)
     if tower is None:
-        grads = list(grads)
         with _in_own_scope(self, trainable_variables), optimizers_rules.merged_if_alone(grads):
             return original(self, grads, trainable_variables)
-    grads = list(grads)
     targets = list(self._trainable_variables if trainable_variables is None
                    else trainable_variables)
     both = min(len(grads), len(targets))  # of other numbers Keras is to say what is wrong

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,16 +48,14 @@ compile = functools.partial(training_rules.compile, names, _compiling)
 
 
 @contextlib.contextmanager
-def _towers_alone_compiled(model: Any) -> Iterator[None]:
-    """Within, Keras makes step functions that XLA does not compile as a whole."""
-    compiles = training_rules.compiles_towers(model)
-    if compiles:
-        model._jit_compile = False
+def _towers_alone_compiled(model: Any) -> Iterator[bool]:
+    """Within, Keras makes step functions of which XLA compiles what towers do alone, if it does."""
+    compiles, before = training_rules.compiles_towers(model), model._jit_compile
+    model._jit_compile = before and not compiles
     try:
-        yield
+        yield compiles
     finally:
-        if compiles:
-            model._jit_compile = True
+        model._jit_compile = before
 
 
 def is_tf_dataset(original: Callable[..., Any], x: Any) -> bool:
@@ -75,16 +72,8 @@ def epoch_iterator_init(original: Callable[..., Any], self: Any, distribute_stra
         original(self, distribute_strategy, *args, **kwargs)
     if isinstance(self._distributed_dataset, datasets_lib.TowerDataset) and predicting \
             and self.steps_per_execution == 1:
-        self._distributed_dataset = _Untaken(self._distributed_dataset)
-
-
-class _Predicting(threading.local):
-    """Whether the function with which ``Model.predict`` goes on in this thread takes iterators."""
-
-    takes_iterators = False
-
-
-_predicting = _Predicting()
+        self._distributed_dataset = _Untaken(self._distributed_dataset,
+                                             distribute_strategy.extended.modes)
 
 
 class _Untaken:
@@ -94,13 +83,13 @@ class _Untaken:
     when it has ended.  For a step that takes none it gives the batches.
     """
 
-    def __init__(self, dataset: datasets_lib.TowerDataset) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: datasets_lib.TowerDataset, modes: Any) -> None:
+        self._dataset, self._modes = dataset, modes
         self.element_spec = dataset.element_spec
-        _predicting.takes_iterators = False  # until the function is known
+        modes.takes_iterators = False  # until the function is known
 
     def __iter__(self) -> Iterator[Any]:
-        taken, _predicting.takes_iterators = _predicting.takes_iterators, False
+        taken, self._modes.takes_iterators = self._modes.takes_iterators, False
         iterator = iter(self._dataset)
         return itertools.repeat(iterator) if taken else iterator
 
@@ -110,9 +99,8 @@ def make_function(original: Callable[..., Any], self: Any, step_function: Any) -
     strategy = training_rules.strategy_of(self, names)
     if strategy is None:
         return original(self, step_function)
-    with _towers_alone_compiled(self):
-        step = original(self, step_function)
-    compiles, trains = training_rules.compiles_towers(self), step_function == self.train_step
+    with _towers_alone_compiled(self) as compiles:
+        step, trains = original(self, step_function), step_function == self.train_step
     adopting.adopt_state(strategy, self, names)
 
     # Keras' way hands each step's logs over in an optional, which Python opens.
@@ -125,10 +113,7 @@ def make_function(original: Callable[..., Any], self: Any, step_function: Any) -
             call = step
         elif isinstance(iterator, prefetching.PrefetchedIterator) and take is step:
             iterator.read_once()  # as Keras' loop over several steps does
-        if trains:
-            return strategy.extended.train_step(lambda: call(iterator), compiles)
-        with strategy.extended.step(compiles):
-            return call(iterator)
+        return strategy.extended.call_step(lambda: call(iterator), compiles, trains)
 
     return function
 
@@ -143,20 +128,22 @@ def _taking(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def make_predict_function(original: Callable[..., Any], self: Any, force: bool = False) -> Any:
-    result = _made(original, self, force)
+    result, strategy = _made(original, self, force), self.distribute_strategy
     hooked = tf_trainer.TensorFlowTrainer.make_predict_function
-    _predicting.takes_iterators = (type(self).make_predict_function is hooked
-                                   and hasattr(self.predict_function, "takes_iterators"))
+    if kind.is_tower_strategy(strategy):
+        strategy.extended.modes.takes_iterators = (
+            type(self).make_predict_function is hooked
+            and hasattr(self.predict_function, "takes_iterators"))
     return result
 
 
 def _made(original: Callable[..., Any], self: Any, force: bool) -> Any:
     before = self.predict_function
-    with _towers_alone_compiled(self):
+    with _towers_alone_compiled(self) as compiles:
         result, step = original(self, force), self.predict_function
     if step is before or not kind.is_tower_strategy(self.distribute_strategy):
         return result
-    compiles, take = training_rules.compiles_towers(self), _taking(self, step)
+    take = _taking(self, step)
 
     def function(steps: Any) -> Any:
         # A model that is not adopted predicts on the towers in whose scope it is called.

@@ -1,6 +1,7 @@
 """How tf_keras names things: what the rules for both Kerases ask for.
 
 Goes in: a tf_keras model, optimizer, metric or variable.  Comes out: what it holds.
+``keras3.names`` says what each name here is.
 """
 
 from __future__ import annotations
@@ -20,20 +21,14 @@ from tf_keras.src.optimizers.legacy import optimizer_v2
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.variables import one_copy, rules, tower_local
 
-# The base class whose methods are hooked, and that of models.
 MODEL = TRAINER = training.Model
-# Where a model has its strategy.
 OWNER = "_distribution_strategy"
-# The methods of a model that begin before Keras enters its scope.
-ENTRIES = ("compile",)
+ENTRIES = ("compile",)  # all others enter the model's scope first
 METRIC = base_metric.Metric
 OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
               loss_scale_optimizer.LossScaleOptimizer, loss_scale_optimizer.LossScaleOptimizerV3)
-# The layers of batch norm, and those that look rows up in a table.
 BATCH_NORM, LOOK_UP = batch_normalization.BatchNormalizationBase, embedding.Embedding
-# The calls of models of which the order of layers is known beforehand.
 OPENED = functional.Functional.call, sequential.Sequential.call
-# The methods that build a model.
 BUILDERS = "build", "_maybe_build", "_set_save_spec", "_build_graph_network_for_inferred_shape"
 # The attributes that Model sets in __init__ and compile for training.
 TRAINING_STATE = frozenset({
@@ -47,7 +42,6 @@ TRAINING_STATE = frozenset({
 
 
 def compiled_metrics(model: Any) -> list[Any]:
-    """What was given to ``compile`` as metrics, and more."""
     given: list[Any] = []
     if isinstance(model.compiled_metrics, compile_utils.MetricsContainer):
         given += tf.nest.flatten((model.compiled_metrics._user_metrics,
@@ -64,10 +58,8 @@ def variables_of(layer: Any) -> list[Any]:
 
 
 def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
-    """Makes a metric's variables tower-local, in place; returns them.
-
-    Of a lone tower, and those that do not say how parts are put together, there is one copy.
-    """
+    """Makes a metric's variables tower-local, in place; returns them."""
+    # Of a lone tower, and those that do not say how parts are put together, there is one copy.
     local: list[Any] = []
     for layer in metric._flatten_layers():
         for variable in list(layer._trainable_weights) + list(layer._non_trainable_weights):
@@ -89,7 +81,6 @@ def owner_of_optimizer(optimizer: Any) -> Any:
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:
-    """The TensorFlow variables of a layer that are made, and whether they are trained."""
     trained = {id(variable) for part in layer._flatten_layers() if part.trainable
                for variable in part._trainable_weights}  # which stay there where it is frozen
     for variable in variables_of(layer):

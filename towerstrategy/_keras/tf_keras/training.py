@@ -1,4 +1,4 @@
-"""Hooks into tf_keras: ``compile``, the step functions, and what they hand back.
+"""Hooks into tf_keras: ``compile``, the step functions, and callbacks that write files.
 
 Goes in: Keras' own function.  Comes out: the same, right in towers of a ``TowerStrategy``.
 """
@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tf_keras.src import callbacks as keras_callbacks
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy._keras import adopting, hooks, training as training_rules
+from towerstrategy._keras import adopting, callbacks, hooks, training as training_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
 
@@ -47,10 +48,7 @@ def _one_copy_of_means(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def set_attribute(original: Callable[..., Any], self: Any, name: str, value: Any) -> None:
-    """Wraps the functions that run steps into what is around a step of towers.
-
-    Hooks are put into a model that is made in the scope.
-    """
+    """Wraps functions that run steps; puts hooks into a model that is made in the scope."""
     if name in _FUNCTIONS and value is not None and not hasattr(value, "in_step_of"):
         value = _in_step(self, name, value)
     original(self, name, value)
@@ -76,10 +74,34 @@ def _in_step(model: Any, name: str, step: Callable[..., Any]) -> Callable[..., A
 
     @_tf.with_short_tracebacks
     def function(iterator: Any) -> Any:
-        if name == "train_function":
-            return strategy.extended.train_step(lambda: step(iterator), compiles)
-        with strategy.extended.step(compiles):
-            return step(iterator)
+        return strategy.extended.call_step(lambda: step(iterator), compiles,
+                                           trains=name == "train_function")
 
     function.in_step_of = strategy  # type: ignore[attr-defined]
     return function
+
+
+def set_model(original: Callable[..., Any], self: Any, model: Any) -> None:
+    if kind.is_tower_strategy(model.distribute_strategy):
+        self.callbacks = [
+            callbacks.with_methods(callback, _WholeBackup)
+            if isinstance(callback, keras_callbacks.BackupAndRestore)
+            and not isinstance(callback, _WholeBackup) else callback
+            for callback in self.callbacks]
+    original(self, model)
+
+
+class _WholeBackup(keras_callbacks.BackupAndRestore):
+    """A ``BackupAndRestore`` that knows our strategies, and deletes a backup at once."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        supported = self._supported_strategies  # type: ignore[has-type]
+        self._supported_strategies = (*supported, kind.Kind)
+        super().on_train_begin(logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        state = self._training_state
+        if (self.delete_checkpoint
+                and state.write_checkpoint_manager is state.read_checkpoint_manager):
+            callbacks.delete_backup(state.write_checkpoint_manager.directory)
+        super().on_train_end(logs)

@@ -74,11 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Clock:
-    """Runs jobs as long as there is time.
-
-    Attributes:
-      left_out: the names of those for which it was too late.
-    """
+    """Runs jobs as long as there is time; ``left_out`` are those for which it was too late."""
 
     def __init__(self) -> None:
         self._start, self.left_out = time.perf_counter(), list[str]()
@@ -166,7 +162,6 @@ def _outcome(result: same.Result) -> str:
 
 
 def _way(way: str) -> str:
-    """A way to train as people read it."""
     return way if way.startswith((speed.ONE_DEVICE, speed.MIRRORED)) else f"merge device {way}"
 
 

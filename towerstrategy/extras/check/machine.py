@@ -34,13 +34,8 @@ _PATIENCE = 20  # seconds for another program
 def prepare(count: int | None) -> tuple[list[str], bool]:
     """Makes the devices of ``count`` towers; None for every GPU, else :data:`CPU_TOWERS`.
 
-    Returns:
-      The towers' devices, and whether they share one physical device: logical devices of a CPU, or
-      two halves of the only GPU.
-
-    Raises:
-      ValueError: there are fewer GPUs than asked for.
-      RuntimeError: TensorFlow has started already, with other devices.
+    Comes out: these, and whether they share one physical device: a CPU, or the only GPU, in halves.
+    ``ValueError`` or ``RuntimeError`` where there are fewer GPUs, or TensorFlow has started.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
@@ -56,7 +51,6 @@ def prepare(count: int | None) -> tuple[list[str], bool]:
 
 
 def facts() -> dict[str, Any]:
-    """Versions and devices."""
     return {
         "towerstrategy": _version.__version__, "python": platform.python_version(),
         "platform": platform.platform(),

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy.placement import devices as devices_lib
+from towerstrategy.placement import names
 from towerstrategy.strategy import TowerStrategy
 
 ONE_DEVICE, MIRRORED = "one device", "MirroredStrategy"
@@ -54,29 +54,16 @@ SIZES = {"GPU": Size(pixels=28, filters=256, convolutions=6, dense=3072, rows=64
 
 @dataclasses.dataclass
 class Result:
-    """What was measured of one way to train, or the error that came instead.
+    """What was measured of one way to train, or the error that came instead."""
 
-    Attributes:
-      way: ``"one device"``, ``"MirroredStrategy"``, or TowerStrategy's merge device; and what of
-        XLA, where it is not Keras' default.
-      devices: how many devices it trains on.
-      rows: rows of its global batch.
-      step_ms: the median step.
-      first_step_s: from ``fit`` to the end of the first step: tracing, mostly.
-      peak_bytes: the most that each GPU held at a time; empty on the CPU.
-      state_bytes: weights and optimizer by device, every copy counted.
-      xla: whether XLA compiled the step, or what the towers do in it.
-      error: why there is no figure.
-    """
-
-    way: str
+    way: str  # ONE_DEVICE, MIRRORED or a merge device, with NO_XLA behind it or not
     devices: int
-    rows: int
-    step_ms: float = 0.0
-    first_step_s: float = 0.0
-    peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-    state_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-    xla: bool = False
+    rows: int  # of its global batch
+    step_ms: float = 0.0  # the median step
+    first_step_s: float = 0.0  # from ``fit`` to the end of the first step: tracing, mostly
+    peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)  # of each GPU
+    state_bytes: dict[str, int] = dataclasses.field(default_factory=dict)  # every copy counted
+    xla: bool = False  # whether XLA compiled the step, or what the towers do in it
     error: str | None = None
 
     @property
@@ -107,7 +94,7 @@ def measure(way: str, devices: Sequence[str], one_physical: bool, seconds: float
 def _train(result: Result, devices: list[str], size: Size, seconds: float) -> None:
     """Fills in what is measured."""
     tf.keras.backend.clear_session()
-    gpus = [devices_lib.short_name(device.name)
+    gpus = [names.short_name(device.name)
             for device in tf.config.list_logical_devices("GPU")]
     for device in gpus:
         tf.config.experimental.reset_memory_stats(device)
@@ -166,19 +153,13 @@ def state_bytes(model: Any) -> dict[str, int]:
         one = getattr(variable, "value", variable)
         one = variable if callable(one) else one
         for part in getattr(one, "values", None) or (one,):
-            device = devices_lib.short_name(part.device)
+            device = names.short_name(part.device)
             held[device] = held.get(device, 0) + int(np.prod(part.shape)) * part.dtype.size
     return dict(sorted(held.items()))
 
 
 def advice(results: Sequence[Result], one_physical: bool, on_gpus: bool) -> str:
-    """Which merge device to use, and whether the towers pay.
-
-    Args:
-      results: what was measured.
-      one_physical: whether the towers share one device.
-      on_gpus: whether they are GPUs.
-    """
+    """Which merge device to use, and whether towers, which share ``one_physical`` device, pay."""
     good = {result.way: result for result in results
             if result.error is None and not result.way.endswith(NO_XLA)}
     alone, mirrored = good.pop(ONE_DEVICE, None), good.pop(MIRRORED, None)

@@ -22,16 +22,11 @@ _EXAMPLE = ('{"cluster": {"worker": ["10.0.0.1:2345", "10.0.0.2:2345"]}, '
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """This process' place in a cluster.
+    """This process' place in a cluster."""
 
-    Attributes:
-      tasks: the type, the number among those of its type and the address (``host:port``) of each
-        worker, the chief first.
-      index: this process' number among all workers; 0 is the one whose files are kept.
-    """
-
+    # Of each worker, the chief first, its type, its number in that and its address (host:port).
     tasks: tuple[tuple[str, int, str], ...]
-    index: int
+    index: int  # this process' number among all workers; files of 0 are kept
 
     @property
     def addresses(self) -> list[str]:
@@ -39,13 +34,11 @@ class Cluster:
 
     @property
     def jobs(self) -> dict[str, list[str]]:
-        """The addresses of each type of task."""
         return {job: [address for kind, _, address in self.tasks if kind == job]
                 for job, *_ in self.tasks}
 
     @property
     def others(self) -> list[int]:
-        """The numbers of the other workers."""
         return [index for index in range(len(self.tasks)) if index != self.index]
 
     def server(self, resolver: Any) -> tf.train.ServerDef:
@@ -70,11 +63,7 @@ _joined: list[Cluster] = []
 
 
 def resolver_of_environment() -> tf.distribute.cluster_resolver.ClusterResolver | None:
-    """What ``TF_CONFIG`` says, or None where it is not set.
-
-    Raises:
-      ValueError: it cannot be read.
-    """
+    """What ``TF_CONFIG`` says, or None where it is not set."""
     config = os.environ.get("TF_CONFIG")
     if not config:
         return None
@@ -90,20 +79,7 @@ def resolver_of_environment() -> tf.distribute.cluster_resolver.ClusterResolver 
 
 def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
          stages: int = 1) -> Cluster | None:
-    """Makes this process a worker of the resolver's cluster; once a process.
-
-    Args:
-      resolver: None, or says which workers there are and which of them this process is.
-      stages: how many devices are asked for each tower.
-
-    Returns:
-      This process' place, or None where there is no cluster of several workers.
-
-    Raises:
-      TypeError: ``resolver`` is no cluster resolver.
-      ValueError: the cluster or this process' task cannot be used, or not with ``stages``.
-      RuntimeError: TensorFlow has started already without this cluster.
-    """
+    """Makes this process a worker of the resolver's cluster, once; None without several workers."""
     if resolver is None:
         return None
     refused.check_type("cluster_resolver", resolver,

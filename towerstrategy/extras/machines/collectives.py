@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
-from towerstrategy.extras.machines import carried, clusters, health
+from towerstrategy.extras.machines import clusters, health
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
+from towerstrategy.placement.workers import Workers
 
 # Seconds for all workers to start, where communication_options sets no timeout.
 START = 600.
@@ -35,25 +36,18 @@ _made: list[Machines] = []
 
 
 def numbered(number: int) -> Machines:
-    """The :class:`Machines` of that number."""
     return _made[number]
 
 
-class Machines:
+class Machines(Workers):
     """The collectives of one strategy's workers.
 
-    Args:
-      cluster: this process' place among them.
-      placement: where this worker's towers are; everything crosses from and to its merge device.
-      options: ``tf.distribute.experimental.CommunicationOptions`` or None.
+    Everything crosses from and to the merge device.  ``number`` is this object's among those made
+    in this process, see :func:`numbered`; ``towers_of`` are the numbers of each worker's towers.
 
     Raises:
       ValueError: workers have shares of different kinds, or different clusters.
       RuntimeError: not all workers have come in time.
-
-    Attributes (the others are those of :class:`placement.workers.Workers`):
-      number: this object's among those made in this process, see :func:`numbered`.
-      towers_of: how many towers each worker has.
     """
 
     def __init__(self, cluster: clusters.Cluster, placement: devices_lib.Placement,
@@ -62,8 +56,7 @@ class Machines:
         _made.append(self)
         self.count, self.index = len(cluster.tasks), cluster.index
         self.towers, self._device = len(placement.towers), placement.merge
-        _tf.hand_keys_to_branches()
-        self._launcher = _tf.collective_launcher(self._device, self.count, options)
+        self._launcher = _tf.CollectiveLauncher(self._device, self.count, options)
         # TensorFlow gathers in an order of its own; this is where each worker's part is.
         self._order = list(range(self.count))
         found = self._start(options, placement.shares_from)
@@ -77,13 +70,12 @@ class Machines:
         self._agree_on_seed()
 
     def _start(self, options: Any, shares_from: str) -> list[list[int]]:
-        """Each worker's number, its towers and a digest of what is to be alike, once all started.
-        """
+        """Each worker's number, towers and digest of what is to be alike, once all have started."""
         alike = zlib.crc32(repr((self.cluster.tasks, shares_from)).encode())
         own = tf.constant([[self.index, self.towers, alike]], tf.int64)
         seconds = getattr(options, "timeout_seconds", None) or START
         try:
-            found = _tf.all_gather(self._launcher, own, _tf.Options(timeout_seconds=seconds))
+            found = self._launcher.all_gather(own, _tf.Options(timeout_seconds=seconds))
         except tf.errors.OpError as error:
             silent = health.silent(self.cluster)
             late = isinstance(error, tf.errors.DeadlineExceededError)
@@ -118,11 +110,6 @@ class Machines:
         if int(others):
             tf.random.set_seed(agreed)
 
-    @property
-    def is_chief(self) -> bool:
-        """Whether this is worker 0, whose initial values and files count."""
-        return self.index == 0
-
     def sum(self, values: Sequence[Any]) -> list[Any]:
         """The sums over the workers of their ``values``, packed: an all-reduce a dtype and 4 MiB.
 
@@ -152,10 +139,8 @@ class Machines:
         return results
 
     def chiefs(self, values: Sequence[Any]) -> list[Any]:
-        """Worker 0's ``values``: tensors, of the same shapes on every worker.
-
-        What collective ops do not carry, strings above all, stays each worker's own.
-        """
+        """Worker 0's ``values``: tensors, of the same shapes on every worker."""
+        # What collective ops do not carry, strings above all, stays each worker's own.
         tensors = [tf.convert_to_tensor(value) for value in values]
         sent = [None if tensor.dtype in _NOT_CARRIED else _packed(tensor) for tensor in tensors]
         if not self.is_chief:
@@ -166,7 +151,7 @@ class Machines:
     def gather(self, value: Any, axis: int = 0) -> Any:
         """The workers' dense, ragged or sparse values, in order, concatenated along ``axis``."""
         if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
-            return carried.gather(value, axis % value.shape.rank, self.count, self.gather_rows)
+            return _gather_composite(value, axis % value.shape.rank, self.count, self.gather_rows)
         if isinstance(value, _tf.CompositeTensor) and not isinstance(value, tf.Variable):
             raise TypeError(f"a {type(value).__name__} cannot be gathered from several machines: "
                             "give a dense, ragged or sparse tensor.")
@@ -192,14 +177,15 @@ class Machines:
         return [_EXTREMES[kind](rows, 0) for rows, kind in zip(gathered, kinds)]
 
     def gather_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Each of ``values`` gathered along its first dimension; rows may differ in number."""
         if not values:
             return []
         if any(value.dtype == tf.string for value in values):
-            sent = [carried.numbers_of(value) if value.dtype == tf.string else [value]
-                    for value in values]
+            # Strings as the length of each, in their shape, and all their bytes.
+            sent = [[value] if value.dtype != tf.string else [tf.strings.length(
+                value), tf.io.decode_raw(tf.strings.reduce_join(value), tf.uint8)]
+                for value in values]
             got = iter(self.gather_rows([part for parts in sent for part in parts]))
-            return [carried.strings_of(next(got), next(got)) if value.dtype == tf.string
+            return [_strings_of(next(got), next(got)) if value.dtype == tf.string
                     else next(got) for value in values]
         with tf.device(self._device):
             rows = tf.stack([tf.shape(value, out_type=tf.int64)[0] for value in values])
@@ -242,17 +228,15 @@ class Machines:
 
     def _gather(self, value: tf.Tensor) -> tf.Tensor:
         """The workers' values, of one shape, concatenated in the workers' order."""
-        gathered = _tf.all_gather(self._launcher, value)
+        gathered = self._launcher.all_gather(value, None)
         if self._order == list(range(self.count)):
             return gathered
         return tf.gather(gathered, self._order)
 
 
 def _packs(values: dict[int, tf.Tensor]) -> list[list[int]]:
-    """Which of ``values`` cross together; who waits for the last values alone is first.
-
-    Large ones cross alone: packing copies them, and keeps what is ready waiting.
-    """
+    """Which of ``values`` cross together; who waits for the last values alone is first."""
+    # Large ones cross alone: packing copies them, and keeps what is ready waiting.
     packs: list[list[int]] = []
     filling: dict[tf.DType, tuple[list[int], int]] = {}
     for position, value in reversed(values.items()):
@@ -294,3 +278,27 @@ def _unpacked(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if dtype.is_complex:
         return tf.complex(value[..., 0], value[..., 1])
     return value if value.dtype == dtype else tf.cast(value, dtype)
+
+
+def _strings_of(lengths: tf.Tensor, codes: tf.Tensor) -> tf.Tensor:
+    """Strings of the length of each, in their shape, and all their bytes."""
+    letters = tf.constant([bytes([code]) for code in range(256)])
+    split = tf.RaggedTensor.from_row_lengths(tf.gather(letters, tf.cast(codes, tf.int32)),
+                                             tf.reshape(lengths, [-1]), validate=False)
+    strings = tf.reshape(tf.strings.reduce_join(split, -1), tf.shape(lengths))
+    strings.set_shape(lengths.shape)
+    return strings
+
+
+def _gather_composite(value: tf.RaggedTensor | tf.SparseTensor, axis: int, workers: int,
+                      gather_rows: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]) -> Any:
+    """The workers' ragged or sparse tensors, all of one kind, concatenated along ``axis``."""
+    parts = tf.nest.flatten(value, expand_composites=True)
+    lengths = tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
+    counts, *gathered = gather_rows([lengths[tf.newaxis], *parts])
+    each = zip(*(tf.split(part, counts[:, number], num=workers)
+                 for number, part in enumerate(gathered)))
+    if isinstance(value, tf.SparseTensor):
+        return tf.sparse.concat(axis, [tf.SparseTensor(*own) for own in each], True)
+    return tf.concat([tf.RaggedTensor.from_nested_row_splits(flat, splits, validate=False)
+                      for flat, *splits in each], axis)

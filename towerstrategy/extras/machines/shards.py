@@ -48,10 +48,8 @@ class ShardingMachines(collectives.Machines):
         it reads: docs/several_machines.md says which policy does what.
 
         Args:
-          dataset: elements are batches, see :func:`splitting.split_batch`.
-          ready: how many elements the pipeline holds ready.
           in_order: whether ``AUTO`` is to keep the rows' order, which ``DATA`` does.
-          measured: the shares, where they change (see :mod:`measured.shares`); the workers' else.
+          measured: the shares, where they change (see :mod:`extras.measured`); the workers' else.
         """
         datasets_lib.check_batched(dataset)
         own = _own_batches(dataset, self, in_order)
@@ -80,10 +78,8 @@ class ShardingMachines(collectives.Machines):
 
 def _map_by_units(dataset: tf.data.Dataset, workers: collectives.Machines, measured: Any,
                   fn: Callable[[Nest, rows_lib.Units], Nest]) -> tf.data.Dataset:
-    """``fn`` of each element of ``dataset`` and the shares of all towers.
-
-    All elements of an iterator are split by the same ones: workers are not at the same element.
-    """
+    """``fn`` of each element of ``dataset`` and the shares of all towers."""
+    # All elements of an iterator are split by the same ones: workers are not at the same element.
     if measured is None:
         return dataset.map(datasets_lib.on_elements(
             dataset.element_spec, lambda element: fn(element, workers.units)))
@@ -91,10 +87,8 @@ def _map_by_units(dataset: tf.data.Dataset, workers: collectives.Machines, measu
 
 
 def _length_for_all(own: tf.data.Dataset) -> Any:
-    """The length of this worker's ``own`` dataset where it is all workers'.
-
-    Others may have more or fewer batches, and Keras ends an epoch after as many as it is given.
-    """
+    """The length of this worker's ``own`` dataset where it is all workers'."""
+    # Others may have more or fewer batches, and Keras ends an epoch after as many as it is given.
     length = own.cardinality()
     return tf.constant(tf.data.UNKNOWN_CARDINALITY, tf.int64) if length >= 0 else length
 

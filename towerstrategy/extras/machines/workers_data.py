@@ -30,14 +30,10 @@ class Agreement(NamedTuple):
 
     It is part of iterators' type specs, so it holds plain values.  The pipelines' own elements are
     ``(there, rows, values)``, see :class:`WorkersDataset`.
-
-    Attributes:
-      packed: the specs of an element as this worker's pipeline has split it.
-      number: of the :class:`collectives.Machines`.
     """
 
-    packed: Nest
-    number: int
+    packed: Nest  # the specs of an element as this worker's pipeline has split it
+    number: int  # of the :class:`collectives.Machines`
 
     @property
     def _workers(self) -> collectives.Machines:
@@ -47,7 +43,8 @@ class Agreement(NamedTuple):
         """The next element that any worker has."""
         there, rows, own = self._taken_from(iterator)
         # An iterator without elements raises the error that says that data has ended.
-        ended = tf.cond(there, lambda: tf.constant(0, tf.int64), _raise_ended)
+        ended = tf.cond(there, lambda: tf.constant(0, tf.int64),
+                        lambda: iter(tf.data.Dataset.range(0)).get_next())
         with tf.control_dependencies([ended]):
             own = own if tf.executing_eagerly() else iterators.copied(own)
         return self.element(own, rows)
@@ -105,21 +102,11 @@ class Agreement(NamedTuple):
         return tf.nest.map_structure(of, self.packed)
 
 
-def _raise_ended() -> tf.Tensor:
-    """Raises ``tf.errors.OutOfRangeError``, in eager code or when the graph runs."""
-    return iter(tf.data.Dataset.range(0)).get_next()
-
-
 class WorkersDataset(datasets_lib.TowerDataset):
     """What a strategy's workers iterate over: this worker's part of each global batch.
 
-    Args:
-      dataset: elements hold :class:`sub_batches.SubBatches` with this worker's row counts,
-        or ``PerReplica`` values where elements are no batches.
-      workers: their collectives.
-      ready: how many elements the pipeline holds ready.
-      length: its ``cardinality``; unknown where workers may have others.
-      mapped: see :class:`datasets.TowerDataset`.
+    Elements of ``dataset`` hold :class:`sub_batches.SubBatches` with this worker's row counts, or
+    ``PerReplica`` values where they are no batches.  ``length`` is its ``cardinality``.
     """
 
     def __init__(self, dataset: tf.data.Dataset, workers: collectives.Machines, ready: int,

@@ -1,7 +1,8 @@
 """``shares="measured"``: the towers' times decide what each gets.
 
 Goes in: the steps of a training.  Comes out: now and then a sample of one (:mod:`sample`), and,
-when enough of them say so, other shares.
+when enough of them say so, other shares, by which batches are split from then on, in eager code and
+in pipelines and functions that were traced before.
 
 :data:`ROUND` samples make a round; a tower's rate, its rows over the time in which it was busy, is
 the median of the samples since the last change of shares.  Shares change only where the slowest
@@ -21,7 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy.extras.measured import shares as shares_lib
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import rows as rows_lib
 from towerstrategy.extras.report import sample as sample_lib
 from towerstrategy.placement import asked_shares, devices as devices_lib
 from towerstrategy.placement.workers import Workers
@@ -61,23 +63,13 @@ def of(placement: devices_lib.Placement, workers: Workers | None) -> Measuring |
 
 
 class Measuring:
-    """Measures the towers of one strategy.
-
-    Args:
-      placement: where the strategy runs.
-      workers: their collectives; None with a single machine.
-
-    Attributes:
-      shares: those of all towers, as they are now.
-      rounds: how many times the towers have been measured.
-      changes: how many times shares were changed, those taken back included.
-    """
+    """Measures the towers of one strategy; ``shares`` are those of all towers, as they are now."""
 
     def __init__(self, placement: devices_lib.Placement, workers: Workers | None) -> None:
-        self.rounds = self.changes = 0
+        self.rounds = self.changes = 0  # changes taken back included
         self._placement, self._workers = placement, workers
         here = len(placement.towers)
-        self.shares = shares_lib.MeasuredShares(workers.replicas if workers else here, here)
+        self.shares = MeasuredShares(workers.replicas if workers else here, here)
         self._steps, self._next = 0, _WARM_UP
         self._rates: list[list[float]] = []
         self._left = ROUND  # samples of this round
@@ -128,17 +120,14 @@ class Measuring:
     def _decide(self, rates: Sequence[float], errors: Sequence[float], rows: int) -> None:
         """Changes the shares of all towers, if their rates, and the rows of a batch, say so.
 
-        Args:
-          rates: rows a second.
-          errors: the standard errors of the rates' logarithms.
-          rows: of a batch.
+        ``rates`` are rows a second, ``errors`` the standard errors of their logarithms.
         """
         self._found = None
         if rows < len(rates):
             return
         self._decided += 1
-        now = shares_lib.rows_for(self.shares.units, rows)
-        took = shares_lib.slowest(now, rates)
+        now = rows_for(self.shares.units, rows)
+        took = slowest(now, rates)
         tried, expected = self._tried, list(rates)
         if tried and tried.rows == rows and self._decided <= _KEPT_ROUNDS:
             if self._decided == 1 and tried.took / took - 1 < GAIN:
@@ -149,11 +138,11 @@ class Measuring:
             expected = [min(pair) for pair in zip(rates, tried.rates)]
         if took < sample_lib.SHORT:
             return
-        better = shares_lib.rows_for(expected, rows)
-        equal = shares_lib.rows_for([1.] * len(rates), rows)
-        if shares_lib.slowest(equal, expected) <= (1 + NEAR) * shares_lib.slowest(better, expected):
+        better = rows_for(expected, rows)
+        equal = rows_for([1.] * len(rates), rows)
+        if slowest(equal, expected) <= (1 + NEAR) * slowest(better, expected):
             better = equal
-        gain = took / shares_lib.slowest(better, expected) - 1
+        gain = took / slowest(better, expected) - 1
         clear = self._decided == 1 or self._patience > 1
         if self._decided < self._patience or gain < (CLEAR_GAIN if clear else GAIN):
             return
@@ -213,3 +202,79 @@ def _lie_apart(times: Sequence[float], errors: Sequence[float]) -> bool:
     ends = [order[0], order[-1]]
     return math.log(times[ends[1]] / times[ends[0]]) >= SURE * math.hypot(
         *(errors[tower] for tower in ends))
+
+
+class MeasuredShares:
+    """The shares of all towers, as they are now: equal ``units`` until others are chosen.
+
+    ``towers`` are on all machines, of which this one has so many ``here``.
+    """
+
+    def __init__(self, towers: int, here: int) -> None:
+        self.units: tuple[int, ...] = (1,) * towers
+        with tf.init_scope(), tf.device("CPU:0"):
+            # Not tf.Variable: they must not become variables of a strategy.
+            self._variable = _tf.ResourceVariable(tf.ones([towers], tf.int64), trainable=False)
+            # The rows of a batch, then those of each tower here.
+            self._split = _tf.ResourceVariable(tf.zeros([1 + here], tf.int64), trainable=False)
+
+    def choose(self, units: Sequence[int]) -> None:
+        """From now on rows are split by ``units``."""
+        self.units = tuple(units)
+        self._variable.assign(tf.constant(self.units, tf.int64))
+        self._split.assign(tf.zeros_like(self._split))
+
+    def now(self) -> rows_lib.Units:
+        """The units: numbers in eager code, in a function a tensor that is read when it runs."""
+        return self.units if tf.executing_eagerly() else self._variable.read_value()
+
+    def of_iterator(self) -> tf.data.Dataset:
+        """The units, without end: in each iterator as they are when it begins."""
+        begin = tf.data.Dataset.range(1).map(lambda _: self._variable.read_value())
+        return begin.flat_map(lambda units: tf.data.Dataset.from_tensors(units).repeat())
+
+    def note(self, rows: rows_lib.Rows, sizes: rows_lib.Sizes) -> None:
+        """Remembers how many rows of ``rows`` this machine's towers got."""
+        # Pipelines run ahead, and the last batch of many has fewer rows: the largest one counts.
+        now = tf.concat([tf.cast([rows], tf.int64), tf.cast(sizes, tf.int64)], 0)
+        before = self._split.read_value()
+        self._split.assign(tf.where(now[0] >= before[0], now, before), read_value=False)
+
+    def rows(self) -> list[int]:
+        """The rows of this machine's towers, of the largest batch since shares have changed."""
+        return self._split.numpy().tolist()[1:]
+
+    def cut(self, rows: rows_lib.Rows) -> tuple[rows_lib.Sizes, slice, None]:
+        """Cuts a batch that stays on this machine, see :data:`rows.CutRows`."""
+        sizes = rows_lib.split_rows(rows, len(self.units), self.now())
+        self.note(rows, sizes)
+        return sizes, slice(None), None
+
+    def left_out_of_checkpoints(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """``dataset``, whose iterators can be saved in a checkpoint, which has no shares."""
+        # TensorFlow refuses pipelines that have state of other kinds, unless asked; now it warns.
+        if dataset.options().experimental_external_state_policy is not None:
+            return dataset
+        options = tf.data.Options()
+        options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.WARN
+        return dataset.with_options(options)
+
+
+def rows_for(rates: Sequence[float], rows: int) -> list[int]:
+    """``rows`` split so that towers of these ``rates`` (rows a second) end together.
+
+    None gets less than one.
+
+    >>> rows_for([3., 1.], 8), rows_for([1000., 1.], 8)
+    ([6, 2], [7, 1])
+    """
+    sizes = rows_lib.split_rows(rows, len(rates), rows_lib.units_of(rates))
+    while min(sizes) < 1 and rows >= len(rates):
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[sizes.index(min(sizes))] += 1
+    return sizes
+
+
+def slowest(sizes: Sequence[int], rates: Sequence[float]) -> float:
+    """The seconds after which all towers have ended."""
+    return max(size / rate for size, rate in zip(sizes, rates))

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import refused
-from towerstrategy.placement import devices as devices_lib, homes as homes_lib
+from towerstrategy.placement import devices as devices_lib, homes as homes_lib, names
 
 
 class Shown(str):
@@ -56,7 +56,7 @@ def _described(strategy: tf.distribute.Strategy) -> str:
     counts, sizes = Counter[str](), Counter[str]()
     for variable in strategy.extended.variables():
         for part in getattr(variable, "_values", (variable,)):
-            device = devices_lib.short_name(homes_lib.home_of(part))
+            device = names.short_name(homes_lib.home_of(part))
             counts[device] += 1
             sizes[device] += homes_lib.size_of(part)
     roles = _roles(placement)
@@ -90,7 +90,7 @@ def _shares(strategy: tf.distribute.Strategy) -> dict[str, str]:
     parts, number = placement.micro_batches, strategy.num_replicas_in_sync
     units = extended.inputs.units or (1,) * number
     here = units[extended.first_replica::parts]
-    return {devices_lib.short_name(tower): f"{unit * parts / sum(units):.1%}"
+    return {names.short_name(tower): f"{unit * parts / sum(units):.1%}"
             for tower, unit in zip(placement.devices, here)}
 
 
@@ -109,13 +109,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequenc
 
 
 def _roles(placement: devices_lib.Placement) -> dict[str, str]:
-    roles = {devices_lib.short_name(device): f"tower {number}"
+    roles = {names.short_name(device): f"tower {number}"
              for number, device in enumerate(placement.devices)}
     if placement.rows:
-        return {devices_lib.short_name(device): f"tower {number}, stage {stage}"
+        return {names.short_name(device): f"tower {number}, stage {stage}"
                 for number, row in enumerate(placement.rows) for stage, device in enumerate(row)}
     if placement.balanced:
         return {device: f"{role} and home" for device, role in roles.items()}
-    merge = devices_lib.short_name(placement.merge)
+    merge = names.short_name(placement.merge)
     roles[merge] = f"{roles[merge]} and merge" if merge in roles else "merge"
     return roles

@@ -11,7 +11,7 @@ from typing import Any
 from towerstrategy.extras.report import description
 from towerstrategy.extras.report.sample import Sample
 from towerstrategy.extras.report.watch import Watch
-from towerstrategy.placement import devices as devices_lib
+from towerstrategy.placement import names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +126,10 @@ def of(number: int, watch: Watch, shares: Any) -> Epoch:
     for tower, device in enumerate(placement.devices):
         row = placement.rows[tower] if placement.rows else ()
         lines.append(Part(f"tower {tower}",
-                          f"{len(row)} stages" if row else devices_lib.short_name(device),
+                          f"{len(row)} stages" if row else names.short_name(device),
                           rows and rows[tower], sample and sample.towers[tower],
                           sample and sample.idle(tower)))
-        lines += [Part(f"tower {tower}, stage {stage}", devices_lib.short_name(name), None,
+        lines += [Part(f"tower {tower}, stage {stage}", names.short_name(name), None,
                        sample and sample.stages[tower][stage], sample and sample.idle(tower, stage))
                   for stage, name in enumerate(row)]
     for name in ("merge", "update", "split", "input"):

@@ -18,12 +18,7 @@ _Metadata = type(tf.compat.v1.Summary.Value().metadata)
 
 
 class Events:
-    """Writes one training.
-
-    Args:
-      folder: TensorBoard's ``--logdir``, or a folder in it.
-      first_tower: the number of this machine's first tower among those of all machines.
-    """
+    """Writes one training into ``folder``; ``first_tower`` is this machine's first one's number."""
 
     def __init__(self, folder: str | os.PathLike[str], first_tower: int) -> None:
         self._folder = os.fspath(folder)
@@ -49,16 +44,13 @@ class Events:
         if epoch.sampled:
             self._scalar(step, "step/step_ms", epoch.sampled.step, epoch.number)
             self._scalar(step, "step/bubble", epoch.bubble, epoch.number)
-        self._flush()
 
     def show(self, png: bytes, number: int) -> None:
         """The picture, as of epoch ``number``."""
         width, height = struct.unpack(">II", png[16:24])  # PNG's first chunk: its size
         self._write(self._step, "towers", "images", [str(width), str(height), png], number)
-        self._flush()
 
     def close(self) -> None:
-        """The training has ended."""
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
@@ -74,10 +66,6 @@ class Events:
         with tf.device("CPU:0"):
             if run not in self._writers:
                 self._writers[run] = tf.summary.create_file_writer(
-                    os.path.join(self._folder, run))
+                    os.path.join(self._folder, run), max_queue=0)  # an epoch is seen at once
             with self._writers[run].as_default(), tf.summary.record_if(True):
                 tf.summary.write(tag, value, number, metadata)
-
-    def _flush(self) -> None:
-        for writer in self._writers.values():
-            writer.flush()

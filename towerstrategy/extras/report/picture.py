@@ -21,12 +21,7 @@ _MOST_LINES = 10  # as many colors as matplotlib's cycle has
 
 
 def check(path: str | os.PathLike[str]) -> None:
-    """Whether a picture can be drawn into the file ``path``.
-
-    Raises:
-      ValueError: another ending than ``.png``, a folder, or a file in a folder that is not there.
-      ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Raises where no picture can be drawn into the file ``path``, or matplotlib is not there."""
     refused.check_file("picture", path, "a PNG file")
     suffix = pathlib.Path(path).suffix
     if suffix.lower() != ".png":
@@ -46,11 +41,7 @@ def _matplotlib() -> Any:
 
 
 def draw(epochs: Sequence[Epoch]) -> bytes | None:
-    """The picture as a PNG; None where no step has been sampled yet.
-
-    Raises:
-      ModuleNotFoundError: matplotlib is not installed.
-    """
+    """The picture as a PNG; None where no step has been sampled yet."""
     sampled = [epoch for epoch in epochs if epoch.sampled is not None]
     if not sampled:
         return None

@@ -90,14 +90,7 @@ def begin(what: str) -> Recording | None:
 
 
 class Recording:
-    """A profile that is being taken, from here to :meth:`end` or :meth:`drop`.
-
-    Args:
-      what: what could not be done, where reading the profile fails.
-
-    Attributes:
-      cost: seconds that it took, what was profiled left out.
-    """
+    """A profile that is being taken, from here to :meth:`end`; ``cost`` are the seconds it took."""
 
     def __init__(self, what: str) -> None:
         self._what, begun = what, time.perf_counter()
@@ -118,14 +111,10 @@ class Recording:
         try:
             return call()
         except BaseException:
-            self.drop()
+            with self._kept, contextlib.suppress(Exception):
+                self._window.__exit__(None, None, None)
+                _stop(save=False)
             raise
-
-    def drop(self) -> None:
-        """Ends it; nothing is kept."""
-        with self._kept, contextlib.suppress(Exception):
-            self._window.__exit__(None, None, None)
-            _stop(save=False)
 
     def end(self, placement: devices_lib.Placement) -> Sample | None:
         """Ends it; the sample of it, see :func:`read`, or None with a warning."""
@@ -145,13 +134,7 @@ class Recording:
 
 
 def read(spaces: Iterable[Any], seconds: float, placement: devices_lib.Placement) -> Sample:
-    """The sample in a profile.
-
-    Args:
-      spaces: TensorFlow's ``XSpace`` messages.
-      seconds: how long the call took, where the profile does not say.
-      placement: where the strategy ran.
-    """
+    """The sample in a profile (``XSpace`` messages); ``seconds``, if it does not say how long."""
     intervals = _intervals(spaces, placement)
     window = next(iter(intervals[_WINDOW, True]), None)
     steps = max(len(intervals["input", True]), 1)
@@ -211,10 +194,7 @@ def _intervals(spaces: Iterable[Any], placement: devices_lib.Placement
 
 
 def _parts(name: str, alone: bool, micro_batches: int) -> Sequence[Part]:
-    """The parts that an operation, ``name:Type``, or another event counts for.
-
-    ``alone`` says whether all operations are the only tower's.
-    """
+    """The parts for which an operation, ``name:Type``, counts; ``alone``: if there is one tower."""
     if name == _WINDOW or _GET_NEXT.search(name):
         return [_WINDOW if name == _WINDOW else "input"]
     if not _OPERATION.search(name):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from towerstrategy import refused
-from towerstrategy._keras.callback import Callback
+from towerstrategy._keras.callbacks import Callback
 from towerstrategy.extras.report import epochs as epochs_lib, picture as picture_lib, quiet
 from towerstrategy.extras.report.epochs import Epoch
 from towerstrategy.extras.report.events import Events

@@ -28,8 +28,7 @@ _WRAPPED = "_towerstrategy_wrapped"
 
 
 class RowCount:
-    """The rows that each of this machine's ``towers``, from number ``first``, got from an iterator.
-    """
+    """The rows that each of this machine's ``towers``, from ``first`` on, got from an iterator."""
 
     def __init__(self, towers: int, first: int) -> None:
         self._here, self._counted = slice(first, first + towers), True
@@ -61,7 +60,7 @@ class RowCount:
 
 def followed(towers: int, first: int, dataset: tf.data.Dataset,
              rows_of: Callable[[Any], Any]) -> tuple[tf.data.Dataset, RowCount | None]:
-    """What ``iterators.count_rows`` takes, of these towers: a dataset, counted, and its count."""
+    """An :data:`iterators.Follow` of these towers: a dataset, counted, and its count."""
     with quiet.harmless("count the towers' rows"):
         count = RowCount(towers, first)
         return count.follow(dataset, rows_of), count
@@ -69,28 +68,16 @@ def followed(towers: int, first: int, dataset: tf.data.Dataset,
 
 
 class Watch:
-    """Looks at one training, by wrapping ``model.train_function``.
+    """Looks at one training of a TowerStrategy's model, by wrapping ``model.train_function``.
 
-    Args:
-      model: the model that trains, a TowerStrategy's.
-      most: the share of the training's time that may be spent.
-
-    Attributes:
-      placement: where the towers are.
-      rows: the towers' rows of the last epoch; None where its batches could not be counted.
-      once: whether one device does eager steps, which are not timed, with all rows.
-      seconds: how long the last epoch took.
-      sample: the latest sample, or None.
-      sampled_in: the epoch it is of.
-      tried_in: the epoch in which a sample was last tried; there is one try an epoch.
-      spent: the seconds spent on samples so far.
+    ``most`` is the share of the training's time that may be spent.
     """
 
-    rows: list[int] | None = None
-    sample: Sample | None = None
-    sampled_in: int | None = None
-    tried_in: int | None = None
-    seconds = spent = _sample_cost = 0.0
+    rows: list[int] | None = None  # the towers', of the last epoch; None where not counted
+    sample: Sample | None = None  # the latest
+    sampled_in: int | None = None  # the epoch it is of
+    tried_in: int | None = None  # the epoch in which one was last tried; there is one try an epoch
+    seconds = spent = _sample_cost = 0.0  # of the last epoch, of all samples, of the last one
     _epoch = _calls = 0
     _from_call = _WARM_UP
 
@@ -98,6 +85,7 @@ class Watch:
         extended = model.distribute_strategy.extended
         self.placement: devices_lib.Placement = extended.placement
         self._eager = bool(model.run_eagerly or tf.config.functions_run_eagerly())
+        # Whether one device does eager steps, which are not timed, with all rows.
         self.once = len(self.placement.towers) > 1 and self._eager
         self._model, self._most = model, most
         self._start = self._epoch_start = time.perf_counter()
@@ -105,18 +93,16 @@ class Watch:
         # A training that an error ended between two steps may have left a wrapper.
         self._function = getattr(model.train_function, _WRAPPED, model.train_function)
         model.train_function = self._wrapper = self._wrapped(self._function)
-        iterators.count_rows(functools.partial(
-            followed, len(self.placement.towers), extended.first_replica))
+        iterators.counting.follow = functools.partial(
+            followed, len(self.placement.towers), extended.first_replica)
 
     def begin(self, epoch: int) -> None:
-        """An epoch begins."""
         self._epoch = epoch
         self._calls = 0
         self._before = {count: count.read() for count in self._before if count is not None}
         self._epoch_start = time.perf_counter()
 
     def end(self) -> None:
-        """The epoch has ended."""
         self.seconds = time.perf_counter() - self._epoch_start
         self.rows = self._rows_taken()
         # Neither an epoch's first step nor its last, which may have fewer rows, if others are left.
@@ -124,7 +110,7 @@ class Watch:
 
     def close(self) -> None:
         """The training has ended, well or not."""
-        iterators.count_rows(None)
+        iterators.counting.follow = None
         if self._model.train_function is self._wrapper:
             self._model.train_function = self._function
 

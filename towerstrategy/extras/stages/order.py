@@ -49,13 +49,9 @@ class Leg(NamedTuple):
 
 def put(graph: tf.Graph, replicas: Sequence[Collection[str]], placement: devices_lib.Placement,
         results: Any) -> None:
-    """Puts each device's micro-batches in order.
+    """Puts each device's micro-batches in order, when all replicas have been traced.
 
-    Args:
-      graph: in which all replicas have been traced.
-      replicas: for each replica the names of its operations.
-      placement: their devices, and how many replicas in a row are one tower's.
-      results: what the replicas returned, a nest.
+    ``replicas`` are the names of each one's operations, ``results`` what they returned, a nest.
     """
     if placement.micro_batches == 1:
         return
@@ -120,8 +116,7 @@ def _alternate(leg: Leg, placement: devices_lib.Placement) -> Leg:
 def _is_possible(traced: _Traced, begins: Mapping[Leg, Sequence[tf.Operation]],
                  ends: Mapping[Leg, Sequence[tf.Operation]],
                  before: Mapping[Leg, Sequence[Leg]]) -> bool:
-    """Whether nothing waits for itself: a forward pass may need an earlier backward pass' results.
-    """
+    """Whether nothing waits for itself: a forward pass may need an earlier backward pass'."""
     waits: dict[Any, Collection[Any]] = dict(traced.waits)
     for leg, legs_before in before.items():
         waits[leg] = {operation.name for other in legs_before for operation in ends[other]}

@@ -13,7 +13,6 @@ from towerstrategy.sharding.rules import (
     linalg as linalg,
     lists as lists,
     normalization as normalization,
-    recurrent as recurrent,
     reductions as reductions,
     shapes as shapes,
     views as views,

@@ -15,6 +15,7 @@ from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import (
     REPLICATED,
     SUM,
+    Axes,
     ListOf,
     Replicated,
     Sharded,
@@ -70,6 +71,9 @@ def entry_by_entry(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return _of_size(op, specs)
     if all(spec == SUM for spec in specs) and _is_linear(op):
         return Plan(specs, [specs[0]])
+    if op.type == "AddV2" and isinstance(specs[1], Axes) and op.value(0) is not None:
+        before = (False,) * int(op.value(0))  # dimensions in front, as of an einsum's "a...b"
+        return Plan([REPLICATED] * 2, [Axes((*before, *specs[1].reduced))])
     return None
 
 

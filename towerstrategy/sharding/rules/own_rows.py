@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.elementwise import AS_IT_IS
-from towerstrategy.sharding.rules.entries import entries_of, sizes_of
+from towerstrategy.sharding.rules.entries import dimensions_in, entries_of, sizes_of
 from towerstrategy.sharding.rules.registry import HOST, Op, Plan, rule
 from towerstrategy.sharding.rules.views import sliced
 from towerstrategy.sharding.spec import REPLICATED, Chosen, Sharded, Size, Spec
@@ -47,7 +47,7 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
     rows = rows.shards(rows.at) if isinstance(rows, Size) else rows
     if not isinstance(spec, Sharded):
         return None
-    found = _counted(tensor, column)
+    found = _counted(_unguarded(tensor, op.inputs[batch]), column)
     group = spec.group if isinstance(spec.group, Chosen) else None
     if found is None or found[:2] != (spec.dim, spec.times) or bool(found.chosen) != bool(group):
         return None
@@ -71,6 +71,17 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
 
     return Plan(takes, [rows if into else spec],
                 make=lambda m: [m.each(lambda tower: one(m, tower))], alone=0)
+
+
+def _unguarded(indices: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
+    """``i`` of ``where(rows > 1, i, 0)``, as ``tf.vectorized_map`` writes it, of as many rows."""
+    if indices.op.type != "SelectV2":
+        return indices
+    condition, own, other = indices.op.inputs
+    guards = condition.op.type == "Greater" and _tf.constant_value(other) == 0 \
+        and _tf.constant_value(condition.op.inputs[1]) == 1 \
+        and dimensions_in(condition.op.inputs[0], batch) == [0]
+    return own if guards else indices
 
 
 def _first(m: Any, tower: int, times: int, dtype: tf.DType) -> Any:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names, of_all_rows
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
-from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded, Size, Spec
+from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded, Size, Sizes, Spec
 
 _PARTS = {"Sum": "sum", "Max": "max", "Min": "min", "All": "and", "Any": "or"}
 
@@ -52,6 +52,8 @@ def _by_axes(spec: Sharded, axes: Axes, keep: bool) -> Spec | None:
 @rule("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm")
 def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
     spec, keep = specs[0], op.attr("keep_dims")
+    if isinstance(spec, (Size, Sizes)) and op.type in ("Max", "Min"):
+        return shapes.one_of_sizes(op, spec)
     if isinstance(spec, Size):
         return shapes.product_of_size(op, specs) if op.type == "Prod" else None
     takes: list[Spec] = [spec, REPLICATED]

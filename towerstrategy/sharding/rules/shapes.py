@@ -22,6 +22,7 @@ from towerstrategy.sharding.spec import (
     Replicated,
     Sharded,
     Size,
+    Sizes,
     Spec,
 )
 
@@ -166,6 +167,8 @@ def moved(op: Op, specs: Sequence[Spec]) -> Plan | None:
     for entries in outputs_of(op.operation, inputs):
         places = [] if entries is None else [
             at for at, entry in enumerate(entries.flat) if isinstance(entry, Size)]
+        if entries is not None and len(places) > 1 and len({*entries.flat}) == 1:
+            return Plan([REPLICATED] * len(specs), [Sizes(entries.flat[0].moved(0))])
         if entries is None or len(places) > 1 or not places and any(
                 each is None for each in inputs):
             return None
@@ -181,6 +184,24 @@ def product_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     known = static_sizes(op, 0, spec)
     times = None if known is None else _times(known, spec.at, spec)
     return Plan([spec, REPLICATED], [Size(0, times, spec.group)])
+
+
+def one_of_sizes(op: Op, spec: Size | Sizes) -> Plan | None:
+    """The largest, or smallest, of some numbers of rows that are alike."""
+    size = spec.each if isinstance(spec, Sizes) else spec
+    if op.out_rank() != 0 or isinstance(spec, Size) and op.inputs[0].shape != [1]:
+        return None
+    if isinstance(spec, Size):
+        return Plan([spec, REPLICATED], [size.moved(0)])
+    if size.group or not size.times:
+        return None
+
+    def one(m: Any, tower: int) -> Any:
+        rows = m.towers.count(tower, op.outputs[0].dtype)
+        return m.make("Mul", [rows, m.constant(size.times, rows.dtype, HOST)], HOST)
+
+    return Plan([REPLICATED] * 2, [size], make=lambda m: [m.each(lambda tower: one(m, tower))],
+                alone=0)
 
 
 def _times(sizes: Sequence[Any], rows: int, spec: Sharded | Size) -> int | None:

@@ -1,8 +1,10 @@
-"""A ``BackupAndRestore`` that a run may be killed in at any moment.
+"""Callbacks, as both Kerases have them, without importing either; backups that survive a kill.
 
-Goes in: the callback, on a model of a ``TowerStrategy``.  Comes out: the same files, each whole and
-of the same epoch.  Keras 3 writes over the files of the last backup: a run that is killed meanwhile
-leaves weights that cannot be read, or those of one epoch beside the number of another.
+Goes in: nothing, or a callback of theirs.  Comes out: a base class whose methods do nothing; the
+callback with other methods; and of a ``BackupAndRestore``, on a model of a ``TowerStrategy``, the
+same files, each whole and of the same epoch.  Keras 3 writes over the files of the last backup: a
+run that is killed meanwhile leaves weights that cannot be read, or those of one epoch beside the
+number of another.
 
 A backup is written beside the last one.  Renaming the weights is the moment from which it counts:
 
@@ -20,7 +22,47 @@ from typing import Any
 import tensorflow as tf
 
 
-def save(callback: Any, original: Callable[[], None]) -> None:
+class Callback:
+    """A callback of either Keras that looks at epochs and not at batches."""
+
+    # Keras 3 (callbacks/callback_list.py): it does not wait for the batch's logs because of us.
+    async_safe = True
+    # tf_keras (callbacks.py) likewise.
+    _supports_tf_logs = True
+    _chief_worker_only = None
+
+    params: dict[str, Any] | None = None
+    model: Any = None
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        self.params = params
+
+    def set_model(self, model: Any) -> None:
+        self.model = model
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """None, which is false: no hook of batches is implemented."""
+
+    _implements_train_batch_hooks = _implements_test_batch_hooks = _nothing
+    _implements_predict_batch_hooks = _nothing
+
+
+for _event in ("batch", "train_batch", "test_batch", "predict_batch", "epoch", "train", "test",
+               "predict"):
+    for _when in ("begin", "end"):
+        setattr(Callback, f"on_{_event}_{_when}", Callback._nothing)
+
+
+def with_methods(callback: Any, methods: type) -> Any:
+    """A Keras callback again, whose methods are these, then those of its own class."""
+    # Both have one state: what is counted in either is what the user reads off `callback`.
+    made_class: Any = type(type(callback).__name__, (methods, type(callback)), {})
+    made = made_class.__new__(made_class)
+    made.__dict__ = callback.__dict__
+    return made
+
+
+def save_backup(callback: Any, original: Callable[[], None]) -> None:
     """``original``, which writes the callback's two files, as one step."""
     weights, metadata = callback._weights_path, callback._training_metadata_path
     if getattr(callback, "double_checkpoint", False):
@@ -33,7 +75,7 @@ def save(callback: Any, original: Callable[[], None]) -> None:
     tf.io.gfile.rename(new_metadata, metadata, overwrite=True)
 
 
-def clean(callback: Any) -> None:
+def clean_backup(callback: Any) -> None:
     """Finishes or throws away what a run has left that was killed while it saved."""
     metadata = callback._training_metadata_path
     with _beside(callback) as (new_weights, new_metadata):
@@ -48,7 +90,7 @@ def clean(callback: Any) -> None:
         tf.io.gfile.rename(new_metadata, metadata, overwrite=True)
 
 
-def delete(folder: str) -> None:
+def delete_backup(folder: str) -> None:
     """Deletes a backup, without a moment at which half of it is there."""
     _remove(_doomed(folder))
     if tf.io.gfile.exists(folder):

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from towerstrategy.placement import cuts
+from towerstrategy._keras import stages as cuts
 
 
 def worst(costs, stages, micro_batches):
