@@ -4,13 +4,13 @@ Goes in: logical CPU devices, of which the first stands for the host and each ot
 Comes out: the step's operations, each with the device that it is given, ``CPU:0`` or ``GPU:n``.
 
 What differs between CPU and GPU towers while a step is traced is switched to the GPU's side
-(:func:`tracing`).  What Keras itself would trace differently on a GPU is not: its LSTM would call
-cuDNN's.
+(:func:`tracing`), what Keras itself traces differently there as well: its LSTM calls cuDNN's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -36,10 +36,16 @@ def tracing(reached: Mapping[int, frozenset[int]] | None = None) -> Iterator[Non
     placement = devices_lib.Placement
     known = {one + 1: frozenset(other + 1 for other in others)
              for one, others in (reached or {}).items()}
-    with mock.patch.object(placement, "on_cpu", False), \
-            mock.patch.object(placement, "towers_on_host", False), \
-            mock.patch.object(peers, "reached", lambda: known):
+    with mock.patch.object(placement, "kinds", frozenset({"GPU"})), \
+            mock.patch.object(peers, "reached", lambda: known), _keras_on_gpus():
         yield
+
+
+def _keras_on_gpus() -> contextlib.AbstractContextManager[Any]:
+    """Has Keras 3 take cuDNN's kernels."""
+    rnn = sys.modules.get("keras.src.backend.tensorflow.rnn")
+    return contextlib.nullcontext() if rnn is None else mock.patch.object(
+        rnn, "_is_gpu_available", lambda: True)
 
 
 def name(device: str) -> str:

@@ -1,6 +1,6 @@
 """Keras steps as they would be on GPUs: what crosses to and from the host, and memory at the peak.
 
-Steps of four kinds of model are traced on logical CPU devices that stand for GPUs, with the merge
+Steps of five kinds of model are traced on logical CPU devices that stand for GPUs, with the merge
 device that GPUs have by default.
 """
 
@@ -48,16 +48,26 @@ def embedding():
         layers.GlobalAveragePooling1D(), layers.Dense(256, activation="relu"), layers.Dense(10)])
 
 
+def recurrent():
+    layers = keras.layers
+    return keras.Sequential([
+        keras.Input([16, 32]), layers.LSTM(128, return_sequences=True), layers.GRU(128),
+        layers.Dense(10)])
+
+
 CASES = {
     "convolutions": gpus.Case("", convolutions, (16, 16, 3), "float32", 64),
     "transformer": gpus.Case("", transformer, (16,), "int32", 64),
-    "embedding": gpus.Case("", embedding, (8,), "int32", 256)}
+    "embedding": gpus.Case("", embedding, (8,), "int32", 256),
+    "recurrent": gpus.Case("", recurrent, (16, 32), "float32", 64)}
 
 
 # How often a tensor may cross between the host and a GPU: shapes, counts of rows and of steps.
-CROSSINGS = {"convolutions": 40, "transformer": 160, "embedding": 50}
+CROSSINGS = {"convolutions": 40, "transformer": 160, "embedding": 50,
+             "recurrent": 80}
 # The peak on the fullest of several GPUs over that on one.
-PEAKS = {"convolutions": 1.0, "transformer": 1.09, "embedding": 1.5}
+PEAKS = {"convolutions": 1.0, "transformer": 1.09, "embedding": 1.5,
+         "recurrent": 1.0}
 
 
 def traced(name, policy="float32", towers=TOWERS):

@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import emulated
 import numpy as np
 import tensorflow as tf
 
@@ -249,10 +250,10 @@ def _tried(
         if len(claims) == 1:
             return [(claims[0], f"raised {type(error).__name__}: {str(error)[:300]}", False)]
         return [judged for claim in claims for judged in _tried(sample, [claim], rows)]
-    with tf.compat.v1.Session(graph=graph, config=_config()) as session:
-        wanted = session.run(expected)
+    with tf.compat.v1.Session(graph=emulated.with_kernels(graph), config=_config()) as session:
+        wanted = _run(session, expected)
         try:
-            got = session.run([one.fetches for one in made])
+            got = _run(session, [one.fetches for one in made])
         except tf.errors.OpError:
             got = [_ran(session, one) for one in made]
     return [
@@ -263,9 +264,13 @@ def _tried(
     ]
 
 
+def _run(session: Any, tensors: Any) -> Any:
+    return session.run(tf.nest.map_structure(lambda tensor: tensor.name, tensors))
+
+
 def _ran(session: Any, one: _Emitted) -> Any:
     try:
-        return session.run(one.fetches)
+        return _run(session, one.fetches)
     except tf.errors.OpError as error:
         return error
 

@@ -1,4 +1,4 @@
-"""Samples of matrices, transforms, normalization, draws, segments, scatters and boxes of images.
+"""Samples of matrices, transforms, normalization, cuDNN's layers, draws, segments, scatters, boxes.
 
 Goes in: nothing.  Comes out: samples, see :mod:`proof_samples`.
 """
@@ -117,6 +117,33 @@ def _normalization() -> None:
                 title=f"training {training}")
 
 
+def _turned(mode: str, time_major: bool) -> Any:
+    """Outputs and last states of a recurrent layer, and its gradients."""
+    def call(x: Any, h: Any, c: Any, params: Any, lengths: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch([x, h, c, params])
+            output, *states = raw.CudnnRNNV3(
+                input=x, input_h=h, input_c=c if mode == "lstm" else 0.0, params=params,
+                sequence_lengths=lengths, rnn_mode=mode, time_major=time_major)[:3]
+            made = [output, *states[:1 + (mode == "lstm")]]
+            loss = tf.add_n([tf.reduce_sum(each ** 2) for each in made])
+        return made, tape.gradient(loss, [x, h, c, params][:4 if mode == "lstm" else 2])
+
+    return call
+
+
+def _recurrent() -> None:
+    rows, time, width, units = 6, 4, 2, 3
+    for mode, gates in (("lstm", 4), ("gru", 3)):
+        params = real(gates * units * (width + units + 2), low=-1.0)
+        for time_major in (True, False):
+            x = real(*((time, rows) if time_major else (rows, time)), width, low=-1.0)
+            state = (1, rows, units) if time_major else (rows, 1, units)
+            for type in ("CudnnRNNV3", "CudnnRNNBackpropV3"):
+                around(type, _turned(mode, time_major), x, real(*state), real(*state), params,
+                       whole(rows, low=1, high=time + 1), title=f"{mode} {time_major}")
+
+
 def _outputs(type: str, count: int = 3, **attrs: Any) -> Any:
     """The operation's outputs that mean something: the rest is the kernel's own."""
     import inspect
@@ -221,5 +248,5 @@ def _boxes() -> None:
     case("MaxPoolGradWithArgmax", image, pooled, places, **window)
 
 
-for _fill in (_matrices, _normalization, _draws, _segments, _tables, _boxes):
+for _fill in (_matrices, _normalization, _recurrent, _draws, _segments, _tables, _boxes):
     _fill()

@@ -14,13 +14,19 @@ from typing import Any
 from tf_keras.src import callbacks, losses as keras_losses
 from tf_keras.src.engine import base_layer, data_adapter, training
 from tf_keras.src.layers.normalization import batch_normalization
+from tf_keras.src.layers.rnn import gru_lstm_utils
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import optimizer as new_optimizer
 from tf_keras.src.optimizers.legacy import optimizer_v2
 from tf_keras.src.utils import losses_utils
 
 from towerstrategy._keras import hooks, optimizers as optimizers_rules, stages
-from towerstrategy._keras.tf_keras import names, optimizers, training as training_lib
+from towerstrategy._keras.tf_keras import (
+    names,
+    optimizers,
+    recurrent,
+    training as training_lib,
+)
 
 # What is hooked and why; the test of upstream names reads this.
 HOOKS: dict[tuple[Any, str], hooks.Hook] = {
@@ -44,6 +50,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (batch_normalization.BatchNormalizationBase, "build"): hooks.Hook(
         training_lib.batch_norm_build,
         "keeps a copy of the moving statistics a replica"),
+    (gru_lstm_utils, "generate_defun_backend"): hooks.Hook(
+        recurrent.generate_defun_backend,
+        "leaves cuDNN to TensorFlow's graph optimizer, which finds no call in a partitioned step"),
     (data_adapter.DataHandler, "__init__"): hooks.Hook(
         training_lib.data_handler_init,
         "predicted rows are to come in the dataset's order"),

@@ -13,6 +13,7 @@ from towerstrategy.sharding.rules import (
     linalg as linalg,
     lists as lists,
     normalization as normalization,
+    recurrent as recurrent,
     reductions as reductions,
     shapes as shapes,
     views as views,

@@ -1,0 +1,35 @@
+"""Hooks into tf_keras: LSTM and GRU on GPUs.
+
+Goes in: Keras' own function.  Comes out: the same, by cuDNN's kernel in a step on GPU towers.
+
+Keras calls a function for any device, and TensorFlow's graph optimizer puts the one for cuDNN in
+its place where the call is on a GPU.  A partitioned step has the function's operations alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tf_keras.src.layers.rnn import gru, lstm
+
+from towerstrategy import contexts
+
+_WITH_CUDNN = {lstm.standard_lstm: lstm.gpu_lstm, gru.standard_gru: gru.gpu_gru}
+
+
+def generate_defun_backend(original: Callable[..., Any], api: str, device: str,
+                           layer: Callable[..., Any], attributes: Any) -> Callable[..., Any]:
+    function = original(api, device, layer, attributes)
+    placement = tf.distribute.get_strategy().extended.placement if contexts.has_all_rows() else None
+    if layer not in _WITH_CUDNN or placement is None or placement.kinds != {"GPU"}:
+        return function
+
+    def call(*, zero_output_for_mask: bool, **given: Any) -> Any:
+        # With a mask Keras asks while the step runs whether cuDNN can do it. A loop a tower can.
+        if given["mask"] is None:
+            return _WITH_CUDNN[layer](**given)
+        return function(zero_output_for_mask=zero_output_for_mask, **given)
+
+    return call
