@@ -13,14 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, refused
-from towerstrategy.batch import (
-    iterators,
-    layouts,
-    prefetching,
-    rows as rows_lib,
-    splitting,
-    sub_batches,
-)
+from towerstrategy.batch import iterators, prefetching, rows as rows_lib, splitting, sub_batches
 from towerstrategy.batch.rows import Nest
 
 # The name scope of the operations that split, in input pipelines.
@@ -255,10 +248,11 @@ class TowerDataset(tf.distribute.DistributedDataset):
             weakref.finalize(iterator, self.watcher.end_of_loop)
         return iterator
 
-    def _layout(self, spec: Nest) -> layouts.Layout:
+    def _layout(self, spec: Nest) -> prefetching.Layout:
         """Where an element's tensors are to be fetched to."""
-        return layouts.Layout(spec, [owner for leaf in tf.nest.flatten(spec)
-                                     for owner in layouts.owners_of(leaf, len(self.fetch.devices))])
+        count = len(self.fetch.devices)
+        return prefetching.Layout(spec, [owner for leaf in tf.nest.flatten(spec)
+                                         for owner in prefetching.owners_of(leaf, count)])
 
     def _rows_of(self, element: Nest) -> Any:
         """The rows of each tower in an element, a vector; None where none are known."""

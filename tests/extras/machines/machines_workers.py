@@ -372,7 +372,7 @@ def ends_early(strategy, _):
         iterator = iter(strategy.distribute_datasets_from_function(dataset_fn, options))
         seen[f"{name}eager_steps"] = sum(1 for _ in iterator)
         iterators.counting.follow = None
-        seen[f"{name}rows"] = extended.workers.gather(tf.constant(iterator.row_count.read()))
+        seen[f"{name}rows"] = extended.workers.gather(tf.constant(iterator.row_count()))
     return seen
 
 

@@ -17,7 +17,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import (
     datasets as datasets_lib,
     iterators,
-    layouts,
+    prefetching,
     rows as rows_lib,
     sub_batches,
 )
@@ -127,11 +127,11 @@ class WorkersDataset(datasets_lib.TowerDataset):
             self.watcher.agree()
         return super().__iter__()
 
-    def _layout(self, spec: Nest) -> layouts.Layout:
-        owners = [layouts.HOST, layouts.HOST]
+    def _layout(self, spec: Nest) -> prefetching.Layout:
+        owners = [prefetching.HOST, prefetching.HOST]
         for leaf in tf.nest.flatten(self._spec):
-            owners += layouts.owners_of(leaf, self._workers.towers, counts=False)
-        return layouts.Layout(spec, owners)
+            owners += prefetching.owners_of(leaf, self._workers.towers, counts=False)
+        return prefetching.Layout(spec, owners)
 
     def _rows_of(self, element: Nest) -> Any:
         _, rows, _ = element

@@ -27,44 +27,38 @@ _SHORT = 20
 _WRAPPED = "_towerstrategy_wrapped"
 
 
-class RowCount:
-    """The rows that each of this machine's ``towers``, from ``first`` on, got from an iterator."""
-
-    def __init__(self, towers: int, first: int) -> None:
-        self._here, self._counted = slice(first, first + towers), True
-        with tf.init_scope(), tf.device("CPU:0"):
-            # Neither tf.Variable nor traced: it must not become a variable of the strategy.
-            self._counts = _tf.ResourceVariable(tf.zeros([towers], tf.int64), trainable=False)
-
-    def follow(self, dataset: tf.data.Dataset, rows_of: Callable[[Any], Any]) -> tf.data.Dataset:
-        """``dataset``, counted when an element is taken from it; see :data:`iterators.Follow`."""
-
-        def add(*element: Any) -> Any:
-            rows = rows_of(element)
-            if rows is None:
-                self._counted = False
-            else:  # of this machine's towers, or of all
-                here = rows if rows.shape == self._counts.shape else rows[self._here]
-                self._counts.assign_add(here, read_value=False)
-            return element if len(element) > 1 else element[0]
-
-        options = tf.data.Options()
-        # A buffer after this one would count what nobody has taken.
-        options.experimental_optimization.inject_prefetch = False
-        return _tf.map_in_place(dataset, add).with_options(options)
-
-    def read(self) -> list[int] | None:
-        """The rows so far, by tower; None where the elements have no rows to be counted."""
-        return self._counts.numpy().tolist() if self._counted else None
+# Gives the rows so far, by tower; None where the elements have no rows to be counted.
+Count = Callable[[], "list[int] | None"]
 
 
 def followed(towers: int, first: int, dataset: tf.data.Dataset,
-             rows_of: Callable[[Any], Any]) -> tuple[tf.data.Dataset, RowCount | None]:
+             rows_of: Callable[[Any], Any]) -> tuple[tf.data.Dataset, Count | None]:
     """An :data:`iterators.Follow` of these towers: a dataset, counted, and its count."""
     with quiet.harmless("count the towers' rows"):
-        count = RowCount(towers, first)
-        return count.follow(dataset, rows_of), count
+        return _counted(slice(first, first + towers), dataset, rows_of)
     return dataset, None
+
+
+def _counted(here: slice, dataset: tf.data.Dataset,
+             rows_of: Callable[[Any], Any]) -> tuple[tf.data.Dataset, Count]:
+    with tf.init_scope(), tf.device("CPU:0"):
+        # Neither tf.Variable nor traced: it must not become a variable of the strategy.
+        counts = _tf.ResourceVariable(tf.zeros([here.stop - here.start], tf.int64), trainable=False)
+    has_rows = True
+
+    def add(*element: Any) -> Any:
+        nonlocal has_rows
+        rows = rows_of(element)
+        has_rows = has_rows and rows is not None
+        if rows is not None:  # of this machine's towers, or of all
+            counts.assign_add(rows if rows.shape == counts.shape else rows[here], read_value=False)
+        return element if len(element) > 1 else element[0]
+
+    options = tf.data.Options()
+    # A buffer after this one would count what nobody has taken.
+    options.experimental_optimization.inject_prefetch = False
+    return (_tf.map_in_place(dataset, add).with_options(options),
+            lambda: counts.numpy().tolist() if has_rows else None)
 
 
 class Watch:
@@ -89,7 +83,7 @@ class Watch:
         self.once = len(self.placement.towers) > 1 and self._eager
         self._model, self._most = model, most
         self._start = self._epoch_start = time.perf_counter()
-        self._before: dict[RowCount | None, list[int] | None] = {}
+        self._before: dict[Count | None, list[int] | None] = {}
         # A training that an error ended between two steps may have left a wrapper.
         self._function = getattr(model.train_function, _WRAPPED, model.train_function)
         model.train_function = self._wrapper = self._wrapped(self._function)
@@ -99,7 +93,7 @@ class Watch:
     def begin(self, epoch: int) -> None:
         self._epoch = epoch
         self._calls = 0
-        self._before = {count: count.read() for count in self._before if count is not None}
+        self._before = {count: count() for count in self._before if count is not None}
         self._epoch_start = time.perf_counter()
 
     def end(self) -> None:
@@ -150,7 +144,7 @@ class Watch:
         """The rows taken in this epoch from the iterators that were trained on, by tower."""
         total = [0] * len(self.placement.towers)
         for count, before in self._before.items():
-            now = None if count is None else count.read()
+            now = None if count is None else count()
             if now is None or before is None:
                 return None
             total = [sum(rows) - then for *rows, then in zip(total, now, before)]
