@@ -105,7 +105,7 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
         variable) for metric in metrics for variable in names.variables_of(metric))])
     for optimizer in optimizers:
         check_owner(strategy, f"optimizer {getattr(optimizer, 'name', '')!r} of model "
-                              f"{model.name!r}", names.owner_of_optimizer(optimizer))
+                              f"{model.name!r}", getattr(optimizer, names.OWNER_OF_OPTIMIZER, None))
     for optimizer in optimizers:
         set_owner(optimizer, strategy)
     local = [variable for metric in metrics for variable in names.adopt_metric(strategy, metric)]
@@ -121,7 +121,7 @@ def take_optimizer(optimizer: Any, names: Any) -> None:
     context = contexts.current()
     if context is not None:
         check_owner(context.strategy, f"optimizer {getattr(optimizer, 'name', '')!r}",
-                    names.owner_of_optimizer(optimizer))
+                    getattr(optimizer, names.OWNER_OF_OPTIMIZER, None))
         set_owner(optimizer, context.strategy)
 
 

@@ -23,8 +23,8 @@ from towerstrategy.variables import rules, tower_local
 
 # The base class whose methods are hooked, and that of models.
 MODEL, TRAINER = base_trainer.Trainer, tf_trainer.TensorFlowTrainer
-# Where a model has its strategy.
-OWNER = "_distribute_strategy"
+# Where a model, and where an optimizer, has its strategy.
+OWNER, OWNER_OF_OPTIMIZER = "_distribute_strategy", "_distribution_strategy"
 # The methods of a model that Keras runs in no scope.
 ENTRIES = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch",
            "predict_on_batch", "make_train_function", "make_test_function", "make_predict_function",
@@ -62,10 +62,6 @@ def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
         if isinstance(value, _tf.BaseResourceVariable) and strategy.num_replicas_in_sync > 1:
             variable._value = tower_local.make_tower_local(strategy, value)
     return list(metric.variables)
-
-
-def owner_of_optimizer(optimizer: Any) -> Any:
-    return optimizer._distribution_strategy
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:

@@ -48,7 +48,7 @@ def apply(original: Callable[..., Any], self: Any, grads: Any,
 @contextlib.contextmanager
 def _in_own_scope(optimizer: Any, targets: Any) -> Iterator[None]:
     """Within, an optimizer that is called in no strategy's scope is in its own, and built there."""
-    strategy = names.owner_of_optimizer(optimizer)
+    strategy = getattr(optimizer, names.OWNER_OF_OPTIMIZER)
     if tf.distribute.has_strategy() or not kind.is_tower_strategy(strategy):
         yield
         return

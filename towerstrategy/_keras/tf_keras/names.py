@@ -22,7 +22,8 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.variables import one_copy, rules, tower_local
 
 MODEL = TRAINER = training.Model
-OWNER = "_distribution_strategy"
+# Optimizers take whatever strategy is there, and only their slots count.
+OWNER, OWNER_OF_OPTIMIZER = "_distribution_strategy", ""
 ENTRIES = ("compile",)  # all others enter the model's scope first
 METRIC = base_metric.Metric
 OPTIMIZERS = (new_optimizer.Optimizer, optimizer_v2.OptimizerV2,
@@ -73,11 +74,6 @@ def adopt_metric(strategy: tf.distribute.Strategy, metric: Any) -> list[Any]:
                 one_copy.into_tower_variable(variable, strategy)  # tf_keras looks whose it is
             local.append(variable)
     return local
-
-
-def owner_of_optimizer(optimizer: Any) -> Any:
-    """None: tf_keras' optimizers take whatever strategy is there, and only their slots count."""
-    del optimizer
 
 
 def variables_of_layer(layer: Any) -> Iterator[tuple[Any, bool]]:

@@ -32,18 +32,14 @@ _EXTREMES = {"max": tf.reduce_max, "min": tf.reduce_min, "and": tf.reduce_all,
 
 # Bytes from which a tensor crosses by itself; smaller ones are packed up to as many.
 LARGE = 2**22
-_made: list[Machines] = []
-
-
-def numbered(number: int) -> Machines:
-    return _made[number]
+MADE: list[Machines] = []  # in this process; iterators' type specs hold the number of one
 
 
 class Machines(Workers):
     """The collectives of one strategy's workers.
 
-    Everything crosses from and to the merge device.  ``number`` is this object's among those made
-    in this process, see :func:`numbered`; ``towers_of`` are the numbers of each worker's towers.
+    Everything crosses from and to the merge device.  ``number`` is this object's in :data:`MADE`,
+    ``towers_of`` are the numbers of each worker's towers.
 
     Raises:
       ValueError: workers have shares of different kinds, or different clusters.
@@ -52,8 +48,8 @@ class Machines(Workers):
 
     def __init__(self, cluster: clusters.Cluster, placement: devices_lib.Placement,
                  options: Any = None) -> None:
-        self.cluster, self.number = cluster, len(_made)
-        _made.append(self)
+        self.cluster, self.number = cluster, len(MADE)
+        MADE.append(self)
         self.count, self.index = len(cluster.tasks), cluster.index
         self.towers, self._device = len(placement.towers), placement.merge
         self._launcher = _tf.CollectiveLauncher(self._device, self.count, options)

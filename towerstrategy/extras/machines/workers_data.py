@@ -37,7 +37,7 @@ class Agreement(NamedTuple):
 
     @property
     def _workers(self) -> collectives.Machines:
-        return collectives.numbered(self.number)
+        return collectives.MADE[self.number]
 
     def batch(self, iterator: Any) -> Nest:
         """The next element that any worker has."""
