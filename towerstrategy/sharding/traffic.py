@@ -21,15 +21,7 @@ import tensorflow as tf
 
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
-from towerstrategy.sharding.spec import (
-    REPLICATED,
-    SUM,
-    ListOf,
-    Replicated,
-    Sharded,
-    Size,
-    Spec,
-)
+from towerstrategy.sharding.spec import REPLICATED, SUM, ListOf, Replicated, Sharded, Size, Spec
 
 # Rows of a tower where nobody knows: on CPU devices, elsewhere.
 ROWS, MANY_ROWS = 64, 1024

@@ -18,15 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding.spec import (
-    REPLICATED,
-    ListOf,
-    Partial,
-    Replicated,
-    Sharded,
-    Size,
-    Spec,
-)
+from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Replicated, Sharded, Size, Spec
 
 HOST = -1  # in place of a tower: the CPU that numbers of rows are kept on
 

@@ -13,13 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy.sharding.rules import blocks, reshapes, shapes
-from towerstrategy.sharding.rules.dimensions import (
-    DIMS,
-    MIXED,
-    but,
-    by_names,
-    is_plain,
-)
+from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names, is_plain
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import Op, Plan, Rule, rule
 from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Sharded, Size, Spec
