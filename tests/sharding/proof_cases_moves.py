@@ -396,8 +396,12 @@ def _sizes() -> None:
             "BroadcastGradientArgs", lambda x, y: _summed_again(x, y), real(*first), real(*second)
         )
         case("BroadcastGradientArgs", np.asarray(first, np.int32), np.asarray(second, np.int32))
-    for equation in ("...x,xy->...y", "...ax,xy->...ya"):
-        around("AddV2", _of_einsum(equation), real(6, 3, 4), real(4, 2), title=equation)
+    for equation in ("...x,xy->...y", "...ax,xy->...ya", "a...x,xy->a...y"):
+        for type in ("AddV2", "Sum"):
+            around(type, _of_einsum(equation), real(6, 3, 4), real(4, 2), title=equation)
+    for axis in (0, 1, [1, 2]):
+        around("Transpose", lambda x, axis=axis: tf.gradients(tf.reduce_prod(x, axis), x),
+               real(6, 2, 3), title=f"of products over {axis}")
     for values in ([4, 6, 2], [6], [12, 4]):
         case("Prod", np.asarray(values, np.int32), [0])
     around("Prod", lambda x: raw.Prod(input=tf.shape(x), axis=[0]), real(6, 4))

@@ -41,7 +41,8 @@ def _constant_value(tensor: tf.Tensor) -> Any:
         body = body_of(tensor.graph, tensor.op.get_attr("f").name)
         value = tf.get_static_value(body.outputs[tensor.value_index])
     # Axes that are computed from constants, on which tf.get_static_value gives up.
-    if value is None and tensor.dtype.is_integer and tensor.shape.is_fully_defined():
+    if value is None and tensor.dtype.is_integer and (
+            tensor.shape.is_fully_defined() or tensor.shape.rank == 1):
         with tensor.graph._c_graph.get() as c_graph:
             value = pywrap_tf_session.TF_TryEvaluateConstant_wrapper(
                 c_graph, tensor._as_tf_output())

@@ -137,8 +137,9 @@ def _broadcast(shapes: Sequence[Sequence[int | None] | None]) -> list[int | None
 
 
 def _entries(tensor: tf.Tensor, depth: int) -> Entries | None:
-    if not tensor.dtype.is_integer or not tensor.shape.is_fully_defined() \
-            or tensor.shape.num_elements() > _LARGEST:
+    known = tensor.shape.is_fully_defined()
+    if not tensor.dtype.is_integer or not known and tensor.shape.rank != 1 \
+            or known and tensor.shape.num_elements() > _LARGEST:
         return None
     operation, found = tensor.op, None
     if depth and operation.type in ("Shape", "ShapeN"):
@@ -150,10 +151,12 @@ def _entries(tensor: tf.Tensor, depth: int) -> Entries | None:
     elif depth and operation.type in _MADE:
         inputs = [_entries(each, depth - 1) for each in operation.inputs]
         found = outputs_of(operation, inputs)[tensor.value_index]
-    if found is None or found.shape != tensor.shape:
-        known = _tf.constant_value(tensor)
-        found = np.full(tensor.shape.as_list(), None, object) if known is None \
-            else np.asarray(known).astype(object)
+    if found is None or not tensor.shape.is_compatible_with(found.shape):
+        value = _tf.constant_value(tensor)
+        if value is None and not known:
+            return None
+        found = np.full(tensor.shape.as_list(), None, object) if value is None \
+            else np.asarray(value).astype(object)
     return found
 
 
@@ -236,6 +239,13 @@ def _offsets(operation: tf.Operation, axis: Any, *shapes: Any) -> list[Entries]:
     return made
 
 
+def _of_broadcast(operation: tf.Operation, *shapes: Any) -> list[Entries]:
+    """Over which axes the gradients of a broadcast are summed."""
+    rank = max(map(len, shapes))
+    return [np.flatnonzero([*[True] * (rank - len(shape)), *(shape == 1)]).astype(object)
+            for shape in shapes]
+
+
 def _stitched(operation: tf.Operation, *inputs: Any) -> Entries | None:
     places, entries = inputs[:len(inputs) // 2], inputs[len(inputs) // 2:]
     shape = operation.outputs[0].shape
@@ -259,6 +269,6 @@ _MADE: dict[str, tuple[str, Callable[..., Any]]] = {
     "Unpack": ("e", lambda _, entries: [_array([each], []) for each in entries]
                if entries.ndim == 1 else None),
     "Transpose": ("ek", lambda _, entries, order: entries.transpose(order)),
-    "Prod": ("k-", _product),
+    "Prod": ("k-", _product), "BroadcastGradientArgs": ("k", _of_broadcast),
     "ConcatOffset": ("k-", _offsets), "DynamicStitch": ("-", _stitched),
     **dict.fromkeys(_ARITHMETIC, ("e", _arithmetic))}

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names, of_all_rows
+from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded, Size, Sizes, Spec
 
@@ -63,9 +64,13 @@ def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return Plan(takes, [SUM]) if op.type == "Sum" and spec == SUM else None
     if not isinstance(spec, Sharded) or isinstance(specs[1], Axes):
         return None
-    axes = op.axes(1, op.rank(0))
-    if axes is None:
+    named = entries_of(op.inputs[1])
+    if named is None or None in named or op.rank(0) is None:
         return None
+    axes = [axis % max(op.rank(0), 1) for axis in named.flat]
+    if op.out_rank() is None:  # TensorFlow does not know the axes
+        op.outputs[0].set_shape([1 if at in axes else size for at, size in enumerate(
+            op.inputs[0].shape) if keep or at not in axes])
     if op.type == "Mean" and op.inputs[0].dtype.is_floating and spec.dim in axes:
         return Plan(takes, [SUM], make=lambda m: _mean(m, spec, axes, keep), alone=-1)
     parts = Partial(_PARTS[op.type]) if op.type in _PARTS else None
