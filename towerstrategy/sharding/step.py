@@ -157,6 +157,11 @@ class _Inputs:
         if all(isinstance(part, tf.Tensor) and part.shape.rank for part in parts):
             return _Rows(parts, getattr(leaf, "rows", None), self._strategy.extended.workers,
                          getattr(leaf, "batch", 0))
+        known, kind = self._strategy.extended.done_with_all_rows, type(parts[0]).__name__
+        if len(parts) > 1 and kind not in known:
+            known[kind] = "a component of the batch", 0, ""
+            _log.info("What is made of a %s of the batch is done once, with the rows of all "
+                      "towers.", kind)
         return whole(self._strategy, leaf)
 
     def check_rows(self) -> None:

@@ -95,6 +95,15 @@ class DescribeTest(parameterized.TestCase):
         self.assertStartsWith(header, "done with all rows  bytes an example")
         self.assertRegex(row, r"^TopKV2 +8 .*report_test.py:\d+$")
 
+    def test_components_that_are_not_sharded(self):
+        """Else a model of sparse or ragged inputs trains on one device, and nobody says so."""
+        strategy = TowerStrategy(TOWERS)
+        rows = tf.RaggedTensor.from_row_lengths(tf.ones([6]), [1, 2, 3])
+        with self.assertLogs("towerstrategy", "INFO") as logs:
+            strategy.function(lambda x: tf.reduce_sum(x, 1))(strategy.split(rows))
+        self.assertIn("of a RaggedTensor of the batch", logs.output[-1])
+        self.assertIn("RaggedTensor", strategy.describe())
+
     @parameterized.parameters(None, types.SimpleNamespace(get_ipython=lambda: None))
     def test_is_plain_text_elsewhere(self, shell):
         """Else R, which takes a str but nothing derived from it, gets an object it cannot print."""
