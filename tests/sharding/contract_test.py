@@ -55,6 +55,8 @@ RIGHT = {
         x @ w[0], towerstrategy.whole_batch(x @ w[0]))) + mean_squared(w, x, y),
     "dropout": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(squares(w, tf.nn.dropout(
         x, 1e-9), y))),
+    "drawn": lambda s, w, x, y: mean_squared(w, x + 0. * tf.cast(tf.random.categorical(
+        tf.matmul(x, w[0]), 3, seed=1), x.dtype), y),
     "mean_of_all": lambda s, w, x, y: mean_squared(w, x - tf.distribute.get_replica_context(
         ).all_reduce("SUM", tf.reduce_sum(x, 0)) / 8, y),
     "chosen": lambda s, w, x, y: mean_squared(

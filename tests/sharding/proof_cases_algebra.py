@@ -184,6 +184,7 @@ def _draws() -> None:
         case("RandomShuffle", real(*shape), seed=1, seed2=2)
         if len(shape) == 2:
             case("Multinomial", real(*shape), 3, seed=1, seed2=2)
+            case("StatelessMultinomial", real(*shape), 3, [1, 2])
 
 
 def _segments() -> None:

@@ -161,7 +161,8 @@ def _each(operation: tf.Operation, states: Sequence[State], nested: bool) -> lis
             return [scalars] * count
     specs = [state.spec if state.spec is not None else REPLICATED for state in states]
     plan = registry.plan_of(Op(operation), specs)
-    if plan is None or not all(_goes_in(spec, wanted, operation.inputs[index])
+    own = plan is not None and plan.once and plan.alone == 0  # done for the tower's rows alone
+    if plan is None or not own and not all(_goes_in(spec, wanted, operation.inputs[index])
                                for index, (spec, wanted) in enumerate(zip(specs, plan.takes))):
         crosses = any(isinstance(spec, (Sharded, Partial)) for spec in specs) and not any(
             isinstance(spec, ListOf) for spec in specs)

@@ -53,14 +53,15 @@ def draw_by_state(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return Plan([REPLICATED] * len(specs), [size.shards(size.at)], once=True)
 
 
-@rule("RandomShuffle", "Multinomial")
+@rule("RandomShuffle", "Multinomial", "StatelessMultinomial")
 def draw_of_rows(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Of all rows, as the draws are one after another."""
     spec = specs[0]
     if not isinstance(spec, Sharded) or spec.one_block or op.out_rank() is None \
-            or op.type == "Multinomial" and spec.dim:
+            or op.type != "RandomShuffle" and spec.dim:
         return None
-    return Plan([REPLICATED] * len(specs), [spec], once=True)
+    return Plan([REPLICATED] * len(specs), [spec], once=True,
+                alone=None if op.type == "RandomShuffle" else 0)
 
 
 def _drawn(m: Any, width: int) -> list[Any]:

@@ -150,9 +150,9 @@ class Plan:
       make: makes the towers' operations in place of a copy of the operation on each; it is called
         with a :class:`maker.Maker` and gives, for each output, one value a tower. For a rule
         whose towers need to do something else than one device does.
-      alone: with ``make``: by which power of a tower's share of the rows what the operation itself
-        gives there differs from what ``make`` gives; None where it is something else.  For
-        ``strategy.run``, where a tower does what was written.
+      alone: with ``make`` or ``once``: by which power of a tower's share of the rows what the
+        operation itself gives there differs from what they give; None where it is something else.
+        For ``strategy.run``, where a tower does what was written.
       padded: a tower without rows gets one of zeros, which is cut off behind: for kernels that fail
         on no rows, or give something of a wrong shape.
       sizes: what may stand for the last input, a shape: -1 where the rows are; so no tower makes
