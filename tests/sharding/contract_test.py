@@ -57,6 +57,10 @@ RIGHT = {
         x, 1e-9), y))),
     "drawn": lambda s, w, x, y: mean_squared(w, x + 0. * tf.cast(tf.random.categorical(
         tf.matmul(x, w[0]), 3, seed=1), x.dtype), y),
+    "one_of_two_views": lambda s, w, x, y: mean_squared(
+        w, tf.split(tf.concat([x * w[0][:, 0], x * w[0][:, 1]], 0), 2)[1], y),
+    "one_after_another": lambda s, w, x, y: mean_squared(w, tf.map_fn(
+        lambda row: row * w[0][:, 0], x), y),
     "mean_of_all": lambda s, w, x, y: mean_squared(w, x - tf.distribute.get_replica_context(
         ).all_reduce("SUM", tf.reduce_sum(x, 0)) / 8, y),
     "chosen": lambda s, w, x, y: mean_squared(

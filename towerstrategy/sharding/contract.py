@@ -112,7 +112,9 @@ class Contract:
         states = [self.of(tensor) for tensor in operation.inputs]
         count = len(operation.outputs)
         if count == 1 and scaling.is_zero(operation.outputs[0]):
-            return [SAME]
+            known = all(state.spec is not None for state in states)
+            made = _each(operation, states, self._nested)[0] if known else SAME
+            return [made if isinstance(made.spec, Sharded) else SAME]
         if operation.type in scaling.ADDITIVE:
             states = _without_zeros(operation, states)
         if all(state == SAME for state in states):
@@ -164,8 +166,9 @@ def _each(operation: tf.Operation, states: Sequence[State], nested: bool) -> lis
     own = plan is not None and plan.once and plan.alone == 0  # done for the tower's rows alone
     if plan is None or not own and not all(_goes_in(spec, wanted, operation.inputs[index])
                                for index, (spec, wanted) in enumerate(zip(specs, plan.takes))):
+        listed = operation.outputs and operation.outputs[0].dtype == tf.variant  # for a loop
         crosses = any(isinstance(spec, (Sharded, Partial)) for spec in specs) and not any(
-            isinstance(spec, ListOf) for spec in specs)
+            isinstance(spec, ListOf) for spec in specs) and not listed
         return [State(None, 0, _cause(operation, specs)) if crosses else UNKNOWN] * count
     power = _power(operation, states)
     # As wide as the tower has rows, where one device's is as wide as the batch.
