@@ -7,6 +7,7 @@ functions do what the kernels do. They refuse what the kernels refuse.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,24 +17,48 @@ import tensorflow as tf
 INPUT, STATE, CELL, PARAMS, LENGTHS = range(5)
 OUTPUT_GRADIENTS, KEPT = slice(8, 11), 11
 
+_numbers = itertools.count()
+
 
 def with_kernels(graph: tf.Graph) -> tf.Graph:
     """``graph``, or a copy of it with functions in place of the operations that have no kernel."""
-    if not any(operation.type in KERNELS for operation in graph.get_operations()):
+    graph_def = graph.as_graph_def()
+    functions = list(graph_def.library.function)
+    nodes = [node for some in (graph_def.node, *(each.node_def for each in functions))
+             for node in some if node.op in KERNELS]
+    if not nodes:
         return graph
-    graph_def = graph.as_graph_def(add_shapes=False)
+    new = f"_emulated_{next(_numbers)}"  # TensorFlow knows other functions of these names
+    for function in functions:
+        function.signature.name += new
+        _renumber(function)
+    for some in (graph_def.node, *(each.node_def for each in functions)):
+        for value in (value for node in some for value in node.attr.values()):
+            for called in [value.func] * value.HasField("func") + list(value.list.func):
+                called.name += new
     with tf.Graph().as_default() as made:
-        for node in graph_def.node:
-            if node.op in KERNELS:
-                _call(graph_def, node, graph.get_operation_by_name(node.name))
+        for node in nodes:
+            _call(graph_def, node)
         tf.import_graph_def(graph_def, name="")
     return made
 
 
-def _call(graph_def: Any, node: Any, operation: tf.Operation) -> None:
+def _renumber(function: Any) -> None:
+    """Within a function an operation's outputs have names; those of a call have numbers."""
+    numbered = {f"{node.name}:{name}:0": f"{node.name}:output:{place}" for node in function.node_def
+                for place, name in enumerate(OUTPUTS.get(node.op, ()))}
+    for node in function.node_def:
+        node.input[:] = [numbered.get(name, name) for name in node.input]
+    for name, given in function.ret.items():
+        function.ret[name] = numbered.get(given, given)
+
+
+def _call(graph_def: Any, node: Any) -> None:
     """Has a node call a function of the graph's library."""
-    concrete = _function(node.op, operation.get_attr("rnn_mode"), operation.get_attr("time_major"),
-                         tuple(tensor.dtype for tensor in operation.inputs))
+    kind = tf.as_dtype(node.attr["T"].type)
+    given = (*[kind] * 4, *[tf.int8] * (len(OUTPUTS[node.op]) - 4))
+    taken = (*[kind] * 4, tf.int32, *([kind] * 7 + [tf.int8]) * (node.op != "CudnnRNNV3"))
+    concrete = _function(node.op, node.attr["rnn_mode"].s, node.attr["time_major"].b, taken)
     library = graph_def.library.function
     have = {each.signature.name for each in library}
     library.extend(each for each in (
@@ -42,8 +67,8 @@ def _call(graph_def: Any, node: Any, operation: tf.Operation) -> None:
     node.op = "PartitionedCall"
     node.attr.clear()
     node.attr["f"].func.name = concrete.function_def.signature.name
-    for name, tensors in (("Tin", operation.inputs), ("Tout", operation.outputs)):
-        node.attr[name].list.type.extend(tensor.dtype.as_datatype_enum for tensor in tensors)
+    for name, dtypes in (("Tin", taken), ("Tout", given)):
+        node.attr[name].list.type.extend(dtype.as_datatype_enum for dtype in dtypes)
 
 
 @functools.cache
@@ -121,3 +146,6 @@ def _gradient(inputs: Sequence[tf.Tensor], rnn_mode: bytes, time_major: bool) ->
 
 KERNELS: dict[str, Callable[..., list[tf.Tensor]]] = {
     "CudnnRNNV3": _recurrent, "CudnnRNNBackpropV3": _gradient}
+OUTPUTS = {"CudnnRNNV3": ("output", "output_h", "output_c", "reserve_space", "host_reserved"),
+           "CudnnRNNBackpropV3": ("input_backprop", "input_h_backprop", "input_c_backprop",
+                                  "params_backprop")}

@@ -316,6 +316,18 @@ def switch_by_batch(y, z):
 
 
 @loss_program
+def branches_in_branches(y, z):
+    """Of which each keeps something else for its gradient: rows, sums, lists of a loop."""
+    def turned():
+        return tf.while_loop(lambda held, number: number < 3, lambda held, number: (
+            tf.tanh(held * 1.5) + tf.reduce_mean(held, 0), number + 1), (z, 0))[0]
+
+    return cross_entropy(y, tf.cond(
+        tf.reduce_mean(z) > 0, lambda: tf.exp(z) * tf.reduce_sum(tf.sin(z), 0),
+        lambda: tf.cond(tf.reduce_max(z) > .5, turned, lambda: tf.tanh(z) * z)))
+
+
+@loss_program
 def recomputed(y, z):
     return cross_entropy(y, tf.recompute_grad(lambda t: tf.tanh(t - tf.reduce_mean(t, 0)))(z))
 

@@ -537,6 +537,14 @@ def _lists() -> None:
     def stacked(held: tf.Tensor, shape: Any) -> tf.Tensor:
         return raw.TensorListStack(input_handle=held, element_shape=shape, **kind)
 
+    def kept(x: tf.Tensor) -> Any:
+        held = raw.OptionalFromValue(components=[x])
+        return raw.OptionalGetValue(
+            optional=held, output_types=[x.dtype], output_shapes=[None])[0]
+
+    for type in ("OptionalFromValue", "OptionalGetValue"):
+        around(type, kept, real(6, 12))
+
     def set_items(shape: Any, *entries: tf.Tensor) -> tf.Tensor:
         held = raw.TensorListReserve(element_shape=shape, num_elements=len(entries), **kind)
         for at, entry in enumerate(entries):

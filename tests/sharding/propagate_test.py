@@ -299,6 +299,36 @@ class PropagateTest(absltest.TestCase):
 
         self.assertEqual(_outputs(branch, ROWS, WHOLE), [REPLICATED, SUM])
 
+    def test_gradients_of_branches_keep_rows(self):
+        """A branch's gradient would be made with all rows, as all that is kept for it."""
+        def gradient(x, w):
+            with tf.GradientTape() as tape:
+                tape.watch([x, w])
+                y = tf.cond(tf.reduce_sum(x) > 0,
+                            lambda: tf.tanh(x) * tf.reduce_sum(tf.sin(x), 0),
+                            lambda: tf.exp(x * w) + tf.cos(x))
+                loss = tf.reduce_sum(y ** 2)
+            return tape.gradient(loss, [x, w])
+
+        layout = _layout(gradient, ROWS, WHOLE)
+        self.assertEqual(layout.outputs, [Sharded(0), SUM])
+        self.assertEmpty(list(layout.all_fallbacks()))
+
+    def test_what_branches_of_one_condition_keep_is_not_anothers(self):
+        """One branch's rows would be read as the other's sum."""
+        def kept(x, w):
+            def of(value):
+                return tf.raw_ops.OptionalFromValue(components=[value])
+
+            made = tf.cond(tf.reduce_sum(w) > 0, lambda: of(x), lambda: of(tf.reduce_sum(x, 0)))
+            read = [lambda: tf.reduce_sum(tf.raw_ops.OptionalGetValue(
+                optional=made, output_types=[tf.float32], output_shapes=[None])[0])] * 2
+            return tf.cond(tf.reduce_sum(w) > 1, *read)
+
+        layout = _layout(kept, ROWS, WHOLE)
+        self.assertEqual(layout.outputs, [REPLICATED])
+        self.assertNotEmpty(list(layout.all_fallbacks()))
+
     def test_lists_hold_each_towers_entries(self):
         """A recurrent layer would gather each of its outputs."""
         def loop(x, w):

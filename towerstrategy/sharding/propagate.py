@@ -11,13 +11,14 @@ is said by graphs of their own.  The specs of a loop's variables are a fixpoint 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import graphs, traffic as traffic_lib
+from towerstrategy.sharding import graphs, joined, traffic as traffic_lib
 from towerstrategy.sharding.rules import lists, registry
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import (
@@ -197,13 +198,17 @@ class _Propagation:
         if not self._lists and any(isinstance(spec, ListOf) for spec in plan.gives):
             return False
         return plan.takes == specs or all(
-            can_become(spec, wanted) and self._is_each_towers(tensor, spec, wanted)
+            joined.can_become(spec, wanted) and self._is_each_towers(tensor, spec, wanted)
             for tensor, spec, wanted in zip(operation.inputs, specs, plan.takes))
 
     def _is_each_towers(self, tensor: tf.Tensor, spec: Spec, wanted: Spec) -> bool:
         """Whether each tower has what is in a list that is ``wanted``; else it has all rows."""
-        return not isinstance(wanted, ListOf) or isinstance(spec, ListOf) or lists.is_empty(
-            tensor, wanted.element, lambda inner: self._given.get((inner.graph, inner.name)))
+        return not isinstance(wanted, ListOf) or isinstance(spec, ListOf) \
+            or self._is_empty([tensor], 0, wanted.element)
+
+    def _is_empty(self, tensors: Sequence[tf.Tensor], number: int, element: Spec | None) -> bool:
+        return lists.is_empty(tensors[number], element,
+                              lambda inner: self._given.get((inner.graph, inner.name)))
 
     def _entered(self, graph: Any, given: Iterable[tf.Tensor]) -> None:
         """Notes what a function is called with."""
@@ -235,18 +240,23 @@ class _Propagation:
         branches = graphs.branches_of(operation)
         for graph in branches:
             self._entered(graph, operation.inputs[1:])
-        layouts = [self.layout(graph, specs[1:]) for graph in branches]
+        condition = operation.inputs[0].ref()
+        layouts = [self.layout(graph, [joined.in_branch(condition, number, spec)
+                                       for spec in specs[1:]])
+                   for number, graph in enumerate(branches)]
         added_up = [isinstance(spec, Partial) and any(
             _is_wanted_whole(layout, layout.graph.inputs[place]) for layout in layouts)
             for place, spec in enumerate(specs[1:])]
         if any(added_up):  # before, so that it crosses once with all that crosses as often
             return self._branch(operation, [specs[0], *(
                 REPLICATED if whole else spec for whole, spec in zip(added_up, specs[1:]))])
-        gives = [_joined(outputs) for outputs in zip(*(each.outputs for each in layouts))]
-        for layout in layouts:
-            for tensor, spec, wanted in zip(layout.graph.outputs, layout.outputs, gives):
-                if not can_become(spec, wanted) or not self._is_each_towers(tensor, spec, wanted):
-                    raise CannotGather(operation.type)
+        given = zip(zip(*(graph.outputs for graph in branches)),
+                    zip(*(layout.outputs for layout in layouts)))
+        gives = [joined.of_branches(condition, outputs, functools.partial(self._is_empty, tensors))
+                 for tensors, outputs in given]
+        if any(not joined.can_become(spec, wanted) for layout in layouts
+               for spec, wanted in zip(layout.outputs, gives)):
+            raise CannotGather(operation.type)
         local = all(is_local(layout, gives) for layout in layouts)
         return Nested(layouts, [REPLICATED, *specs[1:]], gives, local)
 
@@ -276,7 +286,7 @@ class _Propagation:
         wanted = list(specs)
         for _ in range(ROUNDS):
             layout = self.layout(body, wanted)
-            after = [_turned(before, now, tensor) for before, now, tensor
+            after = [joined.turned(before, now, tensor) for before, now, tensor
                      in zip(wanted, layout.outputs, operation.inputs)]
             if after == wanted:
                 return wanted, layout
@@ -320,61 +330,12 @@ def _bytes_an_example(tensor: tf.Tensor, spec: Sharded) -> int:
     return int(count * tensor.dtype.size)
 
 
-def can_become(spec: Spec, wanted: Spec) -> bool:
-    """Whether what is of ``spec`` can be redistributed to ``wanted``."""
-    if spec == wanted:
-        return True
-    if isinstance(wanted, Replicated):
-        return not isinstance(spec, ListOf)
-    if isinstance(wanted, Sharded):
-        if isinstance(spec, Sharded) and spec == dataclasses.replace(wanted, broadcast=False):
-            return True
-        return not wanted.one_block and not isinstance(spec, ListOf)
-    if isinstance(wanted, Partial):
-        return wanted == Partial("sum") and not isinstance(spec, ListOf)
-    if isinstance(wanted, ListOf):
-        return isinstance(spec, (ListOf, Replicated))
-    return False
-
-
-def _joined(specs: Sequence[Spec]) -> Spec:
-    """What branches give that give these."""
-    first = specs[0]
-    if all(spec == first for spec in specs):
-        return first
-    lists = [spec for spec in specs if isinstance(spec, ListOf)]
-    if lists:
-        return next((spec for spec in lists if spec.element is not None), lists[0])
-    sums = first == SUM and all(isinstance(spec, Replicated) or spec == SUM for spec in specs)
-    return SUM if sums else REPLICATED
-
-
-def _turned(before: Spec, after: Spec, tensor: tf.Tensor) -> Spec:
-    """What a loop's variable is to be that was ``before`` and is ``after`` behind the body."""
-    if before == after or isinstance(after, Replicated) and isinstance(before, Replicated):
-        return before
-    if isinstance(before, ListOf) or isinstance(after, ListOf):
-        known = [spec for spec in (before, after)
-                 if isinstance(spec, ListOf) and spec.element is not None]
-        return known[-1] if known else ListOf()
-    if isinstance(before, Replicated):
-        if isinstance(after, Partial):
-            return after if after.reduction == "sum" else REPLICATED
-        if isinstance(after, Sharded) and not after.group and tensor.shape.rank is not None \
-                and tensor.shape[after.dim] != 1:
-            return after
-    if before == SUM and isinstance(after, Replicated):
-        return before
-    return REPLICATED
-
-
 def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) -> bool:
     """Whether each tower can do all of this by itself, as it was traced, and gets ``outputs``.
 
     ``compiled`` says whether XLA compiles it, which has no kernels that fail on no rows.
     """
-    if any(spec != wanted and not (isinstance(spec, Replicated) and isinstance(wanted, Replicated))
-           for spec, wanted in zip(layout.outputs, outputs)):
+    if not _as_taken(layout.outputs, outputs):
         return False
     return all(_is_local(layout, operation, compiled) for operation in layout.order
                if operation.name in layout.plans)

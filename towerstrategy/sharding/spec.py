@@ -19,7 +19,7 @@ A step is traced once, with all rows of the global batch.  Each of its tensors i
 from __future__ import annotations
 
 import dataclasses
-from typing import Union
+from typing import Any, Union
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +162,16 @@ class Size(_Grouped):
 
 @dataclasses.dataclass(frozen=True)
 class ListOf:
-    """A ``TensorList`` of each tower's own; ``element`` is what its entries are (None: unknown)."""
+    """A ``TensorList`` of each tower's own; or an optional, a list of one.
+
+    Attributes:
+      element: what its entries are; None if unknown.
+      by_branch: where branches have made it of other entries each: what stands for their condition,
+        and what the entries of each are.
+    """
 
     element: Spec | None = None
+    by_branch: tuple[Any, tuple[Spec | None, ...]] | None = None
 
 
 Spec = Union[Replicated, Sharded, Partial, Size, ListOf]

@@ -103,7 +103,7 @@ class Value:
         return [self.part(tower) for tower in range(len(self.towers))]
 
     def as_spec(self, wanted: Spec) -> Value:
-        """The same tensor as another spec, see ``propagate.can_become``."""
+        """The same tensor as another spec, see ``joined.can_become``."""
         if wanted is self.spec or wanted == self.spec:
             return self
         if wanted not in self._others:

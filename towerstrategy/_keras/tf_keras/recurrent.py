@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tf_keras.src.layers.rnn import gru, lstm
+from tf_keras.src.layers.rnn import gru, gru_lstm_utils, lstm
+from tf_keras.src.utils import control_flow_util
 
 from towerstrategy import contexts
 
@@ -27,9 +28,10 @@ def generate_defun_backend(original: Callable[..., Any], api: str, device: str,
         return function
 
     def call(*, zero_output_for_mask: bool, **given: Any) -> Any:
-        # With a mask Keras asks while the step runs whether cuDNN can do it. A loop a tower can.
-        if given["mask"] is None:
-            return _WITH_CUDNN[layer](**given)
-        return function(zero_output_for_mask=zero_output_for_mask, **given)
+        return control_flow_util.smart_cond(
+            gru_lstm_utils.is_cudnn_supported_inputs(
+                given["mask"], given["time_major"], given["sequence_lengths"]),
+            lambda: _WITH_CUDNN[layer](**given),
+            lambda: layer(zero_output_for_mask=zero_output_for_mask, **given))
 
     return call

@@ -1,4 +1,4 @@
-"""Lists of tensors, as loops keep them: a list of its own on each tower.
+"""Lists of tensors, as loops keep them, and optionals, as branches do: each tower has its own.
 
 Goes in: an operation.  Comes out: its plan.
 """
@@ -21,6 +21,11 @@ def _size_or_whole(spec: Spec) -> Spec:
     return spec if isinstance(spec, Size) else REPLICATED
 
 
+def _alike(spec: Spec) -> ListOf | None:
+    """A list of a tower's own that has the same entries whatever the branch; None if it is none."""
+    return spec if isinstance(spec, ListOf) and spec.by_branch is None else None
+
+
 def is_empty(held: tf.Tensor, element: Spec | None,
              outside: Callable[[tf.Tensor], tf.Tensor | None]) -> bool:
     """Whether a list made once has no entries, so that it may serve as each tower's.
@@ -33,6 +38,8 @@ def is_empty(held: tf.Tensor, element: Spec | None,
     before: tf.Tensor | None = held
     while before is not None and before.op.type in ("Identity", "Placeholder"):
         before = before.op.inputs[0] if len(before.op.inputs) else outside(before)
+    if before is not None and before.op.type == "OptionalNone":
+        return True
     if before is None or before.op.type not in ("EmptyTensorList", "TensorListReserve"):
         return False
     if not isinstance(element, Sharded):
@@ -64,7 +71,7 @@ def put(op: Op, specs: Sequence[Spec]) -> Plan | None:
             return None
     if not isinstance(held, ListOf):
         held = ListOf(entry)
-    if not all(map(is_plain, index)) or held.element not in (None, entry):
+    if not all(map(is_plain, index)) or held.by_branch or held.element not in (None, entry):
         return None
     return Plan([held, *[REPLICATED] * len(index), entry], [ListOf(entry)])
 
@@ -72,8 +79,9 @@ def put(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("TensorListPopBack", "TensorListGetItem")
 def take(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """An entry; of a list into which nothing was put, zeros of the shape that is said."""
-    held, *index, shape = specs
-    if not isinstance(held, ListOf) or not all(map(is_plain, index)):
+    *index, shape = specs[1:]
+    held = _alike(specs[0])
+    if held is None or not all(map(is_plain, index)):
         return None
     element = held.element or (
         shape.shards(shape.at) if isinstance(shape, Size) else REPLICATED)
@@ -94,8 +102,8 @@ def from_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("TensorListStack")
 def stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    held = specs[0]
-    if not isinstance(held, ListOf):
+    held = _alike(specs[0])
+    if held is None:
         return None
     takes = [held, *map(_size_or_whole, specs[1:])]
     element = held.element
@@ -106,6 +114,20 @@ def stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if isinstance(element, (Partial, Replicated)):
         return Plan(takes, [element])
     return None
+
+
+@rule("OptionalFromValue")
+def kept(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """What a branch has made, for its gradient."""
+    return Plan(specs, [ListOf(specs[0])]) if len(specs) == 1 else None
+
+
+@rule("OptionalGetValue")
+def kept_before(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    held = _alike(specs[0])
+    if held is None or held.element is None or len(op.outputs) > 1:
+        return None
+    return Plan([held], [held.element])
 
 
 @rule("TensorListReserve", "EmptyTensorList")
@@ -126,8 +148,8 @@ def length(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("TensorListElementShape")
 def element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The shape of a list's entries, with -1 where it is open."""
-    held = specs[0]
-    if not isinstance(held, ListOf):
+    held = _alike(specs[0])
+    if held is None:
         return None
     element = held.element
     if not isinstance(element, Sharded):
