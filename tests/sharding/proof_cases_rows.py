@@ -59,6 +59,16 @@ def _guarded(guard: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Callable[...
         tf.reduce_max([tf.shape(x)[0], tf.shape(y)[0]]))))
 
 
+def _bags(x: tf.Tensor, y: tf.Tensor) -> Any:
+    """Sums over each row's positions, and their gradient."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        sums = tf.math.unsorted_segment_sum(
+            tf.reshape(x, [-1, 3]), tf.repeat(_rows(y), 2), tf.shape(y)[0])
+        loss = tf.reduce_sum(sums ** 2 * y)
+    return sums, tape.gradient(loss, x)
+
+
 def _chosen(indices: Callable[[tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
     """Entries that are gathered, and their gradient."""
     def call(x: tf.Tensor, y: tf.Tensor) -> Any:
@@ -188,6 +198,7 @@ def _own_rows() -> None:
             around("ScatterNd", _scattered(indices), real(6, 4, 3), whole(*labels), new, title=name)
     for name, guard in GUARDS.items():
         around("GatherV2", _guarded(guard), real(6, 1), real(6, 3), title=name)
+    around("GatherV2", _bags, real(6, 2, 3), real(6, 3), title="bags")
     for rows in (6, 12):
         around("Max", _guarded(lambda x, i: i % 6), real(6, 1), real(rows, 3))
         around("Min", lambda x: tf.range(raw.Min(input=[tf.shape(x)[0]], axis=[0])), real(rows, 3))

@@ -168,7 +168,8 @@ def _each(operation: tf.Operation, states: Sequence[State], nested: bool) -> lis
                                for index, (spec, wanted) in enumerate(zip(specs, plan.takes))):
         listed = operation.outputs and operation.outputs[0].dtype == tf.variant  # for a loop
         crosses = any(isinstance(spec, (Sharded, Partial)) for spec in specs) and not any(
-            isinstance(spec, ListOf) for spec in specs) and not listed
+            isinstance(spec, ListOf) for spec in specs) and not listed and registry.has_rule(
+                operation.type)
         return [State(None, 0, _cause(operation, specs)) if crosses else UNKNOWN] * count
     power = _power(operation, states)
     # As wide as the tower has rows, where one device's is as wide as the batch.

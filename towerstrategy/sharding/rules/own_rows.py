@@ -18,6 +18,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.elementwise import AS_IT_IS
 from towerstrategy.sharding.rules.entries import dimensions_in, entries_of, sizes_of
 from towerstrategy.sharding.rules.registry import HOST, Op, Plan, rule
+from towerstrategy.sharding.rules.scaling import is_zero
 from towerstrategy.sharding.rules.views import sliced
 from towerstrategy.sharding.spec import REPLICATED, Chosen, Sharded, Size, Spec
 
@@ -176,6 +177,11 @@ def _sliced(operation: tf.Operation, column: int | None) -> _Counted | None:
     return None if found is None or place is None else found._replace(dim=place)
 
 
+def _not_negative(operation: tf.Operation, column: int | None) -> _Counted | None:
+    """As gradients of sums of segments take their numbers."""
+    return _counted(operation.inputs[0], column) if is_zero(operation.inputs[1]) else None
+
+
 def _tiled(operation: tf.Operation, column: int | None) -> _Counted | None:
     found, times = _counted(operation.inputs[0], column), entries_of(operation.inputs[1])
     return found if found is not None and times is not None and times[found.dim] == 1 else None
@@ -205,5 +211,5 @@ def _joined(operation: tf.Operation, column: int | None) -> _Counted | None:
 _MADE: dict[str, Callable[[tf.Operation, int | None], _Counted | None]] = {
     "Range": _range, "Where": _chosen, "Reshape": _reshaped, "Squeeze": _reshaped,
     "ExpandDims": _expanded, "StridedSlice": _sliced,
-    "Tile": _tiled, "Pack": _packed, "ConcatV2": _joined,
+    "Maximum": _not_negative, "Tile": _tiled, "Pack": _packed, "ConcatV2": _joined,
     **dict.fromkeys((*AS_IT_IS, "Cast"), _same)}

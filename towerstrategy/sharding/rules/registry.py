@@ -252,6 +252,11 @@ def is_light(type: str) -> bool:
     return type in _LIGHT
 
 
+def has_rule(type: str) -> bool:
+    """Whether it is known what operations of this type do with rows."""
+    return type in _RULES
+
+
 def types() -> list[str]:
     """The operation types that have a rule."""
     return sorted(_RULES)
