@@ -301,18 +301,20 @@ class PropagateTest(absltest.TestCase):
 
     def test_gradients_of_branches_keep_rows(self):
         """A branch's gradient would be made with all rows, as all that is kept for it."""
-        def gradient(x, w):
-            with tf.GradientTape() as tape:
-                tape.watch([x, w])
-                y = tf.cond(tf.reduce_sum(x) > 0,
-                            lambda: tf.tanh(x) * tf.reduce_sum(tf.sin(x), 0),
-                            lambda: tf.exp(x * w) + tf.cos(x))
-                loss = tf.reduce_sum(y ** 2)
-            return tape.gradient(loss, [x, w])
+        def branch(x, w):
+            return tf.cond(tf.reduce_sum(x) > 0, lambda: tf.tanh(x) * tf.reduce_sum(tf.sin(x), 0),
+                           lambda: tf.exp(x * w) + tf.cos(x))
 
-        layout = _layout(gradient, ROWS, WHOLE)
-        self.assertEqual(layout.outputs, [Sharded(0), SUM])
-        self.assertEmpty(list(layout.all_fallbacks()))
+        for function in (branch, tf.function(branch)):
+            def gradient(x, w, function=function):
+                with tf.GradientTape() as tape:
+                    tape.watch([x, w])
+                    loss = tf.reduce_sum(function(x, w) ** 2)
+                return tape.gradient(loss, [x, w])
+
+            layout = _layout(gradient, ROWS, WHOLE)
+            self.assertEqual(layout.outputs, [Sharded(0), SUM])
+            self.assertEmpty(list(layout.all_fallbacks()))
 
     def test_what_branches_of_one_condition_keep_is_not_anothers(self):
         """One branch's rows would be read as the other's sum."""

@@ -133,6 +133,7 @@ class _Propagation:
         self._graph, self._lists, self._traffic = graph, lists, traffic or traffic_lib.Traffic()
         self._depth = 0  # of branches and loops
         self._given: dict[tuple[Any, str], tf.Tensor] = {}  # to functions, for their inputs
+        self._bodies: dict[tf.Operation, Any] = {}  # of calls
 
     def layout(self, graph: Any, inputs: Sequence[Spec]) -> Layout:
         layout = Layout(graph, graphs.needed_in_order(graph), {}, {})
@@ -215,13 +216,23 @@ class _Propagation:
         self._given.update(((graph, inner.name), outer)
                            for inner, outer in zip(graph.inputs, given))
 
+    def _origin(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The same tensor where it is made: functions are given it, and give it."""
+        while True:
+            outer = self._given.get((tensor.graph, tensor.name))
+            if outer is None and tensor.op in self._bodies:
+                outer = self._bodies[tensor.op].outputs[tensor.value_index]
+            if outer is None and tensor.op.type != "Identity":
+                return tensor
+            tensor = tensor.op.inputs[0] if outer is None else outer
+
     def _call(self, operation: Op, specs: Sequence[Spec]) -> Plan | Nested:
         own = _tf.called_by_each_tower(operation.operation)
         if own and isinstance(specs[0], Sharded) and specs[0].dim == 0:
             meant: dict[str, Spec] = {"rows": specs[0], "own": MEAN, "once": REPLICATED, "sum": SUM}
             takes, gives = ([meant[word] for word in words] for words in own)
             return Plan(takes, gives)
-        body = _tf.called_body(operation.operation)
+        body = self._bodies[operation.operation] = _tf.called_body(operation.operation)
         self._entered(body, operation.inputs)
         layout = self.layout(body, specs)
         if _tf.is_compiled(operation.operation) and not operation.handles \
@@ -240,7 +251,7 @@ class _Propagation:
         branches = graphs.branches_of(operation)
         for graph in branches:
             self._entered(graph, operation.inputs[1:])
-        condition = operation.inputs[0].ref()
+        condition = self._origin(operation.inputs[0]).ref()
         layouts = [self.layout(graph, [joined.in_branch(condition, number, spec)
                                        for spec in specs[1:]])
                    for number, graph in enumerate(branches)]
