@@ -15,6 +15,7 @@ from towerstrategy.sharding.spec import (
     REPLICATED,
     SUM,
     ListOf,
+    OptionalOf,
     Partial,
     Replicated,
     Sharded,
@@ -53,22 +54,22 @@ def of_branches(condition: Any, specs: Sequence[Spec],
     if all(spec == first for spec in specs):
         return first
     lists = [spec for spec in specs if isinstance(spec, ListOf)]
-    if any(each.by_branch for each in lists):
-        return REPLICATED  # of two conditions: with all rows
     if lists:
         element = next((each.element for each in lists if each.element is not None), None)
         of = tuple(spec.element if isinstance(spec, ListOf) else None if empty(number, element)
                    else REPLICATED for number, spec in enumerate(specs))
-        alike = {*of} <= {element, None}
-        return ListOf(element) if alike else ListOf(None, (condition, of))
+        if {*of} <= {element, None}:
+            return dataclasses.replace(lists[0], element=element)
+        are_optionals = all(each.__class__ is OptionalOf for each in lists)
+        return OptionalOf(None, (condition, of)) if are_optionals else REPLICATED
     sums = SUM in specs and all(isinstance(spec, Replicated) or spec == SUM for spec in specs)
     return SUM if sums else REPLICATED
 
 
 def in_branch(condition: Any, number: int, spec: Spec) -> Spec:
     """What a branch is given, of which others of the same condition may have made it."""
-    made = spec.by_branch if isinstance(spec, ListOf) else None
-    return ListOf(made[1][number]) if made is not None and made[0] == condition else spec
+    made = spec.by_branch if isinstance(spec, OptionalOf) else None
+    return OptionalOf(made[1][number]) if made is not None and made[0] == condition else spec
 
 
 def turned(before: Spec, after: Spec, tensor: tf.Tensor) -> Spec:
@@ -77,7 +78,7 @@ def turned(before: Spec, after: Spec, tensor: tf.Tensor) -> Spec:
         return before
     if isinstance(before, ListOf) or isinstance(after, ListOf):
         known = [spec for spec in (before, after)
-                 if isinstance(spec, ListOf) and spec != ListOf()]
+                 if isinstance(spec, ListOf) and spec.element is not None]
         return known[-1] if known else ListOf()
     if isinstance(before, Replicated):
         if isinstance(after, Partial):

@@ -10,6 +10,7 @@ is said by graphs of their own.  The specs of a loop's variables are a fixpoint 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from towerstrategy.sharding.spec import (
     REPLICATED,
     SUM,
     ListOf,
+    OptionalOf,
     Partial,
     Replicated,
     Sharded,
@@ -120,17 +122,19 @@ def propagate(graph: Any, inputs: Sequence[Spec],
     Raises:
       TypeError: a rule that does not return what a rule must.
     """
-    try:
-        return _Propagation(graph, True, traffic).layout(graph, inputs)
-    except CannotGather:
-        return _Propagation(graph, False, traffic).layout(graph, inputs)
+    for refused in ((), (OptionalOf,)):
+        with contextlib.suppress(CannotGather):
+            return _Propagation(graph, refused, traffic).layout(graph, inputs)
+    return _Propagation(graph, (ListOf,), traffic).layout(graph, inputs)
 
 
 class _Propagation:
-    """One pass; ``lists`` says whether each tower may have ``TensorList``s of its own."""
+    """One pass; of what specs each tower may have none of its own."""
 
-    def __init__(self, graph: Any, lists: bool, traffic: traffic_lib.Traffic | None) -> None:
-        self._graph, self._lists, self._traffic = graph, lists, traffic or traffic_lib.Traffic()
+    def __init__(self, graph: Any, refused: tuple[Any, ...],
+                 traffic: traffic_lib.Traffic | None) -> None:
+        self._graph, self._refused = graph, refused
+        self._traffic = traffic or traffic_lib.Traffic()
         self._depth = 0  # of branches and loops
         self._given: dict[tuple[Any, str], tf.Tensor] = {}  # to functions, for their inputs
         self._bodies: dict[tf.Operation, Any] = {}  # of calls
@@ -196,7 +200,7 @@ class _Propagation:
 
     def _possible(self, operation: Op, specs: Sequence[Spec], plan: Plan | Nested) -> bool:
         """Whether each input can be made what the plan takes."""
-        if not self._lists and any(isinstance(spec, ListOf) for spec in plan.gives):
+        if any(isinstance(spec, self._refused) for spec in plan.gives):
             return False
         return plan.takes == specs or all(
             joined.can_become(spec, wanted) and self._is_each_towers(tensor, spec, wanted)

@@ -162,15 +162,20 @@ class Size(_Grouped):
 
 @dataclasses.dataclass(frozen=True)
 class ListOf:
-    """A ``TensorList`` of each tower's own; or an optional, a list of one.
-
-    Attributes:
-      element: what its entries are; None if unknown.
-      by_branch: where branches have made it of other entries each: what stands for their condition,
-        and what the entries of each are.
-    """
+    """A ``TensorList`` of each tower's own; ``element`` is what its entries are (None: unknown)."""
 
     element: Spec | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionalOf(ListOf):
+    """An optional of each tower's own, in which a branch keeps something for its gradient.
+
+    Attributes:
+      by_branch: where branches keep something else each: what stands for their condition, and what
+        each of them keeps.
+    """
+
     by_branch: tuple[Any, tuple[Spec | None, ...]] | None = None
 
 

@@ -14,16 +14,20 @@ from towerstrategy.sharding.rules.dimensions import is_plain
 from towerstrategy.sharding.rules.entries import entries_of
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
 from towerstrategy.sharding.rules.shapes import static_sizes
-from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Replicated, Sharded, Size, Spec
+from towerstrategy.sharding.spec import (
+    REPLICATED,
+    ListOf,
+    OptionalOf,
+    Partial,
+    Replicated,
+    Sharded,
+    Size,
+    Spec,
+)
 
 
 def _size_or_whole(spec: Spec) -> Spec:
     return spec if isinstance(spec, Size) else REPLICATED
-
-
-def _alike(spec: Spec) -> ListOf | None:
-    """A list of a tower's own that has the same entries whatever the branch; None if it is none."""
-    return spec if isinstance(spec, ListOf) and spec.by_branch is None else None
 
 
 def is_empty(held: tf.Tensor, element: Spec | None,
@@ -71,7 +75,7 @@ def put(op: Op, specs: Sequence[Spec]) -> Plan | None:
             return None
     if not isinstance(held, ListOf):
         held = ListOf(entry)
-    if not all(map(is_plain, index)) or held.by_branch or held.element not in (None, entry):
+    if not all(map(is_plain, index)) or held.element not in (None, entry):
         return None
     return Plan([held, *[REPLICATED] * len(index), entry], [ListOf(entry)])
 
@@ -79,9 +83,8 @@ def put(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("TensorListPopBack", "TensorListGetItem")
 def take(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """An entry; of a list into which nothing was put, zeros of the shape that is said."""
-    *index, shape = specs[1:]
-    held = _alike(specs[0])
-    if held is None or not all(map(is_plain, index)):
+    held, *index, shape = specs
+    if not isinstance(held, ListOf) or not all(map(is_plain, index)):
         return None
     element = held.element or (
         shape.shards(shape.at) if isinstance(shape, Size) else REPLICATED)
@@ -102,8 +105,8 @@ def from_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("TensorListStack")
 def stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    held = _alike(specs[0])
-    if held is None:
+    held = specs[0]
+    if not isinstance(held, ListOf):
         return None
     takes = [held, *map(_size_or_whole, specs[1:])]
     element = held.element
@@ -118,16 +121,13 @@ def stack(op: Op, specs: Sequence[Spec]) -> Plan | None:
 
 @rule("OptionalFromValue")
 def kept(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """What a branch has made, for its gradient."""
-    return Plan(specs, [ListOf(specs[0])]) if len(specs) == 1 else None
+    return Plan(specs, [OptionalOf(specs[0])]) if len(specs) == 1 else None
 
 
 @rule("OptionalGetValue")
 def kept_before(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    held = _alike(specs[0])
-    if held is None or held.element is None or len(op.outputs) > 1:
-        return None
-    return Plan([held], [held.element])
+    element = specs[0].element if isinstance(specs[0], OptionalOf) else None
+    return None if element is None or len(op.outputs) > 1 else Plan(specs, [element])
 
 
 @rule("TensorListReserve", "EmptyTensorList")
@@ -148,8 +148,8 @@ def length(op: Op, specs: Sequence[Spec]) -> Plan | None:
 @rule("TensorListElementShape")
 def element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """The shape of a list's entries, with -1 where it is open."""
-    held = _alike(specs[0])
-    if held is None:
+    held = specs[0]
+    if not isinstance(held, ListOf):
         return None
     element = held.element
     if not isinstance(element, Sharded):
