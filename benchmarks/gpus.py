@@ -172,7 +172,7 @@ def traced(case: Case, count: int, merge: str, rows: int | None = None,
     x = tf.TensorSpec([rows, *case.shape], case.dtype)
     y = tf.TensorSpec([rows], tf.int32)
     keras.backend.clear_session()
-    with on_gpus.tracing(reached):
+    with on_gpus.tracing(reached, cudnn=True):
         with first if strategy is None else strategy.scope():
             model = case.build()
             model.compile(case.optimizer,

@@ -4,7 +4,7 @@ Goes in: logical CPU devices, of which the first stands for the host and each ot
 Comes out: the step's operations, each with the device that it is given, ``CPU:0`` or ``GPU:n``.
 
 What differs between CPU and GPU towers while a step is traced is switched to the GPU's side
-(:func:`tracing`), what Keras itself traces differently there as well: its LSTM calls cuDNN's.
+(:func:`tracing`); what Keras itself traces differently there, cuDNN's kernels, if asked for.
 """
 
 from __future__ import annotations
@@ -28,24 +28,28 @@ def towers(count: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def tracing(reached: Mapping[int, frozenset[int]] | None = None) -> Iterator[None]:
+def tracing(reached: Mapping[int, frozenset[int]] | None = None, cudnn: bool = False
+            ) -> Iterator[None]:
     """Within, a step is traced as for GPUs, without the forms that pay on CPU devices only.
 
-    ``reached`` says which GPUs each one reaches without the host; None for what nobody knows.
+    Args:
+      reached: which GPUs each one reaches without the host; None for what nobody knows.
+      cudnn: whether LSTM and GRU call cuDNN's kernels, as they do on GPUs; then the step cannot be
+        run.
     """
     placement = devices_lib.Placement
     known = {one + 1: frozenset(other + 1 for other in others)
              for one, others in (reached or {}).items()}
-    with mock.patch.object(placement, "kinds", frozenset({"GPU"})), \
-            mock.patch.object(peers, "reached", lambda: known), _keras_on_gpus():
-        yield
-
-
-def _keras_on_gpus() -> contextlib.AbstractContextManager[Any]:
-    """Has Keras 3 take cuDNN's kernels."""
     rnn = sys.modules.get("keras.src.backend.tensorflow.rnn")
-    return contextlib.nullcontext() if rnn is None else mock.patch.object(
-        rnn, "_is_gpu_available", lambda: True)
+    with contextlib.ExitStack() as stack:
+        for name, value in (("on_cpu", False), ("towers_on_host", False)):
+            stack.enter_context(mock.patch.object(placement, name, value))
+        stack.enter_context(mock.patch.object(peers, "reached", lambda: known))
+        if cudnn:
+            stack.enter_context(mock.patch.object(placement, "kinds", frozenset({"GPU"})))
+        if cudnn and rnn is not None:
+            stack.enter_context(mock.patch.object(rnn, "_is_gpu_available", lambda: True))
+        yield
 
 
 def name(device: str) -> str:

@@ -78,7 +78,7 @@ class RecurrentTest(parameterized.TestCase):
         model = model_of(kit, name)
         for rows in ROWS:
             model.train_on_batch(*batch_of(name, rows))
-        with on_gpus.tracing():
+        with on_gpus.tracing(cudnn=True):
             strategy = towerstrategy.TowerStrategy(on_gpus.towers(TOWERS))
             with strategy.scope():
                 own = model_of(kit, name)
@@ -100,7 +100,7 @@ class RecurrentTest(parameterized.TestCase):
 
     def test_right_code_is_not_warned_of(self):
         """Who has a loop of his own would be told that it is wrong, on GPUs alone."""
-        with on_gpus.tracing(), warnings.catch_warnings():
+        with on_gpus.tracing(cudnn=True), warnings.catch_warnings():
             warnings.simplefilter("error", towerstrategy.TowerWarning)
             strategy = towerstrategy.TowerStrategy(on_gpus.towers(TOWERS))
             with strategy.scope():
