@@ -327,9 +327,23 @@ class PropagateTest(absltest.TestCase):
                 optional=made, output_types=[tf.float32], output_shapes=[None])[0])] * 2
             return tf.cond(tf.reduce_sum(w) > 1, *read)
 
-        layout = _layout(kept, ROWS, WHOLE)
-        self.assertEqual(layout.outputs, [REPLICATED])
-        self.assertNotEmpty(list(layout.all_fallbacks()))
+        def kept_for_a_loop(x, w):
+            """Of which the condition is another one from its second turn on."""
+            def of(value):
+                return tf.raw_ops.OptionalFromValue(components=[value])
+
+            first = tf.reduce_sum(w) > 0
+            made = tf.cond(first, lambda: of(x), lambda: of(tf.reduce_sum(x, 0)))
+            read = [lambda: tf.reduce_sum(tf.raw_ops.OptionalGetValue(
+                optional=made, output_types=[tf.float32], output_shapes=[None])[0])] * 2
+            return tf.while_loop(
+                lambda _, total: total < 9., lambda now, total: (
+                    tf.logical_not(now), total + tf.cond(now, *read)), (first, 0.))[1]
+
+        for function in (kept, kept_for_a_loop):
+            layout = _layout(function, ROWS, WHOLE)
+            self.assertEqual(layout.outputs, [REPLICATED])
+            self.assertNotEmpty(list(layout.all_fallbacks()))
 
     def test_lists_hold_each_towers_entries(self):
         """A recurrent layer would gather each of its outputs."""

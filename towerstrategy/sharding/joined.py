@@ -34,7 +34,7 @@ def can_become(spec: Spec, wanted: Spec) -> bool:
             return True
         return not wanted.one_block and not isinstance(spec, ListOf)
     if isinstance(wanted, Partial):
-        return wanted == Partial("sum") and not isinstance(spec, ListOf)
+        return wanted == SUM and not isinstance(spec, ListOf)
     if isinstance(wanted, ListOf):
         return isinstance(spec, (ListOf, Replicated))
     return False
@@ -60,7 +60,7 @@ def of_branches(condition: Any, specs: Sequence[Spec],
                    else REPLICATED for number, spec in enumerate(specs))
         if {*of} <= {element, None}:
             return dataclasses.replace(lists[0], element=element)
-        are_optionals = all(each.__class__ is OptionalOf for each in lists)
+        are_optionals = all(isinstance(each, OptionalOf) for each in lists)
         return OptionalOf(None, (condition, of)) if are_optionals else REPLICATED
     sums = SUM in specs and all(isinstance(spec, Replicated) or spec == SUM for spec in specs)
     return SUM if sums else REPLICATED

@@ -138,6 +138,7 @@ class _Propagation:
         self._depth = 0  # of branches and loops
         self._given: dict[tuple[Any, str], tf.Tensor] = {}  # to functions, for their inputs
         self._bodies: dict[tf.Operation, Any] = {}  # of calls
+        self._loops: set[Any] = set()  # bodies that are given something else in each turn
 
     def layout(self, graph: Any, inputs: Sequence[Spec]) -> Layout:
         layout = Layout(graph, graphs.needed_in_order(graph), {}, {})
@@ -212,18 +213,21 @@ class _Propagation:
             or self._is_empty([tensor], 0, wanted.element)
 
     def _is_empty(self, tensors: Sequence[tf.Tensor], number: int, element: Spec | None) -> bool:
-        return lists.is_empty(tensors[number], element,
-                              lambda inner: self._given.get((inner.graph, inner.name)))
+        return lists.is_empty(self._origin(tensors[number], through_loops=True), element)
 
     def _entered(self, graph: Any, given: Iterable[tf.Tensor]) -> None:
         """Notes what a function is called with."""
         self._given.update(((graph, inner.name), outer)
                            for inner, outer in zip(graph.inputs, given))
 
-    def _origin(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The same tensor where it is made: functions are given it, and give it."""
+    def _origin(self, tensor: tf.Tensor, through_loops: bool) -> tf.Tensor:
+        """The same tensor where it is made: functions are given it, and give it.
+
+        ``through_loops`` says whether that is wanted which a loop begins with.
+        """
         while True:
-            outer = self._given.get((tensor.graph, tensor.name))
+            outer = self._given.get((tensor.graph, tensor.name)) \
+                if through_loops or tensor.graph not in self._loops else None
             if outer is None and tensor.op in self._bodies:
                 outer = self._bodies[tensor.op].outputs[tensor.value_index]
             if outer is None and tensor.op.type != "Identity":
@@ -255,7 +259,7 @@ class _Propagation:
         branches = graphs.branches_of(operation)
         for graph in branches:
             self._entered(graph, operation.inputs[1:])
-        condition = self._origin(operation.inputs[0]).ref()
+        condition = self._origin(operation.inputs[0], through_loops=False).ref()
         layouts = [self.layout(graph, [joined.in_branch(condition, number, spec)
                                        for spec in specs[1:]])
                    for number, graph in enumerate(branches)]
@@ -278,6 +282,7 @@ class _Propagation:
     def _loop(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         condition, body = (graphs.function_of(operation, name) for name in ("cond", "body"))
         self._entered(body, operation.inputs)
+        self._loops.add(body)
         found = self._settled(body, operation, specs)
         if found is None:
             return None

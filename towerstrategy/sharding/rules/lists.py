@@ -5,7 +5,7 @@ Goes in: an operation.  Comes out: its plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -30,25 +30,20 @@ def _size_or_whole(spec: Spec) -> Spec:
     return spec if isinstance(spec, Size) else REPLICATED
 
 
-def is_empty(held: tf.Tensor, element: Spec | None,
-             outside: Callable[[tf.Tensor], tf.Tensor | None]) -> bool:
+def is_empty(held: tf.Tensor, element: Spec | None) -> bool:
     """Whether a list made once has no entries, so that it may serve as each tower's.
 
     Args:
-      held: the list.
+      held: the list, where it is made.
       element: what its entries are to be: a tower's rows do not go into a list of all rows.
-      outside: what a function, a branch or a loop is given for an input; None if that is unknown.
     """
-    before: tf.Tensor | None = held
-    while before is not None and before.op.type in ("Identity", "Placeholder"):
-        before = before.op.inputs[0] if len(before.op.inputs) else outside(before)
-    if before is not None and before.op.type == "OptionalNone":
+    if held.op.type == "OptionalNone":
         return True
-    if before is None or before.op.type not in ("EmptyTensorList", "TensorListReserve"):
+    if held.op.type not in ("EmptyTensorList", "TensorListReserve"):
         return False
     if not isinstance(element, Sharded):
         return True
-    shape = entries_of(before.op.inputs[0])
+    shape = entries_of(held.op.inputs[0])
     return shape is not None and (not shape.ndim or bool(shape[element.dim] == -1))
 
 
