@@ -14,8 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 # The kernels' inputs.
-INPUT, STATE, CELL, PARAMS, LENGTHS = range(5)
-OUTPUT_GRADIENTS, KEPT = slice(8, 11), 11
+INPUT, LENGTHS, OUTPUT_GRADIENTS, KEPT = 0, 4, slice(8, 11), 11
 
 _numbers = itertools.count()
 

@@ -31,9 +31,10 @@ _FOREIGN = tuple(f"keras.src.backend.{name}.trainer"
                  for name in ("jax", "torch", "numpy", "openvino"))
 _REFUSED = "keras.src.trainers.trainer"  # the class of their models is there
 
-# Kerases that are hooked -> their ``hooks``; those hooked for stages, too, and _REFUSED.
+# Kerases that are hooked -> their ``hooks``; those hooked for stages, too; whether _REFUSED is.
 _installed: dict[str, Any] = {}
 _staged: set[str] = set()
+_refuses: list[str] = []
 
 
 class Scope:
@@ -76,10 +77,10 @@ def install_hooks() -> None:
             with _naming_versions(package):
                 hooks.install(_installed[package].STAGES)
             _staged.add(package)
-    if _REFUSED not in _staged and any(_imported("keras", module) for module in _FOREIGN):
+    if not _refuses and any(_imported("keras", module) for module in _FOREIGN):
         hooks.install({(sys.modules[_REFUSED].Trainer, "compile"): hooks.Hook(
             _compile_elsewhere, "on another backend than TensorFlow it knows no strategy")})
-        _staged.add(_REFUSED)
+        _refuses.append(_REFUSED)
 
 
 def _compile_elsewhere(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

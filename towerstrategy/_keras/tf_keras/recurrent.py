@@ -22,10 +22,9 @@ _WITH_CUDNN = {lstm.standard_lstm: lstm.gpu_lstm, gru.standard_gru: gru.gpu_gru}
 
 def generate_defun_backend(original: Callable[..., Any], api: str, device: str,
                            layer: Callable[..., Any], attributes: Any) -> Callable[..., Any]:
-    function = original(api, device, layer, attributes)
     placement = tf.distribute.get_strategy().extended.placement if contexts.has_all_rows() else None
     if layer not in _WITH_CUDNN or placement is None or placement.kinds != {"GPU"}:
-        return function
+        return original(api, device, layer, attributes)
 
     def call(*, zero_output_for_mask: bool, **given: Any) -> Any:
         return control_flow_util.smart_cond(
