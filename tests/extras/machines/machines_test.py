@@ -153,15 +153,15 @@ class LeavesEarlyTest(parameterized.TestCase):
 class RefusedTest(parameterized.TestCase):
 
     @parameterized.parameters(
-        ({"worker": TWO}, None, None, "no task type"),
-        ({"worker": TWO}, "evaluator", 0, "task type 'evaluator'"),
-        ({"worker": TWO}, "worker", 2, "worker 2, but the cluster has 2"),
-        ({"worker": TWO}, "worker", None, "worker None, but the cluster has 2"),
-        ({"worker": TWO}, "chief", 0, "the cluster has 0 of type 'chief'"),
+        ({"worker": TWO}, None, None, "this one is None None"),
+        ({"worker": TWO}, "evaluator", 0, "this one is 'evaluator' 0"),
+        ({"worker": TWO}, "worker", 2, "this one is 'worker' 2"),
+        ({"worker": TWO}, "worker", None, "this one is 'worker' None"),
+        ({"worker": TWO}, "chief", 0, "this one is 'chief' 0"),
         ({"worker": TWO, "ps": ["127.0.0.1:3"]}, "worker", 0, "parameter servers"),
-        ({"worker": [TWO[0], "127.0.0.1"]}, "worker", 0, "worker 1 the address '127.0.0.1'"),
-        ({"worker": [TWO[0], "a:99999"]}, "worker", 0, "worker 1 the address 'a:99999'"),
-        ({"worker": [TWO[0], TWO[0]]}, "worker", 0, "worker 1 the address .* of another"),
+        ({"worker": [TWO[0], "127.0.0.1"]}, "worker", 0, "port .* but worker 1 has '127.0.0.1'"),
+        ({"worker": [TWO[0], "a:99999"]}, "worker", 0, "port .* but worker 1 has 'a:99999'"),
+        ({"worker": [TWO[0], TWO[0]]}, "worker", 0, "address of its own.* but worker 0 has"),
     )
     def test_task(self, jobs, task_type, task_id, message):
         """Else a wrong TF_CONFIG shows as a hang, or as training on one machine alone."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -33,21 +34,8 @@ class Cluster:
         return [address for *_, address in self.tasks]
 
     @property
-    def jobs(self) -> dict[str, list[str]]:
-        return {job: [address for kind, _, address in self.tasks if kind == job]
-                for job, *_ in self.tasks}
-
-    @property
     def others(self) -> list[int]:
         return [index for index in range(len(self.tasks)) if index != self.index]
-
-    def server(self, resolver: Any) -> tf.train.ServerDef:
-        """What is to answer for this process."""
-        job, number, _ = self.tasks[self.index]
-        return tf.train.ServerDef(
-            cluster=tf.train.ClusterSpec(self.jobs).as_cluster_def(), job_name=job,
-            task_index=number, protocol=resolver.rpc_layer or "grpc",
-            port=getattr(resolver, "port", None) or 0)
 
     def task_of(self, index: int) -> str:
         """The start of a worker's device names."""
@@ -99,8 +87,14 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
             f"already, but a strategy was asked for {cluster.named(cluster.index)} of "
             f"{cluster.addresses}. "
             "A process belongs to one cluster; start another process.")
+    job, number, _ = cluster.tasks[cluster.index]
+    jobs = {kind: [address for other, _, address in cluster.tasks if other == kind]
+            for kind, *_ in cluster.tasks}
+    server = tf.train.ServerDef(
+        cluster=tf.train.ClusterSpec(jobs).as_cluster_def(), job_name=job, task_index=number,
+        protocol=resolver.rpc_layer or "grpc", port=getattr(resolver, "port", None) or 0)
     try:
-        _tf.start_worker(cluster.server(resolver), cluster.task_of(0))
+        _tf.start_worker(server, cluster.task_of(0))
     except RuntimeError as error:
         raise RuntimeError(
             "a TowerStrategy of several machines was made after TensorFlow had started in this "
@@ -120,40 +114,31 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
 def place_in(resolver: Any) -> Cluster | None:
     """This process' place, as :func:`join` finds it; nothing is started."""
     spec = resolver.cluster_spec()
-    jobs = spec.as_dict()
-    if not jobs:
-        return None
-    given = f"The cluster is {jobs!r}, this task {resolver.task_type!r} {resolver.task_id!r}."
-    if "ps" in jobs:
-        raise ValueError("the cluster has parameter servers (\"ps\"), but a TowerStrategy has "
-                         f"none: every worker keeps the weights. Leave them out. {given}")
+    jobs, place = spec.as_dict(), (resolver.task_type, resolver.task_id)
     tasks = [(job, number, spec.task_address(job, number)) for job in (CHIEF, WORKER)
              if job in jobs for number in spec.task_indices(job)]
-    task_type, task_id = resolver.task_type, resolver.task_id
-    if len(tasks) < 2 and task_type in (None, CHIEF, WORKER):
+    if not jobs or len(tasks) < 2 and "ps" not in jobs and place[0] in (None, CHIEF, WORKER):
         return None
-    if task_type not in (CHIEF, WORKER):
-        said = "no task type" if task_type is None else f"task type {task_type!r}"
-        raise ValueError(f"cluster_resolver (or TF_CONFIG) gives this process {said}, but it must "
-                         f'be "{WORKER}" or "{CHIEF}". {given}')
-    places = [task[:2] for task in tasks]
-    if (task_type, task_id) not in places:
-        there = sum(kind == task_type for kind, _ in places)
-        raise ValueError(
-            f"cluster_resolver (or TF_CONFIG) says that this process is {task_type} {task_id!r}, "
-            f"but the cluster has {there} of type {task_type!r}, numbered from 0. {given}")
-    _check_addresses(tasks, given)
-    return Cluster(tuple(tasks), places.index((task_type, task_id)))
+    problem = next(_problems(jobs, tasks, place), None)
+    if problem is not None:
+        raise ValueError(f"{problem}. cluster_resolver (or TF_CONFIG) says that the cluster is "
+                         f"{jobs!r}, and this process {place[0]!r} {place[1]!r}.")
+    return Cluster(tuple(tasks), [task[:2] for task in tasks].index(place))
 
 
-def _check_addresses(tasks: list[tuple[str, int, str]], given: str) -> None:
-    """Raises ``ValueError`` where workers could not reach each other, and would wait for ever."""
-    seen: set[str] = set()
+def _problems(jobs: dict[str, Any], tasks: list[tuple[str, int, str]],
+              place: tuple[Any, Any]) -> Iterator[str]:
+    """What is wrong with a cluster; wrong addresses, too: workers would wait for each other."""
+    if "ps" in jobs:
+        yield ('a cluster has parameter servers ("ps"), but a TowerStrategy has none: every worker '
+               "keeps the weights. Leave them out")
+    if place not in [task[:2] for task in tasks]:
+        yield (f'a process must be a "{WORKER}" or "{CHIEF}" of its cluster, each numbered from 0, '
+               f"but this one is {place[0]!r} {place[1]!r}")
+    addresses = [address for *_, address in tasks]
     for job, number, address in tasks:
-        port = address.rpartition(":")[2] if ":" in address else ""
-        if not port.isdecimal() or not 0 < int(port) < 1 << 16 or address in seen:
-            what = "of another, too" if address in seen else "without a port from 1 to 65535"
-            raise ValueError(
-                f"cluster_resolver (or TF_CONFIG) gives {job} {number} the address {address!r}, "
-                f"{what}. Each needs its own, such as '10.0.0.1:2345'. {given}")
-        seen.add(address)
+        host, _, port = address.rpartition(":")
+        if addresses.count(address) > 1 or not (
+                host and port.isdecimal() and 0 < int(port) < 1 << 16):
+            yield (f"each worker must have an address of its own, with a port from 1 to 65535, as "
+                   f"'10.0.0.1:2345', but {job} {number} has {address!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -93,7 +93,7 @@ class Machines(Workers):
                 "all workers must be given the same cluster, in the same words, and shares of one "
                 "kind, as they are compared over the towers of all, but "
                 f"{', '.join(others)} was given others than this one, which was given "
-                f"{self.cluster.jobs} and shares={shares_from or 'numbers or nothing'}.")
+                f"{self.cluster.addresses} and shares={shares_from or 'numbers or nothing'}.")
 
     def _agree_on_seed(self) -> None:
         """Sets worker 0's random seed on all, unless all have set the same: pipelines, Keras' own
@@ -138,19 +138,16 @@ class Machines(Workers):
         """Worker 0's ``values``: tensors, of the same shapes on every worker."""
         # What collective ops do not carry, strings above all, stays each worker's own.
         tensors = [tf.convert_to_tensor(value) for value in values]
-        sent = [None if tensor.dtype in _NOT_CARRIED else _packed(tensor) for tensor in tensors]
+        sent = [None if tensor.dtype in _NOT_CARRIED else _sent(tensor)[0] for tensor in tensors]
         if not self.is_chief:
             sent = [None if value is None else tf.zeros_like(value) for value in sent]
-        return [tensor if value is None else _unpacked(value, tensor.dtype)
+        return [tensor if value is None else _received([value], tensor.dtype)
                 for tensor, value in zip(tensors, self.sum(sent))]
 
     def gather(self, value: Any, axis: int = 0) -> Any:
         """The workers' dense, ragged or sparse values, in order, concatenated along ``axis``."""
         if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
-            return _gather_composite(value, axis % value.shape.rank, self.count, self.gather_rows)
-        if isinstance(value, _tf.CompositeTensor) and not isinstance(value, tf.Variable):
-            raise TypeError(f"a {type(value).__name__} cannot be gathered from several machines: "
-                            "give a dense, ragged or sparse tensor.")
+            return self._gather_composite(value, axis % value.shape.rank)
         value = tf.convert_to_tensor(value)
         if not value.shape.rank:
             raise ValueError("values of rank 0 cannot be gathered: there is no axis to concatenate "
@@ -173,26 +170,22 @@ class Machines(Workers):
         return [_EXTREMES[kind](rows, 0) for rows, kind in zip(gathered, kinds)]
 
     def gather_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        if not values:
+        sent = [_sent(value) for value in values]
+        parts = [part for each in sent for part in each]
+        if not parts:
             return []
-        if any(value.dtype == tf.string for value in values):
-            # Strings as the length of each, in their shape, and all their bytes.
-            sent = [[value] if value.dtype != tf.string else [tf.strings.length(
-                value), tf.io.decode_raw(tf.strings.reduce_join(value), tf.uint8)]
-                for value in values]
-            got = iter(self.gather_rows([part for parts in sent for part in parts]))
-            return [_strings_of(next(got), next(got)) if value.dtype == tf.string
-                    else next(got) for value in values]
         with tf.device(self._device):
-            rows = tf.stack([tf.shape(value, out_type=tf.int64)[0] for value in values])
+            rows = tf.stack([tf.shape(part, out_type=tf.int64)[0] for part in parts])
             all_rows = self._gather(rows[tf.newaxis])
-            return [self._gather_padded(value, all_rows[:, number])
-                    for number, value in enumerate(values)]
+            got = iter([self._gather_padded(part, all_rows[:, number])
+                        for number, part in enumerate(parts)])
+            return [_received([next(got) for _ in each], value.dtype)
+                    for each, value in zip(sent, values)]
 
     def _sum_pack(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums of tensors that travel as the same dtype, in one all-reduce."""
         with tf.device(self._device):
-            packed = [_packed(value) for value in values]
+            packed = [_sent(value)[0] for value in values]
             flat = [tf.reshape(value, [-1]) for value in packed]
             sizes: list[Any] = [part.shape.num_elements() for part in flat]
             if None in sizes:  # it may be empty, which TensorFlow's collective ops do not survive
@@ -202,25 +195,31 @@ class Machines(Workers):
                 return values
             together = self._launcher.all_reduce(tf.concat(flat, 0) if flat[1:] else flat[0])
             parts = tf.split(together, sizes) if flat[1:] else [together]
-            return [_unpacked(tf.reshape(part, tf.shape(sent)), value.dtype)
+            return [_received([tf.reshape(part, tf.shape(sent))], value.dtype)
                     for part, sent, value in zip(parts, packed, values)]
 
-    def _gather_padded(self, value: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    def _gather_padded(self, sent: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         """One tensor of each worker, of ``rows`` rows, concatenated."""
-        if value.dtype in _NOT_CARRIED:
-            raise TypeError(f"values of dtype {value.dtype.name} cannot cross machines: "
-                            "TensorFlow's collective ops carry numbers only.")
-        sent = _packed(value)
-        inner = tf.shape(sent, out_type=tf.int64)[1:]
         # At least one row: TensorFlow's collective ops do not survive empty tensors.
         most = tf.maximum(tf.reduce_max(rows), 1)
-        missing = most - tf.shape(sent, out_type=tf.int64)[0]
-        padded = tf.concat(
-            [sent, tf.zeros(tf.concat([missing[tf.newaxis], inner], 0), sent.dtype)], 0)
-        gathered = self._gather(padded[tf.newaxis])
-        together = tf.boolean_mask(gathered, tf.sequence_mask(rows, most))
+        shape = tf.shape(sent, out_type=tf.int64)
+        missing = tf.concat([[most - shape[0]], shape[1:]], 0)
+        padded = tf.concat([sent, tf.zeros(missing, sent.dtype)], 0)
+        together = tf.boolean_mask(self._gather(padded[tf.newaxis]), tf.sequence_mask(rows, most))
         together.set_shape(tf.TensorShape([None]).concatenate(sent.shape[1:]))
-        return _unpacked(together, value.dtype)
+        return together
+
+    def _gather_composite(self, value: tf.RaggedTensor | tf.SparseTensor, axis: int) -> Any:
+        """The workers' ragged or sparse tensors, all of one kind, concatenated along ``axis``."""
+        parts = tf.nest.flatten(value, expand_composites=True)
+        lengths = tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
+        counts, *gathered = self.gather_rows([lengths[tf.newaxis], *parts])
+        each = zip(*(tf.split(part, counts[:, number], num=self.count)
+                     for number, part in enumerate(gathered)))
+        if isinstance(value, tf.SparseTensor):
+            return tf.sparse.concat(axis, [tf.SparseTensor(*own) for own in each], True)
+        return tf.concat([tf.RaggedTensor.from_nested_row_splits(flat, splits, validate=False)
+                          for flat, *splits in each], axis)
 
     def _gather(self, value: tf.Tensor) -> tf.Tensor:
         """The workers' values, of one shape, concatenated in the workers' order."""
@@ -261,40 +260,34 @@ def _carrier(dtype: tf.DType) -> tf.DType:
     return tf.int64 if dtype in (tf.uint32, tf.uint64) else tf.int32
 
 
-def _packed(value: tf.Tensor) -> tf.Tensor:
-    """``value`` as it travels."""
+def _sent(value: tf.Tensor) -> list[tf.Tensor]:
+    """``value`` as it travels: strings as the length of each, in their shape, and all their bytes.
+
+    Raises:
+      TypeError: it holds no numbers, nor strings.
+    """
+    if value.dtype == tf.string:
+        joined = tf.strings.reduce_join(value)
+        return [tf.strings.length(value), tf.cast(tf.io.decode_raw(joined, tf.uint8), tf.int32)]
+    if value.dtype in _NOT_CARRIED:
+        raise TypeError(f"values of dtype {value.dtype.name} cannot cross machines: "
+                        "TensorFlow's collective ops carry numbers only.")
     if value.dtype.is_complex:
-        return tf.stack([tf.math.real(value), tf.math.imag(value)], -1)
+        return [tf.stack([tf.math.real(value), tf.math.imag(value)], -1)]
     carrier = _carrier(value.dtype)
-    return value if carrier == value.dtype else tf.cast(value, carrier)
+    return [value if carrier == value.dtype else tf.cast(value, carrier)]
 
 
-def _unpacked(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The inverse of :func:`_packed`."""
+def _received(parts: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+    """The inverse of :func:`_sent`."""
+    value = parts[0]
+    if dtype == tf.string:
+        letters = tf.constant([bytes([code]) for code in range(256)])
+        split = tf.RaggedTensor.from_row_lengths(
+            tf.gather(letters, parts[1]), tf.reshape(value, [-1]), validate=False)
+        strings = tf.reshape(tf.strings.reduce_join(split, -1), tf.shape(value))
+        strings.set_shape(value.shape)
+        return strings
     if dtype.is_complex:
         return tf.complex(value[..., 0], value[..., 1])
     return value if value.dtype == dtype else tf.cast(value, dtype)
-
-
-def _strings_of(lengths: tf.Tensor, codes: tf.Tensor) -> tf.Tensor:
-    """Strings of the length of each, in their shape, and all their bytes."""
-    letters = tf.constant([bytes([code]) for code in range(256)])
-    split = tf.RaggedTensor.from_row_lengths(tf.gather(letters, tf.cast(codes, tf.int32)),
-                                             tf.reshape(lengths, [-1]), validate=False)
-    strings = tf.reshape(tf.strings.reduce_join(split, -1), tf.shape(lengths))
-    strings.set_shape(lengths.shape)
-    return strings
-
-
-def _gather_composite(value: tf.RaggedTensor | tf.SparseTensor, axis: int, workers: int,
-                      gather_rows: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]) -> Any:
-    """The workers' ragged or sparse tensors, all of one kind, concatenated along ``axis``."""
-    parts = tf.nest.flatten(value, expand_composites=True)
-    lengths = tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
-    counts, *gathered = gather_rows([lengths[tf.newaxis], *parts])
-    each = zip(*(tf.split(part, counts[:, number], num=workers)
-                 for number, part in enumerate(gathered)))
-    if isinstance(value, tf.SparseTensor):
-        return tf.sparse.concat(axis, [tf.SparseTensor(*own) for own in each], True)
-    return tf.concat([tf.RaggedTensor.from_nested_row_splits(flat, splits, validate=False)
-                      for flat, *splits in each], axis)
