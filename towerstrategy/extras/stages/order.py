@@ -60,57 +60,44 @@ def put(graph: tf.Graph, replicas: Sequence[Collection[str]], placement: devices
     for name in _brought_of_inputs(traced, owners):
         del owners[name]
     legs = _legs(traced, owners, placement)
-    begins = _begins(traced, legs)
-    ends = _ends(traced, legs, traced.live(results))
+    begins, ends = _edges(traced, legs, traced.live(results))
+    made: dict[Leg, tf.Operation] = {}
     for leg, legs_before in _before(traced, begins, ends, placement).items():
         for before in legs_before:
-            with graph.as_default(), tf.control_dependencies(None), tf.device(None), \
-                    tf.device(placement.row(before.replica)[before.stage]):
-                end = tf.no_op("end_of_micro_batch")
-            for operation in ends[before]:
-                _tf.add_control_input(end, operation)
+            if before not in made:
+                with graph.as_default(), tf.control_dependencies(None), tf.device(None), \
+                        tf.device(placement.row(before.replica)[before.stage]):
+                    made[before] = tf.no_op("end_of_micro_batch")
+                for operation in ends[before]:
+                    _tf.add_control_input(made[before], operation)
             for operation in begins[leg]:
-                _tf.add_control_input(operation, end)
+                _tf.add_control_input(operation, made[before])
 
 
 def _before(traced: _Traced, begins: Mapping[Leg, Sequence[tf.Operation]],
             ends: Mapping[Leg, Sequence[tf.Operation]],
             placement: devices_lib.Placement) -> dict[Leg, list[Leg]]:
     """For each leg those that have to have ended when it begins."""
-    found = {leg: [before for before in _earlier(leg, placement, ends) if before in ends]
+    found = {leg: [before for before in _in_turns(leg, placement) if before in ends]
              for leg in begins}
-    if placement.stages == 1:
+    if placement.stages == 1 or _is_possible(traced, begins, ends, found):
         return found
-    strict = dict(found)
-    for leg in begins:
-        after = _alternate(leg, placement)
-        if leg.backward and after in ends:
-            strict[leg] = [*found[leg], after]
-    return strict if _is_possible(traced, begins, ends, strict) else found
+    return {leg: before for leg, before in found.items() if not leg.backward}
 
 
-def _earlier(leg: Leg, placement: devices_lib.Placement,
-             ends: Collection[Leg]) -> Iterator[Leg]:
-    """What a forward leg waits for, of earlier micro-batches only."""
-    earlier = leg.replica % placement.micro_batches
-    held = placement.stages - leg.stage
-    if leg.backward or not earlier:
-        return
-    yield leg._replace(replica=leg.replica - 1)
-    if placement.stages > 1 and earlier >= held:
-        back = leg._replace(replica=leg.replica - held, backward=True)
-        # Where there is no backward pass a micro-batch is held until it is through.
-        yield back if back in ends else back._replace(stage=placement.stages - 1, backward=False)
-
-
-def _alternate(leg: Leg, placement: devices_lib.Placement) -> Leg:
-    """What a backward leg waits for: its stage's leg before it, where both kinds take turns."""
+def _in_turns(leg: Leg, placement: devices_lib.Placement) -> Iterator[Leg]:
+    """What a leg waits for where forward and backward legs of a stage take turns."""
     place = leg.replica % placement.micro_batches
-    left = placement.micro_batches - 1 - place  # later micro-batches
-    ahead = placement.stages - leg.stage - 1
-    if place and ahead > left:
-        return leg._replace(replica=leg.replica - 1)
-    return leg._replace(replica=leg.replica + min(left, ahead), backward=False)
+    last = leg.replica - place + placement.micro_batches - 1
+    held = placement.stages - leg.stage
+    if place:
+        yield leg._replace(replica=leg.replica - 1)
+    if leg.backward:
+        yield leg._replace(replica=min(leg.replica + held - 1, last), backward=False)
+    elif placement.stages > 1 and place >= held:
+        # Where there is no backward pass a micro-batch is held until it is through.
+        through = Leg(leg.round, leg.replica - held, placement.stages - 1)
+        yield from (through, through._replace(stage=leg.stage, backward=True))
 
 
 def _is_possible(traced: _Traced, begins: Mapping[Leg, Sequence[tf.Operation]],
@@ -244,22 +231,19 @@ def _way(operation: tf.Operation, before: Sequence[Leg], placement: devices_lib.
             else max(reached, default=0)), backward
 
 
-def _begins(traced: _Traced, legs: Mapping[str, Leg]) -> dict[Leg, list[tf.Operation]]:
-    """The operations of each leg that wait for nothing of the same leg."""
+def _edges(traced: _Traced, legs: Mapping[str, Leg], live: Collection[str]
+           ) -> tuple[dict[Leg, list[tf.Operation]], dict[Leg, list[tf.Operation]]]:
+    """Each leg's operations that wait for no other of it, and those that no live one waits for."""
     begins: dict[Leg, list[tf.Operation]] = collections.defaultdict(list)
-    for name, leg in legs.items():
-        if all(legs.get(other) != leg for other in traced.waits[name]):
-            begins[leg].append(traced.operations[name])
-    return begins
-
-
-def _ends(traced: _Traced, legs: Mapping[str, Leg],
-          live: Collection[str]) -> dict[Leg, list[tf.Operation]]:
-    """The operations of each leg for which nothing of the same leg waits."""
-    inner = {other for name, leg in legs.items() if name in live
-             for other in traced.waits[name] if legs.get(other) == leg}
     ends: dict[Leg, list[tf.Operation]] = collections.defaultdict(list)
+    inner: set[str] = set()
+    for name, leg in legs.items():
+        own = [other for other in traced.waits[name] if legs.get(other) == leg]
+        if not own:
+            begins[leg].append(traced.operations[name])
+        if name in live:
+            inner.update(own)
     for name, leg in legs.items():
         if name in live and name not in inner:
             ends[leg].append(traced.operations[name])
-    return ends
+    return begins, ends

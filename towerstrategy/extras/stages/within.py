@@ -14,7 +14,6 @@ nested ``tf.function`` is one operation here: it runs in one stage.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -87,24 +86,12 @@ def _placed(placement: devices_lib.Placement, index: int | None) -> Iterator[Non
 def _recorded_in_its_stage(original: Callable[..., Any], op_type: Any, output_tensors: Any,
                            input_tensors: Any, backward_function: Any,
                            forward_function: Any = None) -> Any:
-    return original(op_type, output_tensors, input_tensors, _in_its_stage(backward_function),
-                    forward_function)
-
-
-def _in_its_stage(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """``gradient``, done in the stage that it is recorded in, with what it recomputes."""
+    """Records a gradient, which is then done in the stage of now, with what it recomputes."""
     tower = contexts.current()
     stages = None if tower is None else tower.strategy.extended.stages
-    if stages is None or stages.index is None:
-        return gradient
-    index = stages.index
-
-    @functools.wraps(gradient)
-    def in_its_stage(*args: Any, **kwargs: Any) -> Any:
-        with stages.within(index, asked=True):
-            return gradient(*args, **kwargs)
-
-    return in_its_stage
+    if stages is not None and stages.index is not None:
+        backward_function = stages.within(stages.index, asked=True)(backward_function)
+    return original(op_type, output_tensors, input_tensors, backward_function, forward_function)
 
 
 class Placer:
