@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import towerstrategy
-from towerstrategy.extras.report import watch
+from towerstrategy.extras.report import epochs
 
 _TOWERS, _BATCH, _PAIRS = 4, 64, 6
 _WARM_UP = 20  # steps
@@ -57,7 +57,7 @@ def measure(width: int, layers: int, steps: int) -> tuple[float, float, float]:
 def _pair(model: Any, batches: Any, steps: int) -> tuple[list[float], list[float]]:
     """Steps without and with counting, in turn, on iterators of their own."""
     plain, without = model.train_function, iter(batches)
-    watched = watch.Watch(model, most=1e-12)
+    watched = epochs.Watch(model, most=1e-12)
     watched.begin(0)
     watched.tried_in = 0
     stand_in, counted = model.train_function, iter(batches)
@@ -74,7 +74,7 @@ def _pair(model: Any, batches: Any, steps: int) -> tuple[list[float], list[float
 
 def _samples(model: Any, iterator: Any) -> list[float]:
     """Sampled steps."""
-    watched, found = watch.Watch(model, most=1.), []
+    watched, found = epochs.Watch(model, most=1.), []
     for epoch in range(4):
         watched.begin(epoch)
         calls = [_cpu(functools.partial(model.train_function, iterator)) for _ in range(3)]

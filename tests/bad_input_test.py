@@ -50,7 +50,7 @@ class DevicesTest(parameterized.TestCase):
         (1.5, TypeError, "devices must be a whole number, but got 1.5"),
         (0, ValueError, "devices=0 asks for 0 towers, but it must be from 1 to the 8 CPU"),
         (99, ValueError, "devices=99.*split_cpu"),
-        ([], ValueError, "devices is empty"),
+        ([], ValueError, r"devices is \[\], but at least one"),
         (["CPU:1", "cpu:1"], ValueError, "names CPU:1 twice"),
         (["CPU:1", "CPU:77"], ValueError, "'CPU:77'.*which is not there.*split_cpu"),
         ("gpu", ValueError, "'gpu'.*split_cpu"),
@@ -71,6 +71,7 @@ class DevicesTest(parameterized.TestCase):
         ([["CPU:1", "CPU:2"], ["CPU:3", "CPU:1"]], ValueError, "names CPU:1 twice"),
         ([["CPU:1", "CPU:9"]], ValueError, "devices names 'CPU:9' .CPU:9., which is not there"),
         ([True], TypeError, "devices has an item True of type bool"),
+        (tf.config.list_physical_devices("CPU"), ValueError, "PhysicalDevice.*is no device string"),
         ([NAN], TypeError, "devices has an item nan of type float"),
         ([b"CPU:1"], TypeError, "devices has an item b'CPU:1' of type bytes"),
         ([-1], ValueError, "devices names -1 .GPU:-1., which is not there"),
@@ -145,7 +146,7 @@ class DevicesTest(parameterized.TestCase):
 
     def test_stages_for_gpus(self):
         """Else multi_gpu_model trains on the first device of each inner list, without a word."""
-        with self.assertRaisesRegex(ValueError, "gpus must be None.*The devices here: CPU:0"):
+        with self.assertRaisesRegex(ValueError, "gpus must be a list.*The devices here: CPU:0"):
             towerstrategy.multi_gpu_model(small_models.make(keras, "functional"),
                                           [["CPU:1", "CPU:2"]])
 

@@ -109,22 +109,11 @@ def check_function(argument: str, fn: Any) -> None:
                         "has a yield or is async: a call of it gives a generator or a coroutine.")
 
 
-def check_options(strategy: Any, input_signature: Any, autograph: Any, jit_compile: Any,
-                  reduce_retracing: Any) -> None:
-    """The arguments of ``strategy.function``."""
+def check_one_device_each(strategy: Any) -> None:
+    """Raises ``NotImplementedError`` for ``strategy.function`` where towers have stages."""
     if strategy.extended.placement.rows:
         raise NotImplementedError("strategy.function partitions a step over towers of one device "
                                   "each, not over towers of several stages. Use strategy.run.")
-    refused.check_type("input_signature", input_signature, (list, tuple, type(None)),
-                       "None, or a list or tuple with what describes each argument")
-    for leaf in tf.nest.flatten(input_signature or ()):
-        if not isinstance(leaf, tf.TypeSpec):
-            raise TypeError("input_signature must have a tf.TensorSpec, or another tf.TypeSpec, "
-                            f"for each argument, but has {refused.shown(leaf)} of type "
-                            f"{type(leaf).__name__}.")
-    for name, value in (("autograph", autograph), ("reduce_retracing", reduce_retracing)):
-        refused.check_type(name, value, bool, "True or False")
-    refused.check_type("jit_compile", jit_compile, (bool, type(None)), "True, False or None")
 
 
 def check_sharded(strategy: tf.distribute.Strategy, bound: dict[str, Any]) -> None:

@@ -12,14 +12,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy import _keras, _tensorflow as _tf
+from towerstrategy import _keras, _tensorflow as _tf, refused
 from towerstrategy._keras import adopting, state
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib, names
 from towerstrategy.strategy import TowerStrategy
 from towerstrategy.variables import one_copy
-
-_EXPECTED = ("gpus must be None (all GPUs), a count of at least 2, or a list of GPU ids or device "
-             'strings such as [0, 2] or ["CPU:1", "CPU:2"]')
 
 
 def multi_gpu_model(model: Any, gpus: int | Sequence[int | str] | None = None,
@@ -34,8 +31,8 @@ def multi_gpu_model(model: Any, gpus: int | Sequence[int | str] | None = None,
     Args:
       model: a Keras or tf_keras model: functional, sequential or subclassed, built or not, compiled
         or not.
-      gpus: None (all GPUs there are), a count of at least 2, or a list of GPU ids or device
-        strings, of any length.
+      gpus: None (all GPUs there are), a count of GPUs, of logical CPU devices where there is no
+        GPU, or a list of GPU ids or device strings, of any length.
       cpu_merge: whether gradients are merged, and the optimizer runs, on the CPU; otherwise on the
         first of the GPUs.
       cpu_relocation: whether the weights move to the CPU, for models that were built on a GPU.
@@ -67,48 +64,24 @@ def multi_gpu_model(model: Any, gpus: int | Sequence[int | str] | None = None,
 
 def _towers(gpus: Any) -> list[str]:
     """The full names of the towers' devices; none where ``gpus`` leaves one device."""
-    if gpus is None:
-        count = names.gpu_count()
-        asked: Any = list(range(count)) if count > 1 else []
-    elif isinstance(gpus, (list, tuple, range, np.ndarray)):
-        asked = list(gpus)
-        if not asked or any(isinstance(item, (list, tuple)) for item in asked):
-            raise _wrong(gpus, _EXPECTED)
-    else:
-        asked = _counted(gpus)
-    try:
-        return [row[0] for row in devices_lib.rows_of(asked, argument="gpus")] if asked else []
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"gpus={gpus!r} cannot be used: {error}") from None
+    if gpus is None and names.gpu_count() < 2:
+        return []
+    asked = list(gpus) if isinstance(gpus, (range, np.ndarray)) else gpus
+    rows = devices_lib.rows_of(asked, argument="gpus")
+    if len(rows[0]) > 1:
+        raise ValueError(f"gpus must be a list of devices, a tower each, but got {gpus!r}. "
+                         f"{names.devices_here()}")
+    return [row[0] for row in rows]
 
 
 def _check_switch(argument: str, value: Any) -> None:
     """Refuses what is neither true nor false; Keras' function took 0 and 1, too."""
     if not isinstance(value, (bool, np.bool_, int)) or value not in (0, 1):
-        raise TypeError(f"{argument} must be True or False, but got {value!r} of type "
-                        f"{type(value).__name__}.")
-
-
-def _counted(gpus: Any) -> list[int]:
-    try:
-        count = names.whole_number("gpus", gpus)
-    except (TypeError, ValueError, OverflowError):
-        count = 0
-    if count < 2:
-        raise _wrong(gpus, _EXPECTED)
-    there = names.gpu_count()
-    if count > there:
-        raise _wrong(gpus, f"gpus, a count, must be at most the number of GPUs, {there} (without "
-                     'GPUs name CPU devices, which split_cpu makes: gpus=["CPU:1", "CPU:2"])')
-    return list(range(count))
-
-
-def _wrong(gpus: Any, expected: str) -> ValueError:
-    return ValueError(f"{expected}, but got {gpus!r}. {names.devices_here()}")
+        raise refused.wrong_type(argument, value, "True or False")
 
 
 def _relocate(model: Any, held: list[tf.Variable]) -> None:
-    cpu = devices_lib.place(["CPU:0"], None).towers[0]
+    cpu = names.tower_name("CPU:0")
     elsewhere = [variable for variable in held if variable.device != cpu]
     for variable in elsewhere:
         if isinstance(variable, one_copy.TowerVariable):

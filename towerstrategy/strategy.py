@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import html
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -174,8 +175,7 @@ class TowerStrategy(kind.Kind):
         >>> float(weight)
         1.4375
         """
-        arguments.check_options(self, input_signature, autograph, jit_compile, reduce_retracing)
-
+        arguments.check_one_device_each(self)
         make = functools.partial(functions.Function, self, input_signature=input_signature,
                                  jit_compile=jit_compile, autograph=autograph,
                                  reduce_retracing=reduce_retracing)
@@ -381,7 +381,7 @@ class TowerStrategy(kind.Kind):
                                     stages.lines(self, model, names))
 
     def _repr_html_(self) -> str:
-        return description.Shown(self.describe())._repr_html_()
+        return f"<pre>{html.escape(self.describe())}</pre>"
 
     def __repr__(self) -> str:
         return f"<TowerStrategy {self.extended.placement}>"

@@ -42,30 +42,6 @@ class PlaceTest(parameterized.TestCase):
                          (["CPU:1", "CPU:2"], "CPU:4"))
         self.assertEqual(short(devices_lib.place(logical[5], None)), (["CPU:5"], "CPU:5"))
 
-    def test_physical_devices(self):
-        """Else a GPU that is the only visible one is taken for another, or for none."""
-        cards = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU")
-                 for index in range(4)]
-        logical = [tf.config.LogicalDevice(f"/device:GPU:{index}", "GPU") for index in range(4)]
-        with mock.patch.object(tf.config, "get_visible_devices",
-                               lambda kind: cards[1:] if kind == "GPU" else []), \
-                mock.patch.object(tf.config, "list_physical_devices", lambda kind=None: cards), \
-                mock.patch.object(tf.config, "list_logical_devices", lambda kind=None: logical), \
-                mock.patch.object(tf.config, "get_logical_device_configuration",
-                                  lambda device: [0, 0] if device is cards[2] else None):
-            self.assertEqual(short(devices_lib.place([cards[3], cards[1]], cards[1])),
-                             (["GPU:3", "GPU:0"], "GPU:0"))
-            with self.assertRaisesRegex(ValueError, "devices has .*GPU:2.*2 logical devices, GPU:1 "
-                                                    "to GPU:2: name one of these"):
-                devices_lib.place([cards[2]], None)
-            with self.assertRaisesRegex(ValueError, "merge_device has .*GPU:0.*not visible"):
-                devices_lib.place(["GPU:1"], cards[0])
-
-    def test_the_physical_cpu(self):
-        """Else eight logical devices of one processor pass for the one that is asked for."""
-        with self.assertRaisesRegex(ValueError, "8 logical devices, CPU:0 to CPU:7: name one"):
-            towerstrategy.TowerStrategy(tf.config.list_physical_devices("CPU"))
-
     @parameterized.parameters((None, None, "balanced"), (1, None, "GPU:0"),
                               (["GPU:1", "CPU:0"], [2, 1], "CPU:0"),
                               ([["GPU:0", "GPU:1"]], None, "GPU:0"))

@@ -152,30 +152,17 @@ def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], t
     return captures.by_ref_internal[key]
 
 
-def writers_of(graph: tf.Graph, operation: tf.Operation, index: int) -> set[str]:
-    """The types of the operations that write input ``index``; of a call, however deep inside."""
-    if operation.type not in CALLERS:
-        return {operation.type} - set(auto_control_deps_utils.RESOURCE_READ_OPS)
-    found: set[str] = set()
-    waiting = [(name, index - _FIRST_ARGUMENT.get(operation.type, 0))
-               for name in functions_of(operation)]
-    seen = set()
-    while waiting:
-        name, argument = waiting.pop()
-        definition = function_definition(graph, name)
-        if (name, argument) in seen or definition is None or not (
-                0 <= argument < len(definition.signature.input_arg)):
-            continue
-        seen.add((name, argument))
-        given = definition.signature.input_arg[argument].name
-        for node in definition.node_def:
-            data = [part for part in node.input if not part.startswith("^")]
-            places = [place for place, part in enumerate(data) if part == given]
-            if node.op in CALLERS:
-                waiting += [(called, place - _FIRST_ARGUMENT.get(node.op, 0))
-                            for called in functions_in_attributes(node) for place in places]
-            elif places and node.op not in auto_control_deps_utils.RESOURCE_READ_OPS:
-                found.add(node.op)
+def writers_of(graph: tf.Graph, node: Any, index: int) -> set[str]:
+    """The types of the operations that write input ``index`` of a node; of a call, inside of it."""
+    if node.op not in CALLERS:
+        return {node.op} - set(auto_control_deps_utils.RESOURCE_READ_OPS)
+    found, argument = set[str](), index - _FIRST_ARGUMENT.get(node.op, 0)
+    for definition in (function_definition(graph, name) for name in functions_in_attributes(node)):
+        if definition is not None and 0 <= argument < len(definition.signature.input_arg):
+            given = definition.signature.input_arg[argument].name
+            for inner in definition.node_def:
+                for place in (place for place, part in enumerate(inner.input) if part == given):
+                    found |= writers_of(graph, inner, place)
     return found
 
 

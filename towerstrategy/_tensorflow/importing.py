@@ -20,7 +20,7 @@ from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import auto_control_deps_utils, c_api_util, op_def_registry
 
-from towerstrategy._tensorflow import compiling, functions
+from towerstrategy._tensorflow import functions, graphs
 
 _READ_ONLY = auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR
 
@@ -133,7 +133,7 @@ def _output_of(node: Any, place: int) -> str:
         return f"{arguments[place].name}:0"
     definition = tf.compat.v1.NodeDef.FromString(node.attributes)
     return [f"{argument.name}:{number}" for argument in arguments
-            for number in range(compiling.length(definition, argument))][place]
+            for number in range(graphs.length(definition, argument))][place]
 
 
 @functools.cache

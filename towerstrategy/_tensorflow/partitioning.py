@@ -18,7 +18,7 @@ from tensorflow.python.framework import (
 )
 from tensorflow.python.ops import control_flow_util_v2
 
-from towerstrategy._tensorflow import compiling, functions, graphs
+from towerstrategy._tensorflow import functions, graphs
 
 op_def = op_def_registry.get
 _numbers = itertools.count()  # functions of one name must be one function, in a whole process
@@ -73,7 +73,7 @@ def _graph_of(definition: Any, graph: tf.Graph) -> Any:
         body = function_def_to_graph.function_def_to_graph(definition)
     called = {name: None for node in definition.node_def
               for name in functions.functions_in_attributes(node) if name}
-    compiling.hand_on_functions(graph, body, called)
+    graphs.hand_on_functions(graph, body, called)
     return body
 
 
@@ -163,10 +163,5 @@ def add_function(graph: tf.Graph, body: Any) -> str:
     """Makes a function of ``body`` that ``graph`` can call; its name."""
     with graph.as_default():
         name = str(control_flow_util_v2.create_new_tf_function(body))
-    compiling.hand_on_functions(body.outer_graph, graph, [name])
+    graphs.hand_on_functions(body.outer_graph, graph, [name])
     return name
-
-
-def hand_on_all_functions(source: tf.Graph, target: tf.Graph) -> None:
-    """Makes all functions of ``source`` callable in ``target``."""
-    compiling.hand_on_functions(source, target, list(source._functions))

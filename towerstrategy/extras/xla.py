@@ -10,9 +10,8 @@ the update: together with a sum, a tower's work would wait for all of another to
 begins a new one with each :data:`STRETCH` of weights: its first layers need not wait for those of
 the last ones.
 
-What stays outside: random numbers, which are those of one device without XLA; variables; lists of
-tensors; small numbers made of small numbers, but for those that never change; and what XLA does not
-have, which is said once a type.
+What stays outside: what docs/xla.md says, and small numbers made of small numbers, but for those
+that never change.
 """
 
 from __future__ import annotations

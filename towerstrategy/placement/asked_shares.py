@@ -6,8 +6,8 @@ tower, checked.  Numbers are compared over the towers of all machines.
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,22 +52,17 @@ def _numbers(shares: Any, towers: Sequence[str]) -> tuple[float, ...]:
         raise ValueError(f"shares must have a number for each of the {len(towers)} devices, but "
                          f"got {len(shares)}: {refused.shown(shares)}. The devices: "
                          f"{names.short_names(towers)}.")
-    found = []
     for share, tower in zip(shares, towers):
         where = f"for {names.short_name(tower)} in {refused.shown(shares)}"
-        if isinstance(share, bool) or not isinstance(share, numbers.Real):
+        is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
+        if not is_number:
             raise TypeError(f"shares must be numbers, but got {share!r} of type "
                             f"{type(share).__name__} {where}.")
-        try:
-            number = float(share)  # 0 of a fraction that is too small
-        except OverflowError:  # a whole number has no bound
-            number = math.inf
-        if not 0 < number < math.inf:
+        if not sys.float_info.min <= share <= sys.float_info.max:  # fractions, too
             raise ValueError(f"shares must be above 0 and finite, but got {share!r} {where}. A "
                              "device that is to get no rows belongs into no strategy: leave it "
                              "out.")
-        found.append(number)
-    return tuple(found)
+    return tuple(map(float, shares))
 
 
 def _memory(towers: Sequence[str]) -> tuple[float, ...]:

@@ -184,7 +184,7 @@ def _merge(towers: Sequence[str], asked: Any) -> tuple[str, bool]:
         asked = towers[0] if len(towers) == 1 else names.BALANCED if gpus else "cpu"
     given = asked
     if names.is_listed(asked):
-        asked = names.name_of_listed(asked, "merge_device")
+        asked = asked.name
     if not isinstance(asked, str):
         raise TypeError(
             f'merge_device must be None, "cpu", "{names.BALANCED}" or a device string, but got '
@@ -219,15 +219,15 @@ def rows_of(devices: Any, mixed: bool = False,
     elif isinstance(devices, str) or names.is_listed(devices):
         asked = [devices]
     elif isinstance(devices, (bool, numbers.Number)):
-        asked = _counted(devices)
+        asked = _counted(argument, devices)
     elif isinstance(devices, (list, tuple)):
         asked = list(devices)
     else:
         raise TypeError(
-            f"devices must be None, a count, or a list of GPU ids or device strings, but got "
+            f"{argument} must be None, a count, or a list of GPU ids or device strings, but got "
             f"{refused.shown(devices)} of type {type(devices).__name__}. {names.devices_here()}")
     if not asked:
-        raise ValueError("devices is empty, but at least one tower is needed. "
+        raise ValueError(f"{argument} is {devices!r}, but at least one tower is needed. "
                          f"{names.devices_here()}")
     rows = tuple(tuple(names.tower_name(item, argument) for item in row)
                  for row in _of_stages(asked))
@@ -294,15 +294,15 @@ def _of_stages(asked: list[Any]) -> list[list[Any]]:
     return [list(row) for row in asked]
 
 
-def _counted(devices: Any) -> list[str]:
-    try:
-        count = names.whole_number("devices", devices)
-    except TypeError as error:
-        raise TypeError(f"{error} {names.devices_here()}") from None
+def _counted(argument: str, devices: Any) -> list[str]:
     kind = "GPU" if names.gpu_count() else "CPU"
     there = len(tf.config.list_logical_devices(kind))
-    if not 1 <= count <= there:
-        hint = "" if kind == "GPU" else " (split_cpu(n) makes more logical CPU devices)"
-        raise ValueError(f"devices={count} asks for {count} towers, but it must be from 1 to the "
-                         f"{there} {kind} device(s) there are{hint}. {names.devices_here()}")
+    hint = "" if kind == "GPU" else " (split_cpu(n) makes more logical CPU devices)"
+    try:
+        count = names.whole_number(argument, devices)
+        if not 1 <= count <= there:
+            raise ValueError(f"{argument}={devices} asks for {count} towers, but it must be from 1 "
+                             f"to the {there} {kind} device(s) there are{hint}.")
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error} {names.devices_here()}") from None
     return [f"{kind}:{index}" for index in range(count)]

@@ -118,10 +118,10 @@ def home_of(variable: tf.Variable) -> str:
     return getattr(variable, "_home", None) or variable.device
 
 
-def size_of(value: tf.Variable | tf.Tensor) -> int:
-    """Bytes of ``value``; 0 where its shape or item size is not known."""
+def size_of(value: Any) -> int:
+    """Bytes of a tensor or a variable, Keras' too; 0 where its shape or item size is not known."""
     try:
-        return int(value.shape.num_elements() or 0) * value.dtype.size
+        return (tf.TensorShape(value.shape).num_elements() or 0) * tf.as_dtype(value.dtype).size
     except TypeError:  # strings and variants have no item size
         return 0
 

@@ -62,27 +62,9 @@ def is_listed(value: Any) -> bool:
     return isinstance(value, (tf.config.LogicalDevice, tf.config.PhysicalDevice))
 
 
-def name_of_listed(device: Any, argument: str) -> str:
-    """The name of a logical device, or of the only one that a physical device has."""
-    if isinstance(device, tf.config.LogicalDevice):
-        return device.name
-    kind, visible = device.device_type, tf.config.get_visible_devices(device.device_type)
-    if device not in visible:
-        raise ValueError(f"{argument} has {device!r}, which is not visible to TensorFlow (see "
-                         f"tf.config.set_visible_devices). {devices_here()}")
-    *before, here = (len(tf.config.get_logical_device_configuration(each) or [None])
-                     for each in visible[:visible.index(device) + 1])
-    first = sum(before)
-    if here > 1:
-        raise ValueError(f"{argument} has {device!r}, which is {here} logical devices, "
-                         f"{kind}:{first} to {kind}:{first + here - 1}: name one of these. "
-                         f"{devices_here()}")
-    return f"{kind}:{first}"
-
-
 def tower_name(item: Any, argument: str = "devices") -> str:
     """The full name of a tower's device: a string, a GPU id or a listed device."""
-    name = name_of_listed(item, argument) if is_listed(item) else item
+    name = item.name if is_listed(item) else item
     if not isinstance(name, str):
         try:
             name = f"GPU:{whole_number(argument, item)}"
@@ -108,8 +90,6 @@ def full_name(name: str, argument: str, given: Any) -> str:
     if spec.job in (None, "localhost") and not spec.replica and not spec.task:
         wanted = tf.DeviceSpec(device_type=kind, device_index=index)
     for device in tf.config.list_logical_devices(kind):
-        if not device.name.endswith(f":{index}"):
-            continue
         local = _HERE.make_merged_spec(tf.DeviceSpec.from_string(device.name))
         if local.make_merged_spec(wanted) == local:
             return local.to_string()

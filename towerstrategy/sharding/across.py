@@ -133,7 +133,7 @@ class Across:
                         (each.ref for each in crossings)))
         refs.update((inner.name, self.outside(self.graph.capture(outer)))
                     for outer, inner in traced.captures)
-        _tf.hand_on_all_functions(traced, self._builder.graph)
+        _tf.hand_on_functions(traced, self._builder.graph)
         must_run = self._copied(traced, refs)
         for name, crossing, tensor in zip(names, crossings, traced.outputs):
             self._builder.define(name, refs[tensor.name], crossing.device)

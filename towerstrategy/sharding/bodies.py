@@ -92,7 +92,7 @@ class Body:
 
     def finish(self, asked: Mapping[Any, Asked], hand_on: bool) -> None:
         """Makes a function of it, which also takes what it or another body has asked for."""
-        _tf.hand_on_all_functions(self.layout.graph, self.graph)
+        _tf.hand_on_functions(self.layout.graph, self.graph)
         with self.graph.as_default():
             others = [self._standing[key] if key in self._standing else one.stands()
                       for key, one in asked.items()]

@@ -44,6 +44,8 @@ class Function:
         self.python_function, self._strategy = python_function, strategy
         self._input_signature, self._options = input_signature, options
         self._compiles = bool(jit_compile)
+        # What another such function calls, which has all rows; TensorFlow checks the options here.
+        self._within = tf.function(python_function, input_signature, **options)
         self._parameters = inspect.signature(python_function)
         self._functions: dict[Any, Any] = {}  # one for each choice of sharded arguments
         self._has_loops = False
@@ -88,11 +90,6 @@ class Function:
 
     def __repr__(self) -> str:
         return f"<strategy.function of {self.python_function!r}, for {self._strategy!r}>"
-
-    @functools.cached_property
-    def _within(self) -> Any:
-        """What is called by another such function, which has all rows."""
-        return tf.function(self.python_function, self._input_signature, **self._options)
 
     def _is_within_another(self) -> bool:
         return contexts.has_all_rows() and tf.distribute.get_strategy() is self._strategy

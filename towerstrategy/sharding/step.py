@@ -76,7 +76,7 @@ def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         *inputs.specs, *[REPLICATED] * (len(traced.inputs) - len(inputs.specs))],
         traffic.of(strategy, inputs.known_rows))
     _report(strategy, layout)
-    _tf.hand_on_all_functions(traced, graph)
+    _tf.hand_on_functions(traced, graph)
     builder = Builder(graph)
     towers = _towers(strategy, builder, inputs)
     values = inputs.values(towers, builder, traced)

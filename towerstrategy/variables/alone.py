@@ -44,9 +44,8 @@ def divert(graph: tf.Graph, operations: Sequence[tf.Operation], owned: Iterable[
     """
     called = {operation for operation in operations
               if operation.op_def.is_stateful and not _initializes(operation)
-              and (resources := [tensor for tensor in operation.inputs
-                                 if tensor.dtype == tf.resource])
-              and _tf.has_effect(operation, resources)}
+              and any(tensor.dtype == tf.resource for tensor in operation.inputs)
+              and _tf.has_effect(operation)}
     if not called:
         return {}
     by_id = {id(variable._handle): variable for variable in owned
@@ -60,7 +59,7 @@ def divert(graph: tf.Graph, operations: Sequence[tf.Operation], owned: Iterable[
             if variable is None:
                 continue
             if id(variable) not in written and operation in called \
-                    and _tf.writers_of(graph, operation, index) - _REPLACING:
+                    and _tf.writers_of(graph, operation.node_def, index) - _REPLACING:
                 if variable.aggregation is tf.VariableAggregation.SUM:
                     raise RuntimeError(_RAW.format(variable.name, operation.type, operation.name))
                 written[id(variable)] = variable, _temporary(graph, variable, tensor)

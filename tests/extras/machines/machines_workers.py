@@ -37,7 +37,7 @@ from benchmarks import on_gpus, traffic
 from tests import dtypes
 from tests.extras.measured.clock import Clock
 from towerstrategy.batch import iterators, prefetching
-from towerstrategy.extras.report import sample, watch
+from towerstrategy.extras.report import epochs as epochs_lib, sample
 
 SECONDS = int(os.environ.get("MACHINES_SECONDS", 300))  # then all workers are killed
 
@@ -368,7 +368,7 @@ def ends_early(strategy, _):
     extended = strategy.extended
     for name, options in (("", None), ("fetched_", FETCHED)):
         iterators.counting.follow = functools.partial(
-            watch.followed, extended.workers.towers, extended.first_replica)
+            epochs_lib.followed, extended.workers.towers, extended.first_replica)
         iterator = iter(strategy.distribute_datasets_from_function(dataset_fn, options))
         seen[f"{name}eager_steps"] = sum(1 for _ in iterator)
         iterators.counting.follow = None

@@ -65,7 +65,7 @@ class MeasuringTest(parameterized.TestCase):
             self.assertEqual(strategy.shares, [1., 1.])
             self.assertIn("shares to be measured", strategy.describe())
             report = TowerReport(print_fn=None)
-            with mock.patch("towerstrategy.extras.report.watch.Watch._sampled",
+            with mock.patch("towerstrategy.extras.report.epochs.Watch._sampled",
                             lambda watch, iterator: watch._function(iterator)):
                 seen, traces = fit(kit, strategy, callbacks=[report])
         self.assertEqual(strategy.shares, [24., 8.])

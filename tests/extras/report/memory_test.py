@@ -10,7 +10,7 @@ from absl.testing import parameterized
 
 import towerstrategy
 import wide
-from towerstrategy.extras.report import memory
+from towerstrategy.placement import homes
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
 # Prints what it is said to hold, and the most that the process held, in MiB.
@@ -67,7 +67,7 @@ class EstimateTest(parameterized.TestCase):
         for variable in [*model.weights, *(slots() if callable(slots) else slots)]:
             value = getattr(variable, "value", variable)
             value = variable if callable(value) else value
-            held[value.device] = held.get(value.device, 0) + memory._size(variable)
+            held[value.device] = held.get(value.device, 0) + homes.size_of(variable)
         lines = [line for line in before if line.way == merge_device.replace("CPU:1", "GPU:0")]
         # Small ones, the step's number among them, may be homed elsewhere.
         self.assertAlmostEqual(max(held.values()), lines[0].weights + lines[0].slots, delta=200)

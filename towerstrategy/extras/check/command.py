@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import pathlib
 import time
@@ -73,32 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Clock:
-    """Runs jobs as long as there is time; ``left_out`` are those for which it was too late."""
-
-    def __init__(self) -> None:
-        self._start, self.left_out = time.perf_counter(), list[str]()
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._start
-
-    def each(self, jobs: Sequence[Any], name: Callable[[Any], str], run: Callable[[Any], Any],
-             outcome: Callable[[Any], str]) -> list[Any]:
-        """What ``run`` finds of each job, printed."""
-        found = []
-        for job in jobs:
-            if self.seconds > _LAST_START:
-                self.left_out.append(name(job))
-                continue
-            found.append(run(job))
-            print(f"  {name(job)}: {outcome(found[-1])} [{self.seconds:.0f} s]", flush=True)
-        return found
-
-
 def _check(devices: list[str], one_physical: bool, seconds: float) -> dict[str, Any]:
     """Prints everything; returns what the JSON file holds."""
-    clock, on_gpus = _Clock(), devices[0].startswith("GPU")
+    start, left_out, on_gpus = time.perf_counter(), list[str](), devices[0].startswith("GPU")
+    each = functools.partial(_each, start, left_out)
     facts = machine.facts()
     print("\n".join(_described(facts)))
     print(f"Towers: {', '.join(devices)}"
@@ -107,15 +86,15 @@ def _check(devices: list[str], one_physical: bool, seconds: float) -> dict[str, 
     print("\nCopies between devices, GB/s (rows: from)\n" + _matrix(rates) if rates else
           "The devices are one memory: nothing is copied between them.", flush=True)
     print(f"\nThe same as one device? {len(devices)} towers", flush=True)
-    compared = clock.each(same.jobs(devices), str, lambda job: same.compare(job, devices), _outcome)
+    compared = each(same.jobs(devices), str, lambda job: same.compare(job, devices), _outcome)
     print(f"\nSteps of {seconds:g} s each", flush=True)
-    speeds = clock.each(speed.ways(devices), _way,
-                        lambda way: speed.measure(way, devices, one_physical, seconds),
-                        lambda result: result.error or f"{result.step_ms:.1f} ms a step")
+    speeds = each(speed.ways(devices), _way,
+                  lambda way: speed.measure(way, devices, one_physical, seconds),
+                  lambda result: result.error or f"{result.step_ms:.1f} ms a step")
     print("\n" + _speed_table(speeds))
     advice = speed.advice(speeds, one_physical, on_gpus)
-    if clock.left_out:
-        print(f"\nLeft out, as two minutes were over: {'; '.join(clock.left_out)}")
+    if left_out:
+        print(f"\nLeft out, as two minutes were over: {'; '.join(left_out)}")
     print(f"\n{advice}\n{_verdict(compared)}")
     return {
         "schema": SCHEMA, "written": datetime.datetime.now(datetime.timezone.utc).isoformat(),
@@ -123,9 +102,22 @@ def _check(devices: list[str], one_physical: bool, seconds: float) -> dict[str, 
         "copies": rates, "same": [result.as_dict() for result in compared],
         "speed": [{**dataclasses.asdict(result), "rows_per_second": result.rows_per_second}
                   for result in speeds],
-        "left_out": clock.left_out, "advice": advice,
-        "passed": _passed(compared),
-        "seconds": round(clock.seconds, 1)}
+        "left_out": left_out, "advice": advice, "passed": _passed(compared),
+        "seconds": round(time.perf_counter() - start, 1)}
+
+
+def _each(start: float, left_out: list[str], jobs: Sequence[Any], name: Callable[[Any], str],
+          run: Callable[[Any], Any], outcome: Callable[[Any], str]) -> list[Any]:
+    """What ``run`` finds of each job, printed; those for which it is too late are left out."""
+    found = []
+    for job in jobs:
+        if time.perf_counter() - start > _LAST_START:
+            left_out.append(name(job))
+            continue
+        found.append(run(job))
+        print(f"  {name(job)}: {outcome(found[-1])} [{time.perf_counter() - start:.0f} s]",
+              flush=True)
+    return found
 
 
 def _passed(results: Sequence[same.Result]) -> bool:

@@ -1,11 +1,8 @@
 """Is training on the towers the same as on one device?
 
 Goes in: the towers' devices.  Comes out: for three small networks, in each Keras that is installed,
-the largest difference between what one device and what the towers got.
-
-Difference: ``max|a - b| / max(max|b|, floor)`` of each array, where b is the single device's; the
-largest of weights, optimizer variables, losses and predictions counts.  A NaN, or another shape, is
-an infinite difference.
+the largest difference between what one device and what the towers got, of weights, optimizer
+variables, losses and predictions.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from towerstrategy._keras import state
 from towerstrategy.strategy import TowerStrategy
 
 KERASES = ("keras", "tf_keras")
@@ -157,13 +155,14 @@ def _train(which: str, network: str, scope: Any) -> dict[str, list[np.ndarray]]:
         history = model.fit(x, y, batch_size=_BATCH, epochs=_EPOCHS, sample_weight=weights,
                             shuffle=False, verbose=0)
         predictions = model.predict(x, batch_size=_BATCH, verbose=0)
-    slots = model.optimizer.variables
+    slots = state.optimizer_variables(model.optimizer)
     return {kind: list(map(np.array, values)) for kind, values in {
-        "weights": model.get_weights(), "optimizer": slots() if callable(slots) else slots,
+        "weights": model.get_weights(), "optimizer": slots,
         "losses": [history.history["loss"]], "predictions": [predictions]}.items()}
 
 
 def _difference(got: list[np.ndarray], wanted: list[np.ndarray], floor: float) -> float:
+    """The largest of ``max|a - b| / max(max|b|, floor)``; infinite for a NaN or another shape."""
     if [value.shape for value in got] != [value.shape for value in wanted]:
         return float("inf")
     apart = [np.max(np.abs(a - b), initial=0.) / max(np.max(np.abs(b), initial=0.), floor)

@@ -1,11 +1,7 @@
 """How fast is a training step, what does it hold, and what does that advise?
 
 Goes in: the towers' devices.  Comes out: step time, rows a second and memory of one device, of
-MirroredStrategy and of TowerStrategy with each merge device; and a sentence.
-
-Each tower gets the rows that the one device gets: as many times the rows a second as there are
-towers is all that there is to gain.  Towers that share one physical device are compared with that
-device on all their rows: there is nothing to gain.
+MirroredStrategy and of TowerStrategy with each merge device; and a sentence: see docs/check.md.
 """
 
 from __future__ import annotations
@@ -14,13 +10,15 @@ import dataclasses
 import gc
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy.placement import names
+from towerstrategy._keras import state
+from towerstrategy.placement import homes as homes_lib, names
 from towerstrategy.strategy import TowerStrategy
 
 ONE_DEVICE, MIRRORED = "one device", "MirroredStrategy"
@@ -147,14 +145,11 @@ def _batches(size: Size, rows: int) -> tf.data.Dataset:
 
 def state_bytes(model: Any) -> dict[str, int]:
     """Bytes of weights and optimizer by device, every copy of a mirrored variable counted."""
-    held: dict[str, int] = {}
-    slots = model.optimizer.variables
-    for variable in [*model.variables, *(slots() if callable(slots) else slots)]:
-        one = getattr(variable, "value", variable)
-        one = variable if callable(one) else one
+    held = Counter[str]()
+    for variable in [*model.variables, *state.optimizer_variables(model.optimizer)]:
+        one = variable if callable(variable.value) else variable.value
         for part in getattr(one, "values", None) or (one,):
-            device = names.short_name(part.device)
-            held[device] = held.get(device, 0) + int(np.prod(part.shape)) * part.dtype.size
+            held[names.short_name(part.device)] += homes_lib.size_of(part)
     return dict(sorted(held.items()))
 
 

@@ -87,14 +87,8 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
             f"already, but a strategy was asked for {cluster.named(cluster.index)} of "
             f"{cluster.addresses}. "
             "A process belongs to one cluster; start another process.")
-    job, number, _ = cluster.tasks[cluster.index]
-    jobs = {kind: [address for other, _, address in cluster.tasks if other == kind]
-            for kind, *_ in cluster.tasks}
-    server = tf.train.ServerDef(
-        cluster=tf.train.ClusterSpec(jobs).as_cluster_def(), job_name=job, task_index=number,
-        protocol=resolver.rpc_layer or "grpc", port=getattr(resolver, "port", None) or 0)
     try:
-        _tf.start_worker(server, cluster.task_of(0))
+        _tf.start_worker(_server(cluster, resolver), cluster.task_of(0))
     except RuntimeError as error:
         raise RuntimeError(
             "a TowerStrategy of several machines was made after TensorFlow had started in this "
@@ -109,6 +103,16 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
             f"({error.message})") from error
     _joined.append(cluster)
     return cluster
+
+
+def _server(cluster: Cluster, resolver: Any) -> tf.train.ServerDef:
+    """What is to answer for this process."""
+    job, number, _ = cluster.tasks[cluster.index]
+    jobs = {kind: [address for other, _, address in cluster.tasks if other == kind]
+            for kind, *_ in cluster.tasks}
+    return tf.train.ServerDef(
+        cluster=tf.train.ClusterSpec(jobs).as_cluster_def(), job_name=job, task_index=number,
+        protocol=resolver.rpc_layer or "grpc", port=getattr(resolver, "port", None) or 0)
 
 
 def place_in(resolver: Any) -> Cluster | None:

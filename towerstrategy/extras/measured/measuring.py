@@ -2,14 +2,10 @@
 
 Goes in: the steps of a training.  Comes out: now and then a sample of one (:mod:`sample`), and,
 when enough of them say so, other shares, by which batches are split from then on, in eager code and
-in pipelines and functions that were traced before.
+in pipelines and functions that were traced before: docs/unequal_devices.md says when.
 
 :data:`ROUND` samples make a round; a tower's rate, its rows over the time in which it was busy, is
-the median of the samples since the last change of shares.  Shares change only where the slowest
-tower gets faster by more than samples differ: by much after one round, by little after two; and not
-where it takes less than :data:`sample.SHORT`.  A change that made no step shorter is undone, and
-the next waits for more rounds: where towers take as long for few rows as for many, whoever has more
-rows looks faster.  Once settled, rounds are so rare that they cost next to nothing.
+the median of the samples since the last change of shares.
 """
 
 from __future__ import annotations

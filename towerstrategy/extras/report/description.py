@@ -5,8 +5,6 @@ Goes in: a strategy.  Comes out: a table of its devices, their roles, variables 
 
 from __future__ import annotations
 
-import html
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +13,6 @@ import tensorflow as tf
 
 from towerstrategy import refused
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib, names
-
-
-class Shown(str):
-    """Text that a notebook shows line by line."""
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self)}</pre>"
 
 
 def describe(strategy: tf.distribute.Strategy, state: Sequence[tuple[str, str, str]] = (),
@@ -43,10 +34,7 @@ def describe(strategy: tf.distribute.Strategy, state: Sequence[tuple[str, str, s
                 "done with all rows", "bytes an example", "first one", "line"), done_once, (1,))):
         if lines:
             text += f"\n\n{title}\n{table(header, lines, numbers)}"
-    shell = sys.modules.get("IPython")
-    if shell is None or shell.get_ipython() is None:
-        return text  # plain: R's reticulate takes no kind of str but str
-    return Shown(text)
+    return text
 
 
 def _described(strategy: tf.distribute.Strategy) -> str:
@@ -59,27 +47,17 @@ def _described(strategy: tf.distribute.Strategy) -> str:
             device = names.short_name(homes_lib.home_of(part))
             counts[device] += 1
             sizes[device] += homes_lib.size_of(part)
-    roles = _roles(placement)
-    devices = list(roles) + sorted(set(counts) - set(roles))
-    shares = _shares(strategy)
-    rows: list[tuple[str, ...]]
-    rows = [(device, roles.get(device, "variables only"), shares.get(device, ""),
-             f"{counts[device]:,}", f"{sizes[device]:,}") for device in devices]
-    title = (f"TowerStrategy: {placement.title}, merge device {placement.merge_name}"
-             + _how_measured(strategy))
-    header: tuple[str, ...] = ("device", "role", "share", "variables", "bytes")
-    if not shares:
-        header, *rows = ((*row[:2], *row[3:]) for row in (header, *rows))
-    return f"{title}\n{table(header, rows, numbers=range(2, len(header)))}"
-
-
-def _how_measured(strategy: tf.distribute.Strategy) -> str:
+    roles, shares = _roles(placement), _shares(strategy)
+    title = f"TowerStrategy: {placement.title}, merge device {placement.merge_name}"
     measuring = strategy.extended.inputs.measuring
-    if measuring is None:
-        return ""
-    if not measuring.rounds:
-        return ", shares to be measured"
-    return f", shares measured (rounds: {measuring.rounds}, changes: {measuring.changes})"
+    if measuring is not None:
+        title += (f", shares measured (rounds: {measuring.rounds}, changes: {measuring.changes})"
+                  if measuring.rounds else ", shares to be measured")
+    header = ("device", "role", *["share"] * bool(shares), "variables", "bytes")
+    rows = [(device, roles.get(device, "variables only"),
+             *[shares.get(device, "")] * bool(shares), f"{counts[device]:,}", f"{sizes[device]:,}")
+            for device in [*roles, *sorted(set(counts) - set(roles))]]
+    return f"{title}\n{table(header, rows, numbers=range(2, len(header)))}"
 
 
 def _shares(strategy: tf.distribute.Strategy) -> dict[str, str]:
@@ -96,16 +74,13 @@ def _shares(strategy: tf.distribute.Strategy) -> dict[str, str]:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[int] = ()) -> str:
     """A plain text table; the columns whose positions are in ``numbers`` align right."""
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        padded = [cell.rjust(width) if column in numbers else cell.ljust(width)
-                  for column, (cell, width) in enumerate(zip(row, widths))]
-        return "  ".join(padded).rstrip()
-
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])])
+    columns = []
+    for place, (name, *cells) in enumerate(zip(header, *rows)):
+        texts = [name, *map(str, cells)]
+        width, pad = max(map(len, texts)), str.rjust if place in numbers else str.ljust
+        texts.insert(1, "-" * width)
+        columns.append([pad(text, width) for text in texts])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns))
 
 
 def _roles(placement: devices_lib.Placement) -> dict[str, str]:

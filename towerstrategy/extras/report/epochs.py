@@ -1,17 +1,61 @@
-"""What is known of an epoch: rows and times of each part of a step.
+"""What is known of an epoch of a training: rows and times of each part of a step.
 
-Goes in: what was counted and sampled.  Comes out: an :class:`Epoch`, whose ``str`` is a table.
+Goes in: a model that trains, from the beginning of its training to the end, whose rows are counted
+and of which now and then a step is sampled.  Comes out: an :class:`Epoch` each, whose ``str`` is a
+table, and nothing that stays behind.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from towerstrategy.extras.report import description
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.batch import iterators
+from towerstrategy.extras.report import description, quiet, sample as sample_lib
 from towerstrategy.extras.report.sample import Sample
-from towerstrategy.extras.report.watch import Watch
-from towerstrategy.placement import names
+from towerstrategy.placement import devices as devices_lib, names
+
+# Calls of the training function in a training that are not typical: the first traces.
+_WARM_UP = 2
+# A training of fewer seconds may be looked at as much as one of these.
+_SHORT = 20
+
+_WRAPPED = "_towerstrategy_wrapped"
+
+
+# Gives the rows so far, by tower; None where the elements have no rows to be counted.
+Count = Callable[[], "list[int] | None"]
+
+
+def followed(towers: int, first: int, dataset: tf.data.Dataset,
+             rows_of: Callable[[Any], Any]) -> tuple[tf.data.Dataset, Count | None]:
+    """An :data:`iterators.Follow` of these towers: a dataset, counted, and its count."""
+    here, has_rows = slice(first, first + towers), True
+
+    def add(*element: Any) -> Any:
+        nonlocal has_rows
+        rows = rows_of(element)
+        has_rows = has_rows and rows is not None
+        if rows is not None:  # of this machine's towers, or of all
+            counts.assign_add(rows if rows.shape == counts.shape else rows[here], read_value=False)
+        return element if len(element) > 1 else element[0]
+
+    with quiet.harmless("count the towers' rows"):
+        with tf.init_scope(), tf.device("CPU:0"):
+            # Neither tf.Variable nor traced: it must not become a variable of the strategy.
+            counts = _tf.ResourceVariable(tf.zeros([towers], tf.int64), trainable=False)
+        options = tf.data.Options()
+        # A buffer after this one would count what nobody has taken.
+        options.experimental_optimization.inject_prefetch = False
+        return (_tf.map_in_place(dataset, add).with_options(options),
+                lambda: counts.numpy().tolist() if has_rows else None)
+    return dataset, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,19 +128,19 @@ class Epoch:
     def __str__(self) -> str:
         counted = [part.rows for part in self.parts if part.rows is not None]
         title = f"epoch {self.number + 1}: {sum(counted):,} rows in {self.seconds:.3g} s"
+        too_short = self.sample is not None and self.sample.too_short
         if self.sample is None:
             title += "; no step sampled yet"
         else:
             when = "" if self.sampled else f" of epoch {(self.sampled_in or 0) + 1}"
             title += f"; a step{when} took {1e3 * self.sample.step:.3g} ms"
-            if self.sample.too_short:
-                title += (", too short to measure idle shares: its operations kept no tower busy "
-                          "for a millisecond")
-            elif self.bubble is not None:
-                title += f"; bubble {self.bubble:.0%}"
+        if too_short:
+            title += (", too short to measure idle shares: its operations kept no tower busy for a "
+                      "millisecond")
+        elif self.bubble is not None:
+            title += f"; bubble {self.bubble:.0%}"
         if self.shares is not None:
             title += f"; shares {', '.join(f'{share:g}' for share in self.shares)}"
-        too_short = self.sample is not None and self.sample.too_short
         cells = [(part.name, part.device, "" if part.rows is None else f"{part.rows:,}",
                   "" if part.seconds is None else f"{1e3 * part.seconds:.2f}",
                   "" if part.idle is None or too_short else f"{part.idle:.0%}")
@@ -114,27 +158,110 @@ class Epoch:
                 f"no step sampled since epoch {(self.sampled_in or 0) + 1}")
 
 
-def of(number: int, watch: Watch, shares: Any) -> Epoch:
-    """The epoch of that number, which ``watch`` has seen."""
-    placement = watch.placement
-    sample: Any = watch.sample
-    rows: Any = watch.rows
-    merged = sum(rows) if watch.once and rows is not None else None
-    if merged is not None:
-        rows = [0] * len(placement.devices)
-    lines = []
-    for tower, device in enumerate(placement.devices):
-        row = placement.rows[tower] if placement.rows else ()
-        lines.append(Part(f"tower {tower}",
-                          f"{len(row)} stages" if row else names.short_name(device),
-                          rows and rows[tower], sample and sample.towers[tower],
-                          sample and sample.idle(tower)))
-        lines += [Part(f"tower {tower}, stage {stage}", names.short_name(name), None,
-                       sample and sample.stages[tower][stage], sample and sample.idle(tower, stage))
-                  for stage, name in enumerate(row)]
-    for name in ("merge", "update", "split", "input"):
-        device = placement.merge_name if name in ("merge", "update") else "CPU:0"
-        lines.append(Part(name, device, merged if name == "merge" else None,
-                          sample and getattr(sample, name), None))
-    return Epoch(number, watch.seconds, tuple(lines), sample, watch.sampled_in,
-                 shares and tuple(shares))
+class Watch:
+    """Looks at one training of a TowerStrategy's model, by wrapping ``model.train_function``.
+
+    ``most`` is the share of the training's time that may be spent.
+    """
+
+    sample: Sample | None = None  # the latest
+    sampled_in: int | None = None  # the epoch it is of
+    tried_in: int | None = None  # the epoch in which one was last tried; there is one try an epoch
+    _spent = _sample_cost = 0.0  # seconds: of all samples, of the last one
+    _epoch = _calls = 0
+    _from_call = _WARM_UP
+
+    def __init__(self, model: Any, most: float) -> None:
+        extended = model.distribute_strategy.extended
+        self._placement: devices_lib.Placement = extended.placement
+        self._eager = bool(model.run_eagerly or tf.config.functions_run_eagerly())
+        self._model, self._most = model, most
+        self._start = self._epoch_start = time.perf_counter()
+        self._before: dict[Count | None, list[int] | None] = {}
+        # A training that an error ended between two steps may have left a wrapper.
+        self._function = getattr(model.train_function, _WRAPPED, model.train_function)
+        model.train_function = self._wrapper = self._wrapped(self._function)
+        iterators.counting.follow = functools.partial(
+            followed, len(self._placement.towers), extended.first_replica)
+
+    def begin(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._calls = 0
+        self._before = {count: count() for count in self._before if count is not None}
+        self._epoch_start = time.perf_counter()
+
+    def end(self) -> Epoch:
+        """The epoch that ends."""
+        seconds = time.perf_counter() - self._epoch_start
+        shares = self._model.distribute_strategy.shares
+        # Neither an epoch's first step nor its last, which may have fewer rows, if others are left.
+        self._from_call = max(0, min(_WARM_UP, self._calls - 2))
+        return Epoch(self._epoch, seconds, tuple(self._parts(self._rows_taken())), self.sample,
+                     self.sampled_in, shares and tuple(shares))
+
+    def _parts(self, rows: list[int] | None) -> Iterator[Part]:
+        placement, merged = self._placement, None
+        sample: Any = self.sample
+        if rows is not None and self._eager and len(placement.towers) > 1:  # one device does all
+            merged, rows = sum(rows), [0] * len(rows)
+        for tower, device in enumerate(placement.devices):
+            row = placement.rows[tower] if placement.rows else ()
+            yield Part(f"tower {tower}", f"{len(row)} stages" if row else names.short_name(device),
+                       None if rows is None else rows[tower], sample and sample.towers[tower],
+                       sample and sample.idle(tower))
+            for stage, name in enumerate(row):
+                yield Part(f"tower {tower}, stage {stage}", names.short_name(name), None,
+                           sample and sample.stages[tower][stage],
+                           sample and sample.idle(tower, stage))
+        for name in ("merge", "update", "split", "input"):
+            yield Part(name, placement.merge_name if name in ("merge", "update") else "CPU:0",
+                       merged if name == "merge" else None, sample and getattr(sample, name), None)
+
+    def close(self) -> None:
+        """The training has ended, well or not."""
+        iterators.counting.follow = None
+        if self._model.train_function is self._wrapper:
+            self._model.train_function = self._function
+
+    def _wrapped(self, function: Any) -> Any:
+        @functools.wraps(function)  # with what Keras' hooks have noted of it
+        def train_function(iterator: Any) -> Any:
+            count = getattr(iterator, "row_count", None)
+            if count not in self._before:
+                self._before[count] = [0] * len(self._placement.towers)
+            number, self._calls = self._calls, self._calls + 1
+            wanted = (number >= self._from_call and self.tried_in != self._epoch
+                      and not self._eager and self._spent + self._sample_cost <= self._most
+                      * max(time.perf_counter() - self._start, _SHORT))
+            try:
+                return self._sampled(iterator) if wanted else function(iterator)
+            except BaseException:
+                self.close()
+                raise
+
+        setattr(train_function, _WRAPPED, function)
+        return train_function
+
+    def _sampled(self, iterator: Any) -> Any:
+        self.tried_in = self._epoch
+        recording = sample_lib.begin("sample a step")
+        if recording is None:
+            return self._function(iterator)
+        result = recording.of(lambda: self._function(iterator))
+        found = recording.end(self._placement)
+        if found is not None:
+            self.sample, self.sampled_in = found, self._epoch
+        self._sample_cost = recording.cost
+        self._spent += recording.cost
+        return result
+
+    def _rows_taken(self) -> list[int] | None:
+        """The rows taken in this epoch from the iterators that were trained on, by tower."""
+        total = [0] * len(self._placement.towers)
+        for count, before in self._before.items():
+            now = None if count is None else count()
+            if now is None or before is None:
+                return None
+            total = [sum(rows) - then for *rows, then in zip(total, now, before)]
+        parts = self._placement.micro_batches
+        return [sum(total[first:first + parts]) for first in range(0, len(total), parts)]

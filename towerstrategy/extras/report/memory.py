@@ -6,12 +6,9 @@ one device and ``MirroredStrategy``.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
 from typing import Any, NamedTuple
-
-import tensorflow as tf
 
 from towerstrategy import _keras
 from towerstrategy.extras.report import description
@@ -88,17 +85,18 @@ def estimate_memory(model: Any, towers: int = 2) -> Estimate:
     one memory        the CPU                     3.8    7.6       19.1      30.5
     """
     count = names.count("towers", towers, sys.maxsize, "how many there are to be")
-    slots = sum(map(_size, _keras.slots_of(model)))
+    slots = sum(map(homes_lib.size_of, _keras.slots_of(model)))
     if not model.weights:
         raise ValueError(f"model {model.name!r} has no weights yet, so nothing is known of it: "
                          "build it, or call it with a batch, first.")
-    weights = sum(map(_size, model.weights))
-    tables = sum(map(_size, _keras.tables_of(model)))  # of which rows are looked up where they are
-    trained = sum(map(_size, model.trainable_weights)) - tables
+    weights = sum(map(homes_lib.size_of, model.weights))
+    # Rows of tables are looked up where these are.
+    tables = sum(map(homes_lib.size_of, _keras.tables_of(model)))
+    trained = sum(map(homes_lib.size_of, model.trainable_weights)) - tables
     # Where a table is: an update goes over all of it, with its gradient and another made whole.
     # Without slots rows alone are written, and the first write copies the table.
     whole = (2 if slots > tables else 1) * tables
-    home = _fullest(sorted(map(_size, model.weights), reverse=True), count) / weights
+    home = _fullest(sorted(map(homes_lib.size_of, model.weights), reverse=True), count) / weights
     merged, tower = (count + 1) * trained + whole, weights - tables + trained
     found: list[tuple[str, str, float, float, float]]
     found = [("one device", "the device", weights, slots, trained + whole),
@@ -120,7 +118,3 @@ def _fullest(sizes: list[int], count: int) -> int:
     for size in sizes:
         held[homes.choose(size)] += size
     return max(held.values())
-
-
-def _size(variable: Any) -> int:
-    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size

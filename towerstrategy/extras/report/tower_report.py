@@ -14,10 +14,9 @@ from typing import Any
 
 from towerstrategy import refused
 from towerstrategy._keras.callbacks import Callback
-from towerstrategy.extras.report import epochs as epochs_lib, picture as picture_lib, quiet
-from towerstrategy.extras.report.epochs import Epoch
+from towerstrategy.extras.report import picture as picture_lib, quiet
+from towerstrategy.extras.report.epochs import Epoch, Watch
 from towerstrategy.extras.report.events import Events
-from towerstrategy.extras.report.watch import Watch
 from towerstrategy.placement import kind
 
 
@@ -110,14 +109,12 @@ class TowerReport(Callback):
                 self._watch.begin(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        del logs
+        del epoch, logs
         if self._watch is None:
             return
         # Numbers of a part of the rest would be wrong.
         with quiet.harmless("read what an epoch did", self._end_watch):
-            self._watch.end()
-            self.epochs.append(epochs_lib.of(epoch, self._watch,
-                                             self.model.distribute_strategy.shares))
+            self.epochs.append(self._watch.end())
             self._write(lambda events: events.write(self.epochs[-1]))
 
     def on_train_end(self, logs: Any = None) -> None:

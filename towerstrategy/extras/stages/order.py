@@ -16,13 +16,10 @@ replica reads, such as the update of a moving mean, makes no round.  Nor does on
 the inputs alone, such as how many steps of all rows a mask leaves: that is in no order, and done
 when the inputs are there.
 
-Where a tower has stages, each of these does the same for itself, forwards and backwards apart
-(1F1B; Narayanan et al. 2021): of P stages, number s begins a micro-batch when it has the forward
-pass of the one before behind it, and the backward pass of the one P-s before; and a backward pass
-when it has as many forward passes behind it as it may.  So stages work at the same time, each at
-one pass, and no stage holds the activations of more micro-batches than there are stages from it to
-the end.  Were both kinds of passes to run side by side, the next stages would wait for a forward
-pass twice as long.
+Where a tower has stages, each of these does the same for itself, forward and backward passes in
+turn (1F1B; Narayanan et al. 2021, docs/one_large_model.md): of P stages, number s begins a
+micro-batch when it has the forward pass of the one before behind it, and the backward pass of the
+one P-s before; and a backward pass when it has as many forward passes behind it as it may.
 """
 
 from __future__ import annotations

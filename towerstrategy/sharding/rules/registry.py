@@ -66,8 +66,7 @@ class Op:
         waits = self.inputs or self.is_stateful  # a constant need not, as gradients have them do
         self.controls = sorted([control.name for control in operation.control_inputs]
                                if waits else [])
-        self.has_effect = (self.is_stateful or bool(self.handles)) and _tf.has_effect(
-            operation, self.handles)
+        self.has_effect = (self.is_stateful or bool(self.handles)) and _tf.has_effect(operation)
 
     def pass_by(self, passed: Mapping[str, Op]) -> None:
         """Takes the inputs of those operations, by name, whose outputs are their inputs."""
