@@ -78,7 +78,9 @@ def install_hooks() -> None:
                 hooks.install(_installed[package].STAGES)
             _staged.add(package)
     if not _refuses and any(_imported("keras", module) for module in _FOREIGN):
-        hooks.install({(sys.modules[_REFUSED].Trainer, "compile"): hooks.Hook(
+        module = sys.modules[_REFUSED]
+        model = module.BaseTrainer if hasattr(module, "BaseTrainer") else module.Trainer
+        hooks.install({(model, "compile"): hooks.Hook(
             _compile_elsewhere, "on another backend than TensorFlow it knows no strategy")})
         _refuses.append(_REFUSED)
 

@@ -18,7 +18,7 @@ from keras.src.losses import loss as loss_module
 from keras.src.models import sequential
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
-from keras.src.trainers import data_adapters, trainer as base_trainer
+from keras.src.trainers import data_adapters
 
 from towerstrategy._keras import hooks, optimizers as optimizers_rules, stages
 from towerstrategy._keras.keras3 import callbacks, names, optimizers, training
@@ -44,10 +44,10 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (seed_generator.SeedGenerator, "next"): hooks.Hook(
         training.next_seed,
         "random layers draw differently on every tower"),
-    (tf_trainer.TensorFlowTrainer, "__init__"): hooks.Hook(
+    (names.TRAINER, "__init__"): hooks.Hook(
         training.trainer_init,
         "calls a model that was made in the scope outside of it without entering it"),
-    (base_trainer.Trainer, "compile"): hooks.Hook(
+    (names.MODEL, "compile"): hooks.Hook(
         training.compile,
         "compiling in the scope adopts"),
     (data_adapters, "is_tf_dataset"): hooks.Hook(
@@ -56,14 +56,14 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (tf_trainer.TFEpochIterator, "__init__"): hooks.Hook(
         training.epoch_iterator_init,
         "predicted rows are to come in the dataset's order"),
-    (tf_trainer.TensorFlowTrainer, "_make_function"): hooks.Hook(
+    (names.TRAINER, "_make_function"): hooks.Hook(
         training.make_function,
         "train_on_batch and test_on_batch hand over unsplit data; what was built after compile "
         "is to be adopted", in_models=True),
-    (tf_trainer.TensorFlowTrainer, "make_predict_function"): hooks.Hook(
+    (names.TRAINER, "make_predict_function"): hooks.Hook(
         training.make_predict_function,
         "so does predict_on_batch, and Python takes each batch of predict out of the data"),
-    (tf_trainer.TensorFlowTrainer, "_maybe_symbolic_build"): hooks.Hook(
+    (names.TRAINER, "_maybe_symbolic_build"): hooks.Hook(
         training.symbolic_build,
         "takes a batch out of the data and means over it, which uneven sub-batches do not allow; "
         "what cannot be built symbolically the trace builds, as without a strategy"),

@@ -21,8 +21,10 @@ from keras.src.trainers import trainer as base_trainer
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.variables import rules, tower_local
 
-# The base class whose methods are hooked, and that of models.
-MODEL, TRAINER = base_trainer.Trainer, tf_trainer.TensorFlowTrainer
+# The base class whose methods are hooked, and that of models: named otherwise since Keras 3.16.
+MODEL, TRAINER = ((base_trainer.BaseTrainer, tf_trainer.Trainer)
+                  if hasattr(base_trainer, "BaseTrainer")
+                  else (base_trainer.Trainer, tf_trainer.TensorFlowTrainer))
 # Where a model, and where an optimizer, has its strategy.
 OWNER, OWNER_OF_OPTIMIZER = "_distribute_strategy", "_distribution_strategy"
 # The methods of a model that Keras runs in no scope.
@@ -37,10 +39,9 @@ OPENED = functional.Functional.call, sequential.Sequential.call
 # The methods that build a model.
 BUILDERS = "build", "_maybe_build"
 # The attributes that Keras' Trainer sets in __init__ and compile: a model's training state.
-TRAINING_STATE = frozenset({*vars(tf_trainer.TensorFlowTrainer()), *ENTRIES, "optimizer", "history",
-                             "stop_training", "stop_evaluating", "stop_predicting",
-                             "_compile_config", "_compiled_trainable_state",
-                             "_eval_epoch_iterator"} - {"_lock"})
+TRAINING_STATE = frozenset({*vars(TRAINER()), *ENTRIES, "optimizer", "history", "stop_training",
+                             "stop_evaluating", "stop_predicting", "_compile_config",
+                             "_compiled_trainable_state", "_eval_epoch_iterator"} - {"_lock"})
 
 
 def variables_of(layer: Any) -> list[Any]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src import tree
-from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf, contexts
@@ -129,7 +128,7 @@ def _taking(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def make_predict_function(original: Callable[..., Any], self: Any, force: bool = False) -> Any:
     result, strategy = _made(original, self, force), self.distribute_strategy
-    hooked = tf_trainer.TensorFlowTrainer.make_predict_function
+    hooked = names.TRAINER.make_predict_function
     if kind.is_tower_strategy(strategy):
         strategy.extended.modes.takes_iterators = (
             type(self).make_predict_function is hooked
