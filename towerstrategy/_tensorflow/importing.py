@@ -116,31 +116,35 @@ class _Texts(dict[str, str]):
 
     def __init__(self, nodes: Mapping[str, Any]) -> None:
         self._nodes = nodes
+        self._outputs: dict[str, list[str]] = {}  # of nodes, by how a function names them
 
     def __missing__(self, text: str) -> str:
         made = text
         if not text.startswith("^"):
             name, _, place = text.partition(":")
-            made = f"{name}:{_output_of(self._nodes[name], int(place or 0))}"
+            if name not in self._outputs:
+                self._outputs[name] = _outputs_of(self._nodes[name])
+            made = f"{name}:{self._outputs[name][int(place or 0)]}"
         self[text] = made
         return made
 
 
-def _output_of(node: Any, place: int) -> str:
-    """How a function names an output of one of its nodes: by the argument that it is of."""
-    arguments, are_single = _outputs(node.op)
-    if are_single:
-        return f"{arguments[place].name}:0"
+def _outputs_of(node: Any) -> list[str]:
+    """How a function names the outputs of one of its nodes: by the arguments that they are of."""
+    single = _single_outputs(node.op)
+    if single is not None:
+        return single
     definition = tf.compat.v1.NodeDef.FromString(node.attributes)
-    return [f"{argument.name}:{number}" for argument in arguments
-            for number in range(graphs.length(definition, argument))][place]
+    return [f"{argument.name}:{number}" for argument in op_def_registry.get(node.op).output_arg
+            for number in range(graphs.length(definition, argument))]
 
 
 @functools.cache
-def _outputs(type: str) -> tuple[list[Any], bool]:
-    """The definitions of such operations' outputs, and whether each of them is one tensor."""
-    arguments = list(op_def_registry.get(type).output_arg)
-    return arguments, not any(one.number_attr or one.type_list_attr for one in arguments)
+def _single_outputs(type: str) -> list[str] | None:
+    """The same of all nodes of this type; None where an argument may be several outputs."""
+    arguments = op_def_registry.get(type).output_arg
+    several = any(one.number_attr or one.type_list_attr for one in arguments)
+    return None if several else [f"{argument.name}:0" for argument in arguments]
 
 
 def _read_only(nodes: Mapping[str, Any], inputs: Mapping[tuple[str, int], tf.Tensor]) -> list[int]:
