@@ -100,10 +100,12 @@ def make_function(original: Callable[..., Any], self: Any, step_function: Any) -
         return original(self, step_function)
     with _towers_alone_compiled(self) as compiles:
         step, trains = original(self, step_function), step_function == self.train_step
+        with _in_one_function(self):
+            bare = original(self, step_function)
     adopting.adopt_state(strategy, self, names)
 
     # Keras' way hands each step's logs over in an optional, which Python opens.
-    take = _taking(self, step) if self.steps_per_execution == 1 else step
+    take = _taking(self, bare) if self.steps_per_execution == 1 else step
 
     def function(iterator: Any) -> Any:
         call = take
@@ -115,6 +117,17 @@ def make_function(original: Callable[..., Any], self: Any, step_function: Any) -
         return strategy.extended.call_step(lambda: call(iterator), compiles, trains)
 
     return function
+
+
+@contextlib.contextmanager
+def _in_one_function(model: Any) -> Iterator[None]:
+    """Within, Keras makes steps that are no functions of their own, unless XLA compiles these."""
+    before = model._run_eagerly
+    model._run_eagerly = before or not model.jit_compile
+    try:
+        yield
+    finally:
+        model._run_eagerly = before
 
 
 def _taking(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
