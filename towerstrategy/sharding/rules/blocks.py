@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.entries import entries_of
@@ -30,44 +29,6 @@ def behind_each_other(specs: Sequence[Spec]) -> Sharded | None:
 def part(spec: Sharded, parts: int) -> Sharded | None:
     """One of so many equal parts along the rows; None where a part is not some of the blocks."""
     return None if spec.blocks % parts else _some(spec, spec.blocks // parts)
-
-
-def reshaped(spec: Sharded, before: Sequence[Any] | None, after: Sequence[Any], target: Spec
-             ) -> Sharded | None:
-    """Where the rows are when ``[2, rows, 3]`` is made ``[2 * rows, 3]``, or back.
-
-    Args:
-      spec: where they are before.
-      before, after: the sizes, so far as they are known.
-      target: the shape that is asked for.
-    """
-    if before is None:
-        return None
-    for at in [target.at] if isinstance(target, Size) else range(len(after)):
-        found = _reshaped_to(spec, before, after, at)
-        if found is None:
-            continue
-        if not isinstance(target, Size):
-            if after[at] in (None, -1) or before[spec.dim] is not None:
-                return found
-        elif found.one_block == target.one_block \
-                and found.blocks * (found.times or 0) == target.blocks * (target.times or 0):
-            return found
-    return None
-
-
-def _reshaped_to(spec: Sharded, before: Sequence[Any], after: Sequence[Any], at: int
-                 ) -> Sharded | None:
-    """The rows in dimension ``at``: what was in front of them makes blocks, or is made of some."""
-    others = before[:spec.dim], before[spec.dim + 1:], after[:at], after[at + 1:]
-    if not spec.times or not all(
-            isinstance(size, int) and size > 0 for sizes in others for size in sizes):
-        return None
-    front, had, into, has = map(math.prod, others)
-    (count, odd), (times, rest) = divmod(front * spec.blocks, into), divmod(spec.times * had, has)
-    if odd or rest or not count or not times:
-        return None
-    return dataclasses.replace(spec, dim=at, times=times, group=spec.some(count))
 
 
 def _some(spec: Sharded, count: int) -> Sharded:

@@ -9,8 +9,8 @@ products and gathers, and forgets static shapes where one is computed from anoth
 
 from __future__ import annotations
 
+import fractions
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -105,23 +105,47 @@ def _sizes(tensor: tf.Tensor, depth: int) -> list[int | None] | None:
             for size, other in zip(own, found)]
 
 
+class Quotient(NamedTuple):
+    """A product of sizes over another: a number, times sizes that are not known."""
+
+    known: fractions.Fraction
+    times: tuple[Any, ...] = ()
+
+
+ONE = Quotient(fractions.Fraction(1))
+
+
+def quotient(sizes: Sequence[Any], divisors: Sequence[Any]) -> Quotient | None:
+    """The product of ``sizes`` over that of ``divisors``; None where it is not known.
+
+    Sizes are numbers, None, or what stands for the same size wherever it is.
+    """
+    times, known = [], fractions.Fraction(1)
+    for size in sizes:
+        if isinstance(size, _INTEGER):
+            known *= int(size)
+        else:
+            times.append(size)
+    for size in divisors:
+        if isinstance(size, _INTEGER) and size > 0:
+            known /= int(size)
+        elif size is not None and size in times:
+            times.remove(size)
+        else:
+            return None
+    return Quotient(known, tuple(times))
+
+
 def _reshaped_to(operation: tf.Operation, depth: int) -> list[Any] | None:
     """The sizes that a reshape asks for, and what is left over where it asks for -1."""
     tensor, shape = operation.inputs
     asked, sizes = _entries(shape, depth), _sizes(tensor, depth)
     if asked is None or sizes is None:
         return None
-    rest, left = list(asked), [_Open(tensor.name, dim) if size is None else size
-                               for dim, size in enumerate(sizes)]
-    for size in tuple(left):
-        if isinstance(size, _Open) and size in rest:
-            rest.remove(size)
-            left.remove(size)
-    if rest.count(-1) != 1 or 0 in rest or not all(
-            isinstance(size, _INTEGER) for size in (*rest, *left)):
-        return list(asked)
-    over = math.prod(left) // -math.prod(rest)  # one of the rest is -1
-    return [over if size == -1 else size for size in asked]
+    over = quotient([_Open(tensor.name, dim) if size is None else size
+                     for dim, size in enumerate(sizes)], [size for size in asked if size != -1])
+    return list(asked) if over is None or over.times else [
+        int(over.known) if size == -1 else size for size in asked]
 
 
 def _broadcast(shapes: Sequence[Sequence[int | None] | None]) -> list[int | None] | None:

@@ -6,15 +6,20 @@ Goes in: an operation.  Comes out: its plan.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from towerstrategy.sharding.rules import blocks, shapes
-from towerstrategy.sharding.rules.entries import dimensions_in, sizes_of
+from towerstrategy.sharding.rules import shapes
+from towerstrategy.sharding.rules.entries import (
+    ONE,
+    Quotient,
+    dimensions_in,
+    quotient,
+    sizes_of,
+)
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec
 
@@ -25,22 +30,22 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
         return None
     known = shapes.static_sizes(op, 1, REPLICATED)
     after = _after(op, known)
+    if after is None:
+        return None
     before: list[Any] | None = sizes_of(op.inputs[0])
-    if before is not None and after is not None:
-        for at, dim in enumerate(dimensions_in(op.inputs[1], op.inputs[0])):
-            if dim not in (None, spec.dim) and after[at] is None:
-                before[dim] = after[at] = f"that of {dim}"
-    found = None if after is None else _reshaped(before, after, spec, target) \
-        or blocks.reshaped(spec, before, after, target)
+    for at, dim in enumerate(dimensions_in(op.inputs[1], op.inputs[0]) if before else ()):
+        if dim not in (None, spec.dim) and after[at] is None:
+            before[dim] = after[at] = f"that of {dim}"  # type: ignore[index]
+    found = _reshaped(before, after, spec, target)
     if found is None:
         return None
     if found == spec and _are_one(before, after, spec.dim):
         return Plan([spec, target], [spec], passes=True)
     if isinstance(target, Size):
-        left = _left_over(spec, found, before, known)
+        left = _left_over(spec, found, before, after, known)
         plan = _to_size(op, spec, target, found, left)
         sizes = [-1 if at == found.dim else left.get(at, size)
-                 for at, size in enumerate(after or ())]
+                 for at, size in enumerate(after)]
         if plan is not None and plan.make is None and all(
                 isinstance(size, int) and size for size in sizes):
             plan.sizes = sizes
@@ -51,17 +56,15 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
                 make=lambda m: [m.each(lambda tower: _reshape(m, tower, found.dim))], alone=0)
 
 
-def _left_over(spec: Sharded, found: Sharded, before: Sequence[Any] | None,
+def _left_over(spec: Sharded, found: Sharded, before: Sequence[Any] | None, after: Sequence[Any],
                known: Sequence[Any] | None) -> dict[int, int | None]:
     """Where a shape that counts the rows asks for what is left over, -1: how much that is."""
     left = [at for at, size in enumerate(known or ()) if size == -1 and at != found.dim]
-    others = [size for at, size in enumerate(before or [None]) if at != spec.dim]
-    asked = [size for at, size in enumerate(known or ()) if at not in (*left, found.dim)]
-    if not spec.times or not found.times or not all(
-            isinstance(size, int) and size for size in (*others, *asked)):
-        return dict.fromkeys(left)
-    return dict.fromkeys(left, math.prod(others) * spec.times * spec.blocks // (
-        math.prod(asked) * found.times * found.blocks))
+    own = [spec.times, spec.blocks, *(
+        size for at, size in enumerate(before or [None]) if at != spec.dim)]
+    asked = [size for at, size in enumerate(after) if at not in (*left, found.dim)]
+    over = quotient(own, [found.times, found.blocks, *asked])
+    return dict.fromkeys(left, int(over.known) if over is not None and not over.times else None)
 
 
 def _to_size(op: Op, spec: Sharded, target: Size, found: Sharded,
@@ -103,33 +106,53 @@ def _reshaped(before: Sequence[Any] | None, after: Sequence[Any], spec: Sharded,
               target: Spec) -> Sharded | None:
     """Where the rows are behind a reshape.
 
-    A dimension of rows stays one where what is in front of it is the same before and after, and
-    where what it is put together with, or taken from, comes behind it.
+    What is in front of them stays there, or makes blocks of rows, or is made of some of these; what
+    is behind them and is not behind them afterwards is put together with them, or the other way.
+
+    Args:
+      before, after: the sizes, so far as they are known.
+      spec: where they are before.
+      target: the shape that is asked for.
     """
-    if isinstance(target, Size):
-        if target.group != spec.group:
-            return None
-        # All else is in front of the rows, as before, or behind them; so one of the two will do.
-        if spec.dim == target.at == 0 or before is not None and (
-                _same(before[:spec.dim], after[:target.at]) or _same(
-                    [spec.times, *before[spec.dim + 1:]], [target.times, *after[target.at + 1:]])):
-            return dataclasses.replace(spec, dim=target.at, times=target.times)
+    if isinstance(target, Size) and target.group == spec.group and spec.dim == target.at == 0:
+        return dataclasses.replace(spec, times=target.times)
+    if before is None:
         return None
-    place = None
-    if before is not None:
-        place = next((at for at in range(len(after))
-                      if _same(before[:spec.dim], after[:at]) and after[at] != 1
-                      and all(size is not None and size not in (-1, 0) for size in after[at + 1:])),
-                     None)
-        if place is not None and isinstance(after[place], int) and after[place] > 0 \
-                and before[spec.dim] is None:
-            return None  # a constant where the rows should be
-    if place is None or before is None:
+    for at in [target.at] if isinstance(target, Size) else range(len(after)):
+        front = quotient(before[:spec.dim], after[:at])
+        behind = quotient([spec.times, *before[spec.dim + 1:]], after[at + 1:])
+        found = _of_quotients(spec, at, front, behind)
+        if isinstance(target, Size):
+            same_times = behind is not None and not behind.times and behind.known == target.times
+            if target.group == spec.group and (front == ONE or same_times):
+                # All else is in front of the rows, as before, or behind them.
+                return dataclasses.replace(spec, dim=at, times=target.times)
+            if found is not None and found.one_block == target.one_block \
+                    and found.blocks * (found.times or 0) == target.blocks * (target.times or 0):
+                return found
+        elif found is not None and (after[at] is None or isinstance(after[at], int)
+                                    and before[spec.dim] is not None):
+            return found
+    return None
+
+
+def _of_quotients(spec: Sharded, at: int, front: Quotient | None, behind: Quotient | None
+                  ) -> Sharded | None:
+    """The rows in dimension ``at``; None where some would be taken apart.
+
+    Args:
+      spec: where they are before.
+      at: the dimension.
+      front: of the sizes in front, before and after.
+      behind: of those behind, before and after, times the positions that an example has before.
+    """
+    if front is None or behind is None or front.times:
         return None
-    times = _times(spec, before[spec.dim + 1:], after[place + 1:])
-    if times == 0:
+    count = front.known * spec.blocks
+    if count.denominator > 1 or behind.known.denominator > 1 or behind.times and front != ONE:
         return None
-    return dataclasses.replace(spec, dim=place, times=times)
+    return dataclasses.replace(spec, dim=at, group=spec.some(int(count)),
+                               times=None if behind.times else int(behind.known))
 
 
 def _after(op: Op, known: Sequence[Any] | None) -> list[Any] | None:
@@ -142,37 +165,6 @@ def _after(op: Op, known: Sequence[Any] | None) -> list[Any] | None:
         return static
     return [size if size is not None else own if own is None or own >= 0 else None
             for size, own in zip(static, known)]
-
-
-def _same(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether these sizes have one product."""
-    if any(not isinstance(size, int) or size < 0 for size in (*first, *second)):
-        return list(first) == list(second) and None not in first
-    return int(np.prod(first, dtype=np.int64)) == int(np.prod(second, dtype=np.int64))
-
-
-def _times(spec: Sharded, before: Sequence[Any], after: Sequence[Any]) -> int | None:
-    """Positions a row has afterwards; None if unknown, 0 if rows would be taken apart."""
-    before, named = list(before), [size for size in after if isinstance(size, str)]
-    for size in named:
-        if size not in before:
-            return 0
-        before.remove(size)
-    after = [size for size in after if size not in named]
-    unknown = [size for size in (*before, *after) if not isinstance(size, int) or size < 0]
-    if unknown:
-        known = int(np.prod([size for size in after if isinstance(size, int) and size > 0],
-                            dtype=np.int64))
-        have = int(np.prod([size for size in before if isinstance(size, int) and size > 0],
-                           dtype=np.int64))
-        more = sum(size is None for size in before) >= sum(size is None for size in after)
-        return None if more and known and have % known == 0 else 0
-    have, want = (int(np.prod(sizes, dtype=np.int64)) for sizes in (before, after))
-    if have == want:
-        return spec.times
-    if want == 0 or spec.times is None:
-        return None if want and have % want == 0 else 0
-    return spec.times * have // want if spec.times * have % want == 0 else 0
 
 
 def _reshape(m: Any, tower: int, dim: int) -> Any:
