@@ -47,8 +47,7 @@ def cut(value: Any, wanted: Sharded, tower: int) -> Ref:
     whole: Ref = value.whole()
     if towers.replicas == 1:
         return whole
-    at = towers.once(("blocks", wanted.blocks, wanted.times, tower),
-                     lambda: _places(towers, wanted, tower))
+    at = _places(towers, wanted, tower)
     if wanted.broadcast and value.shape[wanted.dim] is None:
         last = towers.on_host("Sub", value.rows_in(wanted.dim), towers.number(1))
         at = towers.on_host("Minimum", at, last)

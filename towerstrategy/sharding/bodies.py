@@ -124,9 +124,9 @@ def value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Any) -> Va
     parted = isinstance(spec, (Sharded, Partial, ListOf))
     whole: Any = None if parted else next(refs)
     if isinstance(spec, Replicated):
-        return Value(towers, REPLICATED, shape, lambda: whole)
+        return Value(towers, REPLICATED, shape, whole)
     parts = [next(refs) for _ in range(len(towers))]
-    return Value(towers, spec, shape, None if parted else lambda: whole, parts.__getitem__)
+    return Value(towers, spec, shape, whole, parts.__getitem__)
 
 
 def attributes_of(operation: Op, names: Sequence[str]) -> Any:
@@ -139,7 +139,5 @@ def attributes_of(operation: Op, names: Sequence[str]) -> Any:
 
 def types_of(dtypes: Iterable[tf.DType]) -> Any:
     """The attribute that says types."""
-    attr = tf.compat.v1.AttrValue()
-    attr.list.type.extend(dtype.as_datatype_enum for dtype in dtypes)
-    attr.list.SetInParent()
-    return attr
+    attr = tf.compat.v1.AttrValue
+    return attr(list=attr.ListValue(type=[dtype.as_datatype_enum for dtype in dtypes]))

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding import propagate
 from towerstrategy.sharding.rules.registry import Op
 
 
@@ -38,6 +39,16 @@ class Node:
                  attributes: bytes) -> None:
         self.name, self.op, self.input, self.device = name, op, input, device
         self.attributes = attributes  # a serialized NodeDef of these alone
+
+
+# By device, the nodes that take something, and as which input.
+Takers = dict[str, list[tuple[Node, int]]]
+Crossings = dict[Ref, Takers]
+
+
+def crosses(source: str, target: str) -> bool:
+    """Whether what is made on one device and taken on another is sent; "" is any."""
+    return bool(source and target and source != target)
 
 
 class Builder:
@@ -182,6 +193,23 @@ class Builder:
         """Where ``ref`` is made, "" where no node says."""
         return self.nodes[ref.node].device if ref.node in self.nodes else ""
 
+    def crossings(self, refs: Iterable[Ref]) -> Crossings:
+        """Those of ``refs`` that nodes on other devices take, and these nodes by device.
+
+        Branches and loops do not count, as TensorFlow takes these apart: what they are given goes
+        to whoever takes it.
+        """
+        asked = {ref.input: ref for ref in refs}
+        found: Crossings = {}
+        for node in self.nodes.values() if asked else ():
+            if node.op in (*propagate.BRANCHES, *propagate.LOOPS):
+                continue
+            for place, text in enumerate(node.input):
+                ref = asked.get(text)
+                if ref is not None and crosses(self.device(ref), node.device):
+                    found.setdefault(ref, {}).setdefault(node.device, []).append((node, place))
+        return found
+
     def tensor(self, ref: Ref) -> tf.Tensor:
         """The tensor that ``ref`` has become; after :meth:`finish`."""
         if (ref.node, ref.place) in self._taken:
@@ -262,20 +290,12 @@ def _default(definition: Any, name: str) -> int:
 
 
 def _attr(value: Any) -> Any:
-    attr = tf.compat.v1.AttrValue()
-    if isinstance(value, bool):
-        attr.b = value
-    elif isinstance(value, int):
-        attr.i = value
-    elif isinstance(value, float):
-        attr.f = value
-    elif isinstance(value, tf.DType):
-        attr.type = value.as_datatype_enum
-    elif isinstance(value, tf.TensorShape):
-        attr.shape.CopyFrom(value.as_proto())
-    elif isinstance(value, (str, bytes)):
-        attr.s = value if isinstance(value, bytes) else value.encode()
-    else:
-        attr.list.i.extend(value)
-        attr.list.SetInParent()
-    return attr
+    attr = tf.compat.v1.AttrValue
+    if isinstance(value, tf.DType):
+        return attr(type=value.as_datatype_enum)
+    if isinstance(value, tf.TensorShape):
+        return attr(shape=value.as_proto())
+    if isinstance(value, (str, bytes)):
+        return attr(s=tf.compat.as_bytes(value))
+    kind = {bool: "b", int: "i", float: "f"}.get(type(value))
+    return attr(**{kind: value}) if kind else attr(list=attr.ListValue(i=value))

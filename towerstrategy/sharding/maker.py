@@ -90,8 +90,7 @@ class Maker:
         own = sizes[0]
         for size in sizes[1:]:
             own = self.make("AddV2", [own, size], HOST)
-        rows = towers.of_earlier(own)
-        return rows if rows.dtype == dtype else self.make("Cast", [rows], HOST, DstT=dtype)
+        return towers.of_earlier(own, dtype)
 
     def shape(self, index: int, dtype: tf.DType) -> Ref:
         """The shape of a sharded input with all rows."""

@@ -12,13 +12,14 @@ level, and whoever takes it has a higher one: no cycle can close.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from towerstrategy.sharding import homes, propagate, relays
-from towerstrategy.sharding.builder import Builder, Node, Ref
+from towerstrategy.sharding import homes, relays
+from towerstrategy.sharding.builder import Builder, Crossings, Node, Ref, crosses
 from towerstrategy.sharding.towers import Towers
 
 LARGEST = 2**16  # bytes; copying what is larger costs more than its crossing alone
@@ -55,7 +56,8 @@ def pack(builder: Builder, scope: str) -> None:
       builder: the nodes, each behind those that it needs.
       scope: a prefix for the names of new nodes.
     """
-    crossings = _crossings(builder)
+    crossings = builder.crossings(
+        ref for ref, shape in builder.shapes.items() if _is_small(ref, shape))
     groups: dict[_Group, list[Ref]] = {}
     levels = _levels(builder.nodes)
     for ref, takers in crossings.items():
@@ -67,30 +69,9 @@ def pack(builder: Builder, scope: str) -> None:
             _pack(builder, group, refs, crossings, scope)
 
 
-def _crossings(builder: Builder) -> dict[Ref, dict[str, list[tuple[Node, int]]]]:
-    """Small tensors -> by device, the nodes elsewhere that take them, and as which input."""
-    small = {ref.input: ref for ref, shape in builder.shapes.items() if _is_small(ref, shape)}
-    found: dict[Ref, dict[str, list[tuple[Node, int]]]] = {}
-    for node in builder.nodes.values():
-        if node.op in (*propagate.BRANCHES, *propagate.LOOPS):
-            continue  # TensorFlow takes these apart: what they are given goes to whoever takes it
-        for place, text in enumerate(node.input):
-            ref = small.get(text)
-            if ref is not None and _crosses(builder.device(ref), node.device):
-                found.setdefault(ref, {}).setdefault(node.device, []).append((node, place))
-    return found
-
-
-def _crosses(source: str, target: str) -> bool:
-    return bool(source and target and source != target)
-
-
 def _is_small(ref: Ref, shape: Sequence[int]) -> bool:
     """Whether it may be packed; what is no float is shapes, which kernels take from the host."""
-    size = ref.dtype.size
-    for length in shape:
-        size *= length
-    return bool(ref.dtype.is_floating and 0 < size <= LARGEST)
+    return ref.dtype.is_floating and 0 < ref.dtype.size * math.prod(shape) <= LARGEST
 
 
 def _levels(nodes: Mapping[str, Node]) -> dict[str, int]:
@@ -101,14 +82,14 @@ def _levels(nodes: Mapping[str, Node]) -> dict[str, int]:
         for text in node.input:
             before = text if text in levels else text.lstrip("^").partition(":")[0]
             if before in nodes:
-                own = levels.get(before, 0) + _crosses(nodes[before].device, node.device)
+                own = levels.get(before, 0) + crosses(nodes[before].device, node.device)
                 level = own if own > level else level
         levels[name] = level
     return levels
 
 
 def _pack(builder: Builder, group: _Group, refs: Sequence[Ref],
-          crossings: Mapping[Ref, Mapping[str, Sequence[tuple[Node, int]]]], scope: str) -> None:
+          crossings: Crossings, scope: str) -> None:
     packed = builder.make("Pack", refs, group.source, f"{scope}Pack", axis=0)
     for device in group.targets:
         first = builder.make("Unpack", [packed], device, f"{scope}Unpack", num=len(refs), axis=0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -129,31 +128,26 @@ class Partition:
         constant = all(value.constant for value in values) and _is_repeatable(operation)
         device = towers.host if constant else self._home(operation, values)
 
+        @functools.cache
         def whole() -> list[Ref]:
             if plan is not None and plan.whole is not None:
                 return plan.whole(Maker(operation, values, towers, device))
             return self._copied(operation, [value.on(device) for value in values], device, None,
                                 controls)
 
+        @functools.cache
+        def own(tower: int, towers: Towers) -> list[Ref]:
+            device = towers.devices[tower]
+            return self._copied(operation, [value.at(towers).part(tower) for value in values],
+                                device, tower, self._own(controls, tower))
+
         if not constant:
             return [Value(towers, REPLICATED, tensor.shape, ref, None, device)
                     for ref, tensor in zip(whole(), operation.outputs)]
-        copy = _Lazily(whole)
         if controls:  # so that what waits for it, which may not be made, waits for these
             self._nodes[operation.name] = list(controls)
-        others: dict[tuple[int, str], list[Ref]] = {}
-
-        def made(index: int, tower: int, towers: Towers) -> Ref:
-            key = tower, towers.devices[tower]
-            if key not in others:
-                others[key] = self._copied(
-                    operation, [value.at(towers).part(tower) for value in values],
-                    towers.devices[tower], tower, self._own(controls, tower))
-            return others[key][index]
-
-        return [Value(towers, REPLICATED, tensor.shape, copy.output(index), None, device,
-                      functools.partial(made, index))
-                for index, tensor in enumerate(operation.outputs)]
+        return [Value(towers, REPLICATED, tensor.shape, _output(whole, index), None, device,
+                      _output(own, index)) for index, tensor in enumerate(operation.outputs)]
 
     def _copied(self, operation: Op, inputs: Sequence[Ref], device: str,
                 tower: int | None, controls: Iterable[str]) -> list[Ref]:
@@ -203,21 +197,23 @@ class Partition:
         of_shapes = all(isinstance(spec, (Size, Replicated))
                         for spec in (*plan.takes, *plan.gives))
         part = self._part(plan, maker, home, of_shapes, controls)
-        whole: _Lazily | None
-        if plan.whole is not None:
-            whole = _Lazily(lambda: plan.whole(maker))  # type: ignore[misc]
-        elif any(isinstance(spec, ListOf) for spec in plan.takes):
-            whole = None  # of lists only the towers' are there
-        else:
-            whole = _Lazily(lambda: self._copied(
+
+        @functools.cache
+        def whole() -> list[Ref]:
+            if plan.whole is not None:
+                return plan.whole(maker)
+            return self._copied(
                 operation, [value.whole() for value in values],
                 towers.host if of_shapes else home or self._home(operation, values), None,
-                controls))
+                controls)
+
+        only_parts = plan.whole is None and any(isinstance(spec, ListOf) for spec in plan.takes)
         if operation.has_effect or not plan.gives or any(
                 isinstance(spec, (Sharded, Partial, ListOf)) for spec in plan.gives):
             for tower in range(len(towers)):
                 part(tower)
-        given = [self._given(towers, tensor, spec, index, part, whole,
+        given = [self._given(towers, tensor, spec, _output(part, index),
+                             None if only_parts else _output(whole, index),
                              maker.home if plan.make is not None else "")
                  for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
         return given if rows is None else [value.without_padding(rows) for value in given]
@@ -225,37 +221,31 @@ class Partition:
     def _part(self, plan: Plan, maker: Maker, home: str, of_shapes: bool, controls: list[str]
               ) -> Callable[[int], list[Ref]]:
         """What makes the outputs of an operation on a tower, when they are first asked for."""
-        if plan.make is not None:
-            each = _Lazily(lambda: plan.make(maker))  # type: ignore[misc]
-            return lambda tower: [output[tower] for output in each.made()]
-        made: dict[int, list[Ref]] = {}
         operation, towers = maker.op, maker.towers
+        if plan.make is not None:
+            made = plan.make
+            each = functools.cache(lambda: made(maker))
+            return lambda tower: [output[tower] for output in each()]
         own = None if towers.on_cpu else plan.part
 
+        @functools.cache
         def part(tower: int) -> list[Ref]:
-            if tower not in made:
-                made[tower] = own(maker, tower) if own is not None else self._copied(
-                    operation, [value.part(tower) for value in maker.inputs],
-                    home or (towers.shapes_on(tower) if of_shapes else towers.devices[tower]),
-                    tower, controls if operation.has_effect else self._own(controls, tower))
-            return made[tower]
+            return own(maker, tower) if own is not None else self._copied(
+                operation, [value.part(tower) for value in maker.inputs],
+                home or (towers.shapes_on(tower) if of_shapes else towers.devices[tower]),
+                tower, controls if operation.has_effect else self._own(controls, tower))
 
         return part
 
-    def _given(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int,
-               part: Callable[[int], list[Ref]], whole: _Lazily | None, home: str) -> Value:
-        def one(tower: int) -> Ref:
-            return part(tower)[index]
-
-        if isinstance(spec, Size):
-            return Value(towers, spec, tensor.shape,
-                         None if whole is None else whole.output(index), one)
-        if isinstance(spec, Axes) and whole is not None:
-            return Value(towers, spec, tensor.shape, whole.output(index))
+    def _given(self, towers: Towers, tensor: tf.Tensor, spec: Spec, part: Callable[[int], Ref],
+               whole: Callable[[], Ref] | None, home: str) -> Value:
+        if isinstance(spec, Size) or isinstance(spec, Axes) and whole is not None:
+            return Value(towers, spec, tensor.shape, whole,
+                         part if isinstance(spec, Size) else None)
         if isinstance(spec, Replicated):  # each tower's is the same
-            return Value(towers, spec, tensor.shape, lambda: one(0), one, home)
+            return Value(towers, spec, tensor.shape, lambda: part(0), part, home)
         rows = tensor.dtype.is_floating or not _is_small(tensor)
-        return Value(towers, spec, tensor.shape, None, one, self._wanted.get(tensor.name)
+        return Value(towers, spec, tensor.shape, None, part, self._wanted.get(tensor.name)
                      or (towers.spare if rows else ""))
 
     def _asked(self, operation: Op) -> list[str]:
@@ -316,19 +306,9 @@ class Partition:
                 for tensor, spec in zip(operation.outputs, plan.gives)]
 
 
-class _Lazily:
-    """Outputs that are made when the first of them is asked for."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make, self._made = make, None
-
-    def made(self) -> Any:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
-
-    def output(self, index: int) -> Callable[[], Ref]:
-        return lambda: self.made()[index]
+def _output(make: Callable[..., list[Ref]], index: int) -> Callable[..., Ref]:
+    """What makes an output, of what makes all of them."""
+    return lambda *args: make(*args)[index]
 
 
 def _is_small(tensor: tf.Tensor) -> bool:

@@ -97,7 +97,7 @@ class Layout:
 
     def gathered(self, operation: Op) -> int:
         """Bytes an example that are gathered for an operation, so far as shapes are known."""
-        return sum(_bytes_an_example(tensor, spec) for tensor, spec
+        return sum(traffic_lib.bytes_of(tensor, spec) for tensor, spec
                    in zip(operation.inputs, self.inputs_of(operation)) if isinstance(spec, Sharded))
 
     def all_fallbacks(self) -> Iterator[tuple[Layout, Op]]:
@@ -341,13 +341,6 @@ def _is_wanted_whole(layout: Layout, given: tf.Tensor) -> bool:
             if whole:
                 return True
     return False
-
-
-def _bytes_an_example(tensor: tf.Tensor, spec: Sharded) -> int:
-    count = spec.times or 1
-    for dim, size in enumerate(tensor.shape if tensor.shape.rank is not None else ()):
-        count *= 1 if dim == spec.dim else size or 1
-    return int(count * tensor.dtype.size)
 
 
 def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) -> bool:

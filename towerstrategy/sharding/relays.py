@@ -16,17 +16,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from towerstrategy.sharding.builder import Builder, Ref
+from towerstrategy.sharding.builder import Builder, Node, Ref, Takers
 
 LEAST = 2**20  # bytes; what is smaller waits for links less than for one more sync point
 LEAST_ROW = 2**10  # bytes, where nobody knows how many rows there are
 FEWEST = 4  # towers
-
-_Takers = dict[int, list[tuple[Any, int]]]  # by a device's place: nodes, and as which input
 
 
 def near(rows: Sequence[Sequence[str]]) -> dict[str, int]:
@@ -61,18 +58,13 @@ def ways(places: Mapping[str, int], reached: Mapping[int, frozenset[int]]
 
 def go_round(builder: Builder, ways: Mapping[tuple[str, str], str]) -> None:
     """Sends rows by these ways, among the nodes collected so far."""
-    sent: dict[tuple[str, str], str] = {}
-    rows = {ref.input: ref for ref, known in builder.rows.items() if _has_large_rows(ref, *known)}
-    for node in list(builder.nodes.values()) if rows else ():
-        for number, text in enumerate(node.input):
-            ref = rows.get(text)
-            way = ways.get((builder.device(ref), node.device)) if ref else None
-            if ref and way:
-                if (text, node.device) not in sent:
-                    sent[text, node.device] = builder.make(
-                        "PlaceholderWithDefault", [ref], way, "merge/way/handed_on",
-                        shape=builder.rows[ref][0]).input
-                node.input[number] = sent[text, node.device]
+    for ref, found in builder.crossings(
+            ref for ref, known in builder.rows.items() if _has_large_rows(ref, *known)).items():
+        for target, takers in found.items():
+            way = ways.get((builder.device(ref), target))
+            if way:
+                _take(takers, builder.make("PlaceholderWithDefault", [ref], way,
+                                           "merge/way/handed_on", shape=builder.rows[ref][0]))
 
 
 def summed(builder: Builder, places: Mapping[str, int], parts: Sequence[Ref], device: str,
@@ -102,28 +94,27 @@ def summed(builder: Builder, places: Mapping[str, int], parts: Sequence[Ref], de
 
 def hand_on(builder: Builder, places: Mapping[str, int]) -> None:
     """Sends what is large once to the other half, among the nodes collected so far."""
-    large = {ref.input: ref for ref, shape in builder.shapes.items()
-             if builder.device(ref) in places and _is_large(ref, shape)}
-    takers: dict[Ref, _Takers] = {}
-    for node in builder.nodes.values() if large else ():
-        for number, text in enumerate(node.input):
-            if text in large and node.device in places:
-                takers.setdefault(large[text], {}).setdefault(places[node.device], []).append(
-                    (node, number))
-    for ref, found in takers.items():
-        _spread(builder, list(places), range(len(places)), ref, places[builder.device(ref)], found)
+    devices = list(places)
+    for ref, takers in builder.crossings(
+            ref for ref, shape in builder.shapes.items() if _is_large(ref, shape)).items():
+        if builder.device(ref) in places:
+            _spread(builder, devices, range(len(places)), ref, places[builder.device(ref)], takers)
+
+
+def _take(takers: Sequence[tuple[Node, int]], ref: Ref) -> None:
+    for node, number in takers:
+        node.input[number] = ref.input
 
 
 def _spread(builder: Builder, devices: Sequence[str], group: Sequence[int], ref: Ref, place: int,
-            takers: _Takers) -> None:
+            takers: Takers) -> None:
     """Gives ``ref`` to those of ``group``, of which ``place`` has it or is sent it."""
     if len(group) == 1:
-        for node, number in takers.get(place, ()):
-            node.input[number] = ref.input
+        _take(takers.get(devices[place], ()), ref)
         return
     own, other = _halves(group, place)
     _spread(builder, devices, own, ref, place, takers)
-    there = [one for one in other if one in takers]
+    there = [one for one in other if devices[one] in takers]
     if len(there) > 1:
         leader, shape = _leader(group, place, there), tf.TensorShape(builder.shapes[ref])
         # Not Identity: TensorFlow takes that away again, and XLA would hold it back until all that

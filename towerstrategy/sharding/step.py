@@ -199,18 +199,14 @@ class _Inputs:
         for outer, inner in traced.captures:
             device = getattr(outer, "device", "") or ""
             ref = builder.take(builder.graph.capture(outer))
-            made.append(Value(towers, REPLICATED, inner.shape, _giving(ref), device=device))
+            made.append(Value(towers, REPLICATED, inner.shape, ref, device=device))
         return made
 
     def _value(self, towers: Towers, builder: Builder, leaf: Any, spec: Spec) -> Value:
         if not isinstance(leaf, _Rows):
-            return Value(towers, spec, leaf.shape, _giving(builder.take(leaf)))
+            return Value(towers, spec, leaf.shape, builder.take(leaf))
         refs = [builder.take(part) for part in leaf.parts]
         return Value(towers, spec, leaf.whole.shape, None, refs.__getitem__)
-
-
-def _giving(ref: Ref) -> Callable[[], Ref]:
-    return lambda: ref
 
 
 def _lone_rows(arguments: Any) -> Callable[[Any], Any]:

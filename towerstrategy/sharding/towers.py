@@ -7,8 +7,9 @@ host; numbers of rows of a tower, of those before it, of the batch; sums over th
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -16,6 +17,21 @@ from towerstrategy.placement import peers
 from towerstrategy.sharding import relays
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
+
+_Made = TypeVar("_Made", bound=Callable[..., Ref])
+
+
+def once(make: _Made) -> _Made:
+    """A method of :class:`Towers` that makes its node when it is first asked for."""
+
+    @functools.wraps(make)
+    def known(self: Any, *args: Any) -> Ref:
+        key = (make, *args)
+        if key not in self.known:
+            self.known[key] = make(self, *args)
+        return self.known[key]
+
+    return known  # type: ignore[return-value]
 
 
 class Towers:
@@ -56,7 +72,7 @@ class Towers:
         self.near = {} if on_cpu else relays.near(rows)
         self.ways = relays.ways(self.near, peers.reached() if self.near else {})
         self._counts = counts
-        self._known: dict[Any, Ref] = {}
+        self.known: dict[Any, Ref] = {}
         self.crossings: dict[str, int] = {}
         self._stages: dict[int | None, Towers] = {}
 
@@ -93,23 +109,21 @@ class Towers:
         """Counts a redistribution."""
         self.crossings[kind] = self.crossings.get(kind, 0) + 1
 
+    @once
     def count(self, tower: int, dtype: tf.DType = tf.int64) -> Ref:
         """How many rows a tower has."""
-        def make() -> Ref:
-            count = self._counts(tower)
-            assert count is not None
-            return count
+        if dtype != tf.int64:
+            return self.on_host("Cast", self.count(tower), DstT=dtype)
+        count = self._counts(tower)
+        assert count is not None
+        return count
 
-        return self._as(self.once(("count", tower), make), dtype)
-
+    @once
     def counts(self) -> Ref:
         """How many rows each tower of all workers has."""
-        def make() -> Ref:
-            known = self._counts(None)
-            return known if known is not None else self._of_all(
-                [self.count(tower) for tower in range(len(self))], self.first, self.replicas)
-
-        return self.once("counts", make)
+        known = self._counts(None)
+        return known if known is not None else self._of_all(
+            [self.count(tower) for tower in range(len(self))], self.first, self.replicas)
 
     def _of_all(self, own: Sequence[Ref], first: int, count: int) -> Ref:
         """A vector of so many numbers of all workers, in which this one's begin at ``first``."""
@@ -118,51 +132,50 @@ class Towers:
                               self.number(0, own[0].dtype))
         return self.across.cross("sum", placed, self.host, tf.TensorShape([count]))
 
+    @once
     def total(self, dtype: tf.DType = tf.int64) -> Ref:
         """How many rows the batch has."""
-        def make() -> Ref:
-            if self.across.workers is not None:
-                return self._as(self._first_of(self.counts(), self.replicas), dtype)
-            return self.add_up([self.count(tower, dtype) for tower in range(len(self))], self.host)
-
-        return self.once(("total", dtype), make)
+        if self.across.workers is not None:
+            return self._first_of(self.counts(), self.replicas, dtype)
+        return self.add_up([self.count(tower, dtype) for tower in range(len(self))], self.host)
 
     def share(self, tower: int, dtype: tf.DType) -> Ref:
         """A tower's rows over those of the batch; 0 of no rows at all."""
-        return self.once(("share", tower, dtype), lambda: self.on_host(
-            "DivNoNan", self.count(tower, dtype), self.total(dtype)))
+        return self.on_host("DivNoNan", self.count(tower, dtype), self.total(dtype))
 
+    @once
     def earlier(self, dtype: tf.DType = tf.int64) -> Ref:
         """How many rows the workers before this one have."""
         if self.across.workers is None:
             return self.number(0, dtype)
-        counts = self.counts()  # asked for on all workers, as this may cross
-        return self.once(("earlier", dtype), lambda: self._as(
-            self._first_of(counts, self.first), dtype))
+        return self._first_of(self.counts(), self.first, dtype)
 
-    def of_earlier(self, number: Ref) -> Ref:
+    def of_earlier(self, number: Ref, dtype: tf.DType) -> Ref:
         """The sum of such a number of each worker before this one."""
         workers = self.across.workers
         if workers is None:
-            return self.number(0, number.dtype)
-        return self._first_of(self._of_all([number], workers.index, workers.count), workers.index)
+            return self.number(0, dtype)
+        return self._first_of(self._of_all([number], workers.index, workers.count), workers.index,
+                              dtype)
 
-    def _first_of(self, vector: Ref, number: int) -> Ref:
+    def _first_of(self, vector: Ref, number: int, dtype: tf.DType) -> Ref:
         """The sum of the first entries of a vector."""
         begin, size = self.number([0], tf.int32), self.number([number], tf.int32)
-        return self.on_host("Sum", self.on_host("Slice", vector, begin, size), begin)
+        total = self.on_host("Sum", self.on_host("Slice", vector, begin, size), begin)
+        return total if total.dtype == dtype else self.on_host("Cast", total, DstT=dtype)
 
+    @once
     def offset(self, tower: int, dtype: tf.DType = tf.int64) -> Ref:
         """How many rows the towers before this one have."""
         if tower == 0:
             return self.earlier(dtype)
-        return self.once(("offset", tower, dtype), lambda: self.on_host(
-            "AddV2", self.offset(tower - 1, dtype), self.count(tower - 1, dtype)))
+        return self.on_host("AddV2", self.offset(tower - 1, dtype), self.count(tower - 1, dtype))
 
+    @once
     def missing(self, tower: int) -> Ref:
         """1 for a tower without rows, else 0; an int32 scalar."""
-        return self.once(("missing", tower), lambda: self.on_host("Cast", self.on_host(
-            "Equal", self.count(tower), self.number(0)), DstT=tf.int32))
+        return self.on_host("Cast", self.on_host("Equal", self.count(tower), self.number(0)),
+                            DstT=tf.int32)
 
     def shapes_on(self, tower: int) -> str:
         """Where a tower's shapes are made: on the tower if it is a CPU, else on the host."""
@@ -176,16 +189,14 @@ class Towers:
         """
         return self.devices[tower] if dtype == tf.int32 else self.shapes_on(tower)
 
+    @once
     def vector(self, tower: int, number: Ref, at: int, length: int, other: int) -> Ref:
         """A vector with ``number`` in one place and ``other`` in all others, for a tower."""
-        def make() -> Ref:
-            device = self.packed_on(tower, number.dtype)
-            rest = self.builder.constant(other, number.dtype, device)
-            return self.builder.make("Pack", [number if place == at else rest
-                                              for place in range(length)], device,
-                                     f"{self.scopes[tower]}Pack", axis=0)
-
-        return self.once(("vector", tower, number, at, length, other), make)
+        device = self.packed_on(tower, number.dtype)
+        rest = self.builder.constant(other, number.dtype, device)
+        return self.builder.make("Pack", [number if place == at else rest
+                                          for place in range(length)], device,
+                                 f"{self.scopes[tower]}Pack", axis=0)
 
     def add_up(self, parts: Sequence[Ref], device: str,
                shape: tf.TensorShape | None = None) -> Ref:
@@ -214,14 +225,3 @@ class Towers:
         for part in parts[1:]:
             total = self.builder.make("AddV2", [total, part], device, "merge/AddV2")
         return total
-
-    def _as(self, ref: Ref, dtype: tf.DType) -> Ref:
-        if ref.dtype == dtype:
-            return ref
-        return self.on_host("Cast", ref, DstT=dtype)
-
-    def once(self, key: Any, make: Callable[[], Ref]) -> Ref:
-        """What ``make`` makes when ``key`` is asked for first."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]

@@ -48,14 +48,14 @@ class Traffic:
                 or any(isinstance(spec, ListOf) for spec in specs):
             return plan
         if plan.gives == [SUM]:
-            part = _bytes(operation.outputs[0], REPLICATED)
+            part = bytes_of(operation.outputs[0], REPLICATED)
             cheap = part > LARGEST_KEPT and 0 < 2 * self._rows(
                 operation.inputs, specs) < self.towers * part
             return _once(plan) if cheap else plan
         if not self.shared or REPLICATED not in plan.takes or plan.near is not None \
                 or not all(isinstance(spec, Sharded) and not spec.group for spec in plan.gives):
             return plan
-        whole = max(_bytes(tensor, spec) for tensor, spec in zip(operation.inputs, plan.takes)
+        whole = max(bytes_of(tensor, spec) for tensor, spec in zip(operation.inputs, plan.takes)
                     if spec == REPLICATED)
         if whole <= LARGEST_KEPT or (self.towers - 1) * whole <= 2 * (self._rows(
                 operation.inputs, specs) + self._rows(operation.outputs, plan.gives)):
@@ -64,7 +64,7 @@ class Traffic:
 
     def _rows(self, tensors: Sequence[tf.Tensor], specs: Sequence[Spec]) -> int:
         """Bytes of what has rows among these tensors."""
-        return self.rows * sum(_bytes(tensor, spec) for tensor, spec in zip(tensors, specs)
+        return self.rows * sum(bytes_of(tensor, spec) for tensor, spec in zip(tensors, specs)
                                if isinstance(spec, Sharded))
 
 
@@ -109,7 +109,7 @@ def gather_early(layout: Any) -> None:
         return sum(least.get(name, bytes) for name, bytes in rows[operation.name].items())
 
     def after(operation: Op) -> int:
-        return _bytes(operation.outputs[0], layout.plans[operation.name].gives[0])
+        return bytes_of(operation.outputs[0], layout.plans[operation.name].gives[0])
 
     for operation in _asked_for(light, rows, in_parts.copy()):
         least.setdefault(operation.output_names[0], min(after(operation), before(operation)))
@@ -152,7 +152,7 @@ def cut_late(layout: Any) -> None:
         if not there.isdisjoint(operation.input_names) and _may_be_done_once(layout, operation):
             rows = _rows_before(layout, operation)
             if rows and there.issuperset(rows) \
-                    and _bytes(operation.outputs[0], plan.gives[0]) <= sum(rows.values()):
+                    and bytes_of(operation.outputs[0], plan.gives[0]) <= sum(rows.values()):
                 plan = dataclasses.replace(_once(plan), gives=plan.gives)
                 layout.plans[operation.name] = plan
         if isinstance(plan, Plan) and plan.once:
@@ -184,7 +184,7 @@ def add_up_early(layout: Any) -> None:
             elif operation.name not in linear or operation.output_names[0] in parts:
                 parts.add(name)
             else:
-                bytes, out = _bytes(operation.outputs[0], REPLICATED), operation.output_names[0]
+                bytes, out = bytes_of(operation.outputs[0], REPLICATED), operation.output_names[0]
                 below[name] += bytes if out in whole else min(bytes, below[out])
     for operation in layout.parted:
         if operation.name not in linear:
@@ -192,7 +192,7 @@ def add_up_early(layout: Any) -> None:
         plan = layout.plans[operation.name]
         of = operation.inputs[list(plan.takes).index(SUM)]
         if of.name not in parts and (
-                of.name in whole or 0 < _bytes(of, REPLICATED) <= below[of.name]):
+                of.name in whole or 0 < bytes_of(of, REPLICATED) <= below[of.name]):
             layout.plans[operation.name] = _once(plan)
             layout.specs[operation.outputs[0].name] = REPLICATED
             whole.update((of.name, operation.outputs[0].name))
@@ -214,7 +214,7 @@ def _may_be_done_once(layout: Any, operation: Op) -> bool:
 
 def _rows_before(layout: Any, operation: Op) -> dict[str, int]:
     """The sharded inputs of an operation, with the bytes of an example."""
-    return {tensor.name: _bytes(tensor, spec) for tensor, spec
+    return {tensor.name: bytes_of(tensor, spec) for tensor, spec
             in zip(operation.inputs, layout.inputs_of(operation)) if isinstance(spec, Sharded)}
 
 
@@ -223,7 +223,7 @@ def _once(plan: Plan) -> Plan:
     return Plan([REPLICATED] * len(plan.takes), [REPLICATED] * len(plan.gives), once=True)
 
 
-def _bytes(tensor: tf.Tensor, spec: Spec) -> int:
+def bytes_of(tensor: tf.Tensor, spec: Spec) -> int:
     """Bytes of a tensor, or of an example of one with rows; 0 if that is unknown."""
     shape, dtype = tensor.shape, tensor.dtype
     if shape.rank is None or dtype == tf.resource:

@@ -152,9 +152,8 @@ class Value:
         towers, dim, rank, part = self.towers, self.spec.dim, self.shape.rank, self.part(tower)
         build = towers.builder
         after = towers.vector(tower, self._missing(tower), dim, rank, 0)
-        paddings = towers.once(("paddings", after), lambda: towers.on(
-            tower, "Pack", build.constant([0] * rank, tf.int32, towers.devices[tower]), after,
-            axis=1))
+        paddings = towers.on(tower, "Pack", build.constant(
+            [0] * rank, tf.int32, towers.devices[tower]), after, axis=1)
         # Not Pad, which oneDNN fuses with a convolution that gives no rows a wrong shape. Its
         # kernel for GPUs takes what it pads with from the host.
         return towers.on(tower, "PadV2", part, paddings, build.constant(
@@ -167,9 +166,7 @@ class Value:
             return self
 
         def part(tower: int) -> Ref:
-            missing = like._missing(tower)
-            rows = towers.once(("kept", missing), lambda: towers.on_host(
-                "Sub", missing, towers.number(1, tf.int32)))
+            rows = towers.on_host("Sub", like._missing(tower), towers.number(1, tf.int32))
             begin = towers.builder.constant([0] * rank, tf.int32, towers.devices[tower])
             return towers.on(tower, "Slice", self.part(tower), begin,
                              towers.vector(tower, rows, spec.dim, rank, -1))
