@@ -6,7 +6,7 @@ towers, or on the merge device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,14 +14,16 @@ import tensorflow as tf
 from towerstrategy.sharding import homes
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.rules.entries import sizes_of
-from towerstrategy.sharding.rules.registry import HOST, Op
+from towerstrategy.sharding.rules.registry import EACH, HOST, Op
 from towerstrategy.sharding.spec import Sharded, Size
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.values import Value
 
 
 class Maker:
-    """Makes nodes for one operation.
+    """Makes nodes for one operation: on a tower, on the host (HOST), once (None), or on EACH tower.
+
+    What each tower has is a list; what is made of lists is a list, too.
 
     Attributes:
       op: the operation.
@@ -43,21 +45,33 @@ class Maker:
         """An input with all rows."""
         return self.inputs[index].whole()
 
-    def copy(self, inputs: Sequence[Ref], tower: int | None) -> list[Ref]:
-        """The operation itself, of other inputs, on a tower (None: the merge device)."""
+    def parts(self, index: int) -> list[Ref]:
+        """What each tower has of an input."""
+        return self.inputs[index].parts()
+
+    def copy(self, inputs: Sequence[Any], tower: int | None) -> list[Any]:
+        """The outputs of the operation itself, of other inputs."""
+        if tower == EACH:
+            return [list(made) for made in zip(*self.each(
+                lambda tower: self.copy(_of(inputs, tower), tower)))]
         return self.towers.builder.copy(self.op, inputs, self._device(tower),
                                         self._scope(tower))[0]
 
-    def make(self, type: str, inputs: Sequence[Ref], tower: int | None, **attrs: Any) -> Ref:
+    def make(self, type: str, inputs: Sequence[Any], tower: int | None, **attrs: Any) -> Any:
         """The first output of another operation, named after this one."""
+        if tower == EACH or any(isinstance(given, list) for given in inputs):
+            return self.each(lambda own: self.make(
+                type, _of(inputs, own), own if tower == EACH else tower, **attrs))
         return self.towers.builder.make(type, inputs, self._device(tower),
                                         f"{self._scope(tower)}{self.op.name}/{type}", **attrs)
 
-    def constant(self, value: Any, dtype: tf.DType, tower: int | None) -> Ref:
+    def constant(self, value: Any, dtype: tf.DType, tower: int | None) -> Any:
         """A constant."""
+        if tower == EACH:
+            return self.each(lambda tower: self.constant(value, dtype, tower))
         return self.towers.builder.constant(value, dtype, self._device(tower))
 
-    def each(self, make: Any) -> list[Ref]:
+    def each(self, make: Callable[[int], Any]) -> list[Any]:
         """What ``make`` makes for each tower."""
         return [make(tower) for tower in range(len(self.towers))]
 
@@ -70,9 +84,8 @@ class Maker:
             if spec.times == 1:
                 return total
             return self.make("Mul", [total, self.constant(spec.times, dtype, HOST)], HOST)
-        sizes = [self._entry(self.make("Shape", [value.part(tower)], tower, out_type=tf.int64),
-                             spec.dim, HOST) for tower in range(len(self.towers))]
-        rows = self.towers.add_up(sizes, self.towers.host)
+        shapes = self.make("Shape", [value.parts()], EACH, out_type=tf.int64)
+        rows = self.towers.add_up(self._entry(shapes, spec.dim), self.towers.host)
         return rows if dtype == tf.int64 else self.make("Cast", [rows], HOST, DstT=dtype)
 
     def earlier(self, index: int, dtype: tf.DType) -> Ref:
@@ -84,9 +97,7 @@ class Maker:
             if spec.times in (None, 1):
                 return rows
             return self.make("Mul", [rows, self.constant(spec.times, dtype, HOST)], HOST)
-        sizes = value.parts()
-        if value.shape.rank != 0:
-            sizes = [self._entry(size, spec.at, HOST) for size in sizes]
+        sizes = value.parts() if value.shape.rank == 0 else self._entry(value.parts(), spec.at)
         own = sizes[0]
         for size in sizes[1:]:
             own = self.make("AddV2", [own, size], HOST)
@@ -127,9 +138,9 @@ class Maker:
             rows if at == dim else towers.builder.constant(size, dtype, device)
             for at, size in enumerate(sizes)], device, f"{towers.scopes[tower]}Pack", axis=0)
 
-    def _entry(self, vector: Ref, index: int, tower: int | None) -> Ref:
-        return self.make("GatherV2", [vector, self.constant(index, tf.int32, tower),
-                                      self.constant(0, tf.int32, tower)], tower)
+    def _entry(self, vectors: list[Ref], index: int) -> Any:
+        return self.make("GatherV2", [vectors, self.constant(index, tf.int32, HOST),
+                                      self.constant(0, tf.int32, HOST)], HOST)
 
     def _device(self, tower: int | None) -> str:
         if tower == HOST:
@@ -138,3 +149,8 @@ class Maker:
 
     def _scope(self, tower: int | None) -> str:
         return homes.ONCE if tower is None or tower == HOST else self.towers.scopes[tower]
+
+
+def _of(inputs: Sequence[Any], tower: int) -> list[Ref]:
+    """Those of a tower."""
+    return [given[tower] if isinstance(given, list) else given for given in inputs]

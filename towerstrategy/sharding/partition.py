@@ -185,7 +185,7 @@ class Partition:
         rows = None
         if plan.padded and towers.replicas > 1:
             rows = next(value for value in values if isinstance(value.spec, Sharded))
-            values = [value.padded() for value in values]
+            values = [value.padded(int(at in plan.ones)) for at, value in enumerate(values)]
         if plan.sizes is not None:
             values = [*values[:-1], values[-1].known_as(plan.sizes, operation.inputs[-1].dtype)]
         maker = Maker(operation, values, towers, next(filter(None, self._asked(operation)), "")

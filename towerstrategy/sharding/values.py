@@ -7,6 +7,7 @@ made once and only if something asks for it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,16 +131,15 @@ class Value:
         return Value(towers, self.spec, self.shape, self.whole, lambda tower: (
             towers.builder.constant(entries, dtype, towers.devices[tower])))
 
-    def padded(self) -> Value:
-        """With a row of zeros for each tower that has none."""
-        if "padded" not in self._others:
-            self._others["padded"] = self._padded()
-        return self._others["padded"]
-
-    def _padded(self) -> Value:
+    def padded(self, number: int = 0) -> Value:
+        """With a row of this number for each tower that has none."""
         spec, towers = self.spec, self.towers
         if isinstance(spec, Sharded) and self.shape.rank is not None:
-            return Value(towers, spec, self.shape, self.whole, self._padded_part)
+            key = ("padded", number)
+            if key not in self._others:  # one for all that take it so
+                self._others[key] = Value(towers, spec, self.shape, self.whole, functools.partial(
+                    self._padded_part, number))
+            return self._others[key]
         if isinstance(spec, Size):
             least = [int(place == spec.at) for place in range(self.shape.num_elements())]
             return Value(towers, spec, self.shape, self.whole, lambda tower: towers.on(
@@ -147,7 +147,7 @@ class Value:
                     least, self.part(tower).dtype, towers.devices[tower])))
         return self
 
-    def _padded_part(self, tower: int) -> Ref:
+    def _padded_part(self, number: int, tower: int) -> Ref:
         assert isinstance(self.spec, Sharded)
         towers, dim, rank, part = self.towers, self.spec.dim, self.shape.rank, self.part(tower)
         build = towers.builder
@@ -157,7 +157,7 @@ class Value:
         # Not Pad, which oneDNN fuses with a convolution that gives no rows a wrong shape. Its
         # kernel for GPUs takes what it pads with from the host.
         return towers.on(tower, "PadV2", part, paddings, build.constant(
-            0, part.dtype, towers.shapes_on(tower)))
+            number, part.dtype, towers.shapes_on(tower)))
 
     def without_padding(self, like: Value) -> Value:
         """The inverse of :meth:`padded`, where ``like`` tells which towers have no rows."""

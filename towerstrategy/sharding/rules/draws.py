@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.dimensions import is_plain
-from towerstrategy.sharding.rules.registry import Op, Plan, rule
+from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec
 
 _PHILOX = (tf.random.Algorithm.PHILOX.value, tf.random.Algorithm.AUTO_SELECT.value)
@@ -64,42 +64,40 @@ def draw_of_rows(op: Op, specs: Sequence[Spec]) -> Plan | None:
                 alone=None if op.type == "RandomShuffle" else 0)
 
 
-def _drawn(m: Any, width: int) -> list[Any]:
+def _drawn(m: Any, width: int) -> Any:
     """Each tower's draw; ``width`` is how many numbers a row has, negative if that is unknown."""
+    shapes = m.parts(0)
     if not m.towers.draws_rows:  # each its own, by the counter's higher half
-        return m.each(lambda tower: _copied(m, m.part(0, tower), m.make("AddV2", [
-            m.whole(2), m.constant([0, m.towers.first + tower], tf.uint64, None)], None), tower))
+        own = m.each(lambda tower: m.constant([0, m.towers.first + tower], tf.uint64, None))
+        return _copied(m, shapes, m.make("AddV2", [m.whole(2), own], None))
     group = 2 if m.op.outputs[0].dtype.size == 8 else 4
-    whole_groups = width >= 0 and width % group == 0
-    drawn, before = [], _before(m)
-    for tower in range(len(m.towers)):
-        shape = m.part(0, tower)
-        own = m.make("Prod", [shape, m.constant([0], tf.int32, None)], None)
-        count = own if own.dtype == tf.int64 else m.make("Cast", [own], None, DstT=tf.int64)
-        counter = _moved_on(m, before, group)
-        if whole_groups:
-            drawn.append(_copied(m, shape, counter, tower))
-        else:
-            drawn.append(_from_within(m, shape, count, before, counter, tower, group))
-        before = m.make("AddV2", [before, count], None)
-    return drawn
+    counts, before = _product(m, shapes), [_before(m)]
+    for count in counts[:-1]:
+        before.append(m.make("AddV2", [before[-1], count], None))
+    counters = _moved_on(m, before, group)
+    if width >= 0 and width % group == 0:
+        return _copied(m, shapes, counters)
+    return _from_within(m, shapes, counts, before, counters, group)
+
+
+def _product(m: Any, shape: Any) -> Any:
+    made = m.make("Prod", [shape, m.constant([0], tf.int32, None)], None)
+    of_int32 = m.op.inputs[0].dtype == tf.int32
+    return m.make("Cast", [made], None, DstT=tf.int64) if of_int32 else made
 
 
 def _before(m: Any) -> Any:
     """How many numbers the workers before this one draw."""
-    rows, shape = m.earlier(0, tf.int64), m.part(0, 0)
+    rows = m.earlier(0, tf.int64)
     if m.towers.across.workers is None:
         return rows
     begin, size = (m.constant([place], tf.int32, None) for place in (m.inputs[0].spec.at + 1, -1))
-    others = m.make("Prod", [m.make("Slice", [shape, begin, size], None),
-                             m.constant([0], tf.int32, None)], None)
-    if others.dtype != tf.int64:
-        others = m.make("Cast", [others], None, DstT=tf.int64)
+    others = _product(m, m.make("Slice", [m.part(0, 0), begin, size], None))
     return m.make("Mul", [rows, others], None)
 
 
 def _moved_on(m: Any, before: Any, group: int) -> Any:
-    """The counter of a tower with so many numbers before its own."""
+    """The counters of towers with so many numbers before their own."""
     groups = m.make("FloorDiv", [before, m.constant(group, tf.int64, None)], None)
     reserved = _RESERVED.get(m.op.type)
     if reserved is not None:
@@ -108,20 +106,19 @@ def _moved_on(m: Any, before: Any, group: int) -> Any:
     return m.make("AddV2", [m.whole(2), m.make("Cast", [by], None, DstT=tf.uint64)], None)
 
 
-def _copied(m: Any, shape: Any, counter: Any, tower: int) -> Any:
-    others = [m.part(index, tower) for index in range(3, len(m.op.inputs))]
-    return m.copy([shape, m.part(1, tower), counter, *others], tower)[0]
+def _copied(m: Any, shapes: Any, counters: Any) -> Any:
+    others = map(m.parts, range(3, len(m.op.inputs)))
+    return m.copy([shapes, m.parts(1), counters, *others], EACH)[0]
 
 
-def _from_within(m: Any, shape: Any, count: Any, before: Any, counter: Any, tower: int,
-                 group: int) -> Any:
-    """A draw that begins within a group of numbers: with those before it, which are cut off."""
+def _from_within(m: Any, shapes: Any, counts: Any, before: Any, counters: Any, group: int) -> Any:
+    """Draws that begin within a group of numbers: with those before them, which are cut off."""
     extra = m.make("FloorMod", [before, m.constant(group, tf.int64, None)], None)
     one = m.constant([1], tf.int32, None)
-    length = m.make("AddV2", [count, m.constant(group - 1, tf.int64, None)], None)
-    vector = m.make("Reshape", [length, one], None)
-    if shape.dtype != tf.int64:
-        vector = m.make("Cast", [vector], None, DstT=shape.dtype)
-    flat = _copied(m, vector, counter, tower)
-    begin, size = (m.make("Reshape", [number, one], None) for number in (extra, count))
-    return m.make("Reshape", [m.make("Slice", [flat, begin, size], tower), shape], tower)
+    lengths = m.make("AddV2", [counts, m.constant(group - 1, tf.int64, None)], None)
+    vectors = m.make("Reshape", [lengths, one], None)
+    if m.op.inputs[0].dtype == tf.int32:
+        vectors = m.make("Cast", [vectors], None, DstT=tf.int32)
+    flat = _copied(m, vectors, counters)
+    begin, size = (m.make("Reshape", [number, one], None) for number in (extra, counts))
+    return m.make("Reshape", [m.make("Slice", [flat, begin, size], EACH), shapes], EACH)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from towerstrategy.sharding.rules.dimensions import by_names
 from towerstrategy.sharding.rules.own_rows import in_own_rows
-from towerstrategy.sharding.rules.registry import Op, Plan, rule
+from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Size, Spec
 
 # An operation's type -> which of its inputs have rows.
@@ -76,17 +76,13 @@ def input_gradient(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def _with_own_rows(m: Any) -> list[list[Any]]:
     last = len(m.op.inputs) - 1
     dtype = m.op.inputs[0].dtype
-
-    def one(tower: int) -> Any:
-        own = m.make("Shape", [m.part(last, tower)], tower, out_type=dtype)
-        first, rest = (m.constant([place], dtype, tower) for place in (0, 1))
-        rows = m.make("Slice", [own, first, rest], tower)
-        size = m.make("Slice", [m.part(0, tower), rest, m.constant([-1], dtype, tower)], tower)
-        shape = m.make("ConcatV2", [rows, size, m.constant(0, tf.int32, tower)], tower)
-        middle = [m.part(index, tower) for index in range(1, last)]
-        return m.copy([shape, *middle, m.part(last, tower)], tower)[0]
-
-    return [m.each(one)]
+    own = m.make("Shape", [m.parts(last)], EACH, out_type=dtype)
+    first, rest = (m.constant([place], dtype, EACH) for place in (0, 1))
+    rows = m.make("Slice", [own, first, rest], EACH)
+    size = m.make("Slice", [m.parts(0), rest, m.constant([-1], dtype, EACH)], EACH)
+    shape = m.make("ConcatV2", [rows, size, m.constant(0, tf.int32, EACH)], EACH)
+    made: list[list[Any]] = m.copy([shape, *map(m.parts, range(1, last + 1))], EACH)
+    return made
 
 
 @rule("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")

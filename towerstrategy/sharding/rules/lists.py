@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from towerstrategy.sharding.rules.dimensions import is_plain
 from towerstrategy.sharding.rules.entries import entries_of
-from towerstrategy.sharding.rules.registry import Op, Plan, rule
+from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
 from towerstrategy.sharding.rules.shapes import static_sizes
 from towerstrategy.sharding.spec import (
     REPLICATED,
@@ -151,7 +151,7 @@ def element_shape(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return Plan([held], [REPLICATED])
 
     def whole(m: Any) -> list[Any]:
-        first, *others = m.each(lambda tower: m.copy([m.part(0, tower)], tower)[0])
+        first, *others = m.copy([m.parts(0)], EACH)[0]
         dtype = op.outputs[0].dtype
         place = m.constant([element.dim], tf.int32, None)
         rows = [m.make("Gather", [shape, place], None) for shape in (first, *others)]

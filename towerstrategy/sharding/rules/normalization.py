@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy.sharding.rules.dimensions import MIXED, by_names, is_plain, one_sharded
-from towerstrategy.sharding.rules.registry import HOST, Op, Plan, rule
+from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Sharded, Spec, Variance
 
 
@@ -69,10 +69,9 @@ def _normalized(m: Any, axes: tuple[int, list[int]]) -> list[list[Any]]:
     kind = m.op.inputs[1].dtype
     sums = _Sums(m, axes, kind)
     x = sums.images(0)
-    mean = sums.mean(sums.parts(x))
+    mean = sums.mean(x)
     variance = sums.variance(x, mean)
-    scale = m.whole(1), m.whole(2)
-    y = m.each(lambda tower: sums.normalized(x[tower], [*scale, mean, variance], tower))
+    y = sums.normalized(x, [m.whole(1), m.whole(2), mean, variance])
     running = [_running(m, 3, mean), _running(m, 4, sums.unbiased(variance))]
     moments = [*running, mean, variance, m.constant([], kind, None)]
     return [sums.given(y, 0)] + [
@@ -105,38 +104,29 @@ class _Sums:
 
     def images(self, index: int) -> list[Any]:
         """An input of each tower, in the moments' dtype."""
-        m = self._m
-        return self._cast(m.each(lambda tower: m.part(index, tower)), self._kind)
+        return self._cast(self._m.parts(index), self._kind)
 
     def given(self, images: list[Any], index: int) -> list[Any]:
         """Images in the dtype of an input."""
         return self._cast(images, self._m.op.inputs[index].dtype)
 
-    def _cast(self, images: list[Any], dtype: tf.DType) -> list[Any]:
-        m = self._m
-        return images if images[0].dtype == dtype else m.each(
-            lambda tower: m.make("Cast", [images[tower]], tower, DstT=dtype))
+    def _cast(self, images: list[Any], dtype: tf.DType) -> Any:
+        return images if images[0].dtype == dtype else self._m.make(
+            "Cast", [images], EACH, DstT=dtype)
 
-    def parts(self, images: Sequence[Any]) -> list[Any]:
-        """Each tower's sums."""
+    def mean(self, images: list[Any]) -> Any:
+        """The mean of all rows."""
         m = self._m
-        return list(m.each(lambda tower: m.make("Sum", [images[tower], m.constant(
-            self._others, tf.int32, tower)], tower)))
-
-    def mean(self, parts: Sequence[Any]) -> Any:
-        """The mean of all rows, of each tower's sum."""
-        m = self._m
+        parts = m.make("Sum", [images, m.constant(self._others, tf.int32, EACH)], EACH)
         return m.make("RealDiv", [m.towers.add_up(parts, m.home), self.count], None)
 
-    def variance(self, images: Sequence[Any], mean: Any) -> Any:
-        m = self._m
-        return self.mean(self.parts(m.each(lambda tower: m.make(
-            "SquaredDifference", [images[tower], self._spread(mean, tower)], tower))))
+    def variance(self, images: list[Any], mean: Any) -> Any:
+        return self.mean(self._m.make("SquaredDifference", [images, self._spread(mean)], EACH))
 
-    def normalized(self, image: Any, moments: Sequence[Any], tower: int) -> Any:
+    def normalized(self, images: list[Any], moments: Sequence[Any]) -> Any:
         """``(image - mean) / deviation * scale + offset``, of scale, offset, mean, variance."""
         m = self._m
-        return m.make("FusedBatchNormV3", [image, *moments], tower, epsilon=m.op.attr("epsilon"),
+        return m.make("FusedBatchNormV3", [images, *moments], EACH, epsilon=m.op.attr("epsilon"),
                       is_training=False, data_format=m.op.attr("data_format"))
 
     def unbiased(self, variance: Any) -> Any:
@@ -146,13 +136,13 @@ class _Sums:
         rest = m.make("Maximum", [m.make("Sub", [self.count, one], None), one], None)
         return m.make("Mul", [variance, m.make("RealDiv", [self.count, rest], None)], None)
 
-    def _spread(self, of_channels: Any, tower: int) -> Any:
+    def _spread(self, of_channels: Any) -> Any:
         """One number a channel, to be broadcast to images."""
         if self._channel == len(self._others):
             return of_channels
         m = self._m
         shape = [-1 if dim == self._channel else 1 for dim in range(len(self._others) + 1)]
-        return m.make("Reshape", [of_channels, m.constant(shape, tf.int32, tower)], tower)
+        return m.make("Reshape", [of_channels, m.constant(shape, tf.int32, EACH)], EACH)
 
 
 @rule("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3")
@@ -183,39 +173,34 @@ def _gradients(m: Any, axes: tuple[int, list[int]], known: bool) -> list[list[An
     sums = _Sums(m, axes, kind)
     dy, x, mean, none = sums.images(0), sums.images(1), m.whole(3), m.constant([], kind, None)
     variance = m.whole(4) if known else sums.variance(x, mean)
-    own = m.each(lambda tower: _with_given_moments(m, axes, [
-        dy[tower], x[tower], m.whole(2), mean, variance, none], tower))
-    of_scale, of_offset = (m.towers.add_up([one[place] for one in own], m.home)
-                           for place in (1, 2))
+    own, *sums_of = _with_given_moments(m, axes, [dy, x, m.whole(2), mean, variance, none])
+    of_scale, of_offset = (m.towers.add_up(parts, m.home) for parts in sums_of)
     epsilon = m.constant(m.op.attr("epsilon"), kind, None)
     inverse = m.make("Rsqrt", [m.make("AddV2", [variance, epsilon], None)], None)
     factor = m.make("RealDiv", [m.make("Mul", [inverse, m.whole(2)], None), sums.count], None)
     moved = [m.make("Mul", [total, factor], None) for total in (of_scale, of_offset)]
-    dx = m.each(lambda tower: m.make("Sub", [own[tower][0], sums.normalized(
-        x[tower], [*moved, mean, variance], tower)], tower))
+    dx = m.make("Sub", [own, sums.normalized(x, [*moved, mean, variance])], EACH)
     unused = m.constant(0, kind, None)
     return [sums.given(dx, 1), *([value] * len(m.towers) for value in (
         of_scale, of_offset, unused, unused))]
 
 
-def _with_given_moments(m: Any, axes: tuple[int, list[int]], inputs: Sequence[Any], tower: int
-                        ) -> list[Any]:
-    """The kernel's gradients for a tower's rows; it has the channels last."""
+def _with_given_moments(m: Any, axes: tuple[int, list[int]], inputs: Sequence[Any]) -> list[Any]:
+    """The kernel's gradients for each tower's rows; it has the channels last."""
     channel, others = axes
     last = channel == len(others)
     there = [*others, channel]
 
-    def moved(image: Any, order: Sequence[int]) -> Any:
-        return image if last else m.make(
-            "Transpose", [image, m.constant(order, tf.int32, tower)], tower)
+    def moved(images: Any, order: Sequence[int]) -> Any:
+        return images if last else m.make(
+            "Transpose", [images, m.constant(order, tf.int32, EACH)], EACH)
 
     images = [moved(image, there) for image in inputs[:2]]
-    first = m.make("FusedBatchNormGradV3", [*images, *inputs[2:]], tower,
-                   epsilon=m.op.attr("epsilon"), is_training=False,
-                   data_format="NHWC" if len(others) == 3 else "NDHWC")
-    dx = first
+    first = dx = m.make("FusedBatchNormGradV3", [*images, *inputs[2:]], EACH,
+                        epsilon=m.op.attr("epsilon"), is_training=False,
+                        data_format="NHWC" if len(others) == 3 else "NDHWC")
     if len(others) > 3:  # of no rows, the kernel gives fewer dimensions
-        shape = m.make("Shape", [images[1]], tower, out_type=tf.int32)
-        dx = m.make("Reshape", [first, shape], tower)
+        shape = m.make("Shape", [images[1]], EACH, out_type=tf.int32)
+        dx = m.make("Reshape", [first, shape], EACH)
     back = moved(dx, [there.index(dim) for dim in range(len(there))])
-    return [back, first._replace(place=1), first._replace(place=2)]
+    return [back, *([one._replace(place=place) for one in first] for place in (1, 2))]

@@ -17,7 +17,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.elementwise import AS_IT_IS
 from towerstrategy.sharding.rules.entries import dimensions_in, entries_of, sizes_of
-from towerstrategy.sharding.rules.registry import HOST, Op, Plan, rule
+from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, rule
 from towerstrategy.sharding.rules.scaling import is_zero
 from towerstrategy.sharding.rules.views import sliced
 from towerstrategy.sharding.spec import REPLICATED, Chosen, Sharded, Size, Spec
@@ -62,16 +62,13 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
     if any(isinstance(each, Sharded) and each != wanted for each, wanted in zip(specs, takes)):
         return None
 
-    def one(m: Any, tower: int) -> Any:
-        first = _first(m, tower, times, tensor.dtype)
-        if column is not None:
-            first = m.towers.vector(tower, first, column, tensor.shape[-1], 0)
-        given = [m.part(index, tower) for index in range(len(takes))]
-        given[indices] = m.make("Sub", [given[indices], first], tower)
-        return m.copy(given, tower)[0]
+    def make(m: Any) -> Any:
+        given = [m.parts(index) for index in range(len(takes))]
+        given[indices] = m.make("Sub", [given[indices], _first(
+            m, times, tensor.dtype, column, tensor.shape[-1:])], EACH)
+        return m.copy(given, EACH)
 
-    return Plan(takes, [rows if into else spec],
-                make=lambda m: [m.each(lambda tower: one(m, tower))], alone=0)
+    return Plan(takes, [rows if into else spec], make=make, alone=0)
 
 
 def _unguarded(indices: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
@@ -85,10 +82,13 @@ def _unguarded(indices: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
     return own if guards else indices
 
 
-def _first(m: Any, tower: int, times: int, dtype: tf.DType) -> Any:
-    """The number of a tower's first position, of so many an example."""
-    rows = m.towers.offset(tower, dtype)
-    return rows if times == 1 else m.make("Mul", [rows, m.constant(times, dtype, HOST)], HOST)
+def _first(m: Any, times: int, dtype: tf.DType, column: int | None, columns: Any) -> Any:
+    """The number of each tower's first position, of so many an example, in a column of several."""
+    first = m.each(lambda tower: m.towers.offset(tower, dtype))
+    if times != 1:
+        first = m.make("Mul", [first, m.constant(times, dtype, HOST)], HOST)
+    return first if column is None else m.each(
+        lambda tower: m.towers.vector(tower, first[tower], column, columns[0], 0))
 
 
 @rule("Where")
@@ -99,16 +99,11 @@ def where(op: Op, specs: Sequence[Spec]) -> Plan | None:
             or not shape.rank or spec.times > 1 < shape.rank:
         return None
     times, rank = spec.times, shape.rank
-
-    def one(m: Any, tower: int) -> Any:
-        first = _first(m, tower, times, tf.int64)
-        return m.make("AddV2", [m.copy([m.part(0, tower)], tower)[0],
-                                m.towers.vector(tower, first, 0, rank, 0)], tower)
-
     group = op.notes.setdefault(("chosen", _mask(op)), Chosen(
         None if None in shape[1:] else times * math.prod(shape[1:])))
     return Plan(specs, [Sharded(0, 1, group)],
-                make=lambda m: [m.each(lambda tower: one(m, tower))], alone=0)
+                make=lambda m: [m.make("AddV2", [m.copy([m.parts(0)], EACH)[0], _first(
+                    m, times, tf.int64, 0, [rank])], EACH)], alone=0)
 
 
 def _mask(op: Op) -> str:

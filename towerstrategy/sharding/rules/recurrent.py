@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
-
-import tensorflow as tf
 
 from towerstrategy.sharding.rules.dimensions import MIXED, Names, by_names
 from towerstrategy.sharding.rules.registry import Op, Plan, rule
@@ -50,16 +47,5 @@ def _by_rows(op: Op, specs: Sequence[Spec], inputs: Sequence[Names | None],
     if op.attr("dropout"):
         return None  # draws by a state of its own
     plan = by_names(op, specs, inputs, outputs, REPLICATED, padded=True)
-    return plan and dataclasses.replace(plan, make=_made, alone=0)
-
-
-def _made(m: Any) -> list[list[Any]]:
-    """The operation on each tower; a sequence has to have an entry, that of a padding as well."""
-    def on(tower: int) -> list[Any]:
-        inputs = [m.part(index, tower) for index in range(len(m.inputs))]
-        inputs[_LENGTHS] = m.make("Maximum", [
-            inputs[_LENGTHS], m.constant(1, tf.int32, tower)], tower)
-        made: list[Any] = m.copy(inputs, tower)
-        return made
-
-    return [list(outputs) for outputs in zip(*m.each(on))]
+    # A sequence has to have an entry, that of a padding as well.
+    return plan and dataclasses.replace(plan, ones=[_LENGTHS])

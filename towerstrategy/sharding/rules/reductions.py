@@ -14,7 +14,7 @@ import tensorflow as tf
 from towerstrategy.sharding.rules import shapes
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names, of_all_rows
 from towerstrategy.sharding.rules.entries import entries_of
-from towerstrategy.sharding.rules.registry import Op, Plan, rule
+from towerstrategy.sharding.rules.registry import EACH, Op, Plan, rule
 from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded, Size, Sizes, Spec
 
 _PARTS = {"Sum": "sum", "Max": "max", "Min": "min", "All": "and", "Any": "or"}
@@ -84,20 +84,15 @@ def _mean(m: Any, spec: Sharded, axes: Sequence[int], keep: bool) -> list[list[A
     count = m.rows(0, tf.float32) if half else m.rows(0, dtype)
     scale = m.make("Reciprocal", [count], None)
 
-    def one(tower: int) -> Any:
-        value = m.part(0, tower)
-        if half:  # a count above 2048 is no float16, nor is a long sum
-            value = m.make("Cast", [value], tower, DstT=tf.float32)
-        others = [axis for axis in axes if axis != spec.dim]
-        if others:
-            value = m.make("Mean", [value, m.constant(others, tf.int32, tower)], tower,
-                           keep_dims=True)
-        total = m.make("Sum", [value, m.constant(sorted(set(axes)), tf.int32, tower)], tower,
-                       keep_dims=keep)
-        mean = m.make("Mul", [total, scale], tower)
-        return m.make("Cast", [mean], tower, DstT=dtype) if half else mean
-
-    return [m.each(one)]
+    value, others = m.parts(0), [axis for axis in axes if axis != spec.dim]
+    if half:  # a count above 2048 is no float16, nor is a long sum
+        value = m.make("Cast", [value], EACH, DstT=tf.float32)
+    if others:
+        value = m.make("Mean", [value, m.constant(others, tf.int32, EACH)], EACH, keep_dims=True)
+    total = m.make("Sum", [value, m.constant(sorted(set(axes)), tf.int32, EACH)], EACH,
+                   keep_dims=keep)
+    mean = m.make("Mul", [total, scale], EACH)
+    return [m.make("Cast", [mean], EACH, DstT=dtype) if half else mean]
 
 
 @rule("ArgMax", "ArgMin")

@@ -20,7 +20,8 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Replicated, Sharded, Size, Spec
 
-HOST = -1  # in place of a tower: the CPU that numbers of rows are kept on
+# In place of a tower: the CPU that numbers of rows are kept on; each tower.
+HOST, EACH = -1, -2
 
 class Definition(NamedTuple):
     """What the copies of an operation have of it, or might have.
@@ -154,6 +155,7 @@ class Plan:
         For ``strategy.run``, where a tower does what was written.
       padded: a tower without rows gets one of zeros, which is cut off behind: for kernels that fail
         on no rows, or give something of a wrong shape.
+      ones: the inputs of which such a row is of ones.
       sizes: what may stand for the last input, a shape: -1 where the rows are; so no tower makes
         the shape of its rows.
       near: an input of which the towers need a few entries: theirs are done where it is, so that
@@ -174,6 +176,7 @@ class Plan:
     near: int | None = None
     once: bool = False
     padded: bool = False
+    ones: Sequence[int] = ()
     passes: bool = False
     sizes: Sequence[int] | None = None
 

@@ -20,7 +20,7 @@ from towerstrategy.sharding.rules.entries import (
     quotient,
     sizes_of,
 )
-from towerstrategy.sharding.rules.registry import Op, Plan
+from towerstrategy.sharding.rules.registry import EACH, Op, Plan
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Size, Spec
 
 
@@ -53,7 +53,7 @@ def reshape(op: Op, spec: Spec, target: Spec) -> Plan | None:
     if known is not None and known[found.dim] == -1:
         return Plan([spec, REPLICATED], [found])
     return Plan([spec, REPLICATED], [found],
-                make=lambda m: [m.each(lambda tower: _reshape(m, tower, found.dim))], alone=0)
+                make=lambda m: _reshape(m, found.dim), alone=0)
 
 
 def _left_over(spec: Sharded, found: Sharded, before: Sequence[Any] | None, after: Sequence[Any],
@@ -80,13 +80,8 @@ def _to_size(op: Op, spec: Sharded, target: Size, found: Sharded,
     if size is None:
         return None
 
-    def shape(m: Any, tower: int) -> Any:
-        mask = np.arange(op.outputs[0].shape.rank) == place
-        return m.make("SelectV2", [m.constant(mask, tf.bool, tower), m.constant(
-            size, op.inputs[1].dtype, tower), m.part(1, tower)], tower)
-
-    return Plan([spec, target], [found], make=lambda m: [m.each(
-        lambda tower: m.copy([m.part(0, tower), shape(m, tower)], tower)[0])], alone=0)
+    return Plan([spec, target], [found], alone=0, make=lambda m: m.copy(
+        [m.parts(0), _with_size(m, place, size)], EACH))
 
 
 def _are_one(before: Sequence[Any] | None, after: Sequence[Any] | None, rows: int = -1) -> bool:
@@ -167,16 +162,18 @@ def _after(op: Op, known: Sequence[Any] | None) -> list[Any] | None:
             for size, own in zip(static, known)]
 
 
-def _reshape(m: Any, tower: int, dim: int) -> Any:
-    """A tower's reshape: its rows are whatever is left where the batch's would be."""
-    static, rank = m.op.outputs[0].shape, m.op.outputs[0].shape.rank
-    dtype = m.op.inputs[1].dtype
+def _reshape(m: Any, dim: int) -> Any:
+    """Each tower's reshape: its rows are whatever is left where the batch's would be."""
+    static = m.op.outputs[0].shape
     others = [size for at, size in enumerate(static) if at != dim]
-    if None not in others and 0 not in others:
-        shape = m.constant([-1 if at == dim else size for at, size in enumerate(static)], dtype,
-                           tower)
-    else:
-        mask = np.arange(rank) == dim
-        shape = m.make("SelectV2", [m.constant(mask, tf.bool, tower),
-                                    m.constant(-1, dtype, tower), m.part(1, tower)], tower)
-    return m.copy([m.part(0, tower), shape], tower)[0]
+    shape = m.constant([-1 if at == dim else size for at, size in enumerate(static)],
+                       m.op.inputs[1].dtype, EACH) if None not in others and 0 not in others \
+        else _with_size(m, dim, -1)
+    return m.copy([m.parts(0), shape], EACH)
+
+
+def _with_size(m: Any, dim: int, size: int) -> Any:
+    """Each tower's shape, with ``size`` in one place."""
+    mask = np.arange(m.op.outputs[0].shape.rank) == dim
+    return m.make("SelectV2", [m.constant(mask, tf.bool, EACH), m.constant(
+        size, m.op.inputs[1].dtype, EACH), m.parts(1)], EACH)

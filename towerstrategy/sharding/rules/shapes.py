@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from towerstrategy.sharding.rules.entries import entries_of, outputs_of
-from towerstrategy.sharding.rules.registry import HOST, Op, Plan, rule
+from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, rule
 from towerstrategy.sharding.spec import (
     REPLICATED,
     Axes,
@@ -61,8 +61,7 @@ def size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     def whole(m: Any) -> list[Any]:
         dtype = op.outputs[0].dtype
         if times is None or spec.group:
-            parts = m.each(lambda tower: m.copy([m.part(0, tower)], tower)[0])
-            return [m.towers.add_up(parts, m.towers.merge)]
+            return [m.towers.add_up(m.copy([m.parts(0)], EACH)[0], m.towers.merge)]
         return [m.make("Mul", [m.towers.total(dtype), m.constant(times, dtype, None)], None)]
 
     return Plan(specs, [Size(0, times, spec.group)], whole=whole)
@@ -195,13 +194,10 @@ def one_of_sizes(op: Op, spec: Size | Sizes) -> Plan | None:
         return Plan([spec, REPLICATED], [size.moved(0)])
     if size.group or not size.times:
         return None
-
-    def one(m: Any, tower: int) -> Any:
-        rows = m.towers.count(tower, op.outputs[0].dtype)
-        return m.make("Mul", [rows, m.constant(size.times, rows.dtype, HOST)], HOST)
-
-    return Plan([REPLICATED] * 2, [size], make=lambda m: [m.each(lambda tower: one(m, tower))],
-                alone=0)
+    dtype = op.outputs[0].dtype
+    return Plan([REPLICATED] * 2, [size], alone=0, make=lambda m: [m.make("Mul", [
+        m.each(lambda tower: m.towers.count(tower, dtype)), m.constant(size.times, dtype, HOST)],
+        HOST)])
 
 
 def _times(sizes: Sequence[Any], rows: int, spec: Sharded | Size) -> int | None:
@@ -241,13 +237,11 @@ def range_(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return None
 
     def make(m: Any) -> list[list[Any]]:
-        dtype = op.outputs[0].dtype
-        parts, offset = [], m.earlier(1, dtype)
-        for tower in range(len(m.towers)):
-            own = m.copy([m.part(0, tower), m.part(1, tower), m.part(2, tower)], tower)[0]
-            parts.append(m.make("AddV2", [own, offset], tower))
-            offset = m.make("AddV2", [offset, m.part(1, tower)], None)
-        return [parts]
+        offsets = [m.earlier(1, op.outputs[0].dtype)]
+        for count in m.parts(1)[:-1]:
+            offsets.append(m.make("AddV2", [offsets[-1], count], None))
+        own = m.copy([m.parts(0), m.parts(1), m.parts(2)], EACH)[0]
+        return [m.make("AddV2", [own, offsets], EACH)]
 
     # Alone, a tower names its own rows.
     return Plan(specs, [limit.shards(0)], make=make, alone=0)

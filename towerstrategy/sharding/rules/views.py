@@ -15,7 +15,7 @@ import tensorflow as tf
 from towerstrategy.sharding.rules import blocks, reshapes, shapes
 from towerstrategy.sharding.rules.dimensions import DIMS, MIXED, but, by_names, is_plain
 from towerstrategy.sharding.rules.entries import entries_of
-from towerstrategy.sharding.rules.registry import Op, Plan, Rule, rule
+from towerstrategy.sharding.rules.registry import EACH, Op, Plan, Rule, rule
 from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Sharded, Size, Spec
 
 
@@ -151,16 +151,13 @@ def _first_rows(op: Op, spec: Sharded) -> Plan | None:
     whole_shape = tf.TensorShape([None if dim == spec.dim else size
                                   for dim, size in enumerate(op.inputs[0].shape)])
 
-    def first_of(m: Any, tower: int) -> Any:
+    def make(m: Any) -> list[Any]:
         kept = np.eye(spec.dim + 1, dtype=int)[spec.dim]
-        limits = [m.constant(numbers, tf.int32, tower)
+        limits = [m.constant(numbers, tf.int32, EACH)
                   for numbers in (0 * kept, last * kept, 0 * kept + 1)]
         others = (1 << spec.dim) - 1  # their masks
-        return m.make("StridedSlice", [m.part(0, tower), *limits], tower, begin_mask=others,
-                      end_mask=others)
-
-    def make(m: Any) -> list[Any]:
-        parts = m.each(lambda tower: first_of(m, tower))
+        parts = m.make("StridedSlice", [m.parts(0), *limits], EACH, begin_mask=others,
+                       end_mask=others)
         rows = m.make("ConcatV2", [*parts, m.constant(spec.dim, tf.int32, None)], None,
                       N=len(parts)) if len(parts) > 1 else parts[0]
         rows = m.towers.across.cross("gather", rows, m.home, whole_shape, spec.dim)
