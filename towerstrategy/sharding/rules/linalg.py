@@ -27,9 +27,9 @@ _LAST: dict[str, tuple[int, ...]] = {
 _ALIKE = {"MatrixSetDiag": (2, 1), "Cross": (1, 1)}
 
 
-@rule(*_LAST)
+@rule(*_LAST, *_ALIKE)
 def in_front(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _in_front(op, specs, _LAST[op.type])
+    return _in_front(op, specs, {**_LAST, **_ALIKE}[op.type], broadcasts=op.type in _LAST)
 
 
 @rule("MatrixTriangularSolve", "BatchMatrixTriangularSolve", "MatrixSolve", "MatrixSolveLs",
@@ -42,11 +42,6 @@ def solve(op: Op, specs: Sequence[Spec]) -> Plan | None:
         if columns and op.rank(0) == rank else None
 
 
-@rule(*_ALIKE)
-def in_front_alike(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    return _in_front(op, specs, _ALIKE[op.type], broadcasts=False)
-
-
 @rule("MatrixDiagV2", "MatrixDiagV3", "MatrixSetDiagV2", "MatrixSetDiagV3")
 def of_diagonals(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """Of one diagonal, or of several, which have a dimension of their own."""
@@ -55,11 +50,11 @@ def of_diagonals(op: Op, specs: Sequence[Spec]) -> Plan | None:
     if named is None:
         return None
     dims = 1 if named.size == 1 or named.ravel()[0] == named.ravel()[1] else 2
-    return _in_front(op, specs, (2, dims) if sets else (dims,), broadcasts=False)
+    return _in_front(op, specs, (2, dims) if sets else (dims,))
 
 
 def _in_front(op: Op, specs: Sequence[Spec], last: Sequence[int],
-              broadcasts: bool = True) -> Plan | None:
+              broadcasts: bool = False) -> Plan | None:
     """Each example for itself.
 
     Args:

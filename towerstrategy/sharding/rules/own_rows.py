@@ -16,18 +16,16 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.elementwise import AS_IT_IS
-from towerstrategy.sharding.rules.entries import dimensions_in, entries_of, sizes_of
-from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, rule
+from towerstrategy.sharding.rules.entries import dimensions_in, sizes_of
+from towerstrategy.sharding.rules.registry import EACH, HOST, Op, Plan, plan_of, rule
 from towerstrategy.sharding.rules.scaling import is_zero
-from towerstrategy.sharding.rules.views import sliced
 from towerstrategy.sharding.spec import REPLICATED, Chosen, Sharded, Size, Spec
 
 
 class _Counted(NamedTuple):
-    """Along which dimension there is a number for each row, or for each chosen position."""
+    """Numbers of rows, or of chosen positions, in order."""
 
-    dim: int
-    each: int  # how many positions one after another have the same number
+    at: Sharded = Sharded(0)  # where a row, or a chosen position, has its number, and how often
     chosen: str = ""  # "rows" or "positions": what has been chosen, if anything
 
 
@@ -50,7 +48,8 @@ def in_own_rows(op: Op, specs: Sequence[Spec], indices: int, batch: int, beside:
         return None
     found = _counted(_unguarded(tensor, op.inputs[batch]), column)
     group = spec.group if isinstance(spec.group, Chosen) else None
-    if found is None or found[:2] != (spec.dim, spec.times) or bool(found.chosen) != bool(group):
+    if found is None or found.at != Sharded(spec.dim, spec.times) \
+            or bool(found.chosen) != bool(group):
         return None
     times = group.times if group and found.chosen == "positions" else 1
     if spec.group and not group or rows != Sharded(0, times) or times is None \
@@ -115,7 +114,7 @@ def _mask(op: Op) -> str:
 
 
 def _counted(tensor: tf.Tensor, column: int | None) -> _Counted | None:
-    """Where it counts: its entry at position i of that dimension is i // positions."""
+    """Where it counts: its entry at position i of that dimension is i // times."""
     if tensor.dtype not in (tf.int32, tf.int64) or tensor.shape.rank is None:
         return None
     if column is not None and tensor.shape[-1] == 1:
@@ -126,60 +125,32 @@ def _counted(tensor: tf.Tensor, column: int | None) -> _Counted | None:
 
 def _range(operation: tf.Operation, _: int | None) -> _Counted | None:
     start, _, step = map(_tf.constant_value, operation.inputs)
-    return _Counted(0, 1) if start == 0 and step == 1 else None
+    return _Counted() if start == 0 and step == 1 else None
 
 
 def _chosen(operation: tf.Operation, column: int | None) -> _Counted | None:
     if operation.inputs[0].shape.rank == 1:
-        return _Counted(0, 1, "positions")
-    return _Counted(0, 1, "rows") if column == 0 else None
+        return _Counted(chosen="positions")
+    return _Counted(chosen="rows") if column == 0 else None
 
 
-def _same(operation: tf.Operation, column: int | None) -> _Counted | None:
-    return _counted(operation.inputs[0], column)
-
-
-def _reshaped(operation: tf.Operation, column: int | None) -> _Counted | None:
-    """Entries keep their places among all entries, so nothing may be in front of the dimension."""
-    found = _counted(operation.inputs[0], column)
-    before, after = map(sizes_of, (operation.inputs[0], operation.outputs[0]))
-    if found is None or before is None or after is None:
+def _moved(operation: tf.Operation, column: int | None) -> _Counted | None:
+    """The numbers go where rows would, if columns stay the same."""
+    op, found = Op(operation), _counted(operation.inputs[0], column)
+    if found is None:
         return None
-    if column is not None and {before.pop()} - {None} != {after.pop()}:
-        return None
-    dim, each, _ = found
-    place = next((at for at, size in enumerate(after) if size != 1), 0)
-    behind = before[dim + 1:], after[place + 1:]
-    if set(before[:dim]) - {1} or not after or None in (*behind[0], *behind[1]):
-        return None
-    had, has = (math.prod(size or 0 for size in sizes) for sizes in behind)
-    return found._replace(dim=place, each=each * had // has) \
-        if has and each * had % has == 0 else None
-
-
-def _expanded(operation: tf.Operation, column: int | None) -> _Counted | None:
-    found, axis = _counted(operation.inputs[0], column), _tf.constant_value(operation.inputs[1])
-    if found is None or axis is None:
-        return None
-    return found._replace(
-        dim=found.dim + (int(axis) % operation.outputs[0].shape.rank <= found.dim))
-
-
-def _sliced(operation: tf.Operation, column: int | None) -> _Counted | None:
-    found = None if column is not None else _counted(operation.inputs[0], None)
-    place = None if found is None else sliced(
-        Op(operation), found.dim, operation.inputs[0].shape.rank)
-    return None if found is None or place is None else found._replace(dim=place)
+    if column is not None:
+        before, after = (sizes_of(tensor) or [None] for tensor in (op.inputs[0], op.outputs[0]))
+        if op.type == "StridedSlice" or before[-1] is None or before[-1] != after[-1]:
+            return None
+    plan = plan_of(op, [found.at, *[REPLICATED] * (len(op.inputs) - 1)])
+    given = plan.gives[0] if plan is not None else REPLICATED
+    return found._replace(at=given) if isinstance(given, Sharded) and not given.group else None
 
 
 def _not_negative(operation: tf.Operation, column: int | None) -> _Counted | None:
     """As gradients of sums of segments take their numbers."""
     return _counted(operation.inputs[0], column) if is_zero(operation.inputs[1]) else None
-
-
-def _tiled(operation: tf.Operation, column: int | None) -> _Counted | None:
-    found, times = _counted(operation.inputs[0], column), entries_of(operation.inputs[1])
-    return found if found is not None and times is not None and times[found.dim] == 1 else None
 
 
 def _packed(operation: tf.Operation, column: int | None) -> _Counted | None:
@@ -204,7 +175,6 @@ def _joined(operation: tf.Operation, column: int | None) -> _Counted | None:
 
 
 _MADE: dict[str, Callable[[tf.Operation, int | None], _Counted | None]] = {
-    "Range": _range, "Where": _chosen, "Reshape": _reshaped, "Squeeze": _reshaped,
-    "ExpandDims": _expanded, "StridedSlice": _sliced,
-    "Maximum": _not_negative, "Tile": _tiled, "Pack": _packed, "ConcatV2": _joined,
-    **dict.fromkeys((*AS_IT_IS, "Cast"), _same)}
+    "Range": _range, "Where": _chosen, "Maximum": _not_negative, "Pack": _packed,
+    "ConcatV2": _joined, **dict.fromkeys((
+        *AS_IT_IS, "Cast", "Reshape", "Squeeze", "ExpandDims", "StridedSlice", "Tile"), _moved)}

@@ -6,6 +6,7 @@ count.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,34 +21,15 @@ from towerstrategy.sharding.spec import REPLICATED, SUM, Axes, Partial, Sharded,
 _PARTS = {"Sum": "sum", "Max": "max", "Min": "min", "All": "and", "Any": "or"}
 
 
-def _over_axes(op: Op, spec: Sharded | Partial, axes: Axes, keep: bool) -> Plan | None:
-    """A gradient that is summed over the axes of a broadcast; there may be none."""
-    reduced, passes = axes.reduced, all(summed is False for summed in axes.reduced)
-    if isinstance(spec, Partial):
-        return Plan([spec, REPLICATED], [SUM], passes=passes) if spec == SUM else None
-    gives = _by_axes(spec, axes, keep)
-    if gives is None:
+def _reduced(op: Op, axes: Spec) -> Sequence[bool | None] | None:
+    """For each dimension whether it is among the axes; None where that is not known."""
+    if isinstance(axes, Axes):
+        return axes.reduced
+    named, rank = entries_of(op.inputs[1]), op.rank(0)
+    if named is None or None in named or rank is None:
         return None
-    if keep and None not in reduced and op.rank(0) == len(reduced):
-        op.outputs[0].set_shape([  # TensorFlow does not know the axes
-            1 if summed else None if at == spec.dim else size
-            for at, (size, summed) in enumerate(zip(op.inputs[0].shape, reduced))])
-    return Plan([spec, REPLICATED], [gives], passes=passes)
-
-
-def _by_axes(spec: Sharded, axes: Axes, keep: bool) -> Spec | None:
-    """Where the rows are when a gradient is summed over the axes of a broadcast."""
-    reduced = axes.reduced
-    summed = spec.dim < len(reduced) and reduced[spec.dim]
-    if summed is None:
-        return None
-    if summed:
-        return SUM
-    if keep:
-        return spec
-    if None in reduced[:spec.dim]:
-        return None
-    return spec.at(spec.dim - sum(map(bool, reduced[:spec.dim])))
+    known = {axis % max(rank, 1) for axis in named.flat}
+    return [dim in known for dim in range(rank)]
 
 
 @rule("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm")
@@ -57,24 +39,31 @@ def reduction(op: Op, specs: Sequence[Spec]) -> Plan | None:
         return shapes.one_of_sizes(op, spec)
     if isinstance(spec, Size):
         return shapes.product_of_size(op, specs) if op.type == "Prod" else None
-    takes: list[Spec] = [spec, REPLICATED]
-    if isinstance(specs[1], Axes) and op.type == "Sum" and isinstance(spec, (Partial, Sharded)):
-        return _over_axes(op, spec, specs[1], keep)
+    reduced = _reduced(op, specs[1])
+    # A gradient that is summed over the axes of a broadcast, of which there may be none.
+    passes = op.type == "Sum" and reduced is not None and all(each is False for each in reduced)
     if isinstance(spec, Partial):
-        return Plan(takes, [SUM]) if op.type == "Sum" and spec == SUM else None
-    if not isinstance(spec, Sharded) or isinstance(specs[1], Axes):
+        return Plan([spec, REPLICATED], [SUM], passes=passes) \
+            if op.type == "Sum" and spec == SUM else None
+    if not isinstance(spec, Sharded) or reduced is None \
+            or isinstance(specs[1], Axes) and op.type != "Sum":
         return None
-    named = entries_of(op.inputs[1])
-    if named is None or None in named or op.rank(0) is None:
-        return None
-    axes = [axis % max(op.rank(0), 1) for axis in named.flat]
-    if op.out_rank() is None:  # TensorFlow does not know the axes
-        op.outputs[0].set_shape([1 if at in axes else size for at, size in enumerate(
-            op.inputs[0].shape) if keep or at not in axes])
-    if op.type == "Mean" and op.inputs[0].dtype.is_floating and spec.dim in axes:
-        return Plan(takes, [SUM], make=lambda m: _mean(m, spec, axes, keep), alone=-1)
-    parts = Partial(_PARTS[op.type]) if op.type in _PARTS else None
-    return by_names(op, specs, [DIMS], [but(axes, op.rank(0), MIXED if keep else "")], parts)
+    if None in reduced:
+        if not keep:  # behind the first of unknown ones nobody knows which dimension is which
+            reduced = reduced[:reduced.index(None)]
+    elif op.rank(0) == len(reduced) and (op.out_rank() is None or isinstance(specs[1], Axes)):
+        op.outputs[0].set_shape([  # TensorFlow does not know the axes
+            1 if each else size for size, each in zip(op.inputs[0].shape, reduced)
+            if keep or not each])
+    put = MIXED if keep else ""
+    if op.type == "Mean" and op.inputs[0].dtype.is_floating and reduced[spec.dim]:
+        axes = [dim for dim, each in enumerate(reduced) if each]
+        return Plan([spec, REPLICATED], [SUM], make=lambda m: _mean(m, spec, axes, keep), alone=-1)
+    plan = by_names(op, specs, ["".join(MIXED if each is None else DIMS[dim]
+                                        for dim, each in enumerate(reduced))], [
+        "".join(put if each else DIMS[dim] for dim, each in enumerate(reduced))],
+        Partial(_PARTS[op.type]) if op.type in _PARTS else None)
+    return plan and dataclasses.replace(plan, passes=passes)
 
 
 def _mean(m: Any, spec: Sharded, axes: Sequence[int], keep: bool) -> list[list[Any]]:
@@ -89,7 +78,7 @@ def _mean(m: Any, spec: Sharded, axes: Sequence[int], keep: bool) -> list[list[A
         value = m.make("Cast", [value], EACH, DstT=tf.float32)
     if others:
         value = m.make("Mean", [value, m.constant(others, tf.int32, EACH)], EACH, keep_dims=True)
-    total = m.make("Sum", [value, m.constant(sorted(set(axes)), tf.int32, EACH)], EACH,
+    total = m.make("Sum", [value, m.constant(axes, tf.int32, EACH)], EACH,
                    keep_dims=keep)
     mean = m.make("Mul", [total, scale], EACH)
     return [m.make("Cast", [mean], EACH, DstT=dtype) if half else mean]

@@ -166,14 +166,14 @@ def _first_rows(op: Op, spec: Sharded) -> Plan | None:
     return Plan([spec, REPLICATED, REPLICATED, REPLICATED], [REPLICATED], make)
 
 
-def sliced(op: Op, dim: int, rank: int | None, begin: int = 1) -> int | None:
+def sliced(op: Op, dim: int, rank: int | None) -> int | None:
     """Where a dimension that is taken whole is behind a strided slice; None if it is not."""
-    count = op.inputs[begin].shape[0] if op.inputs[begin].shape.rank == 1 else None
+    count = op.inputs[1].shape[0] if op.rank(1) == 1 else None
     if rank is None or count is None:
         return None
     masks = {name: op.attr(f"{name}_mask")
              for name in ("begin", "end", "shrink_axis", "new_axis", "ellipsis")}
-    steps = op.value(begin + 2)
+    steps = op.value(3)
     named = sum(not (masks["new_axis"] | masks["ellipsis"]) >> at & 1 for at in range(count))
     source = target = 0
     for at in range(count):
