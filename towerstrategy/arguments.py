@@ -50,11 +50,8 @@ def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
 
 
 def check_op(reduce_op: Any) -> None:
-    known = [op.name for op in _tf.ReduceOp]
     refused.check_type("reduce_op", reduce_op, (str, _tf.ReduceOp),
-                       f"one of {known} or a tf.distribute.ReduceOp")
-    if isinstance(reduce_op, str) and reduce_op.upper() not in known:
-        raise ValueError(f"reduce_op must be one of {known}, but got {reduce_op!r}.")
+                       "'SUM', 'MEAN' or a tf.distribute.ReduceOp")
 
 
 @contextlib.contextmanager
@@ -64,7 +61,6 @@ def merging(strategy: tf.distribute.Strategy, value: Any, axis: Any, axes: Seque
 
     ``axis`` holds ``axes``, which must be whole numbers; ``expected`` says so in words.
     """
-    check_scope(strategy)
     if not all(isinstance(item, numbers.Integral) and not isinstance(item, bool) for item in axes):
         raise refused.wrong_type("axis", axis, expected)
     _check_parts(strategy, {"value": value})
@@ -81,15 +77,6 @@ def merging(strategy: tf.distribute.Strategy, value: Any, axis: Any, axes: Seque
         kind = TypeError if isinstance(error, (AttributeError, TypeError)) else ValueError
         raise kind(f"the towers' values cannot be merged with axis={axis}: {'; '.join(found)}. "
                    f"({error})") from error
-
-
-def check_scope(strategy: tf.distribute.Strategy) -> None:
-    """Raises ``RuntimeError`` inside the scope of another strategy."""
-    if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not strategy:
-        raise RuntimeError(
-            f"Mixing different tf.distribute.Strategy objects: {tf.distribute.get_strategy()!r} is "
-            f"not {strategy!r}. A strategy, and a model that is its own, cannot be used inside the "
-            "scope of another: leave that scope first.")
 
 
 def check_outside(what: str) -> None:

@@ -191,7 +191,6 @@ class TowerExtended(_tf.StrategyExtended):
     # Scope and variables.
 
     def _scope(self, strategy: tf.distribute.Strategy) -> Any:
-        arguments.check_scope(strategy)
         return _keras.Scope(self.bare_scope(strategy))
 
     def bare_scope(self, strategy: tf.distribute.Strategy) -> Any:

@@ -42,19 +42,10 @@ def unscaled(tower: contexts.TowerContext, part: tf.Tensor) -> tf.Tensor:
 
 def scale_loss(loss: Any) -> tf.Tensor:
     """See ``TowerStrategy.scale_loss``."""
-    value = _as_loss(loss)
-    tower = contexts.splitting_tower()
-    return value if tower is None or hasattr(loss, "_is_part") else scaled(tower, value)
-
-
-def _as_loss(loss: Any) -> tf.Tensor:
-    try:
-        value = tf.convert_to_tensor(loss)
-    except (TypeError, ValueError) as error:
-        raise refused.wrong_type("loss", loss, "a floating point tensor") from error
+    value, tower = tf.convert_to_tensor(loss), contexts.splitting_tower()
     if not value.dtype.is_floating:
         raise refused.wrong_type("loss", value, "a floating point tensor")
-    return value
+    return value if tower is None or hasattr(loss, "_is_part") else scaled(tower, value)
 
 
 def install() -> None:

@@ -87,14 +87,10 @@ def ask_worker(task: str, seconds: float) -> str | None:
     """Asks a worker of the cluster whether it is there; None for yes, else why not."""
     try:
         eager_context.context().check_collective_ops_peer_health(task, int(1000 * seconds))
-    except tf.errors.DeadlineExceededError:
-        return f"silent for {seconds:g} s"
-    except tf.errors.FailedPreconditionError:
-        return "started anew"
-    except tf.errors.UnavailableError:
-        return "it cannot be reached"
     except tf.errors.OpError as error:
-        return error.message
+        return {tf.errors.DeadlineExceededError: f"silent for {seconds:g} s",
+                tf.errors.FailedPreconditionError: "started anew",
+                tf.errors.UnavailableError: "it cannot be reached"}.get(type(error), error.message)
     return None
 
 

@@ -114,11 +114,6 @@ class Placement:
         """The towers' kinds of device; several only where shares were asked for."""
         return frozenset(map(names.kind_of, (*self.towers, *itertools.chain(*self.rows))))
 
-    @property
-    def towers_on_host(self) -> bool:
-        """Whether the towers share the host's memory, so that no batch need be brought to them."""
-        return self.kinds == {"CPU"}
-
     @functools.cached_property
     def on_cpu(self) -> bool:
         """Whether towers and merge device are all CPU devices, which share the same cores."""

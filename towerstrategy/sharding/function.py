@@ -125,7 +125,6 @@ class Function:
 
     def _prepared(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """The ``tf.function`` for these arguments, and they as it takes them."""
-        arguments.check_scope(self._strategy)
         if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
             raise RuntimeError(
                 f"{self.__name__}, made by strategy.function, runs on all towers, so it belongs "

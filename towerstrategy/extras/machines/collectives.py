@@ -53,10 +53,9 @@ class Machines(Workers):
         self.count, self.index = len(cluster.tasks), cluster.index
         self.towers, self._device = len(placement.towers), placement.merge
         self._launcher = _tf.CollectiveLauncher(self._device, self.count, options)
-        # TensorFlow gathers in an order of its own; this is where each worker's part is.
-        self._order = list(range(self.count))
         found = self._start(options, placement.shares_from)
-        self._order = sorted(self._order, key=lambda position: found[position][0])
+        # TensorFlow gathers in an order of its own; this is where each worker's part is.
+        self._order = sorted(range(self.count), key=lambda position: found[position][0])
         _, self.towers_of, digests = map(list, zip(*sorted(found)))
         self._check_alike(digests, placement.shares_from)
         self.first = sum(self.towers_of[:self.index])

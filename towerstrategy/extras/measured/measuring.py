@@ -84,12 +84,11 @@ class Measuring:
 
     def step(self, call: Callable[[], Any]) -> Any:
         """Calls ``call``, a step or several in one, and takes a sample where it is time to."""
-        recording = self._begin()
-        if recording is None:
+        self.between()
+        try:
             return call()
-        result = recording.of(call)
-        self._end(recording)
-        return result
+        finally:
+            self.end_of_loop()
 
     def between(self) -> None:
         """A loop of Python's takes its next batch: a step ends here, and another begins."""
@@ -100,7 +99,10 @@ class Measuring:
         """The loop's last step has ended."""
         recording, self._recording = self._recording, None
         if recording is not None:
-            self._end(recording)
+            sample = recording.end(self._placement)
+            if sample is not None:
+                self._add(sample)
+            self._spent += recording.cost
 
     def agree(self) -> None:
         """All machines' iterators begin: decides, if there is a round of each machine's towers."""
@@ -166,12 +168,6 @@ class Measuring:
         settled = self._decided > 1 or self.changes >= _EAGER_CHANGES
         return not settled or self._left < ROUND or self._spent * (
             1 + 1 / max(self.rounds, 1)) <= MOST * (time.perf_counter() - self._start)
-
-    def _end(self, recording: sample_lib.Recording) -> None:
-        sample = recording.end(self._placement)
-        if sample is not None:
-            self._add(sample)
-        self._spent += recording.cost
 
     def _add(self, sample: sample_lib.Sample) -> None:
         rows = self.shares.rows()

@@ -96,7 +96,10 @@ def estimate_memory(model: Any, towers: int = 2) -> Estimate:
     # Where a table is: an update goes over all of it, with its gradient and another made whole.
     # Without slots rows alone are written, and the first write copies the table.
     whole = (2 if slots > tables else 1) * tables
-    home = _fullest(sorted(map(homes_lib.size_of, model.weights), reverse=True), count) / weights
+    homes, spread = homes_lib.Homes(map(str, range(count)), balanced=True), Counter[str]()
+    for size in sorted(map(homes_lib.size_of, model.weights), reverse=True):
+        spread[homes.choose(size)] += size
+    home = max(spread.values()) / weights  # what the fullest home has of the weights
     merged, tower = (count + 1) * trained + whole, weights - tables + trained
     found: list[tuple[str, str, float, float, float]]
     found = [("one device", "the device", weights, slots, trained + whole),
@@ -110,11 +113,3 @@ def estimate_memory(model: Any, towers: int = 2) -> Estimate:
                    (1 - home) * (weights - tables) + trained + home * (count * trained + whole)),
                   ("one memory", "the CPU", weights, slots, merged)]
     return Estimate(Memory(way, device, *map(round, sizes)) for way, device, *sizes in found)
-
-
-def _fullest(sizes: list[int], count: int) -> int:
-    """What the fullest of ``count`` homes has, as variables are spread over them by bytes."""
-    homes, held = homes_lib.Homes(map(str, range(count)), balanced=True), Counter[str]()
-    for size in sizes:
-        held[homes.choose(size)] += size
-    return max(held.values())
