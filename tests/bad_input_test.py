@@ -43,11 +43,11 @@ class DevicesTest(parameterized.TestCase):
             towerstrategy.TowerStrategy(["CPU:1"], micro_batches=micro_batches)
 
     @parameterized.parameters(
-        (NAN, TypeError, "devices must be a whole number, but got nan"),
-        (INFINITY, TypeError, "devices must be a whole number, but got inf"),
-        (2 + 0j, TypeError, r"devices must be a whole number, but got \(2\+0j\)"),
-        (True, TypeError, "devices must be a whole number, but got True"),
-        (1.5, TypeError, "devices must be a whole number, but got 1.5"),
+        (NAN, TypeError, "devices must be None, a count, .*but got nan"),
+        (INFINITY, TypeError, "devices must be None, a count, .*but got inf"),
+        (2 + 0j, TypeError, r"devices must be None, a count, .*but got \(2\+0j\)"),
+        (True, TypeError, "devices must be None, a count, .*but got True"),
+        (1.5, TypeError, "devices must be None, a count, .*but got 1.5"),
         (0, ValueError, "devices=0 asks for 0 towers, but it must be from 1 to the 8 CPU"),
         (99, ValueError, "devices=99.*split_cpu"),
         ([], ValueError, r"devices is \[\], but at least one"),

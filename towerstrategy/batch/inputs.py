@@ -58,7 +58,7 @@ class TowerInputContext(tf.distribute.InputContext):
 def read(options: Any, extended: Any) -> tuple[bool, prefetching.Fetch, int]:
     """Whether each tower has a pipeline, where parts are fetched to, elements held ready."""
     towers = extended.worker_devices
-    on_host = extended.placement.kinds == {"CPU"}  # whose memory needs no batch brought to it
+    on_host = extended.placement.towers_on_host
     fetch = prefetching.Fetch(() if on_host else towers, extended.host_device)
     if options is None:
         return False, fetch, datasets_lib.READY

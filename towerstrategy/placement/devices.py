@@ -12,7 +12,6 @@ import functools
 import glob
 import importlib.util
 import itertools
-import numbers
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -114,6 +113,11 @@ class Placement:
         """The towers' kinds of device; several only where shares were asked for."""
         return frozenset(map(names.kind_of, (*self.towers, *itertools.chain(*self.rows))))
 
+    @property
+    def towers_on_host(self) -> bool:
+        """Whether the towers share the host's memory, so that no batch need be brought to them."""
+        return self.kinds == {"CPU"}
+
     @functools.cached_property
     def on_cpu(self) -> bool:
         """Whether towers and merge device are all CPU devices, which share the same cores."""
@@ -163,8 +167,16 @@ def place(devices: Any, merge_device: Any, shares: Any = None,
     rows = rows_of(devices, mixed=shares is not None)
     towers = tuple(row[0] for row in rows)
     staged = len(rows[0]) > 1
-    merge, balanced = (_merge_of_stages(rows, merge_device, shares) if staged
-                       else _merge(towers, merge_device))
+    if staged and merge_device is not None:
+        raise ValueError(
+            f"merge_device={merge_device!r} does not go with towers of {len(rows[0])} stages: a "
+            "stage's weights live, merge and update on that stage's devices. Leave it out.")
+    if staged and isinstance(shares, str):
+        raise ValueError(
+            f"shares={shares!r} does not go with towers of {len(rows[0])} stages, as it is asked "
+            "of one device a tower. Give a list of a number for each tower.")
+    asked = merge_device if not staged else towers[0] if len(rows) == 1 else "cpu"
+    merge, balanced = _merge(towers, asked)
     return Placement(tuple(tower for tower in towers for _ in range(count)), merge, balanced,
                      asked_shares.checked(shares, towers, count),
                      shares if isinstance(shares, str) else "", count,
@@ -189,20 +201,6 @@ def _merge(towers: Sequence[str], asked: Any) -> tuple[str, bool]:
     return names.full_name(name, "merge_device", given), balanced and len(towers) > 1
 
 
-def _merge_of_stages(rows: tuple[tuple[str, ...], ...], merge_device: Any,
-                     shares: Any) -> tuple[str, bool]:
-    """The same for towers of several stages, whose weights are with these."""
-    if merge_device is not None:
-        raise ValueError(
-            f"merge_device={merge_device!r} does not go with towers of {len(rows[0])} stages: a "
-            "stage's weights live, merge and update on that stage's devices. Leave it out.")
-    if isinstance(shares, str):
-        raise ValueError(
-            f"shares={shares!r} does not go with towers of {len(rows[0])} stages, as it is asked "
-            "of one device a tower. Give a list of a number for each tower.")
-    return rows[0][0] if len(rows) == 1 else names.tower_name("CPU:0"), False
-
-
 def rows_of(devices: Any, mixed: bool = False,
             argument: str = "devices") -> tuple[tuple[str, ...], ...]:
     """The towers, each a row of the devices of its stages, one as a rule.
@@ -213,14 +211,10 @@ def rows_of(devices: Any, mixed: bool = False,
         asked: list[Any] = [f"GPU:{index}" for index in range(names.gpu_count())] or [_only_cpu()]
     elif isinstance(devices, str) or names.is_listed(devices):
         asked = [devices]
-    elif isinstance(devices, (bool, numbers.Number)):
-        asked = _counted(argument, devices)
     elif isinstance(devices, (list, tuple)):
         asked = list(devices)
     else:
-        raise TypeError(
-            f"{argument} must be None, a count, or a list of GPU ids or device strings, but got "
-            f"{refused.shown(devices)} of type {type(devices).__name__}. {names.devices_here()}")
+        asked = _counted(argument, devices)
     if not asked:
         raise ValueError(f"{argument} is {devices!r}, but at least one tower is needed. "
                          f"{names.devices_here()}")
@@ -290,14 +284,17 @@ def _of_stages(asked: list[Any]) -> list[list[Any]]:
 
 
 def _counted(argument: str, devices: Any) -> list[str]:
-    kind = "GPU" if names.gpu_count() else "CPU"
-    there = len(tf.config.list_logical_devices(kind))
-    hint = "" if kind == "GPU" else " (split_cpu(n) makes more logical CPU devices)"
     try:
         count = names.whole_number(argument, devices)
-        if not 1 <= count <= there:
-            raise ValueError(f"{argument}={devices} asks for {count} towers, but it must be from 1 "
-                             f"to the {there} {kind} device(s) there are{hint}.")
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{error} {names.devices_here()}") from None
+    except TypeError:
+        raise TypeError(
+            f"{argument} must be None, a count, or a list of GPU ids or device strings, but got "
+            f"{refused.shown(devices)} of type {type(devices).__name__}. {names.devices_here()}"
+        ) from None
+    kind = "GPU" if names.gpu_count() else "CPU"
+    there = len(tf.config.list_logical_devices(kind))
+    if not 1 <= count <= there:
+        hint = "" if kind == "GPU" else " (split_cpu(n) makes more logical CPU devices)"
+        raise ValueError(f"{argument}={devices} asks for {count} towers, but it must be from 1 to "
+                         f"the {there} {kind} device(s) there are{hint}. {names.devices_here()}")
     return [f"{kind}:{index}" for index in range(count)]
