@@ -31,12 +31,12 @@ import tf_keras
 
 import towerstrategy
 from tests.extras.machines import machines_workers
-from towerstrategy.extras.machines import health
+from towerstrategy.extras.machines import clusters
 
 WORKERS = 3
 START_LIMIT = 20  # seconds, of the case in which a worker never comes
 # Seconds for a whole case, start-up on a busy machine included.
-LIMIT = health.TRIES * (health.INTERVAL + health.ANSWER) + 90
+LIMIT = clusters.TRIES * (clusters.INTERVAL + clusters.ANSWER) + 90
 KITS = {"keras": keras, "tf_keras": tf_keras}
 
 
@@ -121,7 +121,7 @@ def ends_first(worker):
     weights = fit(worker.strategy())
     worker.fault()
     if worker.index:
-        time.sleep(health.TRIES * health.INTERVAL + 5)
+        time.sleep(clusters.TRIES * clusters.INTERVAL + 5)
     return weights
 
 
@@ -129,7 +129,7 @@ def stopped_at_the_end(worker):
     weights = fit(worker.strategy())
     if worker.index == 1:
         worker.die(signal.SIGSTOP)
-    time.sleep(health.INTERVAL)  # the others are asking it
+    time.sleep(clusters.INTERVAL)  # the others are asking it
     return weights
 
 

@@ -45,7 +45,7 @@ counting = _Counting()
 class Steps:
     """What an iterator over a :class:`TowerDataset` does with each batch."""
 
-    agreement: Any = None  # of several machines, at each element: a workers_data.Agreement
+    agreement: Any = None  # of several machines, at each element: a shards.Agreement
     _open_rows = False
     _between: Callable[[], None] | None = None
 

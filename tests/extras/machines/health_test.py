@@ -1,11 +1,11 @@
-"""health: a worker that does not answer is named once, one that only stumbled is not."""
+"""clusters: a worker that does not answer is named once, one that only stumbled is not."""
 
 import threading
 from unittest import mock
 
 from absl.testing import parameterized
 
-from towerstrategy.extras.machines import clusters, health
+from towerstrategy.extras.machines import clusters
 
 CLUSTER = clusters.Cluster((("chief", 0, "a:1"), *(
     ("worker", number, f"{host}:1") for number, host in enumerate("bcd"))), 2)
@@ -15,15 +15,15 @@ class HealthTest(parameterized.TestCase):
 
     def setUp(self):
         super().setUp()
-        self.enter_context(mock.patch.multiple(health, INTERVAL=0.001))
+        self.enter_context(mock.patch.multiple(clusters, INTERVAL=0.001))
 
     def watched(self, answer):
         """Watches with ``answer(task)`` for a worker's; what the collective ops were ended with."""
         ended, messages = threading.Event(), []
         with mock.patch.multiple(
-                health._tf, ask_worker=lambda task, seconds: answer(task, ended),
+                clusters._tf, ask_worker=lambda task, seconds: answer(task, ended),
                 end_collectives=messages.append):
-            health._watch(CLUSTER, ended)
+            clusters._watch(CLUSTER, ended)
         return messages
 
     def test_names_the_one_that_is_gone(self):

@@ -95,14 +95,15 @@ def _check(devices: list[str], one_physical: bool, seconds: float) -> dict[str, 
     advice = speed.advice(speeds, one_physical, on_gpus)
     if left_out:
         print(f"\nLeft out, as two minutes were over: {'; '.join(left_out)}")
-    print(f"\n{advice}\n{_verdict(compared)}")
+    passed, verdict = _verdict(compared)
+    print(f"\n{advice}\n{verdict}")
     return {
         "schema": SCHEMA, "written": datetime.datetime.now(datetime.timezone.utc).isoformat(),
         "machine": facts, "towers": devices, "one_physical_device": one_physical,
         "copies": rates, "same": [result.as_dict() for result in compared],
         "speed": [{**dataclasses.asdict(result), "rows_per_second": result.rows_per_second}
                   for result in speeds],
-        "left_out": left_out, "advice": advice, "passed": _passed(compared),
+        "left_out": left_out, "advice": advice, "passed": passed,
         "seconds": round(time.perf_counter() - start, 1)}
 
 
@@ -118,12 +119,6 @@ def _each(start: float, left_out: list[str], jobs: Sequence[Any], name: Callable
         print(f"  {name(job)}: {outcome(found[-1])} [{time.perf_counter() - start:.0f} s]",
               flush=True)
     return found
-
-
-def _passed(results: Sequence[same.Result]) -> bool:
-    """Whether something was compared, and nothing is wrong that one device gets right."""
-    return any(result.holds for result in results) and all(
-        result.holds or result.alone for result in results)
 
 
 def _described(facts: dict[str, Any]) -> list[str]:
@@ -174,16 +169,17 @@ def _speed_table(results: Sequence[speed.Result]) -> str:
          "weights and slots, MiB"), rows, numbers=(1, *range(3, 7)))
 
 
-def _verdict(results: Sequence[same.Result]) -> str:
+def _verdict(results: Sequence[same.Result]) -> tuple[bool, str]:
+    """Whether something was compared, and nothing is wrong that one device gets right; in words."""
     results = [result for result in results if not result.alone]
     wrong = [str(result.job) for result in results if not result.holds]
     if wrong:
-        return f"NOT the same as one device: {'; '.join(wrong)}."
+        return False, f"NOT the same as one device: {'; '.join(wrong)}."
     if not results:
-        return "NOT compared with one device: there was no time, or one device alone failed."
+        return False, "NOT compared with one device: there was no time, or one device alone failed."
     said = []
     for where, of_halves in (("", False), ("in mixed_float16 ", True)):
         found = [result.largest for result in results
                  if (result.job.network == same.HALVES) is of_halves]
         said += [f"{where}{max(found):.1e} at most"] if found else []
-    return f"Training on the towers is the same as on one device: {', '.join(said)}."
+    return True, f"Training on the towers is the same as on one device: {', '.join(said)}."

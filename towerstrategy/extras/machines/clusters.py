@@ -1,15 +1,25 @@
-"""The cluster in which this process is one worker.
+"""The cluster in which this process is one worker, and whether the others still answer.
 
 Goes in: ``TF_CONFIG`` or a cluster resolver.  Comes out: a :class:`Cluster`, this process' place in
-it; :func:`join` starts TensorFlow's gRPC server and collective ops.
+it; :func:`join` starts TensorFlow's gRPC server and collective ops, :func:`watch` a thread that
+asks the other workers by TensorFlow's own check, which a worker's server answers whatever its
+Python is doing.  Once one has stopped answering, everything that crosses machines, waiting already
+or still to come, raises ``tf.errors.UnavailableError``, which names all that are gone: a worker
+that ended because of another may be found first, and from outside they look alike.
 """
 
 from __future__ import annotations
 
+import atexit
+import collections
 import dataclasses
+import functools
 import json
 import os
-from collections.abc import Iterator
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -19,6 +29,9 @@ from towerstrategy import _tensorflow as _tf, refused
 CHIEF, WORKER = "chief", "worker"
 _EXAMPLE = ('{"cluster": {"worker": ["10.0.0.1:2345", "10.0.0.2:2345"]}, '
             '"task": {"type": "worker", "index": 0}}')
+
+# Seconds between two questions, seconds to answer one, and how many in a row may stay unanswered.
+INTERVAL, ANSWER, TRIES = 5.0, 8.0, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,3 +159,55 @@ def _problems(jobs: dict[str, Any], tasks: list[tuple[str, int, str]],
                 host and port.isdecimal() and 0 < int(port) < 1 << 16):
             yield (f"each worker must have an address of its own, with a port from 1 to 65535, as "
                    f"'10.0.0.1:2345', but {job} {number} has {address!r}")
+
+
+def silent(cluster: Cluster, known: Mapping[int, str] = types.MappingProxyType({})) -> list[str]:
+    """The other workers that do not answer now, and why.
+
+    ``known`` says why of those that need not be asked.  No more are asked after :data:`ANSWER`.
+    """
+    reasons, end = dict(known), time.monotonic() + ANSWER
+    for index in cluster.others:
+        if index not in reasons and time.monotonic() < end:
+            reason = _tf.ask_worker(cluster.task_of(index), 2)
+            reasons |= {} if reason is None else {index: reason}
+    return [f"{cluster.named(index)} ({reason})" for index, reason in sorted(reasons.items())]
+
+
+@functools.cache
+def watch(cluster: Cluster) -> None:
+    """Keeps asking all other workers, from a thread, until the process ends; once a cluster."""
+    ended = threading.Event()
+    # One thread for all: TensorFlow's check holds Python's lock while it waits for an answer.
+    thread = threading.Thread(target=_watch, args=(cluster, ended), daemon=True,
+                              name="towerstrategy health")
+
+    def end() -> None:
+        # A thread inside TensorFlow while that is taken down would crash the process.
+        ended.set()
+        thread.join()
+
+    atexit.register(end)
+    thread.start()
+
+
+def _watch(cluster: Cluster, ended: threading.Event) -> None:
+    unanswered: collections.Counter[int] = collections.Counter()
+    while not ended.wait(INTERVAL):
+        for index in cluster.others:
+            reason = _tf.ask_worker(cluster.task_of(index), ANSWER)
+            if ended.is_set():
+                return
+            unanswered[index] = 0 if reason is None else unanswered[index] + 1
+            if reason is not None and unanswered[index] == TRIES:
+                _tf.end_collectives(_message(cluster, silent(cluster, {index: reason})))
+                return
+            if reason is not None:  # it is asked again before those behind it
+                break
+
+
+def _message(cluster: Cluster, gone: list[str]) -> str:
+    return (f"no answer from {', '.join(gone)}: ended, stopped or cut off. A step "
+            f"needs all {len(cluster.tasks)} workers, so that one that fails ends the others; its "
+            "own log says why it failed. Start all of them again; this one is "
+            f"{cluster.named(cluster.index)}.")

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.batch import rows as rows_lib
-from towerstrategy.extras.machines import clusters, health
+from towerstrategy.extras.machines import clusters
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.placement.workers import Workers
 
@@ -72,7 +72,7 @@ class Machines(Workers):
         try:
             found = self._launcher.all_gather(own, _tf.Options(timeout_seconds=seconds))
         except tf.errors.OpError as error:
-            silent = health.silent(self.cluster)
+            silent = clusters.silent(self.cluster)
             late = isinstance(error, tf.errors.DeadlineExceededError)
             raise RuntimeError(
                 f"the {self.count} workers {self.cluster.addresses} could not start together"
@@ -81,7 +81,7 @@ class Machines(Workers):
                 + ". All must be given the same cluster, and reach each other. Give them more "
                 "time with communication_options=tf.distribute.experimental.CommunicationOptions("
                 f"timeout_seconds=...). ({type(error).__name__}: {error.message})") from error
-        health.watch(self.cluster)
+        clusters.watch(self.cluster)
         return found.numpy().tolist()
 
     def _check_alike(self, digests: list[int], shares_from: str) -> None:
@@ -155,13 +155,10 @@ class Machines(Workers):
 
     def gather_along(self, values: Sequence[tf.Tensor], axes: Sequence[int]) -> list[tf.Tensor]:
         """Dense values, each gathered along its axis: the first where their rank is unknown."""
-        orders = [[axis, *(other for other in range(value.shape.rank) if other != axis)]
-                  if axis else None for value, axis in zip(values, axes)]
-        gathered = self.gather_rows([value if order is None else tf.transpose(value, order)
-                                     for value, order in zip(values, orders)])
-        return [rows if order is None else tf.transpose(
-            rows, [order.index(place) for place in range(len(order))])
-            for rows, order in zip(gathered, orders)]
+        move = tf.experimental.numpy.moveaxis
+        gathered = self.gather_rows([move(value, axis, 0) if axis else value
+                                     for value, axis in zip(values, axes)])
+        return [move(rows, 0, axis) if axis else rows for rows, axis in zip(gathered, axes)]
 
     def extremes(self, values: Sequence[tf.Tensor], kinds: Sequence[str]) -> list[tf.Tensor]:
         """The workers' "max", "min", "and" (all) or "or" (any) of each value, of one shape."""
