@@ -24,7 +24,7 @@ from towerstrategy.merge import reductions, shares as shares_lib
 from towerstrategy.placement import devices as devices_lib, homes as homes_lib
 from towerstrategy.placement.workers import Workers
 from towerstrategy.replicas import calls
-from towerstrategy.sharding import run as whole_batch
+from towerstrategy.sharding import step as whole_batch
 from towerstrategy.variables import creation, tower_local
 
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf, arguments, contexts
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results
-from towerstrategy.sharding import propagate, run, signatures
+from towerstrategy.sharding import propagate, signatures, step
 
 _log = logging.getLogger("towerstrategy")
 
@@ -153,7 +153,7 @@ class Function:
             _note_whole_batches(strategy, self.__name__, (args, kwargs))
             self._failed = True  # until the end is reached
             with strategy.scope(), strategy.extended.modes.within(compiles=self._compiles):
-                result = run.run(strategy, python_function, args, kwargs)
+                result = step.run(strategy, python_function, args, kwargs)
             self._failed = False
             self._has_loops = self._has_loops or _loops_here(strategy)
             return result

@@ -1,6 +1,7 @@
 """A function written for one device, done by the towers while a ``tf.function`` is traced.
 
-Goes in: the function and its arguments, sub-batches among them.  Comes out: one device's results.
+Goes in: the function and its arguments, sub-batches among them; so ``strategy.run`` hands a step of
+Keras on.  Comes out: one device's results.
 
 The function is traced once, with an open number of rows, in a replica context of one replica that
 has all rows.  What was traced is then partitioned: see :mod:`propagate` and :mod:`partition`.
@@ -28,6 +29,25 @@ from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.values import Value
 
 _log = logging.getLogger("towerstrategy")
+
+
+def run(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """As :func:`call`; in eager code, which is for debugging, and without need, by one device.
+
+    So all that is printed is printed once.
+    """
+    devices, extended = strategy.extended.worker_devices, strategy.extended
+    alone = len(devices) == 1 and extended.workers is None
+    if tf.executing_eagerly() or alone and not (extended.placement.rows or extended.modes.compiles):
+        device = devices[0] if len(devices) == 1 else strategy.extended.merge_device
+        with tf.device(device):
+            args, kwargs = tf.nest.map_structure(
+                lambda leaf: whole(strategy, leaf), (args, kwargs))
+        if not tf.executing_eagerly():
+            fn = _tf.autograph_convert(fn)
+        with contexts.OneReplicaContext(strategy), tf.device(device):
+            return fn(*args, **kwargs)
+    return call(strategy, fn, args, kwargs)
 
 
 def call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
