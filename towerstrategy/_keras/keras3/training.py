@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src import tree
+from keras.src.models import functional as functional_lib, sequential as sequential_lib
 from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf, contexts
@@ -22,6 +23,9 @@ from towerstrategy._keras.keras3 import names
 from towerstrategy.batch import datasets as datasets_lib, prefetching
 from towerstrategy.placement import kind
 from towerstrategy.variables import rules
+
+# Of models that are made of layers, and so know their outputs.
+_CALLS = functional_lib.Functional.call, sequential_lib.Sequential.call
 
 
 def trainer_init(original: Callable[..., Any], self: Any) -> None:
@@ -192,8 +196,26 @@ def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None
         return
     if iterator is not None:
         data_batch = _batch_spec(iterator._distributed_dataset.element_spec)
-    with contextlib.suppress(Exception), strategy.scope():
+    with contextlib.suppress(Exception), strategy.scope(), _of_known_outputs(self):
         self._symbolic_build(data_batch=data_batch)
+
+
+@contextlib.contextmanager
+def _of_known_outputs(model: Any) -> Iterator[None]:
+    """Within, a functional model that knows its outputs gives tensors like these, if called.
+
+    Keras calls it for their shapes and dtypes alone.
+    """
+    functional = getattr(model, "_functional", model)  # that of a Sequential
+    outputs = getattr(functional, "_outputs_struct", None)
+    if outputs is not None and type(model).call in _CALLS and all(
+            None not in each.shape[1:] and not each.sparse for each in tree.flatten(outputs)):
+        vars(model)["call"] = lambda *_, **__: tree.map_structure(
+            lambda each: tf.compat.v1.placeholder(each.dtype, each.shape), outputs)
+    try:
+        yield
+    finally:
+        vars(model).pop("call", None)
 
 
 def _batch_spec(element_spec: Any) -> Any:
