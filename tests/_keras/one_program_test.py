@@ -87,6 +87,25 @@ class OneProgramTest(parameterized.TestCase):
             make(KITS[kit]).fit(X, Y, batch_size=9, verbose=0)
         self.assertLen(around, 2)  # the step's, and its trace's
 
+    def test_what_a_step_asks_of_an_optimizer_that_it_builds(self):
+        """Else a step that makes variables is traced once: an own step's loss scale never falls."""
+        class Scaled(keras.Sequential):
+            def train_step(self, data):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((self(data[0], training=True) - data[1]) ** 2)
+                    scaled = self.optimizer.scale_loss(loss)
+                weights = self.trainable_variables
+                self.optimizer.apply_gradients(zip(tape.gradient(scaled, weights), weights))
+                return {"scaled": scaled}
+
+        def make(kit):
+            model = Scaled([kit.layers.Dense(2)])
+            model.compile(kit.optimizers.LossScaleOptimizer(
+                kit.optimizers.SGD(.1, momentum=.9), 1024.0, dynamic_growth_steps=2))
+            return model
+
+        self.assert_as_one_device("keras", make)
+
     @wide.parameters("keras", wide=["tf_keras"])
     def test_a_step_that_changes_the_batch_first(self, kit):
         """Else the model is built for the data's shape, and refuses what the step hands it."""

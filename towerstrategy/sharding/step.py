@@ -298,7 +298,7 @@ def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs
         return converted(*args, **kwargs)
 
     def trace(known_rows: bool) -> Any:
-        with contexts.OneReplicaContext(strategy), _tf.variables_of_caller(), tf.device(None):
+        with contexts.OneReplicaContext(strategy), tf.device(None):
             return _tf.trace(one_device, inputs.type_specs(known_rows),
                              getattr(fn, "__name__", "step"))
 
