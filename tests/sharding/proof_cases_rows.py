@@ -158,6 +158,18 @@ def _by_number(x: tf.Tensor, table: tf.Tensor) -> Any:
     return tf.gather(table, tf.where(x[:, 0] > 0)[:, 0])
 
 
+def _routed(x: tf.Tensor, y: tf.Tensor) -> Any:
+    """Rows that are chosen by one of several entries each, as tokens are for an expert."""
+    at = tf.where(y > 0)
+    rows, others = at[:, 0], at[:, 1]
+    with tf.GradientTape() as tape:
+        tape.watch([x, y])
+        found = tf.exp(tf.gather(x, rows)) * tf.gather_nd(y, at)[:, None]
+        out = tf.tensor_scatter_nd_add(tf.zeros_like(x), rows[:, None], found)
+        loss = tf.reduce_sum(out ** 2)
+    return out, others, tape.gradient(loss, [x, y])
+
+
 def _beside(x: tf.Tensor) -> Any:
     """As many entries, but not those of the same rows."""
     return tf.boolean_mask(x, x[:, 0] > 0) * tf.boolean_mask(x, x[:, 0] < 0)
@@ -179,6 +191,8 @@ def _own_choice() -> None:
     signs = np.array([[1], [1], [-1], [-1], [-1], [1]])
     for size in (6, 12):
         around("GatherV2", _by_number, real(6, 4), real(size, 3))
+    for type in ("GatherV2", "TensorScatterAdd"):
+        around(type, _routed, real(6, 3), real(6, 2), title="routed")
     around("Where", _beside, np.abs(real(6, 4)) * signs, title="beside")
     around("Where", _chosen_again, np.abs(real(6, 4)) * signs, title="again")
 

@@ -136,7 +136,8 @@ def _chosen(operation: tf.Operation, column: int | None) -> _Counted | None:
 
 def _moved(operation: tf.Operation, column: int | None) -> _Counted | None:
     """The numbers go where rows would, if columns stay the same."""
-    op, found = Op(operation), _counted(operation.inputs[0], column)
+    op = Op(operation)
+    found = _counted(op.inputs[0], _picked(op) if column is None else column)
     if found is None:
         return None
     if column is not None:
@@ -146,6 +147,15 @@ def _moved(operation: tf.Operation, column: int | None) -> _Counted | None:
     plan = plan_of(op, [found.at, *[REPLICATED] * (len(op.inputs) - 1)])
     given = plan.gives[0] if plan is not None else REPLICATED
     return found._replace(at=given) if isinstance(given, Sharded) and not given.group else None
+
+
+def _picked(op: Op) -> int | None:
+    """The column that a slice takes of a matrix of places, as ``tf.where(mask)[:, 0]``."""
+    if op.type != "StridedSlice" or op.rank(0) != 2:
+        return None
+    begin = op.value(1)
+    one = op.attr("shrink_axis_mask") == 2 and not op.attr("new_axis_mask")
+    return int(begin[1]) if one and begin is not None and begin.shape == (2,) else None
 
 
 def _not_negative(operation: tf.Operation, column: int | None) -> _Counted | None:
