@@ -50,6 +50,8 @@ RIGHT = {
     "sum_over_constant": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)) / 8,
     "penalty": lambda s, w, x, y: mean_squared(w, x, y) + tf.nn.scale_regularization_loss(
         penalty(w)),
+    "penalty_by_replicas": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)) / 8 + penalty(
+        w) / s.num_replicas_in_sync,
     "scaled_penalty": lambda s, w, x, y: mean_squared(w, x, y) + s.scale_loss(penalty(w)),
     "gathered": lambda s, w, x, y: s.scale_loss(products(
         x @ w[0], towerstrategy.whole_batch(x @ w[0]))) + mean_squared(w, x, y),

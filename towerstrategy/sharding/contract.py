@@ -43,11 +43,13 @@ class State(NamedTuple):
       spec: its spec; None where it is no part of one device's, or where that is not known.
       power: by which power of the tower's share of the rows it is multiplied besides.
       cause: where ``spec`` is None, why; "" where that is not known.
+      divides: whether it is right where what is the same on all towers was divided by their number.
     """
 
     spec: Spec | None
     power: int = 0
     cause: str = ""
+    divides: bool = False
 
 
 SAME = State(REPLICATED)
@@ -95,7 +97,7 @@ class Contract:
             state = self.of(gradient)
             adds_up = _is_part(state)
         if adds_up or state.spec is None:
-            return state.cause
+            return "" if asked and state.divides else state.cause
         if isinstance(state.spec, Replicated) and state.power == 0:
             return "" if asked else (
                 "a gradient is the same on all towers, as that of a term of the weights alone, or "
@@ -170,7 +172,7 @@ def _each(operation: tf.Operation, states: Sequence[State], nested: bool) -> lis
         crosses = any(isinstance(spec, (Sharded, Partial)) for spec in specs) and not any(
             isinstance(spec, ListOf) for spec in specs) and not listed and registry.has_rule(
                 operation.type)
-        return [State(None, 0, _cause(operation, specs)) if crosses else UNKNOWN] * count
+        return [_apart(operation, specs) if crosses else UNKNOWN] * count
     power = _power(operation, states)
     # As wide as the tower has rows, where one device's is as wide as the batch.
     as_wide = any(isinstance(spec, Size) and spec != wanted for spec, wanted in zip(
@@ -181,7 +183,7 @@ def _each(operation: tf.Operation, states: Sequence[State], nested: bool) -> lis
         registry.tell_sizes(operation.outputs[0], plan)
     if plan.make is not None:
         if plan.alone is None:
-            return [State(None, 0, _cause(operation, specs))] * count
+            return [_apart(operation, specs)] * count
         power += plan.alone
     return [UNKNOWN if isinstance(spec, Sizes) else  # a tower has its own
             State(spec, 0 if isinstance(spec, (Size, Axes)) else power) for spec in plan.gives]
@@ -242,9 +244,11 @@ def _power(operation: tf.Operation, states: Sequence[State]) -> int | None:
     return total
 
 
-def _cause(operation: tf.Operation, specs: Sequence[Spec]) -> str:
+def _apart(operation: tf.Operation, specs: Sequence[Spec]) -> State:
+    """That of what is no part of one device's, as an operation needs what other towers have."""
     line = _tf.line_of(operation)
     named = f"{operation.type} ({operation.name}{', ' + line if line else ''})"
     if operation.type in scaling.ADDITIVE and not any(isinstance(spec, Sharded) for spec in specs):
-        return f"{named} adds what is the same on all towers to a sum over each tower's rows"
-    return f"{named} puts rows of the batch together"
+        return State(None, 0, f"{named} adds what is the same on all towers to a sum over each "
+                     "tower's rows", divides=True)
+    return State(None, 0, f"{named} puts rows of the batch together")
