@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from proof_samples import around, case, real, whole
@@ -203,6 +204,10 @@ def _segments() -> None:
         case(f"TensorScatter{kind}", real(4, 6), [[1], [0]], real(2, 6))
         case(f"TensorScatter{kind}", real(6, 4), [[1], [0]], real(2, 4))
     around("ResourceGatherNd", _entries_of_variable, whole(6, 2))
+    for start in ([0, 1], [3, 1], [1, 0]):
+        for shape in ((6, 2), (4, 4), (1, 4)):
+            around("XlaDynamicUpdateSlice", lambda x, part, start=start: keras.ops.slice_update(
+                x, start, part), real(6, 4), real(*shape), title=str(start))
 
 
 def _entries_of_variable(indices: tf.Tensor) -> tf.Tensor:

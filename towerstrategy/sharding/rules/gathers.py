@@ -112,6 +112,12 @@ def into_tensor(op: Op, specs: Sequence[Spec]) -> Plan | None:
     return by_names(op, specs, [into, None, updates], [into], padded=True)
 
 
+@rule("XlaDynamicUpdateSlice")
+def update_slice(op: Op, specs: Sequence[Spec]) -> Plan | None:
+    """Of as many rows, as in a cache of keys: what is put where it fits begins at the first."""
+    return by_names(op, specs, [DIMS, DIMS], [DIMS]) if specs[0] == specs[1] else None
+
+
 @rule("DenseBincount")
 def bincount(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """How many there are of each number, in all rows or in each."""
