@@ -208,14 +208,16 @@ def _of_known_outputs(model: Any) -> Iterator[None]:
     """
     functional = getattr(model, "_functional", model)  # that of a Sequential
     outputs = getattr(functional, "_outputs_struct", None)
-    if outputs is not None and type(model).call in _CALLS and all(
-            None not in each.shape[1:] and not each.sparse for each in tree.flatten(outputs)):
-        vars(model)["call"] = lambda *_, **__: tree.map_structure(
-            lambda each: tf.compat.v1.placeholder(each.dtype, each.shape), outputs)
+    if outputs is None or type(model).call not in _CALLS or "call" in vars(model) or any(
+            None in each.shape[1:] or each.sparse for each in tree.flatten(outputs)):
+        yield
+        return
+    vars(model)["call"] = lambda *_, **__: tree.map_structure(
+        lambda each: tf.compat.v1.placeholder(each.dtype, each.shape), outputs)
     try:
         yield
     finally:
-        vars(model).pop("call", None)
+        del vars(model)["call"]
 
 
 def _batch_spec(element_spec: Any) -> Any:
