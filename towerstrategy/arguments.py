@@ -50,7 +50,7 @@ def check_run(strategy: tf.distribute.Strategy, fn: Any, args: Any, kwargs: Any,
 
 
 def check_op(reduce_op: Any) -> None:
-    refused.check_type("reduce_op", reduce_op, (str, _tf.ReduceOp),
+    refused.check_type("reduce_op", reduce_op, (str, tf.distribute.ReduceOp),
                        "'SUM', 'MEAN' or a tf.distribute.ReduceOp")
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import (
     distribute_utils,
-    reduce_util,
     shared_variable_creator,
     values as values_lib,
     values_util,
@@ -23,7 +22,6 @@ from tensorflow.python.util import nest as private_nest
 PerReplica = values_lib.PerReplica
 PerReplicaSpec = values_lib.PerReplicaSpec
 Mirrored = values_lib.Mirrored
-ReduceOp = reduce_util.ReduceOp  # of which tf.distribute.ReduceOp is an alias
 CompositeTensor = composite_tensor.CompositeTensor  # the base of ragged and sparse values
 NoneTensorSpec = none_tensor.NoneTensorSpec  # tf.NoneTensorSpec is not in every release
 # Group per-tower results exactly as TensorFlow groups them.

@@ -38,7 +38,7 @@ def _parts(value: Any, reduce_op: Any) -> tuple[Any, list[Any] | None]:
     if isinstance(value, _tf.SyncOnReadVariable):
         return value, [part.value() for part in value._values]
     if isinstance(value, _tf.Mirrored):
-        if reduce_op == _tf.ReduceOp.MEAN:
+        if reduce_op == tf.distribute.ReduceOp.MEAN:
             return value, None
         raise ValueError(f"A mirrored value {value} cannot be reduced with the given reduce op "
                          f"{reduce_op}.")
@@ -50,12 +50,12 @@ def reduce_one(reduce_op: Any, value: Any, destinations: Any, count: int) -> Any
     """Reduces over the towers of a single machine."""
     value, parts = _parts(value, reduce_op)
     if parts is not None:
-        number = len(parts) if reduce_op == _tf.ReduceOp.MEAN else None
+        number = len(parts) if reduce_op == tf.distribute.ReduceOp.MEAN else None
         return onto(destinations, lambda: merging.divided(merging.total(parts), number))
     if tf.nest.is_nested(value) and not isinstance(value, tf.IndexedSlices):
         return tf.nest.map_structure(
             lambda part: reduce_one(reduce_op, part, destinations, count), value)
-    if reduce_op == _tf.ReduceOp.MEAN or count == 1:
+    if reduce_op == tf.distribute.ReduceOp.MEAN or count == 1:
         return value
     if isinstance(value, (int, float, np.ndarray)) and np.all(value == 0):
         return value
@@ -73,7 +73,7 @@ def reduce_across(workers: Workers, reduce_op: Any, pairs: Any) -> list[Any]:
 
     def reduced() -> Iterator[Any]:
         for total, (leaf, parts) in zip(totals, leaves):
-            number = None if reduce_op == _tf.ReduceOp.SUM else (
+            number = None if reduce_op == tf.distribute.ReduceOp.SUM else (
                 workers.count if parts is None else workers.replicas)
             yield tf.nest.map_structure(
                 tf.identity, leaf if total is None else merging.divided(total, number))
