@@ -52,6 +52,8 @@ RIGHT = {
         penalty(w)),
     "penalty_by_replicas": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)) / 8 + penalty(
         w) / s.num_replicas_in_sync,
+    "two_parts": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)) / 8 + s.scale_loss(
+        tf.reduce_mean(squares(w, x + 1, y))),
     "scaled_penalty": lambda s, w, x, y: mean_squared(w, x, y) + s.scale_loss(penalty(w)),
     "gathered": lambda s, w, x, y: s.scale_loss(products(
         x @ w[0], towerstrategy.whole_batch(x @ w[0]))) + mean_squared(w, x, y),
@@ -80,6 +82,10 @@ RIGHT = {
 }
 WRONG = {
     "mean": lambda s, w, x, y: tf.reduce_mean(squares(w, x, y)),
+    "a_part_and_a_mean": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)) / 8 + tf.reduce_mean(
+        squares(w, x + 1, y)),
+    "scaled_twice_in_part": lambda s, w, x, y: mean_squared(w, x, y) + s.scale_loss(
+        mean_squared(w, x + 1, y) + tf.reduce_sum(squares(w, x, y)) / 8),
     "nested_mean": lambda s, w, x, y: nested(w, x, y),
     "mean_by_hand": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y)) / tf.cast(
         tf.shape(x)[0], x.dtype),
@@ -254,10 +260,12 @@ class ContractTest(parameterized.TestCase):
 
         self.assertEmpty(trained(towerstrategy.TowerStrategy(DEVICES[:3]), looked_at)[1])
 
-    def test_a_mean_over_the_number_of_replicas(self):
+    @parameterized.parameters(0, 1)
+    def test_a_mean_over_the_number_of_replicas(self, beside):
         """Else TensorFlow's own tutorials are warned of on towers with equally many rows."""
         def by_replicas(strategy, w, x, y):
-            return tf.reduce_mean(squares(w, x, y)) / strategy.num_replicas_in_sync
+            return tf.reduce_mean(squares(w, x, y)) / strategy.num_replicas_in_sync + (
+                tf.reduce_sum(squares(w, x + 1, y)) / 8 if beside else 0)
 
         got, said = trained(towerstrategy.TowerStrategy(DEVICES[:4]), by_replicas)
         self.assertEmpty(said)

@@ -43,13 +43,14 @@ class State(NamedTuple):
       spec: its spec; None where it is no part of one device's, or where that is not known.
       power: by which power of the tower's share of the rows it is multiplied besides.
       cause: where ``spec`` is None, why; "" where that is not known.
-      divides: whether it is right where what is the same on all towers was divided by their number.
+      divided: what makes it right if it was divided by the number of towers: "same", what is the
+        same on all of them; "means", those over a tower's rows, where all have as many.
     """
 
     spec: Spec | None
     power: int = 0
     cause: str = ""
-    divides: bool = False
+    divided: str = ""
 
 
 SAME = State(REPLICATED)
@@ -97,7 +98,8 @@ class Contract:
             state = self.of(gradient)
             adds_up = _is_part(state)
         if adds_up or state.spec is None:
-            return "" if asked and state.divides else state.cause
+            right = state.divided == "same" or state.divided == "means" and evenly
+            return "" if asked and right else state.cause
         if isinstance(state.spec, Replicated) and state.power == 0:
             return "" if asked else (
                 "a gradient is the same on all towers, as that of a term of the weights alone, or "
@@ -172,18 +174,21 @@ def _each(operation: tf.Operation, states: Sequence[State], nested: bool) -> lis
         crosses = any(isinstance(spec, (Sharded, Partial)) for spec in specs) and not any(
             isinstance(spec, ListOf) for spec in specs) and not listed and registry.has_rule(
                 operation.type)
-        return [_apart(operation, specs) if crosses else UNKNOWN] * count
+        return [_crossing(operation, specs) if crosses else UNKNOWN] * count
     power = _power(operation, states)
     # As wide as the tower has rows, where one device's is as wide as the batch.
     as_wide = any(isinstance(spec, Size) and spec != wanted for spec, wanted in zip(
         specs, plan.takes)) and not all(out.shape.is_fully_defined() for out in operation.outputs)
+    if power is None and operation.type in scaling.ADDITIVE:
+        return [_apart(operation, "adds terms of which only some are scaled by the tower's share "
+                       "of the rows", "means")] * count
     if power is None or as_wide:
         return [UNKNOWN] * count
     if not nested:
         registry.tell_sizes(operation.outputs[0], plan)
     if plan.make is not None:
         if plan.alone is None:
-            return [_apart(operation, specs)] * count
+            return [_crossing(operation, specs)] * count
         power += plan.alone
     return [UNKNOWN if isinstance(spec, Sizes) else  # a tower has its own
             State(spec, 0 if isinstance(spec, (Size, Axes)) else power) for spec in plan.gives]
@@ -244,11 +249,16 @@ def _power(operation: tf.Operation, states: Sequence[State]) -> int | None:
     return total
 
 
-def _apart(operation: tf.Operation, specs: Sequence[Spec]) -> State:
-    """That of what is no part of one device's, as an operation needs what other towers have."""
+def _crossing(operation: tf.Operation, specs: Sequence[Spec]) -> State:
+    """That of what an operation gives that needs what other towers have."""
+    if operation.type in scaling.ADDITIVE and not any(isinstance(spec, Sharded) for spec in specs):
+        return _apart(operation, "adds what is the same on all towers to a sum over each tower's "
+                      "rows", "same")
+    return _apart(operation, "puts rows of the batch together")
+
+
+def _apart(operation: tf.Operation, does: str, divided: str = "") -> State:
+    """That of what is no part of one device's, as the operation ``does`` this."""
     line = _tf.line_of(operation)
     named = f"{operation.type} ({operation.name}{', ' + line if line else ''})"
-    if operation.type in scaling.ADDITIVE and not any(isinstance(spec, Sharded) for spec in specs):
-        return State(None, 0, f"{named} adds what is the same on all towers to a sum over each "
-                     "tower's rows", divides=True)
-    return State(None, 0, f"{named} puts rows of the batch together")
+    return State(None, 0, f"{named} {does}", divided)
