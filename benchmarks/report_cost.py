@@ -56,16 +56,17 @@ def measure(width: int, layers: int, steps: int) -> tuple[float, float, float]:
 
 def _pair(model: Any, batches: Any, steps: int) -> tuple[list[float], list[float]]:
     """Steps without and with counting, in turn, on iterators of their own."""
-    plain, without = model.train_function, iter(batches)
+    modes, without = model.distribute_strategy.extended.modes, iter(batches)
     watched = epochs.Watch(model, most=1e-12)
     watched.begin(0)
     watched.tried_in = 0
-    stand_in, counted = model.train_function, iter(batches)
+    counted = iter(batches)
     found: tuple[list[float], list[float]] = ([], [])
     for step in range(steps + _WARM_UP):
-        turn = [(0, plain, without), (1, stand_in, counted)][::1 if step % 2 else -1]
-        for which, function, iterator in turn:
-            spent = _cpu(functools.partial(function, iterator))
+        turn = [(0, None, without), (1, watched, counted)][::1 if step % 2 else -1]
+        for which, watch, iterator in turn:
+            modes.watch = watch
+            spent = _cpu(functools.partial(model.train_function, iterator))
             if step >= _WARM_UP:
                 found[which].append(spent)
     watched.close()

@@ -8,6 +8,7 @@ Nothing is decided here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import weakref
@@ -39,6 +40,7 @@ class Modes(threading.local):
     keeps_graph = False  # whether the graph of what is traced is asked for, to look at
     takes_iterators = False  # whether the function that a Keras model predicts by takes iterators
     adopts = False  # whether variables that are not the strategy's yet are to be adopted
+    watch: Any = None  # what looks at the steps of a model's training, where something does
 
     @contextlib.contextmanager
     def within(self, **modes: Any) -> Iterator[None]:
@@ -111,11 +113,16 @@ class TowerExtended(_tf.StrategyExtended):
                 self.modes.within(keras_step=True, compiles=compiles):
             yield
 
-    def call_step(self, call: Callable[[], Any], compiles: bool, trains: bool) -> Any:
-        """Calls a Keras step that the strategy's towers run, see :meth:`step`."""
+    def call_step(self, call: Callable[[Any], Any], iterator: Any, compiles: bool,
+                  trained: Any) -> Any:
+        """Calls a Keras step that the towers run, see :meth:`step`; ``trained``: a model or None"""
+        measuring, watch = self.inputs.measuring, self.modes.watch
+        if trained is not None and measuring is not None:
+            call = functools.partial(measuring.step, call)
+        if trained is not None and watch is not None and watch.model is trained:
+            call = functools.partial(watch.step, call)
         with self.step(compiles):
-            measuring = self.inputs.measuring if trains else None
-            return call() if measuring is None else measuring.step(call)
+            return call(iterator)
 
     # Where things are.
 

@@ -271,6 +271,19 @@ class TrainingTest(parameterized.TestCase):
         self.assertEqual([epoch.rows for epoch in found.epochs], 3 * [(12, 12, 8)])
 
     @wide.turns(*KITS)
+    def test_data_of_unknown_length(self, kit):
+        """Else the end of an epoch's data is taken for the training's, and later epochs have none.
+        """
+        model = small_model(kit, TowerStrategy(TOWERS))
+        batches = tf.data.Dataset.from_tensor_slices(data(20)).batch(5).filter(lambda *_: True)
+        found, other = quiet(), small_model(kit, model.distribute_strategy)
+        beside = kit.callbacks.LambdaCallback(  # is trained, too, and not looked at
+            on_epoch_begin=lambda epoch, logs: other.fit(*data(6), verbose=0))
+        model.fit(batches, epochs=3, verbose=0, callbacks=[found, beside])
+        self.assertEqual([epoch.rows for epoch in found.epochs], 3 * [(8, 8, 4)])
+        self.assertEqual([epoch.sampled_in for epoch in found.epochs], [0, 1, 2])
+
+    @wide.turns(*KITS)
     def test_micro_batches(self, kit):
         """Else rows and time of a tower's parts are told as those of towers that are not there."""
         model = small_model(kit, TowerStrategy(TOWERS[:2], micro_batches=3))
@@ -404,11 +417,9 @@ class TrainingTest(parameterized.TestCase):
         """Else a training without the report pays for one that had it."""
         model = small_model(kit, TowerStrategy(TOWERS))
         model.fit(*data(9), batch_size=3, verbose=0)
-        before = model.train_function
-        found = quiet()
-        model.fit(*data(9), batch_size=3, verbose=0, callbacks=[found])
-        self.assertIs(model.train_function, before)
+        model.fit(*data(9), batch_size=3, verbose=0, callbacks=[quiet()])
         self.assertIsNone(iterators.counting.follow)
+        self.assertIsNone(model.distribute_strategy.extended.modes.watch)
         dataset = model.distribute_strategy.experimental_distribute_dataset(
             tf.data.Dataset.from_tensors(data(3)))
         self.assertIsNone(iter(dataset).row_count)
@@ -425,7 +436,7 @@ class TrainingTest(parameterized.TestCase):
                 model.fit(x, y, batch_size=5, verbose=0, shuffle=False, callbacks=[quiet()])
             finally:
                 tf.debugging.disable_check_numerics()
-        self.assertNotIn("_report", model.train_function.__module__)
+        self.assertIsNone(model.distribute_strategy.extended.modes.watch)
         self.assertIsNone(iterators.counting.follow)
 
     @wide.turns(*KITS)
@@ -434,7 +445,6 @@ class TrainingTest(parameterized.TestCase):
         """Else the next training with a report counts for the one that failed."""
         model = small_model(kit, TowerStrategy(TOWERS))
         model.fit(*data(9), batch_size=3, verbose=0)
-        before = model.train_function
 
         class Fails(kit.callbacks.Callback):
             def on_train_batch_end(self, batch, logs=None):
@@ -445,7 +455,6 @@ class TrainingTest(parameterized.TestCase):
         found = quiet()
         model.fit(*data(9), batch_size=3, epochs=2, verbose=0, callbacks=[found])
         self.assertEqual([epoch.rows for epoch in found.epochs], 2 * [(3, 3, 3)])
-        self.assertIs(model.train_function, before)
         self.assertIsNone(iterators.counting.follow)
 
     def test_costs_no_more_than_it_may(self):

@@ -118,7 +118,7 @@ def make_function(original: Callable[..., Any], self: Any, step_function: Any) -
             call = step
         elif isinstance(iterator, prefetching.PrefetchedIterator) and take is step:
             iterator.read_once()  # as Keras' loop over several steps does
-        return strategy.extended.call_step(lambda: call(iterator), compiles, trains)
+        return strategy.extended.call_step(call, iterator, compiles, self if trains else None)
 
     return function
 

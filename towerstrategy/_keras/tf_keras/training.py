@@ -74,8 +74,8 @@ def _in_step(model: Any, name: str, step: Callable[..., Any]) -> Callable[..., A
 
     @_tf.with_short_tracebacks
     def function(iterator: Any) -> Any:
-        return strategy.extended.call_step(lambda: step(iterator), compiles,
-                                           trains=name == "train_function")
+        return strategy.extended.call_step(step, iterator, compiles,
+                                           model if name == "train_function" else None)
 
     function.in_step_of = strategy  # type: ignore[attr-defined]
     return function

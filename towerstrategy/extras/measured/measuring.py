@@ -82,11 +82,11 @@ class Measuring:
         """The same for another strategy of the same towers, which knows nothing yet."""
         return Measuring(self._placement, self._workers)
 
-    def step(self, call: Callable[[], Any]) -> Any:
+    def step(self, call: Callable[[Any], Any], iterator: Any) -> Any:
         """Calls ``call``, a step or several in one, and takes a sample where it is time to."""
         self.between()
         try:
-            return call()
+            return call(iterator)
         finally:
             self.end_of_loop()
 

@@ -26,9 +26,6 @@ _WARM_UP = 2
 # A training of fewer seconds may be looked at as much as one of these.
 _SHORT = 20
 
-_WRAPPED = "_towerstrategy_wrapped"
-
-
 # Gives the rows so far, by tower; None where the elements have no rows to be counted.
 Count = Callable[[], "list[int] | None"]
 
@@ -159,7 +156,7 @@ class Epoch:
 
 
 class Watch:
-    """Looks at one training of a TowerStrategy's model, by wrapping ``model.train_function``.
+    """Looks at one training of a TowerStrategy's model, step by step: ``extended.modes.watch``.
 
     ``most`` is the share of the training's time that may be spent.
     """
@@ -175,12 +172,10 @@ class Watch:
         extended = model.distribute_strategy.extended
         self._placement: devices_lib.Placement = extended.placement
         self._eager = bool(model.run_eagerly or tf.config.functions_run_eagerly())
-        self._model, self._most = model, most
+        self.model, self._most = model, most
         self._start = self._epoch_start = time.perf_counter()
         self._before: dict[Count | None, list[int] | None] = {}
-        # A training that an error ended between two steps may have left a wrapper.
-        self._function = getattr(model.train_function, _WRAPPED, model.train_function)
-        model.train_function = self._wrapper = self._wrapped(self._function)
+        self._modes, extended.modes.watch = extended.modes, self
         iterators.counting.follow = functools.partial(
             followed, len(self._placement.towers), extended.first_replica)
 
@@ -193,7 +188,7 @@ class Watch:
     def end(self) -> Epoch:
         """The epoch that ends."""
         seconds = time.perf_counter() - self._epoch_start
-        shares = self._model.distribute_strategy.shares
+        shares = self.model.distribute_strategy.shares
         # Neither an epoch's first step nor its last, which may have fewer rows, if others are left.
         self._from_call = max(0, min(_WARM_UP, self._calls - 2))
         return Epoch(self._epoch, seconds, tuple(self._parts(self._rows_taken())), self.sample,
@@ -219,35 +214,30 @@ class Watch:
 
     def close(self) -> None:
         """The training has ended, well or not."""
-        iterators.counting.follow = None
-        if self._model.train_function is self._wrapper:
-            self._model.train_function = self._function
+        iterators.counting.follow = self._modes.watch = None
 
-    def _wrapped(self, function: Any) -> Any:
-        @functools.wraps(function)  # with what Keras' hooks have noted of it
-        def train_function(iterator: Any) -> Any:
-            count = getattr(iterator, "row_count", None)
-            if count not in self._before:
-                self._before[count] = [0] * len(self._placement.towers)
-            number, self._calls = self._calls, self._calls + 1
-            wanted = (number >= self._from_call and self.tried_in != self._epoch
-                      and not self._eager and self._spent + self._sample_cost <= self._most
-                      * max(time.perf_counter() - self._start, _SHORT))
-            try:
-                return self._sampled(iterator) if wanted else function(iterator)
-            except BaseException:
-                self.close()
-                raise
+    def step(self, call: Callable[[Any], Any], iterator: Any) -> Any:
+        """Calls ``call``, a step or several in one, and takes a sample where it is time to."""
+        self._before.setdefault(
+            getattr(iterator, "row_count", None), [0] * len(self._placement.towers))
+        number, self._calls = self._calls, self._calls + 1
+        wanted = (number >= self._from_call and self.tried_in != self._epoch
+                  and not self._eager and self._spent + self._sample_cost <= self._most
+                  * max(time.perf_counter() - self._start, _SHORT))
+        try:
+            return self._sampled(call, iterator) if wanted else call(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):  # the data has ended, and the epoch
+            raise
+        except BaseException:
+            self.close()
+            raise
 
-        setattr(train_function, _WRAPPED, function)
-        return train_function
-
-    def _sampled(self, iterator: Any) -> Any:
+    def _sampled(self, call: Callable[[Any], Any], iterator: Any) -> Any:
         self.tried_in = self._epoch
         recording = sample_lib.begin("sample a step")
         if recording is None:
-            return self._function(iterator)
-        result = recording.of(lambda: self._function(iterator))
+            return call(iterator)
+        result = recording.of(lambda: call(iterator))
         found = recording.end(self._placement)
         if found is not None:
             self.sample, self.sampled_in = found, self._epoch
