@@ -26,7 +26,6 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.builder import Builder
 from towerstrategy.sharding.partition import Partition
 from towerstrategy.sharding.propagate import Layout, propagate
-from towerstrategy.sharding.rules.registry import Plan
 from towerstrategy.sharding.spec import (
     REPLICATED,
     Axes,
@@ -112,7 +111,7 @@ def _said(sample: Sample, claim: Layout) -> str:
         for operation in claim.order
         if operation.type == sample.type
         for plan in [claim.plans.get(operation.name)]
-        if isinstance(plan, Plan)
+        if plan is not None
     ]
     return f"{'; '.join(inputs)} by {' | '.join(dict.fromkeys(plans))}"
 
@@ -163,9 +162,12 @@ def _claims(sample: Sample, kinds: int) -> Iterator[Layout]:
             continue
         layout = propagate(graph, specs)
         if any(
-            layout.plans.get(operation.name, "left out") is not None
+            plan is None  # it is left out
+            or not plan.once
+            or not all(isinstance(spec, Replicated) for spec in plan.gives)
             for operation in graph.get_operations()
             if operation.type == sample.type
+            for plan in [layout.plans.get(operation.name)]
         ):
             yield layout
 
@@ -398,7 +400,8 @@ def _with_all_parts(claim: Layout) -> Layout:
         plan = claim.plans.get(operation.name)
         if (
             operation.name not in names
-            or not isinstance(plan, Plan)
+            or plan is None
+            or plan.once
             or plan.whole is not None
             or any(tensor.name in used for tensor in operation.outputs)
         ):

@@ -69,8 +69,8 @@ class TrafficTest(parameterized.TestCase):
             return tf.where(tf.random.uniform(tf.shape(x)) < .5, x * 2, 0.), noise @ w
 
         layout = layout_of(step, [[None, 8], [8, 8]], [Sharded(0), REPLICATED], Traffic(4, 64))
-        once = [operation.type for operation in layout.order
-                if getattr(layout.plans.get(operation.name), "once", False)]
+        once = [operation.type for operation in layout.parted
+                if layout.plans[operation.name].once]
         self.assertEqual(once, ["RandomUniform", "Less", "RandomStandardNormal", "Mul", "AddV2"])
         self.assertEqual(layout.outputs, [Sharded(0)] * 2)
 

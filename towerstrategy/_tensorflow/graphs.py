@@ -15,6 +15,8 @@ from tensorflow.python.framework import (
 )
 from tensorflow.python.ops import handle_data_util
 
+from towerstrategy._tensorflow import functions
+
 # Of an operation that is there: to wait for another, to be on a device, to have another input.
 add_control_input = tf.Operation._add_control_input
 set_device = tf.Operation._set_device
@@ -63,6 +65,11 @@ def is_stateful(type: str) -> bool:
 
 def has_effect(operation: tf.Operation) -> bool:
     """Whether ``operation`` writes one of its inputs, or the world outside."""
+    if operation.type in auto_control_deps_utils.RESOURCE_READ_OPS:
+        return False
+    if operation.type not in functions.CALLERS and any(
+            tensor.dtype == tf.resource for tensor in operation.inputs):
+        return True  # TensorFlow takes long to say of what else it has read alone
     return bool(touched_resources(operation)[1])
 
 

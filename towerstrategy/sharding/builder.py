@@ -46,11 +46,6 @@ Takers = dict[str, list[tuple[Node, int]]]
 Crossings = dict[Ref, Takers]
 
 
-def crosses(source: str, target: str) -> bool:
-    """Whether what is made on one device and taken on another is sent; "" is any."""
-    return bool(source and target and source != target)
-
-
 class Builder:
     """Collects nodes for ``graph``.
 
@@ -206,7 +201,7 @@ class Builder:
                 continue
             for place, text in enumerate(node.input):
                 ref = asked.get(text)
-                if ref is not None and crosses(self.device(ref), node.device):
+                if ref is not None and node.device and self.device(ref) not in ("", node.device):
                     found.setdefault(ref, {}).setdefault(node.device, []).append((node, place))
         return found
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from towerstrategy.placement import scopes
 from towerstrategy.sharding import propagate
 from towerstrategy.sharding.propagate import Layout
-from towerstrategy.sharding.rules.registry import Op, Plan
+from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import Sharded
 
 ONCE = f"{scopes.ONCE}/"  # the name scope of what is done once
@@ -53,7 +53,7 @@ def homes(layout: Layout, devices: Mapping[str, str], merge: str, asked: Iterabl
             here = asking[0]
         if here is not None:
             found[operation.name] = here
-        if isinstance(plan, Plan) and not plan.once:
+        if plan is not None and not plan.once:
             continue  # the towers have what it is made of
         asking += [first[name] for name in operation.output_names if name in first]
         for name in operation.input_names:
@@ -84,7 +84,8 @@ def updates(layout: Layout) -> set[str]:
     for operation in reversed(layout.order):
         is_asked = operation.name in needed or operation.has_effect
         plan = layout.plans.get(operation.name)
-        if is_asked and operation.name not in elsewhere and not isinstance(plan, Plan) and not any(
+        if is_asked and operation.name not in elsewhere and (
+                plan is None or plan.once or isinstance(plan, propagate.Nested)) and not any(
                 isinstance(spec, Sharded) for spec in layout.inputs_of(operation)):
             found.add(operation.name)
             needed.update(operation.before)

@@ -57,13 +57,13 @@ class Maker:
         return self.towers.builder.copy(self.op, inputs, self._device(tower),
                                         self._scope(tower))[0]
 
-    def make(self, type: str, inputs: Sequence[Any], tower: int | None, **attrs: Any) -> Any:
+    def make(self, kind: str, inputs: Sequence[Any], tower: int | None, **attrs: Any) -> Any:
         """The first output of another operation, named after this one."""
-        if tower == EACH or any(isinstance(given, list) for given in inputs):
+        if tower == EACH or list in map(type, inputs):
             return self.each(lambda own: self.make(
-                type, _of(inputs, own), own if tower == EACH else tower, **attrs))
-        return self.towers.builder.make(type, inputs, self._device(tower),
-                                        f"{self._scope(tower)}{self.op.name}/{type}", **attrs)
+                kind, _of(inputs, own), own if tower == EACH else tower, **attrs))
+        return self.towers.builder.make(kind, inputs, self._device(tower),
+                                        f"{self._scope(tower)}{self.op.name}/{kind}", **attrs)
 
     def constant(self, value: Any, dtype: tf.DType, tower: int | None) -> Any:
         """A constant."""

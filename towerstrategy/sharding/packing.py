@@ -19,7 +19,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from towerstrategy.sharding import homes, relays
-from towerstrategy.sharding.builder import Builder, Crossings, Node, Ref, crosses
+from towerstrategy.sharding.builder import Builder, Crossings, Node, Ref
 from towerstrategy.sharding.towers import Towers
 
 LARGEST = 2**16  # bytes; copying what is larger costs more than its crossing alone
@@ -82,8 +82,8 @@ def _levels(nodes: Mapping[str, Node]) -> dict[str, int]:
         for text in node.input:
             before = text if text in levels else text.lstrip("^").partition(":")[0]
             if before in nodes:
-                own = levels.get(before, 0) + crosses(nodes[before].device, node.device)
-                level = own if own > level else level
+                apart = node.device and nodes[before].device not in ("", node.device)
+                level = max(level, levels.get(before, 0) + bool(apart))
         levels[name] = level
     return levels
 

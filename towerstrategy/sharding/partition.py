@@ -10,8 +10,8 @@ on each tower that uses them.  Effects keep the order that the trace gave them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -81,21 +81,17 @@ class Partition:
         plan = layout.plans[operation.name]
         values = [self._values[name] for name in operation.input_names]
         controls = self._controls(operation)
-        takes: Sequence[Spec] = [REPLICATED] * len(values) if plan is None else plan.takes
         towers = self._towers.at(self._stages.get(operation.name, self._towers.stage))
         if isinstance(plan, Nested) and operation.type in propagate.CALLS:
             made = self._inlined(operation, plan.layouts[0], values, controls, towers)
         else:
-            values = [value.at(towers).as_spec(spec) for value, spec in zip(values, takes)]
-            if plan is None or isinstance(plan, Plan) and plan.once:
-                made = self._once(operation, plan, values, controls, towers)
-                if plan is not None:
-                    made = [value.as_spec(spec) for value, spec in zip(made, plan.gives)]
+            values = [value.at(towers).as_spec(spec) for value, spec in zip(values, plan.takes)]
+            if plan.once:
+                made = [value.as_spec(spec) for value, spec in zip(
+                    self._once(operation, plan, values, controls, towers), plan.gives)]
             elif isinstance(plan, Nested) and not plan.local:
                 made = self._for_all(operation, plan, values, controls, towers)
             else:
-                if isinstance(plan, Nested):
-                    plan = Plan(plan.takes, plan.gives)
                 made = self._on_towers(operation, plan, values, controls, towers)
         self._values.update(zip(operation.output_names, made))
 
@@ -122,32 +118,28 @@ class Partition:
             if not operation.writes_variables:
                 self._checks += nodes
 
-    def _once(self, operation: Op, plan: Plan | None, values: Sequence[Value],
+    def _once(self, operation: Op, plan: Plan, values: Sequence[Value],
               controls: list[str], towers: Towers) -> list[Value]:
         """The operation with all rows."""
         constant = all(value.constant for value in values) and _is_repeatable(operation)
         device = towers.host if constant else self._home(operation, values)
 
-        @functools.cache
         def whole() -> list[Ref]:
-            if plan is not None and plan.whole is not None:
+            if plan.whole is not None:
                 return plan.whole(Maker(operation, values, towers, device))
             return self._copied(operation, [value.on(device) for value in values], device, None,
                                 controls)
-
-        @functools.cache
-        def own(tower: int, towers: Towers) -> list[Ref]:
-            device = towers.devices[tower]
-            return self._copied(operation, [value.at(towers).part(tower) for value in values],
-                                device, tower, self._own(controls, tower))
 
         if not constant:
             return [Value(towers, REPLICATED, tensor.shape, ref, None, device)
                     for ref, tensor in zip(whole(), operation.outputs)]
         if controls:  # so that what waits for it, which may not be made, waits for these
             self._nodes[operation.name] = list(controls)
-        return [Value(towers, REPLICATED, tensor.shape, _output(whole, index), None, device,
-                      _output(own, index)) for index, tensor in enumerate(operation.outputs)]
+        one, own = _Once(whole), _Once(lambda tower, towers: self._copied(
+            operation, [value.at(towers).part(tower) for value in values], towers.devices[tower],
+            tower, self._own(controls, tower)))
+        return [Value(towers, REPLICATED, tensor.shape, one.output(index), None, device,
+                      own.output(index)) for index, tensor in enumerate(operation.outputs)]
 
     def _copied(self, operation: Op, inputs: Sequence[Ref], device: str,
                 tower: int | None, controls: Iterable[str]) -> list[Ref]:
@@ -198,7 +190,6 @@ class Partition:
                         for spec in (*plan.takes, *plan.gives))
         part = self._part(plan, maker, home, of_shapes, controls)
 
-        @functools.cache
         def whole() -> list[Ref]:
             if plan.whole is not None:
                 return plan.whole(maker)
@@ -207,28 +198,28 @@ class Partition:
                 towers.host if of_shapes else home or self._home(operation, values), None,
                 controls)
 
-        only_parts = plan.whole is None and any(isinstance(spec, ListOf) for spec in plan.takes)
+        one = None if plan.whole is None and any(
+            isinstance(spec, ListOf) for spec in plan.takes) else _Once(whole)
         if operation.has_effect or not plan.gives or any(
                 isinstance(spec, (Sharded, Partial, ListOf)) for spec in plan.gives):
             for tower in range(len(towers)):
                 part(tower)
-        given = [self._given(towers, tensor, spec, _output(part, index),
-                             None if only_parts else _output(whole, index),
+        given = [self._given(towers, tensor, spec, index, part, one,
                              maker.home if plan.make is not None else "")
                  for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
         return given if rows is None else [value.without_padding(rows) for value in given]
 
     def _part(self, plan: Plan, maker: Maker, home: str, of_shapes: bool, controls: list[str]
-              ) -> Callable[[int], list[Ref]]:
-        """What makes the outputs of an operation on a tower, when they are first asked for."""
+              ) -> _Once:
+        """What makes the outputs of an operation on a tower."""
         operation, towers = maker.op, maker.towers
         if plan.make is not None:
-            made = plan.make
-            each = functools.cache(lambda: made(maker))
-            return lambda tower: [output[tower] for output in each()]
+            make = plan.make
+            made = _Once(lambda: make(maker))
+            return _Once(lambda tower: [output[tower] for output in made()])
         own = None if towers.on_cpu else plan.part
 
-        @functools.cache
+        @_Once
         def part(tower: int) -> list[Ref]:
             return own(maker, tower) if own is not None else self._copied(
                 operation, [value.part(tower) for value in maker.inputs],
@@ -237,11 +228,14 @@ class Partition:
 
         return part
 
-    def _given(self, towers: Towers, tensor: tf.Tensor, spec: Spec, part: Callable[[int], Ref],
-               whole: Callable[[], Ref] | None, home: str) -> Value:
-        if isinstance(spec, Size) or isinstance(spec, Axes) and whole is not None:
-            return Value(towers, spec, tensor.shape, whole,
-                         part if isinstance(spec, Size) else None)
+    def _given(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int, parts: _Once,
+               whole: _Once | None, home: str) -> Value:
+        if isinstance(spec, Axes) and whole is not None:
+            return Value(towers, spec, tensor.shape, whole.output(index))
+        part = parts.output(index)
+        if isinstance(spec, Size):
+            return Value(towers, spec, tensor.shape,
+                         None if whole is None else whole.output(index), part)
         if isinstance(spec, Replicated):  # each tower's is the same
             return Value(towers, spec, tensor.shape, lambda: part(0), part, home)
         rows = tensor.dtype.is_floating or not _is_small(tensor)
@@ -306,9 +300,20 @@ class Partition:
                 for tensor, spec in zip(operation.outputs, plan.gives)]
 
 
-def _output(make: Callable[..., list[Ref]], index: int) -> Callable[..., Ref]:
-    """What makes an output, of what makes all of them."""
-    return lambda *args: make(*args)[index]
+class _Once:
+    """What makes outputs, of a tower or of all, when the first of them is asked for."""
+
+    def __init__(self, make: Callable[..., list[Any]]) -> None:
+        self._make = make
+        self._made: dict[Any, list[Any]] = {}
+
+    def __call__(self, *of: Any) -> list[Any]:
+        if of not in self._made:
+            self._made[of] = self._make(*of)
+        return self._made[of]
+
+    def output(self, index: int) -> Callable[..., Ref]:
+        return lambda *of: self(*of)[index]
 
 
 def _is_small(tensor: tf.Tensor) -> bool:

@@ -45,20 +45,16 @@ class CannotGather(Exception):
 
 
 @dataclasses.dataclass
-class Nested:
+class Nested(Plan):
     """A call, a branch or a loop of which some inputs differ between the towers.
 
     Attributes:
       layouts: of what it calls: the function; the branches; the loop's condition and body.
-      takes: what its inputs are to be.
-      gives: what its outputs are.
       local: whether each tower can do it by itself, as the others need nothing of what is in it.
     """
 
-    layouts: list[Layout]
-    takes: list[Spec]
-    gives: list[Spec]
-    local: bool
+    layouts: Sequence[Layout] = ()
+    local: bool = False
 
 
 @dataclasses.dataclass
@@ -77,7 +73,7 @@ class Layout:
     graph: Any
     order: list[Op]
     specs: dict[str, Spec]
-    plans: dict[str, Plan | Nested | None]
+    plans: dict[str, Plan]
     parted: list[Op] = dataclasses.field(default_factory=list)
     fallbacks: list[Op] = dataclasses.field(default_factory=list)
 
@@ -153,8 +149,7 @@ class _Propagation:
                 operation.pass_by(passed)
             layout.specs.update(zip(names, self._operation(layout, operation)))
             plan = layout.plans[operation.name]
-            if isinstance(plan, Plan) and plan.passes and not operation.controls \
-                    and operation.name not in asked:
+            if plan.passes and not operation.controls and operation.name not in asked:
                 passed[operation.name] = operation
                 layout.parted.pop()
                 del layout.plans[operation.name]
@@ -167,39 +162,35 @@ class _Propagation:
 
     def _operation(self, layout: Layout, operation: Op) -> Sequence[Spec]:
         specs = layout.inputs_of(operation)
-        plan: Plan | Nested | None
         nests = operation.has_effect and operation.type in (*CALLS, *BRANCHES) \
             and not _tf.is_compiled(operation.operation)  # each write is where its variable is
         if specs.count(REPLICATED) == len(specs) and not nests:
-            layout.plans[operation.name] = None
-            return [REPLICATED] * len(operation.outputs)
-        layout.parted.append(operation)
-        if all(isinstance(spec, Replicated) for spec in specs) and not nests:
-            plan = registry.plan_of(operation, specs)
-        elif operation.type in CALLS:
-            plan = self._call(operation, specs)
-        elif operation.type in (*BRANCHES, *LOOPS):
-            plan = self._inside(operation, specs)
-        else:
-            plan = registry.plan_of(operation, specs)
-        if plan is not None and not self._possible(operation, specs, plan):
-            plan = None
-        if (plan is None or isinstance(plan, Plan) and plan.once) and any(
-                isinstance(spec, Sharded) for spec in specs) and not operation.writes_variables:
-            layout.fallbacks.append(operation)  # a sparse update takes all rows by its nature
-        if isinstance(plan, Plan) and not self._depth:
-            plan = self._traffic.cheaper(operation, plan, list(specs))
-        layout.plans[operation.name] = plan
-        if isinstance(plan, Plan) and operation.outputs \
-                and layout.graph is self._graph:  # others are called elsewhere
-            registry.tell_sizes(operation.outputs[0], plan)
-        if plan is not None:
+            plan = layout.plans[operation.name] = registry.once(operation)
             return plan.gives
-        if any(isinstance(spec, ListOf) for spec in specs):
-            raise CannotGather(operation.type)
-        return [REPLICATED] * len(operation.outputs)
+        layout.parted.append(operation)
+        found: Plan | None
+        enters = nests or not all(isinstance(spec, Replicated) for spec in specs)
+        if enters and operation.type in CALLS:
+            found = self._call(operation, specs)
+        elif enters and operation.type in (*BRANCHES, *LOOPS):
+            found = self._inside(operation, specs)
+        else:
+            found = registry.plan_of(operation, specs)
+        if found is None or not self._possible(operation, specs, found):
+            if any(isinstance(spec, ListOf) for spec in specs):
+                raise CannotGather(operation.type)
+            found = registry.once(operation)
+        if found.once and any(isinstance(spec, Sharded) for spec in specs) \
+                and not operation.writes_variables:
+            layout.fallbacks.append(operation)  # a sparse update takes all rows by its nature
+        if not self._depth and not isinstance(found, Nested):
+            found = self._traffic.cheaper(operation, found, list(specs))
+        layout.plans[operation.name] = found
+        if operation.outputs and layout.graph is self._graph:  # others are called elsewhere
+            registry.tell_sizes(operation.outputs[0], found)
+        return found.gives
 
-    def _possible(self, operation: Op, specs: Sequence[Spec], plan: Plan | Nested) -> bool:
+    def _possible(self, operation: Op, specs: Sequence[Spec], plan: Plan) -> bool:
         """Whether each input can be made what the plan takes."""
         if any(isinstance(spec, self._refused) for spec in plan.gives):
             return False
@@ -234,7 +225,7 @@ class _Propagation:
                 return tensor
             tensor = tensor.op.inputs[0] if outer is None else outer
 
-    def _call(self, operation: Op, specs: Sequence[Spec]) -> Plan | Nested:
+    def _call(self, operation: Op, specs: Sequence[Spec]) -> Plan:
         own = _tf.called_by_each_tower(operation.operation)
         if own and isinstance(specs[0], Sharded) and specs[0].dim == 0:
             meant: dict[str, Spec] = {"rows": specs[0], "own": MEAN, "once": REPLICATED, "sum": SUM}
@@ -246,7 +237,7 @@ class _Propagation:
         if _tf.is_compiled(operation.operation) and not operation.handles \
                 and is_local(layout, layout.outputs, compiled=True):
             return Plan(list(specs), layout.outputs)  # else what XLA alone has could not be done
-        return Nested([layout], list(specs), layout.outputs, local=False)
+        return Nested(list(specs), layout.outputs, layouts=[layout])
 
     def _inside(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         self._depth += 1
@@ -277,7 +268,7 @@ class _Propagation:
                for spec, wanted in zip(layout.outputs, gives)):
             raise CannotGather(operation.type)
         local = all(is_local(layout, gives) for layout in layouts)
-        return Nested(layouts, [REPLICATED, *specs[1:]], gives, local)
+        return Nested([REPLICATED, *specs[1:]], gives, layouts=layouts, local=local)
 
     def _loop(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         condition, body = (graphs.function_of(operation, name) for name in ("cond", "body"))
@@ -298,7 +289,7 @@ class _Propagation:
                 raise CannotGather(operation.type)  # what is in it is made of all rows
         asked = self.layout(condition, wanted)
         local = is_local(layout, wanted) and is_local(asked, [REPLICATED])
-        return Nested([asked, layout], wanted, wanted, local)
+        return Nested(wanted, wanted, layouts=[asked, layout], local=local)
 
     def _settled(self, body: Any, operation: Op, specs: Sequence[Spec]
                  ) -> tuple[list[Spec], Layout] | None:
@@ -322,7 +313,8 @@ def _adds_up(layout: Layout, tensor: tf.Tensor) -> bool:
     """Whether the towers' parts are summed in each turn, for the sum to be added to."""
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
-    return layout.plans.get(tensor.op.name, True) is None and any(
+    plan = layout.plans.get(tensor.op.name)
+    return plan is not None and plan.once and any(
         layout.specs[given.name] == SUM for given in tensor.op.inputs)
 
 
@@ -359,7 +351,7 @@ def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
     if isinstance(plan, Nested):
         return (plan.local or operation.type in CALLS and is_local(
             plan.layouts[0], plan.gives, compiled)) and _as_taken(specs, plan.takes)
-    if plan is None:
+    if plan.once:
         return all(isinstance(spec, Replicated) for spec in specs) and not operation.has_state
     return plan.make is None and (compiled or not plan.padded) and _as_taken(specs, plan.takes)
 

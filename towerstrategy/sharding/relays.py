@@ -96,9 +96,9 @@ def hand_on(builder: Builder, places: Mapping[str, int]) -> None:
     """Sends what is large once to the other half, among the nodes collected so far."""
     devices = list(places)
     for ref, takers in builder.crossings(
-            ref for ref, shape in builder.shapes.items() if _is_large(ref, shape)).items():
-        if builder.device(ref) in places:
-            _spread(builder, devices, range(len(places)), ref, places[builder.device(ref)], takers)
+            ref for ref, shape in builder.shapes.items()
+            if builder.device(ref) in places and _is_large(ref, shape)).items():
+        _spread(builder, devices, range(len(places)), ref, places[builder.device(ref)], takers)
 
 
 def _take(takers: Sequence[tuple[Node, int]], ref: Ref) -> None:

@@ -51,7 +51,7 @@ class Traffic:
             part = bytes_of(operation.outputs[0], REPLICATED)
             cheap = part > LARGEST_KEPT and 0 < 2 * self._rows(
                 operation.inputs, specs) < self.towers * part
-            return _once(plan) if cheap else plan
+            return registry.once(operation) if cheap else plan
         if not self.shared or REPLICATED not in plan.takes or plan.near is not None \
                 or not all(isinstance(spec, Sharded) and not spec.group for spec in plan.gives):
             return plan
@@ -60,7 +60,7 @@ class Traffic:
         if whole <= LARGEST_KEPT or (self.towers - 1) * whole <= 2 * (self._rows(
                 operation.inputs, specs) + self._rows(operation.outputs, plan.gives)):
             return plan
-        return dataclasses.replace(_once(plan), gives=plan.gives, whole=plan.whole)
+        return dataclasses.replace(registry.once(operation), gives=plan.gives, whole=plan.whole)
 
     def _rows(self, tensors: Sequence[tf.Tensor], specs: Sequence[Spec]) -> int:
         """Bytes of what has rows among these tensors."""
@@ -94,9 +94,8 @@ def gather_early(layout: Any) -> None:
     least: dict[str, int] = {}
     for operation in layout.parted:
         plan = layout.plans[operation.name]
-        takes = [REPLICATED] * len(operation.inputs) if plan is None else plan.takes
         for name, whole in {(name, spec == REPLICATED)
-                            for name, spec in zip(operation.input_names, takes)}:
+                            for name, spec in zip(operation.input_names, plan.takes)}:
             if whole:
                 least[name] = 0
             else:
@@ -119,7 +118,7 @@ def gather_early(layout: Any) -> None:
             for name in rows[operation.name]:
                 in_parts[name] -= 1
                 least[name] = 0
-            layout.plans[operation.name] = _once(layout.plans[operation.name])
+            layout.plans[operation.name] = registry.once(operation)
             layout.specs[out] = REPLICATED
 
 
@@ -153,9 +152,9 @@ def cut_late(layout: Any) -> None:
             rows = _rows_before(layout, operation)
             if rows and there.issuperset(rows) \
                     and bytes_of(operation.outputs[0], plan.gives[0]) <= sum(rows.values()):
-                plan = dataclasses.replace(_once(plan), gives=plan.gives)
+                plan = dataclasses.replace(registry.once(operation), gives=plan.gives)
                 layout.plans[operation.name] = plan
-        if isinstance(plan, Plan) and plan.once:
+        if plan.once:
             there.update(operation.output_names)
 
 
@@ -175,9 +174,6 @@ def add_up_early(layout: Any) -> None:
     below: collections.Counter[str] = collections.Counter()  # bytes of what is made of a sum
     for operation in reversed(layout.parted):
         plan = layout.plans[operation.name]
-        if plan is None:
-            whole.update(operation.input_names)
-            continue
         for name, spec in zip(operation.input_names, plan.takes):
             if spec == REPLICATED:
                 whole.add(name)
@@ -193,14 +189,14 @@ def add_up_early(layout: Any) -> None:
         of = operation.inputs[list(plan.takes).index(SUM)]
         if of.name not in parts and (
                 of.name in whole or 0 < bytes_of(of, REPLICATED) <= below[of.name]):
-            layout.plans[operation.name] = _once(plan)
+            layout.plans[operation.name] = registry.once(operation)
             layout.specs[operation.outputs[0].name] = REPLICATED
             whole.update((of.name, operation.outputs[0].name))
 
 
 def _is_of_one_sum(plan: Any) -> bool:
     """Whether an operation makes a sum's part of another sum's part and what all towers have."""
-    return isinstance(plan, Plan) and list(plan.gives) == [SUM] and plan.make is None \
+    return list(plan.gives) == [SUM] and plan.make is None and not plan.once \
         and plan.near is None and list(plan.takes).count(SUM) == 1 \
         and all(spec == SUM or isinstance(spec, Replicated) for spec in plan.takes)
 
@@ -216,11 +212,6 @@ def _rows_before(layout: Any, operation: Op) -> dict[str, int]:
     """The sharded inputs of an operation, with the bytes of an example."""
     return {tensor.name: bytes_of(tensor, spec) for tensor, spec
             in zip(operation.inputs, layout.inputs_of(operation)) if isinstance(spec, Sharded)}
-
-
-def _once(plan: Plan) -> Plan:
-    """The same operation, done once with all rows."""
-    return Plan([REPLICATED] * len(plan.takes), [REPLICATED] * len(plan.gives), once=True)
 
 
 def bytes_of(tensor: tf.Tensor, spec: Spec) -> int:

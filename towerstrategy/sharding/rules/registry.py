@@ -181,6 +181,17 @@ class Plan:
     sizes: Sequence[int] | None = None
 
 
+_ONCE: dict[tuple[int, int], Plan] = {}
+
+
+def once(op: Op) -> Plan:
+    """Done once, with all rows."""
+    key = len(op.inputs), len(op.outputs)
+    if key not in _ONCE:
+        _ONCE[key] = Plan([REPLICATED] * key[0], [REPLICATED] * key[1], once=True)
+    return _ONCE[key]
+
+
 def tell_sizes(output: tf.Tensor, plan: Plan) -> None:
     """Gives a tensor the static sizes that the plan knows, for the rules of what is made of it."""
     if plan.sizes is not None:
