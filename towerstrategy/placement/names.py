@@ -90,6 +90,8 @@ def full_name(name: str, argument: str, given: Any) -> str:
     if spec.job in (None, "localhost") and not spec.replica and not spec.task:
         wanted = tf.DeviceSpec(device_type=kind, device_index=index)
     for device in tf.config.list_logical_devices(kind):
+        if not device.name.endswith(f":{index}"):
+            continue  # many towers look through many devices
         local = _HERE.make_merged_spec(tf.DeviceSpec.from_string(device.name))
         if local.make_merged_spec(wanted) == local:
             return local.to_string()
