@@ -141,10 +141,6 @@ class Builder:
                 and (ref.node, ref.place) not in self._taken:
             self.shapes[ref] = tuple(shape)
 
-    def reserve(self, wanted: str) -> str:
-        """A name for a node that :meth:`define` makes."""
-        return self._name(wanted)
-
     def define(self, name: str, ref: Ref, device: str) -> None:
         """Makes a node of a name that was reserved, which is ``ref``."""
         attributes, _ = _typed("Identity", [ref], {})
@@ -242,14 +238,15 @@ class Builder:
             (scope or name).partition("/")[0], type, device, attributes, *texts)
         if key in self._same:
             return self._same[key]
-        name = self._name(name)
+        name = self.reserve(name)
         self.nodes[name] = Node(name, type, texts, device, attributes)
         made = [Ref(name, index, dtype) for index, dtype in enumerate(dtypes)], name
         if key is not None:
             self._same[key] = made
         return made
 
-    def _name(self, wanted: str) -> str:
+    def reserve(self, wanted: str) -> str:
+        """A name that no node has, as of one that :meth:`define` makes."""
         name = wanted
         while name in self._names:
             self._names[wanted] += 1

@@ -158,9 +158,10 @@ class _Inputs:
 
     def __init__(self, strategy: Any, arguments: Any) -> None:
         self._strategy = strategy
-        if len(strategy.extended.worker_devices) == 1 and strategy.extended.workers is None:
-            # A lone tower is given a batch as it is.
-            arguments = tf.nest.map_structure(_lone_rows(arguments), arguments)
+        # A lone tower is given a batch as it is, with as many rows as its first component has.
+        alone = len(strategy.extended.worker_devices) == 1 and strategy.extended.workers is None
+        self._lone = [leaf.shape[0] for leaf in tf.nest.flatten(arguments)
+                      if alone and isinstance(leaf, tf.Tensor) and leaf.shape.rank]
         self._structure = tf.nest.map_structure(self._as_argument, arguments)
         leaves = tf.nest.flatten(self._structure)
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, _Rows))]
@@ -171,6 +172,9 @@ class _Inputs:
                          None)
 
     def _as_argument(self, leaf: Any) -> Any:
+        if self._lone and isinstance(leaf, tf.Tensor) and leaf.shape.rank \
+                and leaf.shape[0] == self._lone[0]:
+            return _Rows([leaf], None, None)
         if not isinstance(leaf, _tf.PerReplica):
             return leaf
         parts = list(leaf.values)
@@ -227,18 +231,6 @@ class _Inputs:
             return Value(towers, spec, leaf.shape, builder.take(leaf))
         refs = [builder.take(part) for part in leaf.parts]
         return Value(towers, spec, leaf.whole.shape, None, refs.__getitem__)
-
-
-def _lone_rows(arguments: Any) -> Callable[[Any], Any]:
-    """What makes a lone tower's rows of a component with as many rows as the first one has."""
-    sizes = [leaf.shape[0] for leaf in tf.nest.flatten(arguments)
-             if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
-
-    def as_rows(leaf: Any) -> Any:
-        has_rows = isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == sizes[0]
-        return _Rows([leaf], None, None) if has_rows else leaf
-
-    return as_rows
 
 
 class _Rows:
