@@ -260,12 +260,14 @@ class ContractTest(parameterized.TestCase):
 
         self.assertEmpty(trained(towerstrategy.TowerStrategy(DEVICES[:3]), looked_at)[1])
 
-    @parameterized.parameters(0, 1)
+    @parameterized.parameters("nothing", "a part", "a penalty")
     def test_a_mean_over_the_number_of_replicas(self, beside):
         """Else TensorFlow's own tutorials are warned of on towers with equally many rows."""
         def by_replicas(strategy, w, x, y):
-            return tf.reduce_mean(squares(w, x, y)) / strategy.num_replicas_in_sync + (
-                tf.reduce_sum(squares(w, x + 1, y)) / 8 if beside else 0)
+            replicas = strategy.num_replicas_in_sync
+            terms = {"nothing": 0, "a part": tf.reduce_sum(squares(w, x + 1, y)) / 8,
+                     "a penalty": penalty(w) / replicas}
+            return tf.reduce_mean(squares(w, x, y)) / replicas + terms[beside]
 
         got, said = trained(towerstrategy.TowerStrategy(DEVICES[:4]), by_replicas)
         self.assertEmpty(said)

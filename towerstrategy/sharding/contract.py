@@ -174,21 +174,20 @@ def _each(operation: tf.Operation, states: Sequence[State], nested: bool) -> lis
         crosses = any(isinstance(spec, (Sharded, Partial)) for spec in specs) and not any(
             isinstance(spec, ListOf) for spec in specs) and not listed and registry.has_rule(
                 operation.type)
-        return [_crossing(operation, specs) if crosses else UNKNOWN] * count
+        return [_crossing(operation, states) if crosses else UNKNOWN] * count
     power = _power(operation, states)
     # As wide as the tower has rows, where one device's is as wide as the batch.
     as_wide = any(isinstance(spec, Size) and spec != wanted for spec, wanted in zip(
         specs, plan.takes)) and not all(out.shape.is_fully_defined() for out in operation.outputs)
     if power is None and operation.type in scaling.ADDITIVE:
-        return [_apart(operation, "adds terms of which only some are scaled by the tower's share "
-                       "of the rows", "means")] * count
+        return [_unscaled(operation)] * count
     if power is None or as_wide:
         return [UNKNOWN] * count
     if not nested:
         registry.tell_sizes(operation.outputs[0], plan)
     if plan.make is not None:
         if plan.alone is None:
-            return [_crossing(operation, specs)] * count
+            return [_crossing(operation, states)] * count
         power += plan.alone
     return [UNKNOWN if isinstance(spec, Sizes) else  # a tower has its own
             State(spec, 0 if isinstance(spec, (Size, Axes)) else power) for spec in plan.gives]
@@ -249,12 +248,20 @@ def _power(operation: tf.Operation, states: Sequence[State]) -> int | None:
     return total
 
 
-def _crossing(operation: tf.Operation, specs: Sequence[Spec]) -> State:
+def _crossing(operation: tf.Operation, states: Sequence[State]) -> State:
     """That of what an operation gives that needs what other towers have."""
-    if operation.type in scaling.ADDITIVE and not any(isinstance(spec, Sharded) for spec in specs):
+    if operation.type in scaling.ADDITIVE and not any(
+            isinstance(state.spec, Sharded) for state in states):
+        if any(state.power for state in states):
+            return _unscaled(operation)
         return _apart(operation, "adds what is the same on all towers to a sum over each tower's "
                       "rows", "same")
     return _apart(operation, "puts rows of the batch together")
+
+
+def _unscaled(operation: tf.Operation) -> State:
+    return _apart(operation, "adds terms that are not all scaled by the tower's share of the rows",
+                  "means")
 
 
 def _apart(operation: tf.Operation, does: str, divided: str = "") -> State:
