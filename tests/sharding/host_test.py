@@ -186,9 +186,7 @@ class IntegersTest(absltest.TestCase):
             found = [np.asarray(part) for part in strategy.experimental_local_results(
                 step(*words))]
         self.assertEqual([part.shape for part in found], [(4, 5, 4), (3, 5, 4)])
-        functions = {each.signature.name: each for each in graph.as_graph_def().library.function}
-        nodes = [node for each in functions.values() for node in each.node_def
-                 if "CPU:1" in node.device]
+        nodes = [node for node in graph.as_graph_def().node if "CPU:1" in node.device]
         self.assertIn("ResourceGather", [node.op for node in nodes])
         kept = [node for node in nodes if tf.int32 in (node.attr["dtype"].type, node.attr["T"].type)
                 and node.op != "Const" and len(node.attr["shape"].shape.dim) != 1

@@ -17,7 +17,6 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf, contexts, losses, refused
 from towerstrategy.merge import merging
 from towerstrategy.placement import homes as homes_lib, scopes
-from towerstrategy.sharding import step
 
 
 def _by_share(change: Callable[..., Any], original: Callable[..., Any], loss: Any) -> Any:
@@ -102,28 +101,10 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
              [_tf.select_replica(number, value) for number in range(tower.count)]
              for value in grouped], [homes_lib.home_of(variable) for variable in variables_],
             tower.shares, placement.devices, placement.micro_batches, rules)
-        return _updated(strategy, lambda: apply(one_each))
+        with contexts.OneReplicaContext(strategy), tf.name_scope(scopes.UPDATE):
+            return apply(one_each)
 
     return tower.merge_call(merged, args=tuple(gradients))
-
-
-def _updated(strategy: tf.distribute.Strategy, update: Callable[[], Any]) -> Any:
-    """What ``update`` returns, done where its variables are, or on the merge device."""
-    placement = strategy.extended.placement
-
-    def merged() -> Any:
-        with contexts.OneReplicaContext(strategy), tf.name_scope(scopes.UPDATE):
-            return update()
-
-    def partitioned() -> Any:  # hands on no operation of its own graph
-        result = merged()
-        return None if isinstance(result, tf.Operation) else result
-
-    if placement.balanced and placement.micro_batches == 1 and not tf.executing_eagerly():
-        result = step.call(strategy, partitioned, (), {})
-        return tf.no_op() if result is None else result
-    with tf.device(strategy.extended.merge_device):
-        return merged()
 
 
 def _check_made_in_scope(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:

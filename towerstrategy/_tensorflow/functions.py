@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -13,7 +12,6 @@ from tensorflow.python.autograph.core import ag_ctx, config as autograph_config
 from tensorflow.python.autograph.impl import api as autograph_api
 from tensorflow.python.eager import context as eager_context, record
 from tensorflow.python.eager.polymorphic_function import (
-    atomic_function,
     concrete_function,
     polymorphic_function,
 )
@@ -31,8 +29,6 @@ may_be_recorded = record.could_possibly_record
 not_recorded = record.stop_recording
 # A branch or a loop's body: traced anew each time, and not a function, which is kept.
 _ControlFlow = control_flow_v2_func_graphs.ControlFlowFuncGraph
-# Operations: 10 kB each; looking for cycles takes a quarter of a second.
-_LARGE_GRAPH = 2000
 # At which a tf.function puts its own variable creator: after those of strategies and users.
 _OF_A_FUNCTION = 50
 CALLERS = frozenset({
@@ -63,22 +59,6 @@ def clone_function(function: polymorphic_function.Function, python_function: Cal
 def is_jit_compiled(function: Any) -> bool:
     """Whether ``function`` is a ``tf.function`` made with ``jit_compile=True``."""
     return isinstance(function, Function) and bool(function._jit_compile)
-
-
-def forget_trace(call: tf.Operation) -> None:
-    """Frees the Python graph of the function that ``call`` calls; none of its tensors are usable.
-
-    TensorFlow has the function itself, and would keep the graph for a gradient of the call, which
-    is made from the function's definition instead.
-    """
-    function: atomic_function.AtomicFunction = call.graph._get_function(call.get_attr("f").name)
-    call._gradient_function = functools.partial(gradient_of_call, function)
-    graph, function._cached_graph = function._cached_graph, None
-    count = len(graph.get_operations())
-    func_graph.dismantle_func_graph(graph)
-    if count > _LARGE_GRAPH:
-        del graph
-        gc.collect()  # operations and their outputs are cycles, too
 
 
 def gradient_of_call(function: Any, call: tf.Operation, *gradients: Any) -> Any:
@@ -150,6 +130,15 @@ def capture_at_call(graph: func_graph.FuncGraph, key: str, value: Callable[[], t
 
         captures.add_or_replace(key, external, placeholder, spec, is_by_ref=True)
     return captures.by_ref_internal[key]
+
+
+def captured_at_call(graph: func_graph.FuncGraph) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """What stands in ``graph`` for values that are asked for at each call, such as the keys of
+    collective operations, each behind its value in the graph of the moment.
+    """
+    pairs = zip(graph.deferred_external_captures, graph.deferred_internal_captures)
+    return [pair for value, inner in pairs
+            for pair in zip(tf.nest.flatten(value()), tf.nest.flatten(inner))]
 
 
 def writers_of(graph: tf.Graph, node: Any, index: int) -> set[str]:

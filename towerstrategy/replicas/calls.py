@@ -23,7 +23,7 @@ from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.placement import scopes
 from towerstrategy.replicas import enclosed, once, threads
-from towerstrategy.replicas.copies import NeedsOwnTrace
+from towerstrategy.sharding.replica import NeedsOwnTrace
 
 
 def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any,
@@ -59,7 +59,8 @@ def call_each(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
             # Layers choose kernels by the kind of device that they are traced on.
             if len(strategy.extended.placement.kinds) > 1:
                 raise NeedsOwnTrace("the towers are devices of different kinds")
-            return once.call(strategy, fn, args, kwargs, shares, finish)
+            with strategy.extended.modes.within(compiles=compiles):
+                return once.call(strategy, fn, args, kwargs, shares)
         except NeedsOwnTrace as reason:
             strategy.extended.own_trace_reasons.append(str(reason))
     return threads.call(strategy, fn, args, kwargs, shares, finish)
@@ -132,7 +133,7 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
             return fn(*args, **kwargs)
 
     if strategy.extended.workers is None:
-        result = made() if finish is None else enclosed.run(made, finish)[0]
+        result = made() if finish is None else enclosed.run(made, finish)
         return _tf.regroup((result,))
 
     def made_for_others() -> Any:
@@ -142,7 +143,7 @@ def _call_one(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: An
         return made_for_others()
     # In a function of its own, as where a worker has several towers: in a loop TensorFlow numbers
     # what crosses machines in another order inside of a function, and all workers must have one.
-    return enclosed.run(made_for_others, finish)[0]
+    return enclosed.run(made_for_others, finish)
 
 
 class _Lone(contexts.Call):

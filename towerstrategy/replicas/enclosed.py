@@ -1,7 +1,7 @@
 """The towers' work as a function of its own, inside of the one that is being traced.
 
 Goes in: what makes tensors, as a Python function.  Comes out: what it returned, with tensors of the
-caller's graph, and the one operation there that calls it.
+caller's graph, in which one operation calls it.
 
 So a trace that is of no use leaves nothing behind, and a gradient tape around the call sees one
 operation, whatever threads the towers were traced in.
@@ -20,9 +20,8 @@ from towerstrategy.merge import results
 Finish = Callable[[tf.Graph], None]
 
 
-def run(make: Callable[[], Any],
-        finish: Finish | None = None) -> tuple[Any, tf.Operation | None]:
-    """What ``make`` returns, and the operation that calls its function (None if it has none).
+def run(make: Callable[[], Any], finish: Finish | None = None) -> Any:
+    """What ``make`` returns.
 
     Args:
       make: makes tensors.
@@ -50,4 +49,4 @@ def run(make: Callable[[], Any],
     call = outer[0].op if outer else None
     given = {id(one): other for one, other in zip(inner, outer)}
     return results.map_tensors(lambda leaf: call if isinstance(leaf, tf.Operation)
-                               else given.get(id(leaf), leaf), results_[0]), call
+                               else given.get(id(leaf), leaf), results_[0])

@@ -1,55 +1,57 @@
-"""Trace tower 0 once, and have the other towers copied.
+"""Trace tower 0 once, and have every tower do what it has done.
 
 Goes in: the replica function and its arguments, while a ``tf.function`` is traced.  Comes out: its
-results, grouped.  Tower 0 runs in the calling thread; at its sync points, :mod:`copies`
-makes their operations and the function given to ``merge_call`` runs at once.
+results, grouped.  Tower 0 runs in the calling thread, and at its sync points the function given to
+``merge_call`` runs at once, with what :class:`replica.OwnTensors` says each tower has.  When all is
+traced, :mod:`replica` makes the towers' operations of it.
 
-All of it happens in a function of its own, so that nothing is left behind when the function turns
-out to need a trace for each tower: :class:`NeedsOwnTrace` says why.
+:class:`NeedsOwnTrace` says why a function has to be traced for each tower.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts, warned
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results, shares as shares_lib
-from towerstrategy.placement import scopes
-from towerstrategy.replicas import copies, enclosed
-from towerstrategy.replicas.copies import NeedsOwnTrace
-from towerstrategy.sharding import contract, step
-from towerstrategy.variables import alone
+from towerstrategy.replicas import enclosed
+from towerstrategy.sharding import contract, replica, step
+from towerstrategy.sharding.builder import Builder
+from towerstrategy.sharding.replica import NeedsOwnTrace
+from towerstrategy.variables import alone, tower_local
 
 
 def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
-         shares: shares_lib.Shares, finish: enclosed.Finish | None = None) -> Any:
+         shares: shares_lib.Shares) -> Any:
     """Calls ``fn`` on every tower, see :func:`calls.call_each`; :class:`NeedsOwnTrace` if it can't.
-
-    ``finish`` is called with the graph of the towers' operations when all are made.
     """
     made: list[tuple[Any, Any]] = []
+
+    def run() -> Any:
+        return _Once(strategy, shares, made).run(fn, args, kwargs)
+
     try:
         with step.no_garbage():
-            result, operation = enclosed.run(
-                lambda: _Once(strategy, shares, made).run(fn, args, kwargs), finish)
+            # In a function of its own for a gradient tape around the call; and, where it crosses
+            # machines, as in a loop TensorFlow numbers that in another order inside of a function.
+            if _tf.may_be_recorded() or strategy.extended.workers is not None:
+                return enclosed.run(run)
+            return run()
     except NeedsOwnTrace:
         _initialize(made)
         raise
-    # What a trace has made is initialized by what is in its graph.
-    keeps = made or strategy.extended.keep_graphs or _tf.may_be_recorded()
-    if operation is not None and not keeps:
-        _tf.forget_trace(operation)
-    return result
 
 
 class _Once(contexts.Call):
-    """One call of the replica function: tower 0 is traced, the others are copied."""
+    """One call of the replica function: tower 0 is traced, all towers do it."""
 
     def __init__(self, strategy: tf.distribute.Strategy, shares: shares_lib.Shares,
                  made: list[tuple[Any, Any]]) -> None:
@@ -58,22 +60,27 @@ class _Once(contexts.Call):
         self._opened = False
         self._warning: Warning | None = None  # that the user has made an error
         self.contract = contract.Contract()
-        self._devices = strategy.extended.worker_devices
-        self._graph = tf.compat.v1.get_default_graph()
-        names = [scopes.of_tower(tower, device) for tower, device in enumerate(self._devices)]
-        self._scope = f"{names[0]}/"
+        self._count = len(strategy.extended.worker_devices)
         self._error_note = strategy.extended.placement.note(0, shares.in_words(0))
-        self._placer = strategy.extended.stages.placer(self._graph, 0)
-        self._copier = copies.Copier(strategy, self._graph, names)
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        found: list[Any] = []
+        name = getattr(fn, "__name__", "replica")
+        _tf.trace(lambda: found.append(self._traced(fn, args, kwargs)), [], name)
+        result, = found
+        return self._by_all(result, name)
+
+    def _traced(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What ``fn`` returns on tower 0; all of it is in the graph of the moment."""
+        self._graph: Any = tf.compat.v1.get_default_graph()
+        self._own = replica.OwnTensors(self._graph, self._count)
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)
         first = self._strategy.extended.first_replica
-        with context, tf.device(self._devices[0]), tf.name_scope(self._scope), \
-                _tf.graph_seeded(_tf.graph_seed(), first), \
+        with _tf.variables_of_caller(), _tf.operation_seeds_of_caller(), context, \
+                tf.device(None), _tf.graph_seeded(_tf.graph_seed(), first), \
                 _tf.variable_creator_scope(self._note_variable):
             args, kwargs = tf.nest.map_structure(self._enter, (args, kwargs))
-            self._copier.skip()
+            self._own.end_stretch()
             try:
                 result = fn(*args, **kwargs)
             except NeedsOwnTrace:
@@ -86,65 +93,105 @@ class _Once(contexts.Call):
                                         f"the towers, is open: {error}") from error
                 _tf.add_note(error, self._error_note, traced=True)
                 raise
-            self._copy(result)
-        grouped = self._copier.values(result)
-        self._strategy.extended.stages.put_in_order(
-            self._graph, self._copier.operations(), grouped)
-        return _tf.regroup(grouped, functools.partial(results.TowerResults, shares=self._shares))
+            self._end_stretch()
+        return result
+
+    def _by_all(self, result: Any, name: str) -> Any:
+        """Has all towers do what is traced, and groups what they return in place of ``result``."""
+        own, leaves = self._own, dict[int, tf.Tensor]()
+        _check_plain(result)
+
+        def note(leaf: Any) -> Any:
+            if tf.is_symbolic_tensor(leaf) and leaf.graph is self._graph:
+                leaves[id(leaf)] = leaf
+            return leaf
+
+        results.map_tensors(note, result)
+        self._graph.outputs = list(leaves.values())
+        graph = tf.compat.v1.get_default_graph()
+        _tf.hand_on_functions(self._graph, graph)
+        layout = own.layout()
+        towers = step.towers_of(self._strategy, Builder(graph), lambda _: None)
+        partition = replica.ReplicaPartition(towers, own)
+        values = partition.run(layout, own.inputs(towers))
+        keys, outputs = [], []
+        for leaf, value in zip(self._graph.outputs, values):
+            for tower in range(self._count if own.differs(leaf) else 1):
+                keys.append((id(leaf), tower))
+                outputs.append((value.part(tower), leaf))
+        given, done = step.finished(self._strategy, towers, outputs, partition.effects, name)
+        found = dict(zip(keys, given))
+
+        def of(tower: int, leaf: Any) -> Any:
+            if isinstance(leaf, tf.Operation):
+                return tf.group(*done)
+            return found.get((id(leaf), tower), found.get((id(leaf), 0), leaf))
+
+        return _tf.regroup(
+            tuple(results.map_tensors(functools.partial(of, tower), result)
+                  for tower in range(self._count)),
+            functools.partial(results.TowerResults, shares=self._shares))
 
     def sync(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``merge_call`` of tower 0: the others get there at once."""
         if tf.executing_eagerly():
             raise NeedsOwnTrace("it syncs with the other towers in tf.init_scope")
         controls = _tf.control_dependencies_of(self._graph)
-        self._copy((args, kwargs, controls))
-        copier = self._copier
-        args, kwargs = _tf.regroup(copier.values(args)), _tf.regroup(copier.values(kwargs))
-        with self._merging([copier.operation(control, tower) for control in controls
-                            for tower in range(len(self._devices))]), \
-                tf.device(self._strategy.extended.merge_device):
+        self._end_stretch()
+        with self._merging(controls):
+            args, kwargs = _tf.regroup(self._of_each(args)), _tf.regroup(self._of_each(kwargs))
             own_note = self._error_note
             self._error_note = self._strategy.extended.placement.merge_note
             result = merge_fn(self._strategy, *args, **kwargs)
             self._error_note = own_note
         with _tf.not_recorded():
             answer = tf.nest.map_structure(self._enter, result)
-        self._copier.skip()
+        self._own.end_sync()
         return answer
+
+    def _of_each(self, value: Any) -> tuple[Any, ...]:
+        """What each tower has in place of any value of tower 0's, at a sync point."""
+        _check_plain(value)
+
+        def of(tower: int, leaf: Any) -> Any:
+            return self._own.of_tower(leaf, tower) if tf.is_symbolic_tensor(leaf) else leaf
+
+        return tuple(results.map_tensors(functools.partial(of, tower), value)
+                     for tower in range(self._count))
 
     @contextlib.contextmanager
     def _merging(self, controls: Sequence[Any] = ()) -> Iterator[None]:
         """Within, what is made is done once."""
         with _tf.not_recorded(), _tf.cross_replica_context(self._strategy), \
                 tf.control_dependencies(None), tf.control_dependencies(controls), \
-                tf.name_scope("merge/"), tf.device(None):
+                tf.name_scope(""), tf.device(None):
             yield
 
-    def _copy(self, handed: Any) -> None:
-        """Copies the stretch that ends here; merges what towers have written alone in it."""
-        stretch = self._copier.added()
-        self._placer.place(stretch)
-        for handle in self._copier.put_local_variables():
+    def _end_stretch(self) -> None:
+        """Looks at what tower 0 has done; merges what towers have written alone in it."""
+        stretch, variables = self._own.stretch(), self._strategy.extended.variables()
+        for handle in self._own.enter_handles([variable for variable in variables if isinstance(
+                variable, tower_local.TowerLocalVariable)]):
             self.contract.put(handle, contract.UNKNOWN)  # what a tower keeps there is its own
         self.contract.look_at(stretch)
-        written = alone.divert(self._graph, stretch, self._strategy.extended.variables())
-        self._copier.copy(handed)
+        written = alone.divert(self._graph, stretch, variables)
+        self._own.end_stretch()
         if written:
-            towers = [{key: (variable, self._copier.tensor(handle, tower))
-                       for key, (variable, handle) in written.items()}
-                      for tower in range(len(self._devices))]
-            with self._merging():
-                alone.merge_written(self._shares, towers)
-            self._copier.skip()
+            handles = {id(handle) for _, handle in written.values()}
+            with self._merging([operation for operation in stretch if any(
+                    id(tensor) in handles for tensor in operation.inputs)]):
+                alone.merge_written(self._shares, [
+                    {key: (variable, self._own.of_tower(handle, tower))
+                     for key, (variable, handle) in written.items()}
+                    for tower in range(self._count)])
+            self._own.end_sync()
 
     def own(self, tower: int, name: str, values: Sequence[Any]) -> Any:
-        """Tower 0's of one value a tower; the others' are put into the copies."""
+        """Tower 0's of one value a tower, also where a branch or a loop is being traced."""
         del tower
-        before = len(self._graph.get_operations())
-        with self._graph.as_default():  # also where a branch or a loop is being traced
-            first = self._stand_for(list(map(tf.convert_to_tensor, values)))
-        self._copier.keep(before)
-        self.contract.put(first, contract.KNOWN.get(name, contract.UNKNOWN))
+        first = self._stand_for(list(values))
+        if tf.is_symbolic_tensor(first):
+            self.contract.put(first, contract.KNOWN.get(name, contract.UNKNOWN))
         return first
 
     def ask(self) -> None:
@@ -212,29 +259,34 @@ class _Once(contexts.Call):
         return opened[0]
 
     def _stand_for(self, values: list[Any], has_rows: bool = False) -> Any:
-        """A tensor of tower 0's own that has ``values[r]`` in its place on tower r.
+        """A tensor of tower 0's own that is ``values[r]`` on tower r.
 
         Rows are traced with an open number, by which the contract tells what counts them.
         """
         if all(value is values[0] for value in values):
             return values[0]
-        if not all(isinstance(value, tf.Tensor) for value in values):
+        if not all(isinstance(value, (tf.Tensor, np.generic)) for value in values):
             raise NeedsOwnTrace("a value that differs between the towers is no tensor: "
                                 f"{values[0]!r}")
-        # Not an identity: its value must not be known while tracing, as it is tower 0's alone.
-        shape = values[0].shape
+        shape = tf.TensorShape(values[0].shape)
         if has_rows or any(value.shape != shape for value in values):
             self._opened = True
             shape = tf.TensorShape([None]).concatenate(shape[1:])
-        hide = tf.compat.v1.placeholder_with_default
-        if values[0].dtype == tf.int32 and shape.rank:  # which hide would have go by the host
-            first = tf.transpose(values[0], hide(list(range(shape.rank)), [shape.rank]))
-            first.set_shape(shape)
-        else:
-            first = hide(values[0], shape)
-        _tf.copy_handle_data(values[0], first)
-        self._copier.put(first, [self._graph.capture(value) for value in values[1:]])
-        return first
+        return self._own.enter(values, shape)
+
+
+# What has attributes, and no tensors in them that differ between towers.
+_PLAIN = (tf.Tensor, tf.Operation, _tf.CompositeTensor, tf.Variable, _tf.DistributedVariable,
+          tf.DType, tf.TensorShape, tf.TypeSpec, enum.Enum, type)
+
+
+def _check_plain(value: Any) -> None:
+    """Raises where tensors may be in attributes, or in the closure, of something in a nest."""
+    for leaf in tf.nest.flatten(value):
+        if _tf.is_unread_variable(leaf) or (
+                hasattr(leaf, "__dict__") and not isinstance(leaf, _PLAIN)):
+            raise NeedsOwnTrace(f"it hands on a {type(leaf).__name__}, in which tensors cannot "
+                                "be looked up")
 
 
 def _initialize(made: list[tuple[Any, Any]]) -> None:

@@ -32,7 +32,7 @@ def call(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kw
     if tf.executing_eagerly():
         return _refusing_gradients(strategy, made()) if _tf.may_be_recorded() else made()
     if finish or _tf.may_be_recorded() or strategy.extended.workers is not None:
-        return enclosed.run(made, finish)[0]
+        return enclosed.run(made, finish)
     return made()
 
 

@@ -141,11 +141,11 @@ class Partition:
         return [Value(towers, REPLICATED, tensor.shape, one.output(index), None, device,
                       own.output(index)) for index, tensor in enumerate(operation.outputs)]
 
-    def _copied(self, operation: Op, inputs: Sequence[Ref], device: str,
-                tower: int | None, controls: Iterable[str]) -> list[Ref]:
+    def _copied(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,
+                controls: Iterable[str], attributes: bytes = b"") -> list[Ref]:
         scope = self._once_in(operation) if tower is None else self._towers.scopes[tower]
         refs, name = self._towers.builder.copy(
-            operation, inputs, device, f"{scope}{self._scope}", controls)
+            operation, inputs, device, f"{scope}{self._scope}", controls, attributes=attributes)
         if tower is not None:
             self._owners[name] = tower
         self._done(operation, [name])

@@ -124,6 +124,15 @@ def propagate(graph: Any, inputs: Sequence[Spec],
     return _Propagation(graph, (ListOf,), traffic).layout(graph, inputs)
 
 
+def once(layout: Layout, operation: Op) -> None:
+    """Notes how an operation is done that gets the same on all towers.
+
+    Calls and branches that write are entered, as each write is where its variable is.
+    """
+    layout.specs.update(zip(operation.output_names, _Propagation(
+        layout.graph, (), None).operation(layout, operation)))
+
+
 class _Propagation:
     """One pass; of what specs each tower may have none of its own."""
 
@@ -147,7 +156,7 @@ class _Propagation:
                 continue  # an input
             if passed:
                 operation.pass_by(passed)
-            layout.specs.update(zip(names, self._operation(layout, operation)))
+            layout.specs.update(zip(names, self.operation(layout, operation)))
             plan = layout.plans[operation.name]
             if plan.passes and not operation.controls and operation.name not in asked:
                 passed[operation.name] = operation
@@ -160,7 +169,8 @@ class _Propagation:
             traffic_lib.add_up_early(layout)
         return layout
 
-    def _operation(self, layout: Layout, operation: Op) -> Sequence[Spec]:
+    def operation(self, layout: Layout, operation: Op) -> Sequence[Spec]:
+        """What an operation gives; how it is done goes into the layout."""
         specs = layout.inputs_of(operation)
         nests = operation.has_effect and operation.type in (*CALLS, *BRANCHES) \
             and not _tf.is_compiled(operation.operation)  # each write is where its variable is

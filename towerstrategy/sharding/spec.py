@@ -14,6 +14,8 @@ A step is traced once, with all rows of the global batch.  Each of its tensors i
   twice: for the whole batch, and for each tower.  Arithmetic takes the whole batch's, a tensor that
   is sharded is shaped by the tower's;
 * :class:`ListOf`: a ``TensorList`` of which each tower has its own.
+
+In a function given to ``strategy.run``, a program a tower, tensors are replicated or :class:`Own`.
 """
 
 from __future__ import annotations
@@ -179,7 +181,13 @@ class OptionalOf(ListOf):
     by_branch: tuple[Any, tuple[Spec | None, ...]] | None = None
 
 
-Spec = Union[Replicated, Sharded, Partial, Size, ListOf]
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """Each tower has its own, of which no whole is made: in ``strategy.run``."""
+
+
+Spec = Union[Replicated, Sharded, Partial, Size, ListOf, Own]
 REPLICATED = Replicated()
 SUM = Partial("sum")
 MEAN = Partial("mean")
+OWN = Own()

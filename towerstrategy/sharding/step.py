@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -98,28 +98,49 @@ def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     _report(strategy, layout)
     _tf.hand_on_functions(traced, graph)
     builder = Builder(graph)
-    towers = _towers(strategy, builder, inputs)
+    towers = towers_of(strategy, builder, lambda tower: inputs.count(towers, tower))
     values = inputs.values(towers, builder, traced)
     partition = Partition(towers)
     asked = [strategy.extended.merge_device if isinstance(layout.specs[tensor.name], Sharded)
              else "" for tensor in traced.outputs]  # rows that are given back, such as predictions
     outputs = [value.whole() for value in partition.run(layout, values, asked=asked)]
+    strategy.extended.crossings = dict(towers.crossings)
+    given, _ = finished(strategy, towers, zip(outputs, traced.outputs), partition.effects,
+                        getattr(fn, "__name__", "step"))
+    return result(given)
+
+
+def finished(strategy: Any, towers: Towers, outputs: Iterable[tuple[Ref, tf.Tensor]],
+             effects: Sequence[str], name: str) -> tuple[list[tf.Tensor], list[tf.Operation]]:
+    """Makes a function that is called, or operations, of the nodes that were collected.
+
+    Args:
+      strategy: the strategy.
+      towers: its towers, whose builder has the nodes.
+      outputs: what is asked for, each with the traced tensor that it stands for.
+      effects: nodes that must run.
+      name: of the function.
+
+    Returns:
+      A tensor for each output, and the operations that must run, which the tensors wait for.
+    """
+    builder, extended, outputs = towers.builder, strategy.extended, list(outputs)
     towers.across.finish()
     packing.finish(towers)
-    effects = list(dict.fromkeys(partition.effects))
+    effects = list(dict.fromkeys(effects))
     if _is_called(strategy):
-        builder.call_all(_tf.new_name(fn.__name__), dict(zip(outputs, traced.outputs)), effects)
+        builder.call_all(_tf.new_name(name), dict(outputs), effects)
     else:
         builder.finish()
-    if strategy.extended.modes.compiles:
-        strategy.extended.xla.mark(graph, builder.operations)
-    if strategy.extended.placement.micro_batches > 1:
-        strategy.extended.stages.put_in_order(
-            graph, builder.made(towers.scopes), [builder.tensor(ref) for ref in outputs])
-    strategy.extended.crossings = dict(towers.crossings)
-    with tf.control_dependencies(map(builder.operation, effects)):
-        return result([_given(builder, ref, tensor, strategy.extended.merge_device)
-                       for ref, tensor in zip(outputs, traced.outputs)])
+    if extended.modes.compiles:
+        extended.xla.mark(builder.graph, builder.operations)
+    if extended.placement.micro_batches > 1:
+        extended.stages.put_in_order(builder.graph, builder.made(towers.scopes),
+                                     [builder.tensor(ref) for ref, _ in outputs])
+    done = list(map(builder.operation, effects))
+    with tf.control_dependencies(done):
+        return [_given(builder, ref, traced, extended.merge_device)
+                for ref, traced in outputs], done
 
 
 def _is_called(strategy: Any) -> bool:
@@ -226,6 +247,22 @@ class _Inputs:
             made.append(Value(towers, REPLICATED, inner.shape, ref, device=device))
         return made
 
+    def count(self, towers: Towers, tower: int | None) -> Ref | None:
+        """How many rows a tower has; asked for None those of all workers' towers, if known."""
+        assert self.rows is not None
+        builder, host = towers.builder, towers.host
+        if tower is None:
+            counts = self.rows.counts
+            return None if counts is None else builder.take(counts)
+        part = self.rows.parts[tower]
+        if part.shape[0] is not None:
+            return builder.constant(part.shape[0], tf.int64, host)
+        # On the tower: where the batch is a GPU's, that has its shape, and the rows need not cross.
+        shape = builder.make("Shape", [builder.take(part)], towers.rows[tower][0],
+                             f"{towers.scopes[tower]}Shape", out_type=tf.int64)
+        first = builder.constant(0, tf.int32, host)
+        return builder.make("GatherV2", [shape, first, first], host)
+
     def _value(self, towers: Towers, builder: Builder, leaf: Any, spec: Spec) -> Value:
         if not isinstance(leaf, _Rows):
             return Value(towers, spec, leaf.shape, builder.take(leaf))
@@ -251,33 +288,23 @@ class _Rows:
         self.known = tf.TensorSpec(tf.TensorShape([total]).concatenate(shape[1:]), parts[0].dtype)
 
 
-def _towers(strategy: Any, builder: Builder, inputs: _Inputs) -> Towers:
+def towers_of(strategy: Any, builder: Builder, counts: Callable[[int | None], Ref | None]
+              ) -> Towers:
+    """The strategy's towers, for nodes that ``builder`` collects; ``counts`` are their rows."""
     placement = strategy.extended.placement
-    rows = [[tf.DeviceSpec.from_string(device).to_string() for device in placement.row(tower)]
+    rows = [[_full(device) for device in placement.row(tower)]
             for tower in range(len(placement.towers))]
     scopes = [f"{scopes_lib.of_tower(tower, device)}/"
               for tower, device in enumerate(strategy.extended.worker_devices)]
-    merge = tf.DeviceSpec.from_string(strategy.extended.merge_device).to_string()
     spare = strategy.extended.homes.least if placement.balanced and not placement.on_cpu else ""
-
-    def count(tower: int | None) -> Ref | None:
-        assert inputs.rows is not None
-        if tower is None:
-            counts = inputs.rows.counts
-            return None if counts is None else builder.take(counts)
-        part = inputs.rows.parts[tower]
-        if part.shape[0] is not None:
-            return builder.constant(part.shape[0], tf.int64, host)
-        # On the tower: where the batch is a GPU's, that has its shape, and the rows need not cross.
-        shape = builder.make("Shape", [builder.take(part)], rows[tower][0], f"{scopes[tower]}Shape",
-                             out_type=tf.int64)
-        first = builder.constant(0, tf.int32, host)
-        return builder.make("GatherV2", [shape, first, first], host)
-
-    host = tf.DeviceSpec.from_string(strategy.extended.host_device).to_string()
     across = Across(strategy.extended.workers, builder.graph, builder, builder.take)
-    return Towers(builder, rows, merge, host, scopes, count, placement.on_cpu,
+    return Towers(builder, rows, _full(strategy.extended.merge_device),
+                  _full(strategy.extended.host_device), scopes, counts, placement.on_cpu,
                   strategy.extended.draws_rows, across, spare)
+
+
+def _full(device: str) -> str:
+    return tf.DeviceSpec.from_string(device).to_string()
 
 
 def _traced(strategy: Any, fn: Callable[..., Any], inputs: _Inputs

@@ -15,7 +15,17 @@ import tensorflow as tf
 
 from towerstrategy.sharding import blocks
 from towerstrategy.sharding.builder import Ref
-from towerstrategy.sharding.spec import MEAN, SUM, ListOf, Partial, Replicated, Sharded, Size, Spec
+from towerstrategy.sharding.spec import (
+    MEAN,
+    OWN,
+    SUM,
+    ListOf,
+    Partial,
+    Replicated,
+    Sharded,
+    Size,
+    Spec,
+)
 from towerstrategy.sharding.towers import Towers
 
 _REDUCTIONS = {"max": "Maximum", "min": "Minimum", "and": "LogicalAnd", "or": "LogicalOr"}
@@ -78,7 +88,7 @@ class Value:
             return self.whole()
         if tower not in self._parts:
             made = self._parts[tower] = self._make_part(tower)
-            if isinstance(self.spec, Partial):
+            if isinstance(self.spec, Partial) or self.spec == OWN:
                 self.towers.builder.note_shape(made, self.shape)
             elif self.towers.ways and isinstance(self.spec, Sharded) and self.shape.rank:
                 self.towers.builder.rows[made] = (
@@ -191,7 +201,7 @@ class Value:
     def _gathered(self) -> Ref:
         """The whole tensor, from the towers' parts."""
         towers, parts = self.towers, self.parts()
-        if towers.replicas == 1:
+        if towers.replicas == 1 or self.spec == OWN:
             return parts[0]
         device, whole = self.device or towers.merge, parts[0]
         if isinstance(self.spec, Size):

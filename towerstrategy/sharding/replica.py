@@ -1,0 +1,287 @@
+"""A replica function that was traced for tower 0 -> the operations of every tower.
+
+Goes in: the traced graph; what each tower has in place of tower 0's inputs; which operations are
+those of sync points.  Comes out: nodes, collected as those of a step that sees all rows.
+
+Nothing is redistributed.  What takes something of which each tower has its own is done by each
+tower with that, and so is what draws, keeps a state or has an effect.  All else is the same for all
+and done once, as is what is done at sync points, which get at the towers' values by
+:meth:`OwnTensors.of_tower`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towerstrategy import _tensorflow as _tf
+from towerstrategy.sharding import graphs, propagate
+from towerstrategy.sharding.builder import Ref
+from towerstrategy.sharding.partition import Partition
+from towerstrategy.sharding.rules.registry import Op, Plan
+from towerstrategy.sharding.spec import OWN, REPLICATED, Spec
+from towerstrategy.sharding.towers import Towers
+from towerstrategy.sharding.values import Value
+
+
+class NeedsOwnTrace(BaseException):
+    """The function must be traced for each tower; the message says why.
+
+    Not an ``Exception``, so that the traced code's own handlers do not take it for one of theirs.
+    """
+
+
+class OwnTensors:
+    """Tensors of a replica function's ``graph`` of which each of ``count`` towers has its own."""
+
+    def __init__(self, graph: Any, count: int) -> None:
+        self.graph, self._count = graph, count
+        self._inputs: dict[str, Sequence[Any]] = {}  # a placeholder -> each tower's, made outside
+        self._joined: set[str] = set()  # operations that give tower r their input number r
+        self._picks: dict[str, int] = {}  # operations that give what this tower has
+        self._once: set[str] = set()  # those of sync points
+        self._captures: dict[str, Any] = {}  # a placeholder -> what it stands for, for all towers
+        self._seen = 0
+
+    def enter(self, values: Sequence[Any], shape: tf.TensorShape) -> tf.Tensor:
+        """A tensor of tower 0's that is ``values[r]`` on tower r; nothing is known of its value."""
+        with self.graph.as_default(), tf.control_dependencies(None):
+            if any(tf.is_symbolic_tensor(value) and value.graph is self.graph for value in values):
+                first = tf.raw_ops.Merge(inputs=list(values)).output
+                self._joined.add(first.op.name)
+            else:
+                first = tf.compat.v1.placeholder(tf.as_dtype(values[0].dtype), shape)
+                self._inputs[first.op.name] = list(values)
+        first.set_shape(shape)
+        if isinstance(values[0], tf.Tensor):
+            _tf.copy_handle_data(values[0], first)
+        return first
+
+    def enter_handles(self, variables: Sequence[Any]) -> Iterator[tf.Tensor]:
+        """Captured handles of such variables, of whose parts tower r has number r, as they come."""
+        captured = {id(outer): inner for outer, inner in self.graph.captures}
+        for variable in variables:
+            handles = [part.handle for part in variable._values]
+            inner = captured.get(id(handles[0]))
+            if inner is not None and inner.op.name not in self._inputs:
+                self._inputs[inner.op.name] = handles
+                yield inner
+
+    def stretch(self) -> list[tf.Operation]:
+        """Tower 0's operations since the last sync point."""
+        return [operation for operation in self.graph.get_operations()[self._seen:]
+                if operation.type != "Placeholder" and operation.name not in self._joined]
+
+    def end_stretch(self) -> None:
+        """What was made since is tower 0's."""
+        self._seen = len(self.graph.get_operations())
+
+    def end_sync(self) -> None:
+        """What was made since is a sync point's."""
+        self._once.update(each.name for each in self.graph.get_operations()[self._seen:])
+        self.end_stretch()
+
+    def differs(self, tensor: tf.Tensor) -> bool:
+        """Whether towers get one each where it is handed on; not of what is one for all of them."""
+        made_by = tensor.op
+        if tensor.graph is not self.graph:
+            return False
+        if made_by.name in self._joined or made_by.name in self._inputs:
+            return True
+        if made_by.type == "ReadVariableOp":  # of the one copy, as others are entered
+            return self.differs(made_by.inputs[0])
+        return made_by.type != "Placeholder" and made_by.name not in self._once
+
+    def of_tower(self, tensor: tf.Tensor, tower: int) -> tf.Tensor:
+        """What ``tower`` has of a tensor, at a sync point."""
+        if not self.differs(tensor):
+            return tensor
+        half = _tf.half_of(tensor)
+        if half is not None:  # which crosses then
+            return tf.cast(self.of_tower(half, tower), tensor.dtype)
+        picked = tf.identity(tensor)
+        _tf.copy_handle_data(tensor, picked)
+        self._picks[picked.op.name] = tower
+        return picked
+
+    # When all is traced.
+
+    def layout(self) -> propagate.Layout:
+        """Which operations each tower does (a plan), and which are done once (None)."""
+        graph = self.graph
+        self._captures = {inner.name: outer for outer, inner in (
+            *graph.captures, *_tf.captured_at_call(graph)) if inner.op.name not in self._inputs}
+        graph.inputs = [*map(graph.get_tensor_by_name, self._captures),
+                        *(graph.get_tensor_by_name(f"{name}:0") for name in self._inputs)]
+        specs: dict[str, Spec] = {tensor.name: OWN if tensor.op.name in self._inputs else REPLICATED
+                                  for tensor in graph.inputs}
+        found = propagate.Layout(graph, graphs.needed_in_order(graph), specs, {})
+        for operation in found.order:
+            if operation.output_names and operation.output_names[0] in specs:
+                continue  # an input
+            given = found.inputs_of(operation)
+            if self._is_own(operation, given):
+                found.plans[operation.name] = Plan(given, [OWN] * len(operation.outputs))
+                specs.update(dict.fromkeys(operation.output_names, OWN))
+            elif OWN in given:  # at a sync point: what is tower 0's there is taken for all
+                found.plans[operation.name] = None
+                specs.update(dict.fromkeys(operation.output_names, REPLICATED))
+            else:
+                propagate.once(found, operation)
+        return found
+
+    def _is_own(self, operation: Op, specs: Sequence[Any]) -> bool:
+        if operation.name in self._joined:
+            return True
+        if operation.name in self._picks or operation.name in self._once:
+            return False
+        reads = operation.handles and not operation.has_effect \
+            and operation.type not in _tf.CALLERS
+        if OWN not in specs and (reads or not operation.is_stateful):
+            return False
+        for name in _tf.functions_of(operation.operation):
+            self._check_function(name)
+        return True
+
+    def _check_function(self, name: str) -> None:
+        """A function draws the same numbers wherever it is called, so it must draw none."""
+        if _tf.asserts(self.graph, name):
+            raise NeedsOwnTrace("an assertion in it would name tower 0 whichever tower fails")
+        definition = _tf.function_definition(self.graph, name)
+        for node in definition.node_def if definition is not None else ():
+            if "seed2" in node.attr:
+                raise NeedsOwnTrace(f"{node.op} inside a nested function would draw the same "
+                                    "numbers on every tower")
+            for called in _tf.functions_in_attributes(node):
+                self._check_function(called)
+
+    def inputs(self, towers: Towers) -> list[Value]:
+        """What stands for each input of the layout."""
+        return [self._input(towers, tensor) for tensor in self.graph.inputs]
+
+    def _input(self, towers: Towers, tensor: tf.Tensor) -> Value:
+        build, outer = towers.builder, self._captures.get(tensor.name)
+        if outer is not None:
+            return Value(towers, REPLICATED, tensor.shape, build.take(build.graph.capture(outer)),
+                         device=getattr(outer, "device", "") or "")
+        own = self._inputs[tensor.op.name]
+
+        def part(tower: int) -> Ref:
+            value = own[tower]
+            return build.take(build.graph.capture(value)) if tf.is_tensor(value) else (
+                build.constant(value, tensor.dtype, towers.devices[tower]))
+
+        return Value(towers, OWN, tensor.shape, None, part)
+
+    def hands_on(self, operation: Op) -> bool:
+        """Whether an operation gives no more than what it takes: at a sync point, or behind it."""
+        return operation.name in self._picks or operation.name in self._joined
+
+    def handed_on(self, operation: Op, values: Sequence[Value]) -> tuple[list[Value], list[Ref]]:
+        """What such an operation gives, and what it takes of these."""
+        towers, shape = values[0].towers, operation.outputs[0].shape
+        if operation.name in self._joined:
+            refs = [value.whole() for value in values]
+            return [Value(towers, OWN, shape, None, refs.__getitem__)], refs
+        ref = values[0].part(self._picks[operation.name])
+        return [Value(towers, REPLICATED, shape, ref)], [ref]
+
+
+class ReplicaPartition(Partition):
+    """Makes the nodes of a replica function, of whose tensors ``own`` knows."""
+
+    def __init__(self, towers: Towers, own: OwnTensors) -> None:
+        super().__init__(towers)
+        self._of = own
+        # In the order of their work: of micro-batches the first of each tower comes first.
+        parts = len(towers) // len({*towers.devices})
+        self._turns = sorted(range(len(towers)), key=lambda tower: tower % parts)
+        # By resource, None for the world outside: the last node that has written it, and those
+        # that have read it since.
+        self._writers: dict[Ref | None, str] = {}
+        self._readers: dict[Ref | None, list[str]] = {}
+
+    def _once_in(self, operation: Op) -> str:
+        del operation
+        return self._default  # in which the update has a name scope of its own already
+
+    def _operation(self, layout: propagate.Layout, operation: Op) -> None:
+        values = [self._values[name] for name in operation.input_names]
+        if self._of.hands_on(operation):
+            made, refs = self._of.handed_on(operation, values)
+            if operation.name in self._nodes:
+                self._nodes[operation.name] += [*self._controls(operation), *(
+                    ref.node for ref in refs if ref.node in self._towers.builder.nodes)]
+        elif isinstance(layout.plans[operation.name], Plan):
+            made = self._by_each(operation, values)
+        else:
+            return super()._operation(layout, operation)
+        self._values.update(zip(operation.output_names, made))
+
+    def _by_each(self, operation: Op, values: Sequence[Value]) -> list[Value]:
+        """The operation on each tower."""
+        towers = self._towers.at(self._stages.get(operation.name, self._towers.stage))
+        device = operation.definition.device
+        device = "" if device in self._towers.rows[0] else device
+        home = device or next((values[place].device for place in operation.handles
+                               if values[place].device), "")
+        controls = self._controls(operation)
+        refs = {tower: self._copied(
+            operation, [value.part(tower) for value in values], home or towers.devices[tower],
+            tower, self._own(controls, tower), _with_seed_of(operation, tower))
+            for tower in self._turns}
+        return [Value(towers, OWN, tensor.shape, None, functools.partial(_one_of, refs, index),
+                      device) for index, tensor in enumerate(operation.outputs)]
+
+    def _copied(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,
+                controls: Iterable[str], attributes: bytes = b"") -> list[Ref]:
+        """A copy that waits for what has written, or read, a resource that it reads, or writes.
+
+        The trace has ordered what uses a resource by its tensor there, which stands for another
+        resource on each tower.
+        """
+        read, written = _touched(operation)
+        reads, writes = ([inputs[place] if place >= 0 else None for place in places]
+                         for places in (read, written))
+        before = [self._writers[key] for key in (*reads, *writes) if key in self._writers]
+        before += [name for key in writes for name in self._readers.pop(key, ())]
+        refs = super()._copied(operation, inputs, device, tower, [*controls, *before], attributes)
+        if reads or writes:
+            name = next(reversed(self._towers.builder.nodes))
+            self._writers.update(dict.fromkeys(writes, name))
+            for key in reads:
+                self._readers.setdefault(key, []).append(name)
+        return refs
+
+
+def _touched(operation: Op) -> tuple[list[int], list[int]]:
+    """The inputs that are resources which an operation reads, and writes; -1: the world outside."""
+    if operation.type in _tf.CALLERS:
+        return _tf.read_and_written(operation.operation, operation.has_effect)
+    if not operation.has_effect:
+        return operation.handles, []
+    return [], operation.handles or [-1]
+
+
+def _one_of(refs: Mapping[int, Sequence[Ref]], index: int, tower: int) -> Ref:
+    return refs[tower][index]
+
+
+def _with_seed_of(operation: Op, tower: int) -> bytes:
+    """Other attributes than tower 0's, of a random operation that keeps a state; else none."""
+    if not tower or not operation.is_stateful or not _has_seed(operation.type):
+        return b""
+    node = tf.compat.v1.NodeDef.FromString(operation.definition.attributes)
+    if not (node.attr["seed"].i or node.attr["seed2"].i):
+        return b""
+    node.attr["seed2"].i = (node.attr["seed2"].i + tower * _tf.SEED_STEP) % 2**31
+    return node.SerializeToString(deterministic=True)
+
+
+@functools.cache
+def _has_seed(type: str) -> bool:
+    definition = _tf.op_def(type)
+    return definition is not None and any(attr.name == "seed2" for attr in definition.attr)
