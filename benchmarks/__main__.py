@@ -13,6 +13,7 @@ folder ``benchmarks.json`` and ``benchmarks.png``.
     python -m benchmarks gpus                             # simulated GPUs; see gpus.py
     python -m benchmarks one_gpu                          # a real one; see one_gpu.py
     python -m benchmarks inference                        # predict and evaluate; see inference.py
+    python -m benchmarks loops                            # of one's own; see loops.py
     python -m benchmarks unequal                          # a slower tower; see unequal.py
     python -m benchmarks partition                        # beside the trace; see partition.py
     python -m benchmarks guard                            # counts, beside the recorded ones
@@ -209,8 +210,8 @@ def main(argv: list[str]) -> None:
     if argv[1:] == ["one_gpu"]:
         _measure_one_gpu()
         return
-    if argv[1:] == ["inference"]:
-        _measure_inference()
+    if argv[1:] in (["inference"], ["loops"]):
+        _measure_in_turns(argv[1])
         return
     if argv[1:] == ["unequal"]:
         _measure_unequal()
@@ -289,18 +290,16 @@ def _measure_one_gpu() -> None:
                  _ONE_GPU_LIMIT.value, _LIMIT.value, pathlib.Path(_OUT.value), _title("keras"))
 
 
-def _measure_inference() -> None:
-    """``--cases``, ``input,mlp,conv`` unless given: predict and evaluate."""
-    from benchmarks import inference
-
-    chosen = _CASES.value if flags.FLAGS["cases"].present else ["input", "mlp", "conv"]
-    wrong = [name for name in chosen if name not in cases.CASES]
+def _measure_in_turns(name: str) -> None:
+    """The cases asked for, else those that it has by default."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    chosen = _CASES.value if flags.FLAGS["cases"].present else list(module.CASES)
+    wrong = [each for each in chosen if each not in cases.CASES]
     if wrong:
-        raise app.UsageError(f"inference: --cases takes {', '.join(cases.CASES)}, but got "
+        raise app.UsageError(f"{name}: --cases takes {', '.join(cases.CASES)}, but got "
                              f"{', '.join(wrong)}.")
     keras = importlib.import_module("tf_keras" if _LEGACY.value else "keras")
-    inference.main(keras, chosen, _TOWERS.value, 1 if _QUICK.value else _ROUNDS.value,
-                   _QUICK.value)
+    module.main(keras, chosen, _TOWERS.value, 1 if _QUICK.value else _ROUNDS.value, _QUICK.value)
 
 
 def _measure_partition() -> None:
@@ -363,7 +362,7 @@ def _measure_stages() -> None:
 def _chosen(what: str, by_default: str) -> list[str]:
     """``--cases``, where they are given."""
     chosen = _CASES.value if flags.FLAGS["cases"].present else [by_default]
-    wrong = [name for name in chosen if name not in cases.CASES]
+    wrong = [each for each in chosen if each not in cases.CASES]
     if wrong:
         raise app.UsageError(f"{what}: --cases takes {', '.join(cases.CASES)}, but got "
                              f"{', '.join(wrong)}.")

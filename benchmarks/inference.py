@@ -19,6 +19,7 @@ from benchmarks import cases, strategies, table
 
 STRATEGIES = ("none", "tower", "mirrored")
 CALLS = ("predict", "evaluate")
+CASES = ("input", "mlp", "conv")  # by default
 _BATCHES = {"input": 100, "mlp": 10, "conv": 10}
 LEAST_OVER_NONE = {"input": 0.6, "mlp": 0.9, "conv": 0.9}
 LEAST_OVER_MIRRORED = 2.0
