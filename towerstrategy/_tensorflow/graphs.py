@@ -73,18 +73,6 @@ def has_effect(operation: tf.Operation) -> bool:
     return bool(touched_resources(operation)[1])
 
 
-def read_and_written(call: tf.Operation, has_effect: bool) -> tuple[list[int], list[int]]:
-    """Which inputs of a call of functions are resources that these read; or write, too.
-
-    The world outside is -1; ``has_effect`` says whether there is an effect at all.
-    """
-    read, written = auto_control_deps_utils.get_read_write_resource_inputs(call)
-    places: list[list[int]] = [[place for place, tensor in enumerate(call.inputs)
-                                if tensor in among] for among in (read, written)]
-    outside = has_effect and not places[1]
-    return places[0], [*places[1], *[-1] * outside]
-
-
 def touched_resources(operation: tf.Operation) -> tuple[set[str], set[str]]:
     """The resources that ``operation`` reads and writes, as TensorFlow's own ordering takes them.
 

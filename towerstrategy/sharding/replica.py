@@ -91,8 +91,8 @@ class OwnTensors:
             return False
         if made_by.name in self._joined or made_by.name in self._inputs:
             return True
-        if made_by.type == "ReadVariableOp":  # of the one copy, as others are entered
-            return self.differs(made_by.inputs[0])
+        if _only_reads(made_by):
+            return any(map(self.differs, made_by.inputs))
         return made_by.type != "Placeholder" and made_by.name not in self._once
 
     def of_tower(self, tensor: tf.Tensor, tower: int) -> tf.Tensor:
@@ -138,9 +138,7 @@ class OwnTensors:
             return True
         if operation.name in self._picks or operation.name in self._once:
             return False
-        reads = operation.handles and not operation.has_effect \
-            and operation.type not in _tf.CALLERS
-        if OWN not in specs and (reads or not operation.is_stateful):
+        if OWN not in specs and (not operation.is_stateful or _only_reads(operation.operation)):
             return False
         for name in _tf.functions_of(operation.operation):
             self._check_function(name)
@@ -190,6 +188,13 @@ class OwnTensors:
         return [Value(towers, REPLICATED, shape, ref)], [ref]
 
 
+def _only_reads(operation: tf.Operation) -> bool:
+    """Whether an operation reads resources, as all towers may read them; functions may do more."""
+    handles = [tensor for tensor in operation.inputs if tensor.dtype == tf.resource]
+    return bool(handles) and operation.type not in _tf.CALLERS \
+        and not _tf.has_effect(operation)
+
+
 class ReplicaPartition(Partition):
     """Makes the nodes of a replica function, of whose tensors ``own`` knows."""
 
@@ -199,10 +204,10 @@ class ReplicaPartition(Partition):
         # In the order of their work: of micro-batches the first of each tower comes first.
         parts = len(towers) // len({*towers.devices})
         self._turns = sorted(range(len(towers)), key=lambda tower: tower % parts)
-        # By resource, None for the world outside: the last node that has written it, and those
-        # that have read it since.
-        self._writers: dict[Ref | None, str] = {}
-        self._readers: dict[Ref | None, list[str]] = {}
+        # By resource (a name for what is none): the last node that has written it, and those that
+        # have read it since.
+        self._writers: dict[Ref | str, str] = {}
+        self._readers: dict[Ref | str, list[str]] = {}
 
     def _once_in(self, operation: Op) -> str:
         del operation
@@ -243,27 +248,19 @@ class ReplicaPartition(Partition):
         The trace has ordered what uses a resource by its tensor there, which stands for another
         resource on each tower.
         """
-        read, written = _touched(operation)
-        reads, writes = ([inputs[place] if place >= 0 else None for place in places]
-                         for places in (read, written))
+        if not (operation.is_stateful or operation.handles):
+            return super()._copied(operation, inputs, device, tower, controls, attributes)
+        given = dict(zip(operation.input_names, inputs))
+        reads, writes = ([given.get(name, name) for name in sorted(names)]
+                         for names in _tf.touched_resources(operation.operation))
         before = [self._writers[key] for key in (*reads, *writes) if key in self._writers]
         before += [name for key in writes for name in self._readers.pop(key, ())]
         refs = super()._copied(operation, inputs, device, tower, [*controls, *before], attributes)
-        if reads or writes:
-            name = next(reversed(self._towers.builder.nodes))
-            self._writers.update(dict.fromkeys(writes, name))
-            for key in reads:
-                self._readers.setdefault(key, []).append(name)
+        name = next(reversed(self._towers.builder.nodes))
+        self._writers.update(dict.fromkeys(writes, name))
+        for key in reads:
+            self._readers.setdefault(key, []).append(name)
         return refs
-
-
-def _touched(operation: Op) -> tuple[list[int], list[int]]:
-    """The inputs that are resources which an operation reads, and writes; -1: the world outside."""
-    if operation.type in _tf.CALLERS:
-        return _tf.read_and_written(operation.operation, operation.has_effect)
-    if not operation.has_effect:
-        return operation.handles, []
-    return [], operation.handles or [-1]
 
 
 def _one_of(refs: Mapping[int, Sequence[Ref]], index: int, tower: int) -> Ref:
