@@ -124,13 +124,13 @@ def propagate(graph: Any, inputs: Sequence[Spec],
     return _Propagation(graph, (ListOf,), traffic).layout(graph, inputs)
 
 
-def once(layout: Layout, operation: Op) -> None:
-    """Notes how an operation is done that gets the same on all towers.
+def once(layout: Layout, operation: Op) -> Plan:
+    """How an operation is done that gets the same on all towers.
 
     Calls and branches that write are entered, as each write is where its variable is.
     """
-    layout.specs.update(zip(operation.output_names, _Propagation(
-        layout.graph, (), None).operation(layout, operation)))
+    _Propagation(layout.graph, (), None).operation(layout, operation)
+    return layout.plans[operation.name]
 
 
 class _Propagation:

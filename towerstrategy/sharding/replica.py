@@ -21,6 +21,7 @@ from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, propagate
 from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.partition import Partition
+from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import OWN, REPLICATED, Spec
 from towerstrategy.sharding.towers import Towers
@@ -32,6 +33,10 @@ class NeedsOwnTrace(BaseException):
 
     Not an ``Exception``, so that the traced code's own handlers do not take it for one of theirs.
     """
+
+
+class ByEach(Plan):
+    """Done by each tower, with what it has."""
 
 
 class OwnTensors:
@@ -110,7 +115,7 @@ class OwnTensors:
     # When all is traced.
 
     def layout(self) -> propagate.Layout:
-        """Which operations each tower does (a plan), and which are done once (None)."""
+        """Which operations each tower does, and which are done once."""
         graph = self.graph
         self._captures = {inner.name: outer for outer, inner in (
             *graph.captures, *_tf.captured_at_call(graph)) if inner.op.name not in self._inputs}
@@ -124,13 +129,13 @@ class OwnTensors:
                 continue  # an input
             given = found.inputs_of(operation)
             if self._is_own(operation, given):
-                found.plans[operation.name] = Plan(given, [OWN] * len(operation.outputs))
-                specs.update(dict.fromkeys(operation.output_names, OWN))
+                plan: Plan = ByEach(given, [OWN] * len(operation.outputs))
             elif OWN in given:  # at a sync point: what is tower 0's there is taken for all
-                found.plans[operation.name] = None
-                specs.update(dict.fromkeys(operation.output_names, REPLICATED))
+                plan = registry.once(operation)
             else:
-                propagate.once(found, operation)
+                plan = propagate.once(found, operation)
+            found.plans[operation.name] = plan
+            specs.update(zip(operation.output_names, plan.gives))
         return found
 
     def _is_own(self, operation: Op, specs: Sequence[Any]) -> bool:
@@ -220,7 +225,7 @@ class ReplicaPartition(Partition):
             if operation.name in self._nodes:
                 self._nodes[operation.name] += [*self._controls(operation), *(
                     ref.node for ref in refs if ref.node in self._towers.builder.nodes)]
-        elif isinstance(layout.plans[operation.name], Plan):
+        elif isinstance(layout.plans[operation.name], ByEach):
             made = self._by_each(operation, values)
         else:
             return super()._operation(layout, operation)
