@@ -37,12 +37,6 @@ def copy_handle_data(source: tf.Tensor, target: tf.Tensor) -> None:
 _HALVES = (tf.float16, tf.bfloat16)
 
 
-def makes_half(operation: tf.Operation) -> bool:
-    """Whether ``operation`` makes a half of a wider float."""
-    return bool(operation.type == "Cast" and operation.inputs[0].dtype.is_floating
-                and operation.outputs[0].dtype in _HALVES)
-
-
 def half_of(value: Any) -> tf.Tensor | None:
     """The half that a tensor of a graph is a wider copy of; None where it is none."""
     if not isinstance(value, tf.Tensor) or not tf.is_symbolic_tensor(value):
