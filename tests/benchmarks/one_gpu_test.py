@@ -1,4 +1,4 @@
-"""benchmarks one_gpu: what is measured in minutes that are lent is measured at the first try."""
+"""benchmarks one_gpu: what is measured in a few minutes is measured at the first try."""
 
 import json
 import pathlib
