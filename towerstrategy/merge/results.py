@@ -87,6 +87,19 @@ def map_tensors(change: Callable[[Any], Any], nest: Any) -> Any:
     return tf.nest.map_structure(changed, nest)
 
 
+def tensors_in(nest: Any) -> list[tf.Tensor]:
+    """The tensors of graphs among what :func:`map_tensors` changes in ``nest``, each once."""
+    found: dict[int, tf.Tensor] = {}
+
+    def note(leaf: Any) -> Any:
+        if tf.is_symbolic_tensor(leaf):
+            found[id(leaf)] = leaf
+        return leaf
+
+    map_tensors(note, nest)
+    return list(found.values())
+
+
 def shares_of(arguments: Sequence[Any],
               workers: Workers | None) -> shares_lib.Shares | None:
     """The shares of the rows among ``arguments`` that towers returned before; None without any.

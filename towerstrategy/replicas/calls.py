@@ -4,8 +4,8 @@ Goes in: the replica function and its arguments, per-replica values among them. 
 function's results, grouped as ``tf.distribute`` groups them.
 
 With one tower the function runs in the calling thread.  With several, eager code runs in
-:mod:`threads`; inside a ``tf.function`` :mod:`once` traces tower 0 and copies its operations for
-the others, and hands over to :mod:`threads` where that cannot be right.
+:mod:`threads`; inside a ``tf.function`` :mod:`once` traces tower 0 for all of
+them, and hands over to :mod:`threads` where that cannot be right.
 """
 
 from __future__ import annotations

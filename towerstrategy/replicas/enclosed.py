@@ -28,12 +28,6 @@ def run(make: Callable[[], Any], finish: Finish | None = None) -> Any:
       finish: called with the function's graph when all is made, or None.
     """
     results_: list[Any] = []
-    inner: list[tf.Tensor] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, tf.Tensor) and not _tf.is_eager(leaf):
-            inner.append(leaf)
-        return leaf
 
     @tf.function(autograph=False)
     def run_towers() -> list[tf.Tensor]:
@@ -42,11 +36,10 @@ def run(make: Callable[[], Any], finish: Finish | None = None) -> Any:
             results_.append(make())
         if finish is not None:
             finish(tf.compat.v1.get_default_graph())
-        results.map_tensors(note, results_[0])
-        return inner
+        return results.tensors_in(results_[0])
 
     outer = list(run_towers())
     call = outer[0].op if outer else None
-    given = {id(one): other for one, other in zip(inner, outer)}
+    given = dict(zip(map(id, results.tensors_in(results_[0])), outer))
     return results.map_tensors(lambda leaf: call if isinstance(leaf, tf.Operation)
                                else given.get(id(leaf), leaf), results_[0])

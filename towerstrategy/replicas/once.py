@@ -98,16 +98,10 @@ class _Once(contexts.Call):
 
     def _by_all(self, result: Any, name: str) -> Any:
         """Has all towers do what is traced, and groups what they return in place of ``result``."""
-        own, leaves = self._own, dict[int, tf.Tensor]()
+        own = self._own
         _check_plain(result)
-
-        def note(leaf: Any) -> Any:
-            if tf.is_symbolic_tensor(leaf) and leaf.graph is self._graph:
-                leaves[id(leaf)] = leaf
-            return leaf
-
-        results.map_tensors(note, result)
-        self._graph.outputs = list(leaves.values())
+        self._graph.outputs = [leaf for leaf in results.tensors_in(result)
+                               if leaf.graph is self._graph]
         graph = tf.compat.v1.get_default_graph()
         _tf.hand_on_functions(self._graph, graph)
         layout = own.layout()
@@ -226,7 +220,7 @@ class _Once(contexts.Call):
         return variable
 
     def _enter(self, leaf: Any) -> Any:
-        """Tower 0's part of a per-replica value, the other parts put into the table."""
+        """What stands on tower 0 for its part of a per-replica value."""
         if not isinstance(leaf, tf.distribute.DistributedValues) or _tf.is_variable(leaf):
             return leaf
         first = leaf.values[0]

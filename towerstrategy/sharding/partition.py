@@ -135,7 +135,7 @@ class Partition:
                     for ref, tensor in zip(whole(), operation.outputs)]
         if controls:  # so that what waits for it, which may not be made, waits for these
             self._nodes[operation.name] = list(controls)
-        one, own = _Once(whole), _Once(lambda tower, towers: self._copied(
+        one, own = Lazily(whole), Lazily(lambda tower, towers: self._copied(
             operation, [value.at(towers).part(tower) for value in values], towers.devices[tower],
             tower, self._own(controls, tower)))
         return [Value(towers, REPLICATED, tensor.shape, one.output(index), None, device,
@@ -157,9 +157,9 @@ class Partition:
 
     def _home(self, operation: Op, values: Sequence[Value]) -> str:
         """Where an operation is done once: with its variable, or where the user says."""
-        for place in operation.handles:
-            if values[place].device:
-                return values[place].device
+        here = self._of_handle(operation, values)
+        if here:
+            return here
         largest = max((value for value in values if value.constant is None),
                       key=lambda value: value.size, default=None)
         home = self._homes.get(operation.name) or operation.definition.device
@@ -172,6 +172,10 @@ class Partition:
         large = not all(map(_is_small, operation.outputs))
         return self._towers.spare if large and self._towers.spare else self._towers.merge
 
+    def _of_handle(self, operation: Op, values: Sequence[Value]) -> str:
+        """Where the variable is that an operation is given; "" where nobody says."""
+        return next(filter(None, (values[place].device for place in operation.handles)), "")
+
     def _on_towers(self, operation: Op, plan: Plan, values: Sequence[Value],
                    controls: list[str], towers: Towers) -> list[Value]:
         rows = None
@@ -182,8 +186,7 @@ class Partition:
             values = [*values[:-1], values[-1].known_as(plan.sizes, operation.inputs[-1].dtype)]
         maker = Maker(operation, values, towers, next(filter(None, self._asked(operation)), "")
                       if self._wanted and plan.make is not None else "")
-        home = next((values[place].device for place in operation.handles
-                     if values[place].device), "")
+        home = self._of_handle(operation, values)
         if plan.near is not None and values[plan.near].constant is None:
             home = values[plan.near].device
         of_shapes = all(isinstance(spec, (Size, Replicated))
@@ -199,7 +202,7 @@ class Partition:
                 controls)
 
         one = None if plan.whole is None and any(
-            isinstance(spec, ListOf) for spec in plan.takes) else _Once(whole)
+            isinstance(spec, ListOf) for spec in plan.takes) else Lazily(whole)
         if operation.has_effect or not plan.gives or any(
                 isinstance(spec, (Sharded, Partial, ListOf)) for spec in plan.gives):
             for tower in range(len(towers)):
@@ -210,16 +213,16 @@ class Partition:
         return given if rows is None else [value.without_padding(rows) for value in given]
 
     def _part(self, plan: Plan, maker: Maker, home: str, of_shapes: bool, controls: list[str]
-              ) -> _Once:
+              ) -> Lazily:
         """What makes the outputs of an operation on a tower."""
         operation, towers = maker.op, maker.towers
         if plan.make is not None:
             make = plan.make
-            made = _Once(lambda: make(maker))
-            return _Once(lambda tower: [output[tower] for output in made()])
+            made = Lazily(lambda: make(maker))
+            return Lazily(lambda tower: [output[tower] for output in made()])
         own = None if towers.on_cpu else plan.part
 
-        @_Once
+        @Lazily
         def part(tower: int) -> list[Ref]:
             return own(maker, tower) if own is not None else self._copied(
                 operation, [value.part(tower) for value in maker.inputs],
@@ -228,8 +231,8 @@ class Partition:
 
         return part
 
-    def _given(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int, parts: _Once,
-               whole: _Once | None, home: str) -> Value:
+    def _given(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int, parts: Lazily,
+               whole: Lazily | None, home: str) -> Value:
         if isinstance(spec, Axes) and whole is not None:
             return Value(towers, spec, tensor.shape, whole.output(index))
         part = parts.output(index)
@@ -300,7 +303,7 @@ class Partition:
                 for tensor, spec in zip(operation.outputs, plan.gives)]
 
 
-class _Once:
+class Lazily:
     """What makes outputs, of a tower or of all, when the first of them is asked for."""
 
     def __init__(self, make: Callable[..., list[Any]]) -> None:

@@ -12,7 +12,7 @@ and done once, as is what is done at sync points, which get at the towers' value
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,12 +20,12 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding import graphs, propagate
 from towerstrategy.sharding.builder import Ref
-from towerstrategy.sharding.partition import Partition
+from towerstrategy.sharding.partition import Lazily, Partition
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
 from towerstrategy.sharding.spec import OWN, REPLICATED, Spec
 from towerstrategy.sharding.towers import Towers
-from towerstrategy.sharding.values import Value
+from towerstrategy.sharding.values import Value, captured
 
 
 class NeedsOwnTrace(BaseException):
@@ -49,6 +49,7 @@ class OwnTensors:
         self._picks: dict[str, int] = {}  # operations that give what this tower has
         self._once: set[str] = set()  # those of sync points
         self._captures: dict[str, Any] = {}  # a placeholder -> what it stands for, for all towers
+        self._checked: set[str] = set()  # functions that draw nothing
         self._seen = 0
 
     def enter(self, values: Sequence[Any], shape: tf.TensorShape) -> tf.Tensor:
@@ -129,6 +130,8 @@ class OwnTensors:
                 continue  # an input
             given = found.inputs_of(operation)
             if self._is_own(operation, given):
+                for name in _tf.functions_of(operation.operation):
+                    self._check_function(name)
                 plan: Plan = ByEach(given, [OWN] * len(operation.outputs))
             elif OWN in given:  # at a sync point: what is tower 0's there is taken for all
                 plan = registry.once(operation)
@@ -143,14 +146,13 @@ class OwnTensors:
             return True
         if operation.name in self._picks or operation.name in self._once:
             return False
-        if OWN not in specs and (not operation.is_stateful or _only_reads(operation.operation)):
-            return False
-        for name in _tf.functions_of(operation.operation):
-            self._check_function(name)
-        return True
+        return OWN in specs or operation.is_stateful and not _only_reads(operation.operation)
 
     def _check_function(self, name: str) -> None:
         """A function draws the same numbers wherever it is called, so it must draw none."""
+        if name in self._checked:
+            return
+        self._checked.add(name)
         if _tf.asserts(self.graph, name):
             raise NeedsOwnTrace("an assertion in it would name tower 0 whichever tower fails")
         definition = _tf.function_definition(self.graph, name)
@@ -166,11 +168,10 @@ class OwnTensors:
         return [self._input(towers, tensor) for tensor in self.graph.inputs]
 
     def _input(self, towers: Towers, tensor: tf.Tensor) -> Value:
-        build, outer = towers.builder, self._captures.get(tensor.name)
+        outer = self._captures.get(tensor.name)
         if outer is not None:
-            return Value(towers, REPLICATED, tensor.shape, build.take(build.graph.capture(outer)),
-                         device=getattr(outer, "device", "") or "")
-        own = self._inputs[tensor.op.name]
+            return captured(towers, outer, tensor.shape)
+        own, build = self._inputs[tensor.op.name], towers.builder
 
         def part(tower: int) -> Ref:
             value = own[tower]
@@ -236,15 +237,15 @@ class ReplicaPartition(Partition):
         towers = self._towers.at(self._stages.get(operation.name, self._towers.stage))
         device = operation.definition.device
         device = "" if device in self._towers.rows[0] else device
-        home = device or next((values[place].device for place in operation.handles
-                               if values[place].device), "")
+        home = device or self._of_handle(operation, values)
         controls = self._controls(operation)
-        refs = {tower: self._copied(
+        part = Lazily(lambda tower: self._copied(
             operation, [value.part(tower) for value in values], home or towers.devices[tower],
-            tower, self._own(controls, tower), _with_seed_of(operation, tower))
-            for tower in self._turns}
-        return [Value(towers, OWN, tensor.shape, None, functools.partial(_one_of, refs, index),
-                      device) for index, tensor in enumerate(operation.outputs)]
+            tower, self._own(controls, tower), _with_seed_of(operation, tower)))
+        for tower in self._turns:
+            part(tower)
+        return [Value(towers, OWN, tensor.shape, None, part.output(index), device)
+                for index, tensor in enumerate(operation.outputs)]
 
     def _copied(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,
                 controls: Iterable[str], attributes: bytes = b"") -> list[Ref]:
@@ -266,10 +267,6 @@ class ReplicaPartition(Partition):
         for key in reads:
             self._readers.setdefault(key, []).append(name)
         return refs
-
-
-def _one_of(refs: Mapping[int, Sequence[Ref]], index: int, tower: int) -> Ref:
-    return refs[tower][index]
 
 
 def _with_seed_of(operation: Op, tower: int) -> bytes:

@@ -26,7 +26,7 @@ from towerstrategy.sharding.builder import Builder, Ref
 from towerstrategy.sharding.partition import Partition
 from towerstrategy.sharding.spec import REPLICATED, Sharded, Spec
 from towerstrategy.sharding.towers import Towers
-from towerstrategy.sharding.values import Value
+from towerstrategy.sharding.values import Value, captured
 
 _log = logging.getLogger("towerstrategy")
 
@@ -241,11 +241,7 @@ class _Inputs:
         """What stands for each input of the traced graph."""
         made = [self._value(towers, builder, leaf, spec)
                 for leaf, spec in zip(self.tensors, self.specs)]
-        for outer, inner in traced.captures:
-            device = getattr(outer, "device", "") or ""
-            ref = builder.take(builder.graph.capture(outer))
-            made.append(Value(towers, REPLICATED, inner.shape, ref, device=device))
-        return made
+        return [*made, *(captured(towers, outer, inner.shape) for outer, inner in traced.captures)]
 
     def count(self, towers: Towers, tower: int | None) -> Ref | None:
         """How many rows a tower has; asked for None those of all workers' towers, if known."""

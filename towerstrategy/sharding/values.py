@@ -18,6 +18,7 @@ from towerstrategy.sharding.builder import Ref
 from towerstrategy.sharding.spec import (
     MEAN,
     OWN,
+    REPLICATED,
     SUM,
     ListOf,
     Partial,
@@ -276,3 +277,10 @@ class Value:
         shape = towers.builder.make("Shape", [self.whole()], self.device or towers.host,
                                     out_type=tf.int64)
         return towers.on_host("GatherV2", shape, towers.number(dim), towers.number(0, tf.int32))
+
+
+def captured(towers: Towers, outer: Any, shape: tf.TensorShape) -> Value:
+    """What stands for a tensor of elsewhere that a traced graph has captured."""
+    build = towers.builder
+    return Value(towers, REPLICATED, shape, build.take(build.graph.capture(outer)),
+                 device=getattr(outer, "device", "") or "")

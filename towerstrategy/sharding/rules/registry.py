@@ -181,15 +181,14 @@ class Plan:
     sizes: Sequence[int] | None = None
 
 
-_ONCE: dict[tuple[int, int], Plan] = {}
-
-
 def once(op: Op) -> Plan:
     """Done once, with all rows."""
-    key = len(op.inputs), len(op.outputs)
-    if key not in _ONCE:
-        _ONCE[key] = Plan([REPLICATED] * key[0], [REPLICATED] * key[1], once=True)
-    return _ONCE[key]
+    return _once(len(op.inputs), len(op.outputs))
+
+
+@functools.cache
+def _once(inputs: int, outputs: int) -> Plan:
+    return Plan([REPLICATED] * inputs, [REPLICATED] * outputs, once=True)
 
 
 def tell_sizes(output: tf.Tensor, plan: Plan) -> None:
