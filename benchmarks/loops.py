@@ -21,12 +21,18 @@ import tensorflow as tf
 from benchmarks import cases, strategies, table
 
 CASES = ("mlp", "conv", "deep")  # by default
+
+
+def _run(strategy: Any, step: Any) -> Any:
+    return tf.function(lambda *batch: strategy.run(step, batch))
+
+
 # A way to run a step -> its strategy, and what makes a function of a strategy and a step.
 WAYS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "none": ("none", lambda _, step: tf.function(step)),
-    "strategy.run": ("tower", lambda strategy, step: _run(strategy, step)),
+    "strategy.run": ("tower", _run),
     "strategy.function": ("tower", lambda strategy, step: strategy.function(step)),
-    "mirrored": ("mirrored", lambda strategy, step: _run(strategy, step)),
+    "mirrored": ("mirrored", _run),
 }
 
 
@@ -43,10 +49,6 @@ class Cost:
 def _strategy(who: str, devices: tuple[str, ...]) -> tf.distribute.Strategy:
     """One for all cases: another MirroredStrategy of the same devices cancels functions."""
     return strategies.STRATEGIES[who](list(devices), None)
-
-
-def _run(strategy: Any, step: Any) -> Any:
-    return tf.function(lambda *batch: strategy.run(step, batch))
 
 
 def _step_of(model: Any) -> Any:

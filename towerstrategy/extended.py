@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _keras, _tensorflow as _tf, arguments, contexts
+from towerstrategy._keras import hooks
 from towerstrategy.batch import datasets as datasets_lib, inputs, splitting
 from towerstrategy.extras import cpu, xla
 from towerstrategy.extras.stages.within import Stages
@@ -42,14 +43,7 @@ class Modes(threading.local):
     adopts = False  # whether variables that are not the strategy's yet are to be adopted
     watch: Any = None  # what looks at the steps of a model's training, where something does
 
-    @contextlib.contextmanager
-    def within(self, **modes: Any) -> Iterator[None]:
-        before = {name: getattr(self, name) for name in modes}
-        vars(self).update(modes)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
+    within = hooks.having
 
 
 class TowerExtended(_tf.StrategyExtended):

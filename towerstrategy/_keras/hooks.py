@@ -11,9 +11,10 @@ put the hooks in place first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from towerstrategy import _tensorflow as _tf
@@ -48,6 +49,20 @@ def enter_with(model: Any, methods: Iterable[str]) -> None:
     """Has the hooks in place during calls of these methods of ``model``, which is a strategy's."""
     for name in methods:
         vars(model).setdefault(name, types.MethodType(_entry(type(model), name), model))
+
+
+@contextlib.contextmanager
+def having(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Within, an object has these attributes of its own."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del own[name]
+        own.update(before)
 
 
 def _entry(kind: Any, name: str) -> Callable[..., Any]:

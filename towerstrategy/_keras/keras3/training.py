@@ -14,7 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src import tree
-from keras.src.models import functional as functional_lib, sequential as sequential_lib
 from keras.src.trainers import trainer as base_trainer
 
 from towerstrategy import _tensorflow as _tf, contexts
@@ -24,9 +23,6 @@ from towerstrategy.batch import datasets as datasets_lib, prefetching
 from towerstrategy.placement import kind
 from towerstrategy.variables import rules
 
-# Of models that are made of layers, and so know their outputs.
-_CALLS = functional_lib.Functional.call, sequential_lib.Sequential.call
-
 
 def trainer_init(original: Callable[..., Any], self: Any) -> None:
     original(self)
@@ -34,17 +30,12 @@ def trainer_init(original: Callable[..., Any], self: Any) -> None:
         hooks.enter_with(self, names.ENTRIES)
 
 
-@contextlib.contextmanager
-def _compiling(model: Any, strategy: Any) -> Iterator[None]:
+def _compiling(model: Any, strategy: Any) -> contextlib.AbstractContextManager[None]:
     """Within, ``jit_compile="auto"`` is for the towers: Keras compiles no strategy's step by it."""
     # On GPUs and not on CPUs, as without a strategy.
-    vars(model)["_resolve_auto_jit_compile"] = lambda: (
+    return hooks.having(model, _resolve_auto_jit_compile=lambda: (
         "CPU" not in strategy.extended.placement.kinds
-        and bool(base_trainer.model_supports_jit(model)))
-    try:
-        yield
-    finally:
-        del vars(model)["_resolve_auto_jit_compile"]
+        and bool(base_trainer.model_supports_jit(model))))
 
 
 compile = functools.partial(training_rules.compile, names, _compiling)
@@ -53,12 +44,9 @@ compile = functools.partial(training_rules.compile, names, _compiling)
 @contextlib.contextmanager
 def _towers_alone_compiled(model: Any) -> Iterator[bool]:
     """Within, Keras makes step functions of which XLA compiles what towers do alone, if it does."""
-    compiles, before = training_rules.compiles_towers(model), model._jit_compile
-    model._jit_compile = before and not compiles
-    try:
+    compiles = training_rules.compiles_towers(model)
+    with hooks.having(model, _jit_compile=model._jit_compile and not compiles):
         yield compiles
-    finally:
-        model._jit_compile = before
 
 
 def is_tf_dataset(original: Callable[..., Any], x: Any) -> bool:
@@ -103,13 +91,15 @@ def make_function(original: Callable[..., Any], self: Any, step_function: Any) -
     if strategy is None:
         return original(self, step_function)
     with _towers_alone_compiled(self) as compiles:
-        step, trains = original(self, step_function), step_function == self.train_step
-        with _in_one_function(self):
-            bare = original(self, step_function)
+        take = step = original(self, step_function)
+        if self.steps_per_execution == 1:
+            # Keras' way hands each step's logs over in an optional, which Python opens.  The step
+            # in it is no function of its own, unless XLA compiles it.
+            with hooks.having(self, _run_eagerly=self._run_eagerly or not self.jit_compile):
+                bare = original(self, step_function)
+            take = _taking(self, bare)
+    trains = step_function == self.train_step
     adopting.adopt_state(strategy, self, names)
-
-    # Keras' way hands each step's logs over in an optional, which Python opens.
-    take = _taking(self, bare) if self.steps_per_execution == 1 else step
 
     def function(iterator: Any) -> Any:
         call = take
@@ -121,17 +111,6 @@ def make_function(original: Callable[..., Any], self: Any, step_function: Any) -
         return strategy.extended.call_step(call, iterator, compiles, self if trains else None)
 
     return function
-
-
-@contextlib.contextmanager
-def _in_one_function(model: Any) -> Iterator[None]:
-    """Within, Keras makes steps that are no functions of their own, unless XLA compiles these."""
-    before = model._run_eagerly
-    model._run_eagerly = before or not model.jit_compile
-    try:
-        yield
-    finally:
-        model._run_eagerly = before
 
 
 def _taking(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -200,24 +179,18 @@ def symbolic_build(original: Callable[..., Any], self: Any, iterator: Any = None
         self._symbolic_build(data_batch=data_batch)
 
 
-@contextlib.contextmanager
-def _of_known_outputs(model: Any) -> Iterator[None]:
+def _of_known_outputs(model: Any) -> contextlib.AbstractContextManager[None]:
     """Within, a functional model that knows its outputs gives tensors like these, if called.
 
     Keras calls it for their shapes and dtypes alone.
     """
     functional = getattr(model, "_functional", model)  # that of a Sequential
     outputs = getattr(functional, "_outputs_struct", None)
-    if outputs is None or type(model).call not in _CALLS or "call" in vars(model) or any(
+    if outputs is None or type(model).call not in names.OPENED or "call" in vars(model) or any(
             None in each.shape[1:] or each.sparse for each in tree.flatten(outputs)):
-        yield
-        return
-    vars(model)["call"] = lambda *_, **__: tree.map_structure(
-        lambda each: tf.compat.v1.placeholder(each.dtype, each.shape), outputs)
-    try:
-        yield
-    finally:
-        del vars(model)["call"]
+        return contextlib.nullcontext()
+    return hooks.having(model, call=lambda *_, **__: tree.map_structure(
+        lambda each: tf.compat.v1.placeholder(each.dtype, each.shape), outputs))
 
 
 def _batch_spec(element_spec: Any) -> Any:

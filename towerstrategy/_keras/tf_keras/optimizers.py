@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_keras.src.optimizers import adam, adamw, sgd
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy._keras import adopting, one_pass, optimizers as optimizers_rules
+from towerstrategy._keras import adopting, hooks, one_pass, optimizers as optimizers_rules
 from towerstrategy._keras.tf_keras import names
 from towerstrategy.placement import kind
 from towerstrategy.variables import rules
@@ -82,10 +82,5 @@ def distributed_apply(original: Callable[..., Any], self: Any, distribution: Any
             return update(gradient, variable)
         return None
 
-    own = dict.fromkeys(("_update_step", "_update_step_xla"), update_step)
-    vars(self).update(own)
-    try:
+    with hooks.having(self, _update_step=update_step, _update_step_xla=update_step):
         return original(self, distribution, *args, **kwargs)
-    finally:
-        for name in own:
-            del vars(self)[name]
