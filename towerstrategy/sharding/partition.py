@@ -174,7 +174,10 @@ class Partition:
 
     def _of_handle(self, operation: Op, values: Sequence[Value]) -> str:
         """Where the variable is that an operation is given; "" where nobody says."""
-        return next(filter(None, (values[place].device for place in operation.handles)), "")
+        for place in operation.handles:  # most have none, and all are asked
+            if values[place].device:
+                return values[place].device
+        return ""
 
     def _on_towers(self, operation: Op, plan: Plan, values: Sequence[Value],
                    controls: list[str], towers: Towers) -> list[Value]:
