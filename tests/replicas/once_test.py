@@ -1,4 +1,4 @@
-"""once and copies: one trace gives what tracing every tower gives, or steps aside."""
+"""once and replica: one trace gives what tracing every tower gives, or steps aside."""
 
 import gc
 import weakref
@@ -278,6 +278,50 @@ class SameResultsTest(parameterized.TestCase):
             return tape.gradient(loss, weight)
 
         self.assertEqual(float(outer()), 66.)
+
+
+class TotalsTest(parameterized.TestCase):
+
+    @parameterized.parameters(2, 5)
+    def test_rows_cross_in_place_of_gradients(self, rows):
+        """Else all towers make the gradient of each wide weight, and all of these cross."""
+        strategy = strategy_with(True)
+        strategy.extended.keep_graphs = True
+        start, x = np.ones([300, 310], "f") / 300, np.random.rand(rows, 300).astype("f")
+        with strategy.scope():
+            weight, optimizer = tf.Variable(start), keras.optimizers.SGD(1.)
+            optimizer.build([weight])
+
+        def step(x):
+            with tf.GradientTape() as tape:  # of no rows the loss, and so the gradient, is NaN
+                loss = strategy.scale_loss(tf.reduce_mean((x @ weight)[:, :7] ** 2))
+            optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+
+        loop = tf.function(lambda x: strategy.run(step, (x,)))
+        batch, = strategy.split((x,))
+        loop(batch)
+        moved = np.zeros_like(start)
+        moved[:, :7] = x.T @ (x @ start)[:, :7] * 2 / (rows * 7)
+        np.testing.assert_allclose(weight.numpy(), start - moved, atol=1e-6)
+        made = [each for each in loop.get_concrete_function(batch).graph.get_operations()
+                if each.outputs and each.outputs[0].shape == start.shape]
+        self.assertLen([each for each in made if each.type == "MatMul"], 1)
+        self.assertEmpty([each for each in made if each.type in ("AddN", "SelectV2")])
+
+    def test_halves_are_added_up_in_float32(self):
+        """Else a gradient that crosses as a half loses the parts of small batches."""
+        strategy = strategy_with(True)
+        with strategy.scope():
+            weight, optimizer = tf.Variable(tf.zeros([2])), keras.optimizers.SGD(1.)
+            optimizer.build([weight])
+
+        def step(x):
+            gradient = tf.cast(tf.cast(tf.reduce_sum(x, 0), tf.bfloat16), tf.float32)
+            optimizer.apply_gradients([(gradient, weight)])
+
+        batch, = strategy.split((tf.constant([[256., 1.], [1., 2.], [1., 4.]]),))
+        tf.function(lambda x: strategy.run(step, (x,)))(batch)
+        self.assertEqual(weight.numpy().tolist(), [-258., -7.])
 
 
 class RandomTest(parameterized.TestCase):

@@ -91,7 +91,9 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
     if not tower.can_merge:
         raise RuntimeError(contexts.NESTED_MERGE)
     _check_made_in_scope(tower.strategy, variables_)
-    placement = tower.strategy.extended.placement
+    homes = [homes_lib.home_of(variable) for variable in variables_]
+    totals = [tower.call.total(value, home) if rule == "sum" else None
+              for value, home, rule in zip(gradients, homes, rules)]
 
     def merged(strategy: tf.distribute.Strategy, *grouped: Any) -> Any:
         if "agreed" not in rules:
@@ -99,12 +101,13 @@ def merge_then(tower: contexts.TowerContext, gradients: Sequence[Any], variables
         one_each = merging.gradients(
             [None if value is None else
              [_tf.select_replica(number, value) for number in range(tower.count)]
-             for value in grouped], [homes_lib.home_of(variable) for variable in variables_],
-            tower.shares, placement.devices, placement.micro_batches, rules)
+             for value in grouped], homes, tower.shares,
+            [rule if total is None else "total" for total, rule in zip(totals, rules)])
         with contexts.OneReplicaContext(strategy), tf.name_scope(scopes.UPDATE):
             return apply(one_each)
 
-    return tower.merge_call(merged, args=tuple(gradients))
+    return tower.merge_call(merged, args=tuple(
+        value if total is None else total for value, total in zip(gradients, totals)))
 
 
 def _check_made_in_scope(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:

@@ -48,6 +48,12 @@ class Call:
         del name
         return values[tower]
 
+    def total(self, value: Any, device: str) -> tf.Tensor | None:
+        """The sum over this machine's towers, on ``device``, of what a tower has; None where only
+        a sync point can give it."""
+        del value, device
+        return None
+
     def ask(self) -> None:
         """A tower looks at its number as a Python number."""
 
@@ -60,7 +66,8 @@ class Call:
 
 
 # What a nested function that a tower has traced finds, by name, where no tower calls it.
-_OUTSIDE = {"share": np.float64(1), "number": np.int32(0), "seed": np.int32(0)}
+_OUTSIDE = {"share": np.float64(1), "filled": np.bool_(True), "number": np.int32(0),
+            "seed": np.int32(0)}
 
 
 class TowerContext(tf.distribute.ReplicaContext):
@@ -81,7 +88,7 @@ class TowerContext(tf.distribute.ReplicaContext):
     """
 
     share = property(lambda self: self.known("share"))
-    filled = property(lambda self: self.share > 0)
+    filled = property(lambda self: self.known("filled"))
 
     def __init__(self, strategy: tf.distribute.Strategy, index: int, shares: shares_lib.Shares,
                  call: Call) -> None:
@@ -139,16 +146,19 @@ class TowerContext(tf.distribute.ReplicaContext):
         return tf.bitwise.bitwise_xor(seed, tf.cast(step, seed.dtype))
 
     def known(self, name: str) -> Any:
-        """Its ``"share"``, its ``"number"`` or that as a ``"seed"``, as it has it in this call."""
+        """Its ``"share"``, whether it is ``"filled"``, its ``"number"`` or that as a ``"seed"``."""
         nested = _tf.nested_function(self.graph)
         if nested is not None:
             return _tf.capture_at_call(nested, f"towerstrategy/{name}", functools.partial(
                 _known_of_caller, name), tf.TensorSpec([], _OUTSIDE[name].dtype))
         if name not in self._found:
-            first = self._strategy.extended.first_replica
-            self._found[name] = self.call.own(self.index, name, self.shares.each if name == "share"
-                                              else list(np.arange(self.count, dtype="i") + first))
+            self._found[name] = self.call.own(self.index, name, self._of_each_tower(name))
         return self._found[name]
+
+    def _of_each_tower(self, name: str) -> list[Any]:
+        if name in ("share", "filled"):
+            return self.shares.each if name == "share" else self.shares.filled
+        return list(np.arange(self.count, dtype="i") + self._strategy.extended.first_replica)
 
     # Its sync points.
 

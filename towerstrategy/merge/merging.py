@@ -166,8 +166,7 @@ def numbers(parts: Sequence[Any]) -> list[Any]:
 
 
 def gradients(per_variable: Sequence[Sequence[Value | None] | None], devices: Sequence[str],
-              shares: shares_lib.Shares, towers: Sequence[str] = (), micro_batches: int = 1,
-              rules: Sequence[str] = ()) -> list[Value | None]:
+              shares: shares_lib.Shares, rules: Sequence[str] = ()) -> list[Value | None]:
     """Merges each variable's gradients where the variable lives.
 
     A tower without rows adds nothing, even where its gradient is NaN.
@@ -176,9 +175,8 @@ def gradients(per_variable: Sequence[Sequence[Value | None] | None], devices: Se
       per_variable: for each variable its gradients, one a tower, or None (no gradient).
       devices: for each variable the device to merge on.
       shares: the shares of this step's batch.
-      towers: the devices of the towers.
-      micro_batches: how many of the gradients are of one tower, one after another.
-      rules: for each variable "sum" (of all where there are none), "agreed" or "max".
+      rules: for each variable "sum" (of all where there are none), "agreed" or "max"; "total" where
+        each tower's is this machine's sum.
     """
     rules = rules or ["sum"] * len(devices)
 
@@ -186,8 +184,11 @@ def gradients(per_variable: Sequence[Sequence[Value | None] | None], devices: Se
         # In eager code not all towers come to it, such as one without rows in a loop over these.
         there = next(value for value in values if value is not None)
         full = [kept(False, there) if value is None else value for value in values]
+        if rule == "total":
+            return there
         if rule == "sum":
-            return _sum(full, shares, towers, micro_batches)
+            return total([without_empty(value, tower, shares)
+                          for tower, value in enumerate(full)])
         return agreed(full, shares) if rule == "agreed" else extreme(rule, full, shares)
 
     merged: list[Value | None] = []
@@ -196,34 +197,6 @@ def gradients(per_variable: Sequence[Sequence[Value | None] | None], devices: Se
             merged.append(None if values is None else merged_by(rule, values))
     if shares.workers is None:
         return merged
-    summed = shares.workers.sum([value if rule == "sum" else None
+    summed = shares.workers.sum([value if rule in ("sum", "total") else None
                                  for value, rule in zip(merged, rules)])
     return [one if one is not None else other for one, other in zip(summed, merged)]
-
-
-def _sum(values: Sequence[Value], shares: shares_lib.Shares, towers: Sequence[str],
-         micro_batches: int) -> Value:
-    filled = [without_empty(_crossed(value), tower, shares)
-              for tower, value in enumerate(values)]
-    if micro_batches > 1 and not any(isinstance(value, tf.IndexedSlices) for value in filled):
-        filled = _running(filled, towers, micro_batches)
-    return total(filled)
-
-
-def _crossed(value: Value) -> Value:
-    """``value`` on the current device, cast there if it is a wider copy of a half."""
-    half = _tf.half_of(value)
-    return value if half is None else tf.cast(half, value.dtype)
-
-
-def _running(values: Sequence[Value], towers: Sequence[str], micro_batches: int) -> list[Value]:
-    """One sum a tower, to which each micro-batch's gradient is added as it comes."""
-    sums = []
-    for tower, device in enumerate(towers):
-        first, *others = values[tower * micro_batches:(tower + 1) * micro_batches]
-        # A stage's gradients are added up on the stage's device.
-        with tf.device(first.device or device):
-            for value in others:
-                first = first + value
-        sums.append(first)
-    return sums

@@ -112,8 +112,8 @@ class Shares:
 
     @functools.cached_property
     def filled(self) -> list[Any]:
-        """Whether they have rows, bools or scalar bool tensors."""
-        return [count > 0 for count in self.here]
+        """Whether they have rows, NumPy's bools or scalar bool tensors."""
+        return [np.bool_(count > 0) if isinstance(count, int) else count > 0 for count in self.here]
 
     def in_words(self, tower: int) -> str:
         """The rows of ``tower`` in words, for errors; nothing where they are not known."""
@@ -138,7 +138,7 @@ class Shares:
 
 def slices_if(filled: Any, value: tf.IndexedSlices) -> tf.IndexedSlices:
     """``value``, or no slices at all where not ``filled`` (a bool or a scalar bool tensor)."""
-    if isinstance(filled, bool) and filled:
+    if not tf.is_tensor(filled) and filled:
         return value
     count = tf.where(filled, tf.shape(value.indices)[0], 0)
     return tf.IndexedSlices(value.values[:count], value.indices[:count], value.dense_shape)

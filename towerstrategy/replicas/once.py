@@ -23,7 +23,7 @@ from towerstrategy import _tensorflow as _tf, contexts, warned
 from towerstrategy.batch import sub_batches
 from towerstrategy.merge import results, shares as shares_lib
 from towerstrategy.replicas import enclosed
-from towerstrategy.sharding import contract, replica, step
+from towerstrategy.sharding import contract, replica, step, traffic
 from towerstrategy.sharding.builder import Builder
 from towerstrategy.sharding.replica import NeedsOwnTrace
 from towerstrategy.variables import alone, tower_local
@@ -73,7 +73,8 @@ class _Once(contexts.Call):
     def _traced(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What ``fn`` returns on tower 0; all of it is in the graph of the moment."""
         self._graph: Any = tf.compat.v1.get_default_graph()
-        self._own = replica.OwnTensors(self._graph, self._count)
+        self._own = replica.OwnTensors(self._graph, self._count, self._shares.filled
+                                       if self._shares.may_be_empty else ())
         context = contexts.TowerContext(self._strategy, 0, self._shares, self)
         first = self._strategy.extended.first_replica
         with _tf.variables_of_caller(), _tf.operation_seeds_of_caller(), context, \
@@ -104,7 +105,7 @@ class _Once(contexts.Call):
                                if leaf.graph is self._graph]
         graph = tf.compat.v1.get_default_graph()
         _tf.hand_on_functions(self._graph, graph)
-        layout = own.layout()
+        layout = own.layout(self.contract, traffic.of(self._strategy, None))
         towers = step.towers_of(self._strategy, Builder(graph), lambda _: None)
         partition = replica.ReplicaPartition(towers, own)
         values = partition.run(layout, own.inputs(towers))
@@ -187,6 +188,10 @@ class _Once(contexts.Call):
         if tf.is_symbolic_tensor(first):
             self.contract.put(first, contract.KNOWN.get(name, contract.UNKNOWN))
         return first
+
+    def total(self, value: Any, device: str) -> tf.Tensor | None:
+        inside = isinstance(value, tf.Tensor) and not tf.executing_eagerly()
+        return self._own.total(value, device) if inside and self._own.differs(value) else None
 
     def ask(self) -> None:
         raise NeedsOwnTrace("it looks at its replica id as a Python number")

@@ -57,8 +57,9 @@ SAME = State(REPLICATED)
 ROWS = State(Sharded(0))
 SHARE = State(REPLICATED, 1)
 UNKNOWN = State(None)
-# Of what a tower knows of itself.  Whatever the seed, a draw is one of the same distribution.
-KNOWN = {"share": SHARE, "seed": SAME}
+# Of what a tower knows of itself.  Whatever the seed, a draw is one of the same distribution; and
+# a tower without rows counts for nothing.
+KNOWN = {"share": SHARE, "filled": SAME, "seed": SAME}
 
 
 class Contract:

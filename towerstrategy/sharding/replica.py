@@ -11,6 +11,7 @@ and done once, as is what is done at sync points, which get at the towers' value
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -18,13 +19,15 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import graphs, propagate
+from towerstrategy.sharding import blocks, graphs, propagate
 from towerstrategy.sharding.builder import Ref
+from towerstrategy.sharding.contract import Contract
 from towerstrategy.sharding.partition import Lazily, Partition
 from towerstrategy.sharding.rules import registry
 from towerstrategy.sharding.rules.registry import Op, Plan
-from towerstrategy.sharding.spec import OWN, REPLICATED, Spec
+from towerstrategy.sharding.spec import OWN, REPLICATED, SUM, Sharded, Spec
 from towerstrategy.sharding.towers import Towers
+from towerstrategy.sharding.traffic import Traffic
 from towerstrategy.sharding.values import Value, captured
 
 
@@ -39,14 +42,22 @@ class ByEach(Plan):
     """Done by each tower, with what it has."""
 
 
-class OwnTensors:
-    """Tensors of a replica function's ``graph`` of which each of ``count`` towers has its own."""
+class OfAllRows(Plan):
+    """Done once, with the rows of all towers, in place of a sum over what each makes of its own."""
 
-    def __init__(self, graph: Any, count: int) -> None:
-        self.graph, self._count = graph, count
+
+class OwnTensors:
+    """Tensors of a replica function's ``graph`` of which each of ``count`` towers has its own.
+
+    ``filled`` says of each tower whether it has rows; it is empty where all have.
+    """
+
+    def __init__(self, graph: Any, count: int, filled: Sequence[Any] = ()) -> None:
+        self.graph, self._count, self._filled = graph, count, filled
         self._inputs: dict[str, Sequence[Any]] = {}  # a placeholder -> each tower's, made outside
         self._joined: set[str] = set()  # operations that give tower r their input number r
         self._picks: dict[str, int] = {}  # operations that give what this tower has
+        self._totals: set[str] = set()  # operations that give the sum of the towers' inputs
         self._once: set[str] = set()  # those of sync points
         self._captures: dict[str, Any] = {}  # a placeholder -> what it stands for, for all towers
         self._checked: set[str] = set()  # functions that draw nothing
@@ -105,18 +116,29 @@ class OwnTensors:
         """What ``tower`` has of a tensor, at a sync point."""
         if not self.differs(tensor):
             return tensor
-        half = _tf.half_of(tensor)
-        if half is not None:  # which crosses then
-            return tf.cast(self.of_tower(half, tower), tensor.dtype)
         picked = tf.identity(tensor)
         _tf.copy_handle_data(tensor, picked)
         self._picks[picked.op.name] = tower
         return picked
 
+    def total(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
+        """The sum of what the towers that have rows have of a tensor, on ``device``."""
+        half = _tf.half_of(tensor)  # which crosses then
+        with _tf.not_recorded(), tf.device(device):
+            summed = tf.identity(tensor) if half is None else tf.cast(half, tensor.dtype)
+        self._totals.add(summed.op.name)
+        self._once.add(summed.op.name)
+        return summed
+
     # When all is traced.
 
-    def layout(self) -> propagate.Layout:
-        """Which operations each tower does, and which are done once."""
+    def layout(self, states: Contract, traffic: Traffic) -> propagate.Layout:
+        """Which operations each tower does, and which are done once.
+
+        Args:
+          states: what is known of the towers' tensors.
+          traffic: chooses between what the towers make being added up and their rows crossing.
+        """
         graph = self.graph
         self._captures = {inner.name: outer for outer, inner in (
             *graph.captures, *_tf.captured_at_call(graph)) if inner.op.name not in self._inputs}
@@ -125,14 +147,21 @@ class OwnTensors:
         specs: dict[str, Spec] = {tensor.name: OWN if tensor.op.name in self._inputs else REPLICATED
                                   for tensor in graph.inputs}
         found = propagate.Layout(graph, graphs.needed_in_order(graph), specs, {})
+        taken = collections.Counter(name for each in found.order for name in each.input_names)
+        added_up = {each.input_names[0] for each in found.order if each.name in self._totals
+                    and taken[each.input_names[0]] == 1}
         for operation in found.order:
             if operation.output_names and operation.output_names[0] in specs:
                 continue  # an input
             given = found.inputs_of(operation)
-            if self._is_own(operation, given):
+            rows = None if added_up.isdisjoint(operation.output_names) else _rows_of(
+                operation, given, states, traffic)
+            if rows is not None:
+                plan: Plan = OfAllRows(rows, [REPLICATED], once=True)
+            elif self._is_own(operation, given):
                 for name in _tf.functions_of(operation.operation):
                     self._check_function(name)
-                plan: Plan = ByEach(given, [OWN] * len(operation.outputs))
+                plan = ByEach(given, [OWN] * len(operation.outputs))
             elif OWN in given:  # at a sync point: what is tower 0's there is taken for all
                 plan = registry.once(operation)
             else:
@@ -180,9 +209,10 @@ class OwnTensors:
 
         return Value(towers, OWN, tensor.shape, None, part)
 
-    def hands_on(self, operation: Op) -> bool:
-        """Whether an operation gives no more than what it takes: at a sync point, or behind it."""
-        return operation.name in self._picks or operation.name in self._joined
+    def hands_on(self, operation: Op, values: Sequence[Value]) -> bool:
+        """Whether an operation gives what towers have: at a sync point, or behind it."""
+        return operation.name in self._picks or operation.name in self._joined \
+            or operation.name in self._totals and values[0].spec == OWN
 
     def handed_on(self, operation: Op, values: Sequence[Value]) -> tuple[list[Value], list[Ref]]:
         """What such an operation gives, and what it takes of these."""
@@ -190,8 +220,45 @@ class OwnTensors:
         if operation.name in self._joined:
             refs = [value.whole() for value in values]
             return [Value(towers, OWN, shape, None, refs.__getitem__)], refs
+        if operation.name in self._totals:
+            refs, device = values[0].parts(), operation.definition.device or towers.merge
+            ref = towers.add_up_here([self._if_filled(towers, tower, part) for tower, part in
+                                      enumerate(refs)], device, shape, operation.outputs[0].dtype)
+            return [Value(towers, REPLICATED, shape, ref, None, device)], refs
         ref = values[0].part(self._picks[operation.name])
         return [Value(towers, REPLICATED, shape, ref)], [ref]
+
+    def _if_filled(self, towers: Towers, tower: int, part: Ref) -> Ref:
+        """``part``, or zeros where the tower has no rows."""
+        filled, build = self._filled[tower] if self._filled else True, towers.builder
+        if not tf.is_tensor(filled) and filled:
+            return part
+        known = build.take(build.graph.capture(filled)) if tf.is_tensor(filled) \
+            else build.constant(filled, tf.bool, towers.devices[tower])
+        return towers.on(tower, "SelectV2", known, part, towers.on(tower, "ZerosLike", part))
+
+
+def _rows_of(operation: Op, given: Sequence[Spec], states: Contract,
+             traffic: Traffic) -> list[Spec] | None:
+    """The specs of inputs whose rows cross, to be worked on once, if these are fewer bytes.
+
+    By the table what towers make of their rows then adds up to what is made of the rows of all.
+    """
+    specs: list[Spec] = []
+    for spec, tensor in zip(given, operation.inputs):
+        known = REPLICATED if spec == REPLICATED else states.of(tensor).spec
+        if not isinstance(known, Sharded) and spec != REPLICATED or known is None:
+            return None
+        specs.append(known)
+    plan = registry.plan_of(operation, specs)
+    if plan is None or plan.gives != [SUM] or list(plan.takes) != specs:
+        return None
+    return specs if traffic.cheaper(operation, plan, specs).once else None
+
+
+def _sharded(value: Value, spec: Sharded, home: str) -> Value:
+    """The towers' own rows as those of one batch, which ``home`` gathers."""
+    return Value(value.towers, spec, blocks.opened(value.shape, spec.dim), None, value.part, home)
 
 
 def _only_reads(operation: tf.Operation) -> bool:
@@ -221,13 +288,20 @@ class ReplicaPartition(Partition):
 
     def _operation(self, layout: propagate.Layout, operation: Op) -> None:
         values = [self._values[name] for name in operation.input_names]
-        if self._of.hands_on(operation):
+        plan = layout.plans[operation.name]
+        if self._of.hands_on(operation, values):
             made, refs = self._of.handed_on(operation, values)
             if operation.name in self._nodes:
                 self._nodes[operation.name] += [*self._controls(operation), *(
                     ref.node for ref in refs if ref.node in self._towers.builder.nodes)]
-        elif isinstance(layout.plans[operation.name], ByEach):
+        elif isinstance(plan, ByEach):
             made = self._by_each(operation, values)
+        elif isinstance(plan, OfAllRows):
+            home = self._home(operation, [])
+            made = self._once(operation, plan, [
+                _sharded(value, spec, home) if isinstance(spec, Sharded) else value
+                for value, spec in zip(values, plan.takes)], self._controls(operation),
+                self._towers)
         else:
             return super()._operation(layout, operation)
         self._values.update(zip(operation.output_names, made))

@@ -201,8 +201,15 @@ class Towers:
     def add_up(self, parts: Sequence[Ref], device: str,
                shape: tf.TensorShape | None = None) -> Ref:
         """The sum over the towers of all workers, of the values of those that are here."""
-        parts = relays.summed(self.builder, self.near, parts, device, shape)
-        return self.across.cross("sum", self._added(parts, device), device, shape)
+        return self.across.cross("sum", self.add_up_here(parts, device, shape), device, shape)
+
+    def add_up_here(self, parts: Sequence[Ref], device: str, shape: tf.TensorShape | None = None,
+                    dtype: tf.DType | None = None) -> Ref:
+        """The sum over the towers that are here; of halves as ``dtype``, if that is said."""
+        total = self._added(relays.summed(self.builder, self.near, parts, device, shape), device)
+        dtype = dtype or parts[0].dtype
+        return total if total.dtype == dtype else self.builder.make(
+            "Cast", [total], device, DstT=dtype)
 
     def _added(self, parts: Sequence[Ref], device: str) -> Ref:
         if len(parts) == len(self.devices):  # micro-batches: first those of a device
@@ -212,11 +219,8 @@ class Towers:
             parts = [self._one_by_one(those, own) for own, those in here.items()]
         if len(parts) == 1:
             return parts[0]
-        dtype = parts[0].dtype
-        if dtype in (tf.float16, tf.bfloat16):  # cross as such, and are rounded once
-            wide = [self.builder.make("Cast", [part], device, DstT=tf.float32) for part in parts]
-            total = self.builder.make("AddN", wide, device, "merge/AddN")
-            return self.builder.make("Cast", [total], device, DstT=dtype)
+        if parts[0].dtype in (tf.float16, tf.bfloat16):  # cross as such, and are rounded once
+            parts = [self.builder.make("Cast", [part], device, DstT=tf.float32) for part in parts]
         return self.builder.make("AddN", parts, device, "merge/AddN")
 
     def _one_by_one(self, parts: Sequence[Ref], device: str) -> Ref:
