@@ -112,12 +112,51 @@ class BatchNormTest(parameterized.TestCase):
         left out in training."""
         kit = KITS[kit]
 
-        class Doubled(kit.layers.BatchNormalization):
-            def call(self, inputs, training=None):
-                return 2 * super().call(inputs, training=training)
+        def doubled(base):
+            class Doubled(base):
+                def call(self, inputs, training=None):
+                    return 2 * super().call(inputs, training=training)
+            return Doubled
 
-        norms = [functools.partial(kit.layers.BatchNormalization, synchronized=True), Doubled]
-        self.assert_alike(kit, norms, norms)
+        whole = functools.partial(kit.layers.BatchNormalization, synchronized=True)
+        self.assert_alike(kit, [whole, doubled(sliced(kit))],
+                          [whole, doubled(kit.layers.BatchNormalization)])
+
+    @parameterized.product(kit=list(KITS), rows=[5, 2])
+    def test_in_a_replica_function(self, kit, rows):
+        """Else a loop of one's own has a dozen operations a layer where there is a kernel, or the
+        kernel's statistics are others than Keras', or those of a tower without rows count."""
+        kit = KITS[kit]
+        self.enter_context(dtypes.policy(kit, "float32"))
+        x, factors = X[:rows].astype("f"), np.random.RandomState(7).rand(rows, *IMAGE).astype("f")
+        strategy, found = towerstrategy.TowerStrategy(DEVICES[:TOWERS]), []
+        strategy.extended.keep_graphs = True
+        for make, scope in (sliced(kit), contextlib.nullcontext()), (
+                kit.layers.BatchNormalization, strategy.scope()):
+            with scope:
+                layer = make()
+                layer.build([None, *IMAGE])
+
+            def step(x, factors, layer=layer):
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    y = layer(x, training=True)
+                    total = tf.reduce_sum(y * factors)
+                return y, tape.gradient(total, x)
+
+            given = [tf.constant(x), tf.constant(factors)]
+            if found:
+                run = tf.function(lambda *given: strategy.run(step, given))
+                given = strategy.split(given)
+                types = {operation.type for operation in run.get_concrete_function(
+                    *given).graph.get_operations()}
+                self.assertNotIn("SquaredDifference", types)
+                made = [strategy.gather(value, axis=0) for value in run(*given)]
+            else:
+                made = tf.function(step)(*given)
+            found.append([*made, *layer.non_trainable_variables])
+        for got, wanted in zip(found[1], found[0]):
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
     @IN_TURN
     def test_no_tower_waits_for_another(self, kit):

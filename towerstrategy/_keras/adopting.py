@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf, contexts
-from towerstrategy._keras import batch_norm, hooks, stages, state
+from towerstrategy._keras import hooks, stages, state
 from towerstrategy.placement import kind
 from towerstrategy.variables import one_copy, rules
 
@@ -110,7 +110,6 @@ def adopt_state(strategy: tf.distribute.Strategy, model: Any,
         set_owner(optimizer, strategy)
     local = [variable for metric in metrics for variable in names.adopt_metric(strategy, metric)]
     resident = adopt_variables(strategy, held)
-    batch_norm.normalize(strategy, model, names)
     stages.settle(strategy, model, names)
     adopt_variables(strategy, [vars(model).get(name) for name in _COUNTERS])
     return resident, local

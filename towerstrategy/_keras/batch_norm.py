@@ -1,18 +1,16 @@
-"""Batch norm in a step that has all rows, in fewer operations, or with each tower's own statistics.
+"""Batch norm by TensorFlow's fused kernel, of all rows or of each tower's.
 
-Goes in: a strategy, a model and how its Keras names things.  Comes out: the model, whose batch norm
-layers call TensorFlow's fused kernel: fewer operations, and fewer sums over all rows in a row, than
-Keras' code and its gradient.  With ``synchronize_batch_norm=False`` they normalize each tower's
-rows by themselves, and moving statistics move by the mean of the towers', by rows.
+Goes in: Keras' ``BatchNormalization.call``, and a call of it in a tower or in a step that has all
+rows.  Comes out: the same, in fewer operations, and fewer sums over all rows in a row, than Keras'
+code and its gradient.  With ``synchronize_batch_norm=False`` a step that has all rows normalizes
+each tower's by themselves, and moving statistics move by the mean of the towers', by rows.
 
-With a mask, renormalization or several axes, and where a layer has a ``call`` of its own, Keras'
-code is left as it is; so are statistics of all rows where a layer says ``synchronized=True``.
+With a mask, renormalization or several axes Keras' code is left as it is; so are statistics of all
+rows where a layer says ``synchronized=True``.
 """
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,46 +19,41 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf, contexts
 
 LEAST_EPSILON = 1e-5  # CuDNN's
+_OTHERWISE = "renorm", "virtual_batch_size"  # attributes that not every release has
 
 
-def normalize(strategy: tf.distribute.Strategy, model: Any, names: Any) -> None:
-    """Has the batch norm layers of ``model`` do so, if there are several towers."""
-    if strategy.num_replicas_in_sync == 1:
-        return
-    original = names.BATCH_NORM.call
-    call = _call(original, not strategy.extended.synchronizes_batch_norm)
-    for layer in model._flatten_layers():
-        if isinstance(layer, names.BATCH_NORM) and type(layer).call is original:
-            vars(layer).setdefault("call", types.MethodType(call, layer))
+def call(original: Callable[..., Any], self: Any, inputs: Any, training: Any = None,
+         mask: Any = None) -> Any:
+    """The hook for ``BatchNormalization.call``."""
+    context, axis = contexts.current(), tf.nest.flatten(self.axis)
+    all_rows = contexts.has_all_rows()
+    if context is None or not training or mask is not None or tf.executing_eagerly() \
+            or not _has_several_towers(context.strategy) or not self.trainable or len(axis) > 1 \
+            or any(getattr(self, name, None) for name in _OTHERWISE) \
+            or self.synchronized and not all_rows:
+        return original(self, inputs, training=training, mask=mask)
+    x = tf.cast(inputs, self.compute_dtype)
+    by_towers = all_rows and not self.synchronized \
+        and not context.strategy.extended.synchronizes_batch_norm
+    if not by_towers and not _has_kernel(self, x, axis[0]):
+        return original(self, inputs, training=training, mask=mask)
+    moving = tf.convert_to_tensor(self.moving_mean)
+    scale = tf.ones_like(moving) if self.gamma is None else tf.convert_to_tensor(self.gamma)
+    offset = tf.zeros_like(moving) if self.beta is None else tf.convert_to_tensor(self.beta)
+    if by_towers:
+        output, mean, variance = _normalized(x, scale, offset, axis[0] % x.shape.rank,
+                                             self.epsilon)
+    else:
+        output, mean, variance = _by_kernel(x, scale, offset, self.epsilon)
+    for variable, moment in (self.moving_mean, mean), (self.moving_variance, variance):
+        variable.assign(variable * self.momentum
+                        + tf.cast(moment, variable.dtype) * (1. - self.momentum))
+    return output
 
 
-def _call(original: Callable[..., Any], own: bool) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(self: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> Any:
-        axis = list(tf.nest.flatten(self.axis))
-        by_towers = own and not self.synchronized
-        as_it_is = mask is not None or len(axis) > 1 or any(  # which not every release has
-            getattr(self, name, None) for name in ("renorm", "virtual_batch_size"))
-        if as_it_is or not training or not self.trainable or tf.executing_eagerly() \
-                or not contexts.has_all_rows():
-            return original(self, inputs, training=training, mask=mask)
-        x = tf.cast(inputs, self.compute_dtype)
-        if not by_towers and not _has_kernel(self, x, axis[0]):
-            return original(self, inputs, training=training, mask=mask)
-        moving = tf.convert_to_tensor(self.moving_mean)
-        scale = tf.ones_like(moving) if self.gamma is None else tf.convert_to_tensor(self.gamma)
-        offset = tf.zeros_like(moving) if self.beta is None else tf.convert_to_tensor(self.beta)
-        if by_towers:
-            output, mean, variance = _normalized(x, scale, offset, axis[0] % x.shape.rank,
-                                                 self.epsilon)
-        else:
-            output, mean, variance = _by_kernel(x, scale, offset, self.epsilon)
-        for variable, moment in (self.moving_mean, mean), (self.moving_variance, variance):
-            variable.assign(variable * self.momentum
-                            + tf.cast(moment, variable.dtype) * (1. - self.momentum))
-        return output
-
-    return call
+def _has_several_towers(strategy: tf.distribute.Strategy) -> bool:
+    extended = strategy.extended
+    return len(extended.worker_devices) > 1 or extended.workers is not None
 
 
 def _has_kernel(layer: Any, x: tf.Tensor, axis: int) -> bool:

@@ -56,8 +56,8 @@ class Place:
         def hooked(*args: Any, **kwargs: Any) -> Any:
             return instead(original, *args, **kwargs)
 
-        if self.name == "__init__" and not hasattr(original, "__wrapped__"):
-            # To remember arguments Keras asks inspect in a way that does not look at what is
+        if self.name in ("__init__", "call") and not hasattr(original, "__wrapped__"):
+            # To know its arguments Keras asks inspect in a way that does not look at what is
             # wrapped.  Nothing else may have it: Keras hands it on with a method's own attributes.
             vars(hooked)["__signature__"] = inspect.signature(original)
         setattr(hooked, MARK, original)

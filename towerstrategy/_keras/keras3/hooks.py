@@ -20,7 +20,7 @@ from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
 from keras.src.trainers import data_adapters
 
-from towerstrategy._keras import hooks, optimizers as optimizers_rules, stages
+from towerstrategy._keras import batch_norm, hooks, optimizers as optimizers_rules, stages
 from towerstrategy._keras.keras3 import callbacks, names, optimizers, training
 
 # What is hooked and why; the test of upstream names reads this.
@@ -41,6 +41,9 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
     (tf_optimizer.TFOptimizer, "_distributed_tf_update_step"): hooks.Hook(
         optimizers.distributed_update_step,
         "a dozen operations and passes over memory a variable; one where TensorFlow has a kernel"),
+    (names.BATCH_NORM, "call"): hooks.Hook(
+        batch_norm.call,
+        "a dozen operations, and as many for the gradient, where TensorFlow has a kernel"),
     (seed_generator.SeedGenerator, "next"): hooks.Hook(
         training.next_seed,
         "random layers draw differently on every tower"),

@@ -13,14 +13,13 @@ from typing import Any
 
 from tf_keras.src import callbacks, losses as keras_losses
 from tf_keras.src.engine import base_layer, data_adapter, training
-from tf_keras.src.layers.normalization import batch_normalization
 from tf_keras.src.layers.rnn import gru_lstm_utils
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 from tf_keras.src.optimizers import optimizer as new_optimizer
 from tf_keras.src.optimizers.legacy import optimizer_v2
 from tf_keras.src.utils import losses_utils
 
-from towerstrategy._keras import hooks, optimizers as optimizers_rules, stages
+from towerstrategy._keras import batch_norm, hooks, optimizers as optimizers_rules, stages
 from towerstrategy._keras.tf_keras import (
     names,
     optimizers,
@@ -47,7 +46,11 @@ HOOKS: dict[tuple[Any, str], hooks.Hook] = {
         optimizers.supports_loss_scaling,
         "refuses strategies with one copy of a variable, which would unscale it once a replica; "
         "merged gradients are checked and applied once"),
-    (batch_normalization.BatchNormalizationBase, "build"): hooks.Hook(
+    (names.BATCH_NORM, "call"): hooks.Hook(
+        batch_norm.call,
+        "has one kernel of all rows alone; without it, a dozen operations and as many for the "
+        "gradient"),
+    (names.BATCH_NORM, "build"): hooks.Hook(
         training_lib.batch_norm_build,
         "keeps a copy of the moving statistics a replica"),
     (gru_lstm_utils, "generate_defun_backend"): hooks.Hook(
