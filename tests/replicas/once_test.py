@@ -323,6 +323,23 @@ class TotalsTest(parameterized.TestCase):
         tf.function(lambda x: strategy.run(step, (x,)))(batch)
         self.assertEqual(weight.numpy().tolist(), [-258., -7.])
 
+    def test_gradients_that_are_the_same_on_all_towers(self):
+        """Else a gradient that is no tensor of the step, or merged already, is an error."""
+        strategy = strategy_with(True)
+        with strategy.scope():
+            weight, optimizer = tf.Variable(tf.zeros([2])), keras.optimizers.SGD(1.)
+            optimizer.build([weight])
+
+        def step(x):
+            optimizer.apply_gradients([(tf.constant([1., 2.]), weight)])
+            optimizer.apply_gradients([(outside, weight)])
+            total = context().all_reduce("SUM", tf.reduce_sum(x, 0))
+            optimizer.apply_gradients([(total / 3., weight)])
+
+        outside, (batch,) = tf.constant([3., 4.]), strategy.split((ROWS,))
+        tf.function(lambda x: strategy.run(step, (x,)))(batch)
+        self.assertEqual(weight.numpy().tolist(), [-42., -54.])
+
 
 class RandomTest(parameterized.TestCase):
 

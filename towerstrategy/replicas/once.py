@@ -190,7 +190,8 @@ class _Once(contexts.Call):
         return first
 
     def total(self, value: Any, device: str) -> tf.Tensor | None:
-        inside = isinstance(value, tf.Tensor) and not tf.executing_eagerly()
+        inside = tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor) \
+            and not tf.executing_eagerly()
         return self._own.total(value, device) if inside and self._own.differs(value) else None
 
     def ask(self) -> None:
