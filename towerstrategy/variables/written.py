@@ -70,6 +70,17 @@ def value(variable: Any, values: Sequence[Any], shares: shares_lib.Shares,
         return merging.extreme(rule, values, shares)
 
 
+def total(variable: Any, tower: Any, value: Any) -> tf.Tensor | None:
+    """What is written where ``tower`` writes a value, of this machine's towers, on the home; None
+    where only a sync point can give it."""
+    rule = rule_of(variable)
+    if rule not in ("sum", "mean"):
+        return None
+    value = tf.convert_to_tensor(value, variable.dtype)
+    part = value * tf.cast(tower.share, value.dtype) if rule == "mean" else value
+    return tower.call.total(part, homes_lib.home_of(variable))
+
+
 def slices(variable: Any, method_name: str, parts: Sequence[tf.IndexedSlices],
            shares: shares_lib.Shares, outside: bool = False) -> tf.IndexedSlices:
     """The slices that ``method_name`` writes where each tower writes one of ``parts``."""
