@@ -393,6 +393,21 @@ class CreationTest(parameterized.TestCase):
             self.assertEqual(plain(call([1., 2.])), [2., 4.])
         self.assertIsInstance(held["v"], one_copy.TowerVariable)
 
+    def test_made_in_a_function_before_it_runs(self):
+        """Else a first step that makes metrics is another program, whose draws begin anew."""
+        held = []
+
+        @tf.function
+        def call():
+            if not held:
+                held.append(tf.Variable(lambda: tf.ones([]), synchronization=Sync.ON_READ,
+                                        aggregation=Aggregation.SUM))
+            return tf.random.uniform([])
+
+        tf.random.set_seed(1)
+        with two_towers().scope():
+            self.assertNotEqual(plain(call()), plain(call()))
+
 
 class UseTest(parameterized.TestCase):
 

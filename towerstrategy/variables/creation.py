@@ -74,9 +74,14 @@ def _check_modes(kwargs: dict[str, Any]) -> bool:
 def _create_tower_local(strategy: tf.distribute.Strategy, next_creator: Callable[..., Any],
                         **kwargs: Any) -> tower_local.TowerLocalVariable:
     parts: list[tf.Variable] = []
+    eager, value = tf.executing_eagerly(), kwargs["initial_value"]
+    if not eager and callable(value):
+        # A function whose variables start from other variables cannot initialize them before it
+        # runs: its first call is then another program than the next ones.
+        kwargs["initial_value"] = functools.cache(value)
     for number, device in enumerate(strategy.extended.worker_devices):
         if parts:
-            if strategy.extended.workers is None:
+            if eager and strategy.extended.workers is None:
                 kwargs["initial_value"] = lambda: tf.identity(parts[0].value())
             first = (parts[0].name or kwargs.get("name") or "Variable").split(":")[0]
             kwargs["name"] = f"{first}/tower_{number}/"
