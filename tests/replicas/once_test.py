@@ -339,6 +339,7 @@ class TotalsTest(parameterized.TestCase):
         outside, (batch,) = tf.constant([3., 4.]), strategy.split((ROWS,))
         tf.function(lambda x: strategy.run(step, (x,)))(batch)
         self.assertEqual(weight.numpy().tolist(), [-42., -54.])
+        self.assertEmpty(strategy.extended.own_trace_reasons)
 
 
 class RandomTest(parameterized.TestCase):

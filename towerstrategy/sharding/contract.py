@@ -111,7 +111,7 @@ class Contract:
 
     def of(self, tensor: tf.Tensor) -> State:
         """What is known of a tensor; what was made outside of the tower is the same for all."""
-        return self._states.get(tensor.name, SAME)
+        return SAME if _tf.is_eager(tensor) else self._states.get(tensor.name, SAME)
 
     def _operation(self, operation: tf.Operation) -> Sequence[State]:
         states = [self.of(tensor) for tensor in operation.inputs]

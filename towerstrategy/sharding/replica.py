@@ -209,10 +209,11 @@ class OwnTensors:
 
         return Value(towers, OWN, tensor.shape, None, part)
 
-    def hands_on(self, operation: Op, values: Sequence[Value]) -> bool:
+    def hands_on(self, layout: propagate.Layout, operation: Op) -> bool:
         """Whether an operation gives what towers have: at a sync point, or behind it."""
-        return operation.name in self._picks or operation.name in self._joined \
-            or operation.name in self._totals and values[0].spec == OWN
+        return operation.name in self._picks or operation.name in self._joined or (
+            operation.name in self._totals
+            and not isinstance(layout.plans.get(operation.before[0]), OfAllRows))
 
     def handed_on(self, operation: Op, values: Sequence[Value]) -> tuple[list[Value], list[Ref]]:
         """What such an operation gives, and what it takes of these."""
@@ -289,7 +290,7 @@ class ReplicaPartition(Partition):
     def _operation(self, layout: propagate.Layout, operation: Op) -> None:
         values = [self._values[name] for name in operation.input_names]
         plan = layout.plans[operation.name]
-        if self._of.hands_on(operation, values):
+        if self._of.hands_on(layout, operation):
             made, refs = self._of.handed_on(operation, values)
             if operation.name in self._nodes:
                 self._nodes[operation.name] += [*self._controls(operation), *(

@@ -166,10 +166,10 @@ class TowerVariable(_tf.ResourceVariable):
             return plain(value, name)
 
         tower = contexts.writer_of(self)
-        total = written.total(self, tower, value) \
-            if tower is not None and tower.several and tower.can_merge else None
-        if total is not None:
-            return tower.merge_call(lambda _, total: plain(tower.shares.across(total)), (total,))
+        if tower is not None and tower.several and tower.can_merge:
+            shares, total = tower.shares, written.total(self, tower, value)
+            if total is not None:
+                return tower.merge_call(lambda _, total: plain(shares.across(total)), (total,))
         return self._write(
             value, functools.partial(tf.convert_to_tensor, dtype=self.dtype),
             lambda value: plain(value, name),
