@@ -95,6 +95,7 @@ WRONG = {
     "statistics": lambda s, w, x, y: mean_squared(w, x - tf.reduce_mean(x, 0), y),
     "root_of_sum": lambda s, w, x, y: tf.sqrt(tf.reduce_sum(squares(w, x, y))),
     "order": lambda s, w, x, y: mean_squared(w, tf.sort(x, 0), y),
+    "mean_along_rows": lambda s, w, x, y: tf.reduce_mean(squares(w, x, y), 0),
 }
 
 

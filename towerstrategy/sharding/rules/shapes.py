@@ -178,8 +178,10 @@ def moved(op: Op, specs: Sequence[Spec]) -> Plan | None:
 def product_of_size(op: Op, specs: Sequence[Spec]) -> Plan | None:
     """How many entries a shape has."""
     spec = specs[0]
-    if not isinstance(spec, Size) or op.out_rank() != 0 or op.rank(0) != 1:
+    if not isinstance(spec, Size) or op.out_rank() != 0 or op.rank(0) not in (0, 1):
         return None
+    if op.rank(0) == 0:  # a single size, as of an axis that is no list
+        return Plan([spec, REPLICATED], [spec])
     known = static_sizes(op, 0, spec)
     times = None if known is None else _times(known, spec.at, spec)
     return Plan([spec, REPLICATED], [Size(0, times, spec.group)])
