@@ -75,6 +75,15 @@ RIGHT = {
         tf.gather(w[0], tf.cast(x[:, 0] * 3, tf.int32)) @ w[1])),
     "chosen_in_rows": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(tf.gather(
         tf.nn.relu(x @ w[0]) @ w[1], tf.cast(y[:, 0] * 2, tf.int32), batch_dims=1) ** 2)),
+    "spectrum_of_weights": lambda s, w, x, y: tf.reduce_sum(squares(
+        [tf.math.real(tf.signal.fft(tf.cast(w[0], tf.complex128))), w[1]], x, y)) / 8,
+    "triangular_weights": lambda s, w, x, y: tf.reduce_sum(squares([tf.linalg.set_diag(
+        tf.linalg.band_part(w[0], -1, 0), tf.exp(tf.linalg.diag_part(w[0]))), w[1]], x, y)) / 8,
+    "determinant_beside_rows": lambda s, w, x, y: tf.reduce_sum(squares(w, x, y) + tf.reduce_sum(
+        tf.math.log(tf.linalg.diag_part(tf.linalg.cholesky(tf.matmul(
+            w[0], w[0], transpose_b=True) + tf.eye(3, dtype=x.dtype)))))) / 8,
+    "entry_of_weights_set": lambda s, w, x, y: tf.reduce_sum(squares([
+        tf.tensor_scatter_nd_update(w[0], [[1]], w[0][:1] * 2), w[1]], x, y)) / 8,
     "flat_rows": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(tf.reduce_mean(tf.reshape(
         (x[:, tf.newaxis, :, tf.newaxis] * w[0] @ w[1]) ** 2, [tf.shape(x)[0], -1]), 1))),
     "recomputed": lambda s, w, x, y: mean_squared(
@@ -96,6 +105,11 @@ WRONG = {
     "root_of_sum": lambda s, w, x, y: tf.sqrt(tf.reduce_sum(squares(w, x, y))),
     "order": lambda s, w, x, y: mean_squared(w, tf.sort(x, 0), y),
     "mean_along_rows": lambda s, w, x, y: tf.reduce_mean(squares(w, x, y), 0),
+    "mean_of_resized": lambda s, w, x, y: tf.reduce_mean(tf.image.resize(
+        (x @ w[0] @ w[1])[:, :, tf.newaxis, tf.newaxis], [4, 4]) ** 2),
+    "mean_of_spectra": lambda s, w, x, y: tf.reduce_mean(tf.abs(tf.signal.rfft(x @ w[0])) ** 2),
+    "size_of_sum": lambda s, w, x, y: mean_squared(w, x, y) + tf.reduce_sum(
+        tf.linalg.matvec(w[0], tf.abs(tf.reduce_sum(x - .5, 0)), transpose_a=True)) / 8,
 }
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import proof_cases  # noqa: F401  registers samples
 import proof_cases_algebra  # noqa: F401
 import proof_cases_moves  # noqa: F401
+import pytest
 import tensorflow as tf
 from absl.testing import absltest
 from proof_samples import samples
@@ -14,6 +15,27 @@ from proof_samples import samples
 from towerstrategy.sharding.rules import scaling
 
 SCALE = 3
+# Linear in an input, and left out: nobody has a gradient by it, or it is not one of it alone.
+LEFT_OUT = {"DebugIdentityV2", "ExtractGlimpseV2", "Fill", "NextAfter", "OneHot", "RandomShuffle",
+            "ZerosLike"}
+
+
+def operations(sample):
+    """A sample's operations, what they are fed, and which array is which of their inputs."""
+    with tf.Graph().as_default() as graph:
+        fed = [tf.compat.v1.placeholder(array.dtype, array.shape) for array in sample.arrays]
+        sample.call(*fed)
+    places = {tensor.name: place for place, tensor in enumerate(fed)}
+    for operation in graph.get_operations():
+        names = [tensor.name for tensor in operation.inputs]
+        if operation.type == sample.type:
+            yield operation, fed, {index: places[name] for index, name in enumerate(names)
+                                   if name in places and names.count(name) == 1}
+
+
+def run(operation, fed, arrays):
+    with tf.compat.v1.Session(graph=operation.graph) as session:
+        return session.run(list(operation.outputs[:3]), dict(zip(fed, arrays)))
 
 
 class ScalingTest(absltest.TestCase):
@@ -29,30 +51,58 @@ class ScalingTest(absltest.TestCase):
 
     def proved(self, sample):
         """The operation's type with each input whose power was seen to be as it is said."""
-        with tf.Graph().as_default() as graph:
-            fed = [tf.compat.v1.placeholder(array.dtype, array.shape) for array in sample.arrays]
-            sample.call(*fed)
-        places, found = {tensor.name: place for place, tensor in enumerate(fed)}, set()
-        for operation in graph.get_operations():
-            names = [tensor.name for tensor in operation.inputs]
-            for index, name in enumerate(names):
-                if operation.type == sample.type and name in places and names.count(name) == 1:
-                    power = scaling.degree(operation, index)
-                    if power is not None:
-                        self.check(sample, operation, fed, places[name], SCALE ** power)
-                        found.add((sample.type, index))
+        found = set()
+        for operation, fed, places in operations(sample):
+            for index, place in places.items():
+                power = scaling.degree(operation, index)
+                if power is not None:
+                    self.check(sample, operation, fed, [place], SCALE ** power)
+                    found.add((sample.type, index))
         return found
 
-    def check(self, sample, operation, fed, place, factor):
-        """Whether the outputs are multiplied by ``factor`` where an input is by ``SCALE``."""
-        scaled = list(sample.arrays)
-        scaled[place] = (scaled[place] * SCALE).astype(scaled[place].dtype)
-        with tf.compat.v1.Session(graph=operation.graph) as session:
-            before, after = (session.run(list(operation.outputs[:3]), dict(zip(fed, arrays)))
-                             for arrays in (sample.arrays, scaled))
-        for one, other in zip(before, after):
+    def check(self, sample, operation, fed, places, factor):
+        """Whether the outputs are multiplied by ``factor`` where inputs are by ``SCALE``."""
+        scaled = [(array * SCALE).astype(array.dtype) if place in places else array
+                  for place, array in enumerate(sample.arrays)]
+        for one, other in zip(run(operation, fed, sample.arrays), run(operation, fed, scaled)):
             np.testing.assert_allclose(other, one * factor, rtol=1e-4, atol=1e-6,
                                        err_msg=f"{sample.type} of {sample.title}")
+
+    @pytest.mark.wide
+    def test_what_is_linear_is_known(self):
+        """Else a right gradient of weights behind it is warned of, or what is no part is not."""
+        unknown, seen = set(), set()
+        for sample in samples():
+            for operation, fed, places in operations(sample):
+                if sample.type in LEFT_OUT or not operation.outputs \
+                        or not all(map(scaling.is_number, operation.outputs)) \
+                        or any(array.dtype == np.float16 for array in sample.arrays):
+                    continue
+                numbers = {index: place for index, place in places.items()
+                           if scaling.is_number(fed[place])}
+                if sample.type in scaling.ADDITIVE:
+                    if len(numbers) == sum(map(scaling.is_number, operation.inputs)):
+                        self.check(sample, operation, fed, numbers.values(), SCALE)
+                    continue
+                for index, place in numbers.items():
+                    known = scaling.is_linear(operation, index)
+                    adds_up = self.adds_up(operation, fed, sample.arrays, place)
+                    self.assertTrue(adds_up or not known, f"{sample.type} {index} {sample.title}")
+                    (unknown if adds_up > known else seen).add((sample.type, index))
+        self.assertEmpty(unknown - seen)
+
+    def adds_up(self, operation, fed, arrays, place):
+        """Whether outputs of two arrays added up are those of each added up."""
+        one, given = arrays[place], list(arrays)
+        results = []
+        for array in (one, np.roll(one, 1) * .5 - .3, one + np.roll(one, 1) * .5 - .3):
+            given[place] = array.astype(one.dtype)
+            try:
+                results.append(run(operation, fed, given))
+            except tf.errors.InvalidArgumentError:  # defined for some numbers only
+                return False
+        return all(np.allclose(first + second, both, rtol=1e-3, atol=1e-4)
+                   for first, second, both in zip(*results))
 
 
 if __name__ == "__main__":

@@ -146,12 +146,14 @@ class Contract:
 
 def _without_zeros(operation: tf.Operation, states: list[State]) -> list[State]:
     """``states``, in which what is known to be zero is as what is added to it."""
-    others = [state for tensor, state in zip(operation.inputs, states)
-              if tensor.dtype.is_floating and not scaling.is_zero(tensor)]
-    if not others or all(isinstance(state.spec, Sharded) for state in others):
+    zero = [scaling.is_number(tensor) and scaling.is_zero(tensor) for tensor in operation.inputs]
+    others = [state for tensor, state, each in zip(operation.inputs, states, zero)
+              if scaling.is_number(tensor) and not each]
+    if not others:
         return states
-    return [others[0] if tensor.dtype.is_floating and scaling.is_zero(tensor) else state
-            for tensor, state in zip(operation.inputs, states)]
+    rows = all(isinstance(state.spec, Sharded) for state in others)
+    return [state if not each else state._replace(power=others[0].power) if rows else others[0]
+            for state, each in zip(states, zero)]
 
 
 def _is_part(state: State) -> bool:
@@ -215,7 +217,7 @@ def _of_numbers(operation: tf.Operation, states: Sequence[State]) -> State | Non
         return None
     if operation.type in scaling.ADDITIVE:
         added = [state for tensor, state in zip(operation.inputs, numbers)
-                 if tensor.dtype.is_floating or tensor.dtype.is_complex]
+                 if scaling.is_number(tensor)]
         if {state.power - isinstance(state.spec, Replicated) for state in added} == {0}:
             return State(SUM)  # each of them is a part of a sum
         same = set(added)
@@ -224,7 +226,7 @@ def _of_numbers(operation: tf.Operation, states: Sequence[State]) -> State | Non
         return None
     power = _power(operation, numbers)
     if power is None or parts and any(
-            state is parts[0] and scaling.degree(operation, index) != 1
+            state is parts[0] and not scaling.is_linear(operation, index)
             for index, state in enumerate(numbers)):
         return None
     return State(SUM if parts else REPLICATED, power)
@@ -237,7 +239,7 @@ def _power(operation: tf.Operation, states: Sequence[State]) -> int | None:
         return 0
     if operation.type in scaling.ADDITIVE:
         floats = {state.power for tensor, state in zip(operation.inputs, states)
-                  if tensor.dtype.is_floating}
+                  if scaling.is_number(tensor)}
         return floats.pop() if len(floats) == 1 else None
     total = 0
     for index, power in enumerate(powers):

@@ -13,8 +13,9 @@ from towerstrategy.sharding.spec import REPLICATED, SUM
 
 # An operation's type -> the inputs in each of which, all others kept, it is linear.
 _LINEAR: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("Mul", "MulNoNan", "MatMul", "BatchMatMul", "BatchMatMulV2", "Einsum",
-                     "Conv2D", "Conv3D", "DepthwiseConv2dNative"), (0, 1)),
+    **dict.fromkeys(("Mul", "MulNoNan", "MatMul", "BatchMatMul", "BatchMatMulV2",
+                     "BatchMatMulV3", "Einsum", "Conv2D", "Conv3D", "DepthwiseConv2dNative",
+                     "Cross"), (0, 1)),
     **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2",
                      "DepthwiseConv2dNativeBackpropInput"), (1, 2)),
     **dict.fromkeys(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2",
@@ -24,17 +25,40 @@ _LINEAR: dict[str, tuple[int, ...]] = {
                      "BiasAddGrad", "Relu", "LeakyRelu", "Abs", "AvgPool", "MaxPool", "Cumsum",
                      "GatherV2", "GatherNd", "UnsortedSegmentSum", "SegmentSum", "StridedSlice",
                      "Slice", "Pad", "Reshape", "Transpose", "BroadcastTo", "Tile", "ExpandDims",
-                     "Squeeze", "Identity", "Neg", "StopGradient", "Cast", "ReverseV2", "Roll"),
-                    (0,)),
+                     "Squeeze", "Identity", "Neg", "StopGradient", "Cast", "ReverseV2", "Roll",
+                     "AdjustContrastv2", "AvgPool3D", "BatchToSpaceND", "CheckNumerics",
+                     "CheckNumericsV2", "CropAndResize", "DepthToSpace", "EnsureShape",
+                     "ExtractImagePatches", "ExtractVolumePatches", "FFT", "FFT2D", "FFT3D",
+                     "FakeQuantWithMinMaxArgsGradient", "FakeQuantWithMinMaxVarsGradient",
+                     "FakeQuantWithMinMaxVarsPerChannelGradient", "FusedBatchNormGrad",
+                     "FusedBatchNormGradV2", "IFFT", "IFFT2D", "IFFT3D", "IRFFT", "IRFFT2D",
+                     "IRFFT3D", "ImageProjectiveTransformV2", "ImageProjectiveTransformV3",
+                     "LRNGrad", "MatrixBandPart", "MatrixDiag", "MatrixDiagPart", "MirrorPad",
+                     "MirrorPadGrad", "RFFT", "RFFT2D", "RFFT3D", "ResizeArea",
+                     "ResizeBicubic", "ResizeBicubicGrad", "ResizeBilinear",
+                     "ResizeBilinearGrad", "ResizeNearestNeighbor", "ResizeNearestNeighborGrad",
+                     "ReverseSequence", "ScaleAndTranslate", "ScaleAndTranslateGrad",
+                     "SegmentMean", "SpaceToBatchND", "SpaceToDepth", "SparseSegmentMean",
+                     "SparseSegmentSqrtN", "SparseSegmentSum", "Xlog1py", "Xlogy"), (0,)),
     **dict.fromkeys(("SigmoidGrad", "TanhGrad", "SqrtGrad", "RsqrtGrad", "AvgPoolGrad",
-                     "ScatterNd"), (1,)),
-    "MaxPoolGrad": (2,),
+                     "ScatterNd", "AvgPool3DGrad", "CholeskyGrad", "InvGrad", "MatrixSolve",
+                     "MatrixSolveLs", "MatrixTriangularSolve", "MaxPoolGradWithArgmax",
+                     "ReciprocalGrad", "TridiagonalSolve"), (1,)),
+    **dict.fromkeys(("MaxPoolGrad", "MaxPoolGradV2", "MaxPoolGradGrad", "MaxPool3DGrad",
+                     "MaxPool3DGradGrad", "Dilation2DBackpropFilter",
+                     "Dilation2DBackpropInput"), (2,)),
+    "TridiagonalMatMul": (3,),
     "StridedSliceGrad": (4,),
     "FusedBatchNormGradV3": (0,),
 }
 _INVERSE: dict[str, int] = {"RealDiv": 1, "Div": 1, "DivNoNan": 1, "Xdivy": 1, "Reciprocal": 0}
 # Sums of their inputs, or inputs put together.
-ADDITIVE = frozenset({"AddN", "AddV2", "Add", "Sub", "ConcatV2", "Pack", "Select", "SelectV2"})
+ADDITIVE = frozenset({"AddN", "AddV2", "Add", "Sub", "ConcatV2", "Pack", "Select", "SelectV2",
+                      "Complex", "MatrixDiagV2", "MatrixDiagV3", "MatrixDiagPartV2",
+                      "MatrixDiagPartV3", "MatrixSetDiag", "MatrixSetDiagV2", "MatrixSetDiagV3",
+                      "TensorScatterUpdate", "TensorScatterAdd", "TensorScatterSub"})
+# Of a sum they do not give the sum of what they give of its parts.
+_OF_PARTS_APART = frozenset({"Abs", "Relu", "LeakyRelu", "MaxPool"})
 
 
 # An operation's type -> the input that is zero where the output is.
@@ -59,12 +83,22 @@ def _is_true(operation: tf.Operation) -> bool:
         and operation.inputs[0].name == operation.inputs[1].name
 
 
+def is_number(tensor: tf.Tensor) -> bool:
+    """Whether it can be a part of a sum: neither an index nor a condition."""
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def is_linear(operation: tf.Operation, index: int) -> bool:
+    """Whether of parts of input ``index`` the operation gives parts of its outputs."""
+    return operation.type not in _OF_PARTS_APART and degree(operation, index) == 1
+
+
 def degree(operation: tf.Operation, index: int) -> int | None:
     """The power with which input ``index`` is in the outputs; None where there is none."""
     if _INVERSE.get(operation.type) == index:
         return -1
     if index in _LINEAR.get(operation.type, ()):
-        return 1 if operation.outputs[0].dtype.is_floating else None  # integers are cut off
+        return 1 if is_number(operation.outputs[0]) else None  # integers are cut off
     specs = [REPLICATED] * len(operation.inputs)
     plan = plan_of(Op(operation), [*specs[:index], SUM, *specs[index + 1:]])
     linear = plan is not None and all(given == SUM for given in plan.gives)
