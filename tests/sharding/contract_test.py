@@ -75,6 +75,8 @@ RIGHT = {
         tf.gather(w[0], tf.cast(x[:, 0] * 3, tf.int32)) @ w[1])),
     "chosen_in_rows": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(tf.gather(
         tf.nn.relu(x @ w[0]) @ w[1], tf.cast(y[:, 0] * 2, tf.int32), batch_dims=1) ** 2)),
+    "chosen_twice": lambda s, w, x, y: tf.reduce_sum((tf.boolean_mask(
+        x @ w[0] @ w[1], y[:, 0] > .4) - tf.boolean_mask(y, y[:, 0] > .4)) ** 2) / 8,
     "spectrum_of_weights": lambda s, w, x, y: tf.reduce_sum(squares(
         [tf.math.real(tf.signal.fft(tf.cast(w[0], tf.complex128))), w[1]], x, y)) / 8,
     "triangular_weights": lambda s, w, x, y: tf.reduce_sum(squares([tf.linalg.set_diag(

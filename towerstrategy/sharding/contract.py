@@ -14,7 +14,7 @@ the batch's mean.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -68,6 +68,7 @@ class Contract:
     def __init__(self, nested: bool = False) -> None:
         self._nested = nested  # in a function, which others call, too
         self._states: dict[str, State] = {}
+        self._notes: dict[Any, Any] = {}  # of rules
 
     def put(self, tensor: tf.Tensor, state: State) -> None:
         """Says what a tensor that no operation of the tower has made is."""
@@ -118,7 +119,7 @@ class Contract:
         count = len(operation.outputs)
         if count == 1 and scaling.is_zero(operation.outputs[0]):
             known = all(state.spec is not None for state in states)
-            made = _each(operation, states, self._nested)[0] if known else SAME
+            made = _each(operation, states, self._nested, self._notes)[0] if known else SAME
             return [made if isinstance(made.spec, Sharded) else SAME]
         if operation.type in scaling.ADDITIVE:
             states = _without_zeros(operation, states)
@@ -133,7 +134,7 @@ class Contract:
             return [UNKNOWN] * count
         if operation.type in (*propagate.BRANCHES, *propagate.LOOPS):
             return [UNKNOWN] * count
-        return _each(operation, states, self._nested)
+        return _each(operation, states, self._nested, self._notes)
 
     def _call(self, operation: tf.Operation, states: Sequence[State]) -> list[State]:
         body = _tf.called_body(operation)
@@ -161,7 +162,8 @@ def _is_part(state: State) -> bool:
     return state in (State(SUM), SHARE)
 
 
-def _each(operation: tf.Operation, states: Sequence[State], nested: bool) -> list[State]:
+def _each(operation: tf.Operation, states: Sequence[State], nested: bool,
+          notes: dict[Any, Any]) -> list[State]:
     """The states of the outputs, the inputs' being known."""
     count = len(operation.outputs)
     if all(isinstance(state.spec, (Replicated, Partial, Size)) for state in states):
@@ -169,7 +171,7 @@ def _each(operation: tf.Operation, states: Sequence[State], nested: bool) -> lis
         if scalars is not None:
             return [scalars] * count
     specs = [state.spec if state.spec is not None else REPLICATED for state in states]
-    plan = registry.plan_of(Op(operation), specs)
+    plan = registry.plan_of(Op(operation, notes), specs)
     own = plan is not None and plan.once and plan.alone == 0  # done for the tower's rows alone
     if plan is None or not own and not all(_goes_in(spec, wanted, operation.inputs[index])
                                for index, (spec, wanted) in enumerate(zip(specs, plan.takes))):

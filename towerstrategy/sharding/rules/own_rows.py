@@ -105,12 +105,21 @@ def where(op: Op, specs: Sequence[Spec]) -> Plan | None:
                     m, times, tf.int64, 0, [rank])], EACH)], alone=0)
 
 
-def _mask(op: Op) -> str:
+def _mask(op: Op) -> Any:
     """What chooses, of whatever shape: the same mask chooses the same."""
     mask = op.inputs[0]
     while mask.op.type in (*AS_IT_IS, "Reshape"):
         mask = mask.op.inputs[0]
-    return str(mask.name)
+    return _same(mask, 4)
+
+
+def _same(tensor: tf.Tensor, depth: int) -> Any:
+    """The same for what is computed alike, as ``y > 0`` where it is written twice."""
+    op = Op(tensor.op)
+    if not depth or op.is_stateful or op.type == "Placeholder":
+        return tensor.name
+    return (op.type, op.definition.attributes, tensor.value_index,
+            *(_same(each, depth - 1) for each in op.inputs))
 
 
 def _counted(tensor: tf.Tensor, column: int | None) -> _Counted | None:
