@@ -86,6 +86,9 @@ RIGHT = {
             w[0], w[0], transpose_b=True) + tf.eye(3, dtype=x.dtype)))))) / 8,
     "entry_of_weights_set": lambda s, w, x, y: tf.reduce_sum(squares([
         tf.tensor_scatter_nd_update(w[0], [[1]], w[0][:1] * 2), w[1]], x, y)) / 8,
+    "counts_as_wide_as_the_largest": lambda s, w, x, y: tf.reduce_sum((tf.cast(tf.math.bincount(
+        tf.cast(x * 4, tf.int32), axis=-1, minlength=4, maxlength=4), x.dtype)[:, :3]
+        @ w[0]) ** 2) / 8,
     "flat_rows": lambda s, w, x, y: s.scale_loss(tf.reduce_mean(tf.reduce_mean(tf.reshape(
         (x[:, tf.newaxis, :, tf.newaxis] * w[0] @ w[1]) ** 2, [tf.shape(x)[0], -1]), 1))),
     "recomputed": lambda s, w, x, y: mean_squared(

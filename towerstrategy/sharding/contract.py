@@ -255,8 +255,11 @@ def _power(operation: tf.Operation, states: Sequence[State]) -> int | None:
 
 def _crossing(operation: tf.Operation, states: Sequence[State]) -> State:
     """That of what an operation gives that needs what other towers have."""
+    specs = [state.spec for state in states]
+    if not any(spec == SUM or isinstance(spec, Sharded) for spec in specs):
+        return UNKNOWN  # a largest number, as a width
     if operation.type in scaling.ADDITIVE and not any(
-            isinstance(state.spec, Sharded) for state in states):
+            isinstance(spec, Sharded) for spec in specs):
         if any(state.power for state in states):
             return _unscaled(operation)
         return _apart(operation, "adds what is the same on all towers to a sum over each tower's "
