@@ -37,6 +37,17 @@ def nested(w, x, y):
     return tf.reduce_mean(squares(w, x, y))
 
 
+def recurrent(w, x, y):
+    state = tf.zeros([tf.shape(x)[0], 4], x.dtype)
+    for step in tf.range(3):
+        state = tf.tanh(x @ w[0] * tf.cast(step, x.dtype) + state)
+    return tf.reduce_sum((state @ w[1] - y) ** 2, -1)
+
+
+def in_branch(w, loss_of):
+    return tf.cond(tf.reduce_sum(w[0]) > 0, loss_of, lambda: tf.zeros([], tf.float64))
+
+
 # Each takes the strategy, the weights, rows and labels.
 RIGHT = {
     "loss_object": lambda s, w, x, y: mean_squared(w, x, y),
@@ -86,6 +97,9 @@ RIGHT = {
             w[0], w[0], transpose_b=True) + tf.eye(3, dtype=x.dtype)))))) / 8,
     "entry_of_weights_set": lambda s, w, x, y: tf.reduce_sum(squares([
         tf.tensor_scatter_nd_update(w[0], [[1]], w[0][:1] * 2), w[1]], x, y)) / 8,
+    "sum_behind_loop": lambda s, w, x, y: tf.reduce_sum(recurrent(w, x, y)) / 8,
+    "sum_in_branch": lambda s, w, x, y: in_branch(
+        w, lambda: tf.reduce_sum(squares(w, x, y)) / 8),
     "counts_as_wide_as_the_largest": lambda s, w, x, y: tf.reduce_sum((tf.cast(tf.math.bincount(
         tf.cast(x * 4, tf.int32), axis=-1, minlength=4, maxlength=4), x.dtype)[:, :3]
         @ w[0]) ** 2) / 8,
@@ -109,6 +123,8 @@ WRONG = {
     "statistics": lambda s, w, x, y: mean_squared(w, x - tf.reduce_mean(x, 0), y),
     "root_of_sum": lambda s, w, x, y: tf.sqrt(tf.reduce_sum(squares(w, x, y))),
     "order": lambda s, w, x, y: mean_squared(w, tf.sort(x, 0), y),
+    "mean_behind_loop": lambda s, w, x, y: tf.reduce_mean(recurrent(w, x, y)),
+    "mean_in_branch": lambda s, w, x, y: in_branch(w, lambda: tf.reduce_mean(squares(w, x, y))),
     "mean_along_rows": lambda s, w, x, y: tf.reduce_mean(squares(w, x, y), 0),
     "mean_of_resized": lambda s, w, x, y: tf.reduce_mean(tf.image.resize(
         (x @ w[0] @ w[1])[:, :, tf.newaxis, tf.newaxis], [4, 4]) ** 2),

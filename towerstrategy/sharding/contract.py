@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towerstrategy import _tensorflow as _tf
-from towerstrategy.sharding import propagate
-from towerstrategy.sharding.rules import registry, scaling
+from towerstrategy.sharding import graphs, joined, propagate
+from towerstrategy.sharding.rules import lists, registry, scaling
 from towerstrategy.sharding.rules.registry import Op
 from towerstrategy.sharding.spec import (
     REPLICATED,
@@ -68,6 +68,7 @@ class Contract:
     def __init__(self, nested: bool = False) -> None:
         self._nested = nested  # in a function, which others call, too
         self._states: dict[str, State] = {}
+        self._zeros: set[str] = set()  # what is zero in a loop's first turn
         self._notes: dict[Any, Any] = {}  # of rules
 
     def put(self, tensor: tf.Tensor, state: State) -> None:
@@ -77,7 +78,8 @@ class Contract:
     def look_at(self, operations: Iterable[tf.Operation]) -> None:
         """Finds out about what ``operations``, in the order of their making, give."""
         for operation in operations:
-            if operation.outputs and operation.outputs[0].name not in self._states:
+            # The last, as a loop gets further ones when its gradient is asked for.
+            if operation.outputs and operation.outputs[-1].name not in self._states:
                 given = self._operation(operation)
                 self._states.update(zip((tensor.name for tensor in operation.outputs), given))
 
@@ -122,32 +124,100 @@ class Contract:
             made = _each(operation, states, self._nested, self._notes)[0] if known else SAME
             return [made if isinstance(made.spec, Sharded) else SAME]
         if operation.type in scaling.ADDITIVE:
-            states = _without_zeros(operation, states)
+            states = _without_zeros(operation, states, [
+                self._is_zero(tensor) for tensor in operation.inputs])
         if all(state == SAME for state in states):
             return [SAME] * count
         if operation.type in propagate.CALLS:
             return self._call(operation, states)
+        if operation.type in propagate.LOOPS:
+            return self._loop(operation, states)
         bad = next((state for state in states if state.spec is None and state.cause), None)
         if bad is not None:
             return [bad] * count
         if any(state.spec is None for state in states):
             return [UNKNOWN] * count
-        if operation.type in (*propagate.BRANCHES, *propagate.LOOPS):
-            return [UNKNOWN] * count
+        if operation.type in propagate.BRANCHES:
+            return self._branches(operation, states)
         return _each(operation, states, self._nested, self._notes)
 
     def _call(self, operation: tf.Operation, states: Sequence[State]) -> list[State]:
-        body = _tf.called_body(operation)
+        return self._inside(_tf.called_body(operation), states)
+
+    def _inside(self, body: Any, states: Sequence[State], zeros: Sequence[bool] = ()
+                ) -> list[State]:
+        """What a function gives that is given ``states``, some of which may be known to be zero."""
         inner = Contract(nested=True)
         for tensor, state in zip(body.inputs, states):
             inner.put(tensor, state)
-        inner.look_at(each for each in body.get_operations() if each.type != "Placeholder")
+        inner._zeros = {tensor.name for tensor, zero in zip(body.inputs, zeros) if zero}
+        inner.look_at(op.operation for op in graphs.needed_in_order(body)
+                      if op.type != "Placeholder")
         return [inner.of(tensor) for tensor in body.outputs]
 
+    def _loop(self, operation: tf.Operation, states: list[State]) -> list[State]:
+        """What the loop's variables are, in each turn and behind the last, if all turn as often."""
+        asked, body = (graphs.function_of(Op(operation), name) for name in ("cond", "body"))
+        zeros = [self._is_zero(tensor) for tensor in operation.inputs]
+        for turn in range(propagate.ROUNDS):
+            after = [_turned(*each) for each in zip(states, self._inside(
+                body, states, () if turn else zeros), operation.inputs, zeros)]
+            if turn and after == states:
+                if self._inside(asked, states) != [SAME]:
+                    break
+                return states
+            states = after
+        return [UNKNOWN] * len(states)
 
-def _without_zeros(operation: tf.Operation, states: list[State]) -> list[State]:
+    def _branches(self, operation: tf.Operation, states: Sequence[State]) -> list[State]:
+        """What all branches give alike, or zero; each tower has to go the same way."""
+        if states[0] != SAME:
+            return [UNKNOWN] * len(operation.outputs)
+        condition, given = operation.inputs[0].ref(), []
+        for number, body in enumerate(graphs.branches_of(Op(operation))):
+            found = self._inside(body, [state._replace(spec=state.spec and joined.in_branch(
+                condition, number, state.spec)) for state in states[1:]])
+            given.append([None if self._is_zero(tensor) else (tensor, state)
+                          for tensor, state in zip(body.outputs, found)])
+        return [_of_branches(condition, [each for each in outputs if each is not None])
+                for outputs in zip(*given)]
+
+    def _is_zero(self, tensor: tf.Tensor) -> bool:
+        while tensor.op.type == "Identity":
+            tensor = tensor.op.inputs[0]
+        return scaling.is_number(tensor) and (
+            tensor.name in self._zeros or scaling.is_zero(tensor))
+
+
+def _of_branches(condition: Any, given: Sequence[tuple[tf.Tensor, State]]) -> State:
+    """What branches give of which those that are not zero give these."""
+    specs = [state.spec for _, state in given if state.spec is not None]
+    held = {state.power for _, state in given if not isinstance(state.spec, Replicated)}
+    if len(specs) < len(given) or len(held) > 1:
+        return next((state for _, state in given if state.cause), UNKNOWN)
+    if all(state == SAME for _, state in given):
+        return SAME
+    spec = joined.of_branches(condition, specs, lambda number, element: lists.is_empty(
+        given[number][0], element))
+    unlike = spec == SUM and specs.count(SUM) < len(specs)  # one that is the same on all towers
+    return UNKNOWN if unlike or isinstance(spec, Replicated) else State(spec, held.pop())
+
+
+def _turned(before: State, after: State, tensor: tf.Tensor, zero: bool) -> State:
+    """What a loop's variable is to be that was ``before`` and is ``after`` behind the body."""
+    if before == after or after.cause:
+        return after
+    if before.spec is None or after.spec is None or before.power != after.power and not zero:
+        return UNKNOWN
+    spec = joined.turned(before.spec, after.spec, tensor)
+    if isinstance(spec, Partial) and not zero or isinstance(spec, Replicated):
+        return UNKNOWN
+    return State(spec, after.power)
+
+
+def _without_zeros(operation: tf.Operation, states: list[State],
+                   zero: Sequence[bool]) -> list[State]:
     """``states``, in which what is known to be zero is as what is added to it."""
-    zero = [scaling.is_number(tensor) and scaling.is_zero(tensor) for tensor in operation.inputs]
     others = [state for tensor, state, each in zip(operation.inputs, states, zero)
               if scaling.is_number(tensor) and not each]
     if not others:
