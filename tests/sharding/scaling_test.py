@@ -27,10 +27,18 @@ def operations(sample):
         sample.call(*fed)
     places = {tensor.name: place for place, tensor in enumerate(fed)}
     for operation in graph.get_operations():
-        names = [tensor.name for tensor in operation.inputs]
         if operation.type == sample.type:
-            yield operation, fed, {index: places[name] for index, name in enumerate(names)
-                                   if name in places and names.count(name) == 1}
+            yield operation, fed, {
+                index: places[tensor.name] for index, tensor in enumerate(operation.inputs)
+                if tensor.name in places and not any(
+                    depends(other, tensor) for at, other in enumerate(operation.inputs)
+                    if at != index)}
+
+
+def depends(tensor, source):
+    """Whether a tensor is made of another one."""
+    return tensor.name == source.name or any(
+        depends(before, source) for before in tensor.op.inputs)
 
 
 def run(operation, fed, arrays):
