@@ -280,6 +280,14 @@ class SameResultsTest(parameterized.TestCase):
         self.assertEqual(float(outer()), 66.)
 
 
+def descending(strategy, start):
+    """A variable, and an optimizer that takes its gradients off."""
+    with strategy.scope():
+        weight, optimizer = tf.Variable(start), keras.optimizers.SGD(1.)
+        optimizer.build([weight])
+    return weight, optimizer
+
+
 class TotalsTest(parameterized.TestCase):
 
     @parameterized.parameters(2, 5)
@@ -288,9 +296,7 @@ class TotalsTest(parameterized.TestCase):
         strategy = strategy_with(True)
         strategy.extended.keep_graphs = True
         start, x = np.ones([300, 310], "f") / 300, np.random.rand(rows, 300).astype("f")
-        with strategy.scope():
-            weight, optimizer = tf.Variable(start), keras.optimizers.SGD(1.)
-            optimizer.build([weight])
+        weight, optimizer = descending(strategy, start)
 
         def step(x):
             with tf.GradientTape() as tape:  # of no rows the loss, and so the gradient, is NaN
@@ -311,9 +317,7 @@ class TotalsTest(parameterized.TestCase):
     def test_halves_are_added_up_in_float32(self):
         """Else a gradient that crosses as a half loses the parts of small batches."""
         strategy = strategy_with(True)
-        with strategy.scope():
-            weight, optimizer = tf.Variable(tf.zeros([2])), keras.optimizers.SGD(1.)
-            optimizer.build([weight])
+        weight, optimizer = descending(strategy, tf.zeros([2]))
 
         def step(x):
             gradient = tf.cast(tf.cast(tf.reduce_sum(x, 0), tf.bfloat16), tf.float32)
@@ -326,9 +330,7 @@ class TotalsTest(parameterized.TestCase):
     def test_gradients_that_are_the_same_on_all_towers(self):
         """Else a gradient that is no tensor of the step, or merged already, is an error."""
         strategy = strategy_with(True)
-        with strategy.scope():
-            weight, optimizer = tf.Variable(tf.zeros([2])), keras.optimizers.SGD(1.)
-            optimizer.build([weight])
+        weight, optimizer = descending(strategy, tf.zeros([2]))
 
         def step(x):
             optimizer.apply_gradients([(tf.constant([1., 2.]), weight)])

@@ -183,9 +183,9 @@ def gradients(per_variable: Sequence[Sequence[Value | None] | None], devices: Se
     def merged_by(rule: str, values: Sequence[Value | None]) -> Value:
         # In eager code not all towers come to it, such as one without rows in a loop over these.
         there = next(value for value in values if value is not None)
-        full = [kept(False, there) if value is None else value for value in values]
         if rule == "total":
             return there
+        full = [kept(False, there) if value is None else value for value in values]
         if rule == "sum":
             return total([without_empty(value, tower, shares)
                           for tower, value in enumerate(full)])

@@ -200,14 +200,9 @@ class OwnTensors:
         outer = self._captures.get(tensor.name)
         if outer is not None:
             return captured(towers, outer, tensor.shape)
-        own, build = self._inputs[tensor.op.name], towers.builder
-
-        def part(tower: int) -> Ref:
-            value = own[tower]
-            return build.take(build.graph.capture(value)) if tf.is_tensor(value) else (
-                build.constant(value, tensor.dtype, towers.devices[tower]))
-
-        return Value(towers, OWN, tensor.shape, None, part)
+        own = self._inputs[tensor.op.name]
+        return Value(towers, OWN, tensor.shape, None, lambda tower: _made_outside(
+            towers, tower, own[tower], tensor.dtype))
 
     def hands_on(self, layout: propagate.Layout, operation: Op) -> bool:
         """Whether an operation gives what towers have: at a sync point, or behind it."""
@@ -231,12 +226,18 @@ class OwnTensors:
 
     def _if_filled(self, towers: Towers, tower: int, part: Ref) -> Ref:
         """``part``, or zeros where the tower has no rows."""
-        filled, build = self._filled[tower] if self._filled else True, towers.builder
+        filled = self._filled[tower] if self._filled else True
         if not tf.is_tensor(filled) and filled:
             return part
-        known = build.take(build.graph.capture(filled)) if tf.is_tensor(filled) \
-            else build.constant(filled, tf.bool, towers.devices[tower])
-        return towers.on(tower, "SelectV2", known, part, towers.on(tower, "ZerosLike", part))
+        return towers.on(tower, "SelectV2", _made_outside(towers, tower, filled, tf.bool), part,
+                         towers.on(tower, "ZerosLike", part))
+
+
+def _made_outside(towers: Towers, tower: int, value: Any, dtype: tf.DType) -> Ref:
+    """What stands on a tower for a tensor that was made outside, or for a number."""
+    build = towers.builder
+    return build.take(build.graph.capture(value)) if tf.is_tensor(value) else build.constant(
+        value, dtype, towers.devices[tower])
 
 
 def _rows_of(operation: Op, given: Sequence[Spec], states: Contract,

@@ -166,7 +166,7 @@ class TowerVariable(_tf.ResourceVariable):
             return plain(value, name)
 
         tower = contexts.writer_of(self)
-        if tower is not None and tower.several and tower.can_merge:
+        if tower is not None and tower.several and tower.can_merge and not tf.executing_eagerly():
             shares, total = tower.shares, written.total(self, tower, value)
             if total is not None:
                 return tower.merge_call(lambda _, total: plain(shares.across(total)), (total,))
