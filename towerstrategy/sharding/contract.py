@@ -259,7 +259,7 @@ def _each(operation: tf.Operation, states: Sequence[State], nested: bool,
     if power is None or as_wide:
         return [UNKNOWN] * count
     if not nested:
-        registry.tell_sizes(operation.outputs[0], plan)
+        registry.set_static_shape(operation.outputs[0], plan)
     if plan.make is not None:
         if plan.alone is None:
             return [_crossing(operation, states)] * count

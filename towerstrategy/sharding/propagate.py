@@ -197,7 +197,7 @@ class _Propagation:
             found = self._traffic.cheaper(operation, found, list(specs))
         layout.plans[operation.name] = found
         if operation.outputs and layout.graph is self._graph:  # others are called elsewhere
-            registry.tell_sizes(operation.outputs[0], found)
+            registry.set_static_shape(operation.outputs[0], found)
         return found.gives
 
     def _possible(self, operation: Op, specs: Sequence[Spec], plan: Plan) -> bool:

@@ -1,10 +1,10 @@
-"""The table of rules: an operation's type -> what it makes of the specs of its inputs.
+"""The table of sharding rules: an op type -> how ops of this type run on the towers.
 
 Goes in: rules, by :func:`rule` (ours) or :func:`register` (a user's).  Comes out: :func:`plan_of`.
 
-A rule is a function of an :class:`Op` and of the specs of its inputs.  It returns a :class:`Plan`,
-or None where the operation cannot be done in parts: it is done once then, with all rows.  That
-what a rule claims is so is proved by running operations whole and in pieces (``tests/sharding``).
+A rule is a function of an :class:`Op` and the specs of its inputs.  It returns a :class:`Plan`, or
+None where the op cannot be partitioned and has to run once, with all rows.  ``tests/sharding``
+proves the rules: it runs each op whole and in pieces, and compares.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.spec import REPLICATED, ListOf, Partial, Replicated, Sharded, Size, Spec
 
-# In place of a tower: the CPU that numbers of rows are kept on; each tower.
+# In place of a tower's number: the host, which holds the numbers of rows; every tower.
 HOST, EACH = -1, -2
 
+
 class Definition(NamedTuple):
-    """What the copies of an operation have of it, or might have.
+    """What the towers' copies of an op take over from it.
 
     Attributes:
-      device: where it was traced to be; "" where nobody says.
-      attributes: a serialized ``NodeDef`` of attributes alone.
-      dtypes: of its outputs.
+      device: the device that it was traced on; "" for none.
+      attributes: a serialized ``NodeDef`` that has nothing but the attributes.
+      dtypes: the dtypes of the outputs.
     """
 
     device: str
@@ -38,17 +39,17 @@ class Definition(NamedTuple):
 
 
 class Op:
-    """An operation of a traced graph: its type, attributes, static shapes and static values.
+    """An op of a traced graph: its type, attributes, static shapes and static values.
 
-    TensorFlow makes most of it anew whenever it is asked, so each operation has one of these.
+    It caches what ``tf.Operation`` computes anew at each access.
 
     Attributes:
-      before: the operations that make its inputs, by name.
-      controls: the operations that it waits for, sorted, as TensorFlow's order differs by process.
-      handles: which inputs are resources.
-      is_stateful: whether its type says so.
+      before: the names of the ops that make the inputs, one for each input.
+      controls: the names of its control inputs, sorted, as TensorFlow's order differs by process.
+      handles: the indices of the inputs that are resources.
+      is_stateful: whether its type is registered as stateful.
       has_effect: whether it writes to a variable or to the world outside.
-      notes: what rules remember of a graph while it is gone over once, of all its operations.
+      notes: what rules store while they go over a graph; all its ops share it.
     """
 
     def __init__(self, operation: tf.Operation, notes: dict[Any, Any] | None = None) -> None:
@@ -64,44 +65,44 @@ class Op:
         self.handles = [place for place, tensor in enumerate(self.inputs)
                         if tensor.dtype == tf.resource]
         self.is_stateful = _tf.is_stateful(self.type)
-        waits = self.inputs or self.is_stateful  # a constant need not, as gradients have them do
+        keeps_controls = self.inputs or self.is_stateful  # a constant need not wait for anything
         self.controls = sorted([control.name for control in operation.control_inputs]
-                               if waits else [])
+                               if keeps_controls else [])
         self.has_effect = (self.is_stateful or bool(self.handles)) and _tf.has_effect(operation)
 
     def pass_by(self, passed: Mapping[str, Op]) -> None:
-        """Takes the inputs of those operations, by name, whose outputs are their inputs."""
-        for place, name in enumerate(self.before):
+        """Replaces each input that one of these identities makes by the identity's own input."""
+        for index, name in enumerate(self.before):
             if name in passed:
-                given = passed[name].inputs[self.inputs[place].value_index]
-                self.inputs[place] = given
-                self.input_names[place], self.before[place] = given.name, given.op.name
+                source = passed[name].inputs[self.inputs[index].value_index]
+                self.inputs[index] = source
+                self.input_names[index], self.before[index] = source.name, source.op.name
         if not passed.keys().isdisjoint(self.controls):
             self.controls = sorted({before for name in self.controls for before in (
                 passed[name].before[:len(passed[name].outputs)] if name in passed else [name])})
 
     @property
     def writes_variables(self) -> bool:
-        """Whether it has an effect on variables that it is given."""
+        """Whether it has an effect and has resources among its inputs."""
         return self.has_effect and bool(self.handles)
 
     @property
     def has_state(self) -> bool:
-        """Whether it counts how often it is done: it has an effect, or its kernel keeps a state.
+        """Whether it matters how often it runs: it has an effect, or its kernel keeps a state.
 
-        The kernels of some random operations do; nothing waits for these, and they run if their
-        draw is used.
+        Kernels of some random ops keep a state.  Nothing has to wait for these ops: they run only
+        if their output is used.
         """
         return self.is_stateful and not self.handles or self.has_effect
 
     @functools.cached_property
     def _node(self) -> Any:
-        """What TensorFlow makes anew whenever it is asked, as it does of a single attribute."""
+        """The ``NodeDef``, which TensorFlow makes anew at each access, even to one attribute."""
         return self.operation.node_def
 
     @functools.cached_property
     def definition(self) -> Definition:
-        """What its copies have of it."""
+        """What the towers' copies take over from it."""
         node = vars(self).pop("_node", None) or self.operation.node_def
         device = str(node.device)
         for field in ("name", "op", "input", "device", "experimental_debug_info"):
@@ -113,7 +114,7 @@ class Op:
                           [tensor.dtype for tensor in self.outputs])
 
     def attr(self, name: str) -> Any:
-        """An attribute; strings as ``str``."""
+        """The value of an attribute; a string is a ``str``."""
         attributes = self._node.attr
         kind = attributes[name].WhichOneof("value") if name in attributes else None
         value = getattr(attributes[name], kind) if kind in ("b", "i", "f", "s") \
@@ -121,7 +122,7 @@ class Op:
         return value.decode() if isinstance(value, bytes) else value
 
     def value(self, index: int) -> Any:
-        """The value of an input where it is known without running anything, else None."""
+        """The static value of an input; None if unknown."""
         return _tf.constant_value(self.inputs[index])
 
     def rank(self, index: int) -> Any:
@@ -133,7 +134,7 @@ class Op:
         return self.outputs[index].shape.rank
 
     def axes(self, index: int, rank: int | None) -> list[int] | None:
-        """The dimensions that an input names, counted from the first; None if unknown."""
+        """The axes that an input lists, of a tensor of this rank, from 0 up; None if unknown."""
         value = self.value(index)
         if value is None or rank is None:
             return None
@@ -142,29 +143,28 @@ class Op:
 
 @dataclasses.dataclass
 class Plan:
-    """How an operation is done on the towers.
+    """How an op runs on the towers: by default, each tower runs a copy of it.
 
     Attributes:
-      takes: what each input is to be; where it is something else it is redistributed before.
-      gives: what each output then is.
-      make: makes the towers' operations in place of a copy of the operation on each; it is called
-        with a :class:`maker.Maker` and gives, for each output, one value a tower. For a rule
-        whose towers need to do something else than one device does.
-      alone: with ``make`` or ``once``: by which power of a tower's share of the rows what the
-        operation itself gives there differs from what they give; None where it is something else.
-        For ``strategy.run``, where a tower does what was written.
-      padded: a tower without rows gets one of zeros, which is cut off behind: for kernels that fail
-        on no rows, or give something of a wrong shape.
-      ones: the inputs of which such a row is of ones.
-      sizes: what may stand for the last input, a shape: -1 where the rows are; so no tower makes
-        the shape of its rows.
-      near: an input of which the towers need a few entries: theirs are done where it is, so that
-        only the entries are sent.
-      passes: each output is the input of its number, as it is: the operation need not be done.
-      once: it is done once with all rows, of which each tower then takes its own.
-      part: makes a GPU tower's outputs, those that a copy of the operation gives, at less cost.
-      whole: likewise makes the whole batch's outputs: of sizes that are made of sharded inputs, and
-        of what is done once in another way.
+      takes: the spec that each input has to have; an input with another spec is redistributed.
+      gives: the spec of each output.
+      make: makes the towers' nodes where copies of the op would not do. It is called with a
+        :class:`maker.Maker` and returns, for each output, one value a tower.
+      alone: with ``make`` or ``once``, for ``strategy.run``, where each tower runs the op itself:
+        the op's output on a tower is the plan's, times the tower's share of the rows to this power.
+        None where no power makes them equal.
+      padded: a tower without rows gets one row of zeros, which is cut off its outputs: for kernels
+        that fail on no rows, or return a wrong shape.
+      ones: the inputs whose row of padding is of ones.
+      sizes: a constant that may replace the last input, a shape, with -1 for the rows. So no tower
+        has to compute the shape of its rows.
+      near: an input of which the towers need a few entries only: all towers' copies run on its
+        device, so that only these entries are sent.
+      passes: each output equals the input of the same index: the op need not run.
+      once: the op runs once, with all rows, and its outputs are cut for the towers.
+      part: makes a GPU tower's outputs with less work than a copy of the op.
+      whole: makes the outputs for the whole batch, where a copy of the op would not do: sizes of
+        sharded inputs, or a cheaper way to run the op once.
     """
 
     takes: Sequence[Spec]
@@ -182,7 +182,7 @@ class Plan:
 
 
 def once(op: Op) -> Plan:
-    """Done once, with all rows."""
+    """The plan of an op that runs once, with all rows, and whose outputs are replicated."""
     return _once(len(op.inputs), len(op.outputs))
 
 
@@ -191,8 +191,8 @@ def _once(inputs: int, outputs: int) -> Plan:
     return Plan([REPLICATED] * inputs, [REPLICATED] * outputs, once=True)
 
 
-def tell_sizes(output: tf.Tensor, plan: Plan) -> None:
-    """Gives a tensor the static sizes that the plan knows, for the rules of what is made of it."""
+def set_static_shape(output: tf.Tensor, plan: Plan) -> None:
+    """Sets the static shape of an output to ``plan.sizes``, for the rules of its consumers."""
     if plan.sizes is not None:
         output.set_shape([None if size < 0 else size for size in plan.sizes])
 
@@ -207,11 +207,11 @@ def rule(*types: str, light: bool = False) -> Callable[[Rule], Rule]:
 
     Args:
       types: the types.
-      light: they take no longer than to read and to write what they are given and give, so that it
-        does not matter who does them.
+      light: whether such an op costs no more than to read its inputs and to write its outputs, so
+        that it does not matter whether it runs once or on each tower.
     """
 
-    def put(function: Rule) -> Rule:
+    def decorator(function: Rule) -> Rule:
         for name in types:
             if name in _RULES:
                 raise ValueError(f"operation type {name!r} has a rule already: {_RULES[name]}")
@@ -219,19 +219,19 @@ def rule(*types: str, light: bool = False) -> Callable[[Rule], Rule]:
         _LIGHT.update(types if light else ())
         return function
 
-    return put
+    return decorator
 
 
 def register(type: str, rule: Rule) -> None:
-    """Gives operations of a type a rule, or another one than they have.
+    """Registers a user's rule for an op type, in place of the rule that it has, if any.
 
     Args:
       type: the type of a TensorFlow operation, such as ``"MatMul"`` (``tensor.op.type``).
       rule: a function of an :class:`Op` and the specs of its inputs that returns a :class:`Plan`,
-        or None: done once with all rows. :func:`by_example` is a ready one.
+        or None to run the op once, with all rows. :func:`by_example` is a ready one.
 
     Raises:
-      ValueError: ``type`` is no operation of this process.
+      ValueError: ``type`` is not an operation type that is loaded in this process.
       TypeError: ``rule`` cannot be called.
 
     >>> import towerstrategy.sharding
@@ -247,7 +247,7 @@ def register(type: str, rule: Rule) -> None:
 
 
 def _checked(rule: Rule, op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """What a user's rule says, if that is a plan."""
+    """The plan that a user's rule returns; raises if it is not a valid one."""
     plan = rule(op, specs)
     problem = "" if plan is None else _problem(plan, op)
     if problem:
@@ -260,55 +260,57 @@ def _is_operation(type: str) -> bool:
 
 
 def is_light(type: str) -> bool:
-    """Whether operations of this type take no longer than to read and to write."""
+    """Whether ops of this type are registered as light, see :func:`rule`."""
     return type in _LIGHT
 
 
 def has_rule(type: str) -> bool:
-    """Whether it is known what operations of this type do with rows."""
+    """Whether ops of this type have a rule."""
     return type in _RULES
 
 
 def types() -> list[str]:
-    """The operation types that have a rule."""
+    """The op types that have a rule, sorted."""
     return sorted(_RULES)
 
 
 def plan_of(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """How ``op`` is done with inputs of these specs; None: once, with all rows.
+    """The plan of ``op`` with inputs of these specs; None if it runs once, with all rows.
 
     Raises:
-      TypeError: a rule that does not return a :class:`Plan` of specs.
+      TypeError: a user's rule does not return a :class:`Plan` of specs.
     """
-    found = _RULES.get(op.type)
-    plan = None if found is None else found(op, specs)
+    own_rule = _RULES.get(op.type)
+    plan = None if own_rule is None else own_rule(op, specs)
     if plan is None:
         return None
     for index, (spec, wanted) in enumerate(zip(specs, plan.takes)):
         if wanted is not spec and isinstance(wanted, Sharded) and op.rank(index) is None \
                 and spec != dataclasses.replace(wanted, broadcast=False):
-            return None  # nothing can be cut whose rank is unknown
+            return None  # a tensor of unknown rank cannot be cut
     return plan
 
 
 def _problem(plan: Any, op: Op) -> str:
+    """What is wrong with a user's plan; "" if nothing is."""
     if not isinstance(plan, Plan):
         return f"must return a towerstrategy.sharding.Plan or None, but returned {plan!r}"
-    specs = (Replicated, Sharded, Partial, Size, ListOf)
-    for word, got, of in (("takes", plan.takes, op.inputs), ("gives", plan.gives, op.outputs)):
-        if len(got) != len(of):
-            return f"must say {len(of)} specs in `{word}`, but said {len(got)}: {got!r}"
-        for spec in got:
-            if not isinstance(spec, specs):
-                return f"must say specs in `{word}`, but said {spec!r}"
+    kinds = (Replicated, Sharded, Partial, Size, ListOf)
+    for field, specs, tensors in (("takes", plan.takes, op.inputs),
+                                  ("gives", plan.gives, op.outputs)):
+        if len(specs) != len(tensors):
+            return f"must say {len(tensors)} specs in `{field}`, but said {len(specs)}: {specs!r}"
+        for spec in specs:
+            if not isinstance(spec, kinds):
+                return f"must say specs in `{field}`, but said {spec!r}"
     return ""
 
 
 def by_example(op: Op, specs: Sequence[Spec]) -> Plan | None:
-    """The rule of an operation that keeps examples apart along the first dimension.
+    """The rule of an op that handles each example, along the first dimension, by itself.
 
-    Every input that has the batch's rows in its first dimension keeps them, every other input is
-    the same for all towers, and all outputs have the rows in their first dimension.
+    Inputs that are sharded along their first dimension stay so, all other inputs are the same for
+    all towers, and all outputs are sharded along their first dimension.
     """
     sharded = [spec for spec in specs if isinstance(spec, Sharded)]
     if not sharded or any(spec != sharded[0] or spec.dim for spec in sharded):
