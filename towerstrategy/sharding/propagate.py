@@ -1,11 +1,10 @@
-"""The spec of each tensor of a traced step, from those of its inputs.
+"""The spec of each tensor and the plan of each operation of a traced step.
 
-Goes in: a traced graph and the specs of its inputs.  Comes out: :class:`Layout`, what each of its
-operations makes and takes (a :class:`Plan`, or None: once, with all rows), functions that it calls
-included.
+Goes in: a traced graph and the specs of its inputs.  Comes out: its :class:`Layout`, and those of
+the functions that it calls.  An operation without a rule runs once, with all rows.
 
-Calls, branches and loops are the only operations that are known here by their type, as what they do
-is said by graphs of their own.  The specs of a loop's variables are a fixpoint over its body.
+Calls, branches and loops are the only operations known here by type, because function bodies say
+what they do.  The specs of loop variables are a fixpoint over the loop's body.
 """
 
 from __future__ import annotations
@@ -37,20 +36,21 @@ from towerstrategy.sharding.spec import (
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
 LOOPS = ("While", "StatelessWhile")
-ROUNDS = 20  # a variable of a loop changes its spec a few times at most
+ROUNDS = 20  # limit of a loop's fixpoint: a loop variable changes its spec a few times at most
 
 
 class CannotGather(Exception):
-    """A list of each tower's own is needed whole."""
+    """An operation needs a ``TensorList`` with all rows, but each tower has a list of its own."""
 
 
 @dataclasses.dataclass
 class Nested(Plan):
-    """A call, a branch or a loop of which some inputs differ between the towers.
+    """The plan of a call, branch or loop that has an input that differs between towers, or writes.
 
     Attributes:
-      layouts: of what it calls: the function; the branches; the loop's condition and body.
-      local: whether each tower can do it by itself, as the others need nothing of what is in it.
+      layouts: the layouts of its functions: the body of a call, all branches, or a loop's condition
+        and body.
+      local: whether each tower can run it alone, because nothing in it needs another tower's data.
     """
 
     layouts: Sequence[Layout] = ()
@@ -59,15 +59,15 @@ class Nested(Plan):
 
 @dataclasses.dataclass
 class Layout:
-    """What the operations of a graph are on the towers.
+    """The specs of a graph's tensors and the plans of its operations.
 
     Attributes:
       graph: the graph.
-      order: the operations that are needed, each behind those that it needs.
-      specs: the spec of each tensor, by its name.
-      plans: how each operation is done, by its name.
-      parted: those of them that get what is not the same for all towers, or write within.
-      fallbacks: the operations done with all rows for want of a rule, though they get parts.
+      order: the operations that outputs or effects need, each after the ones that it depends on.
+      specs: tensor name -> spec.
+      plans: operation name -> plan.
+      parted: the operations with an input that is not replicated, or a function body that writes.
+      fallbacks: the operations that run once with all rows, because no rule shards them.
     """
 
     graph: Any
@@ -86,18 +86,18 @@ class Layout:
 
     @property
     def has_state(self) -> bool:
-        """Whether an operation counts how often it is done, those of called functions included."""
+        """Whether an operation, here or in a function body, has an effect or keeps a state."""
         return any(operation.has_state for operation in self.order) or any(
             layout.has_state for plan in self.plans.values() if isinstance(plan, Nested)
             for layout in plan.layouts)
 
     def gathered(self, operation: Op) -> int:
-        """Bytes an example that are gathered for an operation, so far as shapes are known."""
+        """Bytes per example gathered for an operation, as far as shapes are known."""
         return sum(traffic_lib.bytes_of(tensor, spec) for tensor, spec
                    in zip(operation.inputs, self.inputs_of(operation)) if isinstance(spec, Sharded))
 
     def all_fallbacks(self) -> Iterator[tuple[Layout, Op]]:
-        """Those of the functions that are called, too, each with the layout that it is in."""
+        """All fallbacks, in function bodies too, each with the layout that it belongs to."""
         for operation in self.fallbacks:
             yield self, operation
         for plan in self.plans.values():
@@ -108,15 +108,15 @@ class Layout:
 
 def propagate(graph: Any, inputs: Sequence[Spec],
               traffic: traffic_lib.Traffic | None = None) -> Layout:
-    """The layout of ``graph`` whose inputs are of these specs.
+    """The layout of ``graph`` for inputs with these specs.
 
     Args:
       graph: the traced graph.
       inputs: the specs of its inputs.
-      traffic: chooses between right ways; None for the table's.
+      traffic: picks the plan that moves fewer bytes; None keeps the plans of the rules.
 
     Raises:
-      TypeError: a rule that does not return what a rule must.
+      TypeError: a user's rule returned something other than a valid plan.
     """
     for refused in ((), (OptionalOf,)):
         with contextlib.suppress(CannotGather):
@@ -125,30 +125,31 @@ def propagate(graph: Any, inputs: Sequence[Spec],
 
 
 def once(layout: Layout, operation: Op) -> Plan:
-    """How an operation is done that gets the same on all towers.
+    """The plan of an operation whose inputs are all replicated; it is put into ``layout``.
 
-    Calls and branches that write are entered, as each write is where its variable is.
+    Calls and branches that write are entered, because each write runs where its variable lives.
     """
     _Propagation(layout.graph, (), None).operation(layout, operation)
     return layout.plans[operation.name]
 
 
 class _Propagation:
-    """One pass; of what specs each tower may have none of its own."""
+    """One pass over a graph; no tensor may get a spec of one of the ``refused`` classes."""
 
     def __init__(self, graph: Any, refused: tuple[Any, ...],
                  traffic: traffic_lib.Traffic | None) -> None:
         self._graph, self._refused = graph, refused
         self._traffic = traffic or traffic_lib.Traffic()
-        self._depth = 0  # of branches and loops
-        self._given: dict[tuple[Any, str], tf.Tensor] = {}  # to functions, for their inputs
-        self._bodies: dict[tf.Operation, Any] = {}  # of calls
-        self._loops: set[Any] = set()  # bodies that are given something else in each turn
+        self._depth = 0  # of nested branches and loops
+        self._arguments: dict[tuple[Any, str], tf.Tensor] = {}  # (body, its input) -> outer tensor
+        self._bodies: dict[tf.Operation, Any] = {}  # call -> the body that it calls
+        self._loop_bodies: set[Any] = set()  # their inputs change from iteration to iteration
 
     def layout(self, graph: Any, inputs: Sequence[Spec]) -> Layout:
+        """The layout of a graph or function body for inputs with these specs."""
         layout = Layout(graph, graphs.needed_in_order(graph), {}, {})
         layout.specs.update(zip((tensor.name for tensor in graph.inputs), inputs))
-        asked = {tensor.op.name for tensor in graph.outputs}
+        outputs = {tensor.op.name for tensor in graph.outputs}
         passed: dict[str, Op] = {}
         for operation in layout.order:
             names = operation.output_names
@@ -158,7 +159,7 @@ class _Propagation:
                 operation.pass_by(passed)
             layout.specs.update(zip(names, self.operation(layout, operation)))
             plan = layout.plans[operation.name]
-            if plan.passes and not operation.controls and operation.name not in asked:
+            if plan.passes and not operation.controls and operation.name not in outputs:
                 passed[operation.name] = operation
                 layout.parted.pop()
                 del layout.plans[operation.name]
@@ -170,65 +171,66 @@ class _Propagation:
         return layout
 
     def operation(self, layout: Layout, operation: Op) -> Sequence[Spec]:
-        """What an operation gives; how it is done goes into the layout."""
+        """Puts the plan of an operation into the layout; returns the specs of its outputs."""
         specs = layout.inputs_of(operation)
         nests = operation.has_effect and operation.type in (*CALLS, *BRANCHES) \
-            and not _tf.is_compiled(operation.operation)  # each write is where its variable is
+            and not _tf.is_compiled(operation.operation)  # each write runs where its variable lives
+        plan: Plan | None
         if specs.count(REPLICATED) == len(specs) and not nests:
-            plan = layout.plans[operation.name] = registry.once(operation)
+            layout.plans[operation.name] = plan = registry.once(operation)
             return plan.gives
         layout.parted.append(operation)
-        found: Plan | None
         enters = nests or not all(isinstance(spec, Replicated) for spec in specs)
         if enters and operation.type in CALLS:
-            found = self._call(operation, specs)
+            plan = self._call(operation, specs)
         elif enters and operation.type in (*BRANCHES, *LOOPS):
-            found = self._inside(operation, specs)
+            plan = self._control_flow(operation, specs)
         else:
-            found = registry.plan_of(operation, specs)
-        if found is None or not self._possible(operation, specs, found):
+            plan = registry.plan_of(operation, specs)
+        if plan is None or not self._can_redistribute(operation, specs, plan):
             if any(isinstance(spec, ListOf) for spec in specs):
                 raise CannotGather(operation.type)
-            found = registry.once(operation)
-        if found.once and any(isinstance(spec, Sharded) for spec in specs) \
+            plan = registry.once(operation)
+        if plan.once and any(isinstance(spec, Sharded) for spec in specs) \
                 and not operation.writes_variables:
-            layout.fallbacks.append(operation)  # a sparse update takes all rows by its nature
-        if not self._depth and not isinstance(found, Nested):
-            found = self._traffic.cheaper(operation, found, list(specs))
-        layout.plans[operation.name] = found
-        if operation.outputs and layout.graph is self._graph:  # others are called elsewhere
-            registry.set_static_shape(operation.outputs[0], found)
-        return found.gives
+            layout.fallbacks.append(operation)  # not sparse updates, which always take all rows
+        if not self._depth and not isinstance(plan, Nested):
+            plan = self._traffic.cheaper(operation, plan, list(specs))
+        layout.plans[operation.name] = plan
+        if operation.outputs and layout.graph is self._graph:  # other callers share a body's shapes
+            registry.set_static_shape(operation.outputs[0], plan)
+        return plan.gives
 
-    def _possible(self, operation: Op, specs: Sequence[Spec], plan: Plan) -> bool:
-        """Whether each input can be made what the plan takes."""
+    def _can_redistribute(self, operation: Op, specs: Sequence[Spec], plan: Plan) -> bool:
+        """Whether each input can be redistributed to the spec that the plan takes."""
         if any(isinstance(spec, self._refused) for spec in plan.gives):
             return False
         return plan.takes == specs or all(
-            joined.can_become(spec, wanted) and self._is_each_towers(tensor, spec, wanted)
+            joined.can_become(spec, wanted) and self._can_be_each_towers(tensor, spec, wanted)
             for tensor, spec, wanted in zip(operation.inputs, specs, plan.takes))
 
-    def _is_each_towers(self, tensor: tf.Tensor, spec: Spec, wanted: Spec) -> bool:
-        """Whether each tower has what is in a list that is ``wanted``; else it has all rows."""
+    def _can_be_each_towers(self, tensor: tf.Tensor, spec: Spec, wanted: Spec) -> bool:
+        """Whether a list that each tower must have is so already, or has no entries of all rows."""
         return not isinstance(wanted, ListOf) or isinstance(spec, ListOf) \
             or self._is_empty([tensor], 0, wanted.element)
 
     def _is_empty(self, tensors: Sequence[tf.Tensor], number: int, element: Spec | None) -> bool:
+        """Whether a tensor is a list without entries, or one whose entries are of this spec."""
         return lists.is_empty(self._origin(tensors[number], through_loops=True), element)
 
-    def _entered(self, graph: Any, given: Iterable[tf.Tensor]) -> None:
-        """Notes what a function is called with."""
-        self._given.update(((graph, inner.name), outer)
-                           for inner, outer in zip(graph.inputs, given))
+    def _note_arguments(self, graph: Any, arguments: Iterable[tf.Tensor]) -> None:
+        """Notes the tensors that a function body is called with."""
+        self._arguments.update(((graph, inner.name), outer)
+                               for inner, outer in zip(graph.inputs, arguments))
 
     def _origin(self, tensor: tf.Tensor, through_loops: bool) -> tf.Tensor:
-        """The same tensor where it is made: functions are given it, and give it.
+        """The tensor that this one is a copy of, traced back through calls and identities.
 
-        ``through_loops`` says whether that is wanted which a loop begins with.
+        ``through_loops`` also goes from a loop variable to the value that the loop starts with.
         """
         while True:
-            outer = self._given.get((tensor.graph, tensor.name)) \
-                if through_loops or tensor.graph not in self._loops else None
+            outer = self._arguments.get((tensor.graph, tensor.name)) \
+                if through_loops or tensor.graph not in self._loop_bodies else None
             if outer is None and tensor.op in self._bodies:
                 outer = self._bodies[tensor.op].outputs[tensor.value_index]
             if outer is None and tensor.op.type != "Identity":
@@ -236,20 +238,20 @@ class _Propagation:
             tensor = tensor.op.inputs[0] if outer is None else outer
 
     def _call(self, operation: Op, specs: Sequence[Spec]) -> Plan:
-        own = _tf.called_by_each_tower(operation.operation)
-        if own and isinstance(specs[0], Sharded) and specs[0].dim == 0:
+        signature = _tf.called_by_each_tower(operation.operation)
+        if signature and isinstance(specs[0], Sharded) and specs[0].dim == 0:
             meant: dict[str, Spec] = {"rows": specs[0], "own": MEAN, "once": REPLICATED, "sum": SUM}
-            takes, gives = ([meant[word] for word in words] for words in own)
+            takes, gives = ([meant[word] for word in words] for words in signature)
             return Plan(takes, gives)
         body = self._bodies[operation.operation] = _tf.called_body(operation.operation)
-        self._entered(body, operation.inputs)
+        self._note_arguments(body, operation.inputs)
         layout = self.layout(body, specs)
         if _tf.is_compiled(operation.operation) and not operation.handles \
                 and is_local(layout, layout.outputs, compiled=True):
-            return Plan(list(specs), layout.outputs)  # else what XLA alone has could not be done
+            return Plan(list(specs), layout.outputs)  # inlined, ops that only XLA has could not run
         return Nested(list(specs), layout.outputs, layouts=[layout])
 
-    def _inside(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
+    def _control_flow(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         self._depth += 1
         try:
             return (self._branch if operation.type in BRANCHES else self._loop)(operation, specs)
@@ -259,21 +261,21 @@ class _Propagation:
     def _branch(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         branches = graphs.branches_of(operation)
         for graph in branches:
-            self._entered(graph, operation.inputs[1:])
+            self._note_arguments(graph, operation.inputs[1:])
         condition = self._origin(operation.inputs[0], through_loops=False).ref()
         layouts = [self.layout(graph, [joined.in_branch(condition, number, spec)
                                        for spec in specs[1:]])
                    for number, graph in enumerate(branches)]
-        added_up = [isinstance(spec, Partial) and any(
-            _is_wanted_whole(layout, layout.graph.inputs[place]) for layout in layouts)
+        summed = [isinstance(spec, Partial) and any(
+            _is_taken_whole(layout, layout.graph.inputs[place]) for layout in layouts)
             for place, spec in enumerate(specs[1:])]
-        if any(added_up):  # before, so that it crosses once with all that crosses as often
+        if any(summed):  # before the branch, so that they cross with the other sums of that depth
             return self._branch(operation, [specs[0], *(
-                REPLICATED if whole else spec for whole, spec in zip(added_up, specs[1:]))])
-        given = zip(zip(*(graph.outputs for graph in branches)),
-                    zip(*(layout.outputs for layout in layouts)))
+                REPLICATED if whole else spec for whole, spec in zip(summed, specs[1:]))])
+        by_output = zip(zip(*(graph.outputs for graph in branches)),
+                        zip(*(layout.outputs for layout in layouts)))
         gives = [joined.of_branches(condition, outputs, functools.partial(self._is_empty, tensors))
-                 for tensors, outputs in given]
+                 for tensors, outputs in by_output]
         if any(not joined.can_become(spec, wanted) for layout in layouts
                for spec, wanted in zip(layout.outputs, gives)):
             raise CannotGather(operation.type)
@@ -282,62 +284,62 @@ class _Propagation:
 
     def _loop(self, operation: Op, specs: Sequence[Spec]) -> Nested | None:
         condition, body = (graphs.function_of(operation, name) for name in ("cond", "body"))
-        self._entered(body, operation.inputs)
-        self._loops.add(body)
-        found = self._settled(body, operation, specs)
-        if found is None:
+        self._note_arguments(body, operation.inputs)
+        self._loop_bodies.add(body)
+        settled = self._fixpoint(body, operation, specs)
+        if settled is None:
             return None
-        sums = [_adds_up(found[1], tensor) for tensor in body.outputs]
+        sums = [_is_summed_each_iteration(settled[1], tensor) for tensor in body.outputs]
         if any(sums):
-            again = self._settled(body, operation, [SUM if is_sum else spec for is_sum, spec
-                                                    in zip(sums, found[0])])
+            again = self._fixpoint(body, operation, [SUM if is_sum else spec for is_sum, spec
+                                                     in zip(sums, settled[0])])
             if again is not None:
-                found = again
-        wanted, layout = found
-        for spec, after, tensor in zip(specs, wanted, operation.inputs):
-            if not self._is_each_towers(tensor, spec, after):
-                raise CannotGather(operation.type)  # what is in it is made of all rows
-        asked = self.layout(condition, wanted)
-        local = is_local(layout, wanted) and is_local(asked, [REPLICATED])
-        return Nested(wanted, wanted, layouts=[asked, layout], local=local)
+                settled = again
+        variables, layout = settled
+        for spec, after, tensor in zip(specs, variables, operation.inputs):
+            if not self._can_be_each_towers(tensor, spec, after):
+                raise CannotGather(operation.type)  # the loop starts with a list of all rows
+        tested = self.layout(condition, variables)
+        local = is_local(layout, variables) and is_local(tested, [REPLICATED])
+        return Nested(variables, variables, layouts=[tested, layout], local=local)
 
-    def _settled(self, body: Any, operation: Op, specs: Sequence[Spec]
-                 ) -> tuple[list[Spec], Layout] | None:
-        """What the variables of a loop are that begin as ``specs``; the layout of its body."""
-        wanted = list(specs)
+    def _fixpoint(self, body: Any, operation: Op, specs: Sequence[Spec]
+                  ) -> tuple[list[Spec], Layout] | None:
+        """The specs that a loop's variables settle at, from ``specs`` on, and its body's layout."""
+        variables = list(specs)
         for _ in range(ROUNDS):
-            layout = self.layout(body, wanted)
+            layout = self.layout(body, variables)
             after = [joined.turned(before, now, tensor) for before, now, tensor
-                     in zip(wanted, layout.outputs, operation.inputs)]
-            if after == wanted:
-                return wanted, layout
+                     in zip(variables, layout.outputs, operation.inputs)]
+            if after == variables:
+                return variables, layout
             if any(isinstance(now, Replicated) and not isinstance(before, (Replicated, ListOf))
-                   for before, now in zip(wanted, after)):  # lists have other entries, then
+                   for before, now in zip(variables, after)):  # the lists' entries change with it
                 after = [first if isinstance(now, ListOf) else now
                          for first, now in zip(specs, after)]
-            wanted = after
+            variables = after
         return None
 
 
-def _adds_up(layout: Layout, tensor: tf.Tensor) -> bool:
-    """Whether the towers' parts are summed in each turn, for the sum to be added to."""
+def _is_summed_each_iteration(layout: Layout, tensor: tf.Tensor) -> bool:
+    """Whether each iteration adds up the towers' parts and then adds the sum to ``tensor``."""
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     plan = layout.plans.get(tensor.op.name)
     return plan is not None and plan.once and any(
-        layout.specs[given.name] == SUM for given in tensor.op.inputs)
+        layout.specs[added.name] == SUM for added in tensor.op.inputs)
 
 
-def _is_wanted_whole(layout: Layout, given: tf.Tensor) -> bool:
-    """Whether an operation takes ``given``, an input of the layout, as one tensor."""
+def _is_taken_whole(layout: Layout, tensor: tf.Tensor) -> bool:
+    """Whether an operation needs ``tensor``, an input of the layout's graph, replicated."""
     for operation in layout.order:
         plan = layout.plans.get(operation.name)
         for place, name in enumerate(operation.input_names):
-            if name != given.name:
+            if name != tensor.name:
                 continue
             if isinstance(plan, Nested) and operation.type in CALLS:
                 inner = plan.layouts[0]
-                whole = _is_wanted_whole(inner, inner.graph.inputs[place])
+                whole = _is_taken_whole(inner, inner.graph.inputs[place])
             else:
                 whole = plan is None or isinstance(plan.takes[place], Replicated)
             if whole:
@@ -346,11 +348,11 @@ def _is_wanted_whole(layout: Layout, given: tf.Tensor) -> bool:
 
 
 def is_local(layout: Layout, outputs: Sequence[Spec], compiled: bool = False) -> bool:
-    """Whether each tower can do all of this by itself, as it was traced, and gets ``outputs``.
+    """Whether each tower can run the traced operations alone and gets outputs of these specs.
 
-    ``compiled`` says whether XLA compiles it, which has no kernels that fail on no rows.
+    ``compiled`` says that XLA compiles them; no kernel of XLA fails on zero rows.
     """
-    if not _as_taken(layout.outputs, outputs):
+    if not _match(layout.outputs, outputs):
         return False
     return all(_is_local(layout, operation, compiled) for operation in layout.order
                if operation.name in layout.plans)
@@ -360,13 +362,14 @@ def _is_local(layout: Layout, operation: Op, compiled: bool) -> bool:
     plan, specs = layout.plans[operation.name], layout.inputs_of(operation)
     if isinstance(plan, Nested):
         return (plan.local or operation.type in CALLS and is_local(
-            plan.layouts[0], plan.gives, compiled)) and _as_taken(specs, plan.takes)
+            plan.layouts[0], plan.gives, compiled)) and _match(specs, plan.takes)
     if plan.once:
         return all(isinstance(spec, Replicated) for spec in specs) and not operation.has_state
-    return plan.make is None and (compiled or not plan.padded) and _as_taken(specs, plan.takes)
+    return plan.make is None and (compiled or not plan.padded) and _match(specs, plan.takes)
 
 
-def _as_taken(specs: Sequence[Spec], takes: Sequence[Spec]) -> bool:
+def _match(specs: Sequence[Spec], takes: Sequence[Spec]) -> bool:
+    """Whether inputs of these specs need no redistribution to the specs that a plan takes."""
     return all(spec == wanted or isinstance(spec, Replicated) and isinstance(wanted, Replicated)
                or isinstance(spec, ListOf) and isinstance(wanted, ListOf)
                or isinstance(wanted, ListOf) and isinstance(spec, Replicated)
