@@ -1,10 +1,10 @@
-"""Shapes and the entries of shapes, so far as they are known without running anything.
+"""Static values of small integer tensors, such as shapes, and static shapes computed from them.
 
-Goes in: a tensor.  Comes out: :func:`entries_of`, what is in a small tensor of integers, None for
-entries that are known when the step runs only; :func:`sizes_of`, a tensor's static shape.  Of an
-operation on shapes: :func:`outputs_of`, where entries are behind it, whatever these are.
-TensorFlow knows some of that (``tf.get_static_value(..., partial=True)``), but not through slices,
-products and gathers, and forgets static shapes where one is computed from another.
+Goes in: a tensor.  Comes out: :func:`entries_of`, the values in a small tensor of integers, None
+for each that is not static; :func:`sizes_of`, a tensor's static shape.  :func:`outputs_of` applies
+one op to such values, or to any objects that stand for them.  TensorFlow knows some of this
+(``tf.get_static_value(..., partial=True)``), but loses values in slices, products and gathers, and
+loses the static shape of a tensor whose shape is computed from another's.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ import tensorflow as tf
 from towerstrategy import _tensorflow as _tf
 from towerstrategy.sharding.rules.elementwise import AS_IT_IS, BINARY, UNARY
 
-Entries = np.ndarray  # of objects: ints, None, or what else stands for a number
+Entries = np.ndarray  # of objects: ints, None, or any object that stands for a number
 
 
 class _Open(NamedTuple):
-    """A size that is known when the step runs only: that of a tensor along a dimension."""
+    """The size of a tensor along a dimension, where it is not static."""
 
     tensor: str
     dim: int
 
 
-_DEPTH, _LARGEST = 12, 64
+_DEPTH = 12  # how many ops are followed backwards
+_LARGEST = 64  # entries of a tensor whose values are looked for
 _INTEGER = (int, np.integer)
-# An operation's type and the number of an output -> the input that has its shape.
+# An op type and the index of an output -> the index of the input that has the same shape.
 _SHAPED_AS = {("FusedBatchNormV3", 0): 0, ("FusedBatchNormGradV3", 0): 1, ("Softmax", 0): 0,
               ("LogSoftmax", 0): 0, ("SparseSoftmaxCrossEntropyWithLogits", 1): 0}
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
@@ -42,71 +43,72 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def entries_of(tensor: tf.Tensor) -> Entries | None:
-    """An array of ints and None of the tensor's shape; None where that is not known or is large."""
-    found = _entries(tensor, _DEPTH)
-    return None if found is None else _array([
-        None if isinstance(entry, _Open) else entry for entry in found.flat], found.shape)
+    """The static values in a tensor, None for unknown ones; None if it is large or not of ints."""
+    entries = _entries(tensor, _DEPTH)
+    return None if entries is None else _array([
+        None if isinstance(entry, _Open) else entry for entry in entries.flat], entries.shape)
 
 
 def dimensions_in(shape: tf.Tensor, tensor: tf.Tensor) -> list[int | None]:
-    """For each entry of a shape the dimension of ``tensor`` of which it is the open size."""
-    found = _entries(shape, _DEPTH)
-    return [] if found is None else [
+    """For each entry of ``shape``: the open dimension of ``tensor`` whose size it is, or None."""
+    entries = _entries(shape, _DEPTH)
+    return [] if entries is None else [
         entry.dim if isinstance(entry, _Open) and entry.tensor == tensor.name else None
-        for entry in found.flat]
+        for entry in entries.flat]
 
 
 def outputs_of(operation: tf.Operation, inputs: Sequence[Entries | None]) -> list[Entries | None]:
-    """The entries of an operation's outputs, its inputs having these; None where not known.
+    """The entries of each output of an op, from the entries of its inputs; None if unknown.
 
-    Of an output of unknown length the first ones, so far as they are known.
+    For an output of unknown length, these are its first entries, up to the first unknown one.
     """
-    asked, make = _MADE.get(operation.type, ("-", None))
-    given: list[Any] = []
-    for each, how in zip(inputs, asked.ljust(len(inputs), asked[-1])):
-        given.append(_known(each) if how == "k" else each)
-        if how != "-" and given[-1] is None:
-            make = None
-    found = None if make is None else make(operation, *given)
-    made = found if isinstance(found, list) else [found] * len(operation.outputs)
-    return [each if each is not None and tensor.shape.is_compatible_with(each.shape) else None
-            for each, tensor in zip(made, operation.outputs)]
+    needs, compute = _COMPUTE.get(operation.type, ("-", None))
+    arguments: list[Any] = []
+    for entries, need in zip(inputs, needs.ljust(len(inputs), needs[-1])):
+        arguments.append(_as_integers(entries) if need == "k" else entries)
+        if need != "-" and arguments[-1] is None:
+            compute = None
+    computed = None if compute is None else compute(operation, *arguments)
+    outputs = computed if isinstance(computed, list) else [computed] * len(operation.outputs)
+    return [entries if entries is not None and tensor.shape.is_compatible_with(entries.shape)
+            else None for entries, tensor in zip(outputs, operation.outputs)]
 
 
 def sizes_of(tensor: tf.Tensor) -> list[int | None] | None:
-    """A tensor's static shape; None if its rank is unknown."""
+    """A tensor's static shape, looked for behind TensorFlow's own; None if the rank is unknown."""
     return _sizes(tensor, _DEPTH)
 
 
 def _sizes(tensor: tf.Tensor, depth: int) -> list[int | None] | None:
     if tensor.shape.rank is None:
         return None
-    own: list[int | None] = list(tensor.shape.as_list())
-    found: Sequence[Any] | Entries | None = None
-    if own.count(None) < 2 or not depth:  # rows are open, all else is known
-        return own
+    static: list[int | None] = list(tensor.shape.as_list())
+    computed: Sequence[Any] | Entries | None = None
+    if static.count(None) < 2 or not depth:  # the rows are open, all else is known
+        return static
     if tensor.op.type == "Reshape":
-        found = _reshaped_to(tensor.op, depth - 1)
+        computed = _reshape_target(tensor.op, depth - 1)
     elif tensor.op.type in ("BroadcastTo", "Slice"):
-        found = _entries(tensor.op.inputs[-1], depth - 1)
+        computed = _entries(tensor.op.inputs[-1], depth - 1)
     elif tensor.op.type == "Transpose":
         before, order = _sizes(tensor.op.inputs[0], depth - 1), _tf.constant_value(
             tensor.op.inputs[1])
-        found = None if before is None or order is None else [before[at] for at in order]
+        computed = None if before is None or order is None else [before[dim] for dim in order]
     elif (tensor.op.type, tensor.value_index) in _SHAPED_AS:
-        found = _sizes(tensor.op.inputs[_SHAPED_AS[tensor.op.type, tensor.value_index]], depth - 1)
+        source = tensor.op.inputs[_SHAPED_AS[tensor.op.type, tensor.value_index]]
+        computed = _sizes(source, depth - 1)
     elif tensor.op.type in UNARY:
-        found = _sizes(tensor.op.inputs[0], depth - 1)
+        computed = _sizes(tensor.op.inputs[0], depth - 1)
     elif tensor.op.type in (*BINARY, "SoftmaxCrossEntropyWithLogits"):
-        found = _broadcast([_sizes(value, depth - 1) for value in tensor.op.inputs])
-    if found is None or len(found) != len(own):
-        return own
+        computed = _broadcast_shape([_sizes(value, depth - 1) for value in tensor.op.inputs])
+    if computed is None or len(computed) != len(static):
+        return static
     return [int(other) if size is None and isinstance(other, _INTEGER) and other >= 0 else size
-            for size, other in zip(own, found)]
+            for size, other in zip(static, computed)]
 
 
 class Quotient(NamedTuple):
-    """A product of sizes over another: a number, times sizes that are not known."""
+    """A quotient of two products of sizes: ``known``, times the sizes ``times``, not known."""
 
     known: fractions.Fraction
     times: tuple[Any, ...] = ()
@@ -116,9 +118,9 @@ ONE = Quotient(fractions.Fraction(1))
 
 
 def quotient(sizes: Sequence[Any], divisors: Sequence[Any]) -> Quotient | None:
-    """The product of ``sizes`` over that of ``divisors``; None where it is not known.
+    """The product of ``sizes`` over the product of ``divisors``; None if it is not known.
 
-    Sizes are numbers, None, or what stands for the same size wherever it is.
+    A size is a number, None, or an object that stands for one size, equal wherever this size is.
     """
     times, known = [], fractions.Fraction(1)
     for size in sizes:
@@ -136,20 +138,20 @@ def quotient(sizes: Sequence[Any], divisors: Sequence[Any]) -> Quotient | None:
     return Quotient(known, tuple(times))
 
 
-def _reshaped_to(operation: tf.Operation, depth: int) -> list[Any] | None:
-    """The sizes that a reshape asks for, and what is left over where it asks for -1."""
+def _reshape_target(operation: tf.Operation, depth: int) -> list[Any] | None:
+    """The target shape of a reshape, with the size in place of -1 if it can be computed."""
     tensor, shape = operation.inputs
-    asked, sizes = _entries(shape, depth), _sizes(tensor, depth)
-    if asked is None or sizes is None:
+    target, sizes = _entries(shape, depth), _sizes(tensor, depth)
+    if target is None or sizes is None:
         return None
-    over = quotient([_Open(tensor.name, dim) if size is None else size
-                     for dim, size in enumerate(sizes)], [size for size in asked if size != -1])
-    return list(asked) if over is None or over.times else [
-        int(over.known) if size == -1 else size for size in asked]
+    rest = quotient([_Open(tensor.name, dim) if size is None else size
+                     for dim, size in enumerate(sizes)], [size for size in target if size != -1])
+    return list(target) if rest is None or rest.times else [
+        int(rest.known) if size == -1 else size for size in target]
 
 
-def _broadcast(shapes: Sequence[Sequence[int | None] | None]) -> list[int | None] | None:
-    """What shapes are broadcast to: a size is known where one is above 1, or all are known."""
+def _broadcast_shape(shapes: Sequence[Sequence[int | None] | None]) -> list[int | None] | None:
+    """The shape of a broadcast; a size is known if one input's is above 1, or all are known."""
     if any(shape is None for shape in shapes):
         return None
     rank = max(len(shape) for shape in shapes if shape is not None)
@@ -161,38 +163,40 @@ def _broadcast(shapes: Sequence[Sequence[int | None] | None]) -> list[int | None
 
 
 def _entries(tensor: tf.Tensor, depth: int) -> Entries | None:
-    known = tensor.shape.is_fully_defined()
-    if not tensor.dtype.is_integer or not known and tensor.shape.rank != 1 \
-            or known and tensor.shape.num_elements() > _LARGEST:
+    """Like :func:`entries_of`, but sizes that are not static are :class:`_Open`."""
+    has_shape = tensor.shape.is_fully_defined()
+    if not tensor.dtype.is_integer or not has_shape and tensor.shape.rank != 1 \
+            or has_shape and tensor.shape.num_elements() > _LARGEST:
         return None
-    operation, found = tensor.op, None
+    operation, entries = tensor.op, None
     if depth and operation.type in ("Shape", "ShapeN"):
-        of = operation.inputs[tensor.value_index]
-        sizes = _sizes(of, depth - 1) or ()
-        found = None if of.shape.rank is None else _array(
-            (_Open(of.name, dim) if size is None else size for dim, size in enumerate(sizes)),
+        shaped = operation.inputs[tensor.value_index]
+        sizes = _sizes(shaped, depth - 1) or ()
+        entries = None if shaped.shape.rank is None else _array(
+            (_Open(shaped.name, dim) if size is None else size for dim, size in enumerate(sizes)),
             [len(sizes)])
-    elif depth and operation.type in _MADE:
+    elif depth and operation.type in _COMPUTE:
         inputs = [_entries(each, depth - 1) for each in operation.inputs]
-        found = outputs_of(operation, inputs)[tensor.value_index]
-    if found is None or not tensor.shape.is_compatible_with(found.shape):
+        entries = outputs_of(operation, inputs)[tensor.value_index]
+    if entries is None or not tensor.shape.is_compatible_with(entries.shape):
         value = _tf.constant_value(tensor)
-        if value is None and not known:
+        if value is None and not has_shape:
             return None
-        found = np.full(tensor.shape.as_list(), None, object) if value is None \
+        entries = np.full(tensor.shape.as_list(), None, object) if value is None \
             else np.asarray(value).astype(object)
-    return found
+    return entries
 
 
 def _array(entries: Iterable[Any], shape: Any) -> Entries:
-    made = np.empty(shape, object)
-    for at, entry in enumerate(entries):
-        made.flat[at] = entry
-    return made
+    """An array of objects, of this shape; NumPy would look into objects that are tuples."""
+    array = np.empty(shape, object)
+    for index, entry in enumerate(entries):
+        array.flat[index] = entry
+    return array
 
 
-def _known(entries: Entries | None) -> Any:
-    """Entries as integers; None unless all are known."""
+def _as_integers(entries: Entries | None) -> Any:
+    """An int64 array of the entries; None unless all are known."""
     if entries is None or not all(isinstance(entry, _INTEGER) for entry in entries.flat):
         return None
     return np.asarray(entries).astype(np.int64)
@@ -204,9 +208,9 @@ def _reshaped(operation: tf.Operation, entries: Entries, *_: Any) -> Entries | N
 
 
 def _concat(operation: tf.Operation, *inputs: Any) -> Entries | None:
-    where = _known(inputs[-1])
+    axis = _as_integers(inputs[-1])
     first = list(itertools.takewhile(lambda part: part is not None, inputs[:-1]))
-    return np.concatenate(first, int(where)) if first and where is not None else None
+    return np.concatenate(first, int(axis)) if first and axis is not None else None
 
 
 def _slice(operation: tf.Operation, entries: Entries, begin: Any, size: Any) -> Entries:
@@ -225,9 +229,9 @@ def _strided_slice(operation: tf.Operation, entries: Entries, *limits: Any) -> E
     return entries[slice(None if masks["begin"] else begin, None if masks["end"] else end, step)]
 
 
-def _gather(operation: tf.Operation, entries: Entries, places: Any, _: Any) -> Entries | None:
+def _gather(operation: tf.Operation, entries: Entries, indices: Any, _: Any) -> Entries | None:
     plain = entries.ndim == 1 and not operation.get_attr("batch_dims")
-    return _array(entries[places.ravel()], places.shape) if plain else None
+    return _array(entries[indices.ravel()], indices.shape) if plain else None
 
 
 def _split(operation: tf.Operation, entries: Entries, sizes: Any, _: Any) -> Any:
@@ -252,38 +256,38 @@ def _filled(operation: tf.Operation, _: Any, entry: Entries) -> Entries | None:
 
 
 def _offsets(operation: tf.Operation, axis: Any, *shapes: Any) -> list[Entries]:
-    """Where each input of a concatenation begins: at zero but along the axis."""
-    made, rank = [], operation.outputs[0].shape[0]
+    """The offset of each input in a concatenation: 0 in all dimensions but the axis."""
+    offsets, rank = [], operation.outputs[0].shape[0]
     start: int | None = 0
     for shape in shapes:
-        made.append(_array([0] * rank, [rank]))
-        made[-1][int(axis) % rank] = start
+        offsets.append(_array([0] * rank, [rank]))
+        offsets[-1][int(axis) % rank] = start
         size = None if shape is None else shape[int(axis) % rank]
         start = start + size if isinstance(size, _INTEGER) and start is not None else None
-    return made
+    return offsets
 
 
-def _of_broadcast(operation: tf.Operation, *shapes: Any) -> list[Entries]:
-    """Over which axes the gradients of a broadcast are summed."""
+def _broadcast_gradient_args(operation: tf.Operation, *shapes: Any) -> list[Entries]:
+    """The axes over which the gradient of each operand of a broadcast is summed."""
     rank = max(map(len, shapes))
     return [np.flatnonzero([*[True] * (rank - len(shape)), *(shape == 1)]).astype(object)
             for shape in shapes]
 
 
 def _stitched(operation: tf.Operation, *inputs: Any) -> Entries | None:
-    places, entries = inputs[:len(inputs) // 2], inputs[len(inputs) // 2:]
+    indices, data = inputs[:len(inputs) // 2], inputs[len(inputs) // 2:]
     shape = operation.outputs[0].shape
-    found = np.full(shape.as_list() if shape.is_fully_defined() else [], None, object)
-    for at, each in zip(map(_known, places), entries):
-        if at is None or each is None or at.shape != each.shape or not found.ndim:
+    stitched = np.full(shape.as_list() if shape.is_fully_defined() else [], None, object)
+    for at, entries in zip(map(_as_integers, indices), data):
+        if at is None or entries is None or at.shape != entries.shape or not stitched.ndim:
             return None
-        found[at.ravel()] = each.ravel()
-    return found
+        stitched[at.ravel()] = entries.ravel()
+    return stitched
 
 
-# An operation's type -> what is asked of each input, the last letter for all further ones (e: its
-# entries, k: all of them known, -: nothing), and what makes the outputs' entries of them.
-_MADE: dict[str, tuple[str, Callable[..., Any]]] = {
+# An op type -> a letter for each input, the last letter for all further ones (e: its entries are
+# needed, k: and all are known, -: they may be None); a function that computes the outputs' entries.
+_COMPUTE: dict[str, tuple[str, Callable[..., Any]]] = {
     **dict.fromkeys((*AS_IT_IS, "Cast"), ("e", lambda _, entries: entries)),
     "IdentityN": ("-", lambda _, *inputs: list(inputs)),
     **dict.fromkeys(("Reshape", "ExpandDims", "Squeeze"), ("e-", _reshaped)),
@@ -293,6 +297,6 @@ _MADE: dict[str, tuple[str, Callable[..., Any]]] = {
     "Unpack": ("e", lambda _, entries: [_array([each], []) for each in entries]
                if entries.ndim == 1 else None),
     "Transpose": ("ek", lambda _, entries, order: entries.transpose(order)),
-    "Prod": ("k-", _product), "BroadcastGradientArgs": ("k", _of_broadcast),
+    "Prod": ("k-", _product), "BroadcastGradientArgs": ("k", _broadcast_gradient_args),
     "ConcatOffset": ("k-", _offsets), "DynamicStitch": ("-", _stitched),
     **dict.fromkeys(_ARITHMETIC, ("e", _arithmetic))}
