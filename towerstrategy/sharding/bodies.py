@@ -1,9 +1,9 @@
-"""The branches and bodies of loops that all towers run together, as functions.
+"""Branches and loop bodies that all towers run together, as functions.
 
-Goes in: a branch or body that has been propagated, and what the towers have of its inputs.  Comes
-out: a function of all that: one argument for what is made once, one a tower for what each of them
-has its own part of.  What a body needs beside its inputs, such as a tower's number of rows, becomes
-an argument more, which all bodies of the operation then take.
+Goes in: a branch or loop body with its layout, and the values of its inputs.  Comes out: a function
+with one argument for each replicated input and one per tower for each other input.  If a body needs
+more than its inputs, such as a tower's number of rows, it gets an extra argument; then all
+functions of the operation take that argument.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.values import Value
 
 
-class Asked(NamedTuple):
-    """What a branch or loop needs beside its inputs."""
+class Extra(NamedTuple):
+    """An argument that a branch or loop takes in addition to its inputs."""
 
-    stands: Callable[[], tf.Tensor]  # makes what stands for it within
-    outer: Callable[[], Ref]
+    placeholder: Callable[[], tf.Tensor]  # makes the argument in the function
+    outer: Callable[[], Ref]  # makes its value outside
 
 
 class Body:
-    """A branch or the body of a loop, as a function of what all towers have."""
+    """A branch or loop body, as a function that takes all towers' inputs."""
 
     def __init__(self, outer: Towers, layout: Layout, specs: Sequence[Spec],
                  values: Sequence[Value], operation: Op) -> None:
         self._outer, self.layout, self._specs = outer, layout, specs
         self.graph = _tf.new_function_graph(layout.graph, operation.name)
-        self.asked: dict[Any, Asked] = {}
-        self._standing: dict[Any, tf.Tensor] = {}
+        self.extras: dict[Any, Extra] = {}
+        self._placeholders: dict[Any, tf.Tensor] = {}
         self.results: list[Ref] = []
         with self.graph.as_default():
-            self._inputs, self.values = self._entered(values)
+            self._inputs, self.values = self._make_inputs(values)
 
-    def _entered(self, values: Sequence[Value]) -> tuple[list[tf.Tensor], list[Any]]:
+    def _make_inputs(self, values: Sequence[Value]) -> tuple[list[tf.Tensor], list[Any]]:
+        """Placeholders for the function's arguments, and the values of the body's inputs."""
         builder = self._builder = Builder(self.graph)
         across = Across(self._outer.across.workers, self._outer.across.graph, builder,
                         self._outside)
@@ -53,74 +54,76 @@ class Body:
             self._count, self._outer.on_cpu, self._outer.draws_rows, across,
             self._outer.spare).at(self._outer.stage)
         placeholders: list[tf.Tensor] = []
-        entered = []
+        inputs = []
         for spec, value, inner in zip(self._specs, values, self.layout.graph.inputs):
             refs = []
-            for _ in range(_number_of(spec, len(towers))):
+            for _ in range(_count_of(spec, len(towers))):
                 placeholders.append(_tf.placeholder_like(inner))
                 refs.append(builder.take(placeholders[-1]))
             made = value_of(towers, spec, inner.shape, iter(refs))
             made.device = value.device
-            entered.append(made)
-        return placeholders, entered
+            inputs.append(made)
+        return placeholders, inputs
 
     def _count(self, tower: int | None) -> Ref:
-        one = tower is not None
-        return self._ask(tower, Asked(
-            lambda: tf.compat.v1.placeholder(tf.int64, [] if one else [self._outer.replicas]),
+        is_scalar = tower is not None
+        return self._extra(tower, Extra(
+            lambda: tf.compat.v1.placeholder(tf.int64, [] if is_scalar else [self._outer.replicas]),
             lambda: self._outer.counts() if tower is None else self._outer.count(tower)))
 
     def _outside(self, tensor: tf.Tensor) -> Ref:
-        """What stands for a tensor of the step's graph, such as a collective operation's key."""
-        return self._ask(tensor.name, Asked(lambda: _tf.placeholder_like(tensor),
-                                             lambda: self._outer.across.outside(tensor)))
+        """A tensor of the step's graph, such as a collective operation's key, as an argument."""
+        return self._extra(tensor.name, Extra(lambda: _tf.placeholder_like(tensor),
+                                              lambda: self._outer.across.outside(tensor)))
 
-    def _ask(self, key: Any, asked: Asked) -> Ref:
-        if key not in self.asked:
-            self.asked[key] = asked
+    def _extra(self, key: Any, extra: Extra) -> Ref:
+        if key not in self.extras:
+            self.extras[key] = extra
             with self.graph.as_default():
-                self._standing[key] = asked.stands()
-        return self._builder.take(self._standing[key])
+                self._placeholders[key] = extra.placeholder()
+        return self._builder.take(self._placeholders[key])
 
-    def give(self, results: Iterable[Value], specs: Iterable[Spec], effects: Iterable[str]) -> None:
-        """Makes its results, which are to be of these specs; and ``effects`` must run."""
+    def set_results(self, results: Iterable[Value], specs: Iterable[Spec],
+                    effects: Iterable[str]) -> None:
+        """Makes the function return ``results`` with these specs, and run ``effects``."""
         for value, spec in zip(results, specs):
             self.results += refs_of(value.as_spec(spec))
         self._identities = [self._builder.make("Identity", [ref], "") for ref in self.results]
         crossings = self.towers.across.finish()
         self.crosses, self._effects = bool(crossings), [*effects, *crossings]
 
-    def finish(self, asked: Mapping[Any, Asked], hand_on: bool) -> None:
-        """Makes a function of it, which also takes what it or another body has asked for."""
+    def finish(self, extras: Mapping[Any, Extra], returns_extras: bool) -> None:
+        """Imports the nodes; the function takes, and may return, the extras of all bodies, too."""
         _tf.hand_on_functions(self.layout.graph, self.graph)
         with self.graph.as_default():
-            others = [self._standing[key] if key in self._standing else one.stands()
-                      for key, one in asked.items()]
+            extra_inputs = [self._placeholders[key] if key in self._placeholders
+                            else extra.placeholder() for key, extra in extras.items()]
             packing.finish(self.towers)
             self._builder.finish()
             outputs = [self._builder.tensor(ref) for ref in self._identities]
-            handed = [tf.identity(other) for other in others] if hand_on else []
-        self.graph.inputs = [*self._inputs, *others]
-        self.graph.outputs = [*outputs, *handed]
+            returned = [tf.identity(other) for other in extra_inputs] if returns_extras else []
+        self.graph.inputs = [*self._inputs, *extra_inputs]
+        self.graph.outputs = [*outputs, *returned]
         self.graph.control_outputs = [self._builder.operation(name)
                                       for name in dict.fromkeys(self._effects)]
 
 
-def _number_of(spec: Spec, towers: int) -> int:
+def _count_of(spec: Spec, towers: int) -> int:
+    """The number of tensors that represent a value of this spec in a function's signature."""
     if isinstance(spec, Size):
         return towers + 1
     return towers if isinstance(spec, (Sharded, Partial, ListOf)) else 1
 
 
 def refs_of(value: Value) -> list[Ref]:
-    """The nodes that are a value: the whole, or each tower's part, or both."""
+    """The tensors that represent a value: the whole tensor, each tower's part, or both."""
     spec = value.spec
     refs = [] if isinstance(spec, (Sharded, Partial, ListOf)) else [value.whole()]
     return refs if isinstance(spec, Replicated) else refs + value.parts()
 
 
 def value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Any) -> Value:
-    """The inverse of :func:`refs_of`."""
+    """The value that tensors represent: the inverse of :func:`refs_of`."""
     parted = isinstance(spec, (Sharded, Partial, ListOf))
     whole: Any = None if parted else next(refs)
     if isinstance(spec, Replicated):
@@ -130,7 +133,7 @@ def value_of(towers: Towers, spec: Spec, shape: tf.TensorShape, refs: Any) -> Va
 
 
 def attributes_of(operation: Op, names: Sequence[str]) -> Any:
-    """The attributes of such an operation that say its functions, with these."""
+    """The attributes of a branch or loop that name its functions, with these names."""
     found = [attr for attr in _tf.op_def(operation.type).attr if "func" in attr.type]
     if len(found) == 1:
         return {found[0].name: list(names)}
@@ -138,6 +141,6 @@ def attributes_of(operation: Op, names: Sequence[str]) -> Any:
 
 
 def types_of(dtypes: Iterable[tf.DType]) -> Any:
-    """The attribute that says types."""
+    """The value of an attribute that lists dtypes."""
     attr = tf.compat.v1.AttrValue
     return attr(list=attr.ListValue(type=[dtype.as_datatype_enum for dtype in dtypes]))

@@ -1,11 +1,11 @@
-"""A traced step -> its operations on the towers and on the merge device.
+"""The operations on the towers and on the merge device that do what a traced step does.
 
 Goes in: a :class:`propagate.Layout` and the towers.  Comes out: nodes that give one device's
 result.
 
-What is sharded or partial is made on each tower, what is replicated once: with the variable that
-it reads or writes, else on the merge device.  Constants, and what is made of them alone, are made
-on each tower that uses them.  Effects keep the order that the trace gave them.
+Sharded and partial tensors are made on each tower.  Replicated tensors are made once: with the
+variable that the operation reads or writes, else on the merge device.  Constants, and tensors made
+of constants alone, are made on each tower that uses them.  Effects keep the order of the trace.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from towerstrategy.sharding.spec import (
 from towerstrategy.sharding.towers import Towers
 from towerstrategy.sharding.values import Value
 
-LARGEST_REPEATED = 4096  # bytes of a constant that each tower has in its own part of the graph
+LARGEST_REPEATED = 4096  # bytes of a constant of which each tower's part of the graph has a copy
 
 
 class Partition:
@@ -42,31 +42,31 @@ class Partition:
 
     Args:
       towers: the towers.
-      scope: a prefix for names, with a "/" behind it.
-      once: the scope of what is done once.
+      scope: the prefix of node names below the tower's scope, with a "/" at the end.
+      once: the scope of operations that run once.
     """
 
     def __init__(self, towers: Towers, scope: str = "", once: str = homes.ONCE) -> None:
         self._towers, self._scope, self._default = towers, scope, once
         self._values: dict[str, Value] = {}
-        self._nodes: dict[str, list[str]] = {}  # what is waited for -> the nodes that it has become
-        self._owners: dict[str, int] = {}  # a node -> the tower whose it is
+        self._nodes: dict[str, list[str]] = {}  # operation that others wait for -> its nodes
+        self._owners: dict[str, int] = {}  # node -> the tower that it belongs to
         self.effects: list[str] = []  # nodes that must run
-        self._outside: list[str] = []
-        self._homes: dict[str, str] = {}  # of operations
-        self._wanted: dict[str, str] = {}  # of what tensors are summed or gathered to
-        self._updates: set[str] = set()
+        self._outer_controls: list[str] = []  # nodes that all stateful operations wait for
+        self._homes: dict[str, str] = {}  # operation -> device, see homes.homes
+        self._sum_devices: dict[str, str] = {}  # tensor -> where it is summed or gathered
+        self._updates: set[str] = set()  # operations that only updates of variables need
         self._checks: list[str] = []  # nodes that write no variable and may fail: assertions
         self._stages: dict[str, int] = {}
 
     def run(self, layout: Layout, inputs: Iterable[Value],
-            controls: Sequence[str] = (), asked: Iterable[str] = ()) -> list[Value]:
-        """Makes the nodes; gives the graph's outputs, which are ``asked`` for on these devices."""
-        self._outside = list(controls)
+            controls: Sequence[str] = (), output_devices: Iterable[str] = ()) -> list[Value]:
+        """Makes the nodes of a graph; returns its outputs, which ``output_devices`` need."""
+        self._outer_controls = list(controls)
         self._values.update(zip((tensor.name for tensor in layout.graph.inputs), inputs))
-        self._homes, self._wanted = homes.homes(layout, {
+        self._homes, self._sum_devices = homes.homes(layout, {
             name: value.device for name, value in self._values.items() if value.device},
-            self._towers.merge, asked)
+            self._towers.merge, output_devices)
         self._updates = homes.updates(layout)
         self._stages = staging.stages_of(layout, self._values, self._towers)
         self._nodes = {name: [] for operation in layout.order for name in operation.controls}
@@ -90,7 +90,7 @@ class Partition:
                 made = [value.as_spec(spec) for value, spec in zip(
                     self._once(operation, plan, values, controls, towers), plan.gives)]
             elif isinstance(plan, Nested) and not plan.local:
-                made = self._for_all(operation, plan, values, controls, towers)
+                made = self._in_one_op(operation, plan, values, controls, towers)
             else:
                 made = self._on_towers(operation, plan, values, controls, towers)
         self._values.update(zip(operation.output_names, made))
@@ -98,8 +98,8 @@ class Partition:
     def _controls(self, operation: Op) -> list[str]:
         if not (operation.controls or operation.is_stateful or operation.has_effect):
             return []
-        outside = self._outside if operation.is_stateful else []
-        # Weights are not to be half updated where an assertion ends the step.
+        outside = self._outer_controls if operation.is_stateful else []
+        # If an assertion ends the step, no weight may have been updated.
         if operation.writes_variables and len(self._checks) > 1:
             self._checks[:] = [self._towers.builder.gate(self._checks, self._towers.host)]
         checks = self._checks if operation.writes_variables else []
@@ -107,10 +107,11 @@ class Partition:
                                    for node in self._nodes.get(before, ())]
 
     def _own(self, controls: Iterable[str], tower: int) -> list[str]:
-        """Those of what is waited for that are not another tower's."""
+        """The nodes among ``controls`` that do not belong to another tower."""
         return [node for node in controls if self._owners.get(node, tower) == tower]
 
-    def _done(self, operation: Op, nodes: Sequence[str]) -> None:
+    def _note_nodes(self, operation: Op, nodes: Sequence[str]) -> None:
+        """Notes the nodes of an operation, for operations that wait for it and as effects."""
         if operation.name in self._nodes:
             self._nodes[operation.name] += nodes
         if operation.has_effect:
@@ -120,7 +121,7 @@ class Partition:
 
     def _once(self, operation: Op, plan: Plan, values: Sequence[Value],
               controls: list[str], towers: Towers) -> list[Value]:
-        """The operation with all rows."""
+        """The outputs of an operation that runs once, with all rows."""
         constant = all(value.constant for value in values) and _is_repeatable(operation)
         device = towers.host if constant else self._home(operation, values)
 
@@ -133,13 +134,13 @@ class Partition:
         if not constant:
             return [Value(towers, REPLICATED, tensor.shape, ref, None, device)
                     for ref, tensor in zip(whole(), operation.outputs)]
-        if controls:  # so that what waits for it, which may not be made, waits for these
+        if controls:  # its node may never be made, so operations that wait for it wait for these
             self._nodes[operation.name] = list(controls)
-        one, own = Lazily(whole), Lazily(lambda tower, towers: self._copied(
+        once, repeated = Lazily(whole), Lazily(lambda tower, towers: self._copied(
             operation, [value.at(towers).part(tower) for value in values], towers.devices[tower],
             tower, self._own(controls, tower)))
-        return [Value(towers, REPLICATED, tensor.shape, one.output(index), None, device,
-                      own.output(index)) for index, tensor in enumerate(operation.outputs)]
+        return [Value(towers, REPLICATED, tensor.shape, once.output(index), None, device,
+                      repeated.output(index)) for index, tensor in enumerate(operation.outputs)]
 
     def _copied(self, operation: Op, inputs: Sequence[Ref], device: str, tower: int | None,
                 controls: Iterable[str], attributes: bytes = b"") -> list[Ref]:
@@ -148,15 +149,15 @@ class Partition:
             operation, inputs, device, f"{scope}{self._scope}", controls, attributes=attributes)
         if tower is not None:
             self._owners[name] = tower
-        self._done(operation, [name])
+        self._note_nodes(operation, [name])
         return refs
 
     def _once_in(self, operation: Op) -> str:
-        """The name scope of an operation that is done once."""
+        """The name scope of an operation that runs once."""
         return homes.UPDATE if operation.name in self._updates else self._default
 
     def _home(self, operation: Op, values: Sequence[Value]) -> str:
-        """Where an operation is done once: with its variable, or where the user says."""
+        """The device of an operation that runs once: its variable's, or the user's choice."""
         here = self._of_handle(operation, values)
         if here:
             return here
@@ -165,7 +166,7 @@ class Partition:
         home = self._homes.get(operation.name) or operation.definition.device
         if home and not (largest and largest.device and all(
                 tensor.shape.is_fully_defined() and tensor.shape.num_elements() < largest.size
-                for tensor in operation.outputs)):  # what is made of it costs less to send
+                for tensor in operation.outputs)):  # sending the smaller output costs less
             return home
         if largest and largest.device:
             return largest.device
@@ -173,22 +174,24 @@ class Partition:
         return self._towers.spare if large and self._towers.spare else self._towers.merge
 
     def _of_handle(self, operation: Op, values: Sequence[Value]) -> str:
-        """Where the variable is that an operation is given; "" where nobody says."""
-        for place in operation.handles:  # most have none, and all are asked
+        """The device of the variable whose handle an operation takes; "" without one."""
+        for place in operation.handles:  # empty for most operations, and this runs for all of them
             if values[place].device:
                 return values[place].device
         return ""
 
     def _on_towers(self, operation: Op, plan: Plan, values: Sequence[Value],
                    controls: list[str], towers: Towers) -> list[Value]:
+        """The outputs of an operation that runs on each tower."""
         rows = None
         if plan.padded and towers.replicas > 1:
             rows = next(value for value in values if isinstance(value.spec, Sharded))
             values = [value.padded(int(at in plan.ones)) for at, value in enumerate(values)]
         if plan.sizes is not None:
             values = [*values[:-1], values[-1].known_as(plan.sizes, operation.inputs[-1].dtype)]
-        maker = Maker(operation, values, towers, next(filter(None, self._asked(operation)), "")
-                      if self._wanted and plan.make is not None else "")
+        home = next(filter(None, self._output_devices(operation)), "") \
+            if self._sum_devices and plan.make is not None else ""
+        maker = Maker(operation, values, towers, home)
         home = self._of_handle(operation, values)
         if plan.near is not None and values[plan.near].constant is None:
             home = values[plan.near].device
@@ -204,53 +207,53 @@ class Partition:
                 towers.host if of_shapes else home or self._home(operation, values), None,
                 controls)
 
-        one = None if plan.whole is None and any(
+        once = None if plan.whole is None and any(
             isinstance(spec, ListOf) for spec in plan.takes) else Lazily(whole)
         if operation.has_effect or not plan.gives or any(
                 isinstance(spec, (Sharded, Partial, ListOf)) for spec in plan.gives):
             for tower in range(len(towers)):
                 part(tower)
-        given = [self._given(towers, tensor, spec, index, part, one,
-                             maker.home if plan.make is not None else "")
-                 for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
-        return given if rows is None else [value.without_padding(rows) for value in given]
+        outputs = [self._output(towers, tensor, spec, index, part, once,
+                                maker.home if plan.make is not None else "")
+                   for index, (tensor, spec) in enumerate(zip(operation.outputs, plan.gives))]
+        return outputs if rows is None else [value.without_padding(rows) for value in outputs]
 
     def _part(self, plan: Plan, maker: Maker, home: str, of_shapes: bool, controls: list[str]
               ) -> Lazily:
-        """What makes the outputs of an operation on a tower."""
+        """Makes the outputs of an operation for one tower."""
         operation, towers = maker.op, maker.towers
         if plan.make is not None:
             make = plan.make
             made = Lazily(lambda: make(maker))
             return Lazily(lambda tower: [output[tower] for output in made()])
-        own = None if towers.on_cpu else plan.part
+        make_part = None if towers.on_cpu else plan.part
 
         @Lazily
         def part(tower: int) -> list[Ref]:
-            return own(maker, tower) if own is not None else self._copied(
+            return make_part(maker, tower) if make_part is not None else self._copied(
                 operation, [value.part(tower) for value in maker.inputs],
                 home or (towers.shapes_on(tower) if of_shapes else towers.devices[tower]),
                 tower, controls if operation.has_effect else self._own(controls, tower))
 
         return part
 
-    def _given(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int, parts: Lazily,
-               whole: Lazily | None, home: str) -> Value:
+    def _output(self, towers: Towers, tensor: tf.Tensor, spec: Spec, index: int, parts: Lazily,
+                whole: Lazily | None, home: str) -> Value:
         if isinstance(spec, Axes) and whole is not None:
             return Value(towers, spec, tensor.shape, whole.output(index))
         part = parts.output(index)
         if isinstance(spec, Size):
             return Value(towers, spec, tensor.shape,
                          None if whole is None else whole.output(index), part)
-        if isinstance(spec, Replicated):  # each tower's is the same
+        if isinstance(spec, Replicated):  # each tower makes the same value
             return Value(towers, spec, tensor.shape, lambda: part(0), part, home)
         rows = tensor.dtype.is_floating or not _is_small(tensor)
-        return Value(towers, spec, tensor.shape, None, part, self._wanted.get(tensor.name)
+        return Value(towers, spec, tensor.shape, None, part, self._sum_devices.get(tensor.name)
                      or (towers.spare if rows else ""))
 
-    def _asked(self, operation: Op) -> list[str]:
-        """Where the outputs of an operation are wanted; "" where nobody says."""
-        return [self._wanted.get(name, "") for name in operation.output_names]
+    def _output_devices(self, operation: Op) -> list[str]:
+        """Where each output of an operation is summed or gathered; "" where unknown."""
+        return [self._sum_devices.get(name, "") for name in operation.output_names]
 
     # Calls, branches and loops.
 
@@ -258,56 +261,56 @@ class Partition:
                  controls: list[str], towers: Towers) -> list[Value]:
         inner = Partition(towers, f"{self._scope}{operation.name}/", self._once_in(operation))
         inner._checks = self._checks
-        results = inner.run(layout, values, controls, self._asked(operation))
+        results = inner.run(layout, values, controls, self._output_devices(operation))
         for value, tensor in zip(results, operation.outputs):
-            value.shape = value.shape.merge_with(tensor.shape)  # of which it may know more
+            value.shape = value.shape.merge_with(tensor.shape)  # the call may know more of it
         if operation.name in self._nodes:
             self._nodes[operation.name] += inner.effects
         self.effects += inner.effects
         return results
 
-    def _for_all(self, operation: Op, plan: Nested, values: Sequence[Value],
-                 controls: list[str], towers: Towers) -> list[Value]:
-        """One branch or loop for all towers, with what each of them has of its inputs."""
+    def _in_one_op(self, operation: Op, plan: Nested, values: Sequence[Value],
+                   controls: list[str], towers: Towers) -> list[Value]:
+        """The outputs of one branch or loop for all towers, which takes each tower's inputs."""
         loop = operation.type in propagate.LOOPS
         first = 0 if loop else 1
         refs: list[Ref] = []
         for value in values[first:]:
             refs += bodies.refs_of(value)
-        within = [bodies.Body(towers, layout, plan.takes[first:], values[first:], operation)
-                  for layout in plan.layouts]
-        for number, body in enumerate(within):
+        functions = [bodies.Body(towers, layout, plan.takes[first:], values[first:], operation)
+                     for layout in plan.layouts]
+        for number, body in enumerate(functions):
             partition = Partition(body.towers)
-            results = partition.run(body.layout, body.values,
-                                    asked=() if loop else self._asked(operation))
-            body.give(results, plan.gives if number or not loop else [REPLICATED],
-                      partition.effects)
-        asked = {key: one for body in within for key, one in body.asked.items()}
-        for number, body in enumerate(within):
-            body.finish(asked, hand_on=loop and number == 1)
-        refs += [one.outer() for one in asked.values()]
-        dtypes = [ref.dtype for ref in within[-1].results]
-        names = [_tf.add_function(towers.builder.graph, body.graph) for body in within]
-        taken = bodies.types_of(ref.dtype for ref in refs)
-        extra = {"T": taken} if loop else {"Tin": taken, "Tout": bodies.types_of(dtypes)}
+            results = partition.run(body.layout, body.values, output_devices=(
+                () if loop else self._output_devices(operation)))
+            body.set_results(results, plan.gives if number or not loop else [REPLICATED],
+                             partition.effects)
+        extras = {key: extra for body in functions for key, extra in body.extras.items()}
+        for number, body in enumerate(functions):
+            body.finish(extras, returns_extras=loop and number == 1)
+        refs += [extra.outer() for extra in extras.values()]
+        dtypes = [ref.dtype for ref in functions[-1].results]
+        names = [_tf.add_function(towers.builder.graph, body.graph) for body in functions]
+        types = bodies.types_of(ref.dtype for ref in refs)
+        attrs = {"T": types} if loop else {"Tin": types, "Tout": bodies.types_of(dtypes)}
         if loop and any(layout.has_state for layout in plan.layouts):
-            # On one device a draw may wait for what the turn before has made, its shape say.
-            extra["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
+            # On one device a draw may wait for the previous iteration, e.g. for its shape.
+            attrs["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
         made, name = towers.builder.call(
             operation, operation.type, refs if loop else [values[0].whole(), *refs],
             towers.merge, f"{self._once_in(operation)}{self._scope}", controls,
             [ref.dtype for ref in refs] if loop else dtypes, bodies.attributes_of(operation, names),
-            extra)
-        self._done(operation, [name])
-        if any(body.crosses for body in within):
+            attrs)
+        self._note_nodes(operation, [name])
+        if any(body.crosses for body in functions):
             towers.across.note_control_flow(name)
-        left = iter(made)
-        return [bodies.value_of(towers, spec, tensor.shape, left)
+        refs_left = iter(made)
+        return [bodies.value_of(towers, spec, tensor.shape, refs_left)
                 for tensor, spec in zip(operation.outputs, plan.gives)]
 
 
 class Lazily:
-    """What makes outputs, of a tower or of all, when the first of them is asked for."""
+    """Calls ``make``, once for each tower, when one of its outputs is needed first."""
 
     def __init__(self, make: Callable[..., list[Any]]) -> None:
         self._make = make
@@ -323,19 +326,19 @@ class Lazily:
 
 
 def _is_small(tensor: tf.Tensor) -> bool:
-    """Whether a tensor is numbers or a shape, or nothing that a GPU has in its memory."""
+    """Whether a tensor is a few numbers or a shape, or of a dtype that is not in a GPU's memory."""
     return tensor.dtype in (tf.string, tf.variant, tf.resource) or tensor.shape.rank is None \
         or _bytes(tensor) <= LARGEST_REPEATED
 
 
 def _bytes(tensor: tf.Tensor) -> int:
-    """How large a tensor is; too large to be repeated where that is not known."""
+    """The bytes of a tensor; more than may be repeated if its shape is unknown."""
     known = tensor.shape.is_fully_defined()
     return tensor.shape.num_elements() * tensor.dtype.size if known else LARGEST_REPEATED + 1
 
 
 def _is_repeatable(operation: Op) -> bool:
-    """Whether each tower may make it for itself rather than be sent it."""
+    """Whether each tower may make the outputs itself instead of receiving them."""
     if operation.is_stateful or operation.type in (
             *propagate.CALLS, *propagate.BRANCHES, *propagate.LOOPS):
         return False

@@ -101,9 +101,9 @@ def _call(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     towers = towers_of(strategy, builder, lambda tower: inputs.count(towers, tower))
     values = inputs.values(towers, builder, traced)
     partition = Partition(towers)
-    asked = [strategy.extended.merge_device if isinstance(layout.specs[tensor.name], Sharded)
-             else "" for tensor in traced.outputs]  # rows that are given back, such as predictions
-    outputs = [value.whole() for value in partition.run(layout, values, asked=asked)]
+    devices = [strategy.extended.merge_device if isinstance(layout.specs[tensor.name], Sharded)
+               else "" for tensor in traced.outputs]  # returned rows, such as predictions
+    outputs = [value.whole() for value in partition.run(layout, values, output_devices=devices)]
     strategy.extended.crossings = dict(towers.crossings)
     given, _ = finished(strategy, towers, zip(outputs, traced.outputs), partition.effects,
                         getattr(fn, "__name__", "step"))
