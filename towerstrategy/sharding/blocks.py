@@ -1,7 +1,7 @@
-"""Redistribution of tensors that are several blocks of rows behind each other.
+"""Redistribution of tensors that are several concatenated blocks of rows (``spec.Blocks``).
 
-Goes in: a :class:`values.Value` of such a spec, or one to be cut so.  Comes out: the whole tensor,
-block by block in the order of the towers; a tower's slices of all blocks.
+Goes in: a :class:`values.Value` that is sharded so, or is to be.  Comes out: the whole tensor,
+block by block, each in the order of the towers; or a tower's slices of all blocks.
 """
 
 from __future__ import annotations
@@ -17,44 +17,45 @@ from towerstrategy.sharding.towers import Towers
 
 
 def opened(shape: tf.TensorShape, along: int) -> tf.TensorShape:
-    """A static shape, but for one dimension, which is open."""
+    """A static shape in which the size of one dimension is unknown."""
     return shape if shape.rank is None else tf.TensorShape(
         [None if dim == along else size for dim, size in enumerate(shape)])
 
 
 def gathered(value: Any, spec: Sharded, device: str) -> Ref:
-    """The whole tensor, on ``device``, from the towers' parts."""
+    """The whole tensor, concatenated on ``device`` from the towers' parts."""
     towers: Towers = value.towers
     build = towers.builder
     split = [towers.on(tower, "Split", build.constant(spec.dim, tf.int32, towers.devices[tower]),
                        part, num_split=spec.blocks) for tower, part in enumerate(value.parts())]
-    one, shape = dataclasses.replace(spec, group=spec.one_block), opened(value.shape, spec.dim)
+    block_spec = dataclasses.replace(spec, group=spec.one_block)
+    shape = opened(value.shape, spec.dim)
 
     def whole(block: int) -> Ref:
-        made: Ref = type(value)(towers, one, shape, None,
-                                lambda tower: split[tower]._replace(place=block), device).whole()
-        return made
+        ref: Ref = type(value)(towers, block_spec, shape, None,
+                               lambda tower: split[tower]._replace(place=block), device).whole()
+        return ref
 
     wholes = [whole(block) for block in range(spec.blocks)]
     axis = build.constant(spec.dim, tf.int32, device)
-    made: Ref = build.make("ConcatV2", [*wholes, axis], device, "merge/ConcatV2", N=len(wholes))
-    return made
+    ref: Ref = build.make("ConcatV2", [*wholes, axis], device, "merge/ConcatV2", N=len(wholes))
+    return ref
 
 
 def cut(value: Any, wanted: Sharded, tower: int) -> Ref:
-    """A tower's slice of each block of a whole tensor; of one entry for all rows, that."""
+    """A tower's slices of all blocks of a whole tensor; if its size there is 1, all of it."""
     towers: Towers = value.towers
     whole: Ref = value.whole()
     if towers.replicas == 1:
         return whole
-    at = _places(towers, wanted, tower)
+    positions = _positions(towers, wanted, tower)
     if wanted.broadcast and value.shape[wanted.dim] is None:
         last = towers.on_host("Sub", value.rows_in(wanted.dim), towers.number(1))
-        at = towers.on_host("Minimum", at, last)
-    return towers.on(tower, "GatherV2", whole, at, towers.number(wanted.dim, tf.int32))
+        positions = towers.on_host("Minimum", positions, last)
+    return towers.on(tower, "GatherV2", whole, positions, towers.number(wanted.dim, tf.int32))
 
 
-def _places(towers: Towers, spec: Sharded, tower: int) -> Ref:
+def _positions(towers: Towers, spec: Sharded, tower: int) -> Ref:
     """The positions of a tower's rows in all blocks."""
     make, number = towers.on_host, towers.number
     ranges = []

@@ -1,7 +1,7 @@
-"""What a rule is given that makes the towers' operations itself.
+"""The interface by which a rule makes an operation's nodes itself.
 
-Goes in: an operation and its inputs, redistributed as the rule takes them.  Comes out: nodes on the
-towers, or on the merge device.
+Goes in: an operation and its inputs, redistributed to the specs that the rule takes.  Comes out:
+nodes on the towers, on the host or on the merge device.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from towerstrategy.sharding.values import Value
 class Maker:
     """Makes nodes for one operation: on a tower, on the host (HOST), once (None), or on EACH tower.
 
-    What each tower has is a list; what is made of lists is a list, too.
+    A list has one tensor per tower; an operation on lists runs on each tower and returns a list.
 
     Attributes:
       op: the operation.
-      inputs: its inputs, as the rule takes them.
-      towers: the towers, with their rows of the batch: ``count(tower)``, ``offset(tower)`` and
+      inputs: its inputs, with the specs that the rule takes.
+      towers: the towers, with their numbers of rows: ``count(tower)``, ``offset(tower)`` and
         ``total()``.
-      home: where it is done once.
+      home: the device of nodes that are made once.
     """
 
     def __init__(self, op: Op, inputs: Sequence[Value], towers: Towers, home: str = "") -> None:
@@ -42,26 +42,26 @@ class Maker:
         return self.inputs[index].part(tower)
 
     def whole(self, index: int) -> Ref:
-        """An input with all rows."""
+        """The whole tensor of an input."""
         return self.inputs[index].whole()
 
     def parts(self, index: int) -> list[Ref]:
-        """What each tower has of an input."""
+        """Each tower's part of an input."""
         return self.inputs[index].parts()
 
     def copy(self, inputs: Sequence[Any], tower: int | None) -> list[Any]:
-        """The outputs of the operation itself, of other inputs."""
+        """The outputs of a copy of the operation that takes other inputs."""
         if tower == EACH:
-            return [list(made) for made in zip(*self.each(
-                lambda tower: self.copy(_of(inputs, tower), tower)))]
+            return [list(output) for output in zip(*self.each(
+                lambda tower: self.copy(_of_tower(inputs, tower), tower)))]
         return self.towers.builder.copy(self.op, inputs, self._device(tower),
                                         self._scope(tower))[0]
 
     def make(self, kind: str, inputs: Sequence[Any], tower: int | None, **attrs: Any) -> Any:
-        """The first output of another operation, named after this one."""
+        """The first output of a new operation of another type, named after this operation."""
         if tower == EACH or list in map(type, inputs):
-            return self.each(lambda own: self.make(
-                kind, _of(inputs, own), own if tower == EACH else tower, **attrs))
+            return self.each(lambda each: self.make(
+                kind, _of_tower(inputs, each), each if tower == EACH else tower, **attrs))
         return self.towers.builder.make(kind, inputs, self._device(tower),
                                         f"{self._scope(tower)}{self.op.name}/{kind}", **attrs)
 
@@ -72,11 +72,11 @@ class Maker:
         return self.towers.builder.constant(value, dtype, self._device(tower))
 
     def each(self, make: Callable[[int], Any]) -> list[Any]:
-        """What ``make`` makes for each tower."""
+        """The result of ``make`` for each tower."""
         return [make(tower) for tower in range(len(self.towers))]
 
     def rows(self, index: int, dtype: tf.DType) -> Ref:
-        """How many positions an input has along the dimension in which it is sharded, in all."""
+        """The whole size of an input along its sharded dimension."""
         value, spec = self.inputs[index], self.inputs[index].spec
         assert isinstance(spec, Sharded)
         if spec.times is not None and not spec.group:
@@ -85,11 +85,11 @@ class Maker:
                 return total
             return self.make("Mul", [total, self.constant(spec.times, dtype, HOST)], HOST)
         shapes = self.make("Shape", [value.parts()], EACH, out_type=tf.int64)
-        rows = self.towers.add_up(self._entry(shapes, spec.dim), self.towers.host)
+        rows = self.towers.add_up(self._entries(shapes, spec.dim), self.towers.host)
         return rows if dtype == tf.int64 else self.make("Cast", [rows], HOST, DstT=dtype)
 
     def earlier(self, index: int, dtype: tf.DType) -> Ref:
-        """How many rows a size counts that are of the workers before this one."""
+        """The number of rows that a size input counts on all workers before this one."""
         value, spec, towers = self.inputs[index], self.inputs[index].spec, self.towers
         assert isinstance(spec, Size)
         if spec.times is not None and not spec.group or towers.across.workers is None:
@@ -97,14 +97,14 @@ class Maker:
             if spec.times in (None, 1):
                 return rows
             return self.make("Mul", [rows, self.constant(spec.times, dtype, HOST)], HOST)
-        sizes = value.parts() if value.shape.rank == 0 else self._entry(value.parts(), spec.at)
-        own = sizes[0]
+        sizes = value.parts() if value.shape.rank == 0 else self._entries(value.parts(), spec.at)
+        here = sizes[0]
         for size in sizes[1:]:
-            own = self.make("AddV2", [own, size], HOST)
-        return towers.of_earlier(own, dtype)
+            here = self.make("AddV2", [here, size], HOST)
+        return towers.sum_of_earlier(here, dtype)
 
     def shape(self, index: int, dtype: tf.DType) -> Ref:
-        """The shape of a sharded input with all rows."""
+        """The shape of the whole tensor of a sharded input."""
         value, spec = self.inputs[index], self.inputs[index].spec
         assert isinstance(spec, Sharded)
         rows, static = self.rows(index, dtype), value.shape
@@ -118,13 +118,13 @@ class Maker:
             first, self.constant([[spec.dim]], tf.int32, HOST), rows], HOST)
 
     def own_shape(self, index: int, tower: int, dtype: tf.DType) -> Ref:
-        """The shape of what a tower has of an input.
+        """The shape of a tower's part of an input.
 
-        Of what the host knows, where that says it: it does not wait for the tensor, and what XLA
-        compiles need not give it back from the GPU.
+        It is made of the host's numbers of rows if these suffice: then it does not wait for the
+        tensor, and an XLA cluster need not return it from the GPU.
         """
         towers, spec = self.towers, self.inputs[index].spec
-        sizes, device = sizes_of(self.op.inputs[index]), towers.packed_on(tower, dtype)
+        sizes, device = sizes_of(self.op.inputs[index]), towers.shape_device(tower, dtype)
         dim = spec.dim if isinstance(spec, Sharded) else None
         if sizes is None or None in [size for at, size in enumerate(sizes) if at != dim] \
                 or isinstance(spec, Sharded) and (spec.times is None or spec.group):
@@ -138,7 +138,8 @@ class Maker:
             rows if at == dim else towers.builder.constant(size, dtype, device)
             for at, size in enumerate(sizes)], device, f"{towers.scopes[tower]}Pack", axis=0)
 
-    def _entry(self, vectors: list[Ref], index: int) -> Any:
+    def _entries(self, vectors: list[Ref], index: int) -> Any:
+        """Each tower's entry ``index`` of its vector."""
         return self.make("GatherV2", [vectors, self.constant(index, tf.int32, HOST),
                                       self.constant(0, tf.int32, HOST)], HOST)
 
@@ -151,6 +152,6 @@ class Maker:
         return homes.ONCE if tower is None or tower == HOST else self.towers.scopes[tower]
 
 
-def _of(inputs: Sequence[Any], tower: int) -> list[Ref]:
-    """Those of a tower."""
-    return [given[tower] if isinstance(given, list) else given for given in inputs]
+def _of_tower(inputs: Sequence[Any], tower: int) -> list[Ref]:
+    """A tower's inputs: its entry of each list."""
+    return [value[tower] if isinstance(value, list) else value for value in inputs]

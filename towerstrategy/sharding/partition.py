@@ -188,7 +188,8 @@ class Partition:
             rows = next(value for value in values if isinstance(value.spec, Sharded))
             values = [value.padded(int(at in plan.ones)) for at, value in enumerate(values)]
         if plan.sizes is not None:
-            values = [*values[:-1], values[-1].known_as(plan.sizes, operation.inputs[-1].dtype)]
+            shape = values[-1].with_constant_parts(plan.sizes, operation.inputs[-1].dtype)
+            values = [*values[:-1], shape]
         home = next(filter(None, self._output_devices(operation)), "") \
             if self._sum_devices and plan.make is not None else ""
         maker = Maker(operation, values, towers, home)

@@ -1,7 +1,8 @@
-"""The towers that a step is partitioned over, and how many rows of the batch each of them has.
+"""The towers that a step is partitioned over, and the number of rows that each of them has.
 
-Goes in: devices, and the numbers of rows.  Comes out: :class:`Towers`: nodes on a tower or on the
-host; numbers of rows of a tower, of those before it, of the batch; sums over the towers.
+Goes in: devices, and the towers' numbers of rows.  Comes out: :class:`Towers`, which makes nodes on
+a tower or on the host: for the rows of a tower, of all towers before it and of the batch, and for
+sums over the towers.
 """
 
 from __future__ import annotations
@@ -18,41 +19,41 @@ from towerstrategy.sharding import relays
 from towerstrategy.sharding.across import Across
 from towerstrategy.sharding.builder import Builder, Ref
 
-_Made = TypeVar("_Made", bound=Callable[..., Ref])
+_Method = TypeVar("_Method", bound=Callable[..., Ref])
 
 
-def once(make: _Made) -> _Made:
-    """A method of :class:`Towers` that makes its node when it is first asked for."""
+def cached(make: _Method) -> _Method:
+    """Decorates a method of :class:`Towers`, which then makes its node at the first call only."""
 
     @functools.wraps(make)
-    def known(self: Any, *args: Any) -> Ref:
+    def made_once(self: Any, *args: Any) -> Ref:
         key = (make, *args)
-        if key not in self.known:
-            self.known[key] = make(self, *args)
-        return self.known[key]
+        if key not in self.cache:
+            self.cache[key] = make(self, *args)
+        return self.cache[key]
 
-    return known  # type: ignore[return-value]
+    return made_once  # type: ignore[return-value]
 
 
 class Towers:
     """The towers that a step is partitioned over, and their rows of the batch.
 
     Args:
-      builder: where nodes are collected.
-      rows: for each tower the devices of its stages, one as a rule.
-      merge: the device for what is made once.
-      host: the CPU that numbers of rows are kept on; kernels take shapes from there.
-      scopes: the name scope of each tower's nodes, with a "/" behind it.
-      counts: gives each tower's number of rows, int64 scalars; asked for None those of the towers
-        of all workers, a vector, or None where they are not known.
+      builder: collects the nodes.
+      rows: the devices of each tower's stages; one device unless towers have several stages.
+      merge: the merge device.
+      host: the CPU that holds the numbers of rows; kernels take shapes from its memory.
+      scopes: the name scope of each tower's nodes, with a "/" at the end.
+      counts: returns a tower's number of rows, an int64 scalar; for None the numbers of all
+        workers' towers, an int64 vector, or None if they are unknown.
       on_cpu: whether the towers are CPUs, which make their shapes themselves.
-      draws_rows: whether a tower draws its rows of what one device draws, not numbers of its own.
-      across: what crosses the workers, of whom each has towers of its own; None: all are here.
-      spare: the device for what is made once, large and for no variable; "" for ``merge``.
+      draws_rows: whether a tower draws its rows of one device's random numbers, or its own numbers.
+      across: the values that cross workers, each of which has towers; None with one worker.
+      spare: the device for large tensors that are made once and for no variable; "" for ``merge``.
 
     Attributes:
-      stage: the stage in which all is done that is made here; None where it is not known.
-      devices: the towers' devices for it; those of the first stage where it is not known.
+      stage: the stage of all nodes that are made here; None if unknown.
+      devices: the towers' devices of that stage; of the first stage if it is unknown.
     """
 
     stage: int | None = None
@@ -72,7 +73,7 @@ class Towers:
         self.near = {} if on_cpu else relays.near(rows)
         self.ways = relays.ways(self.near, peers.reached() if self.near else {})
         self._counts = counts
-        self.known: dict[Any, Ref] = {}
+        self.cache: dict[Any, Ref] = {}
         self.crossings: dict[str, int] = {}
         self._stages: dict[int | None, Towers] = {}
 
@@ -80,7 +81,7 @@ class Towers:
         return len(self.devices)
 
     def at(self, stage: int | None) -> Towers:
-        """The same towers, where they do what is of that stage."""
+        """The same towers with the devices of this stage."""
         if stage not in self._stages:
             there = self._stages[stage] = copy.copy(self)
             there.stage = stage
@@ -88,7 +89,7 @@ class Towers:
         return self._stages[stage]
 
     def stage_on(self, device: str) -> int | None:
-        """The stage, of whichever tower, that is on ``device``; None where there are no stages."""
+        """The stage, of any tower, that is on ``device``; None without stages."""
         return next((stage for row in self.rows if len(row) > 1
                      for stage, name in enumerate(row) if name == device), None)
 
@@ -109,90 +110,90 @@ class Towers:
         """Counts a redistribution."""
         self.crossings[kind] = self.crossings.get(kind, 0) + 1
 
-    @once
+    @cached
     def count(self, tower: int, dtype: tf.DType = tf.int64) -> Ref:
-        """How many rows a tower has."""
+        """A tower's number of rows."""
         if dtype != tf.int64:
             return self.on_host("Cast", self.count(tower), DstT=dtype)
         count = self._counts(tower)
         assert count is not None
         return count
 
-    @once
+    @cached
     def counts(self) -> Ref:
-        """How many rows each tower of all workers has."""
-        known = self._counts(None)
-        return known if known is not None else self._of_all(
+        """The number of rows of each tower of all workers, a vector."""
+        counts = self._counts(None)
+        return counts if counts is not None else self._from_all_workers(
             [self.count(tower) for tower in range(len(self))], self.first, self.replicas)
 
-    def _of_all(self, own: Sequence[Ref], first: int, count: int) -> Ref:
-        """A vector of so many numbers of all workers, in which this one's begin at ``first``."""
-        around = self.number([[first, count - first - len(own)]], tf.int32)
-        placed = self.on_host("PadV2", self.on_host("Pack", *own, axis=0), around,
-                              self.number(0, own[0].dtype))
-        return self.across.cross("sum", placed, self.host, tf.TensorShape([count]))
+    def _from_all_workers(self, numbers: Sequence[Ref], first: int, count: int) -> Ref:
+        """A vector of ``count`` numbers of all workers, this one's ``numbers`` at ``first``."""
+        paddings = self.number([[first, count - first - len(numbers)]], tf.int32)
+        padded = self.on_host("PadV2", self.on_host("Pack", *numbers, axis=0), paddings,
+                              self.number(0, numbers[0].dtype))
+        return self.across.cross("sum", padded, self.host, tf.TensorShape([count]))
 
-    @once
+    @cached
     def total(self, dtype: tf.DType = tf.int64) -> Ref:
-        """How many rows the batch has."""
+        """The batch's number of rows."""
         if self.across.workers is not None:
-            return self._first_of(self.counts(), self.replicas, dtype)
+            return self._sum_of_first(self.counts(), self.replicas, dtype)
         return self.add_up([self.count(tower, dtype) for tower in range(len(self))], self.host)
 
     def share(self, tower: int, dtype: tf.DType) -> Ref:
-        """A tower's rows over those of the batch; 0 of no rows at all."""
+        """A tower's number of rows over the batch's; 0 for a batch without rows."""
         return self.on_host("DivNoNan", self.count(tower, dtype), self.total(dtype))
 
-    @once
+    @cached
     def earlier(self, dtype: tf.DType = tf.int64) -> Ref:
-        """How many rows the workers before this one have."""
+        """The number of rows of all workers before this one."""
         if self.across.workers is None:
             return self.number(0, dtype)
-        return self._first_of(self.counts(), self.first, dtype)
+        return self._sum_of_first(self.counts(), self.first, dtype)
 
-    def of_earlier(self, number: Ref, dtype: tf.DType) -> Ref:
-        """The sum of such a number of each worker before this one."""
+    def sum_of_earlier(self, number: Ref, dtype: tf.DType) -> Ref:
+        """The sum of a number over the workers before this one."""
         workers = self.across.workers
         if workers is None:
             return self.number(0, dtype)
-        return self._first_of(self._of_all([number], workers.index, workers.count), workers.index,
-                              dtype)
+        numbers = self._from_all_workers([number], workers.index, workers.count)
+        return self._sum_of_first(numbers, workers.index, dtype)
 
-    def _first_of(self, vector: Ref, number: int, dtype: tf.DType) -> Ref:
-        """The sum of the first entries of a vector."""
-        begin, size = self.number([0], tf.int32), self.number([number], tf.int32)
+    def _sum_of_first(self, vector: Ref, count: int, dtype: tf.DType) -> Ref:
+        """The sum of the first ``count`` entries of a vector."""
+        begin, size = self.number([0], tf.int32), self.number([count], tf.int32)
         total = self.on_host("Sum", self.on_host("Slice", vector, begin, size), begin)
         return total if total.dtype == dtype else self.on_host("Cast", total, DstT=dtype)
 
-    @once
+    @cached
     def offset(self, tower: int, dtype: tf.DType = tf.int64) -> Ref:
-        """How many rows the towers before this one have."""
+        """The number of rows of all towers before this one."""
         if tower == 0:
             return self.earlier(dtype)
         return self.on_host("AddV2", self.offset(tower - 1, dtype), self.count(tower - 1, dtype))
 
-    @once
-    def missing(self, tower: int) -> Ref:
-        """1 for a tower without rows, else 0; an int32 scalar."""
+    @cached
+    def padding_rows(self, tower: int) -> Ref:
+        """1 for a tower without rows, which gets a row of padding, else 0; an int32 scalar."""
         return self.on_host("Cast", self.on_host("Equal", self.count(tower), self.number(0)),
                             DstT=tf.int32)
 
     def shapes_on(self, tower: int) -> str:
-        """Where a tower's shapes are made: on the tower if it is a CPU, else on the host."""
+        """The device that makes a tower's shapes: the tower if it is a CPU, else the host."""
         return self.devices[tower] if self.on_cpu else self.host
 
-    def packed_on(self, tower: int, dtype: tf.DType) -> str:
-        """Where numbers become a shape for a tower.
+    def shape_device(self, tower: int, dtype: tf.DType) -> str:
+        """The device that packs numbers into a shape for a tower.
 
-        GPUs' kernels keep int32 in the host's memory. What the host has made itself TensorFlow's
-        layout optimizer takes to a GPU and back, to permute it.
+        int32 on the tower: GPU kernels keep it in the host's memory, while TensorFlow's layout
+        optimizer takes shapes that the host made to the GPU and back, to permute them.
         """
         return self.devices[tower] if dtype == tf.int32 else self.shapes_on(tower)
 
-    @once
+    @cached
     def vector(self, tower: int, number: Ref, at: int, length: int, other: int) -> Ref:
-        """A vector with ``number`` in one place and ``other`` in all others, for a tower."""
-        device = self.packed_on(tower, number.dtype)
+        """A vector for a tower: ``number`` at index ``at``, ``other`` at all other indices."""
+        device = self.shape_device(tower, number.dtype)
         rest = self.builder.constant(other, number.dtype, device)
         return self.builder.make("Pack", [number if place == at else rest
                                           for place in range(length)], device,
@@ -200,31 +201,32 @@ class Towers:
 
     def add_up(self, parts: Sequence[Ref], device: str,
                shape: tf.TensorShape | None = None) -> Ref:
-        """The sum over the towers of all workers, of the values of those that are here."""
+        """The sum over the towers of all workers; ``parts`` are those of this worker's towers."""
         return self.across.cross("sum", self.add_up_here(parts, device, shape), device, shape)
 
     def add_up_here(self, parts: Sequence[Ref], device: str, shape: tf.TensorShape | None = None,
                     dtype: tf.DType | None = None) -> Ref:
-        """The sum over the towers that are here; of halves as ``dtype``, if that is said."""
-        total = self._added(relays.summed(self.builder, self.near, parts, device, shape), device)
+        """The sum over this worker's towers, cast to ``dtype`` if given."""
+        parts = relays.summed(self.builder, self.near, parts, device, shape)
+        total = self._sum_of_parts(parts, device)
         dtype = dtype or parts[0].dtype
         return total if total.dtype == dtype else self.builder.make(
             "Cast", [total], device, DstT=dtype)
 
-    def _added(self, parts: Sequence[Ref], device: str) -> Ref:
-        if len(parts) == len(self.devices):  # micro-batches: first those of a device
-            here: dict[str, list[Ref]] = {}
-            for part, own in zip(parts, self.devices):
-                here.setdefault(own, []).append(part)
-            parts = [self._one_by_one(those, own) for own, those in here.items()]
+    def _sum_of_parts(self, parts: Sequence[Ref], device: str) -> Ref:
+        if len(parts) == len(self.devices):  # add up the micro-batches of a device there
+            by_device: dict[str, list[Ref]] = {}
+            for part, source in zip(parts, self.devices):
+                by_device.setdefault(source, []).append(part)
+            parts = [self._add_up_in_turn(refs, source) for source, refs in by_device.items()]
         if len(parts) == 1:
             return parts[0]
-        if parts[0].dtype in (tf.float16, tf.bfloat16):  # cross as such, and are rounded once
+        if parts[0].dtype in (tf.float16, tf.bfloat16):  # cross as halves; only the sum is rounded
             parts = [self.builder.make("Cast", [part], device, DstT=tf.float32) for part in parts]
         return self.builder.make("AddN", parts, device, "merge/AddN")
 
-    def _one_by_one(self, parts: Sequence[Ref], device: str) -> Ref:
-        """A sum that holds no two of its parts for long."""
+    def _add_up_in_turn(self, parts: Sequence[Ref], device: str) -> Ref:
+        """A sum whose parts can be freed one after another."""
         total = parts[0]
         for part in parts[1:]:
             total = self.builder.make("AddV2", [total, part], device, "merge/AddV2")

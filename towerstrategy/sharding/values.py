@@ -1,8 +1,8 @@
-"""What stands for a traced tensor while its step is partitioned, and how it is redistributed.
+"""The value of a traced tensor while its step is partitioned, and how it is redistributed.
 
-Goes in: a tensor's spec and the nodes that make it.  Comes out: the same value as another spec, by
-the nodes that this takes: a sum of parts, a concatenation of slices, a slice of the whole.  Each is
-made once and only if something asks for it.
+Goes in: a tensor's spec and the nodes that make it.  Comes out: the same value with another spec,
+by further nodes: a sum of parts, a concatenation of slices, or a slice of the whole tensor.  Each
+node is made once, and only if something uses it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Value:
 
     Args:
       towers: the towers.
-      spec: what the tensor is.
+      spec: its spec.
       shape: its static shape, with all rows.
-      whole: the whole tensor, or makes it; None where only the parts are there.
-      part: makes a tower's part of it; None where it is the whole.
+      whole: the whole tensor, or makes it; None if it is made of the parts.
+      part: makes a tower's part; None if each tower takes the whole tensor.
       device: where the whole tensor is made.
-      constant: makes it on a tower, of such towers; None where a tower is sent it.
+      constant: makes the tensor on a tower of the given towers, which is then not sent it.
     """
 
     def __init__(self, towers: Towers, spec: Spec, shape: tf.TensorShape,
@@ -64,13 +64,13 @@ class Value:
 
     @property
     def stage(self) -> int | None:
-        """The stage in which it is made; None where it is not known."""
+        """The stage in which it is made; None if unknown."""
         stage = self.towers.stage
         return self.towers.stage_on(self.device) if stage is None and self.device else stage
 
     @property
     def size(self) -> int:
-        """How many entries it has, so far as that is known."""
+        """Its number of entries; 0 if unknown."""
         return self.shape.num_elements() or 0
 
     def whole(self) -> Ref:
@@ -82,27 +82,27 @@ class Value:
         return self._whole
 
     def part(self, tower: int) -> Ref:
-        """What a tower has of it: its part, or the whole where there are none."""
+        """A tower's part; the whole tensor if there are no parts."""
         if self.constant is not None:
             return self.constant(tower, self.towers)
         if self._make_part is None:
             return self.whole()
         if tower not in self._parts:
-            made = self._parts[tower] = self._make_part(tower)
+            part = self._parts[tower] = self._make_part(tower)
             if isinstance(self.spec, Partial) or self.spec == OWN:
-                self.towers.builder.note_shape(made, self.shape)
+                self.towers.builder.note_shape(part, self.shape)
             elif self.towers.ways and isinstance(self.spec, Sharded) and self.shape.rank:
-                self.towers.builder.rows[made] = (
+                self.towers.builder.rows[part] = (
                     blocks.opened(self.shape, self.spec.dim), self.spec.times or 1)
         return self._parts[tower]
 
     def on(self, device: str) -> Ref:
-        """The whole tensor, for what is done on ``device``; a tower there has constants already."""
-        here = self.constant is not None and device in self.towers.devices
-        return self.part(self.towers.devices.index(device)) if here else self.whole()
+        """The whole tensor for an operation on ``device``; a tower there makes constants itself."""
+        repeated = self.constant is not None and device in self.towers.devices
+        return self.part(self.towers.devices.index(device)) if repeated else self.whole()
 
     def at(self, towers: Towers) -> Value:
-        """The same tensor where these towers use it, if it is of no stage of theirs."""
+        """The same tensor for the stage of these towers: another value if it is replicated."""
         if towers.stage == self.towers.stage or not isinstance(self.spec, Replicated):
             return self
         if towers.stage not in self._others:
@@ -111,11 +111,11 @@ class Value:
         return self._others[towers.stage]
 
     def parts(self) -> list[Ref]:
-        """What each tower has of it."""
+        """Each tower's part."""
         return [self.part(tower) for tower in range(len(self.towers))]
 
     def as_spec(self, wanted: Spec) -> Value:
-        """The same tensor as another spec, see ``joined.can_become``."""
+        """The same tensor with another spec; ``joined.can_become`` says which ones are possible."""
         if wanted is self.spec or wanted == self.spec:
             return self
         if wanted not in self._others:
@@ -136,20 +136,20 @@ class Value:
         return Value(towers, wanted, self.shape, self.whole, None, self.device,
                      None if isinstance(self.spec, (Size, ListOf)) else self.constant)
 
-    def known_as(self, entries: Sequence[int], dtype: tf.DType) -> Value:
-        """With a constant in place of each tower's part."""
+    def with_constant_parts(self, entries: Sequence[int], dtype: tf.DType) -> Value:
+        """The same tensor, with a constant in place of each tower's part."""
         towers = self.towers
         return Value(towers, self.spec, self.shape, self.whole, lambda tower: (
             towers.builder.constant(entries, dtype, towers.devices[tower])))
 
-    def padded(self, number: int = 0) -> Value:
-        """With a row of this number for each tower that has none."""
+    def padded(self, fill: int = 0) -> Value:
+        """The same tensor, with one row of ``fill`` on each tower that has no rows."""
         spec, towers = self.spec, self.towers
         if isinstance(spec, Sharded) and self.shape.rank is not None:
-            key = ("padded", number)
-            if key not in self._others:  # one for all that take it so
+            key = ("padded", fill)
+            if key not in self._others:  # one for all operations that need it
                 self._others[key] = Value(towers, spec, self.shape, self.whole, functools.partial(
-                    self._padded_part, number))
+                    self._padded_part, fill))
             return self._others[key]
         if isinstance(spec, Size):
             least = [int(place == spec.at) for place in range(self.shape.num_elements())]
@@ -158,55 +158,57 @@ class Value:
                     least, self.part(tower).dtype, towers.devices[tower])))
         return self
 
-    def _padded_part(self, number: int, tower: int) -> Ref:
+    def _padded_part(self, fill: int, tower: int) -> Ref:
         assert isinstance(self.spec, Sharded)
         towers, dim, rank, part = self.towers, self.spec.dim, self.shape.rank, self.part(tower)
         build = towers.builder
-        after = towers.vector(tower, self._missing(tower), dim, rank, 0)
+        after = towers.vector(tower, self._padding_rows(tower), dim, rank, 0)
         paddings = towers.on(tower, "Pack", build.constant(
             [0] * rank, tf.int32, towers.devices[tower]), after, axis=1)
-        # Not Pad, which oneDNN fuses with a convolution that gives no rows a wrong shape. Its
-        # kernel for GPUs takes what it pads with from the host.
+        # Not Pad: oneDNN fuses it with a convolution, which then gives zero rows a wrong shape.
+        # PadV2's kernel for GPUs takes the fill value from the host's memory.
         return towers.on(tower, "PadV2", part, paddings, build.constant(
-            number, part.dtype, towers.shapes_on(tower)))
+            fill, part.dtype, towers.shapes_on(tower)))
 
-    def without_padding(self, like: Value) -> Value:
-        """The inverse of :meth:`padded`, where ``like`` tells which towers have no rows."""
+    def without_padding(self, unpadded: Value) -> Value:
+        """The inverse of :meth:`padded`: without the rows by which ``unpadded`` was padded."""
         spec, towers, rank = self.spec, self.towers, self.shape.rank
         if not isinstance(spec, Sharded) or rank is None:
             return self
 
         def part(tower: int) -> Ref:
-            rows = towers.on_host("Sub", like._missing(tower), towers.number(1, tf.int32))
+            rows = towers.on_host("Sub", unpadded._padding_rows(tower), towers.number(1, tf.int32))
             begin = towers.builder.constant([0] * rank, tf.int32, towers.devices[tower])
             return towers.on(tower, "Slice", self.part(tower), begin,
                              towers.vector(tower, rows, spec.dim, rank, -1))
 
         return Value(towers, spec, self.shape, None, part)
 
-    def _missing(self, tower: int) -> Ref:
+    def _padding_rows(self, tower: int) -> Ref:
+        """1 for a tower without rows of this tensor, else 0; an int32 scalar."""
         assert isinstance(self.spec, Sharded)
         towers = self.towers
         if not self.spec.group:
-            return towers.missing(tower)
+            return towers.padding_rows(tower)
         none, dim = (towers.number(number, tf.int32) for number in (0, self.spec.dim))
         shape = towers.on(tower, "Shape", self.part(tower))
         rows = towers.on_host("GatherV2", shape, dim, none)
         return towers.on_host("Cast", towers.on_host("Equal", rows, none), DstT=tf.int32)
 
     def _first_or_zeros(self, tower: int) -> Ref:
+        """The part of a replicated tensor as a partial sum: the first tower has all of it."""
         if self.towers.first + tower == 0:
             return self.whole()
         return self.towers.on(tower, "ZerosLike", self.whole())
 
     def _gathered(self) -> Ref:
-        """The whole tensor, from the towers' parts."""
+        """The whole tensor: the sum, concatenation or other reduction of the towers' parts."""
         towers, parts = self.towers, self.parts()
         if towers.replicas == 1 or self.spec == OWN:
             return parts[0]
         device, whole = self.device or towers.merge, parts[0]
         if isinstance(self.spec, Size):
-            return self._total(parts, self.spec.at)
+            return self._total_size(parts, self.spec.at)
         if isinstance(self.spec, Sharded):
             if self.spec.blocks > 1:
                 return blocks.gathered(self, self.spec, device)
@@ -229,8 +231,8 @@ class Value:
                                         "merge/Reduce")
         return towers.across.cross(self.spec.reduction, whole, device, self.shape)
 
-    def _total(self, parts: Sequence[Ref], at: int) -> Ref:
-        """A size of the whole batch: the towers' rows add up, all else is alike."""
+    def _total_size(self, parts: Sequence[Ref], at: int) -> Ref:
+        """The whole batch's size: the sum of entry ``at`` over the towers; other entries agree."""
         towers = self.towers
         total = towers.add_up(parts, towers.host, self.shape)
         if self.shape.rank == 0:
@@ -240,7 +242,7 @@ class Value:
         return towers.on_host("SelectV2", towers.on_host("Equal", index, place), total, parts[0])
 
     def _cut(self, wanted: Sharded) -> Value:
-        """Each tower's slice of the whole tensor."""
+        """The whole tensor as a sharded one: each tower takes its slice."""
         towers, rank = self.towers, self.shape.rank
         assert rank is not None, "cut of unknown rank"
         if wanted.broadcast and self.shape[wanted.dim] == 1:
@@ -261,8 +263,8 @@ class Value:
                 begin = towers.on_host("Mul", begin, times)
                 size = towers.on_host("Mul", size, times)
                 if open_broadcast:
-                    fewer = towers.on_host("Equal", times, towers.number(0))  # one, for all rows
-                    size = towers.on_host("SelectV2", fewer, towers.number(1), size)
+                    is_one = towers.on_host("Equal", times, towers.number(0))  # for all rows
+                    size = towers.on_host("SelectV2", is_one, towers.number(1), size)
             return towers.on(tower, "Slice", whole,
                              towers.vector(tower, begin, wanted.dim, rank, 0),
                              towers.vector(tower, size, wanted.dim, rank, -1), Index=tf.int64)
@@ -270,7 +272,7 @@ class Value:
         return Value(towers, wanted, self.shape, self.whole, part)
 
     def rows_in(self, dim: int) -> Ref:
-        """How many positions it has along a dimension."""
+        """The whole tensor's size along a dimension."""
         towers = self.towers
         if self.shape[dim] is not None:
             return towers.number(self.shape[dim])
@@ -280,7 +282,7 @@ class Value:
 
 
 def captured(towers: Towers, outer: Any, shape: tf.TensorShape) -> Value:
-    """What stands for a tensor of elsewhere that a traced graph has captured."""
+    """The value of an outer tensor that a traced graph has captured."""
     build = towers.builder
     return Value(towers, REPLICATED, shape, build.take(build.graph.capture(outer)),
                  device=getattr(outer, "device", "") or "")
