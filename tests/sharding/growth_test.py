@@ -86,7 +86,7 @@ def operations_of_scopes(count):
     for tower in range(count):
         towers.on(tower, "Neg", towers.number(tower))
     towers.builder.finish()
-    return lambda: towers.builder.made(towers.scopes)
+    return lambda: towers.builder.names_by_scope(towers.scopes)
 
 
 class GrowthTest(parameterized.TestCase):

@@ -33,7 +33,7 @@ def gathered(value: Any, spec: Sharded, device: str) -> Ref:
 
     def whole(block: int) -> Ref:
         ref: Ref = type(value)(towers, block_spec, shape, None,
-                               lambda tower: split[tower]._replace(place=block), device).whole()
+                               lambda tower: split[tower]._replace(output=block), device).whole()
         return ref
 
     wholes = [whole(block) for block in range(spec.blocks)]

@@ -1,8 +1,8 @@
 """Nodes of a graph, collected and imported at once.
 
-Goes in: operations to copy, and types of operations to make.  Comes out: :class:`Ref`, what stands
-for a tensor until the import, and then tensors.  Making operations one by one in Python takes
-several times as long.
+Goes in: operations to copy, and types of operations to make.  Comes out: a :class:`Ref` for each
+tensor, and the tensor after the import.  Making operations one by one in Python takes several times
+as long.
 """
 
 from __future__ import annotations
@@ -19,93 +19,93 @@ from towerstrategy.sharding.rules.registry import Op
 
 
 class Ref(NamedTuple):
-    """Output number ``place`` of a node, or a tensor that stands outside of the nodes."""
+    """An output of a node, or a tensor that was in the graph before (:meth:`Builder.take`)."""
 
     node: str
-    place: int
+    output: int
     dtype: tf.DType
 
     @property
     def input(self) -> str:
-        return f"{self.node}:{self.place}" if self.place else self.node
+        return f"{self.node}:{self.output}" if self.output else self.node
 
 
 class Node:
-    """A node that has been collected; until the import it may be given other inputs."""
+    """A collected node; its inputs may change until the import."""
 
     __slots__ = ("name", "op", "input", "device", "attributes")
 
     def __init__(self, name: str, op: str, input: list[str], device: str,
                  attributes: bytes) -> None:
         self.name, self.op, self.input, self.device = name, op, input, device
-        self.attributes = attributes  # a serialized NodeDef of these alone
+        self.attributes = attributes  # a serialized NodeDef that has nothing but attributes
 
 
-# By device, the nodes that take something, and as which input.
-Takers = dict[str, list[tuple[Node, int]]]
-Crossings = dict[Ref, Takers]
+# Device -> the nodes there that take a tensor, each with the number of that input.
+Consumers = dict[str, list[tuple[Node, int]]]
+Crossings = dict[Ref, Consumers]
 
 
 class Builder:
     """Collects nodes for ``graph``.
 
-    Of nodes that are the same, in one scope on one device, there is one, unless they have a state.
+    Equal nodes in one scope on one device are one node, unless they are stateful.
 
     Attributes:
-      nodes: what has been collected, by name, each node behind those that it needs.
-      shapes: the static shapes of outputs, as far as they were noted (:meth:`note_shape`).
-      rows: those of towers' rows, of an open number, and how many positions a row has there;
-        where :mod:`relays` asks for them.
+      nodes: name -> node, each after the nodes that it needs.
+      shapes: the static shapes of outputs that :meth:`note_shape` was told.
+      rows: the static shapes of outputs that hold towers' rows, and the number of positions per
+        row; noted if :mod:`relays` needs them.
     """
 
     def __init__(self, graph: tf.Graph) -> None:
         self.graph = graph
         self.nodes: dict[str, Node] = {}
-        self._taken: dict[tuple[str, int], tf.Tensor] = {}
+        self._outer: dict[tuple[str, int], tf.Tensor] = {}
         self._names: dict[str, int] = {}
         self._constants: dict[tuple[Any, ...], Ref] = {}
-        self._same: dict[Any, tuple[list[Ref], str]] = {}
+        self._reusable: dict[Any, tuple[list[Ref], str]] = {}
         self._types: dict[tuple[Any, ...], tuple[bytes, list[tf.DType]]] = {}
-        self._made: dict[str, tf.Operation] = {}
+        self._operations: dict[str, tf.Operation] = {}
         self.shapes: dict[Ref, tuple[int, ...]] = {}
         self.rows: dict[Ref, tuple[tf.TensorShape, int]] = {}
 
     def take(self, tensor: tf.Tensor) -> Ref:
-        """What stands for a tensor of ``graph``."""
+        """The reference to a tensor that is in ``graph`` already."""
         key = (f"outside_{tensor.op.name}", tensor.value_index)
-        self._taken[key] = tensor
+        self._outer[key] = tensor
         return Ref(*key, tensor.dtype)
 
     def copy(self, operation: Op, inputs: Sequence[Ref], device: str, scope: str = "",
              controls: Iterable[str] = (), name: str = "", attributes: bytes = b""
              ) -> tuple[list[Ref], str]:
-        """An operation, with other inputs, on ``device``; and its node.
+        """The outputs and the node of a copy of an operation.
 
         Args:
-          operation: of this graph or another one.
-          inputs: in place of its own.
-          device: where it is to be.
-          scope: of its name, with a "/" behind it.
+          operation: an operation of this graph or another one.
+          inputs: the inputs of the copy.
+          device: the device of the copy.
+          scope: its name scope, with a "/" at the end.
           controls: nodes that it waits for.
-          name: in place of its own in ``scope``.
-          attributes: in place of its own.
+          name: its name if not the operation's in ``scope``.
+          attributes: its attributes if not the operation's.
         """
-        _, own, dtypes = operation.definition
+        _, default, dtypes = operation.definition
         return self._add(name or f"{scope}{operation.name}", operation.type, inputs, device,
-                         attributes or own, dtypes, controls, scope,
+                         attributes or default, dtypes, controls, scope,
                          alone=operation.is_stateful or bool(operation.controls))
 
     def make(self, type: str, inputs: Sequence[Ref], device: str, name: str = "",
              **attrs: Any) -> Ref:
-        """The first output of a new operation; attributes that say types follow the inputs."""
+        """The first output of a new operation; its dtype attributes are those of the inputs."""
         key = type, tuple([ref.dtype for ref in inputs]), repr(attrs)
         if key not in self._types:
-            self._types[key] = _typed(type, inputs, attrs)
+            self._types[key] = _signature(type, inputs, attrs)
         return self._add(name or type, type, inputs, device, *self._types[key],
                          alone=_tf.is_stateful(type))[0][0]
 
     def constant(self, value: Any, dtype: tf.DType, device: str) -> Ref:
-        """A constant; the same one once a device."""
+        """A constant; equal ones on a device are one node."""
         array = np.asarray(value, dtype.as_numpy_dtype)
         key = (array.tobytes(), array.shape, dtype, device)
         if key not in self._constants:
@@ -119,7 +119,7 @@ class Builder:
     def call(self, like: Op, type: str, inputs: Sequence[Ref], device: str, scope: str,
              controls: Iterable[str], dtypes: Sequence[tf.DType], functions: dict[str, Any],
              attrs: dict[str, Any]) -> tuple[list[Ref], str]:
-        """A control flow operation such as ``like`` with other functions and inputs."""
+        """A copy of ``like``, a branch or loop, that has other functions and inputs."""
         node = tf.compat.v1.NodeDef.FromString(like.definition.attributes)
         for stale in ("output_shapes", "_read_only_resource_inputs"):
             node.attr.pop(stale, None)
@@ -136,18 +136,18 @@ class Builder:
                          dtypes, controls, alone=True)
 
     def note_shape(self, ref: Ref, shape: tf.TensorShape) -> None:
-        """Notes the shape of a node's output, of floats, if it is known."""
+        """Notes the static shape of a node's output if it is fully known and of floats."""
         if ref.dtype.is_floating and shape.is_fully_defined() \
-                and (ref.node, ref.place) not in self._taken:
+                and (ref.node, ref.output) not in self._outer:
             self.shapes[ref] = tuple(shape)
 
     def define(self, name: str, ref: Ref, device: str) -> None:
-        """Makes a node of a name that was reserved, which is ``ref``."""
-        attributes, _ = _typed("Identity", [ref], {})
+        """Makes the node of a reserved name: an identity of ``ref``."""
+        attributes, _ = _signature("Identity", [ref], {})
         self.nodes[name] = Node(name, "Identity", [ref.input], device, attributes)
 
     def gate(self, before: Iterable[str], device: str) -> str:
-        """A node that waits for others, so that each of many need wait for this one alone."""
+        """A node that waits for others; many nodes can then wait for it instead of for each."""
         return self._add("merge/gate", "NoOp", (), device, b"", (), before)[1]
 
     def wait(self, name: str, before: str) -> None:
@@ -156,97 +156,96 @@ class Builder:
             self.nodes[name].input.append(f"^{before}")
 
     def finish(self) -> None:
-        """Imports what has been collected into ``graph``."""
+        """Imports the collected nodes into ``graph``."""
         graph_def = tf.compat.v1.GraphDef(versions=self.graph.graph_def_versions)
         for node in self.nodes.values():
             graph_def.node.add(name=node.name, op=node.op, input=node.input,
                                device=node.device).MergeFromString(node.attributes)
-        made = _tf.import_nodes(self.graph, graph_def, self._taken)
-        self._made = dict(zip(self.nodes, made))
+        imported = _tf.import_nodes(self.graph, graph_def, self._outer)
+        self._operations = dict(zip(self.nodes, imported))
 
     def call_all(self, name: str, outputs: Mapping[Ref, tf.Tensor], effects: Iterable[str]) -> None:
-        """Makes a function of what has been collected, and calls it, in place of :meth:`finish`.
+        """Makes a function of the collected nodes and calls it; instead of :meth:`finish`.
 
         Args:
-          name: of the function.
-          outputs: what is asked for behind it, with tensors of such shapes.
+          name: the function's name.
+          outputs: its outputs, each with a tensor of the same shape.
           effects: nodes that must run.
         """
-        given = {ref: like for ref, like in outputs.items()
-                 if (ref.node, ref.place) not in self._taken}
-        call = _tf.call_nodes(self.graph, name, self.nodes, self._taken, {
-            ref.input: like for ref, like in given.items()}, effects)
-        self._made = dict.fromkeys(effects, call)
-        self._taken.update(((ref.node, ref.place), tensor)
-                           for ref, tensor in zip(given, call.outputs))
+        returned = {ref: like for ref, like in outputs.items()
+                    if (ref.node, ref.output) not in self._outer}
+        call = _tf.call_nodes(self.graph, name, self.nodes, self._outer, {
+            ref.input: like for ref, like in returned.items()}, effects)
+        self._operations = dict.fromkeys(effects, call)
+        self._outer.update(((ref.node, ref.output), tensor)
+                           for ref, tensor in zip(returned, call.outputs))
 
     def device(self, ref: Ref) -> str:
-        """Where ``ref`` is made, "" where no node says."""
+        """The device of the node of ``ref``; "" if unknown."""
         return self.nodes[ref.node].device if ref.node in self.nodes else ""
 
     def crossings(self, refs: Iterable[Ref]) -> Crossings:
-        """Those of ``refs`` that nodes on other devices take, and these nodes by device.
+        """The outputs among ``refs`` that nodes on other devices take, and those nodes.
 
-        Branches and loops do not count, as TensorFlow takes these apart: what they are given goes
-        to whoever takes it.
+        Branches and loops do not count: TensorFlow lowers them, so that their inputs go to the
+        operations in them.
         """
-        asked = {ref.input: ref for ref in refs}
+        by_input = {ref.input: ref for ref in refs}
         found: Crossings = {}
-        for node in self.nodes.values() if asked else ():
+        for node in self.nodes.values() if by_input else ():
             if node.op in (*propagate.BRANCHES, *propagate.LOOPS):
                 continue
             for place, text in enumerate(node.input):
-                ref = asked.get(text)
+                ref = by_input.get(text)
                 if ref is not None and node.device and self.device(ref) not in ("", node.device):
                     found.setdefault(ref, {}).setdefault(node.device, []).append((node, place))
         return found
 
     def tensor(self, ref: Ref) -> tf.Tensor:
-        """The tensor that ``ref`` has become; after :meth:`finish`."""
-        if (ref.node, ref.place) in self._taken:
-            return self._taken[ref.node, ref.place]
-        return self._made[ref.node].outputs[ref.place]
+        """The tensor of ``ref``; after :meth:`finish`."""
+        if (ref.node, ref.output) in self._outer:
+            return self._outer[ref.node, ref.output]
+        return self._operations[ref.node].outputs[ref.output]
 
-    def made(self, scopes: Iterable[str]) -> list[list[str]]:
-        """The names of the operations by their nodes' outermost scope; after :meth:`finish`."""
+    def names_by_scope(self, scopes: Iterable[str]) -> list[list[str]]:
+        """The names of each outermost scope's operations; after :meth:`finish`."""
         found: dict[str, list[str]] = {scope: [] for scope in scopes}
-        for node, operation in self._made.items():
+        for node, operation in self._operations.items():
             found.get(node[:node.find("/") + 1], []).append(operation.name)
         return list(found.values())
 
     @property
     def operations(self) -> Iterable[tf.Operation]:
-        """The operations that the nodes have become; after :meth:`finish`."""
-        return self._made.values()
+        """All imported operations; after :meth:`finish`."""
+        return self._operations.values()
 
     def operation(self, name: str) -> tf.Operation:
-        """The operation that a node has become; after :meth:`finish`."""
-        return self._made[name]
+        """The operation of a node; after :meth:`finish`."""
+        return self._operations[name]
 
     def _add(self, name: str, type: str, inputs: Sequence[Ref], device: str, attributes: bytes,
              dtypes: Sequence[tf.DType], controls: Iterable[str] = (), scope: str = "",
              alone: bool = False) -> tuple[list[Ref], str]:
-        """Collects a node; what stands for its outputs, and its name.
+        """Collects a node, or finds an equal one; returns its outputs and its name.
 
-        A node that is ``alone`` may be told to wait for others yet, or does something else each
-        time that it is done.
+        A node that is ``alone`` is equal to no other: it is stateful or may get more controls.
         """
         texts = [f"{node}:{place}" if place else node for node, place, _ in inputs]
         if controls:
             texts += [f"^{control}" for control in dict.fromkeys(controls)]
         key = None if alone else (
             (scope or name).partition("/")[0], type, device, attributes, *texts)
-        if key in self._same:
-            return self._same[key]
+        if key in self._reusable:
+            return self._reusable[key]
         name = self.reserve(name)
         self.nodes[name] = Node(name, type, texts, device, attributes)
-        made = [Ref(name, index, dtype) for index, dtype in enumerate(dtypes)], name
+        result = [Ref(name, index, dtype) for index, dtype in enumerate(dtypes)], name
         if key is not None:
-            self._same[key] = made
-        return made
+            self._reusable[key] = result
+        return result
 
     def reserve(self, wanted: str) -> str:
-        """A name that no node has, as of one that :meth:`define` makes."""
+        """A name that no node has; :meth:`define` may make its node later."""
         name = wanted
         while name in self._names:
             self._names[wanted] += 1
@@ -255,26 +254,27 @@ class Builder:
         return name
 
 
-def _typed(type: str, inputs: Sequence[Ref], attrs: dict[str, Any]) -> tuple[bytes, list[Any]]:
-    """The attributes of a new node that takes such inputs, and the dtypes of its outputs."""
+def _signature(type: str, inputs: Sequence[Ref], attrs: dict[str, Any]) -> tuple[bytes, list[Any]]:
+    """The attributes of a new node with these inputs, and the dtypes of its outputs."""
     definition, node = _tf.op_def(type), tf.compat.v1.NodeDef()
-    left = list(inputs)
+    inputs_left = list(inputs)
     for arg in definition.input_arg:
         number = 1
         if arg.number_attr:
             number = len(inputs) - len(definition.input_arg) + 1
             node.attr[arg.number_attr].i = number
-        if arg.type_attr and left:
-            node.attr[arg.type_attr].type = left[0].dtype.as_datatype_enum
-        left = left[number:]
+        if arg.type_attr and inputs_left:
+            node.attr[arg.type_attr].type = inputs_left[0].dtype.as_datatype_enum
+        inputs_left = inputs_left[number:]
     for key, value in attrs.items():
         node.attr[key].CopyFrom(_attr(value))
     return node.SerializeToString(), [tf.as_dtype(arg.type or (
         node.attr[arg.type_attr].type if arg.type_attr in node.attr
-        else _default(definition, arg.type_attr))) for arg in definition.output_arg]
+        else _default_dtype(definition, arg.type_attr))) for arg in definition.output_arg]
 
 
-def _default(definition: Any, name: str) -> int:
+def _default_dtype(definition: Any, name: str) -> int:
+    """The default of an attribute that says a dtype."""
     for attr in definition.attr:
         if attr.name == name:
             return int(attr.default_value.type)

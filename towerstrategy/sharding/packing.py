@@ -95,4 +95,4 @@ def _pack(builder: Builder, group: _Group, refs: Sequence[Ref],
         first = builder.make("Unpack", [packed], device, f"{scope}Unpack", num=len(refs), axis=0)
         for index, ref in enumerate(refs):
             for node, place in crossings[ref][device]:
-                node.input[place] = first._replace(place=index).input
+                node.input[place] = first._replace(output=index).input

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from towerstrategy.sharding.builder import Builder, Node, Ref, Takers
+from towerstrategy.sharding.builder import Builder, Consumers, Node, Ref
 
 LEAST = 2**20  # bytes; what is smaller waits for links less than for one more sync point
 LEAST_ROW = 2**10  # bytes, where nobody knows how many rows there are
@@ -107,7 +107,7 @@ def _take(takers: Sequence[tuple[Node, int]], ref: Ref) -> None:
 
 
 def _spread(builder: Builder, devices: Sequence[str], group: Sequence[int], ref: Ref, place: int,
-            takers: Takers) -> None:
+            takers: Consumers) -> None:
     """Gives ``ref`` to those of ``group``, of which ``place`` has it or is sent it."""
     if len(group) == 1:
         _take(takers.get(devices[place], ()), ref)

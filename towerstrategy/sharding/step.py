@@ -135,7 +135,7 @@ def finished(strategy: Any, towers: Towers, outputs: Iterable[tuple[Ref, tf.Tens
     if extended.modes.compiles:
         extended.xla.mark(builder.graph, builder.operations)
     if extended.placement.micro_batches > 1:
-        extended.stages.put_in_order(builder.graph, builder.made(towers.scopes),
+        extended.stages.put_in_order(builder.graph, builder.names_by_scope(towers.scopes),
                                      [builder.tensor(ref) for ref, _ in outputs])
     done = list(map(builder.operation, effects))
     with tf.control_dependencies(done):
